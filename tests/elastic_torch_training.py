@@ -1,5 +1,5 @@
 """A training with PyTorch that outlives its workers: FOLDER KIND MEMBER STEP MOMENT (it kills itself there, before or
-after backward; or instead of making the model).
+after backward, or stepped; or instead of making the model).
 
 KIND: opt (`DistributedOptimizer`), cross (with cross_barrier), ddp (`DistributedDataParallel`).
 """
@@ -27,6 +27,7 @@ def main() -> None:
     number = member.number if member is not None else bps.rank()
     torch.manual_seed(number)  # all get those of one rank
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
+    model.register_buffer("unused", torch.zeros(1))  # DistributedDataParallel gives all ranks rank 0's
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if kind == "ddp":
         if moment == "making" and str(number) == victim:
@@ -52,9 +53,11 @@ def main() -> None:
                 if is_to_die and moment == "before":
                     os.kill(os.getpid(), signal.SIGKILL)
                 loss.backward()
-                if is_to_die:
+                if is_to_die and moment == "after":
                     os.kill(os.getpid(), signal.SIGKILL)
                 optimizer.step()
+                if is_to_die:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 rates.step()
                 state.steps += 1
                 used = bps.push_pull(torch.bincount(indices, minlength=480), average=False, name="used")

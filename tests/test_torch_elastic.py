@@ -62,9 +62,11 @@ def test_who_is_lost_while_the_others_make_a_module_is_as_any_other(tmp_path, un
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kind", "moment"), [("opt", "after"), ("ddp", "after"), ("opt", "before"),
-                                              ("cross", "before"), ("ddp", "before")])
+                                              ("cross", "before"), ("cross", "stepped"), ("ddp", "before")])
 def test_a_smaller_job_uses_every_sample_of_an_epoch(tmp_path, undisturbed, kind, moment):
-    """Killed before backward: the others' gradients are under way, and never come to an end."""
+    """Killed before backward: the others' gradients are under way, and never come to an end. Killed when it has stepped
+    across the barrier: so are their updates.
+    """
     found = trained(tmp_path / kind, "shrink", kind, "0", "25", moment)
     assert set(found) == {1, 2} and found[1] == found[2] and found[1]["size"] == 2
     assert found[1]["weights"] != undisturbed["weights"]

@@ -4,6 +4,10 @@ What Horovod adds to that: sums instead of averages, a factor before and after, 
 this way, once all ranks have told each other in the first step which these are), and `join`: with the gradients of each
 step travels a number, to which only ranks that have joined contribute. So those, who take part in each step with zeros,
 know when all have joined.
+
+A rank that has joined stands in for optimizers that it has no more, as long as any rank has them. So in the first step
+of each optimizer ranks tell each other as well which of the earlier ones are left, and give back the memory of the
+others.
 """
 from __future__ import annotations
 
@@ -14,18 +18,15 @@ from typing import Any
 
 import torch
 
-from ..orchestration.codec import CodecSpec
-from ..orchestration.errors import BusyError
+from ..orchestration.errors import BusyError, UnsupportedError
 from ..torch.compression import CompressionLike
-from ..torch.exchange import Exchange
+from ..torch.exchange import Exchange, give_back, give_up, is_reduced_by_another
+from ..torch.presence import thawed
 from ..trainer.gradients import Gradients
 from . import runtime
 from .allreduce_ops import allreduce_async, sparse_allreduce_async
 from .handle import Handle
 from .reduce_op import Average, Max, ReduceOp
-
-#: The number's name among those of the gradients.
-_JOINED = "bpsfast.hvd.joined"
 
 
 class TooManyPassesError(BusyError, AssertionError):
@@ -37,20 +38,33 @@ class TooManyPassesError(BusyError, AssertionError):
 
 
 class StandIn:
-    """What takes part in the steps of one optimizer on a rank that has joined. Outlives it: that of others may live.
-
-    *title* is the same on all ranks; *kinds* are shapes and dtypes by name, *codecs* how some of them are compressed
-    between nodes, *average*: of the sums.
+    """What takes part in the steps of one optimizer on a rank that has joined. Outlives it and its *exchange*: those of
+    other ranks may live. *average*: the sums are divided by the number of ranks.
     """
 
-    def __init__(self, title: str, kinds: dict[str, tuple[tuple[int, ...], str]], codecs: dict[str, CodecSpec],
-                 average: bool, prefix: str) -> None:
-        self._title = title
-        self._names = sorted(kinds)
-        self._kinds = {**kinds, _JOINED: ((1,), "float32")}
+    def __init__(self, exchange: DenseExchange, average: bool) -> None:
+        found = runtime.current()
+        self.number = found.n_optimizers
+        found.n_optimizers += 1
+        found.stand_ins.append(self)
+        kinds, codecs = exchange.kinds, exchange.codecs
+        self._title = f"DistributedOptimizer.{self.number}"
+        self._names = sorted(exchange.parameters)
+        self._places = dict(exchange.presence.places)
+        self._frozen = set(exchange.presence.frozen)
+        self._present = exchange.presence.title
+        #: The number's name among those of the gradients; like `Presence.title` that of no other optimizer's.
+        self._joined = f"bpsfast.hvd.joined of {min(self._places, default='nothing')}"
+        self._kinds = {self._present: exchange.presence.kind, self._joined: ((1,), "float32"),
+                       **{name: kinds[name] for name in self._names}}
+        self._frozen_kinds = {name: kinds[name] for name in self._frozen if name in kinds}
+        #: Of what was frozen at first, by name.
+        self.admitted: dict[str, Gradients] = {}
         self._choice = {name: codecs.get(name) for name in self._kinds}
         self._average = average
-        self._prefix = prefix
+        self._prefix = exchange.prefix
+        self._exchange = weakref.ref(exchange)
+        self._homes = exchange.homes
         self._n_steps = 0
         self._question: Handle | None = None
         self._thread: threading.Thread | None = None
@@ -58,24 +72,45 @@ class StandIn:
         #: The gradients as the job knows them, once they are declared; and those that are sparse, which it does not.
         self.gradients: Gradients | None = None
         self.sparse: set[str] = set()
-        #: Called when the rank joins: what the optimizer has begun is forgotten.
-        self.forget: Callable[[], None] = lambda: None
 
-    def ask(self, sparse: set[str]) -> None:
-        """Tell the other ranks which gradients are *sparse* here. Once."""
-        mask = torch.tensor([name in sparse for name in self._names], dtype=torch.uint8)
+    def ask(self, sparse: set[str], joins: bool = False) -> None:
+        """Tell the other ranks which gradients are *sparse* here, and which earlier optimizers are left: all of them if
+        this rank *joins*. Once.
+        """
+        left = {each.number for each in runtime.current().stand_ins if joins or each._exchange() is not None}
+        mask = torch.tensor([*(name in sparse for name in self._names),
+                             *(number in left for number in range(self.number))], dtype=torch.uint8)
         self._question = allreduce_async(mask, name=f"{self._title}.sparse", op=Max)
 
     def declare(self, order: list[str]) -> Gradients:
         """Tell the job of the gradients that are sparse nowhere; the most urgent first in *order*. Waits for `ask`."""
         if self.gradients is None:
             assert self._question is not None, "asked before"
-            self.sparse = {name for name, is_sparse in zip(self._names, self._question.wait()) if is_sparse}
+            answer = self._question.wait().tolist()
+            _retire([number for number, is_left in enumerate(answer[len(self._names):]) if not is_left])
+            self.sparse = {name for name, is_sparse in zip(self._names, answer) if is_sparse}
             kinds = {name: kind for name, kind in self._kinds.items() if name not in self.sparse}
             dense = [name for name in order if name not in self.sparse]
-            self.gradients = Gradients(kinds, prefix=self._prefix, order=[*dense, _JOINED], average=self._average,
-                                       compression=self._choice)
+            self.gradients = Gradients(kinds, prefix=self._prefix, order=[self._present, self._joined, *dense],
+                                       average=self._average, compression=self._choice)
         return self.gradients
+
+    def admit(self, names: list[str]) -> Gradients:
+        """Tell the job of gradients that were frozen at first; they are part of all steps from this one on."""
+        unknown = [name for name in names if name not in self._frozen_kinds]
+        if unknown:
+            raise UnsupportedError(f"{', '.join(unknown[:4])}: gradients of this dtype are not summed")
+        added = Gradients({name: self._frozen_kinds[name] for name in names}, prefix=self._prefix,
+                          average=self._average)
+        self._frozen.difference_update(names)
+        self.admitted.update(dict.fromkeys(names, added))
+        return added
+
+    def retire(self) -> None:
+        """Give back the memory: no rank has the optimizer any more."""
+        for each in dict.fromkeys((self.gradients, *self.admitted.values())):
+            if each is not None:
+                give_up(each, self._homes)
 
     def count_step(self) -> None:
         """Count a step in which this rank took part with gradients of its own."""
@@ -88,9 +123,11 @@ class StandIn:
 
     def begin(self) -> None:
         """Prepare to take part: before the other ranks hear that this one joins."""
-        self.forget()
+        exchange = self._exchange()
+        if exchange is not None:
+            exchange.forget_passes()
         if self._question is None:
-            self.ask(set())
+            self.ask(set(), joins=True)
 
     def start(self, over: threading.Event) -> None:
         """Take part from now on, in a thread of its own, until all ranks have joined, or *over* is set.
@@ -118,11 +155,17 @@ class StandIn:
 
     def _step(self, gradients: Gradients) -> bool:
         """Take part in one step; return whether all ranks had joined before it."""
-        gradients[_JOINED][0] = 1
-        gradients.ready(_JOINED)
+        gradients[self._joined][0] = 1
+        gradients.ready(self._joined)
         gradients.zero_missing()
-        gradients.step()
-        n_joined = float(gradients.wait(_JOINED)[0])
+        for each in self.admitted.values():
+            each.zero_missing()
+        names = thawed(self._frozen, self._places, gradients.wait(self._present))
+        if names:
+            self.admit(names).zero_missing()
+        for each in dict.fromkeys((gradients, *self.admitted.values())):
+            each.step()
+        n_joined = float(gradients.wait(self._joined)[0])
         return n_joined == (1.0 if self._average else float(runtime.current().size))
 
 
@@ -144,18 +187,11 @@ class DenseExchange(Exchange):
         self._predivide = predivide
         self._sparse_as_dense = sparse_as_dense
         self._sparse: dict[str, Callable[[], torch.Tensor]] = {}  # of this step, under way
-        found = runtime.current()
-        number = len(found.stand_ins)
-        self.prefix = f"Gradient{number or ''}."  # two models may have the same names
-        self._stand_in = StandIn(f"DistributedOptimizer.{number}", self.kinds, self.codecs, op is Average,
-                                 self.prefix)
-        found.stand_ins.append(self._stand_in)
-        me = weakref.ref(self)
-        self._stand_in.forget = lambda: _forget(me)
+        self._stand_in = StandIn(self, op is Average)
 
     def accumulated(self, name: str) -> None:
         """As `Exchange.accumulated`; in Horovod's words."""
-        if self._left[name] == 0:
+        if self._left[name] == 0 and not self.is_overtaken:
             raise TooManyPassesError
         super().accumulated(name)
 
@@ -168,34 +204,47 @@ class DenseExchange(Exchange):
                 order = self.order()
             else:
                 order = self._order  # declared while this rank had joined
-            self._gradients = self._stand_in.declare(order)
+            self._gradients = self._told_in = self._stand_in.declare(order)
             self._order = [name for name in order if name not in self._stand_in.sparse]
         return self._gradients
 
     def send_rest(self) -> None:
         """Send what no backward pass has sent: zeros where there is no gradient, nothing where it would be sparse."""
         self.begin()
-        for name in [*self.gradients.missing(), *self._stand_in.sparse]:
-            if name in self.parameters and name not in self._sparse and self.parameters[name].grad is not None:
+        for name in [*self.missing(), *self._stand_in.sparse]:
+            if name not in self._sparse and self.parameters[name].grad is not None:
                 self._send(name)
         for name in self._stand_in.sparse - set(self._sparse):
             shape = self.parameters[name].shape
             nothing = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), torch.empty(0, *shape[1:]), shape,
                                               dtype=self.parameters[name].dtype, check_invariants=False)
             self._begin_sparse(name, nothing)
+        if self._op is not Average:
+            self.presence.is_stale |= is_reduced_by_another(self)
+        self.tell()
         self._zero_missing()
+
+    def begin(self) -> None:
+        """As `Exchange.begin`; and know what was admitted while this rank had joined."""
+        super().begin()
+        for name, gradients in self._stand_in.admitted.items():
+            if name not in self._admitted:
+                self._adopt([name], gradients)
+
+    def _admitted_gradients(self, names: list[str]) -> Gradients:
+        return self._stand_in.admit(names)
 
     def _send(self, name: str) -> None:
         gradient = self.parameters[name].grad
         assert gradient is not None, "only called for parameters with a gradient"
         if not gradient.is_sparse:
             super()._send(name)
-        elif not self._sparse_as_dense:
-            if self._gradients is not None:  # else it is sent by `synchronize`
-                self._begin_sparse(name, gradient)
         elif self._gradients is None:
-            self._copies[name] = gradient.detach().to_dense()
-        else:
+            if self._sparse_as_dense:  # else it is sent by `synchronize`
+                self._copies[name] = gradient.detach().to_dense()
+        elif name in self._stand_in.sparse:
+            self._begin_sparse(name, gradient)
+        else:  # as all ranks said; or it had no gradient in the first step, and none said that it is sparse
             self._fill(name, gradient.detach().to_dense())
 
     def _begin_sparse(self, name: str, gradient: torch.Tensor) -> None:
@@ -208,15 +257,17 @@ class DenseExchange(Exchange):
             super()._fill(name, gradient if self._predivide == 1 else gradient.detach() * (1 / self._predivide))
 
     def receive(self) -> None:
-        """Wait for everything, and write the results into the gradients: the step is over."""
+        """As `Exchange.receive`."""
         sparse, self._sparse = self._sparse, {}
-        super().receive()
+        self.hear()
         with torch.no_grad():
             for name in sorted(sparse):
                 total = sparse[name]()
                 gradient = self.parameters[name].grad
-                self.parameters[name].grad = total if gradient is None or gradient.is_sparse else total.to_dense()
+                if gradient is not None or self.presence.has(name):
+                    self.parameters[name].grad = total if gradient is None or gradient.is_sparse else total.to_dense()
         self._stand_in.count_step()
+        super().receive()
 
     @property
     def busy(self) -> bool:
@@ -234,9 +285,11 @@ class DenseExchange(Exchange):
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
         super()._receive(name, parameter)
         gradient: Any = parameter.grad
+        if gradient is None:
+            return
         if self._predivide != 1:
             gradient.mul_(self._predivide)
-        if sparse is not None:
+        if sparse is not None and self._sparse_as_dense:
             parameter.grad = gradient.to_sparse(sparse.sparse_dim())
 
     def forget_passes(self) -> None:
@@ -245,7 +298,16 @@ class DenseExchange(Exchange):
         self._sparse.clear()
 
 
-def _forget(exchange: weakref.ref[DenseExchange]) -> None:
-    found = exchange()
-    if found is not None:
-        found.forget_passes()
+def _retire(numbers: list[int]) -> None:
+    """Forget the stand-ins of the optimizers *numbers*, which no rank has any more."""
+    found = runtime.current()
+    with _retiring:  # of a rank that has joined, each stand-in has a thread
+        gone = [each for each in found.stand_ins if each.number in numbers]
+        for each in gone:
+            found.stand_ins.remove(each)
+    for each in gone:
+        each.retire()
+    give_back()
+
+
+_retiring = threading.Lock()

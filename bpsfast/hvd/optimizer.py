@@ -15,7 +15,7 @@ import torch
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..torch.compression import parted
 from ..torch.local_momentum import has_momentum
-from ..torch.wrapped import Wrapped, check_passes, members_of, trained, wrap
+from ..torch.wrapped import Wrapped, check_passes, evaluated, members_of, owned, parameters_of, wrap
 from . import runtime
 from .compression import Compression
 from .exchange import DenseExchange
@@ -29,7 +29,6 @@ class _DistributedOptimizer(Wrapped):
     """What is mixed into the user's optimizer class (see `DistributedOptimizer`)."""
 
     _exchange: DenseExchange | NegotiatedExchange | None
-    _synchronized: bool
     _parameter_names: dict[torch.Tensor, str]  # as Horovod's: programs look names up in it
     op: ReduceOp
     process_set: ProcessSet
@@ -39,46 +38,42 @@ class _DistributedOptimizer(Wrapped):
 
         With a *closure*, the gradients of each of its evaluations are reduced.
         """
-        if self._skips or self._exchange is None:
-            self._synchronized = False
+        exchange = self._exchange
+        if self._skips or exchange is None:
             return self._base.step(self) if closure is None else self._base.step(self, closure)
         if closure is None:
-            if self._synchronized:
+            if exchange.averaged:
                 warnings.warn("optimizer.step() called without optimizer.skip_synchronize() context after "
                               "optimizer.synchronize(). This can cause training slowdown. You may want to consider "
                               "using optimizer.skip_synchronize() context if you use optimizer.synchronize() in your "
                               "code.", stacklevel=2)
             else:
                 self.synchronize()
-            self._synchronized = False
-            return self._base.step(self)
-
-        def reduced() -> Any:
-            loss = closure()
-            self.synchronize()
-            return loss
-
-        result = self._base.step(self, reduced)
-        self._synchronized = False
-        return result
+        try:
+            return self._base.step(self) if closure is None else self._base.step(self, evaluated(closure, self))
+        finally:
+            exchange.synchronized = False
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced over all ranks and in place; before clipping them, for example.
 
-        A parameter without a gradient contributes zeros. Use `skip_synchronize` around the next `step`.
+        A parameter without a gradient contributes zeros; if it has one on no rank, it gets none. Use `skip_synchronize`
+        around the next `step`. Where other optimizers' losses have filled gradients of this one, which it shall not
+        use (GANs), this and `zero_grad` discard them.
 
         Raises
         ------
+        UnsupportedError
+            On all ranks, if a parameter has a gradient that was not the optimizer's when it was wrapped.
         HorovodInternalError, StallError, PeerLostError
             What became of it.
         """
         if self._exchange is not None:
             self._exchange.synchronize()
-        self._synchronized = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's own; backward passes are counted from the start."""
-        self._skips = self._synchronized = False
+        self._skips = False
         if self._exchange is not None:
             self._exchange.forget_passes()
         self._base.load_state_dict(self, state_dict)
@@ -96,7 +91,9 @@ def DistributedOptimizer(
 
     The result is of a class derived from the optimizer's own and takes over its groups, options and state; the original
     must not be used any more. All ranks of *process_set* wrap the same parameters; where a program has several such
-    optimizers, all ranks make them, and their first steps, in one order. Each has memory of its own until `shutdown`.
+    optimizers, all ranks make them, and their first steps, in one order. Each has memory of its own, which is given
+    back in the first step of another one that is made after it is gone on all ranks. Parameters may be wrapped again,
+    as by `bpsfast.torch.DistributedOptimizer`; what that says of frozen, thawed and added ones holds here, too.
 
     Parameters
     ----------
@@ -140,7 +137,7 @@ def DistributedOptimizer(
     _, codecs = parted(compression)
     reduction = chosen(op)
     every = _named(optimizer, named_parameters)
-    named = trained(optimizer, every)
+    named = owned(optimizer, every)
     travels_densely = process_set.process_set_id == 0 and reduction in (Average, Sum)
     if codecs is not None and not travels_densely:
         raise UnsupportedError(f"codecs compress averages and sums over all ranks; this optimizer's gradients are "
@@ -149,7 +146,7 @@ def DistributedOptimizer(
         raise UnsupportedError("codecs with momentum are for bpsfast.torch.DistributedOptimizer: use momentum=0 in the "
                                "codec, and the optimizer's own")
     wrapped = wrap(optimizer, _MEMBERS, backward_passes_per_step)
-    wrapped._synchronized, wrapped.op, wrapped.process_set = False, reduction, process_set
+    wrapped.op, wrapped.process_set = reduction, process_set
     wrapped._parameter_names = {p: name for name, p in sorted(every, key=lambda item: item[0])}
     if runtime.current().size == 1 or not named or not process_set.included():
         return wrapped
@@ -161,6 +158,7 @@ def DistributedOptimizer(
         wrapped._exchange = NegotiatedExchange(
             named, compression, backward_passes_per_step, reduction, gradient_predivide_factor,
             _groups(groups, named, process_set), sparse_as_dense, process_set)
+    wrapped._exchange.presence.members = parameters_of(wrapped)
     return wrapped
 
 
@@ -207,7 +205,7 @@ def _groups(groups: Any, named: list[tuple[str, torch.Tensor]], process_set: Pro
     """Return the names of each group; those of the set's first rank where they are counted. No group: none."""
     if groups is None:
         return []
-    name_of = {id(p): name for name, p in named}
+    name_of = {id(p): name for name, p in named if p.requires_grad}
     if isinstance(groups, list):
         return [[name_of[id(p)] for p in group if id(p) in name_of] for group in groups]
     assert process_set.ranks is not None, "it counts"

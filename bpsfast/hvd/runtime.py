@@ -33,6 +33,7 @@ class Runtime:
         self.rank, self.size = session.rank, session.size
         #: What takes part in the optimizers' sums after this rank has joined, in the order in which they were made.
         self.stand_ins: list[StandIn] = []
+        self.n_optimizers = 0  # that have had one, of all ranks alike
         self._owns_session = owns_session
         self._begun = begun
         self._timeline: Timeline | None = None

@@ -55,7 +55,7 @@ class CrossBarrier:
     """
 
     def __init__(self, variables: Sequence[Any], update: Update, *, op: int = Average) -> None:
-        process.current()
+        session = process.current()
         mean = averages(True, op)
         self.variables = list(variables)
         if not self.variables:
@@ -72,7 +72,8 @@ class CrossBarrier:
         if len(self._names) < len(titles):
             raise ConfigError("a variable is named twice: each is read once in every step")
         self._update = update
-        self._gradients = Gradients(self._kinds, average=mean, prefix="CrossBarrier.")
+        edition = session.tensors.edition(f"CrossBarrier.{title}" for title in titles)
+        self._gradients = Gradients(self._kinds, average=mean, prefix=f"CrossBarrier{edition or ''}.")
         self._sent: set[str] = set()  # in this step; kept until the next step's first gradient
         self._read: set[str] = set()  # since the last gradient
 

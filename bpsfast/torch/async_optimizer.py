@@ -12,9 +12,10 @@ import torch
 
 from ..orchestration.errors import MismatchError, UnsupportedError
 from ..orchestration.store import Worker
+from ..trainer import current as process
 from ..trainer.async_weights import AsyncWeights
 from .exchange import tensor_over
-from .wrapped import all_trained, derive, members_of
+from .wrapped import all_trained, derive, knowing, members_of, refuse_strangers
 
 
 class _AsyncOptimizer(torch.optim.Optimizer):
@@ -29,11 +30,17 @@ class _AsyncOptimizer(torch.optim.Optimizer):
 
         Raises
         ------
+        UnsupportedError
+            On this rank, if a parameter has a gradient that did not require one, or was not there, when this was made.
         StallError, PeerLostError
             As `AsyncWeights.pull`.
         """
+        def check() -> None:
+            refuse_strangers(self, self._named.values())
+
+        check()
         before = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in self._named.items()}
-        result = self._base.step(self) if closure is None else self._base.step(self, closure)
+        result = self._base.step(self) if closure is None else self._base.step(self, knowing(closure, check))
         with torch.no_grad():
             for name, p in self._named.items():
                 self._weights.push(name, torch.sub(p, before[name], out=before[name]))
@@ -107,9 +114,11 @@ def AsyncOptimizer(
     """
     named = dict(all_trained(optimizer, named_parameters))
     wrapped = derive(optimizer, _MEMBERS)
+    edition = process.current().tensors.edition(f"AsyncParam.{name}" for name in named)
     wrapped._named = named
     wrapped._weights = AsyncWeights({name: p.detach().contiguous() for name, p in named.items()}, worker=worker,
-                                    staleness=staleness, backups=backups, root_rank=root_rank)
+                                    staleness=staleness, backups=backups, root_rank=root_rank,
+                                    prefix=f"AsyncParam{edition or ''}.")
     _take(wrapped._weights, named)
     return wrapped  # type: ignore[no-any-return]
 

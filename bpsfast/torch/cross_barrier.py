@@ -119,19 +119,23 @@ class CrossBarrierExchange(Exchange):
         if issubclass(base, _UNABLE):
             raise UnsupportedError(f"cross_barrier updates one parameter at a time, which {base.__name__} cannot do: "
                                    "its step depends on all parameters. Use it without cross_barrier")
+        for _, parameter in named:
+            if type(parameter) is DueParameter:  # another optimizer owes an update: only one can at a time
+                _make_current(parameter)
         super().__init__(named, compression, n_passes)
         self._base = base
-        self._name_of = {id(parameter): name for name, parameter in named}
+        self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
         self._n_left = n_steps
         self._is_able = False
+        self._is_checked = True  # what was told with the last step that was deferred
         self._pending: dict[str, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}  # name -> its group's options
-        self._sent: dict[str, torch.Tensor] = {}  # name -> the gradient's own memory
+        self._sent: dict[str, torch.Tensor | None] = {}  # name -> the gradient's own memory; None: there is none
 
     # -- on the way out --------------------------------------------------------------------------------------------
 
     def accumulated(self, name: str) -> None:
         """As `Exchange`'s; a parameter that was used before its update is an error."""
-        if name in self._pending:
+        if name in self._pending and not self.is_overtaken:
             raise BusyError(
                 f"the forward pass has used {name!r} before its update of the last step: compiled code reads it, of "
                 "which Python is told nothing. Call optimizer.settle() after step(), or do without cross_barrier")
@@ -144,9 +148,8 @@ class CrossBarrierExchange(Exchange):
         self._hide(name, gradient)
 
     def _receive(self, name: str, parameter: torch.Tensor) -> None:
-        mine = self._sent.pop(name, None)
-        if mine is not None:
-            parameter.grad = mine
+        if name in self._sent:
+            parameter.grad = self._sent.pop(name)
         super()._receive(name, parameter)
 
     def _hide(self, name: str, gradient: torch.Tensor) -> None:
@@ -162,13 +165,18 @@ class CrossBarrierExchange(Exchange):
 
     def defer(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step: updates follow, with the options that the groups of *optimizer* have now."""
-        for name in self.gradients.missing():
+        self.hear()
+        for name in self.missing():
             self.settle((name,))  # which nobody used in this step
             if self.parameters[name].grad is not None:
                 self._send(name)
-        for name in self._zero_missing():
-            self._hide(name, torch.empty_like(self.parameters[name], requires_grad=False))
-        self.gradients.step(wait=False)
+        self.tell()
+        self._zero_missing()
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:  # an average comes if another rank has one
+                self._hide(name, torch.empty_like(parameter, requires_grad=False))
+                self._sent[name] = None
+        self.end_step(wait=False)
         self.forget_passes()
         for group in optimizer.param_groups:
             options = _options(group)
@@ -179,6 +187,12 @@ class CrossBarrierExchange(Exchange):
                     _due[id(parameter)] = self, ours
                     if type(parameter) is torch.nn.Parameter:
                         parameter.__class__ = DueParameter
+        for name in [name for name in self._sent if name not in self._pending]:  # the optimizer has it no more
+            parameter, mine = self.parameters[name], self._sent.pop(name)
+            if isinstance(parameter.grad, _UnderWay):
+                parameter.grad = mine
+            self.gradients.finish(name)
+        self._is_checked = False
         self._n_left -= 1
         if not self._n_left:
             self.settle_all()
@@ -191,14 +205,46 @@ class CrossBarrierExchange(Exchange):
                 with _outside():
                     self._settle(name, self.parameters[name])
 
+    def hear(self) -> None:
+        """As `Exchange.hear`; if an update that is due is refused, all of that step are, and none is due any more.
+
+        Raises `UnsupportedError` and `BusyError` as `Exchange.receive` does.
+        """
+        super().hear()
+        if self._is_checked:
+            return
+        self._is_checked = True
+        try:
+            self._require_known()
+        except (UnsupportedError, BusyError):
+            for name in self._pending:
+                self.gradients.finish(name)
+            self._forget_due()
+            raise
+
+    def _admit(self, names: list[str]) -> None:
+        """Do nothing: what ranks agree on later they would have to wait for in a step."""
+
+    def _require_known(self) -> None:
+        thawed = self.presence.thawed()
+        if thawed:
+            raise UnsupportedError(
+                f"{', '.join(map(repr, thawed[:4]))} did not require gradients when the optimizer was wrapped, and "
+                "have gradients on some rank now, which cross_barrier does not average: the update of this step is "
+                "refused on all ranks. Let them require gradients before that (and freeze them after it), or do "
+                "without cross_barrier")
+        super()._require_known()
+
     def _settle(self, name: str, parameter: torch.Tensor) -> None:
+        self.hear()
         shown, mine, its_class = parameter.grad, self._sent[name], type(parameter)
         if its_class is DueParameter:
             parameter.__class__ = torch.nn.Parameter
         try:
             self._receive(name, parameter)
             self.gradients.finish(name)
-            self._update(parameter, *self._pending[name])
+            if parameter.grad is not None:
+                self._update(parameter, *self._pending[name])
         except BaseException:  # as it was, for whoever tries again
             self._sent[name], parameter.grad, parameter.__class__ = mine, shown, its_class
             raise
@@ -208,19 +254,26 @@ class CrossBarrierExchange(Exchange):
 
     def settle_all(self) -> None:
         """Make all updates that are due. Raises as `settle`."""
+        self.hear()
         self.settle(tuple(self._pending))
 
     def abandon(self) -> None:
         """Forget all gradients and the updates that are due: their sums will not come any more."""
+        self._forget_due()
+        super().abandon()
+
+    def _forget_due(self) -> None:
+        self._is_checked = True
         for name in self._pending:
             parameter = self.parameters[name]
             del _due[id(parameter)]
             its_class = type(parameter)
             if its_class is DueParameter:
                 parameter.__class__ = torch.nn.Parameter
+            if isinstance(parameter.grad, _UnderWay):
+                parameter.grad = self._sent[name]
         self._pending.clear()
         self._sent.clear()
-        super().abandon()
 
     @contextmanager
     def whole_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -254,12 +307,23 @@ class CrossBarrierExchange(Exchange):
         self._base.step(alone)
 
     def zero(self, set_to_none: bool) -> None:
-        """Clear all gradients, those under way too: their averages will be used and forgotten."""
+        """Clear all gradients of the optimizer, those under way too: their averages will be used and forgotten."""
+        for other in self.presence.members():
+            if id(other) not in self._name_of and other.grad is not None:
+                if set_to_none:
+                    other.grad = None
+                else:
+                    other.grad.detach_().zero_()
         for name, parameter in self.parameters.items():
             if set_to_none:
                 parameter.grad = None
-            elif isinstance(parameter.grad, _UnderWay):
-                parameter.grad = torch.zeros_like(self._sent[name])
+                continue
+            mine = self._sent.get(name)
+            if isinstance(parameter.grad, _UnderWay) and mine is None:
+                self.settle((name,))  # there may be none to clear
+            if isinstance(parameter.grad, _UnderWay):
+                assert mine is not None, "else the average has come"
+                parameter.grad = torch.zeros_like(mine)
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
 

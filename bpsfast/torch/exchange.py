@@ -8,21 +8,27 @@ What the next forward pass needs first travels first. The first backward pass sh
 the forward pass backwards, and the last gradient of a parameter to come is that of its first use. So gradients of the
 first step are kept, and declared and sent by `synchronize`; those of later steps are sent by the hooks, at once. Rank
 0's order counts for all.
+
+A parameter that has a gradient on no rank gets none (`presence`): the optimizer leaves it alone, as in one process.
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compression.choice import chosen_among
-from ..orchestration.errors import BusyError, MismatchError, UnsupportedError
+from ..orchestration.errors import BpsError, BusyError, MismatchError, UnsupportedError
 from ..trainer import current as process
 from ..trainer.gradients import Gradients
 from ..trainer.tensor_input import TensorInput
@@ -31,16 +37,22 @@ from .kept import KEY, TUNED, Kept, tuned_point, tuned_state
 from .learning_rates import LearningRates
 from .local_momentum import LocalMomentum, momenta
 from .ops import REACHED, far_memory, wire_dtype_name
+from .presence import Presence
 
 
 class Exchange:
     """Averages the gradients of *named* parameters over all ranks. Owner: the optimizer or the model; one thread at a
-    time. Codecs are chosen by the names as they are given here.
+    time. Codecs are chosen by the names as they are given here. All ranks make such exchanges in one order.
+
+    Those of *named* that do not require gradients now travel from the step on in which one has a gradient on any rank.
     """
 
     def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int) -> None:
         compression, self._choice = parted(compression)
-        self.parameters = dict(named)
+        give_back()
+        self.number = next(numbers)
+        self.presence = Presence(named)
+        self.parameters = self.presence.trained
         self.n_passes = n_passes
         self._left = dict.fromkeys(self.parameters, n_passes)
         self._compression = compression
@@ -48,24 +60,42 @@ class Exchange:
         self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # shape and dtype of what travels
         self._contexts: dict[str, Any] = {}  # of what the user's compressor has compressed; those it does not: not here
         for name, p in named:
-            cast = cast_dtype(compression, p.dtype)
-            if cast is None:
-                sample, self._contexts[name] = self._compress(name, _zeros(p))
-            self._wire[name] = sample.dtype if cast is None else cast
-            self.kinds[name] = tuple(sample.shape if cast is None else p.shape), wire_dtype_name(self._wire[name])
-        self.codecs = chosen_among(self._choice, self.kinds, process.current().settings.min_compress_bytes)
+            if not p.requires_grad:
+                with contextlib.suppress(UnsupportedError):  # refused if it is thawed
+                    self._look_at(name, p)
+            else:
+                self._look_at(name, p)
+        trained = {name: self.kinds[name] for name in self.parameters}
+        self.codecs = chosen_among(self._choice, trained, process.current().settings.min_compress_bytes)
         self.momenta = momenta(self._choice, self.kinds)
         self._momentum = LocalMomentum(self.momenta)
         self.kept = Kept(self._momentum)
         self._rates: LearningRates | None = None
         self._gradients: Gradients | None = None
+        self._admitted: dict[str, Gradients] = {}  # of parameters that were frozen at first, by name
         self._seen: dict[str, None] = {}  # in the order in which the first step's backward came to them
         self._copies: dict[str, torch.Tensor] = {}  # copies of the first step's gradients
         self._afar: dict[str, torch.Tensor] = {}  # on a device: what travels of a gradient, and becomes the average
         self._order = list(self.parameters)
-        self.prefix = "Gradient."  # of the names, which are the job's
+        self.has_parameters = bool(named)  # frozen ones, too
+        edition = process.current().tensors.edition(name for name, _ in named)
+        self.prefix = f"Gradient{edition or ''}."  # of the names, which are the job's; BytePS has one edition
+        self._told_in: Gradients | None = None  # with which gradients that travels
+        self._has_told = False  # and not heard yet
+        self.homes: Homes = []  # in the segment, of gradients that live there
         self.synchronized = False
+        self.is_overtaken = False
+        self.sharers: list[weakref.ref[Any]] = []
         self._hooks = watch(self, named)
+
+    def _look_at(self, name: str, parameter: torch.Tensor) -> None:
+        """Note what travels of the gradients of *name*."""
+        cast = cast_dtype(self._compression, parameter.dtype)
+        if cast is None:
+            sample, self._contexts[name] = self._compress(name, _zeros(parameter))
+        wire = sample.dtype if cast is None else cast
+        self.kinds[name] = tuple(sample.shape if cast is None else parameter.shape), wire_dtype_name(wire)
+        self._wire[name] = wire
 
     @property
     def gradients(self) -> Gradients:
@@ -73,13 +103,40 @@ class Exchange:
         assert self._gradients is not None, "`begin` declares them; hooks keep copies before"
         return self._gradients
 
+    def of(self, name: str) -> Gradients:
+        """Return the gradients that have that of *name*."""
+        return self._admitted.get(name, self.gradients) if self._admitted else self.gradients
+
+    def _declared_all(self) -> list[Gradients]:
+        told = [self._told_in] if self._told_in is not None else []
+        return list(dict.fromkeys([self.gradients, *told, *self._admitted.values()]))
+
+    def missing(self) -> list[str]:
+        """Return the names of the gradients that were not sent in this step."""
+        return [name for each in self._declared_all() for name in each.missing() if name in self.parameters]
+
     def declare(self) -> Gradients:
         """Tell the job of the gradients, if nobody has. Waits for nobody."""
         if self._gradients is None:
             self._order = self.order()
-            self._gradients = Gradients(self.kinds, prefix=self.prefix, order=self._order, compression=self._choice,
-                                        tuned=self.kept.tuned, afar=self._device())
+            self._gradients = self._declared(self._order)
         return self._gradients
+
+    def _declared(self, order: list[str]) -> Gradients:
+        """Tell the job of the gradients in *order*, and of what tells who has any."""
+        device, travelling = self._device(self.parameters.values()), set(order)
+        kinds = {name: kind for name, kind in self.kinds.items() if name in travelling}
+        told = {self.presence.title: self.presence.kind}
+        # The host waits for nothing that comes from a device, but for what ranks tell each other.
+        beside = told if device is None else {}
+        found = self._told_in = Gradients(
+            {**beside, **kinds}, prefix=self.prefix, order=[*beside, *order],
+            compression={name: self.codecs.get(name) for name in (*beside, *kinds)}, tuned=self.kept.tuned, afar=device)
+        weakref.finalize(self, give_up, found, self.homes).atexit = False
+        if not beside:
+            self._told_in = Gradients(told, prefix=self.prefix)
+            weakref.finalize(self, give_up, self._told_in, []).atexit = False
+        return found
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the learning rates for error feedback from the groups of *optimizer*, as they are at each backward."""
@@ -106,12 +163,23 @@ class Exchange:
         return self._order if _is_compiled() else forward_order(self.parameters, self._seen)
 
     @property
+    def averaged(self) -> bool:
+        """Whether the gradients are averages already: `synchronize` has made them, no backward pass has come since, and
+        they were not all discarded.
+        """
+        return self.synchronized and any(p.grad is not None for p in self.parameters.values())
+
+    @property
     def busy(self) -> bool:
         """Whether gradients are under way: after backward, before the step."""
-        return bool(self._copies) or (self._gradients is not None and self._gradients.busy)
+        return bool(self._copies) or (self._gradients is not None and any(each.busy for each in self._declared_all()))
 
     def accumulated(self, name: str) -> None:
         """Count a backward pass of *name*; after the last one its gradient goes out."""
+        if self.is_overtaken:
+            self.synchronized = False
+            self.presence.is_stale |= not self._left[name]
+            return
         if self._left[name] == 0:
             raise BusyError(
                 f"the gradient of {name!r} was computed over backward_passes_per_step={self.n_passes} times before "
@@ -142,7 +210,7 @@ class Exchange:
         if self._rates is not None and name in self.codecs and self.codecs[name].error_feedback:
             rate = self._rates.of(self.parameters[name])
             if rate is not None:
-                self.gradients.learning_rate = {name: rate}
+                self.of(name).learning_rate = {name: rate}
         with torch.no_grad():
             if name in self._contexts:
                 gradient, self._contexts[name] = self._compress(name, gradient.detach())
@@ -150,17 +218,17 @@ class Exchange:
             if self._is_afar(sent):
                 sent = sent.to(self._wire[name])
                 memory = self._on_device(sent)
-                self.gradients.fill_from(name, memory, memory)
+                self.of(name).fill_from(name, memory, memory)
                 self._afar[name] = sent
             elif sent.dtype != self._wire[name]:
                 self._place(name).copy_(sent)
-                self.gradients.ready(name)
+                self.of(name).ready(name)
             else:
-                self.gradients.fill(name, sent.data_ptr(), sent.numel() * sent.element_size())
+                self.of(name).fill(name, sent.data_ptr(), sent.numel() * sent.element_size())
 
-    def _device(self) -> str | None:
-        """Return the device of the parameters, as `Gradients` calls it; None: the CPU, or several."""
-        places = [self._on_device(p.detach().contiguous()).place for p in self.parameters.values()]
+    def _device(self, parameters: Iterable[torch.Tensor]) -> str | None:
+        """Return the device of *parameters*, as `Gradients` calls it; None: the CPU, or several."""
+        places = [self._on_device(p.detach().contiguous()).place for p in parameters]
         names = {None if place is None else place.device.name for place in places}
         return names.pop() if len(names) == 1 else None
 
@@ -175,7 +243,7 @@ class Exchange:
 
     def _place(self, name: str) -> torch.Tensor:
         """Return this rank's input memory of *name* as a tensor of the travelling dtype."""
-        raw = torch.from_numpy(self.gradients.region(name).array)
+        raw = torch.from_numpy(self.of(name).region(name).array)
         return raw.view(self._wire[name]).view(self.parameters[name].shape)
 
     def synchronize(self) -> None:
@@ -193,48 +261,116 @@ class Exchange:
     def send_rest(self) -> None:
         """Send what no backward pass has sent, zeros where there is no gradient."""
         self.begin()
-        for name in self.gradients.missing():
+        for name in self.missing():
             if self.parameters[name].grad is not None:
                 self._send(name)
+        self.tell()  # after what may raise: who tries again tells of what there is by then
         self._zero_missing()
 
-    def _zero_missing(self) -> list[str]:
-        """Let every gradient that was not sent contribute zeros; return their names."""
-        missing = self.gradients.missing()
-        for name in missing:
+    def tell(self) -> None:
+        """Tell the other ranks which parameters have gradients here, unless that was done in this step."""
+        if self._has_told:
+            return
+        assert self._told_in is not None, "declared before"
+        self._told_in[self.presence.title][:] = self.presence.words()
+        self._told_in.ready(self.presence.title)
+        self._has_told = True
+
+    def hear(self) -> None:
+        """Wait until it is known which parameters have gradients on any rank, if that was told."""
+        if self._has_told:
+            assert self._told_in is not None, "it was told with them"
+            self.presence.hear(self._told_in.wait(self.presence.title))
+            self._told_in.finish(self.presence.title)
+            self._has_told = False
+
+    def end_step(self, wait: bool = True) -> None:
+        """Let gradients be sent again; see `Gradients.step`."""
+        for each in self._declared_all():
+            each.step(wait=wait)
+
+    def _zero_missing(self) -> None:
+        """Let every gradient that was not sent contribute zeros."""
+        for name in self.missing():
             if name in self._contexts:
                 self._fill(name, _zeros(self.parameters[name]))
-        self.gradients.zero_missing()
-        return missing
+        for each in self._declared_all():
+            each.zero_missing()
+
+    def _admit(self, names: list[str]) -> None:
+        """Average from this step on what was frozen at first: *names* have a gradient on some rank now."""
+        self._adopt(names, self._admitted_gradients(names))
+        for name in names:
+            gradient = self.parameters[name].grad
+            if gradient is not None:
+                self._fill(name, gradient.to_dense() if gradient.is_sparse else gradient)
+        self._zero_missing()
+
+    def _adopt(self, names: list[str], added: Gradients) -> None:
+        for name in names:
+            self.presence.admit(name)
+        self._admitted.update(dict.fromkeys(names, added))
+        self._order += names
+        self._hooks += watch(self, [(name, self.parameters[name]) for name in names])
+
+    def _admitted_gradients(self, names: list[str]) -> Gradients:
+        for name in names:
+            if name not in self.kinds:
+                self._look_at(name, self.presence.frozen[name])
+        kinds = {name: self.kinds[name] for name in names}
+        added = Gradients(kinds, prefix=self.prefix, afar=self._device(self.presence.frozen[name] for name in names))
+        weakref.finalize(self, give_up, added, self.homes).atexit = False
+        return added
+
+    def _require_known(self) -> None:
+        """Raise `UnsupportedError` on all ranks if any of them has a gradient that is not averaged."""
+        self.presence.require_known()
 
     def receive(self) -> None:
-        """Wait for everything, and write the averages into the gradients: the step is over."""
+        """Wait for everything, and write the averages into the gradients: the step is over.
+
+        A parameter that has a gradient on no rank gets none.
+
+        Raises
+        ------
+        UnsupportedError
+            On all ranks, if on any of them a parameter has a gradient that was not there when this was made.
+        """
+        self.hear()
+        thawed = self.presence.thawed()
+        if thawed:
+            self._admit(thawed)
         with torch.no_grad():
             for name in self._order:
                 self._receive(name, self.parameters[name])
-        self.gradients.step()
+        self.end_step()
         self.forget_passes()
+        note_reduced(self)
+        self._require_known()
         self.synchronized = True
+        give_back()
 
     def _receive(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is None:
+            if not self.presence.has(name):
+                return
             gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
         target = gradient.detach()
         if name in self._afar or target.is_cuda:
             self._receive_afar(name, target)
         elif name in self._contexts:
-            sums = tensor_over(self.gradients.wait(name), self._wire[name])
+            sums = tensor_over(self.of(name).wait(name), self._wire[name])
             target.copy_(self._decompress(name, sums.clone(), target))  # it may write into what it gets
         elif target.dtype == self._wire[name] and target.is_contiguous():
-            self.gradients.deliver(name, target.data_ptr(), target.numel() * target.element_size())
+            self.of(name).deliver(name, target.data_ptr(), target.numel() * target.element_size())
         elif target.dtype == self._wire[name]:
             dense = torch.empty(target.shape, dtype=target.dtype)
-            self.gradients.deliver(name, dense.data_ptr(), dense.numel() * dense.element_size())
+            self.of(name).deliver(name, dense.data_ptr(), dense.numel() * dense.element_size())
             target.copy_(dense)
         else:
-            target.copy_(tensor_over(self.gradients.wait(name), self._wire[name]))
-        if name in self.momenta and self.gradients.codec(name) is None:
+            target.copy_(tensor_over(self.of(name).wait(name), self._wire[name]))
+        if name in self.momenta and self.of(name).codec(name) is None:
             self._momentum.add(name, target)
 
     def _receive_afar(self, name: str, target: torch.Tensor) -> None:
@@ -242,7 +378,7 @@ class Exchange:
         sums = self._afar.get(name)
         if sums is None:  # nothing was sent: it has no gradient on this rank
             sums = torch.empty(self.kinds[name][0], dtype=self._wire[name], device=target.device)
-        self.gradients.deliver_to(name, self._on_device(sums))
+        self.of(name).deliver_to(name, self._on_device(sums))
         self._afar.pop(name, None)
         if name in self._contexts:
             target.copy_(self._decompress(name, sums, target))
@@ -271,7 +407,8 @@ class Exchange:
         return small, context
 
     def forget_passes(self) -> None:
-        """Count the backward passes from the start."""
+        """Count the backward passes from the start. What gradients there are, are no averages any more."""
+        self.synchronized = False
         self._copies.clear()
         self._afar.clear()
         self._left = dict.fromkeys(self.parameters, self.n_passes)
@@ -285,13 +422,15 @@ class Exchange:
             hook.remove()
         for parameter in self.parameters.values():
             parameter.grad = None
+        self._has_told = False
 
     def house_gradients(self) -> None:
         """Let zeroed gradients live in the segment: backward then accumulates there, and nothing is copied in.
 
-        Not before the first step: until then there is no place for them.
+        Not before the first step: until then there is no place for them. Nor while another optimizer of the same
+        parameters lives, which would write into what is under way.
         """
-        if self._gradients is None:
+        if self._gradients is None or is_shared(self):
             return
         for name in self._order:
             parameter = self.parameters[name]
@@ -300,9 +439,54 @@ class Exchange:
                 continue
             if gradient.dtype != self._wire[name] or not gradient.is_contiguous() or gradient.is_cuda:
                 continue
-            place = self._place(name)
-            if gradient.data_ptr() != place.data_ptr():
-                parameter.grad = place.zero_()
+            region = self.of(name).region(name)
+            if gradient.data_ptr() != region.address:
+                home = region.array.view()
+                self.homes.append(weakref.ref(home))
+                parameter.grad = torch.from_numpy(home).view(self._wire[name]).view(parameter.shape).zero_()
+
+
+    def overtaken(self) -> None:
+        """Hear that a later exchange has some of the same parameters: nothing is sent before a step any more."""
+        self.is_overtaken = True
+        if self._gradients is None:
+            return
+        for name in self._order:
+            gradient = self.parameters[name].grad
+            if type(gradient) is torch.Tensor and gradient.layout == torch.strided and not gradient.is_cuda:
+                if gradient.data_ptr() == self.of(name).region(name).address:  # others would write into it
+                    self.parameters[name].grad = gradient.clone()
+
+
+class Retirable(Protocol):
+    """What has memory in the job."""
+
+    def retire(self) -> bool:
+        """Give it back, if that is possible now; see `Gradients.retire`."""
+
+
+Homes = list[weakref.ref[np.ndarray[Any, Any]]]
+#: What no exchange uses any more, until it is retired.
+_given_up: deque[tuple[Retirable, Homes]] = deque()
+
+
+def give_up(owner: Retirable, homes: Homes) -> None:
+    """Let `give_back` retire *owner* once none of the arrays *homes* is left. Any thread, also in a finalizer."""
+    _given_up.append((owner, homes))
+
+
+def give_back() -> None:
+    """Give back the memory of what was given up, as far as nobody uses it. Not from a finalizer: it tells the node."""
+    for _ in range(len(_given_up)):
+        try:
+            owner, homes = _given_up.popleft()
+        except IndexError:  # another thread gives them back
+            return
+        try:
+            if any(home() is not None for home in homes) or not owner.retire():
+                _given_up.append((owner, homes))
+        except BpsError:
+            pass  # their job is over, or has refused them
 
 
 def forward_order(names: Iterable[str], seen: Iterable[str]) -> list[str]:
@@ -335,24 +519,85 @@ def _is_compiled() -> bool:
 class Watcher(Protocol):
     """What is told of gradients."""
 
+    #: In the order in which they are made.
+    number: int
+    #: The trained parameters, by name.
+    parameters: dict[str, torch.Tensor]
+    #: Who watches some of the same parameters, as long as they live.
+    sharers: list[weakref.ref[Any]]
+
+    def overtaken(self) -> None:
+        """Hear that some of the parameters have a later watcher: nothing is to be sent before a step any more."""
+
     def accumulated(self, name: str) -> None:
         """Hear that backward has accumulated the gradient of *name*."""
 
 
 def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
-    """Tell *watcher* of the gradients of *named* parameters, as long as it lives; return the hooks.
+    """Tell *watcher* of the gradients of those *named* parameters that require any, while it lives; return the hooks.
 
-    They outlive it: their hooks must not keep it alive, nor act after it.
+    Whoever watches one of *named* already, also of those that require none now, is overtaken: of several optimizers for
+    one parameter mostly the last is stepped, and the others would have gradients under way for ever. The parameters
+    outlive *watcher*: their hooks must not keep it alive, nor act after it.
     """
     me = weakref.ref(watcher)
-    hooks = [parameter.register_post_accumulate_grad_hook(_hook(me, name)) for name, parameter in named]
-    for hook in hooks:
-        weakref.finalize(watcher, hook.remove)
+    hooks, others = [], {}
+    for name, parameter in named:
+        before = _last_watchers.get(parameter)
+        other = None if before is None else before()
+        if other is not None and other is not watcher:
+            others[other.number] = other
+        if not parameter.requires_grad:
+            continue
+        if other is None or other.number < watcher.number:
+            _last_watchers[parameter] = me
+        hook = parameter.register_post_accumulate_grad_hook(_hook(me, name))
+        weakref.finalize(watcher, hook.remove).atexit = False
+        hooks.append(hook)
+    for other in others.values():
+        min(other, watcher, key=lambda each: each.number).overtaken()
+        other.sharers.append(me)
+        watcher.sharers.append(weakref.ref(other))
     return hooks
 
 
+#: Of watchers.
+numbers = itertools.count()
+
+
+def is_shared(watcher: Watcher) -> bool:
+    """Whether any other watcher of the parameters of *watcher* lives."""
+    watcher.sharers = [other for other in watcher.sharers if other() is not None]
+    return bool(watcher.sharers)
+
+
+#: By parameter: the number of the watcher that has reduced its gradient since the last backward pass, if it is shared.
+_reduced_by: Any = WeakIdKeyDictionary()
+
+
+def note_reduced(watcher: Watcher) -> None:
+    """Note that *watcher* has reduced the gradients that there are."""
+    if is_shared(watcher):
+        for parameter in watcher.parameters.values():
+            _reduced_by[parameter] = watcher.number
+
+
+def is_reduced_by_another(watcher: Watcher) -> bool:
+    """Whether any gradient of *watcher* was reduced by another one since the last backward pass: adding it up over the
+    ranks again would not give the sum.
+    """
+    return any(_reduced_by.get(p, watcher.number) != watcher.number and p.grad is not None
+               for p in watcher.parameters.values())
+
+
+#: By parameter: who watches it since the last `watch`.
+_last_watchers: Any = WeakIdKeyDictionary()
+
+
 def _hook(exchange: weakref.ref[Watcher], name: str) -> Callable[[torch.Tensor], None]:
-    def accumulated(_: torch.Tensor) -> None:
+    def accumulated(parameter: torch.Tensor) -> None:
+        if _reduced_by:
+            _reduced_by.pop(parameter, None)
         found = exchange()
         if found is not None:
             found.accumulated(name)

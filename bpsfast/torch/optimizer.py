@@ -18,7 +18,7 @@ from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange
 from .local_momentum import has_momentum, warn_of_momentum
 from .sparse_exchange import SparseExchange
-from .wrapped import Wrapped, check_idle, check_passes, members_of, trained, wrap
+from .wrapped import Wrapped, check_idle, check_passes, evaluated, members_of, owned, parameters_of, wrap
 
 
 class _DistributedOptimizer(Wrapped):
@@ -35,29 +35,23 @@ class _DistributedOptimizer(Wrapped):
         """
         if self._exchange is None or self._skips:
             return self._base.step(self) if closure is None else self._base.step(self, closure)
-        if closure is None:
-            if not self._exchange.synchronized:
-                self.synchronize()
-            self._exchange.synchronized = False
-            return self._base.step(self)
-
-        def averaged() -> Any:
-            loss = closure()
+        if closure is None and not self._exchange.averaged:
             self.synchronize()
-            return loss
-
-        result = self._base.step(self, averaged)
-        self._exchange.synchronized = False
-        return result
+        try:
+            return self._base.step(self) if closure is None else self._base.step(self, evaluated(closure, self))
+        finally:
+            self._exchange.synchronized = False
 
     def synchronize(self) -> None:
         """Wait until all gradients are averaged over all ranks and in place; before clipping them, for example.
 
-        A parameter without a gradient contributes zeros, and gets the average as its gradient. The next `step` does
-        not average again.
+        A parameter without a gradient contributes zeros, and gets the average as its gradient; if it has one on no
+        rank, it gets none. The next `step` does not average again, unless a backward pass or `zero_grad` comes before.
 
         Raises
         ------
+        UnsupportedError
+            On all ranks, if a parameter has a gradient that was not the optimizer's when it was wrapped.
         StallError, PeerLostError
             As `bpsfast.push_pull`.
         """
@@ -101,12 +95,14 @@ class _CrossBarrierOptimizer(Wrapped):
         if closure is not None:
             raise UnsupportedError("step(closure) evaluates the model within a step: do without cross_barrier")
         exchange = self._exchange
-        if self._skips or exchange.synchronized or not exchange.crosses:
-            if not (self._skips or exchange.synchronized):
+        if self._skips or exchange.averaged or not exchange.crosses:
+            if not (self._skips or exchange.averaged):
                 self.synchronize()
-            with exchange.whole_step(self):
-                self._base.step(self)
-            exchange.synchronized = False
+            try:
+                with exchange.whole_step(self):
+                    self._base.step(self)
+            finally:
+                exchange.synchronized = False
             return None
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
@@ -177,6 +173,13 @@ def DistributedOptimizer(
     the first backward pass shows; if torch has compiled anything, in that of *named_parameters*. With the setting
     async_training (BytePS's BYTEPS_ENABLE_ASYNC) it is an `AsyncOptimizer`: no gradients travel.
 
+    A parameter that has a gradient on no rank is left alone, as in one process: so parameters may be frozen and thawed
+    while others are trained, and ranks may use different parts of a model. One that was not the optimizer's when it was
+    wrapped is refused on all ranks in the first step for which it has a gradient. Parameters may be wrapped again, by
+    an optimizer for others of them or with other arguments: the last one hears of their gradients while backward goes
+    on, an earlier one in its step. All ranks do so in one order. The memory of one that is gone on all ranks is given
+    back.
+
     Parameters
     ----------
     named_parameters
@@ -190,8 +193,9 @@ def DistributedOptimizer(
         Gradients travel after this many backward passes; the sum over passes is not divided.
     cross_barrier
         `step` returns at once, and whoever uses a parameter next waits for that one only: same values, less waiting
-        (see `cross_barrier`). Gradients cannot be used from backward on; `synchronize` makes them. Not for models that
-        are compiled or scripted: their code uses parameters behind Python's back.
+        (see `cross_barrier`). Parameters that are frozen when the optimizer is wrapped are refused on all ranks, not
+        trained, if they have gradients later. Gradients cannot be used from backward on; `synchronize` makes them. Not
+        for models that are compiled or scripted: their code uses parameters behind Python's back.
     num_steps
         After so many steps, a step waits for all again.
     sparse_as_dense
@@ -256,6 +260,7 @@ def rejoin(optimizer: torch.optim.Optimizer) -> None:
     abandon(wrapped)
     wrapped._exchange = wrapped._make_exchange(wrapped.backward_passes_per_step)
     if wrapped._exchange is not None:
+        wrapped._exchange.presence.members = parameters_of(wrapped)
         wrapped._exchange.follow(wrapped)
 
 
@@ -283,11 +288,11 @@ def CrossBarrier(
 
 def _named(optimizer: torch.optim.Optimizer,
            named_parameters: Iterable[tuple[str, torch.Tensor]] | None) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, parameter) of every trained parameter of *optimizer*, in the order given."""
+    """Return (name, parameter) of every parameter of *optimizer*, in the order given."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:
         session = process.current()
-        return [(session.tensors.unnamed("push_pull.noname"), p) for p in own if p.requires_grad]
+        return [(session.tensors.unnamed("push_pull.noname"), p) for p in own]
     named = list(named_parameters)
     if any(not isinstance(item, tuple) or len(item) != 2 for item in named):
         raise ConfigError("named_parameters must be (name, tensor) pairs, as model.named_parameters() gives them")
@@ -298,4 +303,4 @@ def _named(optimizer: torch.optim.Optimizer,
     absent = sum(id(p) not in known for p in own)
     if absent:
         raise ConfigError(f"{absent} of {len(own)} parameters of the optimizer are not in named_parameters")
-    return trained(optimizer, named)
+    return owned(optimizer, named)

@@ -17,7 +17,7 @@ from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ..orchestration.store import StoreSpec, check
 from ..trainer import current as process
 from .fragments import Fragment, Named, cut
-from .wrapped import all_trained, derive, members_of
+from .wrapped import all_trained, derive, knowing, members_of, refuse_strangers
 
 
 class Outer:
@@ -26,6 +26,7 @@ class Outer:
     def __init__(self, named: list[Named], spec: StoreSpec, sync_every: int, n_fragments: int, overlap: int, mix: float,
                  root_rank: int) -> None:
         self._every, self._overlap, self._mix, self._root = sync_every, overlap, mix, root_rank
+        self.parameters = dict(named)
         self.n_steps = 0
         prefix = process.current().tensors.unnamed("OuterStep")
         runs = cut(named, n_fragments)
@@ -90,10 +91,23 @@ class _OuterOptimizer(torch.optim.Optimizer):
 
         Raises
         ------
+        UnsupportedError
+            On this rank, if a parameter has a gradient that did not require one, or was not there, when this was made;
+            or requires none any more.
         StallError, PeerLostError
             As `bpsfast.push_pull`, if an outer step is due.
         """
-        result = self._base.step(self) if closure is None else self._base.step(self, closure)
+        parameters = self._outer.parameters
+        def check() -> None:
+            refuse_strangers(self, parameters.values())
+
+        check()
+        frozen = [name for name, p in parameters.items() if not p.requires_grad]
+        if frozen:
+            raise UnsupportedError(f"{', '.join(frozen[:4])} required gradients when the optimizer was wrapped, and do "
+                                   "not now, but the outer momentum would move them on: make the optimizer anew, and "
+                                   "wrap that")
+        result = self._base.step(self) if closure is None else self._base.step(self, knowing(closure, check))
         self._outer.after_step()
         return result
 

@@ -9,7 +9,7 @@ output asks for that. So it does not matter which parameters were used, and pass
 compute again) end nothing. BytePS counts gradients instead, in one count for the process.
 
 Several modules may be used in one backward pass. Then all of them send what is left before any of them waits, so ranks
-may come to them in different orders.
+may come to them in different orders; but for a step in which a parameter of one of them is thawed.
 """
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..elastic.member import enlisted
-from ..orchestration.errors import BusyError, ClosedError, ConfigError, PeerLostError, UnsupportedError
+from ..orchestration.errors import BpsError, BusyError, ClosedError, ConfigError, PeerLostError, UnsupportedError
 from ..trainer import current as process
-from ..trainer.objects import broadcast_object
-from ..trainer.session import Session
 from .broadcast import broadcast_buffers, broadcast_parameters
 from .compression import Compression, CompressionLike, check_compression
 from .exchange import Exchange
@@ -44,20 +42,22 @@ class _ModuleExchange(Exchange):
 
     def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike) -> None:
         super().__init__(named, compression, n_passes=1)
-        self.number = 0  # of the module among those of the job
         self.sends = True
+        self.is_used = False  # by a forward pass, since the last step
         self.synchronized = True
-        self._n_left = len(named)
+        self._n_left = len(self.parameters)
 
     def accumulated(self, name: str) -> None:
         """Send the gradient of *name*."""
         if not self.sends:
             self.synchronized = False
             return
-        if not self._left[name]:
+        if not self._left[name] and not self.is_overtaken:
             raise BusyError(f"the gradient of {name!r} has come twice in one backward pass, or the last pass was not "
                             "ended by synchronize(). Checkpoints that use one parameter twice need use_reentrant=False")
         super().accumulated(name)
+        if self.is_overtaken and not self.is_used:
+            return
         self._n_left -= 1
         if not self._n_left:  # whether or not this pass goes through an output that is known
             _end_later(self)
@@ -65,7 +65,12 @@ class _ModuleExchange(Exchange):
     def forget_passes(self) -> None:
         """Expect all gradients again."""
         super().forget_passes()
-        self._n_left = len(self.parameters)
+        self._n_left, self.is_used = len(self.parameters), False
+
+    def overtaken(self) -> None:
+        """As `Exchange.overtaken`. Of forward passes before that none has to be ended: ranks may have done without."""
+        super().overtaken()
+        self.is_used = False
 
     def output_reached(self, _: torch.Tensor) -> None:
         """Be told that a backward pass has come to an output of the module."""
@@ -100,8 +105,14 @@ def _average(exchanges: Sequence[_ModuleExchange]) -> None:
         exchange.declare()
     for exchange in exchanges:
         exchange.send_rest()
+    refused: list[BpsError] = []
     for exchange in exchanges:
-        exchange.receive()
+        try:
+            exchange.receive()
+        except (BusyError, UnsupportedError) as exc:  # of one model; the others' gradients have to be taken, too
+            refused.append(exc)
+    if refused:
+        raise refused[0]
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -115,7 +126,8 @@ class DistributedDataParallel(torch.nn.Module):
     Parameters
     ----------
     module
-        On the CPU, or on this rank's GPU. Parameters that shall be trained require gradients now, and are all there.
+        On the CPU, or on this rank's GPU. Its parameters are all there: gradients of others are refused on all ranks,
+        by the backward pass. They may be frozen and thawed: one that has a gradient on no rank gets none.
     device_ids
         BytePS's: at most one device, which changes nothing: the module is where it is.
     broadcast_buffers
@@ -174,29 +186,20 @@ class DistributedDataParallel(torch.nn.Module):
             _forget_passes_of(self._exchange)
             self._exchange.abandon()
             self._exchange = None
-        named: list[tuple[str, torch.Tensor]] = [
-            (name, p) for name, p in module.named_parameters() if p.requires_grad]
+        named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
         if process.size() == 1 and not has_momentum(compression, named):
             self._lost = ""
             return
         exchange = _ModuleExchange(named, compression)
+        exchange.presence.members = module.parameters
         try:
-            self._join(exchange)
+            broadcast_parameters(module.state_dict(), root_rank=0)
         except BaseException:
             exchange.abandon()  # whoever holds the traceback holds it, too
             raise
         self._exchange, self._lost = exchange, ""
+        self._buffers_name = process.current().tensors.unnamed("buffers of DistributedDataParallel")  # of this job
         self._follow()
-
-    def _join(self, exchange: _ModuleExchange) -> None:
-        mine = _take_number(exchange) if process.rank() == 0 else None
-        exchange.number = broadcast_object(mine, 0, "number of a DistributedDataParallel")
-        exchange.prefix = _prefix(exchange.number)
-        before = _in_use.get(exchange.number)
-        if before is not None:
-            before.sends = False  # it is gone on rank 0, so nobody averages its gradients any more
-        _in_use[exchange.number] = exchange
-        broadcast_parameters(self.module.state_dict(), root_rank=0)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Give rank 0's buffers to all ranks; return what the module makes of the arguments."""
@@ -209,10 +212,10 @@ class DistributedDataParallel(torch.nn.Module):
         if self.broadcast_buffers:
             buffers = list(self.module.named_buffers())
             if buffers:
-                broadcast_buffers(buffers, 0, f"buffers of DistributedDataParallel {exchange.number}")
+                broadcast_buffers(buffers, 0, self._buffers_name)
         output = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled() and exchange.parameters:
-            exchange.synchronized = False
+        if torch.is_grad_enabled() and exchange.has_parameters:
+            exchange.synchronized, exchange.is_used = False, True
             for tensor in _tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(exchange.output_reached)
@@ -254,41 +257,6 @@ class DistributedDataParallel(torch.nn.Module):
         if self._exchange is not None and not self._exchange.synchronized:
             _forget_passes_of(self._exchange)
             _average([self._exchange])
-
-
-#: By number: the gradients of the modules of this process.
-_in_use: weakref.WeakValueDictionary[int, _ModuleExchange] = weakref.WeakValueDictionary()
-
-
-class _Taken(NamedTuple):
-    """Who has a number, and what is pushed under it, in order."""
-
-    user: weakref.ref[_ModuleExchange]
-    kinds: list[tuple[str, Any]]
-
-
-#: Rank 0's: who has the numbers 0, 1, ... of a job; None: names of other gradients are in the way.
-_taken: weakref.WeakKeyDictionary[Session, list[_Taken | None]] = weakref.WeakKeyDictionary()
-
-
-def _take_number(exchange: _ModuleExchange) -> int:
-    """Return a number for a new module: a new one, or that of a module like it that is gone, with its memory."""
-    session = process.current()
-    taken = _taken.setdefault(session, [])
-    mine = _Taken(weakref.ref(exchange), list(exchange.kinds.items()))
-    for number, other in enumerate(taken):
-        if other is not None and other.user() is None and other.kinds == mine.kinds:
-            taken[number] = mine
-            return number
-    while any(session.n_users[_prefix(len(taken)) + name] for name in exchange.kinds):
-        taken.append(None)
-    taken.append(mine)
-    return len(taken) - 1
-
-
-def _prefix(number: int) -> str:
-    """Return what the names of module *number* begin with; BytePS, which knows one module, has that of number 0."""
-    return f"Gradient@{number}." if number else "Gradient."
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

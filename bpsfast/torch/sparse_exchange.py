@@ -5,17 +5,19 @@ gradient of it. What comes back is sparse where the gradient was: coalesced, wit
 """
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import torch
 
 from ..dtypes import TABLE
 from ..orchestration.errors import UnsupportedError
+from ..orchestration.messages import TensorSpec
 from ..trainer import current as process
 from ..trainer.gradients import Gradients
-from ..trainer.table import Table, table_of
-from . import ops
+from ..trainer.table import Table
 from .compression import CompressionLike
-from .exchange import Exchange
+from .exchange import Exchange, give_up
 
 
 class SparseExchange(Exchange):
@@ -38,21 +40,30 @@ class SparseExchange(Exchange):
             by_rows = [] if self._sparse_as_dense else self._sparse
             self._refuse_compressed(by_rows)
             self._order = [name for name in self.order() if name not in by_rows]
-            kinds = {name: kind for name, kind in self.kinds.items() if name not in by_rows}
-            self._gradients = Gradients(kinds, prefix=self.prefix, order=self._order, compression=self._choice,
-                                        tuned=self.kept.tuned, afar=self._device())
+            self._gradients = self._declared(self._order)
             for name in by_rows:
                 shape, dtype = self.kinds[name]
-                self._tables[name] = table_of(process.current(), self.prefix + name, shape, dtype)
+                table = self._tables[name] = Table(process.current(), self.prefix + name, shape, dtype)
+                weakref.finalize(self, give_up, table, []).atexit = False
         return self._gradients
 
     def _sparse_anywhere(self) -> list[str]:
         """Return the names of gradients that are sparse on some rank, in an order that is that of all."""
-        names = sorted(self.parameters)
-        gradients = [self.parameters[name].grad for name in names]
-        mine = torch.tensor([gradient is not None and gradient.is_sparse for gradient in gradients], dtype=torch.int32)
+        names = list(self.presence.places)  # of all parameters: ranks may have others frozen
+        if not names:
+            return []
+        gradients = [self.parameters[name].grad if name in self.parameters else None for name in names]
+        session = process.current()
         title = f"sparse of {self.prefix}{names[0]} to {names[-1]}, {len(names)} tensors"
-        n_ranks = ops.push_pull(mine, average=False, name=title).tolist()
+        session.tensors.declare([TensorSpec(name=title, dtype="int32", shape=(len(names),), average=False)])
+        unit = session.tensors.unit(title)
+        staging = unit.staging
+        staging.array[:unit.nbytes].view(np.int32)[:] = [each is not None and each.is_sparse for each in gradients]
+        unit.push_staging()
+        unit.wait(unit.round, session.settings.timeout_s)
+        n_ranks = unit.view(unit.round).view(np.int32).tolist()
+        session.retire([unit])
+        session.memory.release(staging)
         return [name for name, n in zip(names, n_ranks) if n]
 
     def _refuse_compressed(self, names: list[str]) -> None:
@@ -108,7 +119,8 @@ class SparseExchange(Exchange):
         self._tables[name].push(gradient._indices()[0].cpu().numpy(), gradient._values().to(dtype).contiguous().cpu())
 
     def receive(self) -> None:
-        """Wait for everything, and write the averages into the gradients: the step is over."""
+        """As `Exchange.receive`."""
+        self.hear()
         with torch.no_grad():
             for name in self._tables:
                 self._receive_rows(name, self.parameters[name])
@@ -116,6 +128,8 @@ class SparseExchange(Exchange):
 
     def _receive_rows(self, name: str, parameter: torch.Tensor) -> None:
         indices, rows = self._tables[name].wait()
+        if parameter.grad is None and not self.presence.has(name):
+            return
         bits = rows.view(np.int16) if rows.dtype == TABLE["bfloat16"].numpy else rows  # which NumPy has not
         values = torch.from_numpy(bits).view(self._wire[name]).to(parameter.device, parameter.dtype)
         total = torch.sparse_coo_tensor(torch.from_numpy(indices)[None].to(parameter.device), values, parameter.shape,
@@ -125,7 +139,11 @@ class SparseExchange(Exchange):
 
     def _receive(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        if not (name in self._sparse if gradient is None else gradient.is_sparse):
+        if gradient is None and not self.presence.has(name):
+            return
+        is_dense = gradient is not None and not gradient.is_sparse
+        if is_dense or name not in self._sparse:  # dense on all ranks, where they have not agreed that it is sparse
+            parameter.grad = gradient if is_dense else None
             super()._receive(name, parameter)
             return
         total = parameter.grad = torch.empty_like(parameter, requires_grad=False)

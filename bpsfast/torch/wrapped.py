@@ -29,11 +29,11 @@ class Wrapped(torch.optim.Optimizer):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let `step` inside the block use the gradients as they are."""
-        self._skips = True
+        before, self._skips = self._skips, True
         try:
             yield
         finally:
-            self._skips = False
+            self._skips = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate *passes* backward passes per step from now on. The sum over passes is not divided."""
@@ -114,6 +114,16 @@ def derive(optimizer: torch.optim.Optimizer, members: Mapping[str, Callable[...,
     return wrapped
 
 
+def evaluated(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
+    """Return *closure* as one after which the gradients are reduced by ``optimizer.synchronize()``."""
+    def reduced() -> Any:
+        loss = closure()
+        optimizer.synchronize()
+        return loss
+
+    return reduced
+
+
 def _keep_scheduled(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimizer) -> None:
     """Let schedulers of the original *optimizer* see that *wrapped* steps, and set the rates of what it has loaded."""
     original: Any = weakref.ref(optimizer)  # schedulers keep it
@@ -162,10 +172,35 @@ def check_idle(exchange: Any) -> None:
                             "optimizer.synchronize(). This is prohibited as it can cause a race condition.")
 
 
+def knowing(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[], Any]:
+    """Return *closure* as one after which *check* is called: before the gradients that it has made are used."""
+    def checked() -> Any:
+        loss = closure()
+        check()
+        return loss
+
+    return checked
+
+
+def refuse_strangers(optimizer: torch.optim.Optimizer, known: Iterable[torch.Tensor]) -> None:
+    """Raise `UnsupportedError` if *optimizer* has gradients of other parameters than those *known* to all ranks."""
+    ids = {id(p) for p in known}
+    shapes = [str(tuple(p.shape)) for group in optimizer.param_groups for p in group["params"]
+              if p.grad is not None and id(p) not in ids]
+    if shapes:
+        raise UnsupportedError(
+            f"the optimizer has gradients of parameters of shape {', '.join(shapes[:4])} that did not require any, or "
+            "were not there, when it was wrapped: their updates would stay this rank's. Make the optimizer anew with "
+            "the parameters as they are now, and wrap that")
+
+
 def all_trained(optimizer: torch.optim.Optimizer,
                 named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """As `trained`, on the CPU; a `ConfigError` unless every trained parameter of *optimizer* has a name of its own."""
-    found = trained(optimizer, named, reached=("cpu",))
+    """Return (name, parameter) of every trained parameter of *optimizer* once, in the order of *named*.
+
+    Raises as `owned`; and `ConfigError` if one has no name of its own.
+    """
+    found = [(name, p) for name, p in owned(optimizer, named, reached=("cpu",)) if p.requires_grad]
     n_wanted = len({id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad})
     n_named = len({name for name, _ in found})
     if n_named < n_wanted:
@@ -174,28 +209,39 @@ def all_trained(optimizer: torch.optim.Optimizer,
     return found
 
 
-def trained(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]],
-            reached: tuple[str, ...] = REACHED) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, parameter) of every trained parameter of *optimizer* once, in the order of *named*.
+def parameters_of(optimizer: torch.optim.Optimizer) -> Callable[[], list[torch.Tensor]]:
+    """Return what returns the parameters that *optimizer* has by then, as long as it lives."""
+    found = weakref.ref(optimizer)
+
+    def parameters() -> list[torch.Tensor]:
+        alive = found()
+        return [] if alive is None else [p for group in alive.param_groups for p in group["params"]]
+
+    return parameters
+
+
+def owned(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]],
+          reached: tuple[str, ...] = REACHED) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, parameter) of every parameter of *optimizer* once, in the order of *named*.
 
     Raises
     ------
     ConfigError
         If *named* is not such pairs.
     UnsupportedError
-        If one is on another kind of device than those *reached*.
+        If one that is trained is on another kind of device than those *reached*.
     """
     pairs = list(named) if isinstance(named, Iterable) else [named]
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
             raise ConfigError(f"{type(pair).__name__} among the parameters: expected pairs of name and parameter, as "
                               "model.named_parameters() gives them")
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, p in pairs:
         if id(p) in wanted:
             found.setdefault(id(p), (name, p))
     for name, p in found.values():
-        if p.device.type not in reached:
+        if p.requires_grad and p.device.type not in reached:
             raise UnsupportedError(f"parameter {name!r} is on {p.device}: move it to {' or '.join(reached)}")
     return list(found.values())

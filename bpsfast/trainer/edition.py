@@ -134,8 +134,13 @@ class Edition:
                 unit.wait(unit.round, timeout_s)
         self._session.retire(units)
         if not keeps_input:
-            for memory in self._own:
-                self._session.memory.release(memory)
+            self.release_input()
+
+    def release_input(self) -> None:
+        """Give back the input memory that is this edition's alone."""
+        own, self._own = self._own, []
+        for memory in own:
+            self._session.memory.release(memory)
 
 
 def _block(unit: Unit, homes: Sequence[Home | None]) -> Region | None:

@@ -101,7 +101,7 @@ class Gradients:
         }
         self._session.n_users.update(self._names.values())
         self._edition = Edition(self._session, specs, 0, Cut(), self._device)
-        self._last = self._edition  # that of the last step
+        self._first = self._last = self._edition  # that of the last step
         self._tuner: Tuner | None = None
         self._tuned = tuned  # of an earlier job, and once the tuner is gone
         if tunes and not self._session.tunes:  # of several models the first: tuners would measure each other
@@ -329,6 +329,29 @@ class Gradients:
             self._prepare(name)
         return {name: self._edition.units[name] for name in self.codecs
                 if self._edition.units[name].codec is not None}
+
+    def retire(self) -> bool:
+        """Give up names and memory for good, which are others' as soon as all ranks have done so. Waits for no rank.
+
+        Returns False, and gives up nothing, while that is not possible: ranks have not all declared these gradients, a
+        sum is under way, or they are being tuned. Arrays that were handed out must not be used any more.
+        """
+        if self._session.closed:
+            return True
+        edition = self._edition
+        if self._tuner is not None or not edition.is_committed:
+            return False
+        units = edition.distinct or [self._session.tensors.unit(wire) for wire in edition.wires.values()]
+        if any(unit.in_flight and not unit.done(unit.round) for unit in units):
+            return False
+        if self._homes:
+            for unit in units:
+                if unit.in_flight:
+                    self._gathering.finish(unit, unit.round, self._deadline(None))
+        edition.retire(self._session.settings.timeout_s, keeps_input=False)
+        if self._first is not edition:
+            self._first.release_input()
+        return True
 
     def finish(self, name: str, timeout_s: float | None = None) -> None:
         """Wait for the sum of *name*, and of those fused with it, without looking at it; raises as `wait`."""

@@ -94,6 +94,24 @@ class Table:
                 return frames.read(memory)
             self._grow(unit, needed * frames.n_parts)
 
+    def retire(self) -> bool:
+        """Give up name and memory for good, which are others' as soon as all ranks have done so. Waits for no rank.
+
+        Returns False, and gives up nothing, while that is not possible: ranks have not all declared the table, or a sum
+        is under way.
+        """
+        if self._session.closed:
+            return True
+        unit = self._session.tensors.unit_nowait(self._wire)
+        if unit is None or (unit.in_flight and not unit.done(unit.round)):
+            return False
+        unit.finish(unit.round)
+        staging = unit.staging if unit.has_staging else None
+        self._session.retire([unit])
+        if staging is not None:
+            self._session.memory.release(staging)
+        return True
+
     # -- innards ---------------------------------------------------------------------------------------------------
 
     def _declare(self) -> None:

@@ -6,7 +6,7 @@ first sees the commit: while it waits for anything else, or asks for the unit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
@@ -57,6 +57,7 @@ class Tensors:
         self._failed: dict[str, BpsError] = {}
         self._deferred: dict[str, Callable[[], None]] = {}
         self._unnamed: dict[str, int] = {}
+        self._editions: dict[str, int] = {}  # name -> how many models of the trainer have had it
 
     # -- what the node says: called by the mailbox, one message at a time --------------------------------------------
 
@@ -132,6 +133,17 @@ class Tensors:
             number = self._unnamed.get(prefix, 0)
             self._unnamed[prefix] = number + 1
         return f"{prefix}.{number}"
+
+    def edition(self, names: Iterable[str]) -> int:
+        """Return the number of a new model that calls its tensors *names*: above that of every earlier model on this
+        rank with one of them. Ranks that make such models in one order get the same numbers, whatever has become of the
+        earlier ones, which ranks may forget at different times.
+        """
+        with self._lock:
+            names = list(names)
+            number = max([0, *(self._editions.get(name, 0) for name in names)])
+            self._editions.update(dict.fromkeys(names, number + 1))
+        return number
 
     # -- units -----------------------------------------------------------------------------------------------------
 
