@@ -86,7 +86,7 @@ def connect(
             shown = name.lstrip(b"\0").decode()
             raise StallError(
                 f"no node listened on the local socket @{shown} within {timeout_s:g} s: the node process of this "
-                "machine was not started, has died, or has another job key or node_id"
+                "machine was not started, has died, or was given another scheduler, job key or node_id"
             )
         time.sleep(0.02)
 

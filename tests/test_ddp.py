@@ -167,6 +167,10 @@ def sparse_embedding():
     return trained(model, torch.optim.SGD(model.parameters(), lr=0.5), loss=loss)
 
 
+BUILTIN = {"allreduce in C++": dist.BuiltinCommHookType.ALLREDUCE,
+           "fp16 in C++": dist.BuiltinCommHookType.FP16_COMPRESS}
+
+
 def hooked(name):
     """With one of torch's communication hooks."""
     # PowerSGD's futures make further calls: with several buckets they have no order that all ranks share but NCCL's.
@@ -185,6 +189,8 @@ def hooked(name):
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
         optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1),
                                           PeriodicModelAverager(period=3, warmup_steps=3))
+    elif name in BUILTIN:
+        model._register_builtin_comm_hook(BUILTIN[name])
     else:
         hooks = {"allreduce": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook,
                  "fp16 around": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)}
@@ -260,7 +266,7 @@ def test_models_of_other_dtypes(torch_ranks, dtype):
     assert_same(torch_ranks(2, 2).compare(float_of, dtype), exact=True)
 
 
-@pytest.mark.parametrize("name", ["allreduce", "fp16", "fp16 around", "powerSGD", "post-localSGD"])
+@pytest.mark.parametrize("name", ["allreduce", "fp16", "fp16 around", "powerSGD", "post-localSGD", *BUILTIN])
 def test_communication_hooks(torch_ranks, name):
     assert_same(torch_ranks(2).compare(hooked, name), exact=True)
 

@@ -41,7 +41,7 @@ def test_workers_are_told_the_muster_and_no_place():
     environ = found[2].environ
     assert {name: value for name, value in environ.items() if name.startswith("BPSFAST_")} == {
         "BPSFAST_MUSTER": "127.0.0.1:99", "BPSFAST_JOB_KEY": "ab" * 16, "BPSFAST_MEMBER": "2",
-        "BPSFAST_NODE_ID": "node1", "BPSFAST_NODE_HOST": "127.0.0.1", "BPSFAST_TIMEOUT_S": "7.0"}
+        "BPSFAST_NODE_ID": "node1 of 127.0.0.1:99", "BPSFAST_NODE_HOST": "127.0.0.1", "BPSFAST_TIMEOUT_S": "7.0"}
     assert environ["PATH"] == "/bin" and "RANK" not in environ
     assert all("ab" * 16 not in word for command in found for word in command.argv)
 

@@ -76,17 +76,17 @@ def test_every_process_of_the_plan_knows_its_place():
         assert "ab" * 32 not in " ".join(command.argv), "command lines are public"
     nodes = [load_with_origins({}, c.environ)[0] for c in commands[1:4]]
     assert [(n.node_id, n.node_index, n.local_size) for n in nodes] == [
-        ("node0", 0, 3),
-        ("node1", 1, 2),
-        ("helper0", 2, 0),
+        ("node0 of 127.0.0.1:77", 0, 3),
+        ("node1 of 127.0.0.1:77", 1, 2),
+        ("helper0 of 127.0.0.1:77", 2, 0),
     ]
     places = [detect(load_with_origins({}, c.environ)[0], c.environ) for c in commands if c.kind is Kind.RANK]
     assert [(p.rank, p.local_rank, p.local_size, p.node_id) for p in places] == [
-        (0, 0, 3, "node0"),
-        (1, 1, 3, "node0"),
-        (2, 2, 3, "node0"),
-        (3, 0, 2, "node1"),
-        (4, 1, 2, "node1"),
+        (0, 0, 3, "node0 of 127.0.0.1:77"),
+        (1, 1, 3, "node0 of 127.0.0.1:77"),
+        (2, 2, 3, "node0 of 127.0.0.1:77"),
+        (3, 0, 2, "node1 of 127.0.0.1:77"),
+        (4, 1, 2, "node1 of 127.0.0.1:77"),
     ]
     assert not any(p.starts_node or p.starts_scheduler for p in places)
 

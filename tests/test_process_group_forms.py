@@ -248,6 +248,32 @@ def test_all_forms_of_a_message_give_gloos_values(torch_ranks, method):
     assert [ours[label] for label in ours] == [sent[label] for label in ours]
 
 
+def roots() -> list[list[float]]:
+    group, found = dist.group.WORLD, []
+    for root in (1, True, torch.tensor(1)):
+        tensor = torch.full((2,), 1.0 + dist.get_rank())
+        group.broadcast(tensor, root).wait()
+        found.append(tensor.tolist())
+    return found
+
+
+def test_whatever_is_a_number_is_a_root(torch_ranks):
+    _, (gloo, ours), _ = torch_ranks(SIZE).compare(roots)
+    assert gloo == ours == [[2.0, 2.0]] * 3
+
+
+def stored() -> str:
+    store = dist.group.WORLD.get_group_store()
+    if dist.get_rank() == 0:
+        store.set("said", "word")
+    return store.get("said").decode()
+
+
+def test_a_group_has_its_store(torch_ranks):
+    _, (gloo, ours), _ = torch_ranks(SIZE).compare(stored)
+    assert gloo == ours == "word"
+
+
 def refused() -> list[str]:
     group, mine, x = dist.group.WORLD, dist.get_rank(), torch.zeros(2)
     calls = {
@@ -260,6 +286,8 @@ def refused() -> list[str]:
         "broadcast of nobody": lambda: group.broadcast(x, 99),
         "reduce to -1": lambda: group.reduce(x, -1),
         "allreduce of nothing": lambda: group.allreduce([]),
+        "all_gather of another dtype": lambda: group.allgather([[x.int(), x.int()]], [x]),
+        "all_gather of some of another dtype": lambda: group.allgather([[x, x.int()]], [x]),
         "coalesced allreduce of nothing": lambda: group.allreduce_coalesced([]),
         "no tensor": lambda: group.allreduce("x"),
         "one too many": lambda: group.allreduce(x, dist.ReduceOp.SUM, None, 3),
@@ -284,7 +312,8 @@ def test_what_has_no_form_is_refused_at_once(torch_ranks):
     for found in torch_ranks(2).grouped(refused, timeout_s=40.0):
         assert found == [*(f"{name}: ConfigError" for name in (
             "recv self", "irecv self", "recv self of torch", "recv of nobody", "recv of -1", "send self",
-            "broadcast of nobody", "reduce to -1", "allreduce of nothing", "coalesced allreduce of nothing"
+            "broadcast of nobody", "reduce to -1", "allreduce of nothing", "all_gather of another dtype",
+            "all_gather of some of another dtype", "coalesced allreduce of nothing"
         )), *(f"{name}: TypeError" for name in (
             "no tensor", "one too many", "unknown word", "list and root", "root twice", "a message that is no list"
         )), "[2.0, 2.0]"]

@@ -145,6 +145,14 @@ def test_dmlc_server_is_its_machines_node_or_a_helper():
     assert not server.starts_node
 
 
+def test_two_jobs_on_one_machine_may_have_one_key():
+    key = {"BPSFAST_JOB_KEY": "ab" * 32}
+    for environ, scheduler in ((EXPLICIT, "BPSFAST_SCHEDULER"), (WORKER, "BPSFAST_SCHEDULER")):
+        names = {place(environ | key | {scheduler: f"10.0.0.1:{port}"}).node_id for port in (1, 2)}
+        assert len(names) == 2, "else ranks of one find the other's node"
+    assert place(EXPLICIT | key | {"BPSFAST_NODE_ID": "mine"}).node_id == "mine"
+
+
 def test_dmlc_scheduler():
     found = place(DMLC | {"DMLC_ROLE": "scheduler"})
     assert (found.role, found.num_nodes, found.num_servers, found.scheduler) == ("scheduler", 2, 3, ("10.0.0.1", 1234))

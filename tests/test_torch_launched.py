@@ -52,6 +52,12 @@ def test_a_job_that_was_joined_before_is_used():
     assert shown(done) == ["group 0 2 3.0", "group 1 2 3.0", "job 0", "job 1"]
 
 
+def test_a_group_of_gloo_after_the_job():
+    done = run("bpsfast.init()\nbpsfast.shutdown()\ndist.init_process_group('gloo')\nshow('group')\n"
+               "dist.destroy_process_group()")
+    assert shown(done) == ["group 0 2 3.0", "group 1 2 3.0"]
+
+
 def test_another_world_size_than_the_launchers_is_an_error():
     done = run("dist.init_process_group('bpsfast', world_size=3)")
     assert done.returncode == 1

@@ -32,7 +32,7 @@ from ..seating.pins import cpus_before
 from ..settings import Settings, environment, fingerprint, parse_address, take_job_key
 from . import owner
 from .keeper import Keeper
-from .place import Place, is_loopback, job_key
+from .place import Place, is_loopback, job_key, node_of
 from .tether import VARIABLE as TETHER
 
 _log = logging.getLogger("bpsfast.daemons")
@@ -180,7 +180,8 @@ def run_node(settings: Settings, is_awaited: bool = False) -> int:
     logs.configure(settings.log_level, "node")
     take_job_key()
     settings = quota.take(settings)
-    return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex()),
+    return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex(),
+                                             node_id=node_of(settings, settings.scheduler)),
                      is_awaited=is_awaited, awaits_ranks=_is_ended_by_launcher())
 
 

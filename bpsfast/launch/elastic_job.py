@@ -59,7 +59,7 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
                                      local_size=-1, node_index=-1)
     workers: list[Command] = []
     for name, n_local in zip(shape.machines, shape.ranks):
-        here = msgspec.structs.replace(common, node_id=name, node_host=common.node_host or _LOOPBACK)
+        here = msgspec.structs.replace(common, node_id=f"{name} of {muster}", node_host=common.node_host or _LOOPBACK)
         command = Command("", Kind.RANK, tuple(program), {**base, **environment(here)})
         workers += [worker(len(workers) + i, command, {}) for i in range(n_local)]
     return workers

@@ -94,7 +94,8 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
     for index, (name, n_local) in enumerate(zip(shape.machines, [*shape.ranks, *[0] * shape.n_helpers])):
         machine = cluster[name] if cluster else None
         host = machine.address if machine else job.node_host or ("" if python else _LOOPBACK)
-        here = msgspec.structs.replace(job, node_id=name, node_index=index, local_size=n_local, node_host=host)
+        node_id = f"{name} of {job.scheduler}"  # of no other job of the same key
+        here = msgspec.structs.replace(job, node_id=node_id, node_index=index, local_size=n_local, node_host=host)
         title = f"node {index}" if n_local else f"helper {index - len(shape.ranks)}"
         kind = Kind.DAEMON if n_local else Kind.HELPER
         commands.append(_daemon("node", title, here, base, machine, python, kind))
@@ -180,7 +181,7 @@ def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[st
         devices = environ.get("NVIDIA_VISIBLE_DEVICES", "")
         n_local = len(devices.split(",")) if devices and devices not in ("all", "none", "void") else 1
     base = {**thread_defaults(n_local), **environ}
-    if roles.is_local_job(settings, environ) and not (settings.job_key or settings.job_key_file):
+    if roles.is_local_job(settings, environ):  # nobody else takes part; another job may have the key that is given
         base[_KEY] = secrets.token_hex(32)
     commands = [
         Command(f"worker {max(0, settings.node_index)} local rank {i}", Kind.RANK, tuple(program),

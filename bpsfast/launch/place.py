@@ -141,7 +141,7 @@ def job(settings: Settings, scheduler: str) -> dict[str, Any]:
     """Return the fields of a `Place` that all processes of one machine share; *scheduler* is "host:port"."""
     return {
         "scheduler": parse_address(scheduler, "BPSFAST_SCHEDULER"), "job_key": job_key(settings, scheduler),
-        "node_id": settings.node_id, "node_index": settings.node_index, "num_nodes": settings.num_nodes,
+        "node_id": node_of(settings, scheduler), "node_index": settings.node_index, "num_nodes": settings.num_nodes,
         "num_helpers": settings.num_helpers, "num_servers": settings.num_servers,
     }
 
@@ -155,6 +155,13 @@ def local_job(settings: Settings, common: str, size: int) -> dict[str, Any]:
     return {
         "scheduler": ("127.0.0.1", 0), "job_key": key, "node_id": settings.node_id, "node_index": 0, "num_nodes": 1,
     }
+
+
+def node_of(settings: Settings, scheduler: str) -> str:
+    """Return the name of this machine's node in the job of the scheduler at *scheduler* ("host:port"): two jobs on one
+    machine may have one key.
+    """
+    return own_node_id(settings, f"machine of {scheduler.lower()}")
 
 
 def own_node_id(settings: Settings, name: str) -> str:

@@ -31,7 +31,9 @@ _Check = Callable[[Any], bool]
 
 
 def _is_number(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool | torch.Tensor)
+    if isinstance(value, torch.Tensor):  # gloo takes it, too
+        return value.dim() == 0 and not (value.is_floating_point() or value.is_complex())
+    return hasattr(value, "__index__")
 
 
 def _is_sequence(value: Any) -> bool:
@@ -65,6 +67,7 @@ _CHECKS: dict[str, _Check] = {
     "output_splits": _are_numbers,
     "input_splits": _are_numbers,
 }
+_NUMBERS = ("root", "tag", "peer")
 _WORDS = {"op": "ReduceOp", "root": "int", "timeout": "timedelta", "tag": "int", "peer": "int",
           "output_splits": "list of int", "input_splits": "list of int"}
 
@@ -150,6 +153,7 @@ def forms(options: type | None, tensors: Mapping[str, int], *short: tuple[Mappin
 
 def _as_first(first: _Form, form: _Form, options: type | None, found: Mapping[str, Any]) -> list[Any]:
     """Return the arguments *found* in *form* as those of *first*."""
+    found = {name: int(value) if name in _NUMBERS else value for name, value in found.items()}
     arguments = []
     for name in first.needed:
         value = found[name]

@@ -1,11 +1,12 @@
 """torch's ``env://`` under launchers that do not set torch's variables: ``bpsfast run``, Slurm, MPI, BytePS's.
 
-`init_process_group("bpsfast")` asks the environment for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where these are
-not set, but bpsfast knows from another launcher's variables which rank this is (`launch.roles`), it joins that job, and
-the store that torch wants is made on rank 0's machine and found through the job.
+`init_process_group` asks the environment for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where these are not set,
+but bpsfast knows from another launcher's variables which rank this is (`launch.roles`), it joins that job, and the
+store that torch wants is made on rank 0's machine and found through the job.
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from ... import logs
 from ...launch import roles
-from ...orchestration.errors import MismatchError
+from ...orchestration.errors import ClosedError, MismatchError
 from ...settings import load, parse_address
 from ...trainer import current
 from ...trainer.session import Session
@@ -32,7 +33,7 @@ def env(torchs: Handler) -> Handler:
 
     def handler(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[tuple[Any, int, int]]:
         given = dict(parse_qsl(urlsplit(url).query))  # arguments of init_process_group
-        if "rank" in given or not _is_in_job():
+        if "rank" in given or not _is_in_job(given):
             yield from torchs(url, timeout=timeout, **more)
             return
         session = current.current()
@@ -45,8 +46,16 @@ def env(torchs: Handler) -> Handler:
     return handler
 
 
-def _is_in_job() -> bool:
-    """Join the job whose rank this process is by another launcher's word; return False if there is none.
+def _is_served_by_torch(given: dict[str, str]) -> bool:
+    """Whether torch's variables are there, and a world_size that is *given* is theirs."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return given.get("world_size", size) == size and all(
+        os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def _is_in_job(given: dict[str, str]) -> bool:
+    """Join the job whose rank this process is by another launcher's word; return False if there is none, or if this
+    process has left it and torch's variables are there.
 
     Raises what `bpsfast.init` raises.
     """
@@ -56,7 +65,12 @@ def _is_in_job() -> bool:
         place = roles.detect(settings)
         if place.launcher == "single":
             return False
-        current.begin(place, settings)
+        try:
+            current.begin(place, settings)
+        except ClosedError:
+            if _is_served_by_torch(given):
+                return False
+            raise
     return True
 
 

@@ -15,6 +15,7 @@ class NamedGroup(dist.ProcessGroup):
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
         self._names = {"name": name, "desc": "undefined"}
+        self.store: Any = None  # that torch has made it with
 
     def getBackendName(self) -> str:
         """Return the name under which it is registered."""
@@ -35,6 +36,10 @@ class NamedGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         """Return what torch's user calls the group."""
         return self._names["desc"]
+
+    def get_group_store(self) -> Any:
+        """Return the store that torch has made the group with."""
+        return self.store
 
     @property
     def _device_types(self) -> list[torch.device]:

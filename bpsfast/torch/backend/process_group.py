@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from ...collective import groups
 from ...orchestration.errors import BpsError, ConfigError
-from . import shim, sparse, worlds
+from . import comm_hooks, shim, sparse, worlds
 from .afar import afar
 from .base_group import BaseGroup
 from .forms import forms
@@ -348,6 +348,9 @@ class ProcessGroup(BaseGroup):
     def _gathered(self, outputs: Sequence[Tensor], input: Tensor) -> tuple[Callable[[], None], list[Operand]]:
         check_number(outputs, self.size(), "all_gather")
         each, one = operands(outputs), operand(input)
+        for output in outputs:
+            if output.dtype != input.dtype:
+                raise ConfigError(f"all_gather: output of {output.dtype} for an input of {input.dtype}")
         if outputs[self.rank()].numel() * outputs[self.rank()].element_size() != one.memory.nbytes:
             check_same([input, outputs[self.rank()]], "all_gather")
         return lambda: self._group.all_gather(one.memory, [out.memory for out in each]), each
@@ -388,7 +391,10 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
     try:
         world = worlds.enter(options.store, options.group_rank, options.group_size, options.global_ranks_in_group,
                              timeout_s)
-        return group_in(world, options.global_ranks_in_group or range(options.group_size), options.group_rank,
+        made = group_in(world, options.global_ranks_in_group or range(options.group_size), options.group_rank,
                         timeout_s)
+        made.store = options.store
+        comm_hooks.serve()
+        return made
     except BpsError as exc:
         raise torch_error(exc) from exc
