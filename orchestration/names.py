@@ -30,7 +30,7 @@ class Lookup:
             What the resolver has said, or `TimeoutError` if it has said nothing yet.
         """
         if not self.wait(timeout_s):
-            raise TimeoutError(f"the resolver has not answered within {timeout_s:.3g} s")
+            raise TimeoutError(f"the resolver has not answered within {max(0.0, timeout_s):.3g} s")
         if self._error is not None:
             raise self._error
         return self.addresses[0]

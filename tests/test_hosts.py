@@ -71,6 +71,7 @@ def test_host(text, name, slots):
     ("a:", "no number of slots"), ("", "no host"), ("a,,b", "no host"), ("a:-1", "no number of slots"),
     ("-oProxyCommand=x", "no host"), ("me@-l", "no host"), ("a b", "no host"), ("a,b,a", "names a twice"),
     ("a,you@A:2", "names a twice"), ("[fd00::3]2", "no host"), ("a:\u0663", "no number of slots"),
+    ("a\0b", "no host"), ("\x1bb:2", "no host"), ("me\x7f@b", "no host"), ("b\x9b", "no host"),
 ])
 def test_what_is_no_list_of_hosts_is_an_error(text, words):
     with pytest.raises(ConfigError, match=words):
@@ -78,7 +79,10 @@ def test_what_is_no_list_of_hosts_is_an_error(text, words):
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("", "names no host"), ("# none\n", "names no host"), ("a slots=2\na:3\n", "names a twice"),
+    ("", "names no host"), ("# none\n", "names no host"),
+    ("me@a slots=2\na:3\n", "names a twice, as me@a and a: name it with one user"),
+    ("a slots=4096\nA\n", "gives a more than 4096 slots"), ("a\x01b", ":1: .* no host"), ("a\x7f:2", ":1: .* no host"),
+    ("l\0o\0c\0a\0l\0", "has NUL bytes, as UTF-16 .* save it as UTF-8"), ("#\0\na", "has NUL bytes"),
     ("a\nb slots=many", r":2: 'many' is no number of slots"), ("a gpu=2", ":1: .* no host"), ("a slots=", "no number"),
 ])
 def test_what_is_no_hostfile_is_an_error(tmp_path, text, words):
@@ -90,6 +94,17 @@ def test_what_is_no_hostfile_is_an_error(tmp_path, text, words):
 def test_in_a_hostfile_ipv6_needs_no_brackets_before_slots(tmp_path):
     (tmp_path / "hosts").write_text("fd00::3 slots=2\n[fd00::4]:3\nme@fd00::5 slots=1\n")
     assert hosts.read(tmp_path / "hosts") == [Host("fd00::3", 2), Host("fd00::4", 3), Host("me@fd00::5", 1)]
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("b\na\nb\na\nb\n", [Host("b", 3), Host("a", 2)]),  # as PBS and LSF write it
+    ("a slots=2\nb\nA:3\na\n", [Host("a", 6), Host("b", 1)]),
+    ("me@a:2\nb slots=4\nme@a slots=1\n", [Host("me@a", 3), Host("b", 4)]),
+    ("fd00::3 slots=2\n[fd00::3]:5\n", [Host("fd00::3", 7)]),
+])
+def test_lines_of_one_host_are_added_up(tmp_path, text, wanted):
+    (tmp_path / "hosts").write_text(text)
+    assert hosts.read(tmp_path / "hosts") == wanted
 
 
 def test_a_hostfile_may_come_from_another_system(tmp_path):

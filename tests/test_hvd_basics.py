@@ -95,6 +95,15 @@ def test_what_is_not_there_says_so():
     with pytest.raises(TypeError, match="elastic is not there yet"):
         hvd.elastic.run  # noqa: B018
     assert not hasattr(hvd, "elastic") and not hasattr(hvd, "nothing_of_the_kind")
+    for kind in (ValueError, NotImplementedError, TypeError):
+        with pytest.raises(kind, match="op=Adasum is not there"):
+            hvd.allreduce_async(torch.ones(1), op=hvd.Adasum)
+
+
+@pytest.mark.parametrize("function", [hvd.poll, hvd.synchronize])
+def test_what_is_no_handle_is_a_value_error(function):
+    with pytest.raises(ValueError, match="12345 is a int, no handle of an operation"):
+        function(12345)
 
 
 def test_before_init_everything_says_so():

@@ -49,6 +49,16 @@ def test_of_several_the_first_has_the_scheduler(no_leaks):
             fleet.scheduler_address("192.0.2.1")
 
 
+def test_a_name_for_the_scheduler_that_its_host_cannot_look_up_is_refused_at_once(no_leaks):
+    with Fleet([_HERE], Ssh(), Output()) as fleet:
+        fleet.connect()
+        assert fleet.scheduler_address("localhost")[0] == "localhost"
+        begin = time.monotonic()
+        with pytest.raises(ConfigError, match=r"no\.such\.invalid: .*--scheduler-host takes a name") as caught:
+            fleet.scheduler_address("no.such.invalid")
+        assert time.monotonic() - begin < 20.0 and " -0" not in str(caught.value)
+
+
 def test_what_hosts_wait_for_ends(script, monkeypatch, no_leaks):
     monkeypatch.setattr(fleets, "AGENT_TIMEOUT_S", 0.5)
     monkeypatch.setattr(remote_host, "_END_S", 60.0)

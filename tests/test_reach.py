@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bpsfast.launch import reach
+from bpsfast.orchestration import names
 from bpsfast.orchestration.errors import ConfigError, StallError
 from bpsfast.settings import load_with_origins
 
@@ -75,6 +76,15 @@ def test_a_name_that_never_comes_is_named():
         reach.source_of_job("pod-0.invalid", 0.1)
 
 
+def test_what_the_resolver_has_said_is_the_reason_when_the_time_is_over(monkeypatch):
+    def unknown(*arguments, **keywords):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(StallError, match=r"not resolved within 0\.7 s \(Name or service not known\)"):
+        reach.source_of_job("pod-0.invalid", 0.7)
+
+
 _PRINTS_SOURCE = """
 import logging, sys
 from bpsfast.launch import reach
@@ -126,6 +136,8 @@ def test_a_resolver_that_does_not_answer_is_not_waited_for_longer_than_allowed(m
             reach.source_of_job("pod-0.invalid", 0.1)
         assert reach.source_towards("pod-0.invalid") is None
         assert "the resolver has not answered" in reach.nobody_at("pod-0.invalid", 7)
+        with pytest.raises(TimeoutError, match="has not answered within 0 s"):
+            names.resolve("pod-0.invalid", -0.1)
         assert time.monotonic() - begin < 20
     finally:
         over.set()

@@ -48,7 +48,7 @@ def job_options(function: Callable) -> Callable:
     options: list[Callable[[Any], Any]] = [
         hosts_option,
         click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-                     help="Hosts instead, one a line: `host slots=N` or host:N."),
+                     help="Hosts instead, one a line: `host slots=N` or host:N; slots of several lines add up."),
         click.option("--helpers-on", metavar="HOST,...", help="Hosts without ranks that sum."),
         click.option("--scheduler-host", metavar="ADDRESS", help="Address by which all hosts reach the first one, "
                      "where the scheduler runs.  [default: found out]"),

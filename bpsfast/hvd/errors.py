@@ -32,7 +32,7 @@ class DuplicateNameError(BusyError, ValueError):
                          f"different tensor name. ({name})")
 
 
-class AdasumError(UnsupportedError, NotImplementedError):
+class AdasumError(UnsupportedError, NotImplementedError, ValueError):
     """Adasum was asked for. Use Average or Sum."""
 
     def __init__(self) -> None:

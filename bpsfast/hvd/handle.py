@@ -43,7 +43,15 @@ class Handle:
 
 
 def poll(handle: Handle) -> bool:
-    """Return whether `synchronize` of *handle* will not block."""
+    """Return whether `synchronize` of *handle* will not block.
+
+    Raises
+    ------
+    ConfigError
+        *handle* is none, or is the function that `sparse_allreduce_async` returns.
+    """
+    if not isinstance(handle, Handle):
+        raise _no_handle(handle)
     return handle.done()
 
 
@@ -52,13 +60,19 @@ def synchronize(handle: Any) -> Any:
 
     Raises
     ------
+    ConfigError
+        *handle* is no handle.
     HorovodInternalError
         What became of the operation; also of the class of ours that says whose fault it is (`MismatchError`: the ranks
         asked for different things; `PeerLostError`, `StallError`, `ClosedError`).
     """
     if not isinstance(handle, Handle) and not callable(handle):
-        raise ConfigError(f"{reprlib.repr(handle)} is a {type(handle).__name__}, no handle of an operation")
+        raise _no_handle(handle)
     return handle.wait() if isinstance(handle, Handle) else handle()
+
+
+def _no_handle(given: Any) -> ConfigError:
+    return ConfigError(f"{reprlib.repr(given)} is a {type(given).__name__}, no handle of an operation")
 
 
 def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequence[torch.Tensor],

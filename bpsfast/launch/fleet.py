@@ -87,6 +87,9 @@ class Fleet:
         try:
             return self.address_of(first, others, wished)
         except ConfigError as exc:
+            if wished:
+                raise ConfigError(f"{exc}. --scheduler-host takes a name or an address of {first.host.name}, where the "
+                                  "scheduler runs, that every host can look up and reach") from exc
             raise ConfigError(f"{exc}. The scheduler runs on the first host: open its ports, name another host first, "
                               "or --scheduler-host") from exc
 
@@ -98,7 +101,8 @@ class Fleet:
                    from_here: bool = False) -> tuple[str, int]:
         """Return an address of *target* by which *others* (and this machine) reach it, and a port that is free there.
 
-        Tried are *wished*, or else all addresses of *target*, at first the one that ssh came to.
+        Tried are all addresses of *target*, at first the one that ssh came to; or *wished* alone, by *target* itself,
+        too, since its own processes look it up.
 
         Raises
         ------
@@ -113,7 +117,8 @@ class Fleet:
             raise ConfigError(f"{name} has no IPv4 address besides loopback by which other hosts could reach it")
         listening = self.ask([target], messages.Listen(is_loopback=False))[0]
         question = messages.Reach(candidates, listening.port, listening.token)
-        found = {host.host.name: answer.errors for host, answer in zip(others, self.ask(others, question))}
+        asked = [target, *others] if wished else others
+        found = {host.host.name: answer.errors for host, answer in zip(asked, self.ask(asked, question))}
         if from_here:
             found["here"] = reached(question)
         self.ask([target], messages.StopListening())

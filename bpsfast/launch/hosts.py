@@ -6,6 +6,9 @@
     user@gpu02:4
     fd00::3 slots = 2    # an IPv6 address needs brackets only before a colon
 
+The slots of a host that a hostfile names on several lines are added up, as by Open MPI: ``$PBS_NODEFILE`` and
+``$LSB_DJOB_HOSTFILE`` have a line for each slot. ``-H`` may name a host once.
+
 A hostfile may come from another system: CRLF line ends and a byte order mark are read as well.
 """
 from __future__ import annotations
@@ -22,12 +25,14 @@ from ..orchestration.errors import ConfigError
 from .place import is_loopback
 from .reach import own_among
 
-_WORD = r"[^@\s:,\[\]-][^@\s:,\[\]]*"  # a leading dash would be an option of ssh
+#: No control characters; a leading dash would be an option of ssh.
+_WORD = r"[^@\s:,\[\]\x00-\x1f\x7f-\x9f-][^@\s:,\[\]\x00-\x1f\x7f-\x9f]*"
 _USER_AT_HOST = re.compile(rf"(?:{_WORD}@)?(?:\[[0-9a-fA-F:.]+(?:%\w+)?\]|{_WORD})")
 _BARE_IPV6 = re.compile(r"[0-9a-fA-F.]*(?::[0-9a-fA-F.]*){2,}(?:%\w+)?")
 _SLOTS = re.compile(r"\s+slots\s*=\s*(\S*)", re.I)
 #: Open MPI knows it beside slots; no process is ever placed beyond the slots here, so any value is kept.
 _MAX_SLOTS = re.compile(r"\s+max[-_]slots\s*=\s*\d+", re.I)
+_N_SLOTS = 4096
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -56,19 +61,23 @@ def parse(text: str) -> list[Host]:
 
 
 def read(path: Path) -> list[Host]:
-    """Return the hosts of a hostfile: ``host slots=N``, ``host:N`` or ``host`` on a line.
+    """Return the hosts of a hostfile: ``host slots=N``, ``host:N`` or ``host`` (one slot) on a line.
+
+    A host has the place of its first line and the slots of all its lines.
 
     Raises
     ------
     ConfigError
-        The file cannot be read or has no host; a line that is none of these; a host named twice.
+        The file cannot be read or has no host; a line that is none of these; a host named with different users.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        whole = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"--hostfile {path} cannot be read: {exc}") from exc
+    if "\0" in whole:
+        raise ConfigError(f"--hostfile {path} has NUL bytes, as UTF-16 without a byte order mark has: save it as UTF-8")
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(whole.splitlines(), 1):
         text, where = line.partition("#")[0].strip(), f"{path}:{number}"
         if not text:
             continue
@@ -81,7 +90,7 @@ def read(path: Path) -> list[Host]:
         found.append(Host(_name(name, where), _count(slots[1], where)))
     if not found:
         raise ConfigError(f"--hostfile {path} names no host: expected lines such as `gpu01 slots=4`")
-    return _once(found, f"--hostfile {path}")
+    return _added_up(found, f"--hostfile {path}")
 
 
 def with_own(hosts: Sequence[Host]) -> list[Host]:
@@ -169,9 +178,25 @@ def _name(text: str, where: str) -> str:
 
 
 def _count(text: str, where: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= 4096):
-        raise ConfigError(f"{where}: {text!r} is no number of slots: expected 1 to 4096")
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= _N_SLOTS):
+        raise ConfigError(f"{where}: {text!r} is no number of slots: expected 1 to {_N_SLOTS}")
     return int(text)
+
+
+def _added_up(hosts: list[Host], where: str) -> list[Host]:
+    found: dict[str, Host] = {}
+    for host in hosts:
+        machine = _machine(host.name)
+        first = found.setdefault(machine, host)
+        if first is host:
+            continue
+        if first.name.rpartition("@")[0] != host.name.rpartition("@")[0]:
+            raise ConfigError(f"{where} names {machine} twice, as {first.name} and {host.name}: name it with one user")
+        n_slots = first.slots + host.slots
+        if n_slots > _N_SLOTS:
+            raise ConfigError(f"{where} gives {machine} more than {_N_SLOTS} slots on its lines together")
+        found[machine] = msgspec.structs.replace(first, slots=n_slots)
+    return list(found.values())
 
 
 def _once(hosts: list[Host], where: str) -> list[Host]:

@@ -178,12 +178,12 @@ def _resolve(host: str, timeout_s: float) -> str:
             return resolve(host, deadline - time.monotonic())
         except OSError as exc:
             why = exc.strerror or exc
-            if time.monotonic() >= deadline:
+            _log.info("the scheduler's host %r cannot be resolved yet (%s)", host, why)
+            time.sleep(min(_AGAIN_S, max(0.0, deadline - time.monotonic())))
+            if time.monotonic() >= deadline:  # no time to ask again: what the resolver has said last is the reason
                 raise StallError(
                     f"the name {host!r} in the scheduler's address was not resolved within {timeout_s:g} s "
                     f"({why}): check it with `getent hosts`, or give an address in BPSFAST_SCHEDULER") from exc
-            _log.info("the scheduler's host %r cannot be resolved yet (%s)", host, why)
-        time.sleep(min(_AGAIN_S, max(0.0, deadline - time.monotonic())))
 
 
 def _source(host: str) -> str:

@@ -28,6 +28,7 @@ import psutil
 from .. import __version__
 from ..exit_codes import NOT_EXECUTABLE
 from ..orchestration.errors import ProtocolError
+from ..orchestration.names import resolve
 from . import remote_messages as messages
 from .child import Child, Children, Command, Kind, Process, thread_defaults, watch
 from .daemons import clean_environment, reserve_master_port, reserve_port
@@ -40,6 +41,8 @@ _AFTER_SIGTERM_S = 1.5
 #: For one address; for all of them, which the launcher waits for (`fleet`); how many are tried at once.
 _REACH_S, _REACH_ALL_S, _N_AT_ONCE = 3.0, 12.0, 64
 TOKEN_NBYTES = 16
+#: How often an agent that asks for its own listener looks whether it has been answered.
+_GREET_S = 0.02
 #: Output that may wait for the launcher before the job has to wait for it.
 _WAITING_NBYTES = 1 << 20
 
@@ -122,7 +125,15 @@ class Agent:
         self._tell(messages.Listening(port, token))
 
     def _reach(self, asked: messages.Reach) -> None:
-        self._tell(messages.Reached(reached(asked)))
+        if self._listener is None:
+            self._tell(messages.Reached(reached(asked)))
+            return
+        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # it may be this agent that has to answer
+            answer = pool.submit(reached, asked)
+            while not answer.done():
+                if select.select([self._listener], [], [], _GREET_S)[0]:
+                    self._selector.get_key(self._listener).data()
+            self._tell(messages.Reached(answer.result()))
 
     def _stop_listening(self, asked: messages.StopListening) -> None:
         if self._listener is not None:
@@ -266,11 +277,11 @@ def _reached(address: str, port: int, token: bytes, until_s: float) -> str:
     """Return "" if the listener that knows *token* answers there, else why not."""
     until_s = min(until_s, time.monotonic() + _REACH_S)
     try:
-        with socket.create_connection((address, port), _left(until_s)) as sock:
+        with socket.create_connection((resolve(address, _left(until_s)), port), _left(until_s)) as sock:
             sock.settimeout(_left(until_s))
             came = sock.recv(TOKEN_NBYTES, socket.MSG_WAITALL)
-    except (OSError, UnicodeError) as exc:  # UnicodeError: a name with a label that is empty or too long
-        return (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
+    except OSError as exc:
+        return exc.strerror or str(exc)
     return "" if came == token else "another program answers there"
 
 
