@@ -5,7 +5,7 @@ import secrets
 
 from ...orchestration.errors import ConfigError
 from ...settings import Settings
-from ..place import Place, check_range, given_key, integer, job, local_key
+from ..place import Place, check_range, given_key, integer, job, local_key, own_node_id
 from .environment import Environ, Environment, are_set, are_unset
 
 _MARKS = ("DMLC_ROLE", "DMLC_WORKER_ID", "BYTEPS_LOCAL_RANK")
@@ -59,7 +59,8 @@ def _local_place(settings: Settings, role: str) -> Place:
         )
     first = settings.local_rank == 0
     return Place(launcher="dmlc", role="rank", rank=settings.local_rank, size=settings.local_size,
-                 local_rank=settings.local_rank, local_size=settings.local_size, node_id=settings.node_id, node_index=0,
+                 local_rank=settings.local_rank, local_size=settings.local_size, node_index=0,
+                 node_id=own_node_id(settings, f"worker of {settings.scheduler or 'one machine'}"),
                  num_nodes=1, scheduler=("127.0.0.1", 0), starts_node=first, starts_scheduler=first, job_key=key)
 
 

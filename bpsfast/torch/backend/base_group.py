@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
 from ...collective.conductor import Conductor
 from ...collective.group import Group
@@ -24,7 +23,6 @@ from .operands import Operand
 from .work import Work, torch_error
 
 _log = logging.getLogger("bpsfast.torch")
-_BackendOptions = _distributed_c10d.Backend.Options
 
 #: After so long somebody wants to know what the end of a group waits for.
 _REMARK_S = 5.0
@@ -58,7 +56,7 @@ class BaseGroup(NamedGroup):
     @property
     def options(self) -> Any:
         """What torch calls a backend's options: its name, and how long a call may take."""
-        return _BackendOptions(shim.NAME, timedelta(seconds=self._group.timeout_s))
+        return shim.BackendOptions(shim.NAME, timedelta(seconds=self._group.timeout_s))
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence

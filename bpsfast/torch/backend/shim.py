@@ -7,12 +7,16 @@ from datetime import timedelta
 from types import CodeType
 from typing import Any
 
+from torch._C import _distributed_c10d
 from torch._C._dynamo import eval_frame
 
 from ...orchestration.errors import UnsupportedError
 from .operands import Reduction
 
 NAME = "bpsfast"
+#: They were the process group's until 2.5.
+BackendOptions: Any = getattr(_distributed_c10d.Backend, "Options", None) or vars(
+    _distributed_c10d.ProcessGroup)["Options"]
 
 _OPS = {"SUM": "sum", "AVG": "avg", "PRODUCT": "product", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
         "BXOR": "bxor"}
