@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from bpsfast import inventory
+from bpsfast import exit_codes, inventory, settings
 from bpsfast.bench.drawn import RESULTS
 from bpsfast.cli import cli
 from bpsfast.commands import exits
@@ -50,6 +50,25 @@ def commands() -> dict[tuple[str, ...], click.Command]:
 
 
 COMMANDS = commands()
+
+
+def interface() -> list[str]:
+    """Return what users have typed into scripts: commands with their options, settings, exit codes."""
+    found = []
+    for path, command in sorted(COMMANDS.items()):
+        words = sorted(word for parameter in command.params for word in (
+            (*parameter.opts, *parameter.secondary_opts) if isinstance(parameter, click.Option)
+            else [str(parameter.name).upper()]))
+        found.append(f"command {' '.join(path)}: {' '.join(words)}")
+    found += [f"setting {row.name}: {row.kind}, {row.default!r}, {' '.join((row.variable, *sorted(row.aliases)))}"
+              for row in settings.table()]
+    codes = {name: value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
+    return [*found, *(f"exit code {value}: {name}" for name, value in sorted(codes.items(), key=lambda each: each[1]))]
+
+
+def test_what_users_type_stays(golden) -> None:
+    """A change that is meant is written by ``pytest tests/test_command_line.py --write-golden``."""
+    golden("interface.txt", "\n".join(interface()) + "\n")
 
 
 def test_those_that_were_promised_are_there() -> None:
