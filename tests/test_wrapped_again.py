@@ -285,6 +285,40 @@ def test_a_gradient_outlives_its_optimizer(pair):
     assert pair.run(kept_home) == [(True, [16.0] * 3)] * 2
 
 
+def moved_out():
+    """Whether a gradient lives in the segment: with one optimizer, with another of the same parameters, without it."""
+    model = Net()
+
+    def made(prefix):
+        return bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(prefix))
+
+    def is_inside():
+        return current.current().memory.locate(model.head.weight.grad.data_ptr(), 4) is not None
+
+    first, found = made("moved out"), []
+    for _ in range(3):
+        model(torch.ones(1, 64)).backward()
+        first.step()
+        first.zero_grad(set_to_none=False)
+    model(torch.ones(1, 64)).backward()
+    first.step()
+    found.append(is_inside())
+    second = made("moved out, too")
+    found.append(is_inside())
+    value = model.head.weight.grad[0, 0].item()
+    second.zero_grad(set_to_none=False)
+    first.zero_grad(set_to_none=False)
+    found.append(is_inside())
+    del second
+    gc.collect()
+    first.zero_grad(set_to_none=False)
+    return [*found, is_inside(), value]
+
+
+def test_gradients_of_two_optimizers_live_outside_of_the_segment(pair):
+    assert pair.run(moved_out) == [[True, False, False, True, 16.0]] * 2
+
+
 def local_ways(kind):
     """Optimizers that push parameters instead of gradients refuse what they do not know, before anything changes."""
     model = Net()

@@ -449,13 +449,11 @@ class Exchange:
     def overtaken(self) -> None:
         """Hear that a later exchange has some of the same parameters: nothing is sent before a step any more."""
         self.is_overtaken = True
-        if self._gradients is None:
-            return
-        for name in self._order:
-            gradient = self.parameters[name].grad
-            if type(gradient) is torch.Tensor and gradient.layout == torch.strided and not gradient.is_cuda:
-                if gradient.data_ptr() == self.of(name).region(name).address:  # others would write into it
-                    self.parameters[name].grad = gradient.clone()
+        own = {array.ctypes.data for home in self.homes if (array := home()) is not None}
+        for parameter in self.parameters.values() if own else ():
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout == torch.strided and gradient.data_ptr() in own:
+                parameter.grad = gradient.clone()  # the other one would write into what is under way
 
 
 class Retirable(Protocol):
