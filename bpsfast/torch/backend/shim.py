@@ -7,6 +7,7 @@ from datetime import timedelta
 from types import CodeType
 from typing import Any
 
+import torch
 from torch._C import _distributed_c10d
 from torch._C._dynamo import eval_frame
 
@@ -20,6 +21,10 @@ BackendOptions: Any = getattr(_distributed_c10d.Backend, "Options", None) or var
 
 _OPS = {"SUM": "sum", "AVG": "avg", "PRODUCT": "product", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
         "BXOR": "bxor"}
+
+
+#: C++ that alone holds a Work written in Python loses its Python half (2.13 keeps it; fixed after 2.6).
+LOSES_WORKS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8)
 
 
 def reduction(options: Any) -> Reduction:

@@ -12,7 +12,25 @@ import torch.distributed as dist
 
 from ...orchestration.errors import BpsError, StallError
 from .afar import Call
-from .shim import eager
+from .shim import LOSES_WORKS, eager
+
+#: Works that nobody has waited for, if torch loses them: its own `wait`, which C++ would call then, never returns.
+_kept: dict[int, Work] = {}
+_keeping = threading.Lock()
+#: Those that are never waited for must not hold tensors for ever.
+_MOST_KEPT = 256
+
+
+def _keep(work: Work) -> None:
+    with _keeping:
+        _kept[id(work)] = work
+        if len(_kept) > _MOST_KEPT:
+            del _kept[next(iter(_kept))]
+
+
+def _release(work: Work) -> None:
+    with _keeping:
+        _kept.pop(id(work), None)
 
 
 def torch_error(error: BaseException) -> BaseException:
@@ -43,6 +61,8 @@ class Work(dist.Work):
         self._future: Any = None
         self._source = -1
         self._failed: Callable[[BaseException], None] | None = None
+        if LOSES_WORKS:
+            _keep(self)
 
     def tell_failure(self, failed: Callable[[BaseException], None]) -> None:
         """Call ``failed(error)`` if the call fails, or has failed: before anybody who waits hears of it."""
@@ -92,6 +112,8 @@ class Work(dist.Work):
 
         The call itself gives up at its group's timeout, naming who is missing; a shorter *timeout* names the call only.
         """
+        if LOSES_WORKS:
+            _release(self)
         given_s = timeout.total_seconds() if timeout is not None else 0.0
         # What carries the call out has the same deadline, and the better reason: it is given a little more.
         if not self._event.wait(given_s if given_s > 0 else None):
@@ -138,6 +160,8 @@ class Work(dist.Work):
     def get_future(self) -> Any:
         """Return a future of the tensors. A failure is one of the future's own: an exception stored as its value would
         be read as tensors by torch's reducer."""
+        if LOSES_WORKS:
+            _release(self)
         with self._lock:
             if self._future is None:
                 self._base = torch.futures.Future(devices=[device for call in self._calls for device in call.devices])
