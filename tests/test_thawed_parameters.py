@@ -84,6 +84,28 @@ def test_frozen_parameters_may_be_of_any_dtype(pair, way, dtype_name):
     assert pair.run(constants, way, dtype_name) == [([[1.5, 1.5]], None)] * 2
 
 
+def unsummed(way):
+    """A frozen parameter of a dtype that is not summed gets a gradient."""
+    model = Coded(torch.float8_e4m3fn)
+    optimizer = {"bps": bps, "hvd": hvd}[way].DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(f"unsummed {way}"))
+    if bps.rank():
+        model.codes.requires_grad_(True)
+        model.codes.grad = torch.ones(4).to(torch.float8_e4m3fn)
+    model.layer(torch.ones(1, 2)).sum().backward()
+    try:
+        optimizer.step()
+    except bpsfast.UnsupportedError as exc:
+        return str(exc)
+    return ""
+
+
+@pytest.mark.parametrize("way", ["bps", "hvd"])
+def test_a_gradient_of_such_a_dtype_is_refused_on_all_ranks(pair, way):
+    for text in pair.run(unsummed, way):
+        assert "float8" in text or "this dtype" in text
+
+
 def model_of_two():
     """Return a body and a head, of equal values on all ranks."""
     torch.manual_seed(5)

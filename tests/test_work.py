@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from bpsfast.collective.conductor import Conductor
 from bpsfast.orchestration.errors import MismatchError, StallError
+from bpsfast.torch.backend import work as works
 from bpsfast.torch.backend.work import Work, torch_error
 
 TIMEOUT_S = 20.0
@@ -20,6 +21,32 @@ TIMEOUT_S = 20.0
 @pytest.fixture
 def work():
     return Work([torch.ones(2)], 5.0, "all_reduce")
+
+
+@pytest.fixture
+def losing(monkeypatch):
+    """A torch that loses the Python half of works that only C++ refers to."""
+    monkeypatch.setattr(works, "LOSES_WORKS", True)
+    monkeypatch.setattr(works, "_kept", {})
+
+
+@pytest.mark.parametrize("use", ["wait", "get_future"])
+def test_a_work_is_kept_until_it_is_used(losing, use):
+    made = Work([torch.ones(2)], 5.0, "all_reduce")
+    alive = weakref.ref(made)
+    made.finish(None)
+    del made
+    gc.collect()
+    assert alive() is not None
+    getattr(alive(), use)()
+    gc.collect()
+    assert alive() is None
+
+
+def test_works_that_nobody_waits_for_are_not_kept_for_ever(losing):
+    alive = [weakref.ref(Work([], 5.0, "all_reduce")) for _ in range(works._MOST_KEPT + 3)]
+    gc.collect()
+    assert [each() is None for each in alive] == [True] * 3 + [False] * works._MOST_KEPT
 
 
 def test_before_and_after(work):

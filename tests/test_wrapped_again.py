@@ -258,24 +258,35 @@ def test_horovod_is_begun_again_in_one_job(pair):
     assert pair.run(another_runtime) == [[0.5, 0.5]] * 2
 
 
-def kept_home():
-    """A gradient that lives in the memory of an optimizer that is gone is left alone."""
+def wrapped(model, prefix):
+    return bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(prefix))
+
+
+def housed(prefix):
+    """Return a model whose gradients live in the segment, and its optimizer."""
     model = Net()
-    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters("home"))
-    for _ in range(3):
+    optimizer = wrapped(model, prefix)
+    for _ in range(4):
+        optimizer.zero_grad(set_to_none=False)
         model(torch.ones(1, 64)).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    model(torch.ones(1, 64)).backward()
-    optimizer.step()
+    return model, optimizer
+
+
+def is_inside(gradient):
+    return current.current().memory.locate(gradient.data_ptr(), 4) is not None
+
+
+def kept_home():
+    """A gradient that lives in the memory of an optimizer that is gone is left alone."""
+    model, optimizer = housed("home")
     gradient = model.head.weight.grad
-    inside = current.current().memory.locate(gradient.data_ptr(), 4) is not None
+    inside = is_inside(gradient)
     del optimizer
     gc.collect()
     for seed in range(3):
         other = Net()
-        made = bps.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.0),
-                                        other.named_parameters(f"other {seed}"))
+        made = wrapped(other, f"other {seed}")
         other(torch.full((1, 64), 7.0)).backward()
         made.step()
     return inside, gradient[0, :3].tolist()
@@ -287,32 +298,18 @@ def test_a_gradient_outlives_its_optimizer(pair):
 
 def moved_out():
     """Whether a gradient lives in the segment: with one optimizer, with another of the same parameters, without it."""
-    model = Net()
-
-    def made(prefix):
-        return bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(prefix))
-
-    def is_inside():
-        return current.current().memory.locate(model.head.weight.grad.data_ptr(), 4) is not None
-
-    first, found = made("moved out"), []
-    for _ in range(3):
-        model(torch.ones(1, 64)).backward()
-        first.step()
-        first.zero_grad(set_to_none=False)
-    model(torch.ones(1, 64)).backward()
-    first.step()
-    found.append(is_inside())
-    second = made("moved out, too")
-    found.append(is_inside())
+    model, first = housed("moved out")
+    found = [is_inside(model.head.weight.grad)]
+    second = wrapped(model, "moved out, too")
+    found.append(is_inside(model.head.weight.grad))
     value = model.head.weight.grad[0, 0].item()
     second.zero_grad(set_to_none=False)
     first.zero_grad(set_to_none=False)
-    found.append(is_inside())
+    found.append(is_inside(model.head.weight.grad))
     del second
     gc.collect()
     first.zero_grad(set_to_none=False)
-    return [*found, is_inside(), value]
+    return [*found, is_inside(model.head.weight.grad), value]
 
 
 def test_gradients_of_two_optimizers_live_outside_of_the_segment(pair):

@@ -298,16 +298,16 @@ class DenseExchange(Exchange):
         self._sparse.clear()
 
 
+_retiring = threading.Lock()
+
+
 def _retire(numbers: list[int]) -> None:
     """Forget the stand-ins of the optimizers *numbers*, which no rank has any more."""
     found = runtime.current()
-    with _retiring:  # of a rank that has joined, each stand-in has a thread
+    with _retiring:  # on a joined rank each stand-in runs in a thread of its own
         gone = [each for each in found.stand_ins if each.number in numbers]
         for each in gone:
             found.stand_ins.remove(each)
     for each in gone:
         each.retire()
     give_back()
-
-
-_retiring = threading.Lock()

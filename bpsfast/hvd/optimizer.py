@@ -15,7 +15,7 @@ import torch
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..torch.compression import parted
 from ..torch.local_momentum import has_momentum
-from ..torch.wrapped import Wrapped, check_passes, evaluated, members_of, owned, parameters_of, wrap
+from ..torch.wrapped import Wrapped, base_step, check_passes, members_of, owned, parameters_of, wrap
 from . import runtime
 from .compression import Compression
 from .exchange import DenseExchange
@@ -50,7 +50,7 @@ class _DistributedOptimizer(Wrapped):
             else:
                 self.synchronize()
         try:
-            return self._base.step(self) if closure is None else self._base.step(self, evaluated(closure, self))
+            return base_step(self, closure, self.synchronize)
         finally:
             exchange.synchronized = False
 

@@ -181,7 +181,7 @@ def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[st
         devices = environ.get("NVIDIA_VISIBLE_DEVICES", "")
         n_local = len(devices.split(",")) if devices and devices not in ("all", "none", "void") else 1
     base = {**thread_defaults(n_local), **environ}
-    if roles.is_local_job(settings, environ):  # nobody else takes part; another job may have the key that is given
+    if roles.is_local_job(settings, environ):  # no other process joins; a given key may also be another job's
         base[_KEY] = secrets.token_hex(32)
     commands = [
         Command(f"worker {max(0, settings.node_index)} local rank {i}", Kind.RANK, tuple(program),

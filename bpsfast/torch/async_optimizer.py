@@ -15,7 +15,7 @@ from ..orchestration.store import Worker
 from ..trainer import current as process
 from ..trainer.async_weights import AsyncWeights
 from .exchange import tensor_over
-from .wrapped import all_trained, derive, knowing, members_of, refuse_strangers
+from .wrapped import all_trained, base_step, derive, members_of, refuse_strangers
 
 
 class _AsyncOptimizer(torch.optim.Optimizer):
@@ -40,7 +40,7 @@ class _AsyncOptimizer(torch.optim.Optimizer):
 
         check()
         before = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in self._named.items()}
-        result = self._base.step(self) if closure is None else self._base.step(self, knowing(closure, check))
+        result = base_step(self, closure, check)
         with torch.no_grad():
             for name, p in self._named.items():
                 self._weights.push(name, torch.sub(p, before[name], out=before[name]))

@@ -13,7 +13,6 @@ A parameter that has a gradient on no rank gets none (`presence`): the optimizer
 """
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import sys
@@ -60,11 +59,11 @@ class Exchange:
         self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # shape and dtype of what travels
         self._contexts: dict[str, Any] = {}  # of what the user's compressor has compressed; those it does not: not here
         for name, p in named:
-            if not p.requires_grad:
-                with contextlib.suppress(UnsupportedError):  # refused if it is thawed
-                    self._look_at(name, p)
-            else:
+            try:
                 self._look_at(name, p)
+            except UnsupportedError:
+                if p.requires_grad:  # a frozen parameter of this dtype is refused once it has a gradient
+                    raise
         trained = {name: self.kinds[name] for name in self.parameters}
         self.codecs = chosen_among(self._choice, trained, process.current().settings.min_compress_bytes)
         self.momenta = momenta(self._choice, self.kinds)
@@ -445,15 +444,14 @@ class Exchange:
                 self.homes.append(weakref.ref(home))
                 parameter.grad = torch.from_numpy(home).view(self._wire[name]).view(parameter.shape).zero_()
 
-
     def overtaken(self) -> None:
-        """Hear that a later exchange has some of the same parameters: nothing is sent before a step any more."""
+        """Stop sending before a step: a later exchange has some of the same parameters."""
         self.is_overtaken = True
         own = {array.ctypes.data for home in self.homes if (array := home()) is not None}
         for parameter in self.parameters.values() if own else ():
             gradient = parameter.grad
             if gradient is not None and gradient.layout == torch.strided and gradient.data_ptr() in own:
-                parameter.grad = gradient.clone()  # the other one would write into what is under way
+                parameter.grad = gradient.clone()  # the later exchange would overwrite input that is being summed
 
 
 class Retirable(Protocol):
@@ -474,7 +472,9 @@ def give_up(owner: Retirable, homes: Homes) -> None:
 
 
 def give_back() -> None:
-    """Give back the memory of what was given up, as far as nobody uses it. Not from a finalizer: it tells the node."""
+    """Retire given-up gradients whose arrays are no longer referenced. Never call it from a finalizer: it sends
+    messages to the node.
+    """
     for _ in range(len(_given_up)):
         try:
             owner, homes = _given_up.popleft()
@@ -525,18 +525,18 @@ class Watcher(Protocol):
     sharers: list[weakref.ref[Any]]
 
     def overtaken(self) -> None:
-        """Hear that some of the parameters have a later watcher: nothing is to be sent before a step any more."""
+        """Stop sending before a step: a later watcher has some of the same parameters."""
 
     def accumulated(self, name: str) -> None:
         """Hear that backward has accumulated the gradient of *name*."""
 
 
 def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
-    """Tell *watcher* of the gradients of those *named* parameters that require any, while it lives; return the hooks.
+    """Call *watcher* for each gradient of *named* parameters that require one, while it lives; return the hooks.
 
-    Whoever watches one of *named* already, also of those that require none now, is overtaken: of several optimizers for
-    one parameter mostly the last is stepped, and the others would have gradients under way for ever. The parameters
-    outlive *watcher*: their hooks must not keep it alive, nor act after it.
+    If another watcher has one of *named* (frozen ones included), the earlier of the two is overtaken and sends nothing
+    before its step: a program usually steps the last optimizer only, so gradients sent by the earlier one would never
+    be awaited. The parameters outlive *watcher*: their hooks hold only a weak reference.
     """
     me = weakref.ref(watcher)
     hooks, others = [], {}

@@ -18,7 +18,7 @@ from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange
 from .local_momentum import has_momentum, warn_of_momentum
 from .sparse_exchange import SparseExchange
-from .wrapped import Wrapped, check_idle, check_passes, evaluated, members_of, owned, parameters_of, wrap
+from .wrapped import Wrapped, base_step, check_idle, check_passes, members_of, owned, parameters_of, wrap
 
 
 class _DistributedOptimizer(Wrapped):
@@ -38,7 +38,7 @@ class _DistributedOptimizer(Wrapped):
         if closure is None and not self._exchange.averaged:
             self.synchronize()
         try:
-            return self._base.step(self) if closure is None else self._base.step(self, evaluated(closure, self))
+            return base_step(self, closure, self.synchronize)
         finally:
             self._exchange.synchronized = False
 

@@ -17,7 +17,7 @@ from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ..orchestration.store import StoreSpec, check
 from ..trainer import current as process
 from .fragments import Fragment, Named, cut
-from .wrapped import all_trained, derive, knowing, members_of, refuse_strangers
+from .wrapped import all_trained, base_step, derive, members_of, refuse_strangers
 
 
 class Outer:
@@ -107,7 +107,7 @@ class _OuterOptimizer(torch.optim.Optimizer):
             raise UnsupportedError(f"{', '.join(frozen[:4])} required gradients when the optimizer was wrapped, and do "
                                    "not now, but the outer momentum would move them on: make the optimizer anew, and "
                                    "wrap that")
-        result = self._base.step(self) if closure is None else self._base.step(self, knowing(closure, check))
+        result = base_step(self, closure, check)
         self._outer.after_step()
         return result
 

@@ -2,10 +2,9 @@
 
 One process leaves a parameter alone that has no gradient: neither momentum nor weight decay moves it. With several
 ranks a parameter that has none on this rank may have one on others, whose average counts; only if it has one nowhere,
-it is left alone. So with the gradients of each step travels a small tensor, which has one element for each parameter.
-It is fused with the small gradients that the next forward
-pass needs first, which are the last ones to come, so that it is no round of its own. It tells as well of what all ranks
-have to refuse together.
+it is left alone. So each step also sums a small tensor with one element per parameter. It is fused with the small
+gradients that backward computes last, so it costs no round of its own. Two more elements say what all ranks have to
+refuse together.
 """
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ def thawed(frozen: Iterable[str], places: Mapping[str, int], heard: np.ndarray[A
 
 
 def _strangers_error(strangers: Sequence[torch.Tensor]) -> UnsupportedError:
-    """Return that some rank has gradients of parameters that nobody knew; *strangers* are this rank's."""
+    """Return the error for gradients of parameters that were not wrapped; *strangers* are those of this rank."""
     shapes = [str(tuple(p.shape)) for p in strangers]
     where = f"this rank has gradients of parameters of shape {_listed(shapes)}" if shapes else (
         "another rank has gradients of parameters")

@@ -114,14 +114,19 @@ def derive(optimizer: torch.optim.Optimizer, members: Mapping[str, Callable[...,
     return wrapped
 
 
-def evaluated(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
-    """Return *closure* as one after which the gradients are reduced by ``optimizer.synchronize()``."""
-    def reduced() -> Any:
+def base_step(optimizer: Any, closure: Callable[[], Any] | None, after: Callable[[], Any]) -> Any:
+    """Make the step of the user's optimizer; *after* is called each time *closure* has computed gradients, before they
+    are used.
+    """
+    if closure is None:
+        return optimizer._base.step(optimizer)
+
+    def both() -> Any:
         loss = closure()
-        optimizer.synchronize()
+        after()
         return loss
 
-    return reduced
+    return optimizer._base.step(optimizer, both)
 
 
 def _keep_scheduled(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimizer) -> None:
@@ -170,16 +175,6 @@ def check_idle(exchange: Any) -> None:
     if exchange is not None and exchange.busy:
         raise UnderWayError("optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                             "optimizer.synchronize(). This is prohibited as it can cause a race condition.")
-
-
-def knowing(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[], Any]:
-    """Return *closure* as one after which *check* is called: before the gradients that it has made are used."""
-    def checked() -> Any:
-        loss = closure()
-        check()
-        return loss
-
-    return checked
 
 
 def refuse_strangers(optimizer: torch.optim.Optimizer, known: Iterable[torch.Tensor]) -> None:

@@ -9,12 +9,11 @@ registers it. Without the import: BPSFAST_TORCH_AUTOLOAD=1 (`bpsfast.torch_autol
     base_group      how a group's calls are started, how it ends; named_group: what torch calls it
     replica_group   a group of other ranks again and again, as torchft asks for it
     work            what a call returns
-    comm_hooks      DistributedDataParallel's hooks in C++
     launched        env:// where the launcher is not torch's
     worlds          sessions, each made by the first group of its ranks
     operands        tensors as memory; sparse: those that are not dense
     messages        send, receive, the monitored barrier
-    shim            what differs between versions of torch
+    shim            what depends on the version of torch, or on its C++
 """
 from __future__ import annotations
 

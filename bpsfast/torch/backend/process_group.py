@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from ...collective import groups
 from ...orchestration.errors import BpsError, ConfigError
-from . import comm_hooks, shim, sparse, worlds
+from . import shim, sparse, worlds
 from .afar import afar
 from .base_group import BaseGroup
 from .forms import forms
@@ -394,7 +394,7 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
         made = group_in(world, options.global_ranks_in_group or range(options.group_size), options.group_rank,
                         timeout_s)
         made.store = options.store
-        comm_hooks.serve()
+        shim.serve_builtin_hooks()
         return made
     except BpsError as exc:
         raise torch_error(exc) from exc

@@ -1,4 +1,4 @@
-"""What differs between versions of torch, in one place: what options look like, how compiled code calls us."""
+"""What depends on the version of torch, or on its C++: options, compiled code, built-in communication hooks."""
 from __future__ import annotations
 
 import functools
@@ -8,6 +8,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._dynamo import eval_frame
 
@@ -23,7 +24,7 @@ _OPS = {"SUM": "sum", "AVG": "avg", "PRODUCT": "product", "MIN": "min", "MAX": "
         "BXOR": "bxor"}
 
 
-#: C++ that alone holds a Work written in Python loses its Python half (2.13 keeps it; fixed after 2.6).
+#: In torch up to 2.6 a Work written in Python loses its Python half when only C++ refers to it; 2.13 keeps it.
 LOSES_WORKS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8)
 
 
@@ -80,3 +81,27 @@ def _skip(code: CodeType) -> None:
     else:
         actions = eval_frame._FrameAction
         eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT))
+
+
+@functools.cache
+def serve_builtin_hooks() -> None:
+    """Let DistributedDataParallel over a group of ours take the hook in Python in place of the built-in FP16_COMPRESS.
+
+    That one wants its future's value as a list of C++ tensors, which a future made in Python never has.
+    """
+    module: Any = torch.nn.parallel.DistributedDataParallel
+    builtin = getattr(module, "_register_builtin_comm_hook", None)
+    if builtin is None:
+        return
+
+    @functools.wraps(builtin)
+    def register(self: Any, comm_hook_type: Any) -> None:
+        is_fp16 = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
+        if is_fp16 and dist.get_backend(self.process_group) == NAME:
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+            self.register_comm_hook(self.process_group, fp16_compress_hook)
+        else:
+            builtin(self, comm_hook_type)
+
+    module._register_builtin_comm_hook = register

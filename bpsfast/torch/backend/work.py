@@ -14,10 +14,11 @@ from ...orchestration.errors import BpsError, StallError
 from .afar import Call
 from .shim import LOSES_WORKS, eager
 
-#: Works that nobody has waited for, if torch loses them: its own `wait`, which C++ would call then, never returns.
+#: Works without a waiter yet, by id. Without this reference (see `LOSES_WORKS`) C++ would call torch's own `wait`,
+#: which blocks for ever.
 _kept: dict[int, Work] = {}
 _keeping = threading.Lock()
-#: Those that are never waited for must not hold tensors for ever.
+#: At most so many are kept: a work that is never waited for must not hold its tensors for ever.
 _MOST_KEPT = 256
 
 
