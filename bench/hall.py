@@ -18,7 +18,7 @@ from bpsfast import settings
 from bpsfast.bench.group import START_TIMEOUT_S, Group, Start
 from bpsfast.cluster import Cluster
 from bpsfast.launch import job as launch
-from bpsfast.launch.child import Kind
+from bpsfast.launch.child import Command, Kind
 from bpsfast.launch.daemons import clean_environment, reserve_port
 from bpsfast.launch.owner import folder_prefix
 
@@ -76,8 +76,8 @@ class Hall:
                 scheduler = self._cluster.hub.address, _PORTS["bpsfast"] + next(self._numbers)
             commands = launch.plan(shape, program, loaded, os.environ, scheduler, secrets.token_hex(32), self._cluster)
             commands.sort(key=lambda command: command.kind is Kind.RANK)
-            added = [(more or {}).get(c.environ.get("BPSFAST_NODE_ID", ""), {}) for c in commands]
-            starts = [Start(c.argv, {**c.environ, **own}, c.via) for c, own in zip(commands, added)]
+            starts = [Start(command.argv, {**command.environ, **added(command, shape, more or {})}, command.via)
+                      for command in commands]
             return self._start("bpsfast", starts, folder)
 
     def dismiss(self, group: Group) -> None:
@@ -160,3 +160,9 @@ class Hall:
     @staticmethod
     def _environ() -> dict[str, str]:
         return {"OMP_NUM_THREADS": "1"} | clean_environment(os.environ)
+
+
+def added(command: Command, shape: launch.Shape, more: Mapping[str, Mapping[str, str]]) -> Mapping[str, str]:
+    """Return the variables of *more*, by names of machines (`Shape.machines`), for a process of `launch.plan`."""
+    index = command.environ.get("BPSFAST_NODE_INDEX")
+    return {} if index is None else more.get(shape.machines[int(index)], {})
