@@ -106,24 +106,30 @@ def test_ranks_have_torchruns_variables_too():
 
 #: Knows nothing of bpsfast.
 _GLOO = """
-import os, torch, torch.distributed as dist
-for _ in range(2):
+import os, pathlib, time, torch, torch.distributed as dist
+for turn in range(2):
     dist.init_process_group("gloo")
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
     print("of", dist.get_world_size(), "local", os.environ["LOCAL_RANK"], "sum", total.item(), flush=True)
     dist.destroy_process_group()
+    # nobody may connect to rank 0's store of this turn any more
+    gone = pathlib.Path(FOLDER, str(turn))
+    gone.mkdir(exist_ok=True)
+    (gone / os.environ["RANK"]).touch()
+    while len(list(gone.iterdir())) < 2:
+        time.sleep(0.01)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("options", [("-np", "2"), ("--ranks", "1,1"), ("-H", f"{socket.gethostname()}:1,localhost:1")])
-def test_a_program_of_torch_distributed_runs_unchanged(options):
+def test_a_program_of_torch_distributed_runs_unchanged(options, tmp_path):
     pytest.importorskip("torch")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = bpsfast("run", *options, "--", sys.executable, "-c", _GLOO, MASTER_ADDR="127.0.0.1",
-                       MASTER_PORT=str(taken.getsockname()[1]), RANK="5", WORLD_SIZE="9")
+        done = bpsfast("run", *options, "--", sys.executable, "-c", _GLOO.replace("FOLDER", repr(str(tmp_path))),
+                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]), RANK="5", WORLD_SIZE="9")
     assert done.returncode == 0, done.stderr
     locals_ = ["0", "0"] if "--ranks" in options else ["0", "1"]
     assert sorted(line.partition("] ")[2] for line in done.stdout.splitlines()) == sorted(

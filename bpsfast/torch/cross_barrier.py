@@ -206,7 +206,7 @@ class CrossBarrierExchange(Exchange):
                     self._settle(name, self.parameters[name])
 
     def hear(self) -> None:
-        """As `Exchange.hear`; if an update that is due is refused, all of that step are, and none is due any more.
+        """As `Exchange.hear`; if an update of that step is refused, so are all that are due, and none is due any more.
 
         Raises `UnsupportedError` and `BusyError` as `Exchange.receive` does.
         """
@@ -236,7 +236,9 @@ class CrossBarrierExchange(Exchange):
         super()._require_known()
 
     def _settle(self, name: str, parameter: torch.Tensor) -> None:
-        self.hear()
+        # ranks tell at the end of their backward passes: a layer with a gradient here need not wait for that
+        if self._sent[name] is None or self.has_been_told():
+            self.hear()
         shown, mine, its_class = parameter.grad, self._sent[name], type(parameter)
         if its_class is DueParameter:
             parameter.__class__ = torch.nn.Parameter

@@ -276,6 +276,11 @@ class Gradients:
             views[name] = unit.member_view(edition.members[name], round)
         return views[name]
 
+    def has_come(self, name: str) -> bool:
+        """Whether the sum that `wait` would return is there. Raises `MismatchError` as `wait`."""
+        _, unit, round = self._awaited(name)
+        return unit.done(round)
+
     def deliver(self, name: str, address: int, nbytes: int, timeout_s: float | None = None) -> None:
         """Wait for the sum (mean) of *name* and copy it natively to *address*; raises as `wait`."""
         edition, unit, round = self._awaited(name)
