@@ -128,6 +128,7 @@ class CrossBarrierExchange(Exchange):
         self._n_left = n_steps
         self._is_able = False
         self._is_checked = True  # what was told with the last step that was deferred
+        self._is_doubtful = False  # whether that step may be refused, as far as this rank knows
         self._pending: dict[str, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}  # name -> its group's options
         self._sent: dict[str, torch.Tensor | None] = {}  # name -> the gradient's own memory; None: there is none
 
@@ -193,6 +194,7 @@ class CrossBarrierExchange(Exchange):
                 parameter.grad = mine
             self.gradients.finish(name)
         self._is_checked = False
+        self._is_doubtful = self.is_overtaken or self.presence.refuses or bool(self.presence.frozen)
         self._n_left -= 1
         if not self._n_left:
             self.settle_all()
@@ -236,8 +238,9 @@ class CrossBarrierExchange(Exchange):
         super()._require_known()
 
     def _settle(self, name: str, parameter: torch.Tensor) -> None:
-        # ranks tell at the end of their backward passes: a layer with a gradient here need not wait for that
-        if self._sent[name] is None or self.has_been_told():
+        # Ranks tell at the end of their backward passes. The sum of a gradient that this rank has counts in any case:
+        # its update need not wait for that, unless the step may be refused.
+        if self._sent[name] is None or self._is_doubtful or self.has_been_told():
             self.hear()
         shown, mine, its_class = parameter.grad, self._sent[name], type(parameter)
         if its_class is DueParameter:

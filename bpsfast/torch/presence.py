@@ -32,6 +32,8 @@ class Presence:
         self.title = f"bpsfast.present of {min((name for name, _ in named), default='nothing')}"
         #: A gradient has changed since it was sent, or was reduced before it was.
         self.is_stale = False
+        #: What this rank has told last is a reason to refuse the step.
+        self.refuses = False
         #: Returns the parameters that there are now.
         self.members: Callable[[], Iterable[torch.Tensor]] = tuple
         self._known = frozenset(id(p) for _, p in named)  # kept alive here
@@ -51,6 +53,7 @@ class Presence:
         for name, p in (*self.trained.items(), *self.frozen.items()):
             words[self.places[name]] = p.grad is not None
         words[-2:] = self.is_stale, bool(self._strangers())
+        self.refuses = bool(words[-2:].any())
         self.is_stale = False
         return words
 

@@ -276,8 +276,8 @@ class Gradients:
             views[name] = unit.member_view(edition.members[name], round)
         return views[name]
 
-    def has_come(self, name: str) -> bool:
-        """Whether the sum that `wait` would return is there. Raises `MismatchError` as `wait`."""
+    def is_complete(self, name: str) -> bool:
+        """Return whether the sum of *name* is there: `wait` would not wait. Raises `MismatchError` as `wait`."""
         _, unit, round = self._awaited(name)
         return unit.done(round)
 
