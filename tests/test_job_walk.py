@@ -30,6 +30,7 @@ class Walk(RuleBasedStateMachine):
         self.entered = defaultdict(int)  # rank -> barriers
         self.left = set()
         self.ranks = {}
+        self.gone = set()  # helpers that the job does without
 
     @initialize(order=st.permutations(sorted(HOSTS)), n_late=st.integers(0, 2))
     def start(self, order, n_late):
@@ -39,8 +40,11 @@ class Walk(RuleBasedStateMachine):
 
     def post(self, outgoing):
         for destination, message in outgoing:
+            if isinstance(message, m.Abort) and message.goes_on:
+                assert not HOSTS[destination][1], "it has ranks"
+                self.gone.add(destination)
             if isinstance(message, m.Commit):
-                assert self.ready[message.generation] == set(HOSTS), "committed without all being ready"
+                assert self.ready[message.generation] == set(HOSTS) - self.gone, "committed without all being ready"
                 assert message.generation not in self.failed
             if isinstance(message, m.BarrierDone):
                 ranks = [rank for owned in self.ranks.values() for rank in owned]
@@ -48,6 +52,8 @@ class Walk(RuleBasedStateMachine):
             self.log[destination].append(message)
 
     def say(self, sender, message):
+        if sender in self.gone:
+            return
         over = self.job.over
         outgoing = self.job.receive(self.now, sender, message)
         assert not over or all(isinstance(answer, m.Abort | m.Refuse) for _, answer in outgoing)
@@ -144,11 +150,15 @@ class Walk(RuleBasedStateMachine):
     def lose(self, sender):
         self.say(sender, m.Lost(who="rank 0", reason="killed"))
 
+    def members(self):
+        """Return who has joined and belongs to the job."""
+        return [sender for sender in HOSTS if sender not in self.order and sender not in self.gone]
+
     @invariant()
     def everybody_is_told_the_same(self):
-        joined = [sender for sender in HOSTS if sender not in self.order]
         for kinds in ((m.Plan, m.Commit), (m.BarrierDone,), (m.Abort,), (m.Finish,)):
-            told = {tuple(message for message in self.log[sender] if isinstance(message, kinds)) for sender in joined}
+            told = {tuple(message for message in self.log[sender] if isinstance(message, kinds))
+                    for sender in self.members()}
             assert len(told) <= 1
         welcomes = [message for log in self.log.values() for message in log if isinstance(message, m.Welcome)]
         assert len({welcome.nodes for welcome in welcomes}) <= 1
@@ -166,10 +176,9 @@ class Walk(RuleBasedStateMachine):
     @invariant()
     def the_end_is_the_end(self):
         if self.job.aborted is not None:
-            joined = [sender for sender in HOSTS if sender not in self.order]
-            assert all(self.log[sender].count(self.job.aborted) == 1 for sender in joined if self.log[sender])
+            assert all(self.log[sender].count(self.job.aborted) == 1 for sender in self.members() if self.log[sender])
         if self.job.finished:
-            assert len(self.left) == 6 and all(self.log[sender][-1] == m.Finish() for sender in HOSTS)
+            assert len(self.left) == 6 and all(self.log[sender][-1] == m.Finish() for sender in self.members())
 
     @invariant()
     def owners_and_order_fit_the_plans(self):
