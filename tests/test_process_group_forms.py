@@ -14,6 +14,7 @@ from torch._C import _distributed_c10d
 pytestmark = pytest.mark.matrix
 
 SIZE = 3
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 SHAPES = {"0-dim": (), "1-dim": (3,), "transposed": (2, 3)}
 _TIMEOUT = datetime.timedelta(seconds=40)
 #: What is called by pairs of ranks, and what is no call of its own.
@@ -162,6 +163,11 @@ def called(method: str) -> dict[str, Any]:
     return found
 
 
+def is_misread(label):
+    """Whether gloo of an old torch has written to these outputs as if their elements lay in the order of their rows."""
+    return TORCH < (2, 6) and "gather(" in label and "allgather" not in label and label.endswith(", transposed")
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("method", [name for name in signatures() if name not in MESSAGES])
 def test_all_forms_of_a_call_give_gloos_values(torch_ranks, method):
@@ -170,7 +176,7 @@ def test_all_forms_of_a_call_give_gloos_values(torch_ranks, method):
         assert gloo.keys() == ours.keys()
         # What gloo cannot do, as some coalesced calls, is no form that it takes.
         differing = {label: (gloo[label], ours[label]) for label in gloo
-                     if not isinstance(gloo[label], str) and gloo[label] != ours[label]}
+                     if not isinstance(gloo[label], str) and gloo[label] != ours[label] and not is_misread(label)}
         assert not differing, "\n".join(f"{label}:\n  gloo {a}\n  ours {b}" for label, (a, b) in differing.items())
         assert not any(text.startswith(("TypeError", "AttributeError")) for text in gloo.values()
                        if isinstance(text, str)), "the table is wrong"

@@ -50,12 +50,6 @@ def _end(process: subprocess.Popen) -> None:
     process.communicate(timeout=10)
 
 
-#: Before, a group ends when the default group is made again, or with the process.
-_ends_at_once = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "shutdown"),
-                                   reason="this torch's destroy_process_group tells no group but NCCL's of it")
-
-
-@_ends_at_once
 def test_groups_share_the_session_of_the_default_group_and_the_last_one_ends_it(ranks):
     assert ranks("reuse") == [[True, True, sums, True, 0] for sums in ([6, 3], [6, 3, 5], [6, 5])]
 
@@ -73,7 +67,6 @@ def test_a_process_may_join_again_and_nothing_is_left_over(ranks):
         assert seen[1] == seen[2], seen
 
 
-@_ends_at_once
 def test_sessions_are_left_in_any_order(ranks):
     assert ranks("any_order") == [[3], [3, 5], [5]]
 

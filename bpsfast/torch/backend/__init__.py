@@ -21,7 +21,9 @@ from ...torch_autoload import add_backend
 from .barrier import monitored_barrier
 from .process_group import ProcessGroup
 from .replica_group import ReplicaGroup
+from .worlds import end_with_torchs_groups
 
 __all__ = ["ProcessGroup", "ReplicaGroup", "monitored_barrier"]
 
 add_backend()
+end_with_torchs_groups()

@@ -5,11 +5,15 @@ The default group makes one of all ranks, through torch's store, so that no addr
 """
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ... import logs
 from ...launch import rendezvous, roles
@@ -85,11 +89,35 @@ def make(store: Any, rank: int, size: int, timeout_s: float) -> World:
     return world
 
 
-def _end_leftovers() -> None:
-    """End what older versions of torch leave behind when the default group is destroyed: they tell only NCCL of it."""
+def end_with_torchs_groups() -> None:
+    """Let `destroy_process_group` end our groups in versions of torch that tell only NCCL's groups of it (before 2.4).
+
+    A program that has taken the function's name out of torch's module before keeps torch's own; its groups end when the
+    default group is made again, or with the process.
+    """
+    if hasattr(dist.ProcessGroup, "shutdown"):
+        return
+    torchs = distributed_c10d.destroy_process_group
+
+    @functools.wraps(torchs)
+    def destroy_process_group(group: Any = None) -> None:
+        is_default = group is None or group is dist.group.WORLD
+        for each in [ours for ours in _groups() if is_default or ours is group]:
+            each.shutdown()
+        torchs(group)
+
+    distributed_c10d.destroy_process_group = dist.destroy_process_group = destroy_process_group
+
+
+def _groups() -> list[Any]:
+    """Return our process groups that have not ended."""
     with _lock:
-        left = [group for world in _worlds if world.is_open for group in list(world.members)]
-    for group in left:
+        return [group for world in _worlds if world.is_open for group in list(world.members)]
+
+
+def _end_leftovers() -> None:
+    """End what older versions of torch leave behind when the default group is destroyed (`end_with_torchs_groups`)."""
+    for group in _groups():
         group.shutdown()
 
 
