@@ -30,7 +30,7 @@ class Parameter(NamedTuple):
     @property
     def depth(self) -> int:
         """How deep in lists tensors lie; -1 if it is none of tensors."""
-        return len(re.findall(r"\b(?:List|Sequence)\[", self.kind)) if "Tensor" in self.kind else -1
+        return len(re.findall(r"\b(?:[Ll]ist|Sequence)\[", self.kind)) if "Tensor" in self.kind else -1
 
 
 def signatures() -> dict[str, list[list[Parameter]]]:
@@ -163,9 +163,14 @@ def called(method: str) -> dict[str, Any]:
     return found
 
 
-def is_misread(label):
-    """Whether gloo of an old torch has written to these outputs as if their elements lay in the order of their rows."""
-    return TORCH < (2, 6) and "gather(" in label and "allgather" not in label and label.endswith(", transposed")
+def is_wrong_in_gloo(label):
+    """Whether gloo of an older torch gives another result than it says.
+
+    It gathers into transposed outputs as if their elements lay in the order of rows, and reduces and scatters by sums,
+    whatever operation it is told.
+    """
+    is_of_gather = "gather(" in label and "allgather" not in label and label.endswith(", transposed")
+    return TORCH < (2, 10) and (is_of_gather or ("reduce_scatter" in label and "max, member 1" in label))
 
 
 @pytest.mark.timeout(300)
@@ -176,7 +181,7 @@ def test_all_forms_of_a_call_give_gloos_values(torch_ranks, method):
         assert gloo.keys() == ours.keys()
         # What gloo cannot do, as some coalesced calls, is no form that it takes.
         differing = {label: (gloo[label], ours[label]) for label in gloo
-                     if not isinstance(gloo[label], str) and gloo[label] != ours[label] and not is_misread(label)}
+                     if not isinstance(gloo[label], str) and gloo[label] != ours[label] and not is_wrong_in_gloo(label)}
         assert not differing, "\n".join(f"{label}:\n  gloo {a}\n  ours {b}" for label, (a, b) in differing.items())
         assert not any(text.startswith(("TypeError", "AttributeError")) for text in gloo.values()
                        if isinstance(text, str)), "the table is wrong"
