@@ -19,7 +19,7 @@ SHAPES = {"0-dim": (), "1-dim": (3,), "transposed": (2, 3)}
 _TIMEOUT = datetime.timedelta(seconds=40)
 #: What is called by pairs of ranks, and what is no call of its own.
 MESSAGES = ("send", "recv", "recv_anysource")
-NO_CALLS = ("_end_coalescing",)
+NO_CALLS = ("_end_coalescing", "reconfigure")
 
 
 class Parameter(NamedTuple):
@@ -122,7 +122,7 @@ class Call:
 
     def nested(self, method: str, depth: int, is_output: bool) -> Any:
         is_many = method.startswith(("alltoall", "all_to_all")) or ("gather" if is_output else "scatter") in method
-        if any(word in method for word in ("base", "single", "_tensor_")):  # pieces lie in one tensor
+        if any(word in method for word in ("base", "single", "_tensor")):  # pieces lie in one tensor
             whole = self.tensor(is_output, SIZE if is_many else 1)
             return [whole] if depth else whole
         if is_many and method in ("gather", "scatter") and self.rank != self.root:

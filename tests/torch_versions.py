@@ -2,9 +2,9 @@
 
     python -m tests.torch_versions [--index URL] [VERSION ...]
 
-Without arguments: the oldest that setup.cfg allows, two between, and the newest known. Everything but torch (and NumPy,
-which must be below 2 for the oldest) comes from the environment that this runs in. A version without a build for this
-interpreter is named and left out. Ends with 0 if all others pass.
+Without arguments: the oldest that setup.cfg allows, some between, and the newest known. Everything but torch (and
+NumPy, which must be below 2 for the oldest) comes from the environment that this runs in. A version without a build for
+this interpreter, or that cannot be installed from here, is named and left out. Ends with 0 if all others pass.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import time
 import venv
 from pathlib import Path
 
-VERSIONS = ("2.2.2", "2.6.0", "2.10.0", "2.15.0")
+VERSIONS = ("2.2.2", "2.6.0", "2.10.0", "2.14.1", "2.15.0")
 TESTS = ("test_process_group_forms", "test_process_group_trouble", "test_compiled", "test_torch_messages", "test_work",
          "test_operands", "test_worlds", "test_ddp", "test_torch_ops", "test_torch_optimizer", "test_torch_parallel",
          "test_torch_autoload")
@@ -51,6 +51,8 @@ def tried(version: str, index: list[str]) -> str:
                                    capture_output=True, timeout=_LIMIT_S)
         if "No matching distribution" in installed.stderr:
             return f"skipped: no build for Python {sys.version_info.major}.{sys.version_info.minor}"
+        if "ResolutionImpossible" in installed.stderr:
+            return "skipped: what it depends on is not to be had from here"
         if installed.returncode:
             return f"error: {installed.stderr[-300:]}"
         site = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True,

@@ -8,6 +8,9 @@ import torch.distributed as dist
 
 from . import shim
 
+#: Kinds of devices whose tensors a group takes, in the order in which torch lists those of gloo.
+_KINDS = ("cuda", "cpu")
+
 
 class NamedGroup(dist.ProcessGroup):
     """Member *rank* of *size*; torch's user may call the group otherwise than *name* later."""
@@ -43,8 +46,8 @@ class NamedGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors it takes, in the order in which torch lists those of gloo."""
-        return [torch.device("cuda"), torch.device("cpu")]
+        """The devices whose tensors it takes."""
+        return [torch.device(kind) for kind in _KINDS]
 
     def _get_backend(self, device: Any) -> NamedGroup:
         """Return what carries out calls for tensors on *device*: the group itself.
@@ -55,7 +58,7 @@ class NamedGroup(dist.ProcessGroup):
             If it takes no tensors from there.
         """
         kind = torch.device(device).type
-        if kind not in {each.type for each in self._device_types}:
+        if kind not in _KINDS:  # not by the property: the compiler of torch 2.14 does not know it
             raise RuntimeError(f"No backend type associated with device type {kind}: {shim.NAME} takes tensors of the "
                                "CPU and of CUDA devices")
         return self

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from ...collective import groups
-from ...orchestration.errors import BpsError, ConfigError
+from ...orchestration.errors import BpsError, ConfigError, UnsupportedError
 from . import shim, sparse, worlds
 from .afar import afar
 from .base_group import BaseGroup
@@ -210,6 +210,26 @@ class ProcessGroup(BaseGroup):
         one, each = operand(input), operands(outputs)
         return self._start("gather", outputs, opts, lambda: self._group.gather(
             one.memory, [out.memory for out in each], root), each)
+
+    @forms(dist.GatherOptions, {"outputs": 0, "inputs": 0})
+    @afar(reads=(1,), writes=(0,))
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """As `gather`, with all outputs in one tensor."""
+        root, whole, one = self._root(opts, "gather"), operand(output), operand(input)
+        pieces = []
+        if root == self.rank():
+            check_pieces(output, input, self.size(), "gather: the output")
+            pieces = operands(flat(whole.dense, [input.numel()] * self.size()))
+        written = [whole] if pieces else []
+        return self._start("gather", [output] if pieces else [], opts, lambda: self._group.gather(
+            one.memory, [piece.memory for piece in pieces], root), written)
+
+    gather_into_tensor = gather_single
+
+    def reconfigure(self, opts: Any) -> Work:
+        """Refuse: the members of a group stay. `ReplicaGroup` takes others each time; so does `bpsfast.elastic`."""
+        raise UnsupportedError("bpsfast's process groups keep their members: use bpsfast.torch.backend.ReplicaGroup, "
+                               "whose configure() makes it a group of other ranks, or bpsfast.elastic")
 
     @forms(dist.ScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "root [timeout]"))
     @afar(reads=(1,), writes=(0,))
