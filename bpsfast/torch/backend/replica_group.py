@@ -180,7 +180,8 @@ def _forwarded(name: str) -> Callable[..., Any]:
 for _name in ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",
               "_reduce_scatter_base", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "broadcast",
               "allgather", "allgather_coalesced", "all_gather_single", "_allgather_base", "all_gather_single_coalesced",
-              "allgather_into_tensor_coalesced", "barrier", "gather", "scatter", "alltoall", "all_to_all_single",
-              "alltoall_base", "send", "recv", "recv_anysource", "monitored_barrier", "_start_coalescing",
-              "_end_coalescing", "_get_sequence_number_for_group", "_set_sequence_number_for_group"):
+              "allgather_into_tensor_coalesced", "barrier", "gather", "gather_single", "gather_into_tensor", "scatter",
+              "reconfigure", "alltoall", "all_to_all_single", "alltoall_base", "send", "recv", "recv_anysource",
+              "monitored_barrier", "_start_coalescing", "_end_coalescing", "_get_sequence_number_for_group",
+              "_set_sequence_number_for_group"):
     setattr(ReplicaGroup, _name, _forwarded(_name))
