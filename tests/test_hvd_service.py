@@ -252,6 +252,6 @@ def test_who_connects_after_the_end_hears_of_it(failing, monkeypatch):
     second = made(1, negotiation_line.connect("127.0.0.1", line.port, key, "rank 0"), lambda: True)
     with pytest.raises(PeerLostError, match="rank 7 is lost" if failing else "Rank 0 has left"):
         operation = second.submit(service.Operation(Request(rank=1, name="x", kind="barrier")))  # may know it already
-        assert operation._over.wait(30), "the other rank is told"
+        assert operation._over.wait(30), "the operation of the other rank did not end"
         operation.wait()
     assert second.close() and first.close()

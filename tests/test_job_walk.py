@@ -52,10 +52,9 @@ class Walk(RuleBasedStateMachine):
             self.log[destination].append(message)
 
     def say(self, sender, message):
-        if sender in self.gone:
-            return
         over = self.job.over
         outgoing = self.job.receive(self.now, sender, message)
+        assert sender not in self.gone or all(destination == sender for destination, _ in outgoing), "it is no member"
         assert not over or all(isinstance(answer, m.Abort | m.Refuse) for _, answer in outgoing)
         self.post(outgoing)
 
@@ -190,6 +189,19 @@ class Walk(RuleBasedStateMachine):
                 parts |= numbers
             if isinstance(message, m.Commit):
                 assert sorted(message.order) == list(range(len(message.order)))
+
+
+def test_a_gathering_job_lets_go_of_a_helper_that_reports_a_loss():
+    """And tells nobody else; it goes on gathering."""
+    walk = Walk()
+    walk.start([b"A", b"B", b"C", b"H", b"I"], n_late=1)
+    walk.lose(b"H")
+    assert walk.gone == {b"H"} and walk.job.aborted is None
+    walk.join()
+    walk.second_passes()
+    walk.everybody_is_told_the_same()
+    walk.the_end_is_the_end()
+    assert walk.job.aborted is None
 
 
 Walk.TestCase.settings = settings(max_examples=60, stateful_step_count=120, deadline=None)

@@ -113,7 +113,7 @@ for turn in range(2):
     dist.all_reduce(total)
     print("of", dist.get_world_size(), "local", os.environ["LOCAL_RANK"], "sum", total.item(), flush=True)
     dist.destroy_process_group()
-    # nobody may connect to rank 0's store of this turn any more
+    # wait until rank 0 has closed this turn's store, so that the other rank does not connect to it again
     gone = pathlib.Path(FOLDER, str(turn))
     gone.mkdir(exist_ok=True)
     (gone / os.environ["RANK"]).touch()

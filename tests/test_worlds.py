@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import bpsfast
 from bpsfast.orchestration.errors import ConfigError
+from bpsfast.torch.backend import worlds
 from bpsfast.trainer import current
 
 dist = pytest.importorskip("torch.distributed")
@@ -42,6 +44,26 @@ def ranks(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
             return [json.loads(out.splitlines()[-1]) for out, _ in said]  # gloo of some versions says more
 
         yield run
+
+
+def test_groups_end_with_those_of_a_torch_that_does_not_tell_them(monkeypatch):
+    told = []
+
+    class Group:
+        def shutdown(self):
+            told.append(self)
+
+    first, second = Group(), Group()
+    torchs = SimpleNamespace(destroy_process_group=lambda group=None: told.append(("torch", group)))
+    dist = SimpleNamespace(ProcessGroup=object, group=SimpleNamespace(WORLD="world"))
+    monkeypatch.setattr(worlds, "dist", dist)
+    monkeypatch.setattr(worlds, "distributed_c10d", torchs)
+    monkeypatch.setattr(worlds, "_groups", lambda: [first, second])
+    worlds.end_with_torchs_groups()
+    for group, ended in ((first, [first]), ("another's", []), ("world", [first, second]), (None, [first, second])):
+        dist.destroy_process_group(group)
+        assert told == [*ended, ("torch", group)] and torchs.destroy_process_group is dist.destroy_process_group
+        told.clear()
 
 
 def _end(process: subprocess.Popen) -> None:

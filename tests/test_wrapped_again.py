@@ -172,6 +172,34 @@ def test_an_update_that_was_refused_is_never_made(pair):
     assert pair.run(overtaken_across_the_barrier) == [-1.0, -1.0]
 
 
+def overtaken_on_one_rank():
+    """As `overtaken_across_the_barrier`, where rank 1 alone has made another optimizer."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(layer.weight, 0.0)
+    first = bps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters("one rank"),
+                                     cross_barrier=True)
+    layer(torch.ones(1, 1)).backward()
+    first.step()
+    first.zero_grad()
+    layer(torch.ones(1, 1)).backward()
+    if bpsfast.rank():
+        second = bps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.0), layer.named_parameters("alone"))
+        layer.weight.grad = None
+        layer(torch.full((1, 1), 10.0)).backward()
+        del second
+    first.step()
+    try:
+        layer.weight.item()
+    except bpsfast.BusyError as exc:
+        return "another optimizer has some of" in str(exc), layer.weight.item()
+    return False, layer.weight.item()
+
+
+def test_a_step_that_one_rank_refuses_is_an_error_on_all(pair):
+    (told, _), (refused, value) = pair.run(overtaken_on_one_rank)
+    assert told and refused and value == -1.0, "rank 1 has not made its update"
+
+
 def summed_twice(op_name):
     layer = torch.nn.Linear(1, 1, bias=False)
     first, second = (hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.0),

@@ -52,7 +52,7 @@ def tried(version: str, index: list[str]) -> str:
         if "No matching distribution" in installed.stderr:
             return f"skipped: no build for Python {sys.version_info.major}.{sys.version_info.minor}"
         if "ResolutionImpossible" in installed.stderr:
-            return "skipped: what it depends on is not to be had from here"
+            return "skipped: pip cannot install its dependencies from the package indexes at hand"
         if installed.returncode:
             return f"error: {installed.stderr[-300:]}"
         site = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True,

@@ -238,9 +238,9 @@ class CrossBarrierExchange(Exchange):
         super()._require_known()
 
     def _settle(self, name: str, parameter: torch.Tensor) -> None:
-        # Ranks tell at the end of their backward passes. The sum of a gradient that this rank has counts in any case:
-        # its update need not wait for that, unless the step may be refused.
-        if self._sent[name] is None or self._is_doubtful or self.has_been_told():
+        # The sum of what ranks tell is complete once the last of them has ended its backward pass. An update of a
+        # parameter with a gradient here does not wait for that, unless this rank knows a reason to refuse the step.
+        if self._sent[name] is None or self._is_doubtful:
             self.hear()
         shown, mine, its_class = parameter.grad, self._sent[name], type(parameter)
         if its_class is DueParameter:
@@ -256,6 +256,8 @@ class CrossBarrierExchange(Exchange):
         if not isinstance(shown, _UnderWay):  # cleared, or replaced, since it was sent
             parameter.grad = shown
         del self._pending[name], _due[id(parameter)]
+        if not self._pending:
+            self.hear()  # at the latest now: another rank may have refused the step
 
     def settle_all(self) -> None:
         """Make all updates that are due. Raises as `settle`."""

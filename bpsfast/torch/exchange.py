@@ -275,10 +275,6 @@ class Exchange:
         self._told_in.ready(self.presence.title)
         self._has_told = True
 
-    def has_been_told(self) -> bool:
-        """Whether `hear` would not wait."""
-        return not self._has_told or (self._told_in is not None and self._told_in.is_complete(self.presence.title))
-
     def hear(self) -> None:
         """Wait until it is known which parameters have gradients on any rank, if that was told."""
         if self._has_told:

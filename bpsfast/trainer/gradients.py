@@ -276,11 +276,6 @@ class Gradients:
             views[name] = unit.member_view(edition.members[name], round)
         return views[name]
 
-    def is_complete(self, name: str) -> bool:
-        """Return whether the sum of *name* is there: `wait` would not wait. Raises `MismatchError` as `wait`."""
-        _, unit, round = self._awaited(name)
-        return unit.done(round)
-
     def deliver(self, name: str, address: int, nbytes: int, timeout_s: float | None = None) -> None:
         """Wait for the sum (mean) of *name* and copy it natively to *address*; raises as `wait`."""
         edition, unit, round = self._awaited(name)

@@ -227,9 +227,16 @@ class ProcessGroup(BaseGroup):
     gather_into_tensor = gather_single
 
     def reconfigure(self, opts: Any) -> Work:
-        """Refuse: the members of a group stay. `ReplicaGroup` takes others each time; so does `bpsfast.elastic`."""
-        raise UnsupportedError("bpsfast's process groups keep their members: use bpsfast.torch.backend.ReplicaGroup, "
-                               "whose configure() makes it a group of other ranks, or bpsfast.elastic")
+        """Refuse: the members of this group do not change. Use `ReplicaGroup` or `bpsfast.elastic`.
+
+        Raises
+        ------
+        torch.distributed.DistBackendError
+            Always.
+        """
+        raise torch_error(UnsupportedError(
+            "bpsfast's process groups keep their members: use bpsfast.torch.backend.ReplicaGroup, whose configure() "
+            "makes it a group of other ranks, or bpsfast.elastic"))
 
     @forms(dist.ScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "root [timeout]"))
     @afar(reads=(1,), writes=(0,))

@@ -18,7 +18,7 @@ from .shim import LOSES_WORKS, eager
 #: which blocks for ever.
 _kept: dict[int, Work] = {}
 _keeping = threading.Lock()
-#: At most so many are kept: a work that is never waited for must not hold its tensors for ever.
+#: Maximum number of works to keep. The oldest is dropped first, so that works without a wait do not leak their tensors.
 _MOST_KEPT = 256
 
 
