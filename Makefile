@@ -135,20 +135,20 @@ bench: $(stamp)
 
 # Steps on real packets beside the formulas: an hour and a half, as root. Writes bench/results/optimum_*.jsonl and expr1.*.
 expr1: $(stamp)
-	$(bin)/python -m bpsfast.bench.expr1
+	$(bin)/python -m bpsfast.bench.paper.expr1
 
 # The ways to sum inside a machine beside the paper's twelve bars: some seconds. Writes bench/results/expr2.*.
 expr2: $(stamp)
-	$(bin)/python -m bpsfast.bench.expr2
+	$(bin)/python -m bpsfast.bench.paper.expr2
 
 # The simulator beside the paper's figures: some minutes on one core. Writes bench/results/expr3.*.
 expr3: $(stamp)
-	$(bin)/python -m bpsfast.bench.expr3
+	$(bin)/python -m bpsfast.bench.paper.expr3
 
 # What each part of the design adds, real packets and 256 simulated GPUs: a quarter of an hour, as root. Writes
 # bench/results/breakdown.*.
 breakdown: $(stamp)
-	$(bin)/python -m bpsfast.bench.breakdown
+	$(bin)/python -m bpsfast.bench.paper.breakdown
 
 # Every number and plot of the README, measured anew by the targets above and by benches: some hours, as root. ARGS=--list
 # says what each piece writes, how long it takes and what is missing for it here; ARGS="--only expr3" runs one.

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from bpsfast.bench import machine, table
-from bpsfast.compression import flags, kernels, reading
+from bpsfast.bench.harness import machine_info, table
+from bpsfast.kernels.codecs import flags, codec_kernels, codec_reference
 from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, frame_nbytes
 
 Array = np.ndarray[Any, Any]
@@ -70,7 +70,7 @@ class Tensors:
 
     def __init__(self, codec: CodecSpec, dtype: str, n_tensors: int, tensor_nbytes: int = TENSOR_NBYTES) -> None:
         self.codec, self.dtype = codec, dtype
-        wide = reading.wide_dtype(dtype)
+        wide = codec_reference.wide_dtype(dtype)
         self.n = tensor_nbytes // wide.itemsize
         values = np.random.default_rng(1).standard_normal(self.n).astype(wide)
         self.sources = [_page_aligned(tensor_nbytes).view(wide) for _ in range(n_tensors)]
@@ -80,9 +80,9 @@ class Tensors:
         self.room = frame_nbytes(codec, self.n, dtype) - FRAME_NBYTES
         self.wires = [_page_aligned(self.room) for _ in range(n_tensors)]
         self.nbytes = [0] * n_tensors
-        self.scratch = _page_aligned(kernels.scratch_nbytes(codec, self.n, dtype))
+        self.scratch = _page_aligned(codec_kernels.scratch_nbytes(codec, self.n, dtype))
         self.generator = np.full(2, codec.seed, np.uint64)
-        at = kernels.addresses(codec, dtype)
+        at = codec_kernels.addresses(codec, dtype)
         self._encode, self._decode = _ENCODE(at.encode), _DECODE(at.decode)
         self._k, self._flags = count(codec, self.n), flags.flags_of(codec)
         for i in range(n_tensors):
@@ -115,12 +115,12 @@ class Tensors:
 
     def n_wrong(self) -> int:
         """Count elements of one decoded tensor, and bytes of its frame, that are not those of the reading."""
-        want = reading.Generator(self.codec.seed)
+        want = codec_reference.Generator(self.codec.seed)
         self.generator[:] = want.words
         self.encode(0, False)
         self.decode(0, False)
-        frame = reading.encode(self.codec, self.sources[0], want)
-        decoded = reading.decode(self.codec, frame, self.n, self.dtype)
+        frame = codec_reference.encode(self.codec, self.sources[0], want)
+        decoded = codec_reference.decode(self.codec, frame, self.n, self.dtype)
         found = self.wires[0][: self.nbytes[0]]
         if found.size != len(frame):
             return self.n
@@ -188,7 +188,7 @@ def _ratio(row: Row, rows: list[Row]) -> float:
 
 def _n_tensors() -> int:
     """Return how many tensors no cache holds."""
-    last_level = max(machine.caches().values(), default=64 << 20)
+    last_level = max(machine_info.caches().values(), default=64 << 20)
     return max(4, _LAST_LEVEL_SHARE * last_level // (2 * TENSOR_NBYTES))
 
 

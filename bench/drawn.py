@@ -15,8 +15,8 @@ from typing import Any
 
 import click
 
-from bpsfast.bench import plots
-from bpsfast.commands import exits
+from bpsfast.bench.harness import plots
+from bpsfast.base import command_errors
 from bpsfast.orchestration.errors import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
@@ -80,7 +80,7 @@ def seconds_and_steps(training: _Record) -> tuple[list[float], list[float]]:
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
               help="Folder of the plots.")
-@exits.errors_in_words
+@command_errors.exit_on_error
 def main(out: Path) -> None:
     """Draw the plots of results that are there."""
     plots.check()

@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from bpsfast import dtypes, kernels
-from bpsfast.bench import machine, native
-from bpsfast.bench.pool import PARTITION_NBYTES, Pool, cold_nbytes, last_level_nbytes
+from bpsfast.base import dtypes
+from bpsfast import kernels
+from bpsfast.bench.harness import machine_info, native
+from bpsfast.bench.harness.cold_memory import PARTITION_NBYTES, Pool, cold_nbytes, last_level_nbytes
 from bpsfast.pyx.tcp import crc32c
 
 Array = np.ndarray[Any, Any]
@@ -78,7 +79,7 @@ def run(json_path: str | None, quick: bool) -> dict[str, Any]:
     print(_table(rows))
     result = {
         "bench": "kernels",
-        "machine": machine.describe(),
+        "machine": machine_info.describe(),
         "c_compiler": c_compiler,
         "pool_nbytes": nbytes,
         "n_pools": n_pools,

@@ -24,13 +24,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bpsfast import settings
-from bpsfast.bench import machine, table
-from bpsfast.nic.host import Host
-from bpsfast.nic.route import choose
+from bpsfast.base import settings
+from bpsfast.bench.harness import machine_info, table
+from bpsfast.hardware.host import Host
+from bpsfast.hardware.rdma_route import choose
 from bpsfast.orchestration import security
-from bpsfast.perf import control, plan as plans
-from bpsfast.perf.visit import Visit
+from bpsfast.tools.perf import control, perf_plan as plans
+from bpsfast.tools.perf.perf_run import PerfRun
 
 _OUR_PORT, _THEIR_PORT = 18610, 18611
 _KEY = security.job_key(None, "bench rdma_perf")
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     print(table.plain([["", "bytes", "median", "lowest", "highest", "against", "ratio"], *map(cells, rows)]))
     if options.json:
         Path(os.path.expandvars(options.json)).write_text(json.dumps(
-            {"machine": machine.describe(), "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+            {"machine": machine_info.describe(), "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
     return 0
 
 
@@ -134,7 +134,7 @@ def ours(each: Contestant, nbytes: int, device: str) -> float:
                                   "iterations": iterations(each, nbytes)})
     loaded = settings.load({"rdma_devices": f"={device}"}, {})
     with control.connect("127.0.0.1", _OUR_PORT, _KEY, _TIMEOUT_S, _TIMEOUT_S) as connection:
-        visit = Visit(connection, _KEY, loaded, lambda row: None)
+        visit = PerfRun(connection, _KEY, loaded, lambda row: None)
         visit.as_client(plan, lambda: None)
     return visit.rows[0]["average_bytes_per_s" if each.verb == "bw" else "typical_s"]
 
@@ -146,7 +146,7 @@ def serve(device: str) -> None:
     with control.listen(_OUR_PORT, "127.0.0.1") as listener:
         while True:
             with control.accept(listener, _KEY, 86400.0, _TIMEOUT_S) as connection:
-                Visit(connection, _KEY, loaded, lambda row: None).as_server({}, lambda: None)
+                PerfRun(connection, _KEY, loaded, lambda row: None).as_server({}, lambda: None)
 
 
 @contextmanager

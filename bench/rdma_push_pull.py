@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bpsfast import sizes
-from bpsfast.bench import machine, rdma_perf, table
-from bpsfast.bench.hall import Hall
+from bpsfast.base import value_formats
+from bpsfast.bench.harness import machine_info, table
+from bpsfast.bench import rdma_perf
+from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.rdma_perf import Contestant
 
 _YARDSTICK = Contestant("ib_write_bw -b", "bw", program="ib_write_bw")
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--size", default="64M", help="bytes of each rank (64M)")
     parser.add_argument("--json", metavar="FILE", help="write medians and raw samples here")
     options = parser.parse_args(arguments)
-    devices, nbytes = options.devices.split(","), sizes.parse(options.size)
+    devices, nbytes = options.devices.split(","), value_formats.parse(options.size)
     if len(devices) != 2 or not nbytes:
         parser.error(f"--devices {options.devices} --size {options.size}: expected two devices, and bytes such as 64M")
     samples = measure(devices, nbytes, options.rounds)
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     print(table.plain([["", "MB/s both ways", "lowest", "highest", f"of {_YARDSTICK.name}"], *map(cells, rows)]))
     if options.json:
         Path(os.path.expandvars(options.json)).write_text(json.dumps(
-            {"machine": machine.describe(), "rounds": options.rounds, "nbytes": nbytes, "rows": rows}, indent=1) + "\n")
+            {"machine": machine_info.describe(), "rounds": options.rounds, "nbytes": nbytes, "rows": rows}, indent=1) + "\n")
     return 0
 
 
@@ -55,7 +56,7 @@ def measure(devices: Sequence[str], nbytes: int, n_rounds: int) -> dict[str, lis
     """Return bytes per second, both directions together, of each contestant and round."""
     samples: dict[str, list[float]] = {}
     more = {f"node{i}": {"BPSFAST_RDMA_DEVICES": f"={name}"} for i, name in enumerate(devices)}
-    with Hall(2, 2) as hall:
+    with ContestantLauncher(2, 2) as hall:
         jobs = {"push_pull": hall.bpsfast(more=more, transport="rdma", **_PATIENT),
                 "push_pull, sums off": hall.bpsfast(more=more, transport="rdma", sums="off", **_PATIENT)}
         for _ in range(n_rounds):

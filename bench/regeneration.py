@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 import click
 
-from bpsfast.bench import claims, expr1
-from bpsfast.bench.name_list import parse_names
-from bpsfast.cluster import netns
-from bpsfast.commands import exits
+from bpsfast.bench import claims
+from bpsfast.bench.paper import expr1
+from bpsfast.bench.harness.option_lists import parse_names
+from bpsfast.launch.namespaces import netns
+from bpsfast.base import command_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("bench/results")
@@ -173,7 +174,7 @@ def listing(pieces: Sequence[Piece]) -> str:
 @click.option("--only", metavar="NAME[,NAME]", help="These pieces.")
 @click.option("--without", metavar="NAME[,NAME]", help="Not these pieces.")
 @click.option("--list", "only_list", is_flag=True, help="Files, minutes and needs of each piece; nothing is measured.")
-@exits.errors_in_words
+@command_errors.exit_on_error
 def main(only: str | None, without: str | None, only_list: bool) -> None:
     """Measure all results anew, some hours. Exit code 1 if a piece failed that could run here."""
     known = [piece.name for piece in PIECES]
@@ -193,7 +194,7 @@ def main(only: str | None, without: str | None, only_list: bool) -> None:
         for page, difference in claims.renew():
             click.echo(f"{page}, to be read again: {difference}")
     if any(each.is_failed for each in outcomes):
-        sys.exit(exits.FAILED)
+        sys.exit(command_errors.FAILED)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bpsfast.bench.result_file import ResultFile, Series
+from bpsfast.bench.harness.result_file import ResultFile, Series
 from bpsfast.orchestration.errors import ConfigError
 
 FASTER, SLOWER, SAME, UNCLEAR = "faster", "slower", "the same", "unclear"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
     from .trainer.async_weights import AsyncWeights as AsyncWeights
     from .trainer.broadcaster import broadcast as broadcast
-    from .trainer.current import (
+    from .trainer.process import (
         barrier as barrier,
         init as init,
         local_rank as local_rank,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         stalls as stalls,
         stats as stats,
     )
-    from .trainer.table import push_pull_rows as push_pull_rows
+    from .trainer.sparse_table import push_pull_rows as push_pull_rows
 
 _HOME = {
     "trainer.current": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier"),

@@ -37,7 +37,7 @@ MODULES = (
 )
 
 
-class _NothingElse:
+class _AliasFinder:
     """Finds `MODULES` when they are imported, and no other module of `byteps`; what lies beside ours would be loaded a
     second time under that name.
     """
@@ -52,10 +52,10 @@ class _NothingElse:
             raise ModuleNotFoundError(
                 f"bpsfast stands for byteps here (bpsfast.byteps_alias), and has no {name}: it has "
                 f"{', '.join('byteps.' + each for each in MODULES)}", name=name)
-        return ModuleSpec(name, _Same(f"bpsfast.{module}"))
+        return ModuleSpec(name, _AliasLoader(f"bpsfast.{module}"))
 
 
-class _Same(Loader):
+class _AliasLoader(Loader):
     """Loads the module *name* for another name: it is the same object under both."""
 
     def __init__(self, name: str) -> None:
@@ -90,7 +90,7 @@ def install() -> None:
     package.__path__ = []
     package.is_bpsfast = True  # type: ignore[attr-defined]
     sys.modules["byteps"] = package
-    sys.meta_path.insert(0, _NothingElse)  # type: ignore[arg-type]  # a class is as good as an instance here
+    sys.meta_path.insert(0, _AliasFinder)  # type: ignore[arg-type]  # a class is as good as an instance here
 
 
 def main() -> None:

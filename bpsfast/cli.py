@@ -11,10 +11,12 @@ from typing import Any
 
 import click
 
-from . import __version__, logs, settings
-from .commands import LazyGroup, effective, output
-from .commands.assignments import overrides, set_option
-from .commands.exits import errors_in_words
+from . import __version__
+from .base import logs, settings
+from .tools.commands import LazyGroup, settings_table
+from .base import output
+from .tools.commands.options import overrides, set_option
+from .base.command_errors import exit_on_error
 from .orchestration.errors import ConfigError
 
 _COUNT = click.IntRange(1)
@@ -31,7 +33,7 @@ def cli() -> None:
     bpsfast doctor                          what keeps RDMA from working
     bpsfast COMMAND --help                  options and examples of each
     """
-    logs.know("tool")
+    logs.set_identity("tool")
 
 
 @cli.command()
@@ -42,7 +44,7 @@ def cli() -> None:
               "those that come later.  [default: --num-helpers]")
 @click.option("--starter-fd", type=int, hidden=True)
 @set_option
-@errors_in_words
+@exit_on_error
 def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: Any) -> None:
     """Be the job's scheduler.
 
@@ -56,7 +58,7 @@ def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: A
     """
     from .launch import daemons
 
-    logs.know("scheduler")
+    logs.set_identity("scheduler")
     loaded = settings.load(overrides(assignments, **options))
     if starter_fd is not None:
         daemons.watch_starter(starter_fd, loaded)
@@ -75,7 +77,7 @@ def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: A
 @click.option("--nice", is_flag=True, default=None, help="Run only where no other program wants to.")
 @click.option("--starter-fd", type=int, hidden=True)
 @set_option
-@errors_in_words
+@exit_on_error
 def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **options: Any) -> None:
     """Be this machine's node; without ranks, a helper.
 
@@ -87,7 +89,7 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
     """
     from .launch import daemons
 
-    logs.know("helper" if helper else "node")
+    logs.set_identity("helper" if helper else "node")
     if helper:
         if options["local_size"]:
             raise ConfigError(f"--helper has no ranks, --local-size {options['local_size']} has: give one of them")
@@ -101,7 +103,7 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
 @cli.command(context_settings={"allow_interspersed_args": False})
 @set_option
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
-@errors_in_words
+@exit_on_error
 def dmlc(assignments: tuple[str, ...], program: tuple[str, ...]) -> None:
     """Act by BytePS's variables, as bpslaunch did: scheduler, server, or the ranks of PROGRAM.
 
@@ -112,24 +114,24 @@ def dmlc(assignments: tuple[str, ...], program: tuple[str, ...]) -> None:
     DMLC_ROLE=server bpsfast dmlc
     DMLC_ROLE=worker DMLC_WORKER_ID=0 bpsfast dmlc -- python train.py
     """
-    from .launch import job as launch
+    from .launch import local_job as launch
 
     sys.exit(launch.dmlc(program, settings.load(overrides(assignments))))
 
 
 @cli.command(hidden=True)
-@errors_in_words
+@exit_on_error
 def agent() -> None:
     """Act for a launcher on another host, which is at the other end of standard input and output."""
-    from .launch import remote
+    from .launch import remote_agent
 
-    sys.exit(remote.main())
+    sys.exit(remote_agent.main())
 
 
 @cli.command()
 @set_option
 @output.options()
-@errors_in_words
+@exit_on_error
 def env(assignments: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
     """Show every setting: its variable, value here and now, where that came from, and what it means.
 
@@ -138,8 +140,8 @@ def env(assignments: tuple[str, ...], as_json: bool, path: str | None, no_color:
     bpsfast env --set partition_bytes=1M --json
     """
     chosen = output.form(as_json, path, no_color)
-    found = effective.effective(*settings.load_with_origins(overrides(assignments)))
-    output.show(chosen, lambda: effective.text(found), found)
+    found = settings_table.effective(*settings.load_with_origins(overrides(assignments)))
+    output.show(chosen, lambda: settings_table.text(found), found)
 
 
 @cli.command()
@@ -150,7 +152,7 @@ def version(as_json: bool) -> None:
     \b
     bpsfast version --json
     """
-    output.show(output.Form(as_json), lambda: __version__, {"version": __version__})
+    output.show(output.OutputOptions(as_json), lambda: __version__, {"version": __version__})
 
 
 @cli.command()

@@ -15,7 +15,7 @@ import optax
 from sklearn.datasets import load_digits
 
 import bpsfast.jax as bps
-from bpsfast import reference
+from bpsfast.base import reference_sum
 
 N_STEPS, N_SAMPLES, SIZES = 300, 32, (64, 48, 10)
 
@@ -75,7 +75,7 @@ def train_alone(x, y, ranks):
 
     def mean_of(*leaves):
         leaves = iter(np.asarray(leaf) for leaf in leaves)
-        return reference.reduce([[next(leaves) for _ in range(n)] for n in ranks], average=True)
+        return reference_sum.reduce([[next(leaves) for _ in range(n)] for n in ranks], average=True)
 
     for parts in batches(x, y, sum(ranks)):
         mean = jax.tree_util.tree_map(mean_of, *[gradients(params, *part) for part in parts])

@@ -13,7 +13,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import bpsfast.keras as bps
-from bpsfast import reference
+from bpsfast.base import reference_sum
 
 N_EPOCHS, N_SAMPLES = 20, 32
 
@@ -53,7 +53,7 @@ def train_alone(x, y, ranks):
 
     def mean_of(*parts):
         parts = iter(parts)
-        return reference.reduce([[next(parts) for _ in range(n)] for n in ranks], average=True)
+        return reference_sum.reduce([[next(parts) for _ in range(n)] for n in ranks], average=True)
 
     parts = [(part_of(x, rank, size), part_of(y, rank, size)) for rank in range(size)]
     for _ in range(N_EPOCHS):

@@ -14,7 +14,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 import bpsfast.tensorflow as bps
-from bpsfast import reference
+from bpsfast.base import reference_sum
 
 N_STEPS, N_SAMPLES, SIZES, RATE = 300, 32, (64, 48, 10), 0.2
 
@@ -83,7 +83,7 @@ def train_alone(x, y, ranks):
 
     def mean_of(*each):
         each = iter(gradient.numpy() for gradient in each)
-        return tf.constant(reference.reduce([[next(each) for _ in range(n)] for n in ranks], average=True))
+        return tf.constant(reference_sum.reduce([[next(each) for _ in range(n)] for n in ranks], average=True))
 
     for parts in batches(x, y, sum(ranks)):
         step([mean_of(*each) for each in zip(*[gradients(*part) for part in parts])])

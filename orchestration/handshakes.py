@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 from .errors import BpsError
 
 #: So many strangers at a time, where nothing else is said.
-MOST_STRANGERS = 64
+MAX_PENDING_HANDSHAKES = 64
 #: Who came so recently is not pushed out: a member on a busy machine may need that long. One of a crowd has a tenth of
 #: it, for others wait meanwhile: that is a source with more than half of all places, and more than there are members.
 GRACE_S = 1.0
@@ -30,7 +30,7 @@ GRACE_S = 1.0
 #: Descriptors or memory may be there again after so long.
 _RESPITE_S = 0.2
 #: How soon it is looked again whether there is room for one more.
-BREATH_S = 0.02
+RECHECK_S = 0.02
 #: After `Door.close` handshakes are cut off; a thread may still be in a system call.
 _JOIN_S = 1.0
 #: What is left unread would turn the end of a refused connection into a reset.
@@ -55,7 +55,7 @@ class HandshakeLimiter(Generic[Connection]):
     himself.
     """
 
-    def __init__(self, most: int = MOST_STRANGERS, n_members: int = 0, grace_s: float = GRACE_S) -> None:
+    def __init__(self, most: int = MAX_PENDING_HANDSHAKES, n_members: int = 0, grace_s: float = GRACE_S) -> None:
         self.most = most
         self._crowd = max(most / 2, n_members)
         self._grace_s = grace_s
@@ -127,7 +127,7 @@ def host_of(address: str) -> str:
     return str(ipaddress.ip_network((found, 64), strict=False))
 
 
-class Door(Generic[Proof]):
+class HandshakeAcceptor(Generic[Proof]):
     """Accepts on *listener*, which is this object's to close, from `start` until `close`.
 
     Parameters
@@ -142,7 +142,7 @@ class Door(Generic[Proof]):
     warn
         Called with words when nobody can be accepted for a while, or any more.
     n_members
-        Connections that the job itself may open at the same time: there is room for them beside `MOST_STRANGERS`.
+        Connections that the job itself may open at the same time: there is room for them beside `MAX_PENDING_HANDSHAKES`.
     """
 
     def __init__(self, listener: socket.socket, prove: Callable[[socket.socket], Proof],
@@ -151,7 +151,7 @@ class Door(Generic[Proof]):
         self._listener = listener
         self._prove, self._came, self._refused, self._warn = prove, came, refused, warn
         self._name = name
-        self._strangers: HandshakeLimiter[socket.socket] = HandshakeLimiter(MOST_STRANGERS + n_members, n_members)
+        self._strangers: HandshakeLimiter[socket.socket] = HandshakeLimiter(MAX_PENDING_HANDSHAKES + n_members, n_members)
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._exhausted = False
@@ -196,7 +196,7 @@ class Door(Generic[Proof]):
             if self.is_closed:
                 return
             if not self._make_room():
-                self._rest(BREATH_S)
+                self._rest(RECHECK_S)
                 continue
             try:
                 sock, _ = self._listener.accept()

@@ -17,7 +17,7 @@ import msgspec
 from .codec import CodecSpec
 from .errors import ProtocolError
 from .store import StoreSpec
-from .unreadable import UNREADABLE
+from .unreadable import DECODE_ERRORS
 
 #: Bumped whenever a field changes its meaning.
 VERSION = 17
@@ -930,5 +930,5 @@ def decode(data: bytes, sender: str) -> Message:
     """
     try:
         return _DECODERS[sender].decode(data)
-    except UNREADABLE as exc:
+    except DECODE_ERRORS as exc:
         raise ProtocolError(f"{len(data)} bytes from a {sender} are no control message: {exc}") from exc

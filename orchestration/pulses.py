@@ -4,13 +4,13 @@ from __future__ import annotations
 import socket
 import struct
 
-from .doorkeeper import view
+from .zmq_connections import view
 
 #: Of `struct tcp_info`: tcpi_last_data_recv, milliseconds.
 _LAST_DATA_AT = 52
 
 
-class Pulses:
+class ConnectionActivity:
     """Thread: the server's own."""
 
     def __init__(self) -> None:

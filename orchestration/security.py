@@ -8,7 +8,7 @@ Whoever holds the key is in the job; nobody else gets a byte in or out. The hand
 
 Both nonces are in both proofs, so nothing can be replayed; the labels differ, so nothing can be reflected. Of the same
 texts both sides make a secret that nobody else has, and no other connection: what follows is sealed with it where that
-is asked for (`bpsfast/transport/seals.py`), and else the data network is trusted, as it is for RDMA.
+is asked for (`bpsfast/base/encryption.py`), and else the data network is trusted, as it is for RDMA.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import zmq
 from zmq.utils import z85
 
 from .errors import ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
-from .unreadable import UNREADABLE
+from .unreadable import DECODE_ERRORS
 
 #: Begins both sides' first message of a data connection; the digit is the handshake's version.
 MAGIC = b"BPSFAST1"
@@ -52,7 +52,7 @@ class StreamHello(msgspec.Struct, frozen=True, kw_only=True):
     encrypted: bool = False
 
 
-class Greeted(NamedTuple):
+class HandshakeResult(NamedTuple):
     """The other end's hello; and the connection's `secret`, of 32 bytes, to make keys of (`direction_key`)."""
 
     hello: StreamHello
@@ -105,19 +105,19 @@ def direction_key(secret: bytes, sender: str) -> bytes:
     return prove(secret, "seal", sender)
 
 
-def challenge_connect(sock: socket.socket, key: bytes, context: str, hello: StreamHello,
+def plain_handshake_dialer(sock: socket.socket, key: bytes, context: str, hello: StreamHello,
                       timeout_s: float) -> StreamHello:
-    """As `greet_acceptor`, where nothing is sealed."""
-    return greet_acceptor(sock, key, context, hello, timeout_s).hello
+    """As `handshake_as_dialer`, where nothing is sealed."""
+    return handshake_as_dialer(sock, key, context, hello, timeout_s).hello
 
 
-def challenge_accept(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int,
+def plain_handshake_acceptor(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int,
                      timeout_s: float) -> StreamHello:
-    """As `greet_dialler`, where nothing is sealed."""
-    return greet_dialler(sock, key, context, peer=peer, epoch=epoch, timeout_s=timeout_s).hello
+    """As `handshake_as_acceptor`, where nothing is sealed."""
+    return handshake_as_acceptor(sock, key, context, peer=peer, epoch=epoch, timeout_s=timeout_s).hello
 
 
-def greet_acceptor(sock: socket.socket, key: bytes, context: str, hello: StreamHello, timeout_s: float) -> Greeted:
+def handshake_as_dialer(sock: socket.socket, key: bytes, context: str, hello: StreamHello, timeout_s: float) -> HandshakeResult:
     """Prove to the acceptor of *sock* that we hold *key*, make it prove the same, exchange hellos.
 
     Reads exactly the handshake's bytes and restores the socket's time-out. Blocks up to *timeout_s*.
@@ -140,12 +140,12 @@ def greet_acceptor(sock: socket.socket, key: bytes, context: str, hello: StreamH
             raise MismatchError(f"{line.peer} answered the data connection, but does not hold this job's key")
         answered = _hello(answer, line.peer)
         _check_encrypted(line.peer, theirs=answered, ours=hello)
-        return Greeted(answered, prove(key, "secret", context, theirs, nonce, said, answer))
+        return HandshakeResult(answered, prove(key, "secret", context, theirs, nonce, said, answer))
 
 
-def greet_dialler(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int, timeout_s: float,
-                  encrypted: bool = False) -> Greeted:
-    """Be the acceptor of `greet_acceptor`: answer as node *peer* in *epoch*, which goes on *encrypted* or not.
+def handshake_as_acceptor(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int, timeout_s: float,
+                  encrypted: bool = False) -> HandshakeResult:
+    """Be the acceptor of `handshake_as_dialer`: answer as node *peer* in *epoch*, which goes on *encrypted* or not.
 
     A stranger learns nothing but a nonce. Same errors, and `MismatchError` if the dialler goes on otherwise: it hears
     that, too. On any of them close *sock*, the job is not harmed.
@@ -162,7 +162,7 @@ def greet_dialler(sock: socket.socket, key: bytes, context: str, *, peer: int, e
         answer = msgspec.msgpack.encode(own)
         line.send(_counted(answer) + prove(key, "acceptor", context, nonce, theirs, said, answer))
         _check_encrypted(line.peer, theirs=hello, ours=own)
-        return Greeted(hello, prove(key, "secret", context, nonce, theirs, said, answer))
+        return HandshakeResult(hello, prove(key, "secret", context, nonce, theirs, said, answer))
 
 
 def _check_encrypted(peer: str, *, theirs: StreamHello, ours: StreamHello) -> None:
@@ -180,7 +180,7 @@ def _counted(data: bytes) -> bytes:
 def _hello(data: bytes, peer: str) -> StreamHello:
     try:
         return msgspec.msgpack.decode(data, type=StreamHello)
-    except UNREADABLE as exc:
+    except DECODE_ERRORS as exc:
         raise ProtocolError(f"the hello of {peer} cannot be read: {exc}") from exc
 
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 import msgspec
 
 #: Strings need not be UTF-8, and nesting has no end: these two it does not turn into errors of its own.
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

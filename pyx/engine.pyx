@@ -154,7 +154,7 @@ cdef class Engine:
         (slot 0: the source announces where it lies), *local* the source ids of this machine's ranks in
         local-rank order; *outputs* are the result's addresses for even and odd rounds; *shm_peers* are told by
         lane, *to_wire* also yields EVENT_RESULT. *unit_offset* is the part's place in its unit. *codec*: how it is
-        compressed (a `bpsfast.node.coding.PartCodec`); what comes from *before* and *after* are then frames. *store*,
+        compressed (a `bpsfast.node.part_codec.PartCodec`); what comes from *before* and *after* are then frames. *store*,
         if not 0, was made for it: see `make_store`. Active from the next `commit` on; what arrives before that waits
         for it.
 

@@ -27,10 +27,10 @@ from pyx.words cimport (
 
 #: What a wait ends with.
 DONE, TIMED_OUT, ABORTED, NODE_DIED = BPS_DONE, BPS_TIMED_OUT, BPS_ABORTED, BPS_NODE_DIED
-#: What `Port.convey` ends with where ranks gave different tickets.
+#: What `Port.pipelined_transfer` ends with where ranks gave different tickets.
 DIFFERENT = BPS_DIFFERENT
 #: Flag of a leg that is a ticket.
-TICKET = BPS_TICKET
+FINGERPRINT = BPS_TICKET
 
 #: Copies of tensors of at least this many bytes bypass the caches; the parts of smaller ones are still there when the
 #: engine, or the rank, reads them (plain against streaming: 1 MB 0.68, 4 MB 0.6, 16 MB up to 1.9 of the time).
@@ -295,9 +295,9 @@ cdef class Port:
             bps_steps_blocked(&self.port.lane.tally, entered_ns)
         return status
 
-    def convey(self, const unsigned char[::1] legs not None, uint32_t ahead, uint32_t n_in, uint32_t n_out,
+    def pipelined_transfer(self, const unsigned char[::1] legs not None, uint32_t ahead, uint32_t n_in, uint32_t n_out,
                double timeout_s):
-        """Put in and take out all *legs* (`convey.h: bps_leg`), of which *n_in* and *n_out* were before.
+        """Put in and take out all *legs* (`pipelined_transfer.h: bps_leg`), of which *n_in* and *n_out* were before.
 
         Returns (status, n_in, n_out), the status as `wait` does, or DIFFERENT. Addresses in *legs* stay valid
         meanwhile, and are not checked.

@@ -8,7 +8,7 @@
  *        v  ...       n_rows rows of values; v is the next multiple of 64
  *
  * The sum of frames is their merge: a row that several inputs have is summed by the kernel of dense tensors, in the
- * order of the inputs and with its rounding; those that lack it count as nothing. `bpsfast/reference.py: reduce_rows`
+ * order of the inputs and with its rounding; those that lack it count as nothing. `bpsfast/base/reference_sum.py: reduce_rows`
  * is the same in NumPy. A sum of more rows than a frame may have overflows: all who read it see by how much.
  *
  * Frames come from other processes. Their heads are read once; what is wrong with one is the caller's to report, and

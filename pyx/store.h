@@ -20,7 +20,7 @@
 
 #include "core.h"
 
-/* What a kernel does, see `bpsfast/store_kernels.py`. */
+/* What a kernel does, see `bpsfast/kernels/stores.py`. */
 enum { BPS_STORE_READ = 0, BPS_STORE_SET = 1, BPS_STORE_ADD = 2, BPS_STORE_NESTEROV = 3, BPS_STORE_SHARE = 4 };
 
 typedef void (*bps_store_kernel)(void *values, void *weights, void *momentum, int64_t n_elements, int64_t what,

@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from bpsfast.simulator.all_reduce import ScheduledAllReduce
-from bpsfast.simulator.clock import Clock
-from bpsfast.simulator.cluster import Costs, uniform
-from bpsfast.simulator.exchange import Done, Exchange
-from bpsfast.simulator.layout import full
-from bpsfast.simulator.network import Load
-from bpsfast.simulator.ring import Ring
-from bpsfast.simulator.worker import Worker
-from bpsfast.simulator.workload import Cut, Layer, Workload, cut, workload
+from bpsfast.tools.simulator.all_reduce import ScheduledAllReduce
+from bpsfast.tools.simulator.event_clock import Clock
+from bpsfast.tools.simulator.cluster import Costs, uniform
+from bpsfast.tools.simulator.push_pull import Done, SimulatedPushPull
+from bpsfast.tools.simulator.partition_layout import full
+from bpsfast.tools.simulator.network import Load
+from bpsfast.tools.simulator.ring import Ring
+from bpsfast.tools.simulator.worker import Worker
+from bpsfast.tools.simulator.workload import PartitionedWorkload, Layer, Workload, cut, workload
 
 from .best_order import Chain, Op
 
@@ -31,20 +31,20 @@ def job_of(chain: Chain) -> Workload:
     return workload("chain", layers, {f"w{i}": (size * PAGE // 4,) for i, size in enumerate(chain.sizes)})
 
 
-def all_reduces(clock: Clock, plan: Cut, done: Done, credit: int, overhead: float = 0) -> ScheduledAllReduce:
+def all_reduces(clock: Clock, plan: PartitionedWorkload, done: Done, credit: int, overhead: float = 0) -> ScheduledAllReduce:
     """Return the scheduled all-reduces of *plan*; each partition costs *overhead* besides its bytes."""
     ring = Ring(slice_nbytes=1 << 40, overhead_s=overhead / 2)  # two lock-steps
     return ScheduledAllReduce(clock, RANKS, ring, plan, credit_nbytes=credit * PAGE, priority=True, done=done)
 
 
-def services(clock: Clock, plan: Cut, done: Done, credit: int, overhead: float, links: Sequence[int]) -> Exchange:
+def services(clock: Clock, plan: PartitionedWorkload, done: Done, credit: int, overhead: float, links: Sequence[int]) -> SimulatedPushPull:
     """Return a helper's summation service; *links* say what a byte costs on the way there and back."""
     machines = RANK_AND_HELPER._replace(costs=Costs(overhead_s=overhead))
     layout = full(machines, plan, "ps")
     push, pull = links
     parts = tuple(part._replace(push=Load(push * part.nbytes, push * part.nbytes),
                                 result=Load(pull * part.nbytes, pull * part.nbytes)) for part in layout.parts)
-    return Exchange(clock, layout._replace(parts=parts), machines.costs, credit_nbytes=credit * PAGE, priority=True,
+    return SimulatedPushPull(clock, layout._replace(parts=parts), machines.costs, credit_nbytes=credit * PAGE, priority=True,
                     done=done)
 
 

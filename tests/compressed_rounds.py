@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from bpsfast import reference
-from bpsfast.compression.reading import Job
-from bpsfast.dtypes import TABLE
+from bpsfast.base import reference_sum
+from bpsfast.kernels.codecs.codec_reference import ReferenceJob
+from bpsfast.base.dtypes import TABLE
 from bpsfast.orchestration.codec import CodecSpec
 
 Array = np.ndarray[Any, Any]
@@ -26,7 +26,7 @@ class Replay:
     def __init__(self, codec: CodecSpec, n: int, dtype: str, stride: int, ranks: Sequence[int]) -> None:
         each = stride // TABLE[dtype].itemsize
         self._bounds = [(begin, min(begin + each, n)) for begin in range(0, n, each)]
-        self._jobs = [Job(codec, end - begin, dtype, len(ranks)) for begin, end in self._bounds]
+        self._jobs = [ReferenceJob(codec, end - begin, dtype, len(ranks)) for begin, end in self._bounds]
         self._ranks = ranks
 
     def round(self, inputs: Sequence[Array], average: bool = True, ratio: float = 1.0) -> Array:
@@ -34,7 +34,7 @@ class Replay:
         partials, first = [], 0
         for n_ranks in self._ranks:
             mine = [inputs[rank].reshape(-1) for rank in range(first, first + n_ranks)]
-            partials.append(reference.reduce([mine], average=False))
+            partials.append(reference_sum.reduce([mine], average=False))
             first += n_ranks
         pieces = [job.round([partial[begin:end] for partial in partials], sum(self._ranks) if average else 1, ratio)
                   for job, (begin, end) in zip(self._jobs, self._bounds, strict=True)]

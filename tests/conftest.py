@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from bpsfast import logs
+from bpsfast.base import logs
 from tests.every_shape import SHAPES, SturdyJob
 from tests.forked import start_server
 from tests.jobs import Job

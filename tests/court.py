@@ -7,8 +7,8 @@ import pytest
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.job.job_settings import JobSettings
-from bpsfast.orchestration.succession.ledger import Ledger
-from bpsfast.orchestration.succession.tenure import Tenure
+from bpsfast.orchestration.failover.control_log import ControlLog
+from bpsfast.orchestration.failover.scheduler_state import SchedulerState
 from tests.job_table import join, spec
 
 NODES = {"A": 2, "B": 2, "C": 1, "H": 0}
@@ -25,10 +25,10 @@ class Court:
     def __init__(self, deaf=""):
         self.now = 0.0
         self.settings = SETTINGS
-        self.tenure = Tenure(self.settings, 0.0)
+        self.tenure = SchedulerState(self.settings, 0.0)
         self.over = {name: m.connection_id(name, 1) for name in NODES}
         self.inbox = defaultdict(list)
-        self.ledgers = {name: Ledger("1.0", {"transport": "tcp"}) for name in NODES}
+        self.ledgers = {name: ControlLog("1.0", {"transport": "tcp"}) for name in NODES}
         for name, n_ranks in NODES.items():
             self.post(self.tenure.receive(0.0, self.over[name], join(name.lower(), n_ranks)))
         self.read(*[name for name in NODES if name not in deaf])
@@ -73,7 +73,7 @@ class Court:
                 self.post(self.tenure.receive(self.now, self.over[name], message))
 
     def lose_scheduler(self, *back):
-        self.tenure = Tenure(self.settings, self.now)
+        self.tenure = SchedulerState(self.settings, self.now)
         self.inbox.clear()
         self.dial(*(back or NODES))
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bpsfast.device.host import HostDevice, HostStream
-from bpsfast.device.line import Line
-from bpsfast.device.pieces import Load, Piece, cut
+from bpsfast.gpu.host import HostDevice, HostStream
+from bpsfast.gpu.copies import CopyThread
+from bpsfast.gpu.partition_copy import DeviceRange, PartitionCopy, cut
 from bpsfast.orchestration.errors import ClosedError
 
 #: No wait of a test takes longer.
@@ -47,7 +47,7 @@ def held(device: HostDevice) -> Iterator[Held]:
         it.stream.close()
 
 
-L = TypeVar("L", bound=Line[Any])
+L = TypeVar("L", bound=CopyThread[Any])
 
 
 def lines_of(line: L) -> Iterator[L]:
@@ -66,9 +66,9 @@ class Memory:
         self.device = device
         device.pin(self.host.ctypes.data, nbytes, True)
 
-    def pieces(self, stride: int) -> list[Piece]:
+    def pieces(self, stride: int) -> list[PartitionCopy]:
         """Return the partitions of all of it."""
-        return cut(self.far.nbytes, stride, [Load(0, self.far.ctypes.data, self.far.nbytes)])
+        return cut(self.far.nbytes, stride, [DeviceRange(0, self.far.ctypes.data, self.far.nbytes)])
 
 
 class Slow(HostStream):

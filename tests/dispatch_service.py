@@ -13,7 +13,7 @@ from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.trace import Limits, SendLog
-from bpsfast.transport.tcp import TcpLink
+from bpsfast.node.transport.tcp import TcpLink
 
 HEADER = struct.Struct("<IIIIIIQ")  # wire.h
 NBYTES = 100

@@ -5,13 +5,13 @@ import os
 
 import bpsfast
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 
 def editions(n, retires):
     """Declare the same tensors *n* times with other partitions, push each twice; return wrong results, and the counters
     and this process's descriptors after each."""
-    session, counts, wrong = current.current(), [], []
+    session, counts, wrong = process.current(), [], []
     for number in range(n):
         names = [f"edition {retires} {number} {i}" for i in range(4)]
         sizes = [3, 50_000, 300_000, 7]

@@ -15,7 +15,7 @@ import torch
 
 import bpsfast.torch as bps
 from bpsfast import elastic
-from bpsfast.elastic.member import enlisted
+from bpsfast.elastic.coordinator_client import current_client
 
 _BATCH = 8
 
@@ -23,7 +23,7 @@ _BATCH = 8
 def main() -> None:
     folder, kind, victim, at_step, moment = sys.argv[1:]
     bps.init()
-    member = enlisted()
+    member = current_client()
     number = member.number if member is not None else bps.rank()
     torch.manual_seed(number)  # all get those of one rank
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))

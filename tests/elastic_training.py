@@ -23,8 +23,8 @@ import numpy as np
 
 import bpsfast
 from bpsfast import elastic
-from bpsfast.elastic.member import enlisted
-from bpsfast.trainer import current
+from bpsfast.elastic.coordinator_client import current_client
+from bpsfast.trainer import process
 
 SIZE = 50_000
 
@@ -121,7 +121,7 @@ def main() -> None:
         if is_early and who == os.environ.get("BPSFAST_MEMBER"):
             kill_later(float(seconds))
     bpsfast.init()
-    member = enlisted()
+    member = current_client()
     number = member.number if member is not None else bpsfast.rank()
     deeds = Deeds(words, number)
     (Path(folder) / f"pid{number}").write_text(str(os.getpid()))
@@ -134,7 +134,7 @@ def main() -> None:
     @elastic.run
     def train(state: Counted | Own) -> int:
         job = member.job if member is not None else 0
-        print(json.dumps({"job": job, "rank": bpsfast.rank(), "node": current.current().node,
+        print(json.dumps({"job": job, "rank": bpsfast.rank(), "node": process.current().node,
                           "size": bpsfast.size()}), file=log)
         while state.step < int(n_steps):
             if state.step in deeds.at_step:

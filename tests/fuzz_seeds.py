@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bpsfast.compression import reading
+from bpsfast.kernels.codecs import codec_reference
 from bpsfast.orchestration import messages, security
-from bpsfast.perf.messages import Message as PerfMessage
-from bpsfast.post import frames
-from bpsfast.transport import shm
-from bpsfast.transport.rdma import offer
+from bpsfast.tools.perf.messages import Message as PerfMessage
+from bpsfast.collectives.p2p import frames
+from bpsfast.node.transport import shm
+from bpsfast.node.transport.rdma import rdma_messages
 from tests.compression_kernels import CODECS
 from tests.fuzzed_parsers import TABLE
 
@@ -63,7 +63,7 @@ def local_channel() -> list[bytes]:
 
 def rdma_offers() -> list[bytes]:
     """Every one."""
-    kinds = [each for each in vars(offer).values() if isinstance(each, type) and issubclass(each, messages.Message)]
+    kinds = [each for each in vars(rdma_messages).values() if isinstance(each, type) and issubclass(each, messages.Message)]
     return [messages.encode(sample(msgspec.inspect.type_info(each))) for each in kinds if each is not messages.Message]
 
 
@@ -103,8 +103,8 @@ def row_frames() -> list[bytes]:
 def codec_frames() -> list[bytes]:
     """What each codec makes of some values, whole."""
     values = np.linspace(-2, 3, 40)
-    return [bytes([i, 40, flags]) + reading.encode(codec, values.astype((np.float32, np.float64)[flags // 2]),
-                                                   reading.Generator(codec.seed))
+    return [bytes([i, 40, flags]) + codec_reference.encode(codec, values.astype((np.float32, np.float64)[flags // 2]),
+                                                   codec_reference.Generator(codec.seed))
             for i, codec in enumerate(CODECS) for flags in (0, 1, 2)]
 
 

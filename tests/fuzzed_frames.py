@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 
-from bpsfast.compression import kernels, reading
-from bpsfast.compression.flags import flags_of
+from bpsfast.kernels.codecs import codec_kernels, codec_reference
+from bpsfast.kernels.codecs.flags import flags_of
 from bpsfast.orchestration.codec import FRAME_NBYTES, count, frame_nbytes
 from tests.compression_kernels import CODECS, DECODE, ENCODE, draw_values
 from tests.guarded_memory import GuardedMemory
@@ -52,9 +52,9 @@ def try_one(arena: Arena, rng: np.random.Generator) -> bool:
     codec = CODECS[int(rng.integers(0, len(CODECS)))]
     wide = ("float32", "float64")[int(rng.integers(0, 2))]
     n = int(rng.integers(1, _MOST_ELEMENTS))
-    dtype, k, flags = reading.wide_dtype(wide), count(codec, n), flags_of(codec)
-    at = kernels.addresses(codec, wide)
-    scratch = arena.scratch.take(kernels.scratch_nbytes(codec, n, wide))
+    dtype, k, flags = codec_reference.wide_dtype(wide), count(codec, n), flags_of(codec)
+    at = codec_kernels.addresses(codec, wide)
+    scratch = arena.scratch.take(codec_kernels.scratch_nbytes(codec, n, wide))
     scratch[:] = 0xFF
     x = arena.x.take(n * dtype.itemsize).view(dtype)
     x[:] = draw_values(("moderate", "mixed", "few", "infinite")[int(rng.integers(0, 4))], n, dtype,
@@ -74,7 +74,7 @@ def try_one(arena: Arena, rng: np.random.Generator) -> bool:
     out[:] = x
     result = DECODE(at.decode)(out.ctypes.data, n, wire.ctypes.data, len(sent), k, flags, add, scratch.ctypes.data)
     if result == 0:
-        want = reading.add(codec, sent, x) if add else reading.decode(codec, sent, n, wide)
+        want = codec_reference.add(codec, sent, x) if add else codec_reference.decode(codec, sent, n, wide)
         assert out.tobytes() == want.tobytes(), (codec, wide, n, add, sent)
     assert result in ((0,) if is_whole else (0, -1)), (codec, wide, n, result, sent)
     return bool(result == 0)

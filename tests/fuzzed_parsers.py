@@ -13,23 +13,23 @@ from unittest import mock
 
 import numpy as np
 
-from bpsfast import channel
-from bpsfast.compression import kernels, reading
-from bpsfast.compression.flags import flags_of
+from bpsfast.base import message_socket
+from bpsfast.kernels.codecs import codec_kernels, codec_reference
+from bpsfast.kernels.codecs.flags import flags_of
 from bpsfast.orchestration import messages, security
 from bpsfast.orchestration.codec import count
 from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError
 from bpsfast.orchestration.placement.rows import frame_nbytes
-from bpsfast.perf.control import Control
-from bpsfast.perf.messages import Message
-from bpsfast.post import frames, link, message, peer
-from bpsfast.trainer.row_frames import Frames
-from bpsfast.transport import shm
-from bpsfast.transport.rdma import offer
+from bpsfast.tools.perf.control import Control
+from bpsfast.tools.perf.messages import Message
+from bpsfast.collectives.p2p import frames, frame_socket, message, peer
+from bpsfast.trainer.row_frames import RowFrames
+from bpsfast.node.transport import shm
+from bpsfast.node.transport.rdma import rdma_messages
 from tests.compression_kernels import CODECS, DECODE
 from tests.guarded_memory import GuardedMemory
 
-TABLE = Frames(n_rows=20, row_shape=(2,), dtype=np.dtype(np.float32), n_parts=2, frame_rows=4,
+TABLE = RowFrames(n_rows=20, row_shape=(2,), dtype=np.dtype(np.float32), n_parts=2, frame_rows=4,
                 stride=-(-frame_nbytes(4, 8) // 64) * 64)
 _MOST_ELEMENTS = 255
 _MOST_FRAME_NBYTES = 4096
@@ -61,7 +61,7 @@ def control_messages(data: bytes) -> None:
 
 def local_channel(data: bytes) -> None:
     """Take frames off a local channel."""
-    with _said(data) as (ours, _), channel.Channel(ours, shm.decode) as line:
+    with _said(data) as (ours, _), message_socket.MessageSocket(ours, shm.decode) as line:
         with contextlib.suppress(ProtocolError, PeerLostError):
             while True:
                 line.recv(0.0)
@@ -70,14 +70,14 @@ def local_channel(data: bytes) -> None:
 def rdma_offers(data: bytes) -> None:
     """Decode what ranks tell each other before they meet over RDMA."""
     with contextlib.suppress(ProtocolError):
-        offer.decode(data)
+        rdma_messages.decode(data)
 
 
 def stream_hello(data: bytes) -> None:
     """Accept a data connection of somebody who can prove that he has the key."""
     with _said(security.MAGIC + data) as (ours, _), mock.patch.object(security, "verify", lambda *arguments: True):
         with contextlib.suppress(BpsError):
-            security.challenge_accept(ours, b"key", "context", peer=1, epoch=1, timeout_s=1.0)
+            security.plain_handshake_acceptor(ours, b"key", "context", peer=1, epoch=1, timeout_s=1.0)
 
 
 def perf_control(data: bytes) -> None:
@@ -102,7 +102,7 @@ def post_frames(data: bytes) -> None:
 
     office.delivery.arrived = arrived
     with _said(data) as (ours, _):
-        talker.link = link.Link(ours, talker)
+        talker.link = frame_socket.FrameSocket(ours, talker)
         with contextlib.suppress(ProtocolError, PeerLostError):
             while talker.link is not None:
                 talker.link.read()
@@ -141,19 +141,19 @@ def codec_frames(data: bytes) -> None:
     codec, n, add = CODECS[data[0] % len(CODECS)], max(1, data[1] % _MOST_ELEMENTS), bool(data[2] & 1)
     wide = "float64" if data[2] & 2 else "float32"
     frame = data[3 : 3 + _MOST_FRAME_NBYTES]
-    dtype = reading.wide_dtype(wide)
+    dtype = codec_reference.wide_dtype(wide)
     wires, outs, scratches = _guarded()
     wire = wires.take(len(frame))
     wire[:] = np.frombuffer(frame, np.uint8)
     out = outs.take(n * dtype.itemsize).view(dtype)
     out[:] = np.arange(n)
     before = out.copy()
-    scratch = scratches.take(kernels.scratch_nbytes(codec, n, wide))
+    scratch = scratches.take(codec_kernels.scratch_nbytes(codec, n, wide))
     scratch[:] = 0xFF
     result = DECODE(_decoder(CODECS.index(codec), wide))(
         out.ctypes.data, n, wire.ctypes.data, len(frame), count(codec, n), flags_of(codec), add, scratch.ctypes.data)
     try:
-        want = reading.add(codec, frame, before) if add else reading.decode(codec, frame, n, wide)
+        want = codec_reference.add(codec, frame, before) if add else codec_reference.decode(codec, frame, n, wide)
     except Exception:  # the reading trusts its frame: whatever it raises, the kernel has to refuse
         want = None
     assert result in (0, -1)
@@ -163,7 +163,7 @@ def codec_frames(data: bytes) -> None:
 
 @functools.cache
 def _decoder(index: int, wide: str) -> int:
-    return kernels.addresses(CODECS[index], wide).decode
+    return codec_kernels.addresses(CODECS[index], wide).decode
 
 
 PARSERS: dict[str, Callable[[bytes], None]] = {each.__name__: each for each in (
@@ -179,7 +179,7 @@ def main(name: str, options: list[str]) -> None:
     if parse is codec_frames:  # compiled beforehand: else the first inputs count as slow ones
         for index in range(2 * len(CODECS)):
             _decoder(index // 2, ("float32", "float64")[index % 2])
-    for module in (channel, messages, security, frames, link, peer, offer, shm, reading, sys.modules[Frames.__module__],
+    for module in (message_socket, messages, security, frames, frame_socket, peer, rdma_messages, shm, codec_reference, sys.modules[RowFrames.__module__],
                    sys.modules[Control.__module__]):
         _instrument(atheris, module)
     atheris.Setup([name, *options], parse)

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bpsfast import settings
-from bpsfast.launch import daemons, job as launch
+from bpsfast.base import settings
+from bpsfast.launch import daemons, local_job as launch
 from bpsfast.launch.supervisor import Kind
 from tests.forked import ForkedRank
 
@@ -48,7 +48,7 @@ class Job:
     def __init__(self, ranks: tuple[int, ...] = (2,), helpers: int = 0, transport: str = "auto", attach: bool = True,
                  key: bytes = b"", forked: bool = False, **values: Any) -> None:
         values = {"start_timeout_s": 40, "timeout_s": 40, "transport": transport} | values
-        shape = launch.Shape(ranks=tuple(ranks), n_helpers=helpers)
+        shape = launch.JobShape(ranks=tuple(ranks), n_helpers=helpers)
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.key = key or secrets.token_bytes(32)
         self._port = daemons.reserve_port("127.0.0.1")

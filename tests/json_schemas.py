@@ -152,7 +152,7 @@ class Strategy(Exact):
 
 
 class Cores(Exact):
-    class Seat(Exact):
+    class CpuAffinity(Exact):
         cpus: str
         home: int | None
 
@@ -160,8 +160,8 @@ class Cores(Exact):
     allowed: str
     cards: list[str]
     why_not: str
-    node: Seat
-    ranks: list[Seat]
+    node: CpuAffinity
+    ranks: list[CpuAffinity]
 
 
 class Explanation(Exact):

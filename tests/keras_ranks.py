@@ -18,9 +18,10 @@ keras = pytest.importorskip("keras", reason="keras is not installed: pip install
 import numpy as np  # noqa: E402
 
 import bpsfast.keras as bps  # noqa: E402
-from bpsfast import compression, reference  # noqa: E402
+from bpsfast import compression  # noqa: E402
+from bpsfast.base import reference_sum  # noqa: E402
 from bpsfast.keras.optimizer import is_distributed  # noqa: E402
-from bpsfast.trainer import current as process  # noqa: E402
+from bpsfast.trainer import process  # noqa: E402
 from tests.raised import raised  # noqa: E402
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -316,7 +317,7 @@ def associated():
     model.optimizer.apply([keras.ops.convert_to_tensor(gradients[rank])], model.trainable_variables)
     ranks = [n for n, _ in process.current().machines if n]
     mine = iter(gradients)
-    wanted = reference.reduce([[next(mine) for _ in range(n)] for n in ranks], average=True)
+    wanted = reference_sum.reduce([[next(mine) for _ in range(n)] for n in ranks], average=True)
     return weight_of(model) == -float(wanted[0, 0])
 
 

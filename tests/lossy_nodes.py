@@ -243,7 +243,7 @@ class Vertex:
         self.commit()
 
     def forget(self):
-        """As `Plans.forget` and `Wiring.drop`."""
+        """As `Plans.forget` and `PlanInstaller.drop`."""
         generation, self.generation = self.generation, None
         self.is_waiting = False
         if isinstance(generation, m.Plan):

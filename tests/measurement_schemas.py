@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from bpsfast.perf.plan import Plan
+from bpsfast.tools.perf.perf_plan import Plan
 from tests.json_schemas import Exact
 
 

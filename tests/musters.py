@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from bpsfast.elastic import member as member_module
-from bpsfast.elastic.member import Member
-from bpsfast.launch.muster_service import MusterService, line_key
-from bpsfast.orchestration.muster import muster_line
-from bpsfast.orchestration.muster.muster import Rules
-from bpsfast.settings import Settings, load
-from bpsfast.trainer import current
+from bpsfast.elastic import coordinator_client as client_module
+from bpsfast.elastic.coordinator_client import CoordinatorClient
+from bpsfast.launch.elastic_service import ElasticService, elastic_key
+from bpsfast.orchestration.elastic import protocol
+from bpsfast.orchestration.elastic.coordinator import ElasticRules
+from bpsfast.base.settings import Settings, load
+from bpsfast.trainer import process
 from tests.line_ends import receive
 from tests.test_muster_service import Worker
 
@@ -29,7 +29,7 @@ class Puppet:
     """A muster whose every word is the test's."""
 
     def __init__(self) -> None:
-        self._line = muster_line.listen(line_key(KEY), "127.0.0.1")
+        self._line = protocol.listen(elastic_key(KEY), "127.0.0.1")
         self.address = f"127.0.0.1:{self._line.port}"
 
     def hear(self, n: int) -> list[Any]:
@@ -50,7 +50,7 @@ class RealMuster:
     """A muster of *n* seats that answers, and whoever speaks to it without training."""
 
     def __init__(self, n: int, **rules: Any) -> None:
-        self.service = MusterService(Rules(**{"max_ranks": n, "within_s": LIMIT_S, **rules}), range(n), KEY,
+        self.service = ElasticService(ElasticRules(**{"max_ranks": n, "within_s": LIMIT_S, **rules}), range(n), KEY,
                                      "127.0.0.1")
         self.address = self.service.address
         self._speakers: list[Worker] = []
@@ -74,22 +74,22 @@ def settings_of(address: str, number: int = 0, **values: Any) -> Settings:
 
 
 @contextlib.contextmanager
-def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Member]]:
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoordinatorClient]]:
     """Make ends of the muster; in the end they are closed, and this process has no session."""
-    monkeypatch.setattr(current, "_has_left", False)
-    monkeypatch.setattr(member_module, "_member", None)
-    made: list[Member] = []
+    monkeypatch.setattr(process, "_has_left", False)
+    monkeypatch.setattr(client_module, "_member", None)
+    made: list[CoordinatorClient] = []
 
-    def make(address: str, number: int = 0, **values: Any) -> Member:
-        made.append(Member(settings_of(address, number, **values)))
+    def make(address: str, number: int = 0, **values: Any) -> CoordinatorClient:
+        made.append(CoordinatorClient(settings_of(address, number, **values)))
         return made[-1]
 
     try:
         yield make
     finally:
-        current.shutdown()
-        if member_module._member is not None:
-            made.append(member_module._member)
+        process.shutdown()
+        if client_module._member is not None:
+            made.append(client_module._member)
         for each in made:
             if each._quiet_fd >= 0:
                 each._line._socket.linger = 0  # nobody may be there any more
@@ -97,7 +97,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Member]]:
 
 
 @pytest.fixture
-def end(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Member]]:
+def end(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoordinatorClient]]:
     """A way to make workers' ends: see `ends`."""
     with ends(monkeypatch) as make:
         yield make
@@ -124,7 +124,7 @@ def meanwhile(others: Callable[[], None]) -> Iterator[None]:
         future.result(LIMIT_S)
 
 
-def until(member: Member, is_so: Callable[[], object]) -> None:
+def until(member: CoordinatorClient, is_so: Callable[[], object]) -> None:
     """Let *member* listen until *is_so*."""
     deadline = time.monotonic() + LIMIT_S
     while not is_so():
@@ -132,6 +132,6 @@ def until(member: Member, is_so: Callable[[], object]) -> None:
         member._listen(0.1)
 
 
-def until_connected(member: Member) -> None:
+def until_connected(member: CoordinatorClient) -> None:
     """Let *member* listen until it is understood by its muster."""
     until(member, lambda: member._line.is_connected)

@@ -7,8 +7,8 @@ import time
 from types import SimpleNamespace
 
 from bpsfast.orchestration.errors import ClosedError, StallError
-from bpsfast.post import Post
-from bpsfast.settings import load
+from bpsfast.collectives.p2p import P2PEndpoint
+from bpsfast.base.settings import load
 
 KEY = bytes(range(32))
 
@@ -22,7 +22,7 @@ class Office:
         self.board: dict[str, bytes] = {}
         self.changed = threading.Condition()
         self.aborted: Exception | None = None
-        self.posts = [Post(self._session(rank, size, far)) for rank in range(size)]
+        self.posts = [P2PEndpoint(self._session(rank, size, far)) for rank in range(size)]
 
     def _session(self, rank: int, size: int, far: bool) -> SimpleNamespace:
         return SimpleNamespace(

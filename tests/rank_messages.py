@@ -4,15 +4,15 @@ from __future__ import annotations
 import numpy as np
 
 import bpsfast
-from bpsfast.post import Post, pull
-from bpsfast.post.frames import EAGER_NBYTES
-from bpsfast.trainer import current
+from bpsfast.collectives.p2p import P2PEndpoint, cross_memory
+from bpsfast.collectives.p2p.frames import EAGER_NBYTES
+from bpsfast.trainer import process
 
 SIZES = [0, 1, EAGER_NBYTES, EAGER_NBYTES + 1, 1 << 20, 50 << 20]
 
 
-def post() -> Post:
-    return current.current().post
+def post() -> P2PEndpoint:
+    return process.current().post
 
 
 def send(x, to, tag=0, channel=1):
@@ -30,7 +30,7 @@ def pattern(nbytes, seed):
 def ring(sizes, copies=True):
     """Send to the next rank, receive from the one before."""
     if not copies:
-        pull.can_read = lambda *token: False
+        cross_memory.can_read = lambda *token: False
     me, size = bpsfast.rank(), bpsfast.size()
     for nbytes in sizes:
         theirs = np.zeros(nbytes + 3, np.uint8)

@@ -12,14 +12,14 @@ import msgspec
 # as pytest's pythonpath: the daemons' environment keeps this folder out of it
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from bpsfast import settings
-from bpsfast.launch.place import job_key
-from bpsfast.nic import recorded
-from bpsfast.node import control
+from bpsfast.base import settings
+from bpsfast.launch.process_role import job_key
+from bpsfast.hardware import recorded_host
+from bpsfast.node import main
 from tests.refused_calls import refuse
 
 if __name__ == "__main__":
     loaded = settings.load()
     refuse(*sys.argv[2:])
-    sys.exit(control.main(msgspec.structs.replace(loaded, job_key=job_key(loaded, loaded.scheduler).hex()),
-                          recorded.host(sys.argv[1])))
+    sys.exit(main.main(msgspec.structs.replace(loaded, job_key=job_key(loaded, loaded.scheduler).hex()),
+                          recorded_host.host(sys.argv[1])))

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import zmq
 
-from bpsfast.channel import attach_proof
+from bpsfast.base.message_socket import attach_proof
 from bpsfast.orchestration import messages, security
-from bpsfast.orchestration.job.losses import FIRST_EPOCH
-from bpsfast.orchestration.membership import Membership
-from bpsfast.transport import shm, tcp
+from bpsfast.orchestration.job.node_losses import FIRST_EPOCH
+from bpsfast.orchestration.scheduler_client import SchedulerClient
+from bpsfast.node.transport import shm, tcp
 
 LIMIT_S = 20.0
 
@@ -28,10 +28,10 @@ def handshake(key: bytes, context: str, peer: int, stream: int) -> list[bytes]:
     pieces: list[bytes] = []
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        acceptor = threading.Thread(target=security.challenge_accept, args=(theirs, key, context), kwargs={
+        acceptor = threading.Thread(target=security.plain_handshake_acceptor, args=(theirs, key, context), kwargs={
             "peer": 0, "epoch": FIRST_EPOCH, "timeout_s": LIMIT_S})
         acceptor.start()
-        security.challenge_connect(_Heard(ours, pieces), key, context,
+        security.plain_handshake_dialer(_Heard(ours, pieces), key, context,
                                    security.StreamHello(peer=peer, stream=stream, epoch=FIRST_EPOCH), LIMIT_S)
         acceptor.join(LIMIT_S)
     [whole] = pieces
@@ -102,8 +102,8 @@ def foreign_control(address: tuple[str, int]) -> list[list[bytes]]:
 
 
 @contextlib.contextmanager
-def _joining(port: int, key: bytes) -> Iterator[Membership]:
-    node = Membership("127.0.0.1", port, key, now=time.monotonic())
+def _joining(port: int, key: bytes) -> Iterator[SchedulerClient]:
+    node = SchedulerClient("127.0.0.1", port, key, now=time.monotonic())
     node.send(messages.Join(version=messages.VERSION, package="", host="recorded", pid=1, index=-1, ranks=(),
                             server_processes=0, address="recorded:1", shm_name="", nic_rate_bytes=0.0, settings={}))
     try:

@@ -20,7 +20,7 @@ import click
 import yaml
 from click.testing import CliRunner
 
-from bpsfast import byteps_variables, settings
+from bpsfast.base import byteps_variables, settings
 from bpsfast.cli import cli
 from tests.doc_pages import ROOT
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bpsfast.cluster import Cluster, netns
+from bpsfast.launch.namespaces import Cluster, netns
 
 _SSHD = "/usr/sbin/sshd"
 #: sshd keeps its unprivileged half there; where a service manager starts it, that makes the folder.

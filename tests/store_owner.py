@@ -1,7 +1,7 @@
 """A vertex whose ranks are workers, each with a part of its own (its number), that share a store."""
 from __future__ import annotations
 
-from bpsfast import store_kernels
+from bpsfast.kernels import stores
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE
@@ -19,7 +19,7 @@ class Owner:
     def open(self, n, *, momentum=False, **options):
         v = self.vertex
         store = Engine.make_store(
-            n, kernel=store_kernels.address("float32"), weights=self.memory.address,
+            n, kernel=stores.address("float32"), weights=self.memory.address,
             momentum=self.memory.address + PART if momentum else 0, momentum_nbytes=PART if momentum else 0, **options)
         for part in range(n):
             v.own(part, local=[v.ranks[part]], unit_offset=0, store=store)

@@ -18,9 +18,9 @@ import psutil
 from bpsfast.launch.rendezvous import Store, place
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.settings import load
+from bpsfast.base.settings import load
 from bpsfast.trainer.joining import join, leave
-from bpsfast.trainer.lifetime import Watch
+from bpsfast.trainer.exit_handling import ExitWatch
 from tests.directory_store import DirectoryStore
 
 FOLDER, RANK, SIZE, KIND = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -47,7 +47,7 @@ class Job:
         self.settings = load()
         self.place = place(of, RANK, SIZE, self.settings, timeout_s)
         self.session, started = join(self.place, self.settings)
-        self.watch = Watch(self.close, started)
+        self.watch = ExitWatch(self.close, started)
 
     def close(self) -> None:
         """Leave, whoever else has or has not."""

@@ -10,12 +10,12 @@ import pytest
 import zmq
 
 import bpsfast
-from bpsfast import settings
+from bpsfast.base import settings
 from bpsfast.launch.supervisor import Kind
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.membership import Membership
-from bpsfast.settings import fingerprint
-from bpsfast.transport import tcp
+from bpsfast.orchestration.scheduler_client import SchedulerClient
+from bpsfast.base.settings import fingerprint
+from bpsfast.node.transport import tcp
 from tests.jobs import Job
 from tests.lossy_training import changes, joined, train
 
@@ -66,7 +66,7 @@ def test_a_job_whose_helper_never_comes_begins_without_it_and_takes_it_in_later(
 def come_and_go(job: ShortJob) -> None:
     """Be a helper that joins *job*, and whose process is gone when it is welcome."""
     listener = tcp.listen("127.0.0.1")
-    member = Membership("127.0.0.1", job.port, job.key, now=time.monotonic())
+    member = SchedulerClient("127.0.0.1", job.port, job.key, now=time.monotonic())
     try:
         member.send(m.Join(
             version=m.VERSION, package=bpsfast.__version__, host="gone", pid=os.getpid(), index=-1, ranks=(),

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.exit_codes import LEFT_BEHIND
+from bpsfast.base.exit_codes import LEFT_BEHIND
 from tests.lossy_training import changes, joined, received, train, until_step
 
 #: Ranks of each machine, as the job has them.

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.doctor import addressing
-from bpsfast.doctor.finding import Status
+from bpsfast.tools.doctor import addressing
+from bpsfast.tools.doctor.finding import Status
 from tests.sysfs_trees.machine import Machine, commands
 
 PORT = "sys/class/infiniband/mlx5_0/ports/1"

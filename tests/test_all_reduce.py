@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.simulator.all_reduce import ScheduledAllReduce
-from bpsfast.simulator.clock import Clock
-from bpsfast.simulator.cluster import Cluster, Costs, uniform
-from bpsfast.simulator.ring import Ring, reduce_s
-from bpsfast.simulator.simulation import Options, simulate
-from bpsfast.simulator.workload import Layer, Workload, cut, one_bulk, workload
+from bpsfast.tools.simulator.all_reduce import ScheduledAllReduce
+from bpsfast.tools.simulator.event_clock import Clock
+from bpsfast.tools.simulator.cluster import Cluster, Costs, uniform
+from bpsfast.tools.simulator.ring import Ring, reduce_s
+from bpsfast.tools.simulator.simulation import Options, simulate
+from bpsfast.tools.simulator.workload import Layer, Workload, cut, one_bulk, workload
 
 PAGE = 4096
 RING = Ring()

@@ -14,7 +14,7 @@ import pytest
 #: Modules by what they need: what is imported from them is what users write.
 MODULES = {
     "bpsfast": None, "bpsfast.compression": None, "bpsfast.elastic": None, "bpsfast.trace": None,
-    "bpsfast.cluster": None,
+    "bpsfast.launch.namespaces": None,
     "bpsfast.torch": "torch", "bpsfast.torch.backend": "torch", "bpsfast.hvd.torch": "torch", "bpsfast.jax": "jax",
     "bpsfast.tensorflow": "tensorflow", "bpsfast.hvd.tensorflow": "tensorflow", "bpsfast.keras": "keras",
     "bpsfast.hvd.keras": "keras", "bpsfast.mxnet": "mxnet",

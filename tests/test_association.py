@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.dtypes import NAMES, TABLE
-from bpsfast.reference import reduce
+from bpsfast.base.dtypes import NAMES, TABLE
+from bpsfast.base.reference_sum import reduce
 
 pytestmark = pytest.mark.matrix
 

@@ -7,12 +7,12 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from bpsfast.autotune.model import expectation
-from bpsfast.autotune.point import Point
-from bpsfast.autotune.search import CREDITS, FUSIONS, PARTITIONS, STREAMS, WORTHWHILE, Search
+from bpsfast.trainer.tuning_model import expectation
+from bpsfast.trainer.tuning_point import TuningPoint
+from bpsfast.trainer.tuning_search import CREDITS, FUSIONS, PARTITIONS, STREAMS, WORTHWHILE, Search
 from bpsfast.orchestration.placement.shares import Machine
 
-DEFAULT = Point(4_096_000, 4_096_000, 16_777_216, 2)
+DEFAULT = TuningPoint(4_096_000, 4_096_000, 16_777_216, 2)
 
 
 class Bowl:
@@ -27,7 +27,7 @@ class Bowl:
 
     @property
     def best(self):
-        return min(self(Point(p, f, p * c, n))
+        return min(self(TuningPoint(p, f, p * c, n))
                    for p in PARTITIONS for f in FUSIONS for c in CREDITS for n in STREAMS)
 
 
@@ -43,7 +43,7 @@ def searched(bowl, start=DEFAULT, n_trials=14, noise=0.0, seed=1):
     return search
 
 
-places = st.builds(lambda p, f, c, n: Point(PARTITIONS[p], FUSIONS[f], PARTITIONS[p] * CREDITS[c], STREAMS[n]),
+places = st.builds(lambda p, f, c, n: TuningPoint(PARTITIONS[p], FUSIONS[f], PARTITIONS[p] * CREDITS[c], STREAMS[n]),
                    st.integers(2, 9), st.integers(1, 4), st.integers(0, 5), st.integers(0, 2))
 steepness = st.tuples(st.floats(0, 0.05), st.floats(0, 0.01), st.floats(0, 0.02), st.floats(0, 0.1))
 
@@ -52,7 +52,7 @@ steepness = st.tuples(st.floats(0, 0.05), st.floats(0, 0.01), st.floats(0, 0.02)
 @given(places, steepness, st.sampled_from([PARTITIONS[0], PARTITIONS[-1], 4_096_000]), st.integers(0, 99))
 def test_it_ends_near_the_best_of_the_grid(centre, steepness, partition, seed):
     bowl = Bowl(centre, steepness)
-    start = Point(partition, 4_096_000, 16_777_216, 2)
+    start = TuningPoint(partition, 4_096_000, 16_777_216, 2)
     search = searched(bowl, start, n_trials=8 * len(centre.place), noise=0.005, seed=seed)
     assert bowl(search.best) <= 1.05 * bowl.best
 
@@ -71,7 +71,7 @@ def test_where_nothing_matters_it_soon_stops():
 
 
 def test_what_was_refused_is_not_proposed_again():
-    search, bowl = Search(), Bowl(Point(1_024_000, 4_096_000, 8_192_000, 2), (0.05, 0.01, 0.02, 0.0))
+    search, bowl = Search(), Bowl(TuningPoint(1_024_000, 4_096_000, 8_192_000, 2), (0.05, 0.01, 0.02, 0.0))
     search.tell(DEFAULT, bowl(DEFAULT))
     refused = set()
     for _ in range(20):
@@ -88,7 +88,7 @@ def test_a_model_leads_the_way():
     """Where writes are dear the first proposal after the default has fewer of them."""
     known = [Machine(True, 12.5e9), Machine(True, 12.5e9)]
     search = Search(expectation(known, [100_000] * 2000))
-    start = Point(64_000, 64_000, 16_777_216, 2)
+    start = TuningPoint(64_000, 64_000, 16_777_216, 2)
     search.tell(start, 1.0)
     first, _ = search.propose()
     assert first.partition_nbytes > start.partition_nbytes or first.fusion_nbytes > start.fusion_nbytes
@@ -97,10 +97,10 @@ def test_a_model_leads_the_way():
 @pytest.mark.parametrize("machines", [[Machine(True), Machine(True)], [Machine(True, 1e9)]])
 def test_of_unknown_rates_nothing_is_expected(machines):
     expected = expectation(machines, [10**6, 10**8])
-    assert expected(DEFAULT) == expected(Point(64_000, 64_000, 64_000, 1)) == 1.0
+    assert expected(DEFAULT) == expected(TuningPoint(64_000, 64_000, 64_000, 1)) == 1.0
 
 
 def test_large_partitions_cost_their_ends_and_small_ones_their_writes():
     expected = expectation([Machine(True, 1.25e9), Machine(True, 1.25e9)], [10**8] * 4)
-    best = min(PARTITIONS, key=lambda nbytes: expected(Point(nbytes, 4_096_000, 16_777_216, 2)))
+    best = min(PARTITIONS, key=lambda nbytes: expected(TuningPoint(nbytes, 4_096_000, 16_777_216, 2)))
     assert PARTITIONS[0] < best < PARTITIONS[-1]

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import bpsfast
-from bpsfast.bench import attach
+from bpsfast.bench.push_pull import attach
 from bpsfast.cli import cli
 from bpsfast.launch import daemons
 from bpsfast.orchestration.errors import ConfigError, PeerLostError

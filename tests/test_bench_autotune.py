@@ -5,7 +5,7 @@ import pytest
 
 from bpsfast.bench import autotune
 from bpsfast.bench.autotune import Found, Run
-from bpsfast.cluster import netns
+from bpsfast.launch.namespaces import netns
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.bench import cliffs
+from bpsfast.bench.push_pull import cliffs
 from tests.curve_records import record, turns
 
 

@@ -9,9 +9,9 @@ import pytest
 from bpsfast.bench import compressed
 from bpsfast.bench.compressed import report, step
 from bpsfast.bench.compressed.report import UNCOMPRESSED, Found
-from bpsfast.bench.samples import Row
-from bpsfast.cluster import netns
-from bpsfast.models import catalog
+from bpsfast.bench.harness.samples import Row
+from bpsfast.launch.namespaces import netns
+from bpsfast.tools.planner import catalog
 from bpsfast.orchestration.errors import ConfigError
 from tests.test_bench import NamedGroup
 

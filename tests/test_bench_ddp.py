@@ -11,8 +11,8 @@ from bpsfast.bench import ddp  # noqa: E402
 from bpsfast.bench.ddp import report  # noqa: E402
 from bpsfast.bench.ddp.collectives import Call, expected  # noqa: E402
 from bpsfast.bench.ddp.models import MODELS, batch, network  # noqa: E402
-from bpsfast.bench.group import Group  # noqa: E402
-from bpsfast.bench.samples import Row  # noqa: E402
+from bpsfast.bench.harness.contestant_group import Group  # noqa: E402
+from bpsfast.bench.harness.samples import Row  # noqa: E402
 from bpsfast.orchestration.errors import ConfigError  # noqa: E402
 
 

@@ -6,7 +6,7 @@ from multiprocessing import Pipe
 
 import pytest
 
-from bpsfast.bench.group import Group
+from bpsfast.bench.harness.contestant_group import Group
 from bpsfast.orchestration.errors import PeerLostError, StallError
 
 

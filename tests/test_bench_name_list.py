@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.bench.name_list import parse_names
+from bpsfast.bench.harness.option_lists import parse_names
 from bpsfast.orchestration.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from bpsfast.bench import rows
-from bpsfast.cluster import netns
+from bpsfast.launch.namespaces import netns
 from bpsfast.orchestration.errors import ConfigError
 
 

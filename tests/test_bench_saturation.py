@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from bpsfast.bench import plots, saturation
-from bpsfast.bench.saturation.point import Point
+from bpsfast.bench.harness import plots
+from bpsfast.bench.paper import saturation
+from bpsfast.bench.paper.saturation.point import Point
 from bpsfast.orchestration.errors import ConfigError
 from tests.test_bench import NamedGroup
 

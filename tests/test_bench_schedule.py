@@ -8,11 +8,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch")
 
 from bpsfast.bench import schedule  # noqa: E402
-from bpsfast.bench.samples import Row  # noqa: E402
-from bpsfast.bench.schedule import report, ways  # noqa: E402
-from bpsfast.bench.schedule.training.network import TimedLayer, data, network  # noqa: E402
-from bpsfast.bench.schedule.ways import Setup, divided  # noqa: E402
-from bpsfast.cluster import netns  # noqa: E402
+from bpsfast.bench.harness.samples import Row  # noqa: E402
+from bpsfast.bench.schedule import report, methods  # noqa: E402
+from bpsfast.bench.schedule.timed_network import TimedLayer, data, network  # noqa: E402
+from bpsfast.bench.schedule.methods import Setup, divided  # noqa: E402
+from bpsfast.launch.namespaces import netns  # noqa: E402
 from bpsfast.orchestration.errors import ConfigError  # noqa: E402
 
 SETUP = Setup(4, 2, "vgg16", 32, 0.75, 1e8, 0.5)
@@ -96,7 +96,7 @@ def test_weights_that_differ_are_told():
 
 def test_what_is_simulated_gains_by_urgency_and_by_crossing():
     each = found({})
-    steps = {name: report.simulated_s(each, name) for name in ways.WAYS}
+    steps = {name: report.simulated_s(each, name) for name in methods.WAYS}
     assert steps["priority, crossing"] * 1.15 < min(steps["fifo, crossing"], steps["fifo"]) < steps["DDP gloo"]
     assert steps["gloo priority, crossing"] * 1.1 < steps["gloo fifo, crossing"]
 

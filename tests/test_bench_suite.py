@@ -7,7 +7,8 @@ import re
 import pytest
 from click.testing import CliRunner
 
-from bpsfast.bench import codecs, plots, suite
+from bpsfast.bench import codecs, suite
+from bpsfast.bench.harness import plots
 from bpsfast.bench.suite import page, pieces, verdicts
 from bpsfast.bench.suite.pieces import Outcome, Piece
 from bpsfast.cli import cli

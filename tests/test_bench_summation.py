@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bpsfast import kernels, vector_sum
-from bpsfast.bench import plots, summation
-from bpsfast.bench.pool import PARTITION_NBYTES
-from bpsfast.bench.summation import instructions, lines, operations, updates
+from bpsfast import kernels
+from bpsfast.kernels import sum_ir
+from bpsfast.bench.harness import plots
+from bpsfast.bench.paper import summation
+from bpsfast.bench.harness.cold_memory import PARTITION_NBYTES
+from bpsfast.bench.paper.summation import instructions, lines, operations, updates
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import port
 
@@ -23,14 +25,14 @@ RNG = np.random.default_rng(1)
 @pytest.mark.parametrize("name", operations.SUM_DTYPES)
 def test_sums_are_packed_as_wide_as_the_cpu_and_stored_past_the_caches(name):
     found = instructions.count(kernels.assembly(name))
-    assert found.vector_nbytes == vector_sum.vector_nbytes(vector_sum.target()[2])
+    assert found.vector_nbytes == sum_ir.vector_nbytes(sum_ir.target()[2])
     assert found.n_packed > 8 and found.n_past_caches > 8
 
 
 @needs_x86
 def test_the_updates_it_is_compared_with_are_packed_too():
     widths = {name: instructions.count(updates.assembly(name)).vector_nbytes for name in updates.UPDATES}
-    assert min(widths.values()) >= min(32, vector_sum.vector_nbytes(vector_sum.target()[2]))
+    assert min(widths.values()) >= min(32, sum_ir.vector_nbytes(sum_ir.target()[2]))
 
 
 @needs_x86

@@ -5,17 +5,17 @@ import os
 import subprocess
 import sys
 
-from bpsfast import boot
+from bpsfast.base import process_identity
 
 ASK = "from bpsfast import boot; print(boot.boot_id(), boot.network_id(), sep='\\n')"
 
 
 def test_processes_of_a_machine_agree():
     found = subprocess.run([sys.executable, "-c", ASK], check=True, capture_output=True, text=True, timeout=60).stdout
-    assert found.splitlines() == [boot.boot_id(), boot.network_id()]
-    assert boot.network_id().startswith(boot.boot_id()) and boot.network_id() != boot.boot_id()
+    assert found.splitlines() == [process_identity.boot_id(), process_identity.network_id()]
+    assert process_identity.network_id().startswith(process_identity.boot_id()) and process_identity.network_id() != process_identity.boot_id()
 
 
 def test_where_the_kernel_does_not_tell_it_is_the_machines_name(monkeypatch, tmp_path):
-    monkeypatch.setattr(boot, "_BOOT_ID", tmp_path / "none")
-    assert boot.boot_id() == os.uname().nodename
+    monkeypatch.setattr(process_identity, "_BOOT_ID", tmp_path / "none")
+    assert process_identity.boot_id() == os.uname().nodename

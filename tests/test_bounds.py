@@ -7,18 +7,18 @@ import typing
 
 import pytest
 
-from bpsfast import settings
-from bpsfast.node import copying
+from bpsfast.base import settings
+from bpsfast.node import copy_rate
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import encode
-from bpsfast.orchestration.order.card_queue import CardQueue
+from bpsfast.orchestration.priority.nic_queue import NicQueue
 from bpsfast.pyx import engine as native, ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.perf import Mailbox
-from bpsfast.settings import Settings, load_with_origins
-from bpsfast.trace.records import limits
-from bpsfast.transport import pace, tcp
+from bpsfast.base.settings import Settings, load_with_origins
+from bpsfast.base.trace_records import limits
+from bpsfast.node.transport import pacing, tcp
 from tests.job_table import join
 from tests.streams import mailbox, pair, stream
 
@@ -73,7 +73,7 @@ def as_send_buffer(value):
 
 
 def as_threads(value):
-    engine(n_threads=copying.n_threads(Settings(engine_threads=value)))
+    engine(n_threads=copy_rate.n_threads(Settings(engine_threads=value)))
 
 
 def as_store(**values):
@@ -81,7 +81,7 @@ def as_store(**values):
 
 
 def as_rate(value):
-    found = pace.of(Settings(nic_limit=value), 3)
+    found = pacing.of(Settings(nic_limit=value), 3)
     assert (found is None) == (value == 0)
 
 
@@ -94,7 +94,7 @@ CONSUMERS = {
     **dict.fromkeys(("timeout_s", "stall_warn_s", "start_timeout_s", "heartbeat_s", "helper_lease_s"), as_time),
     "lease_s": as_lease,
     "engine_threads": as_threads, "cores": as_threads,
-    "credit_bytes": CardQueue,
+    "credit_bytes": NicQueue,
     "tcp_streams": lambda value: Settings(tcp_streams=value).n_connections, "tcp_sndbuf_bytes": as_send_buffer,
     "nontemporal_bytes": lambda value: engine(nontemporal_nbytes=value),
     "awake_us": lambda value: engine(awake_us=value),
@@ -129,14 +129,14 @@ def test_more_and_less_is_refused_in_words(name):
 
 
 def test_an_engine_has_as_many_threads_as_the_setting_takes():
-    assert META["engine_threads"].le == META["cores"].le == native.MOST_THREADS == settings.MOST_ENGINE_THREADS
+    assert META["engine_threads"].le == META["cores"].le == native.MOST_THREADS == settings.MAX_ENGINE_THREADS
     with pytest.raises(ValueError, match=f"must be 1 to {native.MOST_THREADS}"):
         engine(n_threads=native.MOST_THREADS + 1)
 
 
 def test_where_byteps_took_more_the_most_is_taken_and_it_is_said(caplog):
     loaded, origins = load_with_origins({}, {"BYTEPS_SERVER_ENGINE_THREAD": "128"})
-    assert loaded.engine_threads == settings.MOST_ENGINE_THREADS
+    assert loaded.engine_threads == settings.MAX_ENGINE_THREADS
     assert origins["engine_threads"] == "BYTEPS_SERVER_ENGINE_THREAD (alias)"
     assert "BYTEPS_SERVER_ENGINE_THREAD = 128 is read as BPSFAST_ENGINE_THREADS = 64" in caplog.text
     with pytest.raises(ConfigError, match="BPSFAST_ENGINE_THREADS = '128'"):

@@ -6,11 +6,11 @@ import time
 
 import psutil
 
-from bpsfast.bench.burners import Burners
+from bpsfast.bench.harness.cpu_load import CpuLoad
 
 
 def test_each_core_is_busy_and_afterwards_free():
-    with Burners(2) as burners:
+    with CpuLoad(2) as burners:
         assert len(burners.pids) == 2 * len(os.sched_getaffinity(0))
         processes = [psutil.Process(pid) for pid in burners.pids]
         deadline = time.monotonic() + 30.0
@@ -21,5 +21,5 @@ def test_each_core_is_busy_and_afterwards_free():
 
 
 def test_none_are_asked_for():
-    with Burners(0) as burners:
+    with CpuLoad(0) as burners:
         assert burners.pids == []

@@ -1,14 +1,14 @@
 """Bytes of any length among members who do not know how many there are."""
 from __future__ import annotations
 
-from bpsfast.collective import groups
-from bpsfast.collective.byte_strings import all_gather_bytes, broadcast_bytes
-from bpsfast.trainer import current as process
+from bpsfast.collectives import group_factory
+from bpsfast.collectives.byte_strings import all_gather_bytes, broadcast_bytes
+from bpsfast.trainer import process
 
 
 def say():
     session = process.current()
-    group = groups.make(session, range(session.size))
+    group = group_factory.make(session, range(session.size))
     own = bytes([session.rank]) * (session.rank * 1000)
     said = broadcast_bytes(group, own if session.rank == 2 else b"not looked at", 2)
     found = said, broadcast_bytes(group, b"", 0), all_gather_bytes(group, own)

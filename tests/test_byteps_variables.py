@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from bpsfast import byteps_variables
+from bpsfast.base import byteps_variables
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.settings import Settings, load, load_with_origins
+from bpsfast.base.settings import Settings, load, load_with_origins
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.doctor import caches
-from bpsfast.doctor.caches import Handover
-from bpsfast.doctor.finding import Status
-from bpsfast.nic.host import Host
+from bpsfast.tools.doctor import shared_cache
+from bpsfast.tools.doctor.shared_cache import CacheLineLatency
+from bpsfast.tools.doctor.finding import Status
+from bpsfast.hardware.host import Host
 from bpsfast.pyx.perf import handover_ns
 from tests.sysfs_trees.machine import Machine, commands
 
@@ -30,22 +30,22 @@ def cached(machine: Machine, shared: str, cpus: int = 8) -> Machine:
 def test_one_cpu_of_each_core_that_shares_the_last_cache(usable: tuple[int, ...], cores: list[int],
                                                          recorded_machine: Callable[[str], Machine]) -> None:
     host = cached(recorded_machine("none"), "0-7").host
-    assert caches.sharers(host, frozenset(usable)) == cores
+    assert shared_cache.sharers(host, frozenset(usable)) == cores
 
 
 def test_the_largest_set_counts(recorded_machine: Callable[[str], Machine]) -> None:
     machine = cached(recorded_machine("none"), "0,4", 8)
     for cpu in (1, 2, 5, 6):
         machine.write(f"sys/devices/system/cpu/cpu{cpu}/cache/index3/shared_cpu_list", "1,2,5,6")
-    assert caches.sharers(machine.host, frozenset(range(8))) == [1, 2]
-    assert caches.sharers(recorded_machine("none").host, frozenset()) == []
+    assert shared_cache.sharers(machine.host, frozenset(range(8))) == [1, 2]
+    assert shared_cache.sharers(recorded_machine("none").host, frozenset()) == []
 
 
 def test_a_kernel_that_says_nothing_of_caches(recorded_machine: Callable[[str], Machine]) -> None:
     machine = recorded_machine("none")
     if (machine.root / "sys/devices/system/cpu/cpu0/cache").exists():
         machine.remove("sys/devices/system/cpu/cpu0/cache")
-    found = caches.measure(machine.host)
+    found = shared_cache.measure(machine.host)
     assert "no two cores" in found.error
 
 
@@ -56,28 +56,28 @@ def test_a_kernel_that_says_nothing_of_caches(recorded_machine: Callable[[str], 
 def test_what_the_doctor_says(ns: float, status: Status, words: str,
                               recorded_machine: Callable[[str], Machine]) -> None:
     facts = cached(recorded_machine("none"), "0-7").facts()
-    facts.handover = Handover(0, 3, ns)
-    found = caches.shared_cache(facts)
+    facts.cache_latency = CacheLineLatency(0, 3, ns)
+    found = shared_cache.shared_cache(facts)
     assert found.status is status and words in found.found
     assert ("vcpupin" in commands(found).get("host", "")) == (status is Status.WARN)
 
 
 def test_what_was_not_measured_is_skipped(recorded_machine: Callable[[str], Machine]) -> None:
     facts = recorded_machine("none").facts()
-    assert caches.shared_cache(facts).status is Status.SKIP
-    facts.handover = Handover(error="CPU 3 is busy")
-    found = caches.shared_cache(facts)
+    assert shared_cache.shared_cache(facts).status is Status.SKIP
+    facts.cache_latency = CacheLineLatency(error="CPU 3 is busy")
+    found = shared_cache.shared_cache(facts)
     assert (found.status, found.found) == (Status.SKIP, "CPU 3 is busy")
 
 
 def test_this_machine() -> None:
     before = os.sched_getaffinity(0)
-    found = caches.measure(Host())
+    found = shared_cache.measure(Host())
     assert found.error or (0 < found.ns < 1e6 and found.first < found.second), found
-    again = caches.again(found)
+    again = shared_cache.again(found)
     assert (again.first, again.second) == (found.first, found.second) and (found.error or again.error or again.ns > 0)
     assert os.sched_getaffinity(0) == before
-    assert "1023" in caches.again(Handover(0, 1023, 40.0)).error
+    assert "1023" in shared_cache.again(CacheLineLatency(0, 1023, 40.0)).error
 
 
 def test_the_farthest_that_could_be_measured(recorded_machine: Callable[[str], Machine],
@@ -89,20 +89,20 @@ def test_the_farthest_that_could_be_measured(recorded_machine: Callable[[str], M
             raise OSError(errno.ETIMEDOUT, "busy")
         return took[second]
 
-    monkeypatch.setattr(caches, "sharers", lambda host, usable: [1, 2, 3, 4])
-    monkeypatch.setattr(caches, "handover_ns", handover)
+    monkeypatch.setattr(shared_cache, "sharers", lambda host, usable: [1, 2, 3, 4])
+    monkeypatch.setattr(shared_cache, "handover_ns", handover)
     host = recorded_machine("none").host
-    assert caches.measure(host) == Handover(1, 3, 60.0)
+    assert shared_cache.measure(host) == CacheLineLatency(1, 3, 60.0)
     took.clear()
-    assert caches.measure(host).error == "busy" and caches.again(caches.measure(host)).error == "busy"
+    assert shared_cache.measure(host).error == "busy" and shared_cache.again(shared_cache.measure(host)).error == "busy"
     took[2] = 50.0
-    assert caches.again(Handover(1, 2, error="busy")) == Handover(1, 2, 50.0)
-    assert caches.again(Handover(error="alone")) == Handover(error="alone")
+    assert shared_cache.again(CacheLineLatency(1, 2, error="busy")) == CacheLineLatency(1, 2, 50.0)
+    assert shared_cache.again(CacheLineLatency(error="alone")) == CacheLineLatency(error="alone")
 
 
 def test_measurements_that_differ() -> None:
-    assert caches.differ(40.0, 190.0) and caches.differ(190.0, 40.0)
-    assert not any(caches.differ(*ns) for ns in ((40.0, 60.0), (150.0, 190.0), (0.0, 190.0), (40.0, 0.0)))
+    assert shared_cache.differ(40.0, 190.0) and shared_cache.differ(190.0, 40.0)
+    assert not any(shared_cache.differ(*ns) for ns in ((40.0, 60.0), (150.0, 190.0), (0.0, 190.0), (40.0, 0.0)))
 
 
 def test_a_cpu_that_may_not_be_used() -> None:

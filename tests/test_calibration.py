@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 
-from bpsfast.cluster import calibration
+from bpsfast.launch.namespaces import calibration
 
 
 def test_both_directions_are_counted():

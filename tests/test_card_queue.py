@@ -6,26 +6,26 @@ from collections import Counter
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.orchestration.order.card_queue import CardQueue
-from bpsfast.orchestration.order.credit_queue import CreditQueue
+from bpsfast.orchestration.priority.nic_queue import NicQueue
+from bpsfast.orchestration.priority.credit_queue import CreditQueue
 
 PART = 100
 
 
-def card(shares: dict[int, int], credit_nbytes: int = 2 * PART) -> CardQueue[int]:
-    made: CardQueue[int] = CardQueue(credit_nbytes)
+def card(shares: dict[int, int], credit_nbytes: int = 2 * PART) -> NicQueue[int]:
+    made: NicQueue[int] = NicQueue(credit_nbytes)
     for place, peer in enumerate(shares):
         made.add(peer, place)
     made.plan(shares)
     return made
 
 
-def put(queue: CardQueue[int], peer: int, n: int, unit: int = 0) -> None:
+def put(queue: NicQueue[int], peer: int, n: int, unit: int = 0) -> None:
     for i in range(n):
         queue.put(peer, i, order=2 * unit, key=i, nbytes=PART)
 
 
-def peers_of(queue: CardQueue[int], n: int) -> list[int]:
+def peers_of(queue: NicQueue[int], n: int) -> list[int]:
     """Return whom the next *n* writes go to, each delivered at once."""
     found = []
     for _ in range(n):
@@ -65,7 +65,7 @@ def test_only_so_many_are_busy_that_the_largest_share_gets_its_part():
 
 
 def test_equal_shares_need_no_limit_and_begin_where_they_are_told():
-    queue = CardQueue(PART)
+    queue = NicQueue(PART)
     for peer, place in ((0, 2), (1, 0), (2, 1)):
         queue.add(peer, place)
     for peer in range(3):

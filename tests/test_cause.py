@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from bpsfast.exit_codes import ABORTED
-from bpsfast.launch import end_reports
-from bpsfast.launch.cause import Failures
-from bpsfast.launch.child import Command, Kind, Told
-from bpsfast.launch.end_reports import End, Report, Reports
+from bpsfast.base.exit_codes import ABORTED
+from bpsfast.base import end_reports
+from bpsfast.launch.first_failure import Failures
+from bpsfast.launch.processes import Command, Kind, EndReport
+from bpsfast.base.end_reports import End, Report, Reports
 
 #: Of each way to fail, with --thorough: the issue was seen in one of two runs.
 _N_THOROUGH = 100
@@ -120,7 +120,7 @@ class Tail:
         self.tail = lines
 
 
-def first(reports: list[Told], ended: dict[Any, Tail]):
+def first(reports: list[EndReport], ended: dict[Any, Tail]):
     failures = Failures(ended)
     for process in ended:
         failures.add(process)
@@ -132,17 +132,17 @@ def test_whoever_was_told_of_another_s_failure_is_not_the_cause():
     quick, slow = Ended("rank 0", 9, 1.0), Ended("rank 1", 7, 5.0)
     ended = {quick: Tail(), slow: Tail()}
     assert first([], ended) == (quick, True), "nothing else is known"
-    assert first([Told(quick, "told", 0.5)], ended) == (slow, True)
-    assert first([Told(quick, "told", 0.5), Told(slow, "leaves", 0.4), Told(slow, "told", 0.6)], ended) == (slow, True)
-    assert first([Told(quick, "told", 0.5), Told(slow, "told", 0.4)], ended) == (quick, False), "it has not ended yet"
+    assert first([EndReport(quick, "told", 0.5)], ended) == (slow, True)
+    assert first([EndReport(quick, "told", 0.5), EndReport(slow, "leaves", 0.4), EndReport(slow, "told", 0.6)], ended) == (slow, True)
+    assert first([EndReport(quick, "told", 0.5), EndReport(slow, "told", 0.4)], ended) == (quick, False), "it has not ended yet"
 
 
 def test_who_began_to_end_first_is_the_cause_though_it_takes_longest():
     quick, slow = Ended("rank 0", 9, 1.0), Ended("rank 1", 7, 5.0)
     ended = {quick: Tail(), slow: Tail()}
-    assert first([Told(slow, "leaves", 0.2)], ended) == (slow, True)
-    assert first([Told(slow, "leaves", 0.2), Told(slow, "left", 0.3)], ended) == (quick, True), "the job was over"
-    assert first([Told(quick, "told", 0.1), Told(quick, "joined", 0.2)], ended) == (quick, True), "another job, since"
+    assert first([EndReport(slow, "leaves", 0.2)], ended) == (slow, True)
+    assert first([EndReport(slow, "leaves", 0.2), EndReport(slow, "left", 0.3)], ended) == (quick, True), "the job was over"
+    assert first([EndReport(quick, "told", 0.1), EndReport(quick, "joined", 0.2)], ended) == (quick, True), "another job, since"
 
 
 def test_a_daemon_is_the_cause_if_it_says_so_by_its_exit_code():

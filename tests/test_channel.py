@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from bpsfast import channel
-from bpsfast.channel import Channel
+from bpsfast.base import message_socket
+from bpsfast.base.message_socket import MessageSocket
 from bpsfast.orchestration import messages
 from bpsfast.orchestration.errors import PeerLostError, ProtocolError, StallError
 
@@ -21,7 +21,7 @@ KEY = b"k" * 32
 
 @pytest.fixture
 def pair():
-    ends = [Channel(sock) for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)]
+    ends = [MessageSocket(sock) for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)]
     yield ends
     for end in ends:
         end.close()
@@ -163,20 +163,20 @@ def test_too_many_descriptors_are_refused_before_anything_is_sent(pair):
 
 
 def test_the_address_depends_on_key_and_node():
-    name = channel.address(KEY, "machine")
+    name = message_socket.address(KEY, "machine")
     assert name.startswith(b"\0bpsfast-") and len(name) == len(b"\0bpsfast-") + 32
-    assert len({name, channel.address(KEY, "other"), channel.address(b"x" * 32, "machine")}) == 3
+    assert len({name, message_socket.address(KEY, "other"), message_socket.address(b"x" * 32, "machine")}) == 3
 
 
 def test_connect_waits_for_the_listener_and_knows_who_it_is():
-    name = channel.address(os.urandom(32), "machine")
+    name = message_socket.address(os.urandom(32), "machine")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     found = []
-    connector = threading.Thread(target=lambda: found.append(channel.connect(name, 30)))
+    connector = threading.Thread(target=lambda: found.append(message_socket.connect(name, 30)))
     connector.start()
     listener.bind(name)
     listener.listen()
-    accepted = Channel(listener.accept()[0])
+    accepted = MessageSocket(listener.accept()[0])
     connector.join()
     assert accepted.peer == (os.getpid(), os.getuid())
     found[0].send(told(1))
@@ -187,7 +187,7 @@ def test_connect_waits_for_the_listener_and_knows_who_it_is():
 
 def test_connect_without_a_listener_says_what_is_missing():
     with pytest.raises(StallError, match="no node listened on the local socket @bpsfast-"):
-        channel.connect(channel.address(os.urandom(32), "machine"), 0.05)
+        message_socket.connect(message_socket.address(os.urandom(32), "machine"), 0.05)
 
 
 def test_more_than_a_stranger_may_say_is_refused_before_it_has_come(pair):
@@ -226,19 +226,19 @@ def test_who_never_stops_talking_leaves_others_their_turn(pair):
     try:
         for _ in range(5):
             nbytes = sum(len(messages.encode(each)) for each, _ in right.recv_nowait())
-            assert nbytes <= channel._MOST_READS * channel._READ_NBYTES
+            assert nbytes <= message_socket._MOST_READS * message_socket._READ_NBYTES
     finally:
         ended.set()
         talker.join(20)
 
 
 def test_another_users_process_behind_the_name_is_told_nothing(monkeypatch):
-    name = channel.address(KEY, f"taken-{os.getpid()}")
+    name = message_socket.address(KEY, f"taken-{os.getpid()}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
         listener.listen()
         monkeypatch.setattr(os, "getuid", lambda: 4711)
         if os.geteuid() == 0:  # root's processes may listen for everybody
-            monkeypatch.setattr(channel, "peer_uid", lambda sock: (1, 4712))
+            monkeypatch.setattr(message_socket, "peer_uid", lambda sock: (1, 4712))
         with pytest.raises(ProtocolError, match="nothing is said to it"):
-            channel.connect(name, 5)
+            message_socket.connect(name, 5)

@@ -27,7 +27,7 @@ from bpsfast.bench.chaos.scenario import (
     draw,
 )
 from bpsfast.bench.chaos.trial import judge
-from bpsfast.cluster import faulty_link
+from bpsfast.launch.namespaces import faulty_link
 
 MACHINES = ((0,), (1,))
 

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from bpsfast.launch.child import Child, Command, Kind, Pipe
+from bpsfast.launch.processes import LocalProcess, Command, Kind, Pipe
 
 
 class Echo:
@@ -67,7 +67,7 @@ def test_what_cannot_be_watched_does_not_run(monkeypatch, no_leaks):
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with pytest.raises(OSError, match="Too many open files"):
-        Child(Command("rank 0", Kind.RANK, ("sleep", "600"), os.environ))
+        LocalProcess(Command("rank 0", Kind.RANK, ("sleep", "600"), os.environ))
     with pytest.raises(ChildProcessError):
         os.waitpid(pids[0], os.WNOHANG)  # it has been: it has ended and no zombie is left
     with pytest.raises(ProcessLookupError):
@@ -87,7 +87,7 @@ time.sleep(600)
 @pytest.mark.timeout(30)
 def test_a_debugger_that_asks_for_no_end_holds_up_nobody(no_leaks):
     """It is told of the end before the parent is, who must not wait for that."""
-    child = Child(Command("rank 0", Kind.RANK, ("sleep", "600"), dict(os.environ)))
+    child = LocalProcess(Command("rank 0", Kind.RANK, ("sleep", "600"), dict(os.environ)))
     try:
         with subprocess.Popen([sys.executable, "-S", "-c", _TRACER, str(child.process.pid)], stdout=subprocess.PIPE,
                               text=True) as tracer:

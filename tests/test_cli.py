@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from bpsfast import __version__
 from bpsfast.cli import cli
-from bpsfast.settings import table
+from bpsfast.base.settings import table
 
 
 def invoke(*arguments: str, **variables: str):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.cluster import Cluster, CpuMeter, netns
+from bpsfast.launch.namespaces import Cluster, CpuMeter, netns
 from bpsfast.orchestration.errors import ConfigError, StallError
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.compression import reading
+from bpsfast.kernels.codecs import codec_reference
 from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, check, count, elias_bits, frame_nbytes, width_of
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
 
@@ -64,8 +64,8 @@ def test_no_frame_is_longer_than_its_room(codec, dtype, n, share, flat, seed) ->
     check(codec)
     rng = np.random.default_rng(seed)
     values = (np.ones(n) if flat else rng.standard_normal(n)) * (rng.random(n) < share)
-    generator = reading.Generator(seed + 1)
-    frame = reading.encode(codec, values.astype(reading.wide_dtype(dtype)), generator)
+    generator = codec_reference.Generator(seed + 1)
+    frame = codec_reference.encode(codec, values.astype(codec_reference.wide_dtype(dtype)), generator)
     assert FRAME_NBYTES + len(frame) <= frame_nbytes(codec, n, dtype)
 
 
@@ -74,5 +74,5 @@ def test_the_longest_frames_fill_their_room() -> None:
     values = np.ones(640, np.float32)
     for codec in (CodecSpec(kind="dithering", k=1 << 20), CodecSpec(kind="dithering", k=30, natural=True),
                   CodecSpec(kind="topk", k=0.5), CodecSpec(kind="onebit"), CodecSpec(kind="int8")):
-        frame = reading.encode(codec, values, reading.Generator(1))
+        frame = codec_reference.encode(codec, values, codec_reference.Generator(1))
         assert FRAME_NBYTES + len(frame) == frame_nbytes(codec, 640, "float32"), codec

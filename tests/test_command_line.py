@@ -15,13 +15,14 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from bpsfast import exit_codes, inventory, settings
+from bpsfast.base import exit_codes, settings
+from bpsfast.tools import inventory
 from bpsfast.bench.drawn import RESULTS
 from bpsfast.cli import cli
-from bpsfast.commands import exits
-from bpsfast.commands.effective import Effective
-from bpsfast.report import contents
-from bpsfast.topology.graph import Topology
+from bpsfast.base import command_errors
+from bpsfast.tools.commands.settings_table import SettingRow
+from bpsfast.tools import bug_report_contents
+from bpsfast.hardware.topology.graph import Topology
 from tests import json_schemas as schemas, measurement_schemas
 from tests.sysfs_trees.machine import Machine
 from tests.terminal import on_terminal
@@ -87,10 +88,10 @@ def test_help_has_examples_and_fits_the_terminal(width: int) -> None:
             shown = " ".join(typed).removesuffix(" job")
             assert re.search(rf"^  .*bpsfast {shown}", done.output, re.M), f"no example: {typed}"
     root = CliRunner().invoke(cli, ["--help"], terminal_width=width).output
-    for code, words in exits.WORDS.items():
+    for code, words in command_errors.WORDS.items():
         assert f"  {code}  {words.split(':')[0]}" in root
     run = " ".join(CliRunner().invoke(cli, ["run", "--help"], terminal_width=width).output.split())
-    for code, words in exits.WORDS_OF_RUN.items():
+    for code, words in command_errors.WORDS_OF_RUN.items():
         assert f"{code} {words}" in run
 
 
@@ -172,8 +173,8 @@ def test_a_result_file_that_cannot_be_written_is_refused_before_measuring(argume
 
 
 @pytest.mark.parametrize(("arguments", "schema"), [
-    (("version",), schemas.Version), (("env",), list[Effective]), (("info",), inventory.Inventory),
-    (("info", "--effective"), list[Effective]), (("explain", "RD05"), list[schemas.Explanation]),
+    (("version",), schemas.Version), (("env",), list[SettingRow]), (("info",), inventory.Inventory),
+    (("info", "--effective"), list[SettingRow]), (("explain", "RD05"), list[schemas.Explanation]),
     (("plan", "--workers", "3", "--helpers", "1", "--model", "vgg16"), schemas.Plan),
     (("simulate", "--model", "vgg16", "-n", "2", "-k", "1"), schemas.Simulated), (("topo",), Topology),
     (("run", "-n", "2", "--helpers", "1", "--dry-run", "--", "x"), schemas.Started),
@@ -205,7 +206,7 @@ def test_json_of_files_and_hosts_is_by_its_schema(tmp_path: Path, monkeypatch: p
     assert msgspec.json.decode(summed_up.stdout, type=measurement_schemas.TraceSummary).ranks
     pinged = invoke("ping", "127.0.0.1", "-p", "9", "--wait", "0.2", "--json")
     assert pinged.exit_code == 1 and msgspec.json.decode(pinged.stdout, type=list[schemas.Pinged])[0].error
-    monkeypatch.setattr(contents, "_command", lambda *arguments: {})
+    monkeypatch.setattr(bug_report_contents, "_command", lambda *arguments: {})
     reported = invoke("report", "--dry-run", "--json")
     assert reported.exit_code == 0 and msgspec.json.decode(reported.stdout, type=schemas.Report).files
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.verbs import completions
+from bpsfast.hardware.verbs import completions
 
 
 @pytest.mark.parametrize("status", range(24))

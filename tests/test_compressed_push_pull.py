@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast import compression, reference
-from bpsfast.dtypes import TABLE
-from bpsfast.trainer import current
+from bpsfast import compression
+from bpsfast.base import reference_sum
+from bpsfast.base.dtypes import TABLE
+from bpsfast.trainer import process
 from bpsfast.trainer.gradients import Gradients
 from tests.compressed_rounds import Replay, values
 
@@ -48,7 +49,7 @@ def pushed(name, codec, dtype, rates):
         else:
             bpsfast.push_pull(x, out=x, **how)
             found.append(x)
-    return found, current.current().tensors.unit(name).stride
+    return found, process.current().tensors.unit(name).stride
 
 
 def replayed(codec, dtype, stride, shape, seed=1, ratios=RATIOS):
@@ -104,7 +105,7 @@ def in_the_segment(codec):
     for step in range(3):
         x[:] = values(2, bpsfast.rank(), step, SHAPE, "float32")
         found.append(bpsfast.push_pull(x, name="in the segment", compression=codec).copy())
-    return found, current.current().tensors.unit("in the segment").stride
+    return found, process.current().tensors.unit("in the segment").stride
 
 
 def test_views_of_shared_memory_too(nodes):
@@ -132,7 +133,7 @@ def stepped(prefix, choice, n):
         g.step()
         for name in g:
             found[name].append(g.wait(name).copy())
-    units = {name: current.current().tensors.unit(prefix + name) for name in g}
+    units = {name: process.current().tensors.unit(prefix + name) for name in g}
     return found, {name: unit.stride for name, unit in units.items()}, {
         name: None if unit.codec is None else unit.codec.kind for name, unit in units.items()}
 
@@ -149,7 +150,7 @@ def test_gradients_are_compressed_by_their_names(nodes):
         for step in range(4):
             whole = [values(2, rank, step, (16,), "float32") for rank in range(sum(shape))]
             groups = [whole[:-1], whole[-1:]]
-            assert found["conv.bias"][step].tobytes() == reference.reduce(groups, average=True).tobytes()
+            assert found["conv.bias"][step].tobytes() == reference_sum.reduce(groups, average=True).tobytes()
 
 
 def exact(codec):
@@ -163,11 +164,11 @@ def test_one_node_sums_exactly(shared_job):
 
 
 def small():
-    least = current.current().settings.min_compress_bytes
+    least = process.current().settings.min_compress_bytes
     found = []
     for n in (least // 4 - 1, least // 4):
         bpsfast.push_pull(np.zeros(n, np.float32), name=f"small {n}", compression=compression.onebit())
-        found.append(current.current().tensors.unit(f"small {n}").codec)
+        found.append(process.current().tensors.unit(f"small {n}").codec)
     return found
 
 
@@ -179,7 +180,7 @@ def test_small_tensors_are_summed_exactly(shared_job):
 def unnamed():
     for _ in range(2):
         bpsfast.push_pull(np.ones(SHAPE, np.float32), compression={"": compression.onebit()})
-    return [current.current().tensors.unit(f"auto.{i}").codec for i in range(2)]
+    return [process.current().tensors.unit(f"auto.{i}").codec for i in range(2)]
 
 
 def test_without_a_name_the_name_is_empty(shared_job):

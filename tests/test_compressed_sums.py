@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from bpsfast.compression import where_it_pays
-from bpsfast.compression.reading import Job, publish
-from bpsfast.dtypes import TABLE
+from bpsfast.kernels.codecs.codec_reference import ReferenceJob, publish
+from bpsfast.base.dtypes import TABLE
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.reference import reduce
-from bpsfast.trainer import current
+from bpsfast.base.reference_sum import reduce
+from bpsfast.trainer import process
 
 pytestmark = pytest.mark.matrix
 
@@ -46,7 +46,7 @@ def gradient(rank, round_, n, dtype):
 
 def rounds(name, dtype, codec, n_rounds, average=True, rates=None, empties=()):
     """On a rank: push `n_rounds` gradients, but nothing in *empties* (rank, round); return the results' bytes."""
-    session = current.current()
+    session = process.current()
     n = N[dtype]
     session.tensors.declare([TensorSpec(name=name, dtype=dtype, shape=(n,), average=average, partition_nbytes=PAGE,
                                         codec=codec)])
@@ -69,7 +69,7 @@ def expected(ranks, dtype, codec, n_rounds, average=True, rates=None, empties=()
     """Replay the job by the plain reading."""
     n, width = N[dtype], TABLE[dtype].itemsize
     cuts = [(at, min(n, at + PAGE // width)) for at in range(0, n, PAGE // width)]
-    jobs = [Job(codec, end - begin, dtype, len(ranks)) for begin, end in cuts]
+    jobs = [ReferenceJob(codec, end - begin, dtype, len(ranks)) for begin, end in cuts]
     firsts = np.cumsum([0, *ranks])
     results, last_rate = [], {}  # of each node, and of the owner (-1): the rate of what it has not sent
     for round_ in range(1, n_rounds + 1):
@@ -149,7 +149,7 @@ def test_one_machine_compresses_nothing(two):
 
 
 def owners(name, codec):
-    session = current.current()
+    session = process.current()
     session.tensors.declare([TensorSpec(name=name, dtype="float32", shape=(100_000,), partition_nbytes=PAGE,
                                         codec=codec)])
     unit = session.tensors.unit(name, 20)
@@ -179,7 +179,7 @@ def test_where_it_does_not_pay_or_nobody_can_tell_sums_are_exact(job, gbits, pay
 
 def cannot_compress(name):
     """On a rank: push; the first rank leaves its node no memory for anything new meanwhile."""
-    session = current.current()
+    session = process.current()
     session.tensors.declare([TensorSpec(name=name, dtype="float32", shape=(1 << 24,), partition_nbytes=64 << 20,
                                         codec=CODECS["onebit"])])
     unit = session.tensors.unit(name, 20)
@@ -204,7 +204,7 @@ def test_a_node_without_memory_to_compress_ends_the_job_for_all(job):
 
 
 def for_ever(name):
-    session = current.current()
+    session = process.current()
     codec = CODECS["topk, error feedback"]
     session.tensors.declare([TensorSpec(name=name, dtype="float32", shape=(1_000_000,), codec=codec)])
     unit = session.tensors.unit(name, 20)

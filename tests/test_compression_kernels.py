@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.compression import kernels, reading
-from bpsfast.compression.flags import flags_of
+from bpsfast.kernels.codecs import codec_kernels, codec_reference
+from bpsfast.kernels.codecs.flags import flags_of
 from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, frame_nbytes
 from bpsfast.orchestration.errors import UnsupportedError
 from tests.compression_kernels import CODECS, DECODE, DIVIDE, ENCODE, FEED, NARROW, draw_values
@@ -35,10 +35,10 @@ class Kernels:
 
     def __init__(self, codec: CodecSpec, dtype: str, n: int) -> None:
         self.codec, self.n = codec, n
-        self.wide = reading.wide_dtype(dtype)
+        self.wide = codec_reference.wide_dtype(dtype)
         self.room = frame_nbytes(codec, n, dtype) - FRAME_NBYTES
-        self.at = kernels.addresses(codec, dtype)
-        self.scratch = np.full(kernels.scratch_nbytes(codec, n, dtype) + 64, _GUARD, np.uint8)
+        self.at = codec_kernels.addresses(codec, dtype)
+        self.scratch = np.full(codec_kernels.scratch_nbytes(codec, n, dtype) + 64, _GUARD, np.uint8)
         self.words = np.array([codec.seed, codec.seed], np.uint64)
 
     def encode(self, x: np.ndarray, error: np.ndarray | None = None, room: int | None = None) -> bytes | None:
@@ -74,17 +74,17 @@ def differences(got: np.ndarray, want: np.ndarray) -> list[str]:
 def _check_round_trip(codec: CodecSpec, dtype: str, n: int, pattern: str, seed: int) -> None:
     """Encode twice with one generator, with and without error, decode, add."""
     kernel = Kernels(codec, dtype, n)
-    generator = reading.Generator(codec.seed)
+    generator = codec_reference.Generator(codec.seed)
     sums = draw_values("mixed", n, kernel.wide, seed + 7)
     for turn in range(2):
         x = draw_values(pattern, n, kernel.wide, seed + turn)
         kept = x.copy()
-        want = reading.encode(codec, x, generator)
+        want = codec_reference.encode(codec, x, generator)
         before = kernel.words.copy()
         assert kernel.encode(x) == want
         assert kernel.words.tolist() == generator.words
         assert x.tobytes() == kept.tobytes()
-        decoded = reading.decode(codec, want, n, dtype)
+        decoded = codec_reference.decode(codec, want, n, dtype)
         with np.errstate(all="ignore"):
             lost = x - decoded
         lost = np.where(np.isfinite(lost), lost, kernel.wide.type(0))
@@ -97,7 +97,7 @@ def _check_round_trip(codec: CodecSpec, dtype: str, n: int, pattern: str, seed: 
         out = np.full(n, 5, kernel.wide)
         assert kernel.decode(want, out, add=False) == 0
         assert not differences(out, decoded)
-        total = reading.add(codec, want, sums)
+        total = codec_reference.add(codec, want, sums)
         assert kernel.decode(want, sums, add=True) == 0
         assert not differences(sums, total)
 
@@ -120,7 +120,7 @@ def test_any_values_as_the_reading_has_them(codec, wide, n, pattern, seed) -> No
        pattern=patterns | st.sampled_from(["misleading", "hidden", "steps"]), seed=seeds)
 def test_topk_of_many_is_exact_whatever_a_sample_says(k, wide, n, pattern, seed) -> None:
     """The kernel looks at a sample first, which may be like nothing else there."""
-    x = draw_values(pattern if pattern in PATTERNS else "moderate", n, reading.wide_dtype(wide), seed)
+    x = draw_values(pattern if pattern in PATTERNS else "moderate", n, codec_reference.wide_dtype(wide), seed)
     sampled = np.arange(4096) * n // 4096
     if pattern == "misleading":  # all large ones are in the sample: fewer reach what it suggests than are wanted
         x[:] = 1e-3 * x
@@ -131,7 +131,7 @@ def test_topk_of_many_is_exact_whatever_a_sample_says(k, wide, n, pattern, seed)
     elif pattern == "steps":
         x[:] = np.random.default_rng(seed).integers(-3, 4, n)
     codec = CodecSpec(kind="topk", k=k)
-    want = reading.encode(codec, x, reading.Generator(1))
+    want = codec_reference.encode(codec, x, codec_reference.Generator(1))
     assert Kernels(codec, wide, n).encode(x) == want
     assert Kernels(codec, wide, n).encode(x, x) == want
 
@@ -139,7 +139,7 @@ def test_topk_of_many_is_exact_whatever_a_sample_says(k, wide, n, pattern, seed)
 @settings(max_examples=150, deadline=None)
 @given(codec=codecs, wide=wides, n=sizes, pattern=patterns, seed=seeds, less=st.integers(1, 40))
 def test_too_little_room_is_said(codec, wide, n, pattern, seed, less) -> None:
-    x = draw_values(pattern, n, reading.wide_dtype(wide), seed)
+    x = draw_values(pattern, n, codec_reference.wide_dtype(wide), seed)
     kernel = Kernels(codec, wide, n)
     whole = kernel.encode(x)
     assert whole is not None
@@ -152,8 +152,8 @@ def test_too_little_room_is_said(codec, wide, n, pattern, seed, less) -> None:
        ratio=st.sampled_from([None, 1.0, 0.1]), in_place=st.booleans())
 def test_feed_is_the_reading(dtype, n, pattern, seed, mu, ratio, in_place) -> None:
     """Two rounds of what precedes encode, with the state that is left between them."""
-    wide = reading.wide_dtype(dtype)
-    at = kernels.addresses(CODECS[0], dtype)
+    wide = codec_reference.wide_dtype(dtype)
+    at = codec_kernels.addresses(CODECS[0], dtype)
     error = draw_values("mixed", n, wide, seed + 1)
     momentum = np.zeros(n, wide)
     want_momentum = momentum.copy()
@@ -179,8 +179,8 @@ def test_feed_is_the_reading(dtype, n, pattern, seed, mu, ratio, in_place) -> No
 @settings(max_examples=200, deadline=None)
 @given(dtype=dtypes, n=sizes, pattern=patterns, seed=seeds, divisor=st.integers(1, 1000))
 def test_divide_and_narrow_are_the_reading(dtype, n, pattern, seed, divisor) -> None:
-    wide = reading.wide_dtype(dtype)
-    at = kernels.addresses(CODECS[0], dtype)
+    wide = codec_reference.wide_dtype(dtype)
+    at = codec_kernels.addresses(CODECS[0], dtype)
     acc = draw_values(pattern, n, wide, seed)
     with np.errstate(all="ignore"):
         want = acc / wide.type(divisor)
@@ -228,7 +228,7 @@ class KernelPartition:
 def test_a_job_by_kernels_is_the_reading(codec, dtype, n, pattern, seed, has_error, momentum, n_nodes, average) -> None:
     """Rounds from partials to what ranks get, with all that is kept between them."""
     codec = msgspec.structs.replace(codec, error_feedback=has_error, momentum=momentum)
-    job = reading.Job(codec, n, dtype, n_nodes)
+    job = codec_reference.ReferenceJob(codec, n, dtype, n_nodes)
     nodes = [KernelPartition(codec, n, dtype) for _ in range(n_nodes)]
     owner = KernelPartition(codec, n, dtype)
     divisor = float(n_nodes) if average else 1.0
@@ -246,7 +246,7 @@ def test_a_job_by_kernels_is_the_reading(codec, dtype, n, pattern, seed, has_err
 
 def test_what_is_not_compressed_has_no_kernels() -> None:
     with pytest.raises(UnsupportedError, match="int32"):
-        kernels.addresses(CODECS[0], "int32")
+        codec_kernels.addresses(CODECS[0], "int32")
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast import dtypes, reference
-from bpsfast.compression.reading import Generator, Job, Partition, add, decode, encode
+from bpsfast.base import dtypes, reference_sum
+from bpsfast.kernels.codecs.codec_reference import Generator, ReferenceJob, Partition, add, decode, encode
 from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, frame_nbytes
 
 ONEBIT = CodecSpec(kind="onebit")
@@ -186,7 +186,7 @@ _KINDS = st.sampled_from([
        st.sampled_from([0.0, 0.9]), st.integers(1, 600), st.integers(1, 3), st.data())
 def test_no_codec_swallows_what_a_node_pushes(codec, dtype, error_feedback, momentum, n, n_nodes, data) -> None:
     codec = msgspec.structs.replace(codec, error_feedback=error_feedback, momentum=momentum)
-    job = Job(codec, n, dtype, n_nodes)
+    job = ReferenceJob(codec, n, dtype, n_nodes)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
 
     def partials() -> list[np.ndarray]:
@@ -226,7 +226,7 @@ def test_momentum_and_error_feedback_by_hand() -> None:
 
 def test_owners_feed_back_what_they_did_not_send() -> None:
     codec = CodecSpec(kind="topk", k=1, error_feedback=True)
-    job = Job(codec, 3, "float32", n_nodes=2)
+    job = ReferenceJob(codec, 3, "float32", n_nodes=2)
     assert job.round([f32(4, 0, 0), f32(0, 6, 0)], divisor=2).tolist() == [0, 3, 0]
     assert job.owner.error.tolist() == [2, 0, 0]
     assert job.round([f32(0, 0, 2), None], divisor=2).tolist() == [2, 0, 0]
@@ -237,8 +237,8 @@ def test_owners_feed_back_what_they_did_not_send() -> None:
 def test_without_loss_a_job_is_the_sum_of_its_nodes() -> None:
     rng = np.random.default_rng(5)
     partials = [rng.standard_normal(100).astype(ml_dtypes.bfloat16) for _ in range(3)]
-    job = Job(CodecSpec(kind="bfloat16"), 100, "bfloat16", n_nodes=3)
-    want = reference.reduce([[each] for each in partials], average=True)
+    job = ReferenceJob(CodecSpec(kind="bfloat16"), 100, "bfloat16", n_nodes=3)
+    want = reference_sum.reduce([[each] for each in partials], average=True)
     assert job.round(partials, divisor=3).tobytes() == want.tobytes()
 
 

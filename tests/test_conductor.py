@@ -7,7 +7,7 @@ import threading
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.collective.conductor import Conductor
+from bpsfast.collectives.serial_executor import SerialExecutor
 from bpsfast.orchestration.errors import ClosedError
 
 TIMEOUT_S = 20.0
@@ -15,7 +15,7 @@ TIMEOUT_S = 20.0
 
 @pytest.fixture
 def conductor(no_leaks):
-    made = Conductor("group 'x'")
+    made = SerialExecutor("group 'x'")
     yield made
     assert made.close(TIMEOUT_S)
 
@@ -38,7 +38,7 @@ class Gate:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.booleans(), max_size=30))
 def test_jobs_run_one_by_one_in_the_order_of_their_calls(inlines):
-    conductor, order, ends, inside = Conductor("x"), [], [], []
+    conductor, order, ends, inside = SerialExecutor("x"), [], [], []
 
     def job(i):
         inside.append(i)
@@ -95,7 +95,7 @@ def test_what_a_job_raises_is_told_and_ends_nothing(conductor, kind, inline):
 
 
 def test_close_lets_jobs_end_and_takes_no_more(no_leaks):
-    conductor, gate, ends = Conductor("group 'x'"), Gate(), []
+    conductor, gate, ends = SerialExecutor("group 'x'"), Gate(), []
     for job in (gate, lambda: None, lambda: None):
         conductor.run(job, ends.append, inline=False)
     assert gate.entered.wait(TIMEOUT_S)
@@ -108,7 +108,7 @@ def test_close_lets_jobs_end_and_takes_no_more(no_leaks):
 
 
 def test_a_job_may_close_its_conductor(no_leaks):
-    conductor, closed, done = Conductor("x"), [], threading.Event()
+    conductor, closed, done = SerialExecutor("x"), [], threading.Event()
     conductor.run(lambda: closed.append(conductor.close(TIMEOUT_S)), lambda error: done.set(), inline=False)
     assert done.wait(TIMEOUT_S) and closed == [True]
     assert conductor.close(TIMEOUT_S)
@@ -166,7 +166,7 @@ def test_what_is_told_may_wait_for_calls_that_were_there_before(conductor):
 
 
 def test_all_threads_that_callbacks_have_needed_end(no_leaks):
-    conductor, gates, ends = Conductor("x"), [Gate() for _ in range(4)], []
+    conductor, gates, ends = SerialExecutor("x"), [Gate() for _ in range(4)], []
     for gate in gates:  # each end is told by a thread that is held up meanwhile
         conductor.run(lambda: None, lambda error, gate=gate: gate(), inline=False)
         assert gate.entered.wait(TIMEOUT_S)

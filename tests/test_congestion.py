@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.doctor import congestion
-from bpsfast.doctor.finding import Status
+from bpsfast.tools.doctor import congestion
+from bpsfast.tools.doctor.finding import Status
 from tests.sysfs_trees.machine import Machine, commands
 
 COUNTERS = "sys/class/infiniband/mlx5_1/ports/1/hw_counters"

@@ -4,18 +4,18 @@ from __future__ import annotations
 import os
 import time
 
-from bpsfast.node import copying
-from bpsfast.settings import Settings
+from bpsfast.node import copy_rate
+from bpsfast.base.settings import Settings
 
 
 def test_as_many_threads_as_the_engine_has():
-    assert copying.n_threads(Settings(engine_threads=3)) == 3
-    assert copying.n_threads(Settings()) == min(8, len(os.sched_getaffinity(0)))
+    assert copy_rate.n_threads(Settings(engine_threads=3)) == 3
+    assert copy_rate.n_threads(Settings()) == min(8, len(os.sched_getaffinity(0)))
 
 
 def test_it_takes_no_time_and_counts_all_threads():
     begin = time.thread_time()
-    one = copying.measure(1)
+    one = copy_rate.measure(1)
     assert time.thread_time() - begin < 0.1, "a node's start must not wait for it"
     assert 50e6 < one < 1e12
-    assert 2 < copying.measure(32) / one < 512, "32 times as much, as far as other programs let it measure"
+    assert 2 < copy_rate.measure(32) / one < 512, "32 times as much, as far as other programs let it measure"

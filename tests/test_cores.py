@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from bpsfast.nic.cores import cores_of, on_cores
-from bpsfast.nic.host import Host
+from bpsfast.hardware.affinity.device_threads import device_cores, on_cores
+from bpsfast.hardware.host import Host
 from bpsfast.orchestration.errors import ConfigError
 from tests.sysfs_trees.machine import Machine
 
@@ -19,15 +19,15 @@ def machine(tmp_path):
 
 def test_the_setting_names_cores_or_the_device_s_numa_node(machine):
     near, far = (next(each for each in machine.devices if each.numa_node == number) for number in (0, 1))
-    assert cores_of(machine, near.name, "") == frozenset()
-    assert cores_of(machine, near.name, "numa") == {*range(16), *range(32, 48)}
-    assert cores_of(machine, near.name, "1-2") == {1, 2}
+    assert device_cores(machine, near.name, "") == frozenset()
+    assert device_cores(machine, near.name, "numa") == {*range(16), *range(32, 48)}
+    assert device_cores(machine, near.name, "1-2") == {1, 2}
     # where the kernel does not say, and where this process may not run
-    assert cores_of(machine, "absent", "numa") == cores_of(machine, far.name, "numa") == frozenset()
+    assert device_cores(machine, "absent", "numa") == device_cores(machine, far.name, "numa") == frozenset()
     # a process that keeps to less by itself may still run there
-    assert cores_of(machine, near.name, "20", frozenset(range(64))) == {20}
+    assert device_cores(machine, near.name, "20", frozenset(range(64))) == {20}
     with pytest.raises(ConfigError, match="rdma_cores=9999: this process may run on none of them"):
-        cores_of(machine, near.name, "9999")
+        device_cores(machine, near.name, "9999")
 
 
 def test_a_thread_started_meanwhile_stays_there_and_its_starter_does_not():
@@ -44,4 +44,4 @@ def test_a_thread_started_meanwhile_stays_there_and_its_starter_does_not():
     assert found == [one] and os.sched_getaffinity(0) == before
     with on_cores(frozenset()):
         assert os.sched_getaffinity(0) == before
-    assert cores_of(Host(), "absent", str(min(before))) == one
+    assert device_cores(Host(), "absent", str(min(before))) == one

@@ -2,21 +2,21 @@
 from __future__ import annotations
 
 from bpsfast.node import counters
-from bpsfast.node.vertex import Vertex
+from bpsfast.node.runtime import NodeRuntime
 from bpsfast.pyx.pages import Segment
-from bpsfast.settings import Settings
+from bpsfast.base.settings import Settings
 
 
 def test_all_counters_are_integers_under_flat_names():
-    vertex = Vertex(Settings(engine_threads=1), lambda source, code: None)
-    vertex.regions.results.allocate(5000)
-    found = counters.told(vertex, 7)
+    runtime = NodeRuntime(Settings(engine_threads=1), lambda source, code: None)
+    runtime.regions.results.allocate(5000)
+    found = counters.told(runtime, 7)
     assert all(type(value) is int for value in found.values())
     assert found["control_messages"] == 7 and found["registrations"] == 1
-    assert found["memory_segments"] == found["memory_result"] == vertex.regions.nbytes
+    assert found["memory_segments"] == found["memory_result"] == runtime.regions.nbytes
     assert {"engine_sums", "dispatch_cpu_ns", "dispatch_partitions"} <= set(found)
-    vertex.stop()
-    vertex.close()
+    runtime.stop()
+    runtime.close()
 
 
 def test_segments_do_not_count_as_memory_of_the_process():

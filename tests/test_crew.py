@@ -5,13 +5,13 @@ import types
 
 import pytest
 
-from bpsfast.launch.child import Command, Kind
-from bpsfast.launch.crew import Crew, member_of, worker
-from bpsfast.launch.muster_service import Replace, Start
+from bpsfast.launch.processes import Command, Kind
+from bpsfast.launch.worker_pool import WorkerPool, member_of, worker
+from bpsfast.launch.elastic_service import Replace, Start
 
 
 class Heard:
-    """Keeps what a `MusterService` is told."""
+    """Keeps what a `ElasticService` is told."""
 
     def __init__(self):
         self.facts, self.is_over, self.seats = [], False, {0, 1}
@@ -27,7 +27,7 @@ def crew_of(nodes, goes_on=True):
     commands = [worker(i, Command("", Kind.RANK, ("true",), {"BPSFAST_NODE_ID": node, "X": "y"}), {})
                 for i, node in enumerate(nodes)]
     heard = Heard()
-    return Crew(heard, commands, goes_on), commands, heard.facts
+    return WorkerPool(heard, commands, goes_on), commands, heard.facts
 
 
 def ended(command, code):

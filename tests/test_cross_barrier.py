@@ -12,7 +12,7 @@ import torch
 
 import bpsfast.torch as bps
 from bpsfast.orchestration.errors import BusyError, UnsupportedError
-from bpsfast.torch.wrapped import UnderWayError
+from bpsfast.torch.optimizer_wrapper import UnderWayError
 
 pytestmark = pytest.mark.matrix
 

@@ -15,18 +15,18 @@ import pytest
 import zmq
 
 from bpsfast.launch import daemons
-from bpsfast.launch.keeper import N_RESTARTS
+from bpsfast.launch.restarter import N_RESTARTS
 from bpsfast.launch.roles import detect
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.settings import Settings, load_with_origins
+from bpsfast.base.settings import Settings, load_with_origins
 
 #: A rank that starts its daemons and never attaches.
 _STARTER = """
 import sys
 from bpsfast.launch import daemons
-from bpsfast.launch.keeper import N_RESTARTS
+from bpsfast.launch.restarter import N_RESTARTS
 from bpsfast.launch.roles import detect
-from bpsfast.settings import load
+from bpsfast.base.settings import load
 settings = load({"heartbeat_s": 0.1, "lease_s": 0.3, "start_timeout_s": 100})
 started = daemons.start(detect(settings, {}), settings)
 print(started.scheduler.pid, started.node.pid, flush=True)

@@ -11,10 +11,10 @@ import time
 import pytest
 
 from bpsfast.orchestration.errors import PeerLostError
-from bpsfast.orchestration.handshakes import MOST_STRANGERS
+from bpsfast.orchestration.handshakes import MAX_PENDING_HANDSHAKES
 from bpsfast.orchestration.security import StreamHello
-from bpsfast.transport import Epochs, tcp
-from bpsfast.transport.data_port import DataPort
+from bpsfast.node.transport import Epochs, tcp
+from bpsfast.node.transport.data_port import DataPort
 
 KEY = bytes(range(16))
 HELLO = StreamHello(peer=1, stream=2, epoch=7, link=3)
@@ -85,7 +85,7 @@ def test_who_says_nothing_has_a_deadline(monkeypatch, port, caplog):
 
 
 def test_many_who_say_nothing_keep_no_node_out(port):
-    strangers = [port.stranger() for _ in range(MOST_STRANGERS + 40)]  # all within the deadline of the first
+    strangers = [port.stranger() for _ in range(MAX_PENDING_HANDSHAKES + 40)]  # all within the deadline of the first
     assert port.comes_in()
     assert is_over(strangers[0])
 

@@ -6,8 +6,8 @@ import importlib.util
 import numpy as np
 import pytest
 
-from bpsfast.device import arrays
-from bpsfast.device.host import HostArray, host_device
+from bpsfast.gpu import arrays
+from bpsfast.gpu.host import HostArray, host_device
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
 from bpsfast.trainer.tensor_input import tensor_input
 

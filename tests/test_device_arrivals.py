@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from bpsfast.device.arrivals import Arrival, Arrivals
-from bpsfast.device.host import HostDevice
-from bpsfast.device.pieces import Load, cut
+from bpsfast.gpu.copy_to_device import CopyToDevice, ToDeviceCopier
+from bpsfast.gpu.host import HostDevice
+from bpsfast.gpu.partition_copy import DeviceRange, cut
 from bpsfast.orchestration.errors import ClosedError, DeviceError, PeerLostError
 from tests.device_memory import LIMIT_S, Memory, SlowDevice, deadline, eventually, held, lines_of
 
@@ -26,7 +26,7 @@ class Sum:
         self.looked = set()
         self._complete = set()
         self._changed = threading.Condition()
-        self.arrival = Arrival("a", urgency, memory.pieces(STRIDE), after,
+        self.arrival = CopyToDevice("a", urgency, memory.pieces(STRIDE), after,
                                lambda offset: memory.host.ctypes.data + offset, self._wait, self._land, memory)
 
     def complete(self, *numbers):
@@ -63,7 +63,7 @@ def device():
 
 @pytest.fixture
 def line(device):
-    yield from lines_of(Arrivals(device, "arrivals"))
+    yield from lines_of(ToDeviceCopier(device, "arrivals"))
 
 
 def over(arrival):
@@ -79,37 +79,37 @@ def test_partitions_come_as_they_are_complete(device, line):
         assert not sum.arrival.is_over
         assert sum.arrival.event is None
         assert sum.arrival.keeps is not None
-        assert not sum.arrival.has_arrived
+        assert not sum.arrival.is_finished
     sum.complete(1)
     over(sum.arrival)
     assert sum.arrival.event.wait(LIMIT_S)
     assert (sum.memory.far == sum.memory.host).all()
-    assert sum.arrival.wait_arrived(LIMIT_S)
+    assert sum.arrival.wait_finished(LIMIT_S)
     assert sum.arrival.keeps is None
     assert sum.landed == [2, 0, 3, 1]
 
 
 def test_it_is_over_before_its_copies_are_done():
     device = SlowDevice()
-    lines = lines_of(Arrivals(device, "arrivals"))
+    lines = lines_of(ToDeviceCopier(device, "arrivals"))
     line = next(lines)
     sum = Sum(device, 3)
     sum.complete(0, 1, 2)
     line.add(sum.arrival)
     over(sum.arrival)
     assert not sum.arrival.event.done()
-    assert not sum.arrival.has_arrived
+    assert not sum.arrival.is_finished
     assert sum.arrival.keeps is not None
     device.streams[0].go(3)
     assert sum.arrival.event.wait(LIMIT_S)
-    assert sum.arrival.wait_arrived(LIMIT_S)
+    assert sum.arrival.wait_finished(LIMIT_S)
     for _ in lines:
         pass
 
 
 def test_copies_are_enqueued_by_urgency():
     device = SlowDevice()
-    lines = lines_of(Arrivals(device, "arrivals"))
+    lines = lines_of(ToDeviceCopier(device, "arrivals"))
     line = next(lines)
     sums = [Sum(device, 2, urgency) for urgency in (5, 1, 9)]
     for sum in sums:
@@ -135,20 +135,20 @@ def test_a_target_that_is_not_ready_holds_up_no_other(device, line):
         other = Sum(device, 2)
         line.add(other.arrival)
         other.complete(0, 1)
-        assert other.arrival.wait_arrived(LIMIT_S)
+        assert other.arrival.wait_finished(LIMIT_S)
         assert not waiting.arrival.event.done()
         assert not waiting.is_there(0)
         gate.go()
-        assert waiting.arrival.wait_arrived(LIMIT_S)
+        assert waiting.arrival.wait_finished(LIMIT_S)
         assert waiting.is_there(1)
 
 
 def test_nothing_to_copy_is_over_at_once(device, line):
-    arrival = Arrival("a", 0, cut(STRIDE, STRIDE, []), [], lambda offset: 0, lambda *_: False, lambda *_: None, None)
+    arrival = CopyToDevice("a", 0, cut(STRIDE, STRIDE, []), [], lambda offset: 0, lambda *_: False, lambda *_: None, None)
     line.add(arrival)
     over(arrival)
     assert arrival.event.wait(LIMIT_S)
-    assert arrival.wait_arrived(LIMIT_S)
+    assert arrival.wait_finished(LIMIT_S)
 
 
 def test_what_a_target_does_not_cover_is_not_waited_for(device, line):
@@ -159,9 +159,9 @@ def test_what_a_target_does_not_cover_is_not_waited_for(device, line):
         asked.append(number)
         return True
 
-    pieces = cut(3 * STRIDE, STRIDE, [Load(STRIDE + 10, memory.far.ctypes.data, 20)])
+    pieces = cut(3 * STRIDE, STRIDE, [DeviceRange(STRIDE + 10, memory.far.ctypes.data, 20)])
     memory.host[:] = 7
-    arrival = Arrival("a", 0, pieces, [], lambda offset: memory.host.ctypes.data + offset, wait, lambda *_: None, None)
+    arrival = CopyToDevice("a", 0, pieces, [], lambda offset: memory.host.ctypes.data + offset, wait, lambda *_: None, None)
     line.add(arrival)
     over(arrival)
     assert arrival.event.wait(LIMIT_S)
@@ -178,7 +178,7 @@ def test_what_will_never_be_complete_ends_all(device, line):
     for sum in sums:
         with pytest.raises(PeerLostError, match="rank 1"):
             over(sum.arrival)
-        assert sum.arrival.wait_arrived(LIMIT_S), "nothing reads it any more"
+        assert sum.arrival.wait_finished(LIMIT_S), "nothing reads it any more"
         assert sum.arrival.keeps is None
 
 
@@ -193,14 +193,14 @@ def half_way(device, line):
 
 def test_what_somebody_else_has_ended_is_let_go_of_after_its_copies():
     device = SlowDevice()
-    lines = lines_of(Arrivals(device, "arrivals"))
+    lines = lines_of(ToDeviceCopier(device, "arrivals"))
     line = next(lines)
     sum = half_way(device, line)
     sum.arrival.end(DeviceError("its input was lost"))
-    assert not sum.arrival.wait_arrived(0.02), "a copy reads the sum"
+    assert not sum.arrival.wait_finished(0.02), "a copy reads the sum"
     assert sum.arrival.keeps is not None
     device.streams[0].go(1)
-    assert sum.arrival.wait_arrived(LIMIT_S), "the rest will never be complete"
+    assert sum.arrival.wait_finished(LIMIT_S), "the rest will never be complete"
     assert sum.is_there(0)
     with pytest.raises(DeviceError, match="was lost"):
         over(sum.arrival)
@@ -237,24 +237,24 @@ def test_a_target_whose_stream_fails_once_copies_wait_for_it(device, line):
         gate.go()
         with pytest.raises(DeviceError, match="a bad kernel"):
             sum.arrival.event.wait(LIMIT_S)
-        assert sum.arrival.wait_arrived(LIMIT_S)
+        assert sum.arrival.wait_finished(LIMIT_S)
         assert not sum.is_there(0)
 
 
 def test_closing_waits_for_copies():
     device = SlowDevice()
-    lines = lines_of(Arrivals(device, "arrivals"))
+    lines = lines_of(ToDeviceCopier(device, "arrivals"))
     line = next(lines)
     sum = half_way(device, line)
     line.close(lambda: ClosedError("closed"))
     with pytest.raises(ClosedError):
         over(sum.arrival)
     assert not line.join(0.02), "a copy reads the sum"
-    assert not sum.arrival.has_arrived
+    assert not sum.arrival.is_finished
     assert sum.arrival.keeps is not None
     device.streams[0].go(1)
     assert line.join(LIMIT_S)
-    assert sum.arrival.has_arrived
+    assert sum.arrival.is_finished
     assert sum.is_there(0)
     for _ in lines:
         pass
@@ -270,7 +270,7 @@ def test_thousands_of_partitions(device, line):
         n_looks += 1
         return number % 7 != 3 or n_looks > n_parts
 
-    arrival = Arrival("a", 0, memory.pieces(8), [], lambda offset: memory.host.ctypes.data + offset, wait,
+    arrival = CopyToDevice("a", 0, memory.pieces(8), [], lambda offset: memory.host.ctypes.data + offset, wait,
                       lambda *_: None, None)
     line.add(arrival)
     over(arrival)
@@ -285,7 +285,7 @@ class Noticing(HostDevice):
         self.noticed = []
         self.complete = set()
 
-    def take_notice(self):
+    def flush_remote_writes(self):
         self.noticed.append(set(self.complete))
 
 
@@ -307,10 +307,10 @@ def test_a_device_takes_notice_before_it_reads_what_cards_have_written():
             device.complete.add(number)
             changed.notify_all()
 
-    arrival = Arrival("a", 0, cut(3 * STRIDE, STRIDE, [Load(0, target.ctypes.data, 3 * STRIDE)]), [],
+    arrival = CopyToDevice("a", 0, cut(3 * STRIDE, STRIDE, [DeviceRange(0, target.ctypes.data, 3 * STRIDE)]), [],
                       lambda offset: host.ctypes.data + offset - STRIDE if STRIDE <= offset < 2 * STRIDE
                       else written.ctypes.data + offset, wait, lambda *_: None, None, on_device={0, 2})
-    for line in lines_of(Arrivals(device, "noticing")):
+    for line in lines_of(ToDeviceCopier(device, "noticing")):
         line.add(arrival)
         complete(1)
         eventually(lambda: (target[STRIDE : 2 * STRIDE] == host).all())

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.device.host import HostArray, host_device
+from bpsfast.gpu.host import HostArray, host_device
 from bpsfast.orchestration.errors import DeviceError, MismatchError
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from tests.device_memory import LIMIT_S, held
 
 
@@ -130,7 +130,7 @@ def failing():
         text = str(exc)
     stream.close()
     again = float(bpsfast.broadcast(far(np.ones(2, "f4")), 0).sum())
-    return text, again, len(current.current().devices.twins._returning)
+    return text, again, len(process.current().devices.twins._returning)
 
 
 def test_a_root_that_cannot(two):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.device.crossing import Crossing
-from bpsfast.device.devices import Bytes
-from bpsfast.device.host import HostArray, host_device
-from bpsfast.device.line import Passage
+from bpsfast.trainer.gpu.device_round import DeviceRound
+from bpsfast.trainer.gpu.devices import DeviceBytes
+from bpsfast.gpu.host import HostArray, host_device
+from bpsfast.gpu.copies import DeviceCopy
 from bpsfast.orchestration.errors import BusyError, StallError
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from bpsfast.trainer.tensor_input import tensor_input
 from tests.device_memory import LIMIT_S, deadline, held
 
@@ -33,11 +33,11 @@ def on(stream, n=N):
 
 def begin(name, source, target):
     """Return the crossing of *source* to *target*, and its unit."""
-    session = current.current()
+    session = process.current()
     bpsfast.declare(name, source.shape, average=False)
     unit = session.tensors.unit(name, LIMIT_S)
-    back = None if target is None else Bytes.of(tensor_input(target))
-    return session.devices.send(unit, Bytes.of(tensor_input(source)), back), unit
+    back = None if target is None else DeviceBytes.of(tensor_input(target))
+    return session.devices.send(unit, DeviceBytes.of(tensor_input(source)), back), unit
 
 
 def there_and_back():
@@ -128,7 +128,7 @@ def test_a_result_is_read_before_it_is_overwritten(job):
 
 def read_late_by_the_host():
     """The same, where the later rounds are pushed from host memory."""
-    session = current.current()
+    session = process.current()
     with held(host_device()) as gate:
         late = on(gate.stream)
         crossing, unit = begin("late host", on(None), late)
@@ -151,7 +151,7 @@ def test_a_result_is_read_before_a_push_of_the_host_overwrites_it(job):
 
 def retired():
     """Memory of results is given up once copies of them have ended."""
-    session = current.current()
+    session = process.current()
     with held(host_device()) as gate:
         late = on(gate.stream)
         crossing, unit = begin("retired", on(None), late)
@@ -159,10 +159,10 @@ def retired():
         timer = threading.Timer(0.2, gate.go)
         timer.start()
         session.retire([unit])
-        has_arrived = not unit._readers
+        is_finished = not unit._readers
         timer.join()
         gate.stream.record().wait(LIMIT_S)
-        return has_arrived, float(late.min()), float(late.max())
+        return is_finished, float(late.min()), float(late.max())
 
 
 def test_a_unit_is_retired_after_its_last_copy(job):
@@ -171,25 +171,25 @@ def test_a_unit_is_retired_after_its_last_copy(job):
 
 def lost_while_it_comes_back():
     """What has failed on the way there keeps the target's memory until copies to it are done."""
-    session = current.current()
+    session = process.current()
     with held(host_device()) as gate:
         late = on(gate.stream)
         bpsfast.declare("lost", late.shape, average=False)
         unit = session.tensors.unit("lost", LIMIT_S)
         unit.staging.array[: unit.nbytes].view("f4")[:] = 7
         round = unit.push_staging()
-        arrival = session.devices.bring(unit, round, Bytes.of(tensor_input(late)))
+        arrival = session.devices.bring(unit, round, DeviceBytes.of(tensor_input(late)))
         arrival.wait(deadline(), lambda: None)
-        departure = Passage("its way", 0, None)
+        departure = DeviceCopy("its way", 0, None)
         departure.end(bpsfast.DeviceError("the rest was lost"))
         text = ""
         try:
-            Crossing(session, unit, round, departure, arrival).wait(deadline())
+            DeviceRound(session, unit, round, departure, arrival).wait(deadline())
         except bpsfast.DeviceError as exc:
             text = str(exc)
-        before = arrival.has_arrived, arrival.keeps is None
+        before = arrival.is_finished, arrival.keeps is None
         gate.go()
-        after = arrival.wait_arrived(LIMIT_S), arrival.keeps is None
+        after = arrival.wait_finished(LIMIT_S), arrival.keeps is None
         unit.wait(round, LIMIT_S)
         return text, before, after, float(late.min())
 

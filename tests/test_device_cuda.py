@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bpsfast.device import cuda
+from bpsfast.gpu import cuda
 from bpsfast.orchestration.errors import BpsError, DeviceError, UnsupportedError
 from bpsfast.trainer.tensor_input import tensor_input
 

@@ -6,11 +6,11 @@ import threading
 import numpy as np
 import pytest
 
-from bpsfast.device import departures
-from bpsfast.device.arrivals import Arrival
-from bpsfast.device.departures import Departure, Departures
-from bpsfast.device.host import HostDevice
-from bpsfast.device.pieces import Load, cut
+from bpsfast.gpu import copy_to_host
+from bpsfast.gpu.copy_to_device import CopyToDevice
+from bpsfast.gpu.copy_to_host import CopyToHost, ToHostCopier
+from bpsfast.gpu.host import HostDevice
+from bpsfast.gpu.partition_copy import DeviceRange, cut
 from bpsfast.orchestration.errors import ClosedError, DeviceError
 from tests.device_memory import LIMIT_S, Memory, SlowDevice, deadline, eventually, held, lines_of
 
@@ -29,7 +29,7 @@ class Log:
             assert begin_ns > 0
             self.announced.append((title, piece.number))
 
-        return Departure(title, urgency, memory.host.ctypes.data, memory.pieces(STRIDE), after, announce or note,
+        return CopyToHost(title, urgency, memory.host.ctypes.data, memory.pieces(STRIDE), after, announce or note,
                          memory, readers)
 
 
@@ -45,7 +45,7 @@ def device():
 
 @pytest.fixture
 def line(device):
-    yield from lines_of(Departures(device, "departures"))
+    yield from lines_of(ToHostCopier(device, "departures"))
 
 
 def done(*under_way):
@@ -71,8 +71,8 @@ def test_partitions_are_announced_in_order_and_whole(device, line, log):
 
 def test_what_is_not_covered_stays(device, line):
     memory, announced = Memory(device, 3000), []
-    pieces = cut(3000, STRIDE, [Load(2100, memory.far.ctypes.data + 2100, 500)])
-    departure = Departure("a", 0, memory.host.ctypes.data, pieces, [], lambda piece, _: announced.append(piece.number),
+    pieces = cut(3000, STRIDE, [DeviceRange(2100, memory.far.ctypes.data + 2100, 500)])
+    departure = CopyToHost("a", 0, memory.host.ctypes.data, pieces, [], lambda piece, _: announced.append(piece.number),
                           memory)
     line.add(departure)
     done(departure)
@@ -128,26 +128,26 @@ def test_later_events_of_a_stream_are_not_asked():
             return False
 
     events = [Counted() for _ in range(5)]
-    under_way = [Departure("a", 0, 0, cut(1, 1, []), [event], lambda *_: None, None) for event in events]
-    assert departures._ready(under_way) == []
+    under_way = [CopyToHost("a", 0, 0, cut(1, 1, []), [event], lambda *_: None, None) for event in events]
+    assert copy_to_host._ready(under_way) == []
     assert [event.asked for event in events] == [1, 0, 0, 0, 0]
 
 
 def test_results_that_are_still_read_hold_it_up(device, line, log):
-    reader = Arrival("r", 0, [], [], lambda offset: 0, lambda *_: False, lambda *_: None, None)
+    reader = CopyToDevice("r", 0, [], [], lambda offset: 0, lambda *_: False, lambda *_: None, None)
     departure = log.departure("a", Memory(device, STRIDE), readers=[reader])
     line.add(departure)
     line.add(other := log.departure("b", Memory(device, STRIDE)))
     done(other)
     assert not departure.is_over
-    reader.let_go()
+    reader.release_memory()
     done(departure)
 
 
 def test_a_window_is_in_the_air(monkeypatch, log):
-    monkeypatch.setattr(departures, "_WINDOW_NBYTES", 4 * STRIDE)
+    monkeypatch.setattr(copy_to_host, "_WINDOW_NBYTES", 4 * STRIDE)
     device = SlowDevice()
-    lines = lines_of(Departures(device, "departures"))
+    lines = lines_of(ToHostCopier(device, "departures"))
     line = next(lines)
     memory, urgent = Memory(device, 20 * STRIDE), Memory(device, 2 * STRIDE)
     line.add(departure := log.departure("a", memory))
@@ -165,9 +165,9 @@ def test_a_window_is_in_the_air(monkeypatch, log):
 
 
 def test_small_ones_fly_two_at_a_time_at_least(monkeypatch, log):
-    monkeypatch.setattr(departures, "_WINDOW_NBYTES", 1)
+    monkeypatch.setattr(copy_to_host, "_WINDOW_NBYTES", 1)
     device = SlowDevice()
-    lines = lines_of(Departures(device, "departures"))
+    lines = lines_of(ToHostCopier(device, "departures"))
     line = next(lines)
     line.add(departure := log.departure("a", Memory(device, 5 * STRIDE)))
     eventually(lambda: device.streams and len(device.streams[0].order) == 2)
@@ -204,7 +204,7 @@ def test_a_failure_ends_all(device, line, log, where):
 
 
 def test_closing_does_not_wait_for_the_owners_stream(device, log):
-    lines = lines_of(Departures(device, "departures"))
+    lines = lines_of(ToHostCopier(device, "departures"))
     line = next(lines)
     with held(device) as gate:
         line.add(departure := log.departure("a", Memory(device, STRIDE), after=[gate.stream.record()]))
@@ -218,7 +218,7 @@ def test_closing_does_not_wait_for_the_owners_stream(device, log):
 def test_many_small_ones(device, line, log):
     """Thousands of partitions and of units in a second, not in the square of it."""
     many = Memory(device, 4000 * 8)
-    big = Departure("big", 0, many.host.ctypes.data, many.pieces(8), [], lambda *_: log.announced.append(0), many)
+    big = CopyToHost("big", 0, many.host.ctypes.data, many.pieces(8), [], lambda *_: log.announced.append(0), many)
     small = [log.departure(str(i), Memory(device, 8)) for i in range(1000)]
     line.add(big)
     for departure in small:
@@ -242,7 +242,7 @@ def test_what_a_card_takes_from_the_device_is_copied_within_it(device, line):
     """Pieces 1 and 3 go to memory of the device that was not pinned, which `copy` would refuse."""
     memory, straight, announced = Memory(device, 4 * STRIDE), np.zeros(2 * STRIDE, np.uint8), []
     begin = straight.ctypes.data
-    line.add(departure := Departure("a", 0, memory.host.ctypes.data, memory.pieces(STRIDE), [],
+    line.add(departure := CopyToHost("a", 0, memory.host.ctypes.data, memory.pieces(STRIDE), [],
                                     lambda piece, _: announced.append(piece.number), memory,
                                     on_device={1: begin - STRIDE, 3: begin + STRIDE - 3 * STRIDE}))
     done(departure)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.device.devices import Bytes, Devices
-from bpsfast.device.host import HostArray, HostDevice, host_device
+from bpsfast.trainer.gpu.devices import DeviceBytes, Devices
+from bpsfast.gpu.host import HostArray, HostDevice, host_device
 from bpsfast.orchestration.errors import BpsError, ClosedError, DeviceError
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from bpsfast.trainer.tensor_input import from_array, tensor_input
 from tests.device_memory import LIMIT_S, deadline, eventually, held
 
@@ -27,16 +27,16 @@ def far(value=1.0, n=1000):
 
 def pinned_once():
     """Segments are pinned at the first use by a kind of device, however many tensors lie there, and by which of it."""
-    devices, pins = current.current().devices, host_device()._pinned
+    devices, pins = process.current().devices, host_device()._pinned
     before = len(pins)
     for name in "pqr":
         bpsfast.push_pull(far(), name=f"pinned {name}")
-    devices.pin(host_device(), list(current.current().memory.segments.values()))
+    devices.pin(host_device(), list(process.current().memory.segments.values()))
     once = len(host_device()._pinned)
     other = HostDevice()
     other.name = "host:1"
-    devices.pin(other, list(current.current().memory.segments.values()))
-    return before, once, len(current.current().memory.segments), other._pinned
+    devices.pin(other, list(process.current().memory.segments.values()))
+    return before, once, len(process.current().memory.segments), other._pinned
 
 
 def test_segments_are_pinned_once_for_a_kind(job):
@@ -99,13 +99,13 @@ def test_the_end_waits_for_no_stream(job):
 
 def copies_at_the_end():
     """Copies that go on hold segments where they are, and their arrays."""
-    session = current.current()
+    session = process.current()
     bpsfast.declare("late", (1000,), average=False)
     unit = session.tensors.unit("late", LIMIT_S)
     with held(host_device()) as gate:
         late = far(0)
         late.stream = gate.stream
-        crossing = session.devices.send(unit, Bytes.of(tensor_input(far())), Bytes.of(tensor_input(late)))
+        crossing = session.devices.send(unit, DeviceBytes.of(tensor_input(far())), DeviceBytes.of(tensor_input(late)))
         crossing.wait(deadline())
         is_closed = session.devices.close(0.1, lambda: ClosedError("closed"))
         kept = len(host_device()._pinned)
@@ -131,8 +131,8 @@ class Heard(logging.Handler):
 
 def refused_pins():
     """Results that cannot be pinned are copied all the same, with one warning; inputs must be."""
-    session, heard = current.current(), Heard()
-    logging.getLogger("bpsfast.device").addHandler(heard)
+    session, heard = process.current(), Heard()
+    logging.getLogger("bpsfast.gpu").addHandler(heard)
     bpsfast.push_pull(np.ones(1000, "f4"), average=False, name="refused")
     bpsfast.empty(10)
     results = [segment for segment in session.memory.segments.values() if not segment.writable]
@@ -157,10 +157,10 @@ def test_results_that_cannot_be_pinned(job):
 
 def placed():
     """The setting host_device: what is not shared memory lies on the host device."""
-    devices = current.current().devices
+    devices = process.current().devices
     private, shared, already = np.ones(3, "f4"), bpsfast.empty(3), far(n=3)
     places = [devices.placed(tensor_input(x)).place for x in (private, shared, already)]
-    return [place and place.device.name for place in places], Bytes.of(from_array(private)) is None
+    return [place and place.device.name for place in places], DeviceBytes.of(from_array(private)) is None
 
 
 def test_the_setting_places_arrays(job, two):

@@ -6,17 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast.device.direct import Direct
-from bpsfast.device.host import HostDevice
+from bpsfast.trainer.gpu.gpu_direct import GpuDirectMemory
+from bpsfast.gpu.host import HostDevice
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
 from bpsfast.orchestration.messages import DeviceShared, TensorSpec
-from bpsfast.settings import Settings
+from bpsfast.base.settings import Settings
 
 MIB = 1 << 20
 
 
 class Session:
-    """What `Direct` needs of a session; the node registers everything, or refuses it with *error*."""
+    """What `GpuDirectMemory` needs of a session; the node registers everything, or refuses it with *error*."""
 
     def __init__(self, local_rank=0, local_size=1, n_nodes=2, error="", **values):
         self.settings = Settings(gpu_direct=True, **values)
@@ -48,7 +48,7 @@ def made(no_leaks):
 
     def make(*arguments, **values):
         session = Session(*arguments, **values)
-        all_of_them.append(Direct(session))
+        all_of_them.append(GpuDirectMemory(session))
         return session, all_of_them[-1]
 
     yield make

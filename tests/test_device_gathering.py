@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.device.gathering import Gathering
-from bpsfast.device.host import HostArray, HostDevice, host_device
+from bpsfast.trainer.gpu.device_path import DevicePath
+from bpsfast.gpu.host import HostArray, HostDevice, host_device
 from bpsfast.orchestration.errors import UnsupportedError
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from bpsfast.trainer.gradients import Gradients
 from bpsfast.trainer.tensor_input import from_array, tensor_input
 from tests.device_memory import LIMIT_S, deadline, held
@@ -44,7 +44,7 @@ def unit_of(prefix):
 def fused():
     """All there, and back to where they came from, or to elsewhere, or to both."""
     _, unit, offsets = unit_of("fused ")
-    gathering = Gathering(current.current())
+    gathering = DevicePath(process.current())
     sources, elsewhere = arrays(), arrays(-5)
     for name, x in sources.items():
         memory = tensor_input(x)
@@ -62,7 +62,7 @@ def test_tensors_of_one_unit(job):
 
 def none_of_it():
     _, unit, _ = unit_of("none ")
-    return Gathering(current.current()).send(unit), unit.has_begun
+    return DevicePath(process.current()).send(unit), unit.has_begun
 
 
 def test_what_is_not_on_a_device_is_not_sent(job):
@@ -100,7 +100,7 @@ def test_units_that_are_partly_on_the_host(job):
 def refused():
     """One device, for sources and targets; what was refused was not noted."""
     _, unit, offsets = unit_of("refused ")
-    gathering = Gathering(current.current())
+    gathering = DevicePath(process.current())
     other = HostDevice()
     other.name = "elsewhere"
     x = arrays()
@@ -130,9 +130,9 @@ def test_a_rank_has_one_device(job):
 
 def same_names():
     """Rounds of another unit of the same name are not this one's."""
-    session = current.current()
+    session = process.current()
     x = np.ones(4, "f4").view(HostArray)
-    gathering = Gathering(session)
+    gathering = DevicePath(session)
     means = []
     for _ in range(2):
         bpsfast.declare("again", (4,), average=False)
@@ -156,7 +156,7 @@ def test_a_name_that_comes_again(job):
 def departed():
     """`wait_departed` waits for the way there only."""
     _, unit, offsets = unit_of("departed ")
-    gathering = Gathering(current.current())
+    gathering = DevicePath(process.current())
     with held(host_device()) as gate:
         x = arrays(stream=gate.stream)
         for name in SHAPES:

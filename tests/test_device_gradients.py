@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.autotune.point import Point
-from bpsfast.device.host import HostArray, host_device
+from bpsfast.trainer.tuning_point import TuningPoint
+from bpsfast.gpu.host import HostArray, host_device
 from bpsfast.trainer.gradients import Gradients
 from bpsfast.trainer.tensor_input import tensor_input
 from tests.device_arrays import Stream, same, values
@@ -132,7 +132,7 @@ def test_gradients_of_streams(ranks):
 def tuned():
     """Editions with other partitions and fusion come and go under gradients on a device, whose streams are late."""
     g = Gradients(LAYERS, prefix="tuned ", average=False, device="host")
-    points = [Point(*cut[:2], 1 << 20 + i, cut[2]) for i, cut in enumerate(CUTS)]
+    points = [TuningPoint(*cut[:2], 1 << 20 + i, cut[2]) for i, cut in enumerate(CUTS)]
     if g._tuner._pilot is not None:
         g._tuner._pilot = Tour(g._tuner._pilot.decision.active, points)
     wrong, editions = [], set()

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from bpsfast.device.host import HostArray, HostDevice, host_device
+from bpsfast.gpu.host import HostArray, HostDevice, host_device
 from bpsfast.orchestration.errors import DeviceError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

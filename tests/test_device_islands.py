@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.device import islands
-from bpsfast.device.routes import Road, Routes
+from bpsfast.collectives import islands
+from bpsfast.collectives.island_routes import Route, IslandRoutes
 from bpsfast.orchestration.errors import BpsError
-from bpsfast.trainer import current as process
+from bpsfast.trainer import process
 
 pytestmark = pytest.mark.matrix
 #: Ranks of the nodes, helpers, what is forced, and the islands that follow.
@@ -167,8 +167,8 @@ def test_who_loses_a_member_is_told_soon(job):
 def sum_over_crossing_islands(n):
     """Half of the partitions go by pairs of neighbours, half by the other pairs: each rank is in two islands."""
     pairs = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-    islands.agree = lambda session, device: Routes(tuple(
-        Road(0.5, each, tuple(tuple((rank, 0.5) for rank in island) for island in each)) for each in pairs))
+    islands.agree = lambda session, device: IslandRoutes(tuple(
+        Route(0.5, each, tuple(tuple((rank, 0.5) for rank in island) for island in each)) for each in pairs))
     rank = bpsfast.rank()
     for turn in range(3):
         order = np.random.default_rng(10 * turn + rank).permutation(n)

@@ -6,9 +6,9 @@ import pytest
 
 import bpsfast
 from bpsfast import compression
-from bpsfast.device.host import HostArray
-from bpsfast.dtypes import TABLE
-from bpsfast.trainer import current
+from bpsfast.gpu.host import HostArray
+from bpsfast.base.dtypes import TABLE
+from bpsfast.trainer import process
 from bpsfast.trainer.gradients import Gradients
 from tests.device_arrays import Stream, same, values
 
@@ -124,7 +124,7 @@ def with_the_setting():
                         bpsfast.synchronize(bpsfast.push_pull_async(x, average, name)), ):
                 if type(got) is not np.ndarray or not same(got, want):
                     wrong.append((average, shape))
-    lines = current.current().devices._lines
+    lines = process.current().devices._lines
     return wrong, list(lines)
 
 

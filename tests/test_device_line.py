@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from bpsfast.device.host import HostDevice
-from bpsfast.device.line import Line, Passage
+from bpsfast.gpu.host import HostDevice
+from bpsfast.gpu.copies import CopyThread, DeviceCopy
 from bpsfast.orchestration.errors import ClosedError, DeviceError, PeerLostError, StallError
 from tests.device_memory import LIMIT_S, deadline, eventually, held
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-class Errand(Passage):
+class Errand(DeviceCopy):
     """Runs *work* in the line's thread; over when it returns true."""
 
     def __init__(self, work, urgency=0):
@@ -23,14 +23,14 @@ class Errand(Passage):
         self.work = work
 
 
-class Errands(Line[Errand]):
+class Errands(CopyThread[Errand]):
     """Does errands one after another."""
 
     def _bring(self, under_way, stream):
         rest = []
         for errand in under_way:
             if errand.work(stream):
-                errand.let_go()
+                errand.release_memory()
                 errand.end()
             else:
                 rest.append(errand)

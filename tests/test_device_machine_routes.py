@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.device.machine_routes import _Member, _routes
+from bpsfast.collectives.machine_routes import _Member, _routes
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.settings import Settings
+from bpsfast.base.settings import Settings
 
 HERE = [_Member(4, 1, 0, ""), _Member(5, 1, 1, "")]
 
@@ -13,7 +13,7 @@ HERE = [_Member(4, 1, 0, ""), _Member(5, 1, 1, "")]
 def test_the_root_that_is_named():
     found = _routes(HERE, Settings(gpu_direct=True, islands="auto", reduce_roots="1"))
     assert found.islands() == [(4, 5)]
-    assert {found.leg(part, rank).root for part in range(20) for rank in (4, 5)} == {5}
+    assert {found.partition_route(part, rank).root for part in range(20) for rank in (4, 5)} == {5}
 
 
 def test_several_roots_and_islands_are_none():

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
-from bpsfast.device.pieces import Load, Piece, cut
+from bpsfast.gpu.partition_copy import DeviceRange, PartitionCopy, cut
 
 
 @st.composite
@@ -13,7 +13,7 @@ def units(draw):
     """A unit's bytes, the stride of its partitions, and loads within it that do not overlap, in any order."""
     stride = 64 * draw(st.integers(1, 5))
     edges = sorted(draw(st.sets(st.integers(0, 2000), max_size=10)))
-    loads = [Load(begin, draw(st.integers(1, 1 << 40)), end - begin)
+    loads = [DeviceRange(begin, draw(st.integers(1, 1 << 40)), end - begin)
              for begin, end in pairwise(edges) if draw(st.booleans())]
     nbytes = (edges[-1] if edges else 0) + draw(st.integers(0, 300))
     return nbytes, stride, draw(st.permutations(loads))
@@ -44,8 +44,8 @@ def test_copies_are_in_order(unit):
 
 
 def test_what_needs_no_copy_is_announced_too():
-    assert cut(100, 64, []) == [Piece(0, 64, ()), Piece(1, 36, ())]
+    assert cut(100, 64, []) == [PartitionCopy(0, 64, ()), PartitionCopy(1, 36, ())]
 
 
 def test_nothing_has_no_partitions():
-    assert cut(0, 64, [Load(0, 1, 0)]) == []
+    assert cut(0, 64, [DeviceRange(0, 1, 0)]) == []

@@ -8,21 +8,21 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 import bpsfast
-from bpsfast.device.communicator import DTYPES, Run
-from bpsfast.device.host import host_device
-from bpsfast.device.machine_routes import island_group
-from bpsfast.device.shared import SharedCommunicator, lots
-from bpsfast.dtypes import TABLE
+from bpsfast.gpu.communicator import DTYPES, IslandRange
+from bpsfast.gpu.host import host_device
+from bpsfast.collectives.machine_routes import island_group
+from bpsfast.gpu.shared_device import SharedCommunicator, slot_ranges
+from bpsfast.base.dtypes import TABLE
 from bpsfast.orchestration.errors import BpsError
-from bpsfast.reference import reduce
-from bpsfast.trainer import current as process
+from bpsfast.base.reference_sum import reduce
+from bpsfast.trainer import process
 
 
 @given(st.lists(st.integers(0, 5000), max_size=20), st.integers(1, 8))
 def test_slotfuls_hold_every_byte_once_and_apart(sizes: list[int], slot: int) -> None:
-    runs = [Run(0, 0, 8 * n, 0) for n in sizes]
+    runs = [IslandRange(0, 0, 8 * n, 0) for n in sizes]
     seen = {id(run): 0 for run in runs}
-    for lot in lots(runs, slot * 1024):
+    for lot in slot_ranges(runs, slot * 1024):
         end = 0
         for part in lot:
             assert part.offset >= end and part.offset % 256 == 0 and part.nbytes > 0 and part.nbytes % 8 == 0
@@ -62,7 +62,7 @@ def sums_of(dtypes, sizes):
         inputs = [[np.random.default_rng(100 * rank + i).integers(0, 256, n * row.itemsize, np.uint8).view(row.numpy)
                    for i, n in enumerate(sizes)] for rank in range(session.size)]
         own, outs = inputs[session.rank], [np.zeros(n, row.numpy) for n in sizes]
-        runs = [Run(x.ctypes.data, y.ctypes.data, x.nbytes, i % session.size)
+        runs = [IslandRange(x.ctypes.data, y.ctypes.data, x.nbytes, i % session.size)
                 for i, (x, y) in enumerate(zip(own, outs))]
         calls.reduce(stream, [], runs, dtype, heard.put)
         calls.broadcast(stream, [], runs, dtype, heard.put)
@@ -77,7 +77,7 @@ def differ():
     rank, heard, stream = bpsfast.rank(), Heard(), host_device().stream()
     calls = made("differ", heard)
     x = np.ones(1000 + rank, np.float32)
-    calls.reduce(stream, [], [Run(x.ctypes.data, x.ctypes.data, x.nbytes, 0)], "float32", heard.put)
+    calls.reduce(stream, [], [IslandRange(x.ctypes.data, x.ctypes.data, x.nbytes, 0)], "float32", heard.put)
     try:
         heard.next()
         return ""
@@ -94,7 +94,7 @@ def close_while_others_are_awaited():
     calls = made("closed early", heard)
     x = np.ones(1000, np.float32)
     if rank == 0:
-        calls.reduce(stream, [], [Run(x.ctypes.data, x.ctypes.data, x.nbytes, 0)], "float32", heard.put)
+        calls.reduce(stream, [], [IslandRange(x.ctypes.data, x.ctypes.data, x.nbytes, 0)], "float32", heard.put)
     calls.close()
     stream.close()
     return not [each for each in threading.enumerate() if each.name == "bpsfast-island-sums"]

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bpsfast.device.communicator import DTYPES
-from bpsfast.device.sum_kernels import SOURCE
-from bpsfast.dtypes import TABLE
-from bpsfast.reference import reduce
+from bpsfast.gpu.communicator import DTYPES
+from bpsfast.gpu.sum_kernels import SOURCE
+from bpsfast.base.dtypes import TABLE
+from bpsfast.base.reference_sum import reduce
 
 #: One thread does it all.
 _PRELUDE = """

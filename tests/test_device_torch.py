@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import bpsfast.torch as bps
-from bpsfast.device.host import HostDevice, host_device
-from bpsfast.torch.backend.afar import Call
-from bpsfast.trainer import current
+from bpsfast.gpu.host import HostDevice, host_device
+from bpsfast.torch.backend.device_calls import Call
+from bpsfast.trainer import process
 from tests import test_cross_barrier, test_ddp, test_torch_ops, test_torch_optimizer, test_torch_parallel
 from tests.device_memory import LIMIT_S, held
 
@@ -36,7 +36,7 @@ def shape(request):
 
 def went_afar():
     """Whether this rank's session has had a line."""
-    return list(current.current().devices._lines)
+    return list(process.current().devices._lines)
 
 
 CHECKS = {

@@ -8,7 +8,7 @@ import pytest
 
 import bpsfast
 from bpsfast import trace
-from bpsfast.device.host import HostArray
+from bpsfast.gpu.host import HostArray
 from bpsfast.trainer.gradients import Gradients
 
 

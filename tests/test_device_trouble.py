@@ -9,9 +9,9 @@ import time
 import numpy as np
 
 import bpsfast
-from bpsfast.device.host import HostArray, host_device
+from bpsfast.gpu.host import HostArray, host_device
 from bpsfast.orchestration.errors import BpsError, BusyError, ClosedError, DeviceError
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from bpsfast.trainer.gradients import Gradients
 from tests.device_memory import LIMIT_S, eventually, held
 
@@ -42,7 +42,7 @@ def a_kernel_fails(ends):
     stream.close()
     is_done = handle.done()
     if ends and isinstance(error, DeviceError):
-        current.current().close(clean=False, reason=f"rank {bpsfast.rank()}: {error}")
+        process.current().close(clean=False, reason=f"rank {bpsfast.rank()}: {error}")
     return type(error).__name__, str(error), is_done
 
 
@@ -163,7 +163,7 @@ def test_forks(job):
 
 def many_rounds():
     """Threads, descriptors and what is remembered do not grow with rounds, streams and tensors."""
-    session = current.current()
+    session = process.current()
     g = Gradients({f"t{i}": ((50 + i,), "f4") for i in range(20)}, device="host", prefix="many ")
     seen = []
     for round in range(60):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.device.host import HostArray, HostDevice, HostStream, host_device
-from bpsfast.device.twins import Twin
+from bpsfast.gpu.host import HostArray, HostDevice, HostStream, host_device
+from bpsfast.trainer.gpu.staging_buffers import StagingBuffer
 from bpsfast.orchestration.errors import ClosedError, DeviceError, StallError
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from bpsfast.trainer.tensor_input import tensor_input
 from tests.device_memory import LIMIT_S, deadline, eventually, held
 
@@ -23,7 +23,7 @@ def one(shared_job):
 
 def twin_of(x):
     memory = tensor_input(x)
-    return Twin(current.current().devices.twins, memory.place, memory.address, memory.nbytes, memory.owner)
+    return StagingBuffer(process.current().devices.twins, memory.place, memory.address, memory.nbytes, memory.owner)
 
 
 def far(value=0, n=5000, stream=None):
@@ -72,7 +72,7 @@ def test_a_twin_is_written_in_its_owners_order(one):
 
 def kept():
     """The memory on both sides is held until the device has done with it, and then somebody else's."""
-    session = current.current()
+    session = process.current()
     with held(host_device()) as gate:
         x = far(2, stream=gate.stream)
         twin = twin_of(x)
@@ -138,7 +138,7 @@ def failed():
         text = str(exc)
     twin.release()
     stream.close()
-    current.current().devices.twins.reap()
+    process.current().devices.twins.reap()
     fine = twin_of(far(4))
     fine.fetch()
     fine.wait(deadline())
@@ -155,7 +155,7 @@ def test_a_failure_is_its_own_streams(one):
 
 def refused():
     """Memory that the device cannot reach is given back."""
-    session = current.current()
+    session = process.current()
     region = session.memory.allocate(5000)
     session.memory.release(region)
     device = HostDevice()
@@ -199,11 +199,11 @@ class BrokenStream(HostStream):
 
 def broken():
     """Of a device that has failed nothing is under way: the session ends as ever."""
-    session = current.current()
+    session = process.current()
     device = Broken()
     before = threading.active_count()
     x = np.zeros(5000, "f4")
-    twin = Twin(session.devices.twins, device.place(), x.ctypes.data, x.nbytes, x)
+    twin = StagingBuffer(session.devices.twins, device.place(), x.ctypes.data, x.nbytes, x)
     twin.fetch()
     twin.wait(deadline())
     twin.release()
@@ -219,7 +219,7 @@ def test_a_broken_device_keeps_nobody_from_leaving(job):
 
 def closed():
     """The end does not come while copies go on; without them it leaves no thread."""
-    session = current.current()
+    session = process.current()
     twins = session.devices.twins
     before = threading.active_count()
     with held(host_device()) as gate:

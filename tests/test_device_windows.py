@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast.device import windows
-from bpsfast.device.windows import CudaWindows
+from bpsfast.gpu import windows
+from bpsfast.gpu.windows import CudaWindows
 from bpsfast.orchestration.errors import DeviceError
 
 N_EVENTS = 2

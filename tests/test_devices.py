@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.nic.devices import roce_mtu
+from bpsfast.hardware.rdma_devices import roce_mtu
 from tests.sysfs_trees.machine import Machine
 
 

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bpsfast.cli import cli
-from bpsfast.commands import devices, gids, verbs_answers
-from bpsfast.nic.route import choose
+from bpsfast.tools.commands import rdma_devices, gids, verbs_answers
+from bpsfast.hardware.rdma_route import choose
 from bpsfast.pyx import verbs
 from tests.sysfs_trees import NAMES
 from tests.sysfs_trees.machine import Machine
@@ -86,9 +86,9 @@ def test_a_recorded_machine_has_no_library_to_ask(recorded_machine: Callable[[st
 def test_what_the_library_says_stands_beside_it(recorded_machine: Callable[[str], Machine]) -> None:
     host = recorded_machine("rxe").host
     assert verbs_answers.active_mtus(verbs, host) == {"rxe0/1": "not listed", "rxe1/1": "not listed"}
-    table = devices.rows(host, choose(host), {"rxe0/1": "4096", "rxe1/1": "not listed"})
+    table = rdma_devices.rows(host, choose(host), {"rxe0/1": "4096", "rxe1/1": "not listed"})
     assert [row[-1] for row in table] == ["ACTIVE_MTU", "4096", "not listed"]
-    told = devices.data(host, choose(host), {"rxe0/1": "4096", "rxe1/1": "not listed"})["devices"]
+    told = rdma_devices.data(host, choose(host), {"rxe0/1": "4096", "rxe1/1": "not listed"})["devices"]
     assert [device["ports"][0]["active_mtu"] for device in told] == [4096, "not listed"]
     found = gids.table(host)
     assert set(verbs_answers.verdicts(verbs, found).values()) == {"not listed"}

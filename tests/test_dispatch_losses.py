@@ -9,7 +9,7 @@ import pytest
 from bpsfast.node import dispatch
 from bpsfast.orchestration.errors import StallError
 from bpsfast.pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT
-from bpsfast.transport.tcp import TcpLink
+from bpsfast.node.transport.tcp import TcpLink
 from tests.dispatch_service import HEADER, NBYTES, alone, service as service
 
 
@@ -41,7 +41,7 @@ def test_over_a_detour_goes_what_is_awaited_then_what_waited_and_nothing_twice(s
     service.far[0].close()
     service.far[0] = far
     # The peer got part 0. It awaits nothing of 5, which was never written.
-    dispatcher.detour(0, link, {0: 2, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1})
+    dispatcher.replace_link(0, link, {0: 2, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1})
     assert service.written(0, 4) == [1, 2, 3, 4]
     dispatcher.stop()
     dispatcher.handle([service.event(EVENT_FORWARD, 0, 0, round_=2)])
@@ -65,7 +65,7 @@ def test_a_detour_that_ends_before_its_repeats_have_left_repeats_none_of_them_tw
         far.settimeout(20)
         service.far.append(far)
         service.links.append(TcpLink(0, {0: near}, n_slots=64))
-        dispatcher._take(dispatch.Detour(0, service.links[-1], dict.fromkeys(range(4), 1), threading.Event()))
+        dispatcher._take(dispatch.ReplaceLink(0, service.links[-1], dict.fromkeys(range(4), 1), threading.Event()))
         assert dispatcher.counters()["queued"] == 2
     dispatcher.handle([service.event(EVENT_FORWARD, 0, 0, round_=2)])
     while dispatcher.counters()["queued"]:
@@ -78,7 +78,7 @@ def test_a_detour_that_ends_before_its_repeats_have_left_repeats_none_of_them_tw
 def test_a_service_that_does_not_run_takes_over_no_link(service, monkeypatch):
     monkeypatch.setattr(dispatch, "_DETOUR_TIMEOUT_S", 0.01)
     with pytest.raises(StallError, match="did not take over a new link within"):
-        service.dispatcher.detour(0, service.links[0], {})
+        service.dispatcher.replace_link(0, service.links[0], {})
 
 
 @pytest.mark.parametrize("service", [(1, 1 << 20, [True])], indirect=True)
@@ -125,7 +125,7 @@ def test_to_a_node_that_is_dropped_nothing_more_goes(service):
 def test_a_result_is_lent_to_one_node_and_counted(service):
     dispatcher = service.dispatcher
     service.commit((1, 0))
-    dispatcher.lend(dispatch.Loan(source=1, part=0, round=7, address=service.payload.address, nbytes=NBYTES))
+    dispatcher.resend(dispatch.ResultResend(source=1, part=0, round=7, address=service.payload.address, nbytes=NBYTES))
     dispatcher._keep_up()
     dispatcher.handle([service.event(EVENT_RESULT, 0, 0, 8)])
     header = HEADER.unpack(service._exactly(1, HEADER.size))
@@ -143,7 +143,7 @@ def test_a_running_service_hears_of_losses_and_loans_by_itself(service):
     service.commit((0,))
     service.dispatcher.start()
     service.dispatcher.drop(0)
-    service.dispatcher.lend(dispatch.Loan(source=1, part=0, round=1, address=service.payload.address, nbytes=NBYTES))
+    service.dispatcher.resend(dispatch.ResultResend(source=1, part=0, round=1, address=service.payload.address, nbytes=NBYTES))
     assert service.written(1, 1) == [0]
     service.links[0].close()
     assert service.lost.empty()
@@ -154,10 +154,10 @@ def test_a_detour_to_a_node_that_is_dropped_meanwhile_is_no_failure(service):
     service.commit((0,))
     service.dispatcher.drop(0)
     service.dispatcher._keep_up()
-    detour = dispatch.Detour(0, service.links[0], {0: 1}, threading.Event())
-    service.dispatcher._take(detour)
+    replace_link = dispatch.ReplaceLink(0, service.links[0], {0: 1}, threading.Event())
+    service.dispatcher._take(replace_link)
     assert service.dispatcher.counters()["detours"] == 0
-    assert detour.taken.is_set(), "who asked for it does not wait for its deadline"
+    assert replace_link.taken.is_set(), "who asked for it does not wait for its deadline"
 
 
 @pytest.mark.parametrize("service", [(1, 1 << 20, [True])], indirect=True)
@@ -174,7 +174,7 @@ def test_what_was_given_up_is_not_written_again_nor_behind_what_waits(service):
     far.settimeout(20)
     service.far.append(far)
     service.links.append(TcpLink(0, {0: near}, n_slots=64))
-    dispatcher._take(dispatch.Detour(0, service.links[1], {0: 1, 1: 1}, threading.Event()))
+    dispatcher._take(dispatch.ReplaceLink(0, service.links[1], {0: 1, 1: 1}, threading.Event()))
     service.far[0], service.far[1] = service.far[1], service.far[0]
     assert service.written(0, 1) == [1] and set(dispatcher._destinations[0].posted) == {1}
     assert dispatcher._place_of(0, is_result=False) < dispatcher._place_of(1, is_result=False), "of the same pass"
@@ -184,8 +184,8 @@ def test_what_was_given_up_is_not_written_again_nor_behind_what_waits(service):
 def test_a_running_service_forgets_what_it_is_told_to(service):
     service.commit((0, 1))
     service.dispatcher.start()
-    service.dispatcher.lend(dispatch.Loan(source=0, part=0, round=1, address=service.payload.address, nbytes=NBYTES))
+    service.dispatcher.resend(dispatch.ResultResend(source=0, part=0, round=1, address=service.payload.address, nbytes=NBYTES))
     assert service.written(0, 1) == [0]
     service.dispatcher.forget([0])
-    service.dispatcher.lend(dispatch.Loan(source=0, part=1, round=1, address=service.payload.address, nbytes=NBYTES))
+    service.dispatcher.resend(dispatch.ResultResend(source=0, part=1, round=1, address=service.payload.address, nbytes=NBYTES))
     assert service.written(0, 1) == [1] and set(service.dispatcher._destinations[0].posted) == {1}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bpsfast import settings
+from bpsfast.base import settings
 from bpsfast.docs import settings_page
 from tests import shell_lines
 from tests.doc_pages import ROOT, Block, Page, pages

@@ -8,16 +8,16 @@ from collections.abc import Callable
 import pytest
 from click.testing import CliRunner, Result
 
-from bpsfast import settings
+from bpsfast.base import settings
 from bpsfast.cli import cli
-from bpsfast.commands import doctor as command
-from bpsfast.doctor import peer as other
-from bpsfast.doctor.checks import CHECKS
-from bpsfast.doctor.facts import Facts
-from bpsfast.nic.host import Host
-from bpsfast.nic.netlink import Address
+from bpsfast.tools.commands import doctor as command
+from bpsfast.tools.doctor import peer as other
+from bpsfast.tools.doctor.checks import CHECKS
+from bpsfast.tools.doctor.facts import Facts
+from bpsfast.hardware.host import Host
+from bpsfast.hardware.netlink import Address
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.perf.control import secret_for
+from bpsfast.tools.perf.control import secret_for
 from tests.sysfs_trees import NAMES
 from tests.sysfs_trees.machine import Machine
 

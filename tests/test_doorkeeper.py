@@ -10,7 +10,7 @@ import time
 import pytest
 import zmq
 
-from bpsfast.orchestration.doorkeeper import MOST_STRANGERS, STRANGER_MAX_NBYTES, Doorkeeper, interface
+from bpsfast.orchestration.zmq_connections import MAX_PENDING_HANDSHAKES, PENDING_MAX_NBYTES, ZmqHandshakeLimiter, interface
 from bpsfast.orchestration.security import curve_pair
 from tests.hung_up import is_over
 
@@ -25,7 +25,7 @@ class Server:
 
     def __init__(self, context):
         self.socket = context.socket(zmq.ROUTER)
-        self.keeper = Doorkeeper(self.socket)
+        self.keeper = ZmqHandshakeLimiter(self.socket)
         self.socket.linger = 0
         self.socket.maxmsgsize = 16 << 20
         self.socket.curve_server = True
@@ -99,7 +99,7 @@ def test_an_endless_handshake_is_cut_off(server):
                 return False
 
         server.until(lambda: not says_more())
-        assert server.keeper.n_cut == 1 and n_sent > STRANGER_MAX_NBYTES
+        assert server.keeper.n_cut == 1 and n_sent > PENDING_MAX_NBYTES
     server.until(lambda: not server.keeper.n_strangers)
 
 
@@ -133,13 +133,13 @@ def test_a_member_is_no_stranger_because_its_first_message_was_not_read_yet(serv
 def test_of_too_many_strangers_the_oldest_go_and_a_member_comes_in(server, member):
     with contextlib.ExitStack() as stack:
         strangers = []
-        for _ in range(MOST_STRANGERS + 50):
+        for _ in range(MAX_PENDING_HANDSHAKES + 50):
             strangers.append(stack.enter_context(server.call()))
             server.turn()
         member.send(b"first")
         server.until(lambda: server.received)
         server.until(lambda: sum(map(is_over, strangers)) >= 50)
-        assert server.keeper.n_strangers <= MOST_STRANGERS
+        assert server.keeper.n_strangers <= MAX_PENDING_HANDSHAKES
     server.until(lambda: not server.keeper.n_strangers)
 
 
@@ -148,7 +148,7 @@ def test_a_flood_from_one_host_cuts_nobody_off_who_comes_from_another(server):
         other = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), LIMIT_S, ("127.0.0.2", 0)))
         strangers = [stack.enter_context(server.call())]
         server.until(lambda: server.keeper.n_strangers == 2)
-        while len(strangers) < MOST_STRANGERS + 50:
+        while len(strangers) < MAX_PENDING_HANDSHAKES + 50:
             strangers.append(stack.enter_context(server.call()))
             server.turn()
         server.until(lambda: sum(map(is_over, strangers)) >= 50)

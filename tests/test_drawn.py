@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bpsfast.bench import drawn, plots
+from bpsfast.bench import drawn
+from bpsfast.bench.harness import plots
 
 
 def test_times_and_steps_are_those_of_the_records() -> None:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bpsfast import dtypes
+from bpsfast.base import dtypes
 from bpsfast.orchestration.errors import UnsupportedError
 
 
@@ -58,6 +58,6 @@ def test_unknown_name_is_refused() -> None:
 
 @pytest.mark.slow
 def test_importing_dtypes_and_kernels_imports_no_numba() -> None:
-    code = "import sys, bpsfast.dtypes, bpsfast.kernels; sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
+    code = "import sys, bpsfast.base.dtypes, bpsfast.kernels; sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
     program = f"import sys; sys.path[:] = {sys.path!r}; {code}"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -9,12 +9,12 @@ import sys
 import msgspec
 import pytest
 
-from bpsfast import settings
+from bpsfast.base import settings
 from bpsfast.launch import elastic_job
-from bpsfast.launch.job import Shape
-from bpsfast.launch.muster_service import MusterService
+from bpsfast.launch.local_job import JobShape
+from bpsfast.launch.elastic_service import ElasticService
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.orchestration.muster.muster import Rules
+from bpsfast.orchestration.elastic.coordinator import ElasticRules
 
 
 def cli(*arguments):
@@ -35,7 +35,7 @@ def test_what_makes_no_sense_is_refused(options, text):
 
 
 def test_workers_are_told_the_muster_and_no_place():
-    found = elastic_job.plan(Shape(ranks=(2, 1)), ["prog"], settings.load({"rank": 3, "timeout_s": 7}, {}),
+    found = elastic_job.plan(JobShape(ranks=(2, 1)), ["prog"], settings.load({"rank": 3, "timeout_s": 7}, {}),
                              {"PATH": "/bin", "RANK": "9", "BPSFAST_SIZE": "9"}, "127.0.0.1:99", "ab" * 16)
     assert [command.name for command in found] == ["worker 0", "worker 1", "worker 2"]
     environ = found[2].environ
@@ -48,7 +48,7 @@ def test_workers_are_told_the_muster_and_no_place():
 
 def test_helpers_are_refused():
     with pytest.raises(ConfigError, match="--helpers 1 with --elastic"):
-        elastic_job.run(Shape(ranks=(1,), n_helpers=1), ["true"], settings.load({}, {}), Rules(max_ranks=1))
+        elastic_job.run(JobShape(ranks=(1,), n_helpers=1), ["true"], settings.load({}, {}), ElasticRules(max_ranks=1))
 
 
 def test_add_needs_the_file_of_a_running_job(tmp_path):
@@ -142,14 +142,14 @@ def test_a_worker_without_a_key_says_who_starts_workers():
 @pytest.mark.parametrize(("program", "out"), [
     ("import bpsfast; bpsfast.init(); print('trains')", ""),
     ("import bpsfast, bpsfast.torch as bps\nfrom bpsfast.trainer import suspension\nsuspension._suspended = []\n"
-     "from bpsfast.elastic.member import enlist\nfrom bpsfast.settings import load\nenlist(load({}))\n"
+     "from bpsfast.elastic.coordinator_client import enlist\nfrom bpsfast.base.settings import load\nenlist(load({}))\n"
      "bps.resume(1, 0, 0); print('trains')", ""),
     ("import bpsfast, bpsfast.elastic as e\ntry: bpsfast.init()\n"
      "except Exception: print('no error')\nexcept e.TrainingOver as over: print(over)",
      "the training has ended without this worker, which came too late\n")])
 def test_who_comes_after_the_end_ends_well_and_says_nothing(program, out):
     key = "ab" * 16
-    service = MusterService(Rules(max_ranks=1), [0], bytes.fromhex(key), "127.0.0.1")
+    service = ElasticService(ElasticRules(max_ranks=1), [0], bytes.fromhex(key), "127.0.0.1")
     try:
         service._muster.done()
         service.start()

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from bpsfast.elastic.member import Member, _Store
+from bpsfast.elastic.coordinator_client import CoordinatorClient, _Store
 from bpsfast.launch import rendezvous
 from bpsfast.orchestration.errors import PeerLostError, StallError
-from bpsfast.orchestration.muster.muster_line import Come, Formed, Void
-from bpsfast.trainer import current
+from bpsfast.orchestration.elastic.protocol import Come, Formed, Void
+from bpsfast.trainer import process
 from tests.musters import (  # fixtures
     LIMIT_S,
     end as end,
@@ -26,9 +26,9 @@ def test_one_job_after_another_is_joined(muster, end):
     member = end(made.address)
     for number in (1, 2):
         member.join()
-        assert (member.job, member.lost_worker, current.size(), current.rank()) == (number, "shrink", 1, 0)
-        current.barrier(LIMIT_S)
-        current.shutdown()
+        assert (member.job, member.lost_worker, process.size(), process.rank()) == (number, "shrink", 1, 0)
+        process.barrier(LIMIT_S)
+        process.shutdown()
     member.done()
 
 
@@ -49,7 +49,7 @@ def test_a_job_that_does_not_come_together_is_tried_three_times(muster, end, cap
 
     with meanwhile(others), pytest.raises(StallError, match=r"1 of 2 ha(s|ve) not come to the store within 0\.5 s"):
         member.join()
-    assert (member.job, current.session()) == (3, None)
+    assert (member.job, process.session()) == (3, None)
     said = [text for text in caplog.messages if text.endswith("another one is awaited")]
     assert [text.split(": it did not come together: rank")[0] for text in said] == ["job 1", "job 2"]
 
@@ -71,7 +71,7 @@ def test_a_job_that_loses_somebody_before_it_has_begun_is_no_try(muster, end):
 
     with meanwhile(others), pytest.raises(PeerLostError, match=r"^that was enough$"):
         member.join()
-    assert member.job == 5 and current.session() is None
+    assert member.job == 5 and process.session() is None
 
 
 def test_a_worker_that_is_lost_while_others_attach_is_not_waited_for(muster, end):
@@ -80,7 +80,7 @@ def test_a_worker_that_is_lost_while_others_attach_is_not_waited_for(muster, end
 
     def other():
         """Find the others, and be lost before it attaches to the node."""
-        second = Member(settings_of(made.address, 1))
+        second = CoordinatorClient(settings_of(made.address, 1))
         try:
             formed = second._await_job(0, "")
             found = rendezvous.place(_Store(second, 1), formed.rank, formed.size, second._settings,
@@ -94,6 +94,6 @@ def test_a_worker_that_is_lost_while_others_attach_is_not_waited_for(muster, end
     with meanwhile(other):
         member.join()
     assert time.monotonic() - begin < 15.0, "the deadline of the first job was not waited for"
-    assert (member.job, current.size()) == (2, 1)
-    current.barrier(LIMIT_S)
-    current.shutdown()
+    assert (member.job, process.size()) == (2, 1)
+    process.barrier(LIMIT_S)
+    process.shutdown()

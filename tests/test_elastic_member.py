@@ -11,12 +11,12 @@ from datetime import timedelta
 
 import pytest
 
-from bpsfast.elastic import member as member_module
-from bpsfast.elastic.member import Member, TrainingOver, enlist, enlisted
-from bpsfast.launch import muster_service
+from bpsfast.elastic import coordinator_client as client_module
+from bpsfast.elastic.coordinator_client import CoordinatorClient, TrainingOver, open_client, current_client
+from bpsfast.launch import elastic_service
 from bpsfast.orchestration.errors import BpsError, CapacityError, ConfigError, MismatchError, PeerLostError, StallError
-from bpsfast.orchestration.muster import muster_line
-from bpsfast.orchestration.muster.muster_line import (
+from bpsfast.orchestration.elastic import protocol
+from bpsfast.orchestration.elastic.protocol import (
     Come,
     Done,
     Formed,
@@ -28,8 +28,8 @@ from bpsfast.orchestration.muster.muster_line import (
     Void,
     Want,
 )
-from bpsfast.settings import load
-from bpsfast.trainer import current
+from bpsfast.base.settings import load
+from bpsfast.trainer import process
 from tests.musters import (  # fixtures
     KEY,
     LIMIT_S,
@@ -60,7 +60,7 @@ def known(puppet, end):
 @pytest.mark.parametrize("missing", [{"job_key": ""}, {"member": -1}])
 def test_who_was_not_started_as_a_worker_is_told_so(no_leaks, missing):
     with pytest.raises(ConfigError, match="workers of an elastic job are started by `bpsfast run --elastic` or"):
-        Member(load({"muster": "127.0.0.1:1", "job_key": KEY.hex(), "member": 0, **missing}, {}))
+        CoordinatorClient(load({"muster": "127.0.0.1:1", "job_key": KEY.hex(), "member": 0, **missing}, {}))
 
 
 # -- the next job ------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_a_refusal_is_raised_as_what_it_names(known, error, kind):
     puppet.say(Refused(error, "no quorum: nobody"))
     with pytest.raises(BpsError, match=r"^no quorum: nobody$") as caught:
         member.join()
-    assert type(caught.value) is kind and current.session() is None
+    assert type(caught.value) is kind and process.session() is None
 
 
 def test_a_muster_that_ends_while_it_is_waited_for_is_lost(known):
@@ -123,8 +123,8 @@ def test_silence_from_the_start_names_the_address_and_the_key(muster, end):
 
 
 def test_a_word_now_and_then_is_enough_to_wait_on_and_on(muster, end, monkeypatch, caplog):
-    monkeypatch.setattr(muster_line, "WORD_EVERY_S", 0.1)
-    monkeypatch.setattr(muster_service, "_LOOK_S", 0.05)
+    monkeypatch.setattr(protocol, "WORD_EVERY_S", 0.1)
+    monkeypatch.setattr(elastic_service, "_POLL_S", 0.05)
     made = muster(1, max_ranks=2)
     first = made.speaker(0)
     first.say(Come, node="a")
@@ -185,7 +185,7 @@ def joining(known):
 def test_a_value_is_wanted_once_and_taken_from_its_own_job_alone(joining):
     puppet, member = joining
     puppet.say(Value(1, "k", "old"), Value(2, "k", "ключ"), Value(3, "k", "of the future"))
-    store = member_module._Store(member, 2)
+    store = client_module._Store(member, 2)
     store.wait(["k"], timedelta(seconds=LIMIT_S))
     assert store.get("k") == "ключ".encode() and member.value(2, "k", 0.0) == "ключ"
     assert puppet.hear(1) == [Want(2, 2, "k")]
@@ -210,9 +210,9 @@ def test_who_waits_for_a_value_hears_that_its_job_is_void(joining):
 
 def test_a_store_counts_by_itself(joining):
     _, member = joining
-    store = member_module._Store(member, 2)
+    store = client_module._Store(member, 2)
     assert [store.add("a", 1), store.add("b", 5), store.add("a", 2)] == [1, 5, 3]
-    assert member_module._Store(member, 3).add("a", 1) == 1
+    assert client_module._Store(member, 3).add("a", 1) == 1
 
 
 def test_the_limit_of_a_value_is_the_last_that_is_stored(muster, end):
@@ -221,10 +221,10 @@ def test_the_limit_of_a_value_is_the_last_that_is_stored(muster, end):
     second.say(Come, node="a")
     member = end(made.address, 0)
     member._await_job(0, "")
-    key = "k" * muster_line.MOST_KEY_LENGTH
-    value = "é" * ((muster_line.MOST_VALUE_NBYTES - muster_line.stored_nbytes(key, "")) // 2)
-    assert muster_line.stored_nbytes(key, value) == muster_line.MOST_VALUE_NBYTES
-    with pytest.raises(CapacityError, match=f"has {muster_line.MOST_VALUE_NBYTES + 1} bytes with its key of 256"):
+    key = "k" * protocol.MOST_KEY_LENGTH
+    value = "é" * ((protocol.MOST_VALUE_NBYTES - protocol.stored_nbytes(key, "")) // 2)
+    assert protocol.stored_nbytes(key, value) == protocol.MOST_VALUE_NBYTES
+    with pytest.raises(CapacityError, match=f"has {protocol.MOST_VALUE_NBYTES + 1} bytes with its key of 256"):
         member.put(1, key, value + "x")
     with pytest.raises(CapacityError, match="with its key of 257 characters; the muster stores"):
         member.put(1, key + "k", "")
@@ -236,10 +236,10 @@ def test_the_limit_of_a_value_is_the_last_that_is_stored(muster, end):
 # -- the process it belongs to -----------------------------------------------------------------------------------------
 
 def test_a_process_enlists_once_and_closes_once(puppet, end):
-    assert enlisted() is None
-    member = enlist(settings_of(puppet.address, 2))
+    assert current_client() is None
+    member = open_client(settings_of(puppet.address, 2))
     try:
-        assert enlist(settings_of("127.0.0.1:1", 5)) is member is enlisted()
+        assert open_client(settings_of("127.0.0.1:1", 5)) is member is current_client()
         assert puppet.hear(1) == [Hello(2)]
         member.done()
     finally:
@@ -250,17 +250,17 @@ def test_a_process_enlists_once_and_closes_once(puppet, end):
 
 def test_a_fork_has_no_part_in_it_and_takes_nothing_along(puppet, end, pidfd_of):
     settings = settings_of(puppet.address, 2)
-    member = enlist(settings)
+    member = open_client(settings)
     try:
         assert puppet.hear(1) == [Hello(2)]
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                was_none = enlisted() is None
+                was_none = current_client() is None
                 member.close()
-                own = enlist(settings)
-                is_own = own is not member and own.pid == os.getpid() and enlisted() is own
+                own = open_client(settings)
+                is_own = own is not member and own.pid == os.getpid() and current_client() is own
                 own.done()
                 own.close()
                 code = 0 if was_none and is_own and member._quiet_fd >= 0 else 2
@@ -270,6 +270,6 @@ def test_a_fork_has_no_part_in_it_and_takes_nothing_along(puppet, end, pidfd_of)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert puppet.hear(2) == [Hello(2), Done(2)], "the child's own"
         member.done()
-        assert puppet.hear(1) == [Done(2)] and enlisted() is member
+        assert puppet.hear(1) == [Done(2)] and current_client() is member
     finally:
         member.close()

@@ -8,10 +8,10 @@ import pytest
 
 import bpsfast
 from bpsfast import elastic
-from bpsfast.elastic.member import TrainingOver, enlist, enlisted
+from bpsfast.elastic.coordinator_client import TrainingOver, open_client, current_client
 from bpsfast.orchestration.errors import PeerLostError, StallError
-from bpsfast.orchestration.muster.muster_line import Add, Added, Come, Done, Over
-from bpsfast.trainer import current
+from bpsfast.orchestration.elastic.protocol import Add, Added, Come, Done, Over
+from bpsfast.trainer import process
 from tests.musters import KEY, RealMuster, ends, settings_of, until
 
 
@@ -25,7 +25,7 @@ class Training:
     def _train(self, state, *arguments):
         """The user's own."""
         self.steps.append(state.step)
-        self.jobs.append(enlisted().job if enlisted() is not None else 0)
+        self.jobs.append(current_client().job if current_client() is not None else 0)
         return self.deeds.pop(0)(state, *arguments)
 
 
@@ -43,7 +43,7 @@ class Elastic:
     def __init__(self, muster, monkeypatch, kind=State, **rules):
         self.made = muster(1, **{"lost_worker": "shrink", **rules})
         self.service = self.made.service
-        self.member = enlist(settings_of(self.made.address))
+        self.member = open_client(settings_of(self.made.address))
         self.joined, join = [], self.member.join
         self.member.join()
         monkeypatch.setattr(self.member, "join", lambda *words: (self.joined.append(words), join(*words)))
@@ -94,7 +94,7 @@ def finish(state):
 
 def finish_without_a_node(state):
     """The training has come to its end, but whether all others have will never be known."""
-    current._watch.daemons.node.kill()
+    process._watch.daemons.node.kill()
     return finish(state)
 
 
@@ -102,8 +102,8 @@ def test_run_joins_a_job_and_tells_all_when_it_has_ended(muster, monkeypatch):
     made = muster(1, max_ranks=2)
     for name, value in (("MUSTER", made.address), ("JOB_KEY", KEY.hex()), ("MEMBER", "0")):
         monkeypatch.setenv(f"BPSFAST_{name}", value)
-    training = Training(lambda state, *arguments: (bpsfast.size(), enlisted().has_state, *arguments))
-    assert training.run.__doc__ == "The user's own." and current.session() is None
+    training = Training(lambda state, *arguments: (bpsfast.size(), current_client().has_state, *arguments))
+    assert training.run.__doc__ == "The user's own." and process.session() is None
     waiting = made.speaker(7)
     assert training.run(elastic.ObjectState(step=3), "x", 5) == (1, True, "x", 5)
     assert (training.steps, training.jobs) == ([3], [1])
@@ -163,7 +163,7 @@ def test_a_loss_before_the_training_function_is_called_is_as_any_other_and_may_b
     training, state = Training(finish), Unlucky(step=5)
     with pytest.raises(PeerLostError, match="no quorum: nobody is left"):
         training.run(state)
-    assert (training.jobs, state.step, current.session()) == ([], 5, None)
+    assert (training.jobs, state.step, process.session()) == ([], 5, None)
     assert job.joined == [(0, "in sync"), (0, "in on_reset")]
     assert not job.member.has_state, "nobody was given anything yet"
 
@@ -181,7 +181,7 @@ def test_what_is_the_programs_own_is_raised(begun):
         with pytest.raises(type(error)) as caught:
             training.run(job.state)
         assert caught.value is error and training.jobs == [1] and job.joined == []
-        assert current.session() is not None, "its end, with the error, is the program's"
+        assert process.session() is not None, "its end, with the error, is the program's"
 
 
 def test_the_policy_abort_raises_the_loss_as_it_came(begun):

@@ -6,7 +6,7 @@ import pytest
 
 import bpsfast
 from bpsfast import elastic
-from bpsfast.elastic.running import loss_in
+from bpsfast.elastic.running import peer_loss_of
 from bpsfast.orchestration.errors import PeerLostError, StallError
 
 
@@ -98,10 +98,10 @@ def test_a_loss_is_seen_through_what_was_raised_from_it():
     lost = PeerLostError("x")
     outer = RuntimeError("y")
     outer.__cause__ = lost
-    assert loss_in(lost) is lost and loss_in(outer) is lost
+    assert peer_loss_of(lost) is lost and peer_loss_of(outer) is lost
     masked = ValueError("z")
     masked.__context__ = lost  # while it was handled: the program's own error
-    assert loss_in(masked) is None and loss_in(StallError("w")) is None
+    assert peer_loss_of(masked) is None and peer_loss_of(StallError("w")) is None
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("save", "keep"), ("sync", "give")])

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast import reference
-from bpsfast.settings import environment, load
-from bpsfast.trainer import current
+from bpsfast.base import reference_sum
+from bpsfast.base.settings import environment, load
+from bpsfast.trainer import process
 from tests import rank_messages
 from tests.jobs import Job
 
@@ -26,9 +26,9 @@ def sums(n_steps):
         for nbytes in (4, 65536, 65540, 3_000_004):
             arrays = [source.standard_normal(nbytes // 4, dtype=np.float32) for _ in range(bpsfast.size())]
             found = bpsfast.push_pull(arrays[bpsfast.rank()], name=f"x{nbytes}")
-            if found.tobytes() != reference.reduce([[each] for each in arrays], average=True).tobytes():
+            if found.tobytes() != reference_sum.reduce([[each] for each in arrays], average=True).tobytes():
                 return step, nbytes
-    return current.current().transports
+    return process.current().transports
 
 
 @pytest.mark.parametrize(("shape", "helpers", "values"), [

@@ -13,7 +13,7 @@ from bpsfast import kernels
 from bpsfast.pyx import engine as native, ring
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT
-from bpsfast.reference import reduce
+from bpsfast.base.reference_sum import reduce
 from tests.vertex import PART, N, Vertex
 
 

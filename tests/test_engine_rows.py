@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast import kernels
-from bpsfast.dtypes import NAMES, TABLE
+from bpsfast.base.dtypes import NAMES, TABLE
 from bpsfast.orchestration.placement.rows import HEADER_NBYTES, frame_nbytes
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT
-from bpsfast.reference import reduce_rows
-from bpsfast.trainer.row_frames import Frames
+from bpsfast.base.reference_sum import reduce_rows
+from bpsfast.trainer.row_frames import RowFrames
 from tests.vertex import PART, Vertex
 
 N_ROWS, ELEMENTS = 90, 5
 
 
 def frames_of(dtype="float32", frame_rows=60):
-    frames = Frames(N_ROWS, (ELEMENTS,), TABLE[dtype].numpy, 1, frame_rows, PART)
+    frames = RowFrames(N_ROWS, (ELEMENTS,), TABLE[dtype].numpy, 1, frame_rows, PART)
     assert frame_nbytes(frame_rows, frames.row_nbytes) <= PART
     return frames
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast import store_kernels
-from bpsfast.dtypes import TABLE
+from bpsfast.kernels import stores
+from bpsfast.base.dtypes import TABLE
 from bpsfast.orchestration.errors import UnsupportedError
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.port import TIMED_OUT
@@ -89,14 +89,14 @@ def test_a_commit_leaves_what_is_held_back_as_it_is(owner):
 
 
 def test_a_refused_generation_takes_its_store_along(owner):
-    store = Engine.make_store(2, kernel=store_kernels.address("float32"), weights=owner.memory.address)
+    store = Engine.make_store(2, kernel=stores.address("float32"), weights=owner.memory.address)
     for part in range(2):
         owner.vertex.own(part, local=[owner.vertex.ranks[part]], store=store)
     for part in range(2):
         owner.vertex.engine.remove(part)
     owner.open(2)
     assert (owner.push_pull(0, 3.0) == 3.0).all()
-    Engine.drop_store(Engine.make_store(2, kernel=store_kernels.address("float32"), weights=owner.memory.address))
+    Engine.drop_store(Engine.make_store(2, kernel=stores.address("float32"), weights=owner.memory.address))
 
 
 # -- who is answered when ---------------------------------------------------------------------------------
@@ -179,28 +179,28 @@ def keep_to(owner, n, staleness, order):
 def test_kernels(name, n):
     wire, wide = TABLE[name].numpy, TABLE[name].accumulator
     step = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, *[ctypes.c_double] * 2)(
-        store_kernels.address(name))
+        stores.address(name))
     rng = np.random.default_rng(n)
     weights, momentum = np.zeros((2, n), wide)
     wanted, moved = np.zeros((2, n), wide)
     rate, mu = wide.type(0.7), wide.type(0.9)
-    for what in itertools.chain(*[(store_kernels.SET, store_kernels.ADD, store_kernels.NESTEROV,
-                                    store_kernels.SHARE)] * 3):
+    for what in itertools.chain(*[(stores.SET, stores.ADD, stores.NESTEROV,
+                                    stores.SHARE)] * 3):
         values = rng.standard_normal(n).astype(wire)
         given_, x = values.copy(), values.astype(wide)
-        if what == store_kernels.NESTEROV:
+        if what == stores.NESTEROV:
             moved = mu * moved + x
             wanted = wanted - rate * (x + mu * moved)
-        elif what == store_kernels.SHARE:
+        elif what == stores.SHARE:
             wanted = wanted + x / rate
         else:
-            wanted = x if what == store_kernels.SET else wanted + x
+            wanted = x if what == stores.SET else wanted + x
         step(values.ctypes.data, weights.ctypes.data, momentum.ctypes.data, n, what, 0.7, 0.9)
         assert (weights == wanted).all() and (momentum == moved).all() and (values == given_).all()
-        step(values.ctypes.data, weights.ctypes.data, None, n, store_kernels.READ, 0.0, 0.0)
+        step(values.ctypes.data, weights.ctypes.data, None, n, stores.READ, 0.0, 0.0)
         assert (values == wanted.astype(wire)).all()
 
 
 def test_there_is_no_store_of_integers():
     with pytest.raises(UnsupportedError, match="int32"):
-        store_kernels.address("int32")
+        stores.address("int32")

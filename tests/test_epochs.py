@@ -9,7 +9,7 @@ import pytest
 
 from bpsfast.orchestration.errors import MismatchError, ProtocolError
 from bpsfast.orchestration.security import StreamHello
-from bpsfast.transport import Epochs, tcp
+from bpsfast.node.transport import Epochs, tcp
 from tests.test_reunion import KEY, WAIT_S, Side, sides as sides
 
 pytestmark = pytest.mark.timeout(60)
@@ -54,7 +54,7 @@ def test_a_link_comes_about_once_the_other_side_knows_the_epoch_too(sides: list[
     for side in sides:
         side.seek()
     until = time.monotonic() + WAIT_S
-    while sides[1].reunions._pairs[0].newest < 2:  # it dials in vain, and again
+    while sides[1].reconnector._pairs[0].newest < 2:  # it dials in vain, and again
         assert time.monotonic() < until
         time.sleep(0.001)
     assert sides[0].links.empty() and "node 1 dialled for epoch 1, the job goes on in epoch 2" in caplog.text
@@ -71,7 +71,7 @@ def test_who_was_left_behind_is_let_in_by_nobody_whatever_it_dials(sides: list[S
         with socket.create_connection((host, int(port)), WAIT_S) as sock:
             tcp.greet(sock, KEY, StreamHello(peer=1, stream=stream, epoch=1, link=link), 0, WAIT_S)
             assert sock.recv(1) == b"", "its hello is heard, and the connection ended"
-    assert not sides[0].reunions.called() and sides[0].reunions._pairs[1].newest == 0
+    assert not sides[0].reconnector.called() and sides[0].reconnector._pairs[1].newest == 0
 
 
 def test_who_was_left_behind_finds_nobody_who_dials_it(sides: list[Side]):
@@ -83,7 +83,7 @@ def test_who_was_left_behind_finds_nobody_who_dials_it(sides: list[Side]):
 
 def test_shared_memory_is_offered_to_nobody_who_was_left_behind(monkeypatch):
     from bpsfast.orchestration.messages import VERSION
-    from bpsfast.transport import shm
+    from bpsfast.node.transport import shm
 
     monkeypatch.setattr(shm, "check", lambda key, hello, link: None)
     hello = shm.PeerHello(version=VERSION, source=1, target=0, epoch=1, pid=1, proof=b"")

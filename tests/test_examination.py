@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.doctor import examination
-from bpsfast.doctor.checks import CHECKS
-from bpsfast.doctor.facts import Facts
-from bpsfast.doctor.finding import Check, Outcome, Severity, Status, failed, passed, skipped, told, warned
+from bpsfast.tools.doctor import examination
+from bpsfast.tools.doctor.checks import CHECKS
+from bpsfast.tools.doctor.facts import Facts
+from bpsfast.tools.doctor.finding import Check, Outcome, Severity, Status, failed, passed, skipped, told, warned
 from tests.sysfs_trees import NAMES
 from tests.sysfs_trees.machine import Machine
 

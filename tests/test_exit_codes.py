@@ -11,9 +11,9 @@ from contextlib import closing
 
 import pytest
 
-from bpsfast import exit_codes
-from bpsfast.exit_codes import ABORTED, ENVIRONMENT, FAILED, LEFT_BEHIND, TIMEOUT, USAGE, code_of, code_of_daemon
-from bpsfast.launch.child import Command, Kind
+from bpsfast.base import exit_codes
+from bpsfast.base.exit_codes import ABORTED, ENVIRONMENT, FAILED, LEFT_BEHIND, TIMEOUT, USAGE, code_of, code_of_daemon
+from bpsfast.launch.processes import Command, Kind
 from bpsfast.launch.output import Output
 from bpsfast.launch.supervisor import Limits, Supervisor
 from bpsfast.orchestration import errors

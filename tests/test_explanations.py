@@ -7,11 +7,11 @@ import pytest
 from click.testing import CliRunner
 
 from bpsfast.cli import cli
-from bpsfast.commands import explanations
-from bpsfast.doctor import errnos
-from bpsfast.doctor.checks import CHECKS
+from bpsfast.tools.commands import explanations
+from bpsfast.tools.doctor import errnos
+from bpsfast.tools.doctor.checks import CHECKS
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.verbs import completions
+from bpsfast.hardware.verbs import completions
 
 
 def heads(text: str) -> list[str]:

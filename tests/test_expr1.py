@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bpsfast.bench import expr1
-from bpsfast.cluster import netns
+from bpsfast.bench.paper import expr1
+from bpsfast.launch.namespaces import netns
 
 
 def record(contestant: str, k: int, time: float, formula: float | None, void: bool = False) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bpsfast.bench import expr2
+from bpsfast.bench.paper import expr2
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.simulator import figure_14
-from bpsfast.simulator.figures import Row
+from bpsfast.bench.paper import figure_14
+from bpsfast.bench.paper.figures import Row
 
 pytest.importorskip("scipy", reason="scipy is not installed")
 RESULT = expr2.RESULTS / "expr2.json"

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.doctor import fabric
-from bpsfast.doctor.finding import Status
+from bpsfast.tools.doctor import fabric
+from bpsfast.tools.doctor.finding import Status
 from tests.sysfs_trees.machine import Machine, commands
 
 BOTH = "=mlx5_0,mlx5_1"

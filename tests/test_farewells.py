@@ -7,9 +7,9 @@ import time
 import msgspec
 import pytest
 
-from bpsfast.settings import Settings
-from bpsfast.transport import Epochs, tcp
-from bpsfast.transport.reunion import FAREWELL
+from bpsfast.base.settings import Settings
+from bpsfast.node.transport import Epochs, tcp
+from bpsfast.node.transport.reconnector import SHUTDOWN_STREAM
 from tests.two_nodes import KEY, End, connect
 
 LIMIT_S = 20.0
@@ -27,7 +27,7 @@ def ends():
 
 def say_farewell(end, index, pid):
     """Tell *end* that the ranks of node *index* have left; return when it has heard that."""
-    sock, _ = tcp.connect(end.info.address, KEY, mine=index, peer=end.index, number=FAREWELL, epochs=Epochs(1),
+    sock, _ = tcp.connect(end.info.address, KEY, mine=index, peer=end.index, number=SHUTDOWN_STREAM, epochs=Epochs(1),
                           deadline=time.monotonic() + LIMIT_S, pid=pid)
     with sock:
         sock.settimeout(LIMIT_S)
@@ -35,11 +35,11 @@ def say_farewell(end, index, pid):
 
 
 def test_a_node_takes_leave_of_all_others(ends):
-    ends[1].peering.farewells.take_leave()
+    ends[1].peering.peer_shutdowns.announce_shutdown()
     until = time.monotonic() + LIMIT_S
-    while not (ends[1].peering.farewells.are_taken and ends[0].peering.farewells.said):
+    while not (ends[1].peering.peer_shutdowns.are_announced and ends[0].peering.peer_shutdowns.said):
         assert time.monotonic() < until
-    assert ends[0].peering.farewells.said == {1} and not ends[1].peering.farewells.said
+    assert ends[0].peering.peer_shutdowns.said == {1} and not ends[1].peering.peer_shutdowns.said
 
 
 def test_only_a_node_with_ranks_can_say_that_its_own_have_left(ends, caplog):
@@ -48,7 +48,7 @@ def test_only_a_node_with_ranks_can_say_that_its_own_have_left(ends, caplog):
     helper = msgspec.structs.replace(ends[1].info, index=2, ranks=())
     ends[0].peering.expect(helper)
     say_farewell(ends[0], 2, os.getpid())
-    assert not ends[0].peering.farewells.said
+    assert not ends[0].peering.peer_shutdowns.said
     assert caplog.text.count("and is not that node with ranks") == 5
     say_farewell(ends[0], 1, os.getpid())
-    assert ends[0].peering.farewells.said == {1}
+    assert ends[0].peering.peer_shutdowns.said == {1}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.cluster import FaultyLink, faulty_link, netns
+from bpsfast.launch.namespaces import FaultyLink, faulty_link, netns
 from bpsfast.orchestration.errors import ConfigError
 
 LACKING = faulty_link.missing()

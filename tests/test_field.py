@@ -9,12 +9,12 @@ import time
 import msgspec
 import pytest
 
-from bpsfast import settings
+from bpsfast.base import settings
 from bpsfast.orchestration.errors import BpsError, PeerLostError, StallError
-from bpsfast.perf import control as lines, plan as plans
-from bpsfast.tune.field import Field, Way
-from bpsfast.tune.partner import Partner
-from bpsfast.tune.search import RefusedError
+from bpsfast.tools.perf import control as lines, perf_plan as plans
+from bpsfast.tools.tune.testbed import Testbed, RailPair
+from bpsfast.tools.tune.tune_server import TuneServer
+from bpsfast.tools.tune.search import ConfigRefusedError
 from tests.test_knobs import rail
 
 KEY = b"k" * 32
@@ -29,7 +29,7 @@ def listening(n, wait_s=20.0):
     with contextlib.ExitStack() as undo:
         for _ in range(n):
             sock = undo.enter_context(lines.listen(0, "127.0.0.1"))
-            threads.append(Served(Partner(sock, KEY, LOADED, lambda words: None), wait_s))
+            threads.append(Served(TuneServer(sock, KEY, LOADED, lambda words: None), wait_s))
             where.append(("127.0.0.1", sock.getsockname()[1]))
         yield where, threads
         for (host, port), thread in zip(where, threads):
@@ -53,11 +53,11 @@ class Served(threading.Thread):
 
 
 def field(where, timeout_s=10.0):
-    return Field(where, KEY, LOADED, 5.0, timeout_s)
+    return Testbed(where, KEY, LOADED, 5.0, timeout_s)
 
 
 def ways(n):
-    return [Way(number, rail(), rail()) for number in range(n)]
+    return [RailPair(number, rail(), rail()) for number in range(n)]
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -81,7 +81,7 @@ def test_facts_come_from_every_machine_and_the_end_reaches_it():
 def test_what_cannot_be_is_refused_while_all_machines_are_there():
     with listening(2) as (where, _):
         bad = msgspec.structs.replace(PLAN, moderation=99)
-        with pytest.raises(RefusedError, match=r"-Q 99"):
+        with pytest.raises(ConfigRefusedError, match=r"-Q 99"):
             field(where).measure(bad, ways(2))
         assert field(where).measure(PLAN, ways(2))
 
@@ -91,7 +91,7 @@ def test_a_machine_that_is_gone_is_named():
         gone = ("127.0.0.1", free.getsockname()[1])
         free.close()
         with pytest.raises(PeerLostError, match=rf"127.0.0.1:{gone[1]} listens no more: .*nobody answers"):
-            Field([*where, gone], KEY, LOADED, 0.3, 5.0).measure(PLAN, ways(2))
+            Testbed([*where, gone], KEY, LOADED, 0.3, 5.0).measure(PLAN, ways(2))
         assert threads[0].is_alive()
 
 
@@ -107,7 +107,7 @@ def test_one_that_dies_in_the_middle_ends_the_others_too():
         dying.start()
         began_s = time.monotonic()
         with pytest.raises(PeerLostError, match=r"the measurement with 127\.0\.0\.1 ended: .*Nothing was changed"):
-            Field([*where, sock.getsockname()[:2]], KEY, LOADED, 5.0, 10.0).measure(PLAN, ways(2))
+            Testbed([*where, sock.getsockname()[:2]], KEY, LOADED, 5.0, 10.0).measure(PLAN, ways(2))
         dying.join(10)
         assert time.monotonic() - began_s < 30
         assert field(where).measure(PLAN, ways(1))
@@ -128,7 +128,7 @@ def test_an_interruption_ends_all_of_it():
 
 def test_another_key_is_another_job():
     with listening(1) as (where, _), pytest.raises(BpsError, match="key"):
-        Field(where, b"x" * 32, LOADED, 5.0, 5.0).ask("facts")
+        Testbed(where, b"x" * 32, LOADED, 5.0, 5.0).ask("facts")
 
 
 # -- the side that listens -------------------------------------------------------------------------------------------

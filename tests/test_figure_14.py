@@ -4,9 +4,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.simulator import paper
-from bpsfast.simulator.figure_14 import BARS, fitted, has_size, in_order, pairs_in_order
-from bpsfast.simulator.figures import Constants, Row, run
+from bpsfast.bench.paper import osdi20
+from bpsfast.bench.paper.figure_14 import BARS, fitted, has_size, in_order, pairs_in_order
+from bpsfast.bench.paper.figures import Constants, Row, run
 
 
 def row(at: str, measured: float, simulated: float, of: str = "a") -> Row:
@@ -14,8 +14,8 @@ def row(at: str, measured: float, simulated: float, of: str = "a") -> Row:
 
 
 def test_every_bar_of_the_paper_has_a_way() -> None:
-    assert sum(map(len, paper.FIGURE_14.values())) == 12
-    assert all(BARS[machine].ways.keys() == bars.keys() for (machine, _), bars in paper.FIGURE_14.items())
+    assert sum(map(len, osdi20.FIGURE_14.values())) == 12
+    assert all(BARS[machine].ways.keys() == bars.keys() for (machine, _), bars in osdi20.FIGURE_14.items())
 
 
 @pytest.mark.parametrize(("simulated", "right"), [

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.bench import expr3
-from bpsfast.simulator import claims, paper
-from bpsfast.simulator.calibration import Fit, least, mean_error
-from bpsfast.simulator.figures import Constants, Row, figure_12, figure_13, figures_15_16
+from bpsfast.bench.paper import expr3
+from bpsfast.bench.paper import claim_tables, osdi20
+from bpsfast.bench.paper.calibration import Fit, least, mean_error
+from bpsfast.bench.paper.figures import Constants, Row, figure_12, figure_13, figures_15_16
 
 RESULT = Path(expr3.__file__).parent / "results" / "expr3.json"
 
@@ -57,11 +57,11 @@ def test_least_finds_the_bottom_of_a_curve() -> None:
 
 def test_tables_show_every_cell_with_its_error() -> None:
     rows = [Row(figure, "a", at, 1.0, 1.5, "x") for figure in expr3._TITLES for at in ("k=1", "256 GPUs")]
-    text = expr3.tables([Fit("f", 1.0, "s", "12", 1, 0.1)], rows, [claims.Point("m", g, 0, 0, 0) for g in
-                                                                   claims.SWEEP_GBITS], [claims.Size(2, 1, 1, 1, 3)])
+    text = expr3.tables([Fit("f", 1.0, "s", "12", 1, 0.1)], rows, [claim_tables.Point("m", g, 0, 0, 0) for g in
+                                                                   claim_tables.SWEEP_GBITS], [claim_tables.Size(2, 1, 1, 1, 3)])
     assert text.count("1.00 / 1.50 (+0.50)") == 2 * len(expr3._TITLES)
 
 
 def test_the_papers_figures_are_whole() -> None:
-    assert all(len(curve) == 9 for curve in (*paper.FIGURE_12.values(), *paper.FIGURE_13.values()))
-    assert sum(len(job.efficiency) for job in paper.JOBS) == 22
+    assert all(len(curve) == 9 for curve in (*osdi20.FIGURE_12.values(), *osdi20.FIGURE_13.values()))
+    assert sum(len(job.efficiency) for job in osdi20.JOBS) == 22

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.doctor import finding
-from bpsfast.doctor.finding import Action, Status
+from bpsfast.tools.doctor import finding
+from bpsfast.tools.doctor.finding import Action, Status
 
 
 @pytest.mark.parametrize(("make", "status"), [

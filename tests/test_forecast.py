@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.placement import forecast
-from bpsfast.orchestration.placement.placement import assign, step_time_s
+from bpsfast.orchestration.placement.assignment import assign, step_time_s
 from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def fork_beside_waits():
     if bpsfast.rank():
         bpsfast.barrier()
         return total("beside"), bpsfast.synchronize(bpsfast.push_pull_async(np.ones(9), False, "other"))[0]
-    session = current.current()
+    session = process.current()
     handle = bpsfast.push_pull_async(np.ones(1000), False, "beside")
     found = []
     waiter = threading.Thread(target=lambda: found.append(float(handle.wait()[0])))

@@ -9,8 +9,8 @@ import pytest
 
 from bpsfast.orchestration import messages, security
 from bpsfast.orchestration.errors import ProtocolError
-from bpsfast.transport import shm
-from bpsfast.transport.rdma import offer
+from bpsfast.node.transport import shm
+from bpsfast.node.transport.rdma import rdma_messages
 from tests import fuzz_seeds, fuzzing, sanitized
 from tests.fuzzed_frames import damage
 from tests.fuzzed_parsers import PARSERS
@@ -74,7 +74,7 @@ def test_no_parser_in_python_fails_otherwise_than_in_words(name, tmp_path):
             PARSERS[name](damage(seed, rng)[:2048])
 
 
-@pytest.mark.parametrize("decode", [lambda data: messages.decode(data, "node"), shm.decode, offer.decode,
+@pytest.mark.parametrize("decode", [lambda data: messages.decode(data, "node"), shm.decode, rdma_messages.decode,
                                     lambda data: security._hello(data, "a peer")])
 @pytest.mark.parametrize("data", [b"\x81\xa4type\xa2\xff\xff", b"\x91" * 5000, b"", b"\xc1"],
                          ids=["no text", "nested", "nothing", "no MessagePack"])

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.nic import gids
-from bpsfast.nic.gids import Gid
-from bpsfast.nic.netlink import Route
+from bpsfast.hardware import gids
+from bpsfast.hardware.gids import Gid
+from bpsfast.hardware.netlink import Route
 from tests.sysfs_trees.machine import Machine
 
 

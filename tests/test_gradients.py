@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from bpsfast.trainer.gradients import Gradients
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_trainer.py"
@@ -64,7 +64,7 @@ def test_small_tensors_are_one_round(three):
 
 def in_the_segment():
     g = Gradients(LAYERS, prefix="segment ")
-    session = current.current()
+    session = process.current()
     return all(session.memory.locate(g[name].ctypes.data, g[name].nbytes) is not None for name in g)
 
 

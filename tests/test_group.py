@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.collective import groups, pipe
-from bpsfast.collective.pipe import Bore
+from bpsfast.collectives import group_factory, chunk_stream
+from bpsfast.collectives.chunk_stream import ChunkSize
 from bpsfast.orchestration.errors import ClosedError, ConfigError, MismatchError, StallError, UnsupportedError
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from bpsfast.trainer.tensor_input import tensor_input
 
 pytestmark = pytest.mark.matrix
@@ -50,8 +50,8 @@ def same(x, y):
 
 
 def whole():
-    session = current.current()
-    return groups.make(session, range(session.size))
+    session = process.current()
+    return group_factory.make(session, range(session.size))
 
 
 def reductions(dtype):
@@ -121,12 +121,12 @@ def test_loads_of_any_size_come_through_whole(everywhere):
 
 def subgroups():
     """Every pair of ranks, both ways round: sums, copies, and groups that go on at the same time."""
-    session = current.current()
+    session = process.current()
     done = []
     for ranks in itertools.permutations(range(session.size), min(2, session.size)):
         if session.rank not in ranks:
             continue
-        group = groups.make(session, ranks)
+        group = group_factory.make(session, ranks)
         assert ranks[group.rank] == session.rank
         x = given(session.rank, "float32", 70_000)
         group.all_reduce(tensor_input(x), tensor_input(x), "avg")
@@ -197,10 +197,10 @@ def test_who_called_what_is_found_out_beside_sums_like_tickets(two, three):
 def large_pages():
     """Strips shorter than a page, as where pages are large: a pipe has then fewer partitions than strips."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipe, "TINY", Bore("tiny", 256, 32))
-        patch.setattr(pipe, "SMALL", Bore("small", 1024, 32))
+        patch.setattr(chunk_stream, "TINY", ChunkSize("tiny", 256, 32))
+        patch.setattr(chunk_stream, "SMALL", ChunkSize("small", 1024, 32))
         group = whole()
-        patch.setattr(group, "_bores", (Bore("wide", 2048, 32), pipe.SMALL, pipe.TINY))
+        patch.setattr(group, "_bores", (ChunkSize("wide", 2048, 32), chunk_stream.SMALL, chunk_stream.TINY))
         for n in (1, 300, 700, 30_000):
             x = given(group.rank, "float32", n)
             group.all_reduce(tensor_input(x), tensor_input(x))
@@ -215,7 +215,7 @@ def test_pipes_of_fewer_partitions_than_strips(two, three):
 
 
 def closed_under_way():
-    session = current.current()
+    session = process.current()
     group = whole()
     group.barrier()
     errors = []
@@ -271,15 +271,15 @@ def test_a_fork_is_refused_at_once_and_takes_nothing_away(two):
 
 def sent():
     """Return what this machine's node has written to others so far, in bytes."""
-    current.current().barrier()  # whatever was asked for before is over, on all
+    process.current().barrier()  # whatever was asked for before is over, on all
     return sum(value for name, value in bpsfast.counters().items() if name.startswith("wire_") and
                name.endswith("_bytes_sent"))
 
 
 def traffic(ranks, n):
     """Return the bytes that each rank's node writes for one sum of *n* floats among *ranks*, once all is declared."""
-    session = current.current()
-    group = groups.make(session, ranks) if session.rank in ranks else None
+    session = process.current()
+    group = group_factory.make(session, ranks) if session.rank in ranks else None
     x = given(session.rank, "float32", n)
     moved = []
     for _ in range(2):
@@ -308,10 +308,10 @@ def test_sums_of_one_machines_ranks_touch_no_wire_and_those_of_two_do(job):
 
 def missing():
     """Rank 1 of ranks 1 and 2 of the first node waits for rank 2, which comes late; rank 0 is nobody's business."""
-    session = current.current()
+    session = process.current()
     ranks = (1, 2)
     if session.rank in ranks:
-        group = groups.make(session, ranks, timeout_s=30.0)
+        group = group_factory.make(session, ranks, timeout_s=30.0)
         group.barrier()
         if session.rank == 1:
             with group.within(1.0), pytest.raises(StallError, match=r"missing: rank 2[^;]*: has not pushed$"):
@@ -325,12 +325,12 @@ def test_of_a_groups_members_the_right_one_is_missing(job):
 
 def without_one_who_left():
     """Ranks 0 and 1 go on after rank 2 has left the job in good order, also while one waits for the other."""
-    session = current.current()
+    session = process.current()
     ranks = (0, 1)
     if session.rank == 2:
         bpsfast.shutdown()
         return 0
-    group = groups.make(session, ranks, timeout_s=20.0)
+    group = group_factory.make(session, ranks, timeout_s=20.0)
     group.barrier()
     if session.rank == 1:
         time.sleep(2.0)  # meanwhile rank 0 asks, twice a second, whether it waits in vain
@@ -346,7 +346,7 @@ def test_a_rank_that_has_left_ends_only_what_it_is_a_member_of(job):
 
 
 def bad_arguments():
-    session = current.current()
+    session = process.current()
     group = whole()
     x, y = np.ones(3, np.float32), np.ones(4, np.float32)
     with pytest.raises(ConfigError, match="12 bytes of input for 16 bytes of output"):
@@ -358,9 +358,9 @@ def bad_arguments():
     with pytest.raises(ConfigError, match="1 tensors for the 2 members"):
         group.all_gather(tensor_input(x), [tensor_input(x)])
     with pytest.raises(ConfigError, match=r"ranks \(0, 0\) are not different ranks of a job of 2"):
-        groups.make(session, [0, 0])
+        group_factory.make(session, [0, 0])
     with pytest.raises(ConfigError, match="is none of them"):
-        groups.make(session, [1 - session.rank])
+        group_factory.make(session, [1 - session.rank])
     group.barrier()  # nothing was begun
     group.close()
     group.close()
@@ -373,8 +373,8 @@ def test_bad_arguments_change_nothing(job):
 
 
 def late():
-    session = current.current()
-    group = groups.make(session, range(session.size), timeout_s=1.0)
+    session = process.current()
+    group = group_factory.make(session, range(session.size), timeout_s=1.0)
     if session.rank == 0:
         with pytest.raises(Exception, match=r"rank 1.*has not declared"):
             group.barrier()

@@ -11,9 +11,9 @@ import pytest
 from bpsfast.orchestration.errors import ClosedError, PeerLostError, StallError
 from bpsfast.orchestration.messages import StallAnswer
 from bpsfast.pyx import ring
-from bpsfast.pyx.port import TICKET, Port
+from bpsfast.pyx.port import FINGERPRINT, Port
 from bpsfast.trainer.guarded_port import GuardedPort
-from bpsfast.trainer.leg import LEG
+from bpsfast.trainer.chunk_descriptors import CHUNK_DTYPE
 from bpsfast.trainer.stall_inspector import StallInspector
 
 
@@ -31,9 +31,9 @@ def answer(missing="nobody", hopeless=False):
     return StallAnswer(rank=3, question=1, stage="push", missing=missing, hopeless=hopeless)
 
 
-def asking(ask=lambda part, round, name: answer(), somebody_left=False):
+def asking(ask=lambda part, round, name: answer(), has_departures=False):
     """Return an inquiry that a scheduler would answer so."""
-    return SimpleNamespace(ask=ask, somebody_left=lambda: somebody_left)
+    return SimpleNamespace(ask=ask, has_departures=lambda: has_departures)
 
 
 def guarded_on(board, require_open=lambda: None, calls=None, **options):
@@ -133,7 +133,7 @@ def test_a_wait_for_who_has_left_ends_soon_and_only_then(board):
         questions.append((part, round, name))
         return answer("missing: rank 0: has called shutdown", len(questions) == 2)
 
-    guarded = guarded_on(board, calls={"inquiry": asking(ask, somebody_left=True)})
+    guarded = guarded_on(board, calls={"inquiry": asking(ask, has_departures=True)})
     with pytest.raises(StallError, match=r"^rank 3 waited [\d.]+ s for round 1 of 'x' \(.*\): missing: rank 0"):
         guarded.wait(UNIT, 0, 1, 1, 60.0)
     assert questions == [(0, 1, "x")] * 2, "the first answer was that it may still come"
@@ -149,9 +149,9 @@ def test_while_nobody_has_left_nobody_is_asked_before_the_end(board):
     assert guarded.close(1)
 
 
-def legs(*parts):
+def chunks(*parts):
     """Legs of these partitions, first round, that give and take nothing."""
-    found = np.zeros(len(parts), LEG)
+    found = np.zeros(len(parts), CHUNK_DTYPE)
     found["part"], found["round"] = parts, 1
     return found
 
@@ -167,10 +167,10 @@ def test_convey_names_who_is_missing_from_the_first_leg_that_is_not_out(board):
         subjects.append(i)
         return UNIT, 0, i + 1
 
-    two = legs(0, 0)
+    two = chunks(0, 0)
     two["round"] = 1, 2
     with pytest.raises(StallError, match=r"rank 3 waited 0\.7 s for round 2 of 'x' .*: missing: rank 0"):
-        guarded.convey(two, 1, subject_of, 0.7)
+        guarded.pipelined_transfer(two, 1, subject_of, 0.7)
     assert questions == [(0, 2, "x")] and set(subjects) == {1}
     assert guarded.close(1)
 
@@ -179,10 +179,10 @@ def test_convey_names_who_is_missing_from_the_first_leg_that_is_not_out(board):
 def test_convey_says_whether_tickets_agree(board, ticket, agree):
     guarded = guarded_on(board)
     seen = np.array(ticket, np.uint64)
-    one = legs(0)
-    one["flags"], one["result"] = TICKET, seen.ctypes.data
+    one = chunks(0)
+    one["flags"], one["result"] = FINGERPRINT, seen.ctypes.data
     board[4096:4100] = (1).to_bytes(4, "little")
-    assert guarded.convey(one, 1, lambda i: (UNIT, 0, 1), 10) is agree
+    assert guarded.pipelined_transfer(one, 1, lambda i: (UNIT, 0, 1), 10) is agree
     assert guarded.close(1)
 
 
@@ -190,13 +190,13 @@ def test_convey_raises_what_the_job_was_aborted_with(board):
     guarded = guarded_on(board)
     abort(board, b"PeerLostError: rank 2 is lost")
     with pytest.raises(PeerLostError, match=r"^rank 2 is lost$"):
-        guarded.convey(legs(0), 1, lambda i: (UNIT, 0, 1), 60.0)
+        guarded.pipelined_transfer(chunks(0), 1, lambda i: (UNIT, 0, 1), 60.0)
     assert guarded.close(1)
 
 
 def test_convey_through_a_lane_that_stays_full_ends_in_time(full):
     with pytest.raises(StallError, match=r"has taken nothing from a full lane|waited 0\.7 s"):
-        full.convey(legs(0), 1, lambda i: (UNIT, 0, 1), 0.7)
+        full.pipelined_transfer(chunks(0), 1, lambda i: (UNIT, 0, 1), 0.7)
 
 
 def test_convey_ends_when_the_session_is_closed_by_another_thread(board):
@@ -208,13 +208,13 @@ def test_convey_ends_when_the_session_is_closed_by_another_thread(board):
 
     guarded, errors = guarded_on(board, require_open), []
 
-    def convey():
+    def pipelined_transfer():
         try:
-            guarded.convey(legs(0), 1, lambda i: (UNIT, 0, 1), 60.0)
+            guarded.pipelined_transfer(chunks(0), 1, lambda i: (UNIT, 0, 1), 60.0)
         except ClosedError as exc:
             errors.append(exc)
 
-    waiter = threading.Thread(target=convey)
+    waiter = threading.Thread(target=pipelined_transfer)
     waiter.start()
     while not guarded._n_inside:
         os.sched_yield()
@@ -231,5 +231,5 @@ def test_what_a_caller_raises_between_two_slices_ends_the_call(board):
         raise ClosedError("given up")
 
     with pytest.raises(ClosedError, match="given up"):
-        guarded.convey(legs(0), 1, subject_of, 60.0)
+        guarded.pipelined_transfer(chunks(0), 1, subject_of, 60.0)
     assert guarded.close(1)

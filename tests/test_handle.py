@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.dtypes import NAMES, TABLE
-from bpsfast.reference import reduce
-from bpsfast.trainer import current
+from bpsfast.base.dtypes import NAMES, TABLE
+from bpsfast.base.reference_sum import reduce
+from bpsfast.trainer import process
 
 pytestmark = pytest.mark.matrix
 
@@ -84,7 +84,7 @@ def views_last():
         x[:] = step + 1
         views.append(bpsfast.push_pull(x, True, "views"))
     kept = [float(view[3, 3]) for view in views]
-    inside = current.current().memory.locate(x.ctypes.data, x.nbytes) is not None
+    inside = process.current().memory.locate(x.ctypes.data, x.nbytes) is not None
     return kept, inside, views[0].base is not None
 
 
@@ -171,7 +171,7 @@ def many_unnamed():
 
     from bpsfast.trainer import handle
 
-    handle._MANY_UNNAMED = int(current.current().tensors.unnamed("auto").split(".")[1]) + 2
+    handle._MANY_UNNAMED = int(process.current().tensors.unnamed("auto").split(".")[1]) + 2
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):

@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 
 from bpsfast.orchestration.errors import ProtocolError
 from bpsfast.orchestration.handshakes import (
-    MOST_STRANGERS,
-    Door,
+    MAX_PENDING_HANDSHAKES,
+    HandshakeAcceptor,
     HandshakeLimiter,
     host_of,
     source_of,
@@ -92,7 +92,7 @@ class Opened:
         self.came, self.refused, self._calls = queue.Queue(), queue.Queue(), []
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
-        self.door = Door(listener, self._prove, lambda sock, proof: self.came.put((sock, proof)), self.refused.put,
+        self.door = HandshakeAcceptor(listener, self._prove, lambda sock, proof: self.came.put((sock, proof)), self.refused.put,
                          lambda words: None)
         self.door.start()
 
@@ -126,7 +126,7 @@ def test_a_flood_does_not_end_the_handshake_of_another_host(opened):
     """It fills all places many times over, while a member from another address is in the middle of its own."""
     member = opened.call("127.0.0.2")
     assert member.recv(1) == b"?"
-    for _ in range(2 * MOST_STRANGERS):
+    for _ in range(2 * MAX_PENDING_HANDSHAKES):
         opened.call()
     for _ in range(20):
         opened.refused.get(timeout=20)
@@ -137,7 +137,7 @@ def test_a_flood_does_not_end_the_handshake_of_another_host(opened):
 
 
 def test_during_a_flood_a_member_is_let_in(opened):
-    for _ in range(2 * MOST_STRANGERS):
+    for _ in range(2 * MAX_PENDING_HANDSHAKES):
         opened.call()
     member = opened.call("127.0.0.2")
     assert member.recv(1) == b"?"

@@ -4,14 +4,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.holes import Holes
+from bpsfast.base.free_list import FreeList
 
 SIZE = 1000
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 300)), max_size=60))
 def test_runs_never_overlap_and_all_come_back(steps):
-    holes, taken = Holes(SIZE), []
+    holes, taken = FreeList(SIZE), []
     for gives, number in steps:
         if gives and taken:
             holes.give(*taken.pop(number % len(taken)))
@@ -32,7 +32,7 @@ def test_runs_never_overlap_and_all_come_back(steps):
 
 
 def test_what_is_free_cannot_be_given_back():
-    holes = Holes(SIZE)
+    holes = FreeList(SIZE)
     assert holes.take(100) == 0
     for offset, nbytes in ((100, 1), (50, 51), (900, 200)):
         with pytest.raises(ValueError, match=f"bytes {offset} to {offset + nbytes} are given back"):
@@ -42,4 +42,4 @@ def test_what_is_free_cannot_be_given_back():
 
 
 def test_nothing_has_no_holes():
-    assert Holes().take(1) is None and Holes().nbytes == Holes().largest_nbytes == 0
+    assert FreeList().take(1) is None and FreeList().nbytes == FreeList().largest_nbytes == 0

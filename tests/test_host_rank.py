@@ -12,7 +12,7 @@ _PROGRAM = """
 import errno, os, socket
 import bpsfast
 from bpsfast.bench import host_rank
-from bpsfast.bench.peers import Gloo
+from bpsfast.bench.harness.peers import Gloo
 
 def is_kept():
     with socket.socket() as sock:

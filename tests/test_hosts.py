@@ -8,8 +8,9 @@ import socket
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.launch import hosts, reach
-from bpsfast.launch.hosts import Host
+from bpsfast.launch import host_list
+from bpsfast.base import addresses
+from bpsfast.launch.host_list import Host
 from bpsfast.launch.ssh import Ssh
 from bpsfast.orchestration.errors import ConfigError
 
@@ -24,7 +25,7 @@ _lists = st.lists(st.builds(Host, name=_names, slots=st.integers(1, 99)), min_si
 
 @given(_lists)
 def test_what_h_says_is_what_is_read(found):
-    assert hosts.parse(",".join(f"{host.name}:{host.slots}" for host in found)) == found
+    assert host_list.parse(",".join(f"{host.name}:{host.slots}" for host in found)) == found
 
 
 @given(_lists, st.data())
@@ -36,7 +37,7 @@ def test_a_hostfile_may_say_each_line_in_its_own_way(tmp_path_factory, found, da
         lines.append(form.format(host.name, host.slots))
     path = tmp_path_factory.mktemp("hosts") / "hosts"
     path.write_text("\n".join(["# all", *lines, ""]))
-    assert hosts.read(path) == found
+    assert host_list.read(path) == found
 
 
 @given(_lists, st.integers(1, 500))
@@ -44,9 +45,9 @@ def test_slots_are_filled_in_order(found, n_ranks):
     n_slots = sum(host.slots for host in found)
     if n_ranks > n_slots:
         with pytest.raises(ConfigError, match=rf"-n {n_ranks} .* slots \({n_slots}: "):
-            hosts.assign(found, n_ranks)
+            host_list.assign(found, n_ranks)
         return
-    filled = hosts.assign(found, n_ranks)
+    filled = host_list.assign(found, n_ranks)
     assert sum(host.slots for host in filled) == n_ranks
     assert [host.name for host in filled] == [host.name for host in found[:len(filled)]]
     assert all(got.slots == had.slots for got, had in zip(filled[:-1], found))
@@ -54,7 +55,7 @@ def test_slots_are_filled_in_order(found, n_ranks):
 
 
 def test_without_a_number_every_slot_is_used():
-    assert hosts.assign([Host("a", 2), Host("b", 3)], None) == [Host("a", 2), Host("b", 3)]
+    assert host_list.assign([Host("a", 2), Host("b", 3)], None) == [Host("a", 2), Host("b", 3)]
 
 
 @pytest.mark.parametrize(("text", "name", "slots"), [
@@ -63,7 +64,7 @@ def test_without_a_number_every_slot_is_used():
     ("first.last@gpu-01.example.org:16", "first.last@gpu-01.example.org", 16), ("10.0.0.1:8", "10.0.0.1", 8),
 ])
 def test_host(text, name, slots):
-    assert hosts.parse(text) == [Host(name, slots)]
+    assert host_list.parse(text) == [Host(name, slots)]
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -75,7 +76,7 @@ def test_host(text, name, slots):
 ])
 def test_what_is_no_list_of_hosts_is_an_error(text, words):
     with pytest.raises(ConfigError, match=words):
-        hosts.parse(text)
+        host_list.parse(text)
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -88,12 +89,12 @@ def test_what_is_no_list_of_hosts_is_an_error(text, words):
 def test_what_is_no_hostfile_is_an_error(tmp_path, text, words):
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(ConfigError, match=words):
-        hosts.read(tmp_path / "hosts")
+        host_list.read(tmp_path / "hosts")
 
 
 def test_in_a_hostfile_ipv6_needs_no_brackets_before_slots(tmp_path):
     (tmp_path / "hosts").write_text("fd00::3 slots=2\n[fd00::4]:3\nme@fd00::5 slots=1\n")
-    assert hosts.read(tmp_path / "hosts") == [Host("fd00::3", 2), Host("fd00::4", 3), Host("me@fd00::5", 1)]
+    assert host_list.read(tmp_path / "hosts") == [Host("fd00::3", 2), Host("fd00::4", 3), Host("me@fd00::5", 1)]
 
 
 @pytest.mark.parametrize(("text", "wanted"), [
@@ -104,44 +105,44 @@ def test_in_a_hostfile_ipv6_needs_no_brackets_before_slots(tmp_path):
 ])
 def test_lines_of_one_host_are_added_up(tmp_path, text, wanted):
     (tmp_path / "hosts").write_text(text)
-    assert hosts.read(tmp_path / "hosts") == wanted
+    assert host_list.read(tmp_path / "hosts") == wanted
 
 
 def test_a_hostfile_may_come_from_another_system(tmp_path):
     (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbf# ours\r\na   slots = 2\r\n\r\nb:3\r\nc\tslots=1\tmax_slots=4 \r\n")
-    assert hosts.read(tmp_path / "hosts") == [Host("a", 2), Host("b", 3), Host("c", 1)]
+    assert host_list.read(tmp_path / "hosts") == [Host("a", 2), Host("b", 3), Host("c", 1)]
 
 
 @pytest.mark.parametrize("name", [
     "localhost", "127.0.0.1", "127.1.2.3", "::1", socket.gethostname(), f"{socket.gethostname().upper()}.",
-    f"{pwd.getpwuid(os.geteuid()).pw_name}@localhost", "0.0.0.0", reach.outward_host() or "127.0.0.1",
+    f"{pwd.getpwuid(os.geteuid()).pw_name}@localhost", "0.0.0.0", addresses.default_route_host() or "127.0.0.1",
 ])
 def test_this_machine_needs_no_ssh_whatever_it_is_called(name):
-    [found] = hosts.with_own([Host(name, 2)])
+    [found] = host_list.with_own([Host(name, 2)])
     assert found.is_here and (found.name, found.slots) == (name, 2)
     assert Ssh(python="/opt/python").argv(found)[-4:] == ["/opt/python", "-m", "bpsfast", "agent"]
 
 
 @pytest.mark.parametrize("name", ["192.0.2.77", "no-such-name.invalid", "you@localhost", "2001:db8::7"])
 def test_others_do(name):
-    assert not any(host.is_here for host in hosts.with_own([Host(name)]))
-    assert Ssh().argv(hosts.with_own([Host(name)])[0])[0] == "ssh"
+    assert not any(host.is_here for host in host_list.with_own([Host(name)]))
+    assert Ssh().argv(host_list.with_own([Host(name)])[0])[0] == "ssh"
 
 
 def test_two_names_of_this_machine_are_one_node():
-    found = hosts.with_own([Host("192.0.2.77", 3), Host("localhost", 2), Host("you@localhost"), Host("127.0.0.1", 4)])
+    found = host_list.with_own([Host("192.0.2.77", 3), Host("localhost", 2), Host("you@localhost"), Host("127.0.0.1", 4)])
     assert [(host.name, host.slots, host.is_here) for host in found] == [
         ("192.0.2.77", 3, False), ("localhost", 6, True), ("you@localhost", 1, False)]
-    assert [host.is_here for host in hosts.assign(found, 5)] == [False, True]
+    assert [host.is_here for host in host_list.assign(found, 5)] == [False, True]
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1 has ranks"):
-        hosts.helpers("127.0.0.1", found)
+        host_list.helpers("127.0.0.1", found)
 
 
 def test_helpers_have_no_ranks():
-    assert hosts.helpers("c,me@d", [Host("a"), Host("b")]) == [Host("c", 0), Host("me@d", 0)]
+    assert host_list.helpers("c,me@d", [Host("a"), Host("b")]) == [Host("c", 0), Host("me@d", 0)]
     with pytest.raises(ConfigError, match="b has ranks"):
-        hosts.helpers("c,b", [Host("a"), Host("me@b")])
+        host_list.helpers("c,b", [Host("a"), Host("me@b")])
     with pytest.raises(ConfigError, match="twice"):
-        hosts.helpers("c,c", [Host("a")])
+        host_list.helpers("c,c", [Host("a")])
     with pytest.raises(ConfigError, match="no host"):
-        hosts.helpers("c:2", [Host("a")])
+        host_list.helpers("c:2", [Host("a")])

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast.channel import Channel
+from bpsfast.base.message_socket import MessageSocket
 from bpsfast.node.event_loop import EventLoop
-from bpsfast.node.household import Household
+from bpsfast.node.local_ranks import LocalRanks
 from bpsfast.node.local_rank import LocalRank
 from bpsfast.node.regions import Regions
 from bpsfast.orchestration import messages
@@ -44,7 +44,7 @@ def rank():
     pidfd = os.pidfd_open(process.pid)
     regions = Regions()
     attach = SimpleNamespace(pid=process.pid, local_rank=0, rank=0)
-    made = LocalRank(Channel(ours), attach, pidfd, regions)
+    made = LocalRank(MessageSocket(ours), attach, pidfd, regions)
     yield made, process
     process.kill()
     process.wait(10)
@@ -57,7 +57,7 @@ def test_a_rank_that_dies_is_reported(rank, told_in_between):
     rank, process = rank
     node = Node()
     loop = EventLoop(lambda error: pytest.fail(str(error)))
-    home = Household(node, loop, SimpleNamespace(local_size=1), "1.0", {})
+    home = LocalRanks(node, loop, SimpleNamespace(local_size=1), "1.0", {})
     home.ranks, home._attached = [rank], True
     loop.watch(rank.channel.fileno(), lambda: home._read(rank))
     loop.watch(rank.pidfd, lambda: home._died(rank))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bpsfast.hvd as hvd
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from tests.compressed_rounds import Replay, values
 from tests.hvd_ranks import begun, of_shapes
 
@@ -281,7 +281,7 @@ def compressed(names, steps=3):
         assert small.grad.tolist() == [1.0] * 3
         with optimizer.skip_synchronize():
             optimizer.step()
-    unit = next(unit for unit in current.current().tensors.units() if unit.name.endswith(f"{names} big"))
+    unit = next(unit for unit in process.current().tensors.units() if unit.name.endswith(f"{names} big"))
     return found, unit.codec, unit.stride
 
 

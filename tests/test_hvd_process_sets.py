@@ -9,7 +9,7 @@ import torch
 import bpsfast.hvd as hvd
 from bpsfast.hvd import runtime
 from bpsfast.orchestration.errors import StallError
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from tests.hvd_ranks import begun, of_shapes
 
 pytestmark = pytest.mark.matrix
@@ -127,7 +127,7 @@ def test_sets_can_be_given_to_init(job):
 
 def meet_and_look():
     new = hvd.add_process_set([0, 1])
-    session, title = current.current(), f"hvd.{runtime.current()._begun}.{new.process_set_id}:"
+    session, title = process.current(), f"hvd.{runtime.current()._begun}.{new.process_set_id}:"
     if hvd.rank() == 0:  # behind its own withdrawal
         with pytest.raises(StallError, match="has not published it"):
             session.notices.lookup(title, 0.2, "nobody")

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from bpsfast import __version__, inventory
+from bpsfast import __version__
+from bpsfast.tools import inventory
 from bpsfast.cli import cli
-from bpsfast.commands.effective import Effective
-from bpsfast.inventory import Inventory
-from bpsfast.settings import table
+from bpsfast.tools.commands.settings_table import SettingRow
+from bpsfast.tools.inventory import Inventory
+from bpsfast.base.settings import table
 
 
 def invoke(*arguments: str, **variables: str) -> Result:
@@ -63,7 +64,7 @@ def test_a_module_that_does_not_load_is_named_and_exit_code_3(monkeypatch: pytes
 def test_effective_shows_every_setting_its_origin_and_no_key() -> None:
     variables = {"BPSFAST_JOB_KEY": "ab" * 16, "BYTEPS_PARTITION_BYTES": "8192", "BPSFAST_NODE_ID": "n7"}
     done = invoke("--effective", "--json", "--set", "tcp_streams=4", **variables)
-    found = {each.name: each for each in msgspec.json.decode(done.stdout, type=list[Effective])}
+    found = {each.name: each for each in msgspec.json.decode(done.stdout, type=list[SettingRow])}
     assert list(found) == [row.name for row in table()]
     assert {name: (found[name].value, found[name].origin) for name in ("tcp_streams", "partition_bytes", "node_id",
                                                                      "job_key", "cores")} == {

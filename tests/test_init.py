@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import bpsfast
-from bpsfast.settings import environment, load, take_job_key
+from bpsfast.base.settings import environment, load, take_job_key
 
 KEY = "ab" * 32
 
@@ -16,7 +16,7 @@ KEY = "ab" * 32
 @pytest.fixture
 def key_in_environment(monkeypatch):
     """What this test does to the key that the process remembers is undone."""
-    monkeypatch.setattr("bpsfast.settings._taken_key", "")
+    monkeypatch.setattr("bpsfast.base.settings._taken_key", "")
     monkeypatch.setenv("BPSFAST_JOB_KEY", KEY)
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.channel import Channel
+from bpsfast.base.message_socket import MessageSocket
 from bpsfast.orchestration.messages import StallAnswer, Stalled
-from bpsfast.trainer import current
-from bpsfast.trainer.inquiry import Inquiry
+from bpsfast.trainer import process
+from bpsfast.trainer.stall_query import StallQuery
 from bpsfast.trainer.mailbox import Mailbox
-from bpsfast.trainer.questions import Questions
+from bpsfast.trainer.node_requests import NodeRequests
 
 
 def total(name="x"):
@@ -74,7 +74,7 @@ def leave_with_a_push_under_way():
         bpsfast.push_pull_async(np.ones(1000), False, "announced")
         bpsfast.shutdown()
         return 3.0
-    while not current.current().inquiry.somebody_left():
+    while not process.current().inquiry.has_departures():
         os.sched_yield()
     return total("announced")
 
@@ -92,11 +92,11 @@ def asked():
     """An inquiry, and the channel on which a node reads its questions."""
     ours, theirs = socket.socketpair()
     pidfd = os.pidfd_open(os.getpid())
-    mailbox = Mailbox(Channel(ours), pidfd, lambda message, fds: questions.receive(message.question, message),
+    mailbox = Mailbox(MessageSocket(ours), pidfd, lambda message, fds: questions.receive(message.question, message),
                       lambda: None, lambda: bpsfast.PeerLostError("the node is lost"))
-    questions = Questions(60.0, lambda: None, lambda: mailbox)
-    inquiry = Inquiry(0, questions, lambda: None, lambda: mailbox)
-    with Channel(theirs) as node:
+    questions = NodeRequests(60.0, lambda: None, lambda: mailbox)
+    inquiry = StallQuery(0, questions, lambda: None, lambda: mailbox)
+    with MessageSocket(theirs) as node:
         yield inquiry, node
     mailbox.close()
     os.close(pidfd)

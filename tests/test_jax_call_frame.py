@@ -91,9 +91,9 @@ def test_a_misfit_is_raised_before_anything_is_compiled(monkeypatch):
 
 def test_a_gpu_is_refused():
     from bpsfast.jax import primitive
-    from bpsfast.jax.site import Leaf, Site
+    from bpsfast.jax.push_pull_call import Leaf, PushPullCall
 
-    site = Site((Leaf("x", (3,), "float32"),), True, None)
+    site = PushPullCall((Leaf("x", (3,), "float32"),), True, None)
     traced = jax.jit(lambda x: primitive.run(site, [x])[0]).trace(jax.ShapeDtypeStruct((3,), "float32"))
     kind, text = raised(lambda: traced.lower(lowering_platforms=("cuda",)))
     assert kind == "UnsupportedError" and "not for cuda" in text and "outside jit" in text

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from bpsfast.cluster import Cluster
-from bpsfast.cluster.cluster import Machine
+from bpsfast.launch.namespaces import Cluster
+from bpsfast.launch.namespaces.cluster import Machine
 
 _ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_S = 90.0

@@ -5,7 +5,7 @@ import pytest
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.codec import CodecSpec
-from bpsfast.orchestration.job import joinings
+from bpsfast.orchestration.job import late_joins
 from bpsfast.orchestration.job.job_settings import JobSettings
 from tests.job_table import Table, join, spec
 from tests.lossy_table import NODES, LossyTable
@@ -83,7 +83,7 @@ def test_who_cannot_come_is_told_so_and_nobody_else(joiner, error, words):
 
 
 def test_numbers_run_out_in_words(monkeypatch):
-    monkeypatch.setattr(joinings, "MAX_NODES", 4)
+    monkeypatch.setattr(late_joins, "MAX_NODES", 4)
     table = LossyTable().commit()
     table.say(NEW, join("j", 0))
     assert "a job numbers at most 4 nodes, lost ones included" in table.got(NEW, m.Refuse)[0].reason

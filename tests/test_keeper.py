@@ -7,7 +7,7 @@ import time
 import pytest
 
 from bpsfast.launch.daemons import describe_exit
-from bpsfast.launch.keeper import N_RESTARTS, Keeper
+from bpsfast.launch.restarter import N_RESTARTS, Restarter
 
 LIMIT_S = 20.0
 
@@ -24,7 +24,7 @@ def keep():
             started.append(subprocess.Popen(argv))
             return started[-1]
 
-        kept.append((Keeper("thing", start, describe_exit), started))
+        kept.append((Restarter("thing", start, describe_exit), started))
         return kept[-1]
 
     yield make

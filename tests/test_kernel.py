@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from bpsfast.nic import echo, ethtool
-from bpsfast.nic.echo import Echo
-from bpsfast.nic.kernel import Kernel
+from bpsfast.hardware import ping, ethtool
+from bpsfast.hardware.ping import PingResult
+from bpsfast.hardware.kernel import Kernel
 
 LOCAL = ipaddress.ip_address("127.0.0.1")
 
@@ -43,30 +43,30 @@ def test_a_connection_says_how_far_it_came(no_leaks: None) -> None:
 @pytest.mark.parametrize("nbytes", [28, 64, 1500, 9000])
 def test_pings_of_a_size_come_back(nbytes: int, no_leaks: None) -> None:
     answer = Kernel().ping(LOCAL, nbytes, timeout_s=5)
-    if answer is Echo.FORBIDDEN:
+    if answer is PingResult.FORBIDDEN:
         pytest.skip("this user may not send pings (net.ipv4.ping_group_range, no CAP_NET_RAW)")
-    assert answer is Echo.ANSWERED
+    assert answer is PingResult.ANSWERED
 
 
 def test_a_packet_above_the_interface_s_mtu_is_too_big(no_leaks: None) -> None:
-    if Kernel().ping(LOCAL, 64, timeout_s=5) is Echo.FORBIDDEN:
+    if Kernel().ping(LOCAL, 64, timeout_s=5) is PingResult.FORBIDDEN:
         pytest.skip("this user may not send pings (net.ipv4.ping_group_range, no CAP_NET_RAW)")
     with open("/sys/class/net/lo/mtu") as file:
         mtu = int(file.read())
     if mtu + 8 > 65535:
         pytest.skip(f"lo has mtu {mtu}: no IPv4 packet is larger")
-    assert Kernel().ping(LOCAL, mtu + 8) is Echo.TOO_BIG
+    assert Kernel().ping(LOCAL, mtu + 8) is PingResult.TOO_BIG
 
 
 def test_headers_of_pings() -> None:
-    assert echo.header_nbytes(LOCAL) == 28 and echo.header_nbytes(ipaddress.ip_address("::1")) == 48
+    assert ping.header_nbytes(LOCAL) == 28 and ping.header_nbytes(ipaddress.ip_address("::1")) == 48
 
 
 # RFC 1071's own example, and its complement property
 def test_the_internet_checksum() -> None:
-    assert echo._checksum(bytes.fromhex("0001f203f4f5f6f7")) == 0x220D
-    assert echo._checksum(bytes.fromhex("0001f203f4f5f6f7220d")) == 0
-    assert echo._checksum(b"\xff") == echo._checksum(b"\xff\x00")
+    assert ping._checksum(bytes.fromhex("0001f203f4f5f6f7")) == 0x220D
+    assert ping._checksum(bytes.fromhex("0001f203f4f5f6f7220d")) == 0
+    assert ping._checksum(b"\xff") == ping._checksum(b"\xff\x00")
 
 
 def test_statistics_of_an_interface_without_any_are_empty() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast import dtypes, kernels, reference
+from bpsfast.base import dtypes, reference_sum
+from bpsfast import kernels
 from bpsfast.orchestration.errors import MismatchError, UnsupportedError
 from bpsfast.orchestration.placement.partition import BITWISE_OPS, OPS
 
@@ -70,7 +71,7 @@ def test_every_way_through_the_loops_is_the_reference(name: str) -> None:
     for before, local, after in counts:
         dst, *inputs = arrays[: 1 + before + local + after]
         first, own, last = inputs[:before], inputs[before : before + local], inputs[before + local :]
-        want = reference.reduce([*([x] for x in first), own, *([x] for x in last)], False)
+        want = reference_sum.reduce([*([x] for x in first), own, *([x] for x in last)], False)
         kernels.fused_sum(dst, first, own, last)
         assert not _differences(name, dst, want), (before, local, after)
 
@@ -92,7 +93,7 @@ def test_fused_sum_is_the_reference(name, counts, n_elements, average, nontempor
     kept = [array.copy() for array in inputs]
     dst = _aligned(n_elements, name, offset)
     kernels.fused_sum(dst, before, local, after, sum(counts) if average else 1, nontemporal)
-    want = reference.reduce([*([x] for x in before), local, *([x] for x in after)], average)
+    want = reference_sum.reduce([*([x] for x in before), local, *([x] for x in after)], average)
     assert not _differences(name, dst, want)
     assert all(array.tobytes() == copy.tobytes() for array, copy in zip(inputs, kept))
 
@@ -118,17 +119,17 @@ def test_any_owner_makes_the_same_bits(name, ranks, owner, average, seed) -> Non
             partials[node > owner].append(partial)
     dst = _aligned(77, name)
     kernels.fused_sum(dst, partials[0], groups[owner], partials[1], sum(ranks) if average else 1)
-    assert not _differences(name, dst, reference.reduce(groups, average))
+    assert not _differences(name, dst, reference_sum.reduce(groups, average))
 
 
 @settings(max_examples=200, deadline=None)
 @given(name=names, n_elements=st.sampled_from(SIZES), offset=st.sampled_from([0, 1]), seed=st.integers(0, 2**32))
 def test_add_into_is_the_reference(name, n_elements, offset, seed) -> None:
     dst, src = _draw_arrays(name, 2, n_elements, seed, offset)
-    want = reference.reduce([[dst], [src]], average=False)
+    want = reference_sum.reduce([[dst], [src]], average=False)
     kernels.add_into(dst, src)
     assert not _differences(name, dst, want)
-    want = reference.reduce([[src], [src]], average=False)
+    want = reference_sum.reduce([[src], [src]], average=False)
     kernels.add_into(src, src)
     assert not _differences(name, src, want)
 
@@ -147,7 +148,7 @@ def test_every_half_pattern_rounds_like_numpy(name: str) -> None:
     left, right = _all_patterns(name)
     got = left.copy()
     kernels.add_into(got, right)
-    assert not _differences(name, got, reference.reduce([[left], [right]], average=False))
+    assert not _differences(name, got, reference_sum.reduce([[left], [right]], average=False))
     for divisor in (3, 4, 10):  # the quotient of one input, rounded to the wire dtype
         kernels.fused_sum(got, [], [left], [], divisor)
         with np.errstate(all="ignore"):
@@ -184,7 +185,7 @@ def test_large_arrays_take_the_non_temporal_way() -> None:
     inputs = _draw_arrays("float32", 4, n_elements, 1)
     dst = _aligned(n_elements, "float32")
     kernels.fused_sum(dst, inputs[:1], inputs[1:3], inputs[3:], 4)
-    assert not _differences("float32", dst, reference.reduce([inputs[:1], inputs[1:3], inputs[3:]], average=True))
+    assert not _differences("float32", dst, reference_sum.reduce([inputs[:1], inputs[1:3], inputs[3:]], average=True))
 
 
 def test_address_is_one_per_dtype_and_stays() -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.cluster import Cluster
+from bpsfast.launch.namespaces import Cluster
 from bpsfast.launch import roles
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.settings import load_with_origins
+from bpsfast.base.settings import load_with_origins
 from tests import recorded_environment
 from tests.test_environments import clean, hosts_file
 
@@ -59,10 +59,10 @@ dist.destroy_process_group()
 STRANGER = """
 import json, os, sys, time
 from bpsfast.launch import roles
-from bpsfast.launch.machine_secret import machine_secret
+from bpsfast.base.job_key import machine_secret
 from bpsfast.orchestration import messages, security
-from bpsfast.orchestration.membership import Membership
-from bpsfast.settings import load_with_origins
+from bpsfast.orchestration.scheduler_client import Membership
+from bpsfast.base.settings import load_with_origins
 
 address = sys.argv[1]
 texts = sys.argv[2:]  # what else it has found, such as the contents of a store

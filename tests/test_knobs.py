@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import msgspec
 
-from bpsfast.settings import Settings
-from bpsfast.tune import knobs
-from bpsfast.tune.facts import RailFacts, SideFacts
-from bpsfast.tune.trial import LATENCY, NAMES, TWO_WAY
+from bpsfast.base.settings import Settings
+from bpsfast.tools.tune import tunables
+from bpsfast.tools.tune.capabilities import RailCapabilities, HostCapabilities
+from bpsfast.tools.tune.perf_options import LATENCY, NAMES, TWO_WAY
 
 START = {name: getattr(Settings(), name) for name in NAMES}
 
@@ -14,13 +14,13 @@ START = {name: getattr(Settings(), name) for name in NAMES}
 def rail(device="mlx5_0", **changes):
     fields = {"device": device, "port": 1, "driver": "mlx5_core", "link_layer": "Ethernet", "reason": "", "mtu": 4096,
               "max_qp": 1000, "max_qp_wr": 32768, "numa_node": 1, "near": (8, 9, 10, 11)}
-    return RailFacts(**fields | changes)
+    return RailCapabilities(**fields | changes)
 
 
 def side(host, *rails, **changes):
     fields = {"host": host, "rails": rails, "rejected": {}, "n_used": 1, "n_numa": 2, "cores": tuple(range(16)),
               "huge_page_nbytes": 1 << 30}
-    return SideFacts(**fields | changes)
+    return HostCapabilities(**fields | changes)
 
 
 def values(choice):
@@ -29,7 +29,7 @@ def values(choice):
 
 def test_a_machine_with_everything_has_everything_but_what_the_switches_decide():
     both = (rail("mlx5_0"), rail("mlx5_1"))
-    choice = knobs.choose(START, side("a", *both), [side("b", *both)], TWO_WAY)
+    choice = tunables.choose(START, side("a", *both), [side("b", *both)], TWO_WAY)
     assert set(choice.untried) == {"rdma_traffic_class", "rdma_service_level"}
     assert "--traffic-class" in choice.untried["rdma_traffic_class"]
     found = values(choice)
@@ -43,9 +43,9 @@ def test_a_machine_with_everything_has_everything_but_what_the_switches_decide()
 
 def test_what_the_user_names_is_tried():
     machines = side("a", rail()), [side("b", rail())]
-    found = values(knobs.choose(START, *machines, TWO_WAY, (0, 106), (3,)))
+    found = values(tunables.choose(START, *machines, TWO_WAY, (0, 106), (3,)))
     assert found["rdma_traffic_class"] == (106,) and found["rdma_service_level"] == (3,)
-    choice = knobs.choose(START, *machines, TWO_WAY, only=("rdma_mtu",))
+    choice = tunables.choose(START, *machines, TWO_WAY, only=("rdma_mtu",))
     assert set(values(choice)) == {"rdma_mtu"}
     assert choice.untried["credit_bytes"] == "--only does not name it"
 
@@ -53,7 +53,7 @@ def test_what_the_user_names_is_tried():
 def test_a_small_machine_is_told_what_it_lacks():
     poor = rail("rxe0", driver="rxe", mtu=1024, max_qp=1, max_qp_wr=64, numa_node=None, near=(0,))
     own = side("a", poor, n_numa=1, cores=(0,), huge_page_nbytes=0)
-    choice = knobs.choose(START, own, [msgspec.structs.replace(own, host="b")], TWO_WAY)
+    choice = tunables.choose(START, own, [msgspec.structs.replace(own, host="b")], TWO_WAY)
     assert choice.untried["rdma_devices"] == "a has one usable port, rxe0:1"
     assert choice.untried["rdma_mtu"] == "the active MTU is 1024: smaller packets only cost"
     assert choice.untried["rdma_relaxed_ordering"] == "the driver rxe ignores it"
@@ -65,12 +65,12 @@ def test_a_small_machine_is_told_what_it_lacks():
 
 def test_rails_that_have_other_names_elsewhere_cannot_stand_in_one_profile():
     both = (rail("mlx5_0"), rail("mlx5_1"))
-    choice = knobs.choose(START, side("a", *both), [side("b", rail("mlx5_0"), rail("mlx5_7"))], TWO_WAY)
+    choice = tunables.choose(START, side("a", *both), [side("b", rail("mlx5_0"), rail("mlx5_7"))], TWO_WAY)
     assert choice.untried["rdma_devices"] == ("a has mlx5_0:1, mlx5_1:1 and b mlx5_0:1, mlx5_7:1: one profile cannot "
                                               "name both")
 
 
 def test_infiniband_has_no_traffic_class():
     fabric = rail(link_layer="InfiniBand")
-    choice = knobs.choose(START, side("a", fabric), [side("b", fabric)], TWO_WAY)
+    choice = tunables.choose(START, side("a", fabric), [side("b", fabric)], TWO_WAY)
     assert "service levels" in choice.untried["rdma_traffic_class"]

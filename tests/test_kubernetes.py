@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from bpsfast.launch.environments.kubernetes import PORT
-from bpsfast.launch.roles import Place, detect, scheduler_port
+from bpsfast.launch.roles import ProcessRole, detect, scheduler_port
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.settings import load_with_origins
+from bpsfast.base.settings import load_with_origins
 
 _EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "kubernetes"
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
@@ -18,7 +18,7 @@ PYTORCHJOB = POD | {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "digits-maste
 INDEXED = POD | {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "HOSTNAME": "digits-2.digits.ns.svc.cluster.local"}
 
 
-def place(environ: dict[str, str], key: str | None = "ab" * 32) -> Place:
+def place(environ: dict[str, str], key: str | None = "ab" * 32) -> ProcessRole:
     return detect(load_with_origins({"job_key": key}, environ)[0], environ)
 
 

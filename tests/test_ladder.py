@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bpsfast import settings
-from bpsfast.bench.ladder import control, device, report, run, shares
-from bpsfast.bench.ladder.rungs import OURS, RUNGS, TCP, VANILLA
-from bpsfast.bench.ladder.shares import Model
-from bpsfast.bench.ladder.worker import Row
-from bpsfast.models.catalog import MODELS, n_elements
+from bpsfast.base import settings
+from bpsfast.bench.paper.ladder import control, device, report, run, shares
+from bpsfast.bench.paper.ladder.rungs import OURS, RUNGS, TCP, VANILLA
+from bpsfast.bench.paper.ladder.shares import Model
+from bpsfast.bench.paper.ladder.worker import Row
+from bpsfast.tools.planner.catalog import MODELS, n_elements
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
-from bpsfast.perf.control import secret_for
+from bpsfast.tools.perf.control import secret_for
 
 PARTITION_NBYTES = 4_096_000
 
@@ -120,7 +120,7 @@ def test_a_stranger_is_refused_and_the_next_one_served():
         accepted = pool.submit(control.accept, server, secret_for(settings.load({}), ["127.0.0.1"]))
         with socket.create_connection(server.getsockname()) as stranger:
             with pytest.raises((PeerLostError, MismatchError)):
-                security.challenge_connect(stranger, bytes(32), control._CONTEXT, control._HELLO, 20)
+                security.plain_handshake_dialer(stranger, bytes(32), control._CONTEXT, control._HELLO, 20)
         connection = control.connect("127.0.0.1", server.getsockname()[1])
         accepted.result(20).close()
         connection.close()

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.orchestration.job.lags import Lags, combined
+from bpsfast.orchestration.job.lags import LagQueries, combined
 from bpsfast.orchestration.job.stalls import REPORT_TIMEOUT_S
 from bpsfast.orchestration.messages import LagQuestion, LagReport, LagRow, NodeInfo
 from bpsfast.orchestration.roster import Roster
@@ -52,7 +52,7 @@ def test_helpers_own_and_ranks_that_pushed_nothing_are_left_out():
 def test_every_asker_gets_an_answer_with_those_who_are_silent():
     nodes = [NodeInfo(index=i, host="h", pid=1, address="", shm_name="", ranks=(i,), nic_rate_bytes=0.0)
              for i in range(2)]
-    lags = Lags(Roster([(b"%d" % node.index, node) for node in nodes]))
+    lags = LagQueries(Roster([(b"%d" % node.index, node) for node in nodes]))
     one = lags.ask(0.0, LagQuestion(rank=0, question=5))
     two = lags.ask(1.0, LagQuestion(rank=1, question=6))
     nothing = {number: LagReport(number=number, local=(), owned=()) for number in (one, two, 99)}

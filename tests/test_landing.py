@@ -1,25 +1,25 @@
 """Where the partitions of a unit lie that comes from a device: on the host, or where a card takes them."""
 from __future__ import annotations
 
-from bpsfast.device.device import SharedMemory
-from bpsfast.device.segments import DevicePlace, DeviceSegment
-from bpsfast.trainer.landing import Landing
-from bpsfast.trainer.memory import Region
+from bpsfast.gpu.device import SharedMemory
+from bpsfast.gpu.device_segments import DeviceRegion, DeviceSegment
+from bpsfast.trainer.device_input import DeviceInput
+from bpsfast.trainer.input_memory import Region
 
 
 def test_partitions_on_both_sides():
     segment = DeviceSegment(9, SharedMemory(1 << 40, 1 << 20, -1, "", lambda: None), 4096)
-    landing = Landing(Region(None, 3, 8192, 1 << 30), DevicePlace(segment, 12288, 2000), {1: 0, 3: 1000}, 1000)
-    assert [landing.entry(number) for number in range(4)] == [(3, 8192), (9, 12288), (3, 10192), (9, 13288)]
-    assert landing.address == 1 << 30
+    device_input = DeviceInput(Region(None, 3, 8192, 1 << 30), DeviceRegion(segment, 12288, 2000), {1: 0, 3: 1000}, 1000)
+    assert [device_input.entry(number) for number in range(4)] == [(3, 8192), (9, 12288), (3, 10192), (9, 13288)]
+    assert device_input.address == 1 << 30
     begin = (1 << 40) + 12288
-    assert {number: base + 1000 * number for number, base in landing.on_device.items()} == {1: begin, 3: begin + 1000}
-    assert landing.segments({("rank", 3): "mapped"}) == ["mapped"]
+    assert {number: base + 1000 * number for number, base in device_input.on_device.items()} == {1: begin, 3: begin + 1000}
+    assert device_input.segments({("rank", 3): "mapped"}) == ["mapped"]
 
 
 def test_all_on_one_side():
-    host = Landing(Region(None, 3, 0, 64), None, {}, 1000)
+    host = DeviceInput(Region(None, 3, 0, 64), None, {}, 1000)
     assert host.on_device == {} and host.entry(2) == (3, 2000)
     segment = DeviceSegment(9, SharedMemory(1 << 40, 1 << 20, -1, "", lambda: None))
-    straight = Landing(None, DevicePlace(segment, 0, 1000), {0: 0}, 1000)
+    straight = DeviceInput(None, DeviceRegion(segment, 0, 1000), {0: 0}, 1000)
     assert straight.address == 0 and straight.segments({}) == [] and straight.entry(0) == (9, 0)

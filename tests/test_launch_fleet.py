@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from bpsfast.launch import fleet as fleets, remote_host
-from bpsfast.launch.fleet import Fleet
-from bpsfast.launch.hosts import Host
+from bpsfast.launch import remote_hosts as fleets, remote_host
+from bpsfast.launch.remote_hosts import RemoteHosts
+from bpsfast.launch.host_list import Host
 from bpsfast.launch.output import Output
 from bpsfast.launch.ssh import Ssh
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
@@ -31,7 +31,7 @@ def script(tmp_path):
 
 
 def test_one_host_needs_no_address_of_its_own(no_leaks):
-    with Fleet([_HERE], Ssh(), Output()) as fleet:
+    with RemoteHosts([_HERE], Ssh(), Output()) as fleet:
         fleet.connect()
         host, port = fleet.scheduler_address()
         assert host == "127.0.0.1"
@@ -40,7 +40,7 @@ def test_one_host_needs_no_address_of_its_own(no_leaks):
 
 
 def test_of_several_the_first_has_the_scheduler(no_leaks):
-    with Fleet([_HERE, _HERE], Ssh(), Output()) as fleet:
+    with RemoteHosts([_HERE, _HERE], Ssh(), Output()) as fleet:
         fleet.connect()
         host, port = fleet.scheduler_address()
         assert host in fleet.hosts[0].here.addresses and port > 0
@@ -50,7 +50,7 @@ def test_of_several_the_first_has_the_scheduler(no_leaks):
 
 
 def test_a_name_for_the_scheduler_that_its_host_cannot_look_up_is_refused_at_once(no_leaks):
-    with Fleet([_HERE], Ssh(), Output()) as fleet:
+    with RemoteHosts([_HERE], Ssh(), Output()) as fleet:
         fleet.connect()
         assert fleet.scheduler_address("localhost")[0] == "localhost"
         begin = time.monotonic()
@@ -62,7 +62,7 @@ def test_a_name_for_the_scheduler_that_its_host_cannot_look_up_is_refused_at_onc
 def test_what_hosts_wait_for_ends(script, monkeypatch, no_leaks):
     monkeypatch.setattr(fleets, "AGENT_TIMEOUT_S", 0.5)
     monkeypatch.setattr(remote_host, "_END_S", 60.0)
-    with Fleet([_HERE], Ssh(python=script("echo What is your name?; exec sleep 600")), Output()) as fleet:
+    with RemoteHosts([_HERE], Ssh(python=script("echo What is your name?; exec sleep 600")), Output()) as fleet:
         assert select.select([fleet.hosts[0].line.source], [], [], 20.0)[0], "it has asked"
         with pytest.raises(StallError, match=r"within 0\.5 s; it printed b'What is your name\?.*login script"):
             fleet.connect()
@@ -71,7 +71,7 @@ def test_what_hosts_wait_for_ends(script, monkeypatch, no_leaks):
 
 
 def test_an_agent_that_ends_at_once(script, no_leaks):
-    with Fleet([_HERE, _HERE], Ssh(python=script("echo out of paper >&2; exit 3")), Output()) as fleet, \
+    with RemoteHosts([_HERE, _HERE], Ssh(python=script("echo out of paper >&2; exit 3")), Output()) as fleet, \
             pytest.raises(PeerLostError) as caught:
         fleet.connect()
     lines = str(caught.value).splitlines()
@@ -80,7 +80,7 @@ def test_an_agent_that_ends_at_once(script, no_leaks):
 
 
 def test_a_folder_is_entered_on_all_or_none(no_leaks):
-    with Fleet([_HERE], Ssh(directory="/no/such/folder"), Output()) as fleet, \
+    with RemoteHosts([_HERE], Ssh(directory="/no/such/folder"), Output()) as fleet, \
             pytest.raises(ConfigError, match="localhost: the working directory /no/such/folder"):
         fleet.connect()
 
@@ -92,7 +92,7 @@ def test_an_agent_that_goes_silent_later(script, monkeypatch, no_leaks):
                "a = line.Line(0, 1, m.FromLauncher, False); a.mark(); a.send(m.Here(m.VERSION, v)); time.sleep(600)")
     monkeypatch.setattr(remote_host, "_END_S", 0.5)
     silent = script(f"exec {sys.executable} -c '{program}'")
-    with Fleet([_HERE], Ssh(python=silent), Output()) as fleet, \
+    with RemoteHosts([_HERE], Ssh(python=silent), Output()) as fleet, \
             pytest.raises(StallError, match=r"localhost: its agent has not answered within 0\.5 s"):
         fleet.connect()
 
@@ -110,6 +110,6 @@ def test_a_launcher_that_waits_for_a_terminal_shows_life(script, monkeypatch, no
                "while len(came) < 3: came += [each for each in a.receive() if isinstance(each, m.Alive)]\n"
                f'open("{path}", "w").write("x")\n'
                "while True: a.receive()")
-    with Fleet([_HERE], Ssh(python=script(f"exec {sys.executable} -c '{program}'")), Output()), \
+    with RemoteHosts([_HERE], Ssh(python=script(f"exec {sys.executable} -c '{program}'")), Output()), \
             open(os.open(path, os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as fifo:
         assert select.select([fifo], [], [], 20.0)[0], "this thread tells the host nothing meanwhile"

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from bpsfast.cluster import Cluster
+from bpsfast.launch.namespaces import Cluster
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ import numpy as np, bpsfast
 bpsfast.init()
 total = bpsfast.push_pull(np.full(1000, bpsfast.rank() + 1.0), average=False, name="x")
 assert (total == total[0]).all()
-from bpsfast.trainer.current import current
+from bpsfast.trainer.process import current
 print(f"sum {int(total[0])} {bpsfast.size()} {current().n_nodes} {current().n_helpers}.", flush=True)
 bpsfast.shutdown()
 """

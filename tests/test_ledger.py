@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.store import StoreSpec
-from bpsfast.orchestration.succession.ledger import Ledger
+from bpsfast.orchestration.failover.control_log import ControlLog
 from tests.job_table import ALL, spec, welcomed
 
 
@@ -11,7 +11,7 @@ def ledgers():
     """A table and the ledger of each node: whatever is said at `hear` and `say` is in both."""
     table, found = welcomed(), {}
     for sender in ALL:
-        found[sender] = Ledger("1.0", {"transport": "tcp"})
+        found[sender] = ControlLog("1.0", {"transport": "tcp"})
         for message in table.inbox.pop(sender):
             found[sender].heard(message)
     return table, found
@@ -136,7 +136,7 @@ def test_departures_and_losses_are_said_until_the_job_has_gone_on_without():
     left, lost = m.RankLeft(rank=2), m.Lost(who="node 2", reason="x")
     ledger.said(left)
     ledger.said(lost)
-    ledger.took_leave(0)
+    ledger.record_peer_left(0)
     head, _, rest = account(ledger)
     assert (rest, head.farewells, ledger.left) == ([left, lost], (0,), {2})
     ledger.heard(m.Freeze(epoch=2, lost=(2,), reason="x"))

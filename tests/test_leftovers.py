@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from bpsfast import leftovers
+from bpsfast.launch import stale_resources
 from bpsfast.cli import cli
-from bpsfast.cluster import netns
-from bpsfast.launch import owner
+from bpsfast.launch.namespaces import netns
+from bpsfast.base import process_mark
 from tests.terminal import on_terminal
 from tests.test_guardian import guardian_of
 
 _BENCH = """
 import sys, tempfile
-from bpsfast.launch.owner import folder_prefix
+from bpsfast.base.process_mark import folder_prefix
 folder = tempfile.TemporaryDirectory(prefix=folder_prefix("bench"))
 open(folder.name + "/x", "w").write("12345")
 print(folder.name, flush=True)
@@ -31,7 +31,7 @@ sys.stdin.read()
 """
 _CLUSTER = """
 import sys
-from bpsfast.cluster import Cluster
+from bpsfast.launch.namespaces import Cluster
 cluster = Cluster(["a"])
 print(cluster.hub.namespace, cluster["a"].namespace, flush=True)
 sys.stdin.read()
@@ -98,7 +98,7 @@ def test_what_a_killed_launcher_left_is_ended_and_a_daemon_of_the_user_s_is_not(
         removed = told("--yes")
         assert removed[str(left)]["removed"] is removed[str(stubborn)]["removed"] is True
         assert all(select.select([end], [], [], 0.0)[0] for end in ends)
-        assert owner.start_time(daemon) != "gone"
+        assert process_mark.start_time(daemon) != "gone"
         assert not names & told().keys()
     finally:
         os.kill(daemon, signal.SIGKILL)
@@ -140,7 +140,7 @@ def test_a_folder_that_does_not_go_is_named(temporary: Path, running: Callable[.
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(leftovers.shutil, "rmtree", refuse)
+    monkeypatch.setattr(stale_resources.shutil, "rmtree", refuse)
     done = invoke("--yes")
     assert done.exit_code == 1 and f"folder {dead} is still there: Permission denied" in done.output
 
@@ -157,7 +157,7 @@ def test_namespaces_of_the_dead_go(running: Callable[..., subprocess.Popen], mon
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: 1000)
         one = min(left)
-        assert dict(leftovers.remove([leftovers.Leftover("namespace", one, cluster.pid, "")])).popitem()[1] == (
+        assert dict(stale_resources.remove([stale_resources.StaleResource("namespace", one, cluster.pid, "")])).popitem()[1] == (
             "it needs root")
     invoke("--yes")
     assert not any(Path("/run/netns", name).exists() for name in left)  # whoever has removed them
@@ -170,8 +170,8 @@ def test_wrong_arguments() -> None:
 
 
 def test_a_mark_of_elsewhere_or_none_is_nobody_dead() -> None:
-    pid, start, place = owner.mark().split(".")
-    assert place == owner.place() and not owner.is_dead(owner.mark())
-    assert owner.is_dead(f"{pid}.1.{place}")
+    pid, start, place = process_mark.mark().split(".")
+    assert place == process_mark.place() and not process_mark.is_dead(process_mark.mark())
+    assert process_mark.is_dead(f"{pid}.1.{place}")
     for mark in ("", "x", f"{pid}.1", f"{pid}.1.00000000", f"{pid}.{start}.00000000", f"{pid}.x.{place}"):
-        assert not owner.is_dead(mark), mark
+        assert not process_mark.is_dead(mark), mark

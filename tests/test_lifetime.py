@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bpsfast.orchestration.errors import BpsError, PeerLostError, StallError
-from bpsfast.trainer.lifetime import Watch
+from bpsfast.trainer.exit_handling import ExitWatch
 
 
 class _NoDaemons:
@@ -23,7 +23,7 @@ class _NoDaemons:
 
 def test_an_uncaught_exception_is_noted_and_passed_on(capsys):
     before = sys.excepthook
-    watch = Watch(lambda: None, _NoDaemons())
+    watch = ExitWatch(lambda: None, _NoDaemons())
     try:
         raise ValueError("a bug")
     except ValueError as exc:
@@ -37,7 +37,7 @@ def test_an_uncaught_exception_is_noted_and_passed_on(capsys):
 def test_a_hook_chained_onto_ours_stays(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     daemons = _NoDaemons()
-    watch = Watch(lambda: None, daemons)
+    watch = ExitWatch(lambda: None, daemons)
     ours = sys.excepthook
 
     def other(*arguments):
@@ -51,7 +51,7 @@ def test_a_hook_chained_onto_ours_stays(monkeypatch):
 @pytest.mark.parametrize("first", [0, 1])
 def test_watches_may_end_in_any_order(first, capsys):
     before = sys.excepthook
-    watches = [Watch(lambda: None, _NoDaemons()) for _ in range(2)]
+    watches = [ExitWatch(lambda: None, _NoDaemons()) for _ in range(2)]
     watches[first].close()
     error = ValueError("a bug")
     sys.excepthook(ValueError, error, None)
@@ -63,7 +63,7 @@ def test_watches_may_end_in_any_order(first, capsys):
 
 _LINGERS = """
 import subprocess, sys
-from bpsfast.trainer.lifetime import Watch
+from bpsfast.trainer.exit_handling import Watch
 from bpsfast.launch.daemons import Daemons
 daemons = Daemons(None)
 daemons.node = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); print('the node ends')"],
@@ -84,7 +84,7 @@ def test_the_end_of_the_program_waits_for_daemons_that_linger():
 def ended_by(error, capsys, **options):
     """Return what a program that *error* ends prints."""
     sys.excepthook = sys.__excepthook__  # torch.distributed, if a test has used it here, has left its own
-    watch = Watch(lambda: None, _NoDaemons(), **options)
+    watch = ExitWatch(lambda: None, _NoDaemons(), **options)
     try:
         raise error
     except BpsError as exc:

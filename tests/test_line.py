@@ -8,8 +8,8 @@ import os
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.launch.line import MARK, Line
-from bpsfast.launch.remote_messages import Alive, Ended, FromAgent, Here, Said
+from bpsfast.launch.pipe_connection import MARK, PipeConnection
+from bpsfast.launch.remote_protocol import Alive, Ended, FromAgent, Here, Said
 from bpsfast.orchestration.errors import ProtocolError
 
 _MESSAGES = [Here(1, "0.1.0", "3.11", ["10.0.0.1"]), Said(3, True, b"\x00\xff" * 50), Ended(3, -9), Alive()]
@@ -21,7 +21,7 @@ def pipes():
     came, theirs = os.pipe()
     away, leaves = os.pipe()
     try:
-        yield Line(came, leaves, FromAgent, after_mark=True), theirs, away
+        yield PipeConnection(came, leaves, FromAgent, after_mark=True), theirs, away
     finally:
         for fd in (came, theirs, away, leaves):
             with contextlib.suppress(OSError):
@@ -32,7 +32,7 @@ def written(messages) -> bytes:
     """Return what an agent writes for *messages*, its mark first."""
     source, target = os.pipe()
     try:
-        line = Line(source, target, FromAgent, after_mark=False)
+        line = PipeConnection(source, target, FromAgent, after_mark=False)
         line.mark()
         for message in messages:
             line.send(message)

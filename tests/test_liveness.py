@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.order.card_queue import CardQueue
-from bpsfast.orchestration.order.turns import Entry, Follower, Leader
-from bpsfast.orchestration.order.write_order import WriteOrder, urgency
+from bpsfast.orchestration.priority.nic_queue import NicQueue
+from bpsfast.orchestration.priority.turns import Entry, Follower, Leader
+from bpsfast.orchestration.priority.write_order import WriteOrder, urgency
 
 #: Down to one byte: less than any partition.
 CREDITS = st.one_of(st.just(1), st.integers(1, 120))
@@ -35,7 +35,7 @@ class Machine:
     def __init__(self, n_machines: int, index: int, credit: int, shares: dict[int, int]) -> None:
         self.credit = credit
         self.order = WriteOrder()
-        self.card: CardQueue[Write] = CardQueue(credit)
+        self.card: NicQueue[Write] = NicQueue(credit)
         peers = [peer for peer in range(n_machines) if peer != index]
         for peer in peers:
             self.card.add(peer, (peer - index) % n_machines)

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from bpsfast import channel
-from bpsfast.channel import Channel
+from bpsfast.base import message_socket
+from bpsfast.base.message_socket import MessageSocket
 from bpsfast.node import local_rank
 from bpsfast.node.local_rank import LocalRank
 from bpsfast.node.regions import Regions
@@ -18,7 +18,7 @@ from bpsfast.pyx.pages import Segment
 
 @pytest.fixture
 def rank_and_far_end():
-    near, far = (Channel(sock) for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    near, far = (MessageSocket(sock) for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
     regions = Regions(max_bytes=16 << 20)
     message = Attach(version=VERSION, package="", pid=os.getpid(), local_rank=0, local_size=1, rank=-1, size=-1,
                      proof=b"", settings={})
@@ -70,12 +70,12 @@ def test_a_rank_that_is_gone_is_not_told(rank_and_far_end):
 
 
 def test_proof_and_user_are_checked():
-    proof = channel.attach_proof(b"key", 17, 2)
+    proof = message_socket.attach_proof(b"key", 17, 2)
     local_rank.check_proof(b"key", 17, 2, proof)
     for key, pid, number in ((b"other", 17, 2), (b"key", 18, 2), (b"key", 17, 3)):
         with pytest.raises(ConfigError, match=f"process {pid} has another job key"):
             local_rank.check_proof(key, pid, number, proof)
-    near, far = (Channel(sock) for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    near, far = (MessageSocket(sock) for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
     local_rank.check_user(near)
     near.close()
     far.close()

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from bpsfast import logs
+from bpsfast.base import logs
 from bpsfast.launch.output import Output
 
 log = logging.getLogger("bpsfast.node")
@@ -47,7 +47,7 @@ def configure(monkeypatch):
 def test_a_line_of_text_says_when_which_process_which_job_who_and_how_bad(configure):
     written = configure("INFO", "node")
     log.info("before the job has a name")
-    logs.know("node 1", _JOB)
+    logs.set_identity("node 1", _JOB)
     log.error("%s is lost", "rank 2")
     first, second = written().splitlines()
     assert re.fullmatch(_TEXT, first).groups() == (str(os.getpid()), "-", " node", "INFO", "before the job has a name")
@@ -58,16 +58,16 @@ def test_a_line_of_text_says_when_which_process_which_job_who_and_how_bad(config
 
 def test_a_line_of_json_says_the_same_and_the_exception(configure):
     written = configure("INFO", "helper", "json")
-    logs.know(job=lambda: _JOB)
+    logs.set_identity(job=lambda: _JOB)
     log.info("naïve\nline")
-    logs.know("helper 3")
+    logs.set_identity("helper 3")
     try:
         raise ValueError("boom")
     except ValueError:
         log.exception("it failed")
     lines = written().splitlines()
     first, second = map(json.loads, lines)
-    assert all(logs.is_object(line.encode()) for line in lines)
+    assert all(logs.is_json_line(line.encode()) for line in lines)
     ts = datetime.datetime.fromisoformat(first.pop("ts"))
     assert ts.tzinfo is not None
     assert first == {"level": "INFO", "logger": "bpsfast.node", "pid": os.getpid(), "role": "helper", "job": _JOB,

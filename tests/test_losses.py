@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 
 def total(name="x"):
@@ -46,7 +46,7 @@ def disagree():
         except bpsfast.MismatchError as exc:
             raise Uncaught(str(exc)) from exc
     bpsfast.declare("average or not", (4,), "float64", average=False)
-    while not current.current().port._port.state()[0]:
+    while not process.current().port._port.state()[0]:
         os.sched_yield()
     bpsfast.push_pull(np.ones(4), False, "average or not")
 

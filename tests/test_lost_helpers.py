@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.exit_codes import LEFT_BEHIND
+from bpsfast.base.exit_codes import LEFT_BEHIND
 from tests.jobs import Job
 from tests.lossy_training import counts, say_step, train, until_step
 

@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from bpsfast.exit_codes import LOST_HOST
+from bpsfast.base.exit_codes import LOST_HOST
 from bpsfast.launch import supervisor as supervisors
-from bpsfast.launch.child import Children, Command, Kind
-from bpsfast.launch.fleet import Fleet
-from bpsfast.launch.hosts import Host
+from bpsfast.launch.processes import LocalProcesses, Command, Kind
+from bpsfast.launch.remote_hosts import RemoteHosts
+from bpsfast.launch.host_list import Host
 from bpsfast.launch.output import Output
 from bpsfast.launch.ssh import SILENT_HOST_S, Ssh
 from bpsfast.launch.supervisor import Limits, Supervisor
@@ -65,7 +65,7 @@ def test_a_helper_s_host_is_lost(restarts, code, kills_first, tmp_path, no_leaks
         sys.executable, "-S", "-u", "-c", "import os, time; print(os.getpid(), os.getppid()); time.sleep(600)"), {})
     out, err = Heard(), Heard()
     with contextlib.closing(Output(out, err)) as output, \
-            Fleet([Host("localhost", 1), Host("localhost", 0)], Ssh(), output) as fleet:
+            RemoteHosts([Host("localhost", 1), Host("localhost", 0)], Ssh(), output) as fleet:
         fleet.connect()
 
         def trouble() -> None:
@@ -107,7 +107,7 @@ def test_a_host_that_is_switched_off_is_the_cause(tmp_path, no_leaks):
         sys.executable, "-S", "-u", "-c", "import os, time; print(os.getpid(), os.getppid()); time.sleep(600)"), {})
     out, err = Heard(), Heard()
     with contextlib.closing(Output(out, err)) as output, \
-            Fleet([Host("localhost", 1), Host("localhost", 1)], Ssh(), output) as fleet:
+            RemoteHosts([Host("localhost", 1), Host("localhost", 1)], Ssh(), output) as fleet:
         fleet.connect()
         switched_off = threading.Event()
 
@@ -177,7 +177,7 @@ class Far:
     def drain(self) -> None:
         pass
 
-    hang_up = close = drain
+    begin_close = close = drain
 
 
 def supervise(commands, places, **options) -> tuple[int, str]:
@@ -192,7 +192,7 @@ def test_what_time_has_ended_sets_the_deadline_of_the_same_step():
     """A silent rank, and an end that only the clock tells: nothing else wakes the launcher."""
     rank = Command("rank 0", Kind.RANK, ("sleep", "600"), dict(os.environ))
     begin = time.monotonic()
-    code, said = supervise([rank, Command("node 1", Kind.DAEMON, (), {})], [Children(), Far(0.3)])
+    code, said = supervise([rank, Command("node 1", Kind.DAEMON, (), {})], [LocalProcesses(), Far(0.3)])
     assert code == LOST_HOST and "node 1 failed first: it was lost with its host c" in said
     assert time.monotonic() - begin < 10.0, "not at the job's deadline"
 
@@ -206,7 +206,7 @@ def test_what_outlives_sigkill_is_given_up(is_interrupted, monkeypatch):
     rank = Command("rank 0", Kind.RANK, (sys.executable, "-S", "-c", text if is_interrupted else "raise SystemExit(7)"),
                    dict(os.environ))
     begin = time.monotonic()
-    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], [far, Children()])
+    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], [far, LocalProcesses()])
     assert time.monotonic() - begin < 10.0
     assert code == (128 + signal.SIGTERM if is_interrupted else 7), said
     assert "still running 0.5 s after SIGKILL: helper 0; they are left behind" in said
@@ -220,6 +220,6 @@ def test_signals_do_not_put_off_the_end(monkeypatch):
     rank = Command("rank 0", Kind.RANK, ("sh", "-c", "setsid sh -c 'while kill -INT $0; do sleep 0.05; done' $PPID"),
                    dict(os.environ))
     begin = time.monotonic()
-    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], [Far(float("inf")), Children()])
+    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], [Far(float("inf")), LocalProcesses()])
     assert time.monotonic() - begin < 10.0
     assert code == 128 + signal.SIGINT and "1 s after SIGKILL: helper 0" in said

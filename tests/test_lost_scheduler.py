@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 import bpsfast
-from bpsfast.exit_codes import ABORTED
+from bpsfast.base.exit_codes import ABORTED
 from tests.lossy_training import counts, train, until_step
 
 pytestmark = pytest.mark.matrix

@@ -12,8 +12,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.succession.ledger import Ledger
-from bpsfast.orchestration.succession.tenure import Tenure
+from bpsfast.orchestration.failover.control_log import ControlLog
+from bpsfast.orchestration.failover.scheduler_state import SchedulerState
 from tests.job_table import join
 from tests.lossy_nodes import ROUNDS, Vertex
 from tests.test_recovery_model import APART, TOGETHER, World
@@ -28,14 +28,14 @@ class Orphans(World):
         self.ledgers, self.n_connections, self.n_first = {}, 0, len(shape)
         self.welcomed = set(range(len(shape)))
         super().start(shape, policy, first_round)
-        tenure = Tenure(self.table.job.settings, 0.0)
+        tenure = SchedulerState(self.table.job.settings, 0.0)
         for index in range(len(shape)):
             self.ledger(index)
         tenure.job, self.table.job = self.table.job, tenure
 
     def ledger(self, index):
         if index not in self.ledgers:
-            self.ledgers[index] = Ledger("1.0", {"transport": "tcp"})
+            self.ledgers[index] = ControlLog("1.0", {"transport": "tcp"})
             if index < self.n_first:  # others are welcomed later
                 self.ledgers[index].heard(m.Welcome(index=index, epoch=1, nodes=self.infos))
         return self.ledgers[index]
@@ -71,7 +71,7 @@ class Orphans(World):
     @precondition(lambda self: not self.table.job.over)  # nobody dials after its end
     @rule()
     def lose_the_scheduler(self):
-        self.table.job = Tenure(self.table.job._settings, self.table.now)
+        self.table.job = SchedulerState(self.table.job._settings, self.table.now)
         for index, node in enumerate(self.nodes):
             self.dial(index)
             if not node.alive:

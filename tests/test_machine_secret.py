@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from bpsfast.launch.machine_secret import machine_secret
+from bpsfast.base.job_key import machine_secret
 from bpsfast.orchestration.errors import ConfigError
 
 _READER = """
 import sys
-from bpsfast.launch.machine_secret import machine_secret
+from bpsfast.base.job_key import machine_secret
 sys.stdin.readline()
 print(machine_secret([sys.argv[1]]).hex())
 """

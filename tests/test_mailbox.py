@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from bpsfast.channel import Channel
+from bpsfast.base.message_socket import MessageSocket
 from bpsfast.orchestration.errors import ClosedError, PeerLostError
 from bpsfast.orchestration.messages import Ask, Told
 from bpsfast.trainer.mailbox import Mailbox
@@ -32,9 +32,9 @@ def ends(node):
     """Return (mailbox, the node's channel, what was delivered)."""
     ours, theirs = socket.socketpair()
     told: dict[int, dict[str, int]] = {}
-    mailbox = Mailbox(Channel(ours), node[1], lambda message, fds: told.update({message.request: message.counters}),
+    mailbox = Mailbox(MessageSocket(ours), node[1], lambda message, fds: told.update({message.request: message.counters}),
                       lambda: None, lambda: PeerLostError("the node is lost"))
-    with Channel(theirs) as channel:
+    with MessageSocket(theirs) as channel:
         yield mailbox, channel, told
     mailbox.close()
 
@@ -95,7 +95,7 @@ def test_check_comes_first(node):
         raise ClosedError("over")
 
     ours, theirs = socket.socketpair()
-    mailbox = Mailbox(Channel(ours), node[1], lambda message, fds: None, over, None)
+    mailbox = Mailbox(MessageSocket(ours), node[1], lambda message, fds: None, over, None)
     with theirs, pytest.raises(ClosedError):
         mailbox.wait(lambda: None, 10.0)
     mailbox.close()
@@ -107,9 +107,9 @@ def test_what_was_said_before_the_end_counts_first(node):
 
     ours, theirs = socket.socketpair()
     told = {}
-    mailbox = Mailbox(Channel(ours), node[1], lambda message, fds: told.update({message.request: "the cause"}), aborted,
+    mailbox = Mailbox(MessageSocket(ours), node[1], lambda message, fds: told.update({message.request: "the cause"}), aborted,
                       None)
-    with Channel(theirs) as channel:
+    with MessageSocket(theirs) as channel:
         channel.send(Told(request=1, counters={}))
         assert mailbox.wait(lambda: told.get(1), 10.0) == "the cause"
         with pytest.raises(PeerLostError, match="a consequence"):
@@ -123,7 +123,7 @@ def test_what_the_job_was_aborted_with_comes_before_a_node_that_has_left(node):
     def check():
         raise PeerLostError("rank 2 died")
 
-    mailbox = Mailbox(Channel(ours), node[1], lambda message, fds: None, check, lambda: PeerLostError("lost"))
+    mailbox = Mailbox(MessageSocket(ours), node[1], lambda message, fds: None, check, lambda: PeerLostError("lost"))
     theirs.close()
     with pytest.raises(PeerLostError, match="rank 2 died"):
         mailbox.send(Ask(request=1))

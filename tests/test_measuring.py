@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.job.measuring import Measuring
+from bpsfast.orchestration.job.nic_rates import NicRates
 
 
 def node(index, rate=0.0, probes=False):
@@ -11,7 +11,7 @@ def node(index, rate=0.0, probes=False):
 
 
 def table():
-    return Measuring([node(0, 5.0), node(1, probes=True), node(2, probes=True)])
+    return NicRates([node(0, 5.0), node(1, probes=True), node(2, probes=True)])
 
 
 def test_who_measures_is_waited_for_once():

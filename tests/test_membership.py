@@ -11,7 +11,7 @@ import zmq
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import CapacityError, PeerLostError, ProtocolError, StallError
-from bpsfast.orchestration.membership import Membership
+from bpsfast.orchestration.scheduler_client import SchedulerClient
 from bpsfast.orchestration.security import curve_pair
 
 KEY = secrets.token_bytes(32)  # of this process alone: ports come back
@@ -54,7 +54,7 @@ def puppet():
 
 @pytest.fixture
 def membership(puppet):
-    membership = Membership("127.0.0.1", puppet.port, KEY, now=0.0, heartbeat_s=1.0, lease_s=10.0, start_timeout_s=60.0)
+    membership = SchedulerClient("127.0.0.1", puppet.port, KEY, now=0.0, heartbeat_s=1.0, lease_s=10.0, start_timeout_s=60.0)
     yield membership
     membership.close(0)
 
@@ -174,7 +174,7 @@ def test_closing_twice_does_nothing(membership):
 
 
 def test_heartbeats_ask_for_the_time_and_answers_say_how_far_the_clock_is_ahead(puppet):
-    asking = Membership("127.0.0.1", puppet.port, KEY, now=0.0, asks_time=True)
+    asking = SchedulerClient("127.0.0.1", puppet.port, KEY, now=0.0, asks_time=True)
     try:
         asking.tick(0.0)  # the first one is not waited for
         for _ in range(8):
@@ -243,7 +243,7 @@ def resolver(monkeypatch):
 def named(puppet, resolver):
     """The membership of a node that knows the scheduler by name; the resolver has not answered yet."""
     begin = time.monotonic()
-    made = Membership("scheduler.example", puppet.port, KEY, now=0.0, lease_s=10.0, start_timeout_s=60.0)
+    made = SchedulerClient("scheduler.example", puppet.port, KEY, now=0.0, lease_s=10.0, start_timeout_s=60.0)
     assert time.monotonic() - begin < 5.0
     yield made
     made.close(0)

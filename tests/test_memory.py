@@ -8,7 +8,7 @@ import pytest
 from bpsfast.orchestration.errors import CapacityError, StallError
 from bpsfast.orchestration.messages import Allocated, Refuse, SegmentShared
 from bpsfast.pyx.pages import Segment
-from bpsfast.trainer.memory import Memory
+from bpsfast.trainer.input_memory import Memory
 
 PAGE = 4096
 

@@ -13,7 +13,7 @@ from bpsfast import trace
 from bpsfast.orchestration.clock_offset import Point
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.trace import Origin, Part
-from bpsfast.trace.records import RECORD
+from bpsfast.base.trace_records import RECORD
 from tests import perfetto, trace_format
 from tests.trace_records import change, gather, job, record, send
 

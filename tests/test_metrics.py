@@ -21,12 +21,12 @@ import bpsfast
 from bpsfast.launch import daemons
 from bpsfast.node import metrics
 from bpsfast.node.event_loop import EventLoop
-from bpsfast.node.reading import Reading, Status
+from bpsfast.node.metrics_collector import Reading, Status
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import VERSION, LagRow
-from bpsfast.settings import Settings
-from bpsfast.top.sample import rank_samples
-from bpsfast.top.scrape import Scrape, scrape
+from bpsfast.base.settings import Settings
+from bpsfast.tools.top.sample import rank_samples
+from bpsfast.tools.top.scrape import Scrape, scrape
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
 

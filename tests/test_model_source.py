@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.models import catalog
+from bpsfast.tools.planner import catalog
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.planner import model_source
+from bpsfast.tools.planner import model_source
 
 MODULE = '''
 class Parameter:

@@ -5,8 +5,8 @@ from math import prod
 
 import pytest
 
-from bpsfast.models import catalog
-from bpsfast.models.ugatit import ugatit
+from bpsfast.tools.planner import catalog
+from bpsfast.tools.planner.ugatit import ugatit
 from bpsfast.orchestration.errors import ConfigError
 
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from bpsfast.launch.roles import Place, detect, scheduler_port
+from bpsfast.launch.roles import ProcessRole, detect, scheduler_port
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.settings import load_with_origins
+from bpsfast.base.settings import load_with_origins
 
 NAMES = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -25,7 +25,7 @@ def environ(launcher: str, rank: int, size: int, local_rank: int, local_size: in
     return dict(zip(NAMES[launcher], map(str, (rank, size, local_rank, local_size)))) | more
 
 
-def place(variables: dict[str, str], **settings: object) -> Place:
+def place(variables: dict[str, str], **settings: object) -> ProcessRole:
     return detect(load_with_origins(settings, variables)[0], variables)
 
 

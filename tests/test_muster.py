@@ -4,12 +4,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.orchestration.muster.muster import MOST_FRUITLESS, Exclude, Fail, Form, Muster, Rules
+from bpsfast.orchestration.elastic.coordinator import MOST_FRUITLESS, Exclude, Fail, Form, ElasticCoordinator, ElasticRules
 
 
 def muster(policy="shrink", n=3, nodes=None, **values):
     """A muster whose first job of *n* members was formed; *nodes*: the node of each."""
-    found = Muster(Rules(**{"lost_worker": policy, "max_ranks": n, "within_s": 10.0, **values}), range(n))
+    found = ElasticCoordinator(ElasticRules(**{"lost_worker": policy, "max_ranks": n, "within_s": 10.0, **values}), range(n))
     for member in range(n):
         assert found.decide(0.0) is None
         found.came(member, str(member if nodes is None else nodes[member]), 0.0)
@@ -23,7 +23,7 @@ def test_the_first_job_is_complete_when_all_have_come():
 
 
 def test_a_first_job_that_is_not_complete_in_time_names_who_is_missing():
-    found = Muster(Rules(max_ranks=3, within_s=10.0), range(3))
+    found = ElasticCoordinator(ElasticRules(max_ranks=3, within_s=10.0), range(3))
     assert found.decide(1000.0) is None, "nobody has come: they may still be starting"
     found.came(1, "a", 5.0)
     assert found.decide(14.9) is None
@@ -76,7 +76,7 @@ def test_who_was_not_given_the_state_does_not_begin_anew():
 
 
 def test_a_first_job_whose_members_are_all_lost_is_not_waited_for():
-    found = Muster(Rules(lost_worker="shrink", max_ranks=2), range(2))
+    found = ElasticCoordinator(ElasticRules(lost_worker="shrink", max_ranks=2), range(2))
     found.ended(0, "is gone", 1.0)
     assert found.decide(1.0) is None
     found.ended(1, "is gone, too", 2.0)
@@ -241,8 +241,8 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["come", "end", "leave", "start", "r
 @given(st.sampled_from(["abort", "shrink", "wait"]), st.integers(1, 5), st.integers(0, 2), st.integers(1, 5), EVENTS)
 def test_whatever_happens(policy, n, n_more, min_ranks, events):
     """Random histories, of processes that behave: only who lives comes, and only who was started lives."""
-    rules = Rules(lost_worker=policy, min_ranks=min(min_ranks, n), max_ranks=n + n_more, within_s=10.0, max_replaced=3)
-    found = Muster(rules, range(n))
+    rules = ElasticRules(lost_worker=policy, min_ranks=min(min_ranks, n), max_ranks=n + n_more, within_s=10.0, max_replaced=3)
+    found = ElasticCoordinator(rules, range(n))
     node_of = {member: str(member % 3) for member in range(200)}
     alive, gone, waiting, number, now = set(range(n)), set(), set(), 0, 0.0
     fresh, before = n, tuple(range(n))

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError
-from bpsfast.orchestration.muster import muster_line
-from bpsfast.orchestration.muster.muster_line import (
+from bpsfast.orchestration.elastic import protocol
+from bpsfast.orchestration.elastic.protocol import (
     Add,
     Added,
     Come,
@@ -110,9 +110,9 @@ def test_fields_of_another_kind_are_no_message(lines, fields):
 def test_the_largest_that_may_be_stored_gets_through(lines):
     muster, workers = lines
     greet(muster, workers)
-    key = "k" * muster_line.MOST_KEY_LENGTH
-    value = "x" * (muster_line.MOST_VALUE_NBYTES - stored_nbytes(key, ""))
-    assert stored_nbytes(key, value) == muster_line.MOST_VALUE_NBYTES
+    key = "k" * protocol.MOST_KEY_LENGTH
+    value = "x" * (protocol.MOST_VALUE_NBYTES - stored_nbytes(key, ""))
+    assert stored_nbytes(key, value) == protocol.MOST_VALUE_NBYTES
     workers[3].tell(Put(3, 1, key, value))
     assert receive(muster, 1) == [Put(3, 1, key, value)]
     muster.tell(Value(1, key, value), but={5})
@@ -121,7 +121,7 @@ def test_the_largest_that_may_be_stored_gets_through(lines):
 
 def test_what_is_stored_counts_in_bytes_and_an_empty_entry_is_not_free():
     assert stored_nbytes("é", "€x") == stored_nbytes("", "") + 2 + 4
-    n_entries = muster_line.MOST_STORED_NBYTES // stored_nbytes("", "")
+    n_entries = protocol.MOST_STORED_NBYTES // stored_nbytes("", "")
     assert n_entries <= 1 << 16, "what a member can make the launcher remember, in entries"
 
 

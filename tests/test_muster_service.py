@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from bpsfast.elastic.member import Member
-from bpsfast.launch.muster_service import End, MusterService, Replace, Start, Stop, line_key
+from bpsfast.elastic.coordinator_client import CoordinatorClient
+from bpsfast.launch.elastic_service import End, ElasticService, Replace, Start, Stop, elastic_key
 from bpsfast.orchestration.errors import CapacityError, StallError
-from bpsfast.orchestration.muster import muster_line
-from bpsfast.orchestration.muster.muster import Rules
-from bpsfast.orchestration.muster.muster_line import (
+from bpsfast.orchestration.elastic import protocol
+from bpsfast.orchestration.elastic.coordinator import ElasticRules
+from bpsfast.orchestration.elastic.protocol import (
     Add,
     Added,
     Come,
@@ -30,7 +30,7 @@ from bpsfast.orchestration.muster.muster_line import (
     Wait,
     Want,
 )
-from bpsfast.settings import load, parse_address
+from bpsfast.base.settings import load, parse_address
 
 KEY = b"k" * 32
 
@@ -40,7 +40,7 @@ class Worker:
 
     def __init__(self, service, number, key=KEY):
         self.number, self.heard = number, []
-        self._line = muster_line.connect(*parse_address(service.address, "test"), line_key(key))
+        self._line = protocol.connect(*parse_address(service.address, "test"), elastic_key(key))
         self._quiet = os.eventfd(0)
         self._line.tell(Hello(rank=number))
 
@@ -74,7 +74,7 @@ def muster(no_leaks):
     """Return a service and its first workers, whose first job is formed, and a way to make more workers."""
     with contextlib.ExitStack() as stack:
         def start(n, **rules):
-            service = MusterService(Rules(**{"max_ranks": n, "within_s": 20.0, **rules}), range(n), KEY, "127.0.0.1")
+            service = ElasticService(ElasticRules(**{"max_ranks": n, "within_s": 20.0, **rules}), range(n), KEY, "127.0.0.1")
             stack.callback(service.close)
             service.start()
 
@@ -139,8 +139,8 @@ def test_who_waits_without_a_seat_voids_no_job(muster):
 
 
 def test_a_job_cannot_fill_the_launcher_and_others_have_no_part_in_its_values(muster, monkeypatch):
-    monkeypatch.setattr(muster_line, "MOST_WANTED", 2)
-    monkeypatch.setattr(muster_line, "MOST_STORED_NBYTES", muster_line.stored_nbytes("a", "x" * 100) + 20)
+    monkeypatch.setattr(protocol, "MOST_WANTED", 2)
+    monkeypatch.setattr(protocol, "MOST_STORED_NBYTES", protocol.stored_nbytes("a", "x" * 100) + 20)
     service, (first, second), more = muster(2)
     stranger = more(7)
     stranger.say(Put, job=1, key="a", value="of another")
@@ -165,14 +165,14 @@ def test_a_job_cannot_fill_the_launcher_and_others_have_no_part_in_its_values(mu
     assert not any(isinstance(message, Value) for message in second.heard)
     assert not any(isinstance(message, Value) for message in stranger.heard)
     assert set(service._wanted) == {"b"} and set(service._store) == {"a"}
-    assert service._stored_nbytes == muster_line.stored_nbytes("a", "z")
+    assert service._stored_nbytes == protocol.stored_nbytes("a", "z")
 
 
 def test_a_limit_is_an_error_where_it_is_passed(muster):
     service, _, _ = muster(1, max_ranks=2)
-    member = Member(load({"muster": service.address, "job_key": KEY.hex(), "member": 1}, {}))
+    member = CoordinatorClient(load({"muster": service.address, "job_key": KEY.hex(), "member": 1}, {}))
     try:
-        for key, value in (("k", "x" * muster_line.MOST_VALUE_NBYTES), ("k" * 257, "x")):
+        for key, value in (("k", "x" * protocol.MOST_VALUE_NBYTES), ("k" * 257, "x")):
             with pytest.raises(CapacityError, match="the muster stores 1048576 bytes under a key of 256"):
                 member.put(1, key, value)
     finally:
@@ -209,7 +209,7 @@ def test_values_reach_those_who_asked_before_and_after_and_no_other_job(muster):
         assert worker.hears(Formed).job == 2
     second.say(Want, job=2, key="a")
     first.say(Want, job=1, key="a")
-    first.say(Put, job=2, key="big", value="x" * (muster_line.MOST_VALUE_NBYTES + 1))
+    first.say(Put, job=2, key="big", value="x" * (protocol.MOST_VALUE_NBYTES + 1))
     first.say(Put, job=2, key="a", value="y")
     assert second.hears(Value) == Value(2, "a", "y"), "not that of the job before"
     first.say(Add, count=1)
@@ -258,9 +258,9 @@ def test_jobs_that_fail_without_a_loss_have_an_end(muster):
 
 
 def test_a_muster_that_says_nothing_is_named(muster, monkeypatch):
-    monkeypatch.setattr(muster_line, "WORD_EVERY_S", 0.2)
+    monkeypatch.setattr(protocol, "WORD_EVERY_S", 0.2)
     service, _, _ = muster(1, max_ranks=2)
-    member = Member(load({"muster": service.address, "job_key": KEY.hex(), "member": 1, "start_timeout_s": 1}, {}))
+    member = CoordinatorClient(load({"muster": service.address, "job_key": KEY.hex(), "member": 1, "start_timeout_s": 1}, {}))
     try:
         heard = threading.Event()
         monkeypatch.setattr(service._muster, "decide", lambda now_s: heard.wait() and None)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import PeerLostError, StallError
-from bpsfast.orchestration.order import negotiation
-from bpsfast.orchestration.order.negotiation import Coordinator, Request, Response, Spec
+from bpsfast.orchestration.priority import negotiation
+from bpsfast.orchestration.priority.negotiation import Coordinator, Request, Response, Spec
 
 
 def make(n=2, fusion_nbytes=0, warn_s=0.0, timeout_s=100.0):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.nic.netdevs import PcieLink
+from bpsfast.hardware.interfaces import PcieLink
 from tests.sysfs_trees.machine import Machine
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.cluster import Cluster, netns
-from bpsfast.launch import owner
+from bpsfast.launch.namespaces import Cluster, netns
+from bpsfast.base import process_mark
 from bpsfast.orchestration.errors import ConfigError
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 
 _OWNER = """
 import sys
-from bpsfast.cluster import Cluster
+from bpsfast.launch.namespaces import Cluster
 cluster = Cluster(["a"])
 inside = cluster["a"].popen(["sleep", "600"])
 print(cluster.hub.namespace, cluster["a"].namespace, inside.pid, flush=True)
@@ -100,7 +100,7 @@ def test_what_a_killed_owner_left_is_removed_and_what_lives_is_kept():
 @root
 @pytest.mark.root
 def test_a_process_number_used_again_is_not_its_former_owner():
-    name = f"bpsfast.{os.getpid()}.1.{owner.place()}.0.test"  # started at tick 1: not this process
+    name = f"bpsfast.{os.getpid()}.1.{process_mark.place()}.0.test"  # started at tick 1: not this process
     netns.ip("netns", "add", name)
     netns.remove_stale()
     assert name not in names()

@@ -1,7 +1,7 @@
 """What a network does to a job of two machines, and what the job makes of it: the same bits, or an error with names.
 
 Scheduler, node 0 and rank 0 are on one machine, node 1 and rank 1 on the other; a forwarder between them loses, delays
-and cuts (`bpsfast.cluster.FaultyLink`). Each step's sums are compared with NumPy's on both ranks.
+and cuts (`bpsfast.launch.namespaces.FaultyLink`). Each step's sums are compared with NumPy's on both ranks.
 """
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 import bpsfast
-from bpsfast.cluster import FaultyLink, faulty_link
-from bpsfast.exit_codes import LEFT_BEHIND
+from bpsfast.launch.namespaces import FaultyLink, faulty_link
+from bpsfast.base.exit_codes import LEFT_BEHIND
 from tests.checked_training import train
 from tests.jobs import Job
 

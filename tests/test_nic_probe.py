@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.cluster import Cluster
+from bpsfast.launch.namespaces import Cluster
 from bpsfast.orchestration.messages import NodeInfo
-from bpsfast.transport import nic_probe
-from bpsfast.transport.tcp import TcpLink
+from bpsfast.node.transport import nic_probe
+from bpsfast.node.transport.tcp import TcpLink
 
 #: One of three machines in a row; each listens to those behind it. Prints what its NIC carries.
 _MACHINE = """
 import json, socket, sys, time
 from bpsfast.orchestration.messages import NodeInfo
-from bpsfast.transport import nic_probe
-from bpsfast.transport.tcp import TcpLink
+from bpsfast.node.transport import nic_probe
+from bpsfast.node.transport.tcp import TcpLink
 mine, addresses = int(sys.argv[1]), sys.argv[2:]
 nodes = [NodeInfo(index=i, host="x", pid=1, address="", shm_name="", ranks=(i,), nic_rate_bytes=0.0, probes=True)
          for i in range(len(addresses))]

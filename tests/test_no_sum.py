@@ -5,7 +5,7 @@ import ctypes
 
 import numpy as np
 
-from bpsfast.node import no_sum
+from bpsfast.kernels import no_sum
 
 
 def test_it_touches_nothing():

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast import channel
-from bpsfast.exit_codes import ABORTED, FAILED, TIMEOUT, USAGE
-from bpsfast.node import control as node, reception
+from bpsfast.base import message_socket
+from bpsfast.base.exit_codes import ABORTED, FAILED, TIMEOUT, USAGE
+from bpsfast.node import main as node, local_listener
 from bpsfast.orchestration.messages import VERSION, Attach, Refuse
-from bpsfast.settings import Settings, fingerprint
+from bpsfast.base.settings import Settings, fingerprint
 
 KEY = secrets.token_bytes(16)
 
@@ -31,11 +31,11 @@ def settings_for(**changes):
 
 def introduce(of_node, local_rank=0, key=KEY, **changes):
     """Connect to the node with settings *of_node* and introduce a rank; return its channel."""
-    link = channel.connect(channel.address(KEY, of_node.node_id), 20)
+    link = message_socket.connect(message_socket.address(KEY, of_node.node_id), 20)
     fields = {
         "version": VERSION, "package": bpsfast.__version__, "pid": os.getpid(), "local_rank": local_rank,
         "local_size": 2, "rank": local_rank, "size": 2, "settings": fingerprint(of_node),
-        "proof": channel.attach_proof(key, os.getpid(), local_rank)}
+        "proof": message_socket.attach_proof(key, os.getpid(), local_rank)}
     pidfd = os.pidfd_open(os.getpid())
     link.send(Attach(**fields | changes), [pidfd])
     os.close(pidfd)
@@ -115,7 +115,7 @@ def test_a_missing_rank_is_named_to_those_who_wait():
 def test_a_node_that_its_launcher_ends_waits_for_the_first_rank_as_long_as_it_takes():
     """A program may load data for minutes before it joins the job; then the others have their time."""
     made = RunningNode(start_timeout_s=0.5, awaits_ranks=True)
-    channel.connect(channel.address(KEY, made.settings.node_id), 20).close()  # it is up
+    message_socket.connect(message_socket.address(KEY, made.settings.node_id), 20).close()  # it is up
     threading.Event().wait(1.5)  # three times its deadline
     error, reason = refusal(made.attach(1))
     assert error == "StallError" and "local rank 0 did not attach" in reason and "0.5 s" in reason
@@ -135,7 +135,7 @@ def test_rubbish_on_the_local_socket_harms_nobody(lonely):
 
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        stranger.connect(channel.address(KEY, lonely.settings.node_id))
+        stranger.connect(message_socket.address(KEY, lonely.settings.node_id))
         stranger.sendall(b"\x05\0\0\0hello")
         stranger.settimeout(20)
         assert b"are no message" in stranger.recv(4096)
@@ -153,7 +153,7 @@ def test_a_server_process_beside_the_node_ends_with_it():
     first = made.attach(0)
     codes = []
     server = threading.Thread(target=lambda: codes.append(
-        reception.attach_server(KEY, made.settings.node_id, os.getpid(), 20)))
+        local_listener.attach_server(KEY, made.settings.node_id, os.getpid(), 20)))
     server.start()
     first.close()
     assert made.join() == ABORTED

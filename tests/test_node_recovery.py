@@ -8,7 +8,7 @@ import pytest
 from bpsfast.node.recovery import Recovery
 from bpsfast.orchestration.errors import CapacityError, ProtocolError
 from bpsfast.orchestration.messages import Freeze, Frozen, PrepareFailed, Recover
-from bpsfast.transport import Epochs
+from bpsfast.node.transport import Epochs
 
 
 @pytest.fixture
@@ -21,14 +21,14 @@ def recovery(told):
     def no_room(message):
         raise CapacityError("no room for slots")
 
-    wiring = SimpleNamespace(near=(), progress=lambda lost, everything: (), prepare_succession=no_room,
+    plan_installer = SimpleNamespace(near=(), progress=lambda lost, everything: (), prepare_owner_change=no_room,
                              ownable_nbytes=12345, room_nbytes=777)
-    vertex = SimpleNamespace(connected=True, wiring=wiring, freeze=lambda purpose: None)
-    node = SimpleNamespace(send=told.append, patiently=lambda work: work(), name="node 0")
+    runtime = SimpleNamespace(connected=True, plan_installer=plan_installer, freeze=lambda purpose: None)
+    node = SimpleNamespace(send=told.append, run_with_heartbeats=lambda work: work(), name="node 0")
     plans = SimpleNamespace(forget=lambda: None, make=lambda work: work(),
                             drop_early=lambda: told.append("planned early: dropped"))
-    vertex.exclude = lambda index: told.append(f"excluded {index}")
-    return Recovery(node, vertex, plans, lambda index: told.append(f"parted with {index}"), lambda index: None,
+    runtime.exclude = lambda index: told.append(f"excluded {index}")
+    return Recovery(node, runtime, plans, lambda index: told.append(f"parted with {index}"), lambda index: None,
                     Epochs(1))
 
 

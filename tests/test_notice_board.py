@@ -6,12 +6,12 @@ import time
 import pytest
 
 import bpsfast
-from bpsfast.orchestration.job import notices
-from bpsfast.trainer import current
+from bpsfast.orchestration.job import key_value_store
+from bpsfast.trainer import process
 
 
 def exchange_notices():
-    session = current.current()
+    session = process.current()
     session.notices.publish(f"place:{session.rank}", b"of %d" % session.rank)
     return [session.notices.lookup(f"place:{rank}", 10, f"rank {rank}") for rank in range(session.size)]
 
@@ -21,8 +21,8 @@ def test_ranks_find_each_other(three):
 
 
 def too_much():
-    session = current.current()
-    for key, value, kind in (("k", bytes(notices.VALUE_MAX_NBYTES + 1), bpsfast.CapacityError),
+    session = process.current()
+    for key, value, kind in (("k", bytes(key_value_store.VALUE_MAX_NBYTES + 1), bpsfast.CapacityError),
                              ("", b"", bpsfast.ConfigError), ("k" * 300, b"", bpsfast.ConfigError)):
         with pytest.raises(kind):
             session.notices.publish(key, value)
@@ -41,12 +41,12 @@ def test_what_is_refused_harms_nobody(three):
 
 
 def lone_lookup():
-    current.current().notices.lookup("never", 0.3, "rank 1")
+    process.current().notices.lookup("never", 0.3, "rank 1")
 
 
 def leave_while_looked_for():
     """Rank 1 leaves in good order while rank 0 waits for its notice: how long that took, and the error."""
-    session = current.current()
+    session = process.current()
     bpsfast.barrier()
     begin = time.monotonic()
     if session.rank == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.job import notices
+from bpsfast.orchestration.job import key_value_store
 from tests.job_table import welcomed
 
 
@@ -84,12 +84,12 @@ def test_questions_of_who_has_left_are_forgotten():
 
 def test_only_so_much_is_kept_of_a_rank():
     table = welcomed()
-    nbytes = notices.VALUE_MAX_NBYTES
-    n_fit = notices.RANK_MAX_NBYTES // (nbytes + 2)
+    nbytes = key_value_store.VALUE_MAX_NBYTES
+    n_fit = key_value_store.RANK_MAX_NBYTES // (nbytes + 2)
     table.say(b"A", *(publish(0, f"{number:02}", bytes(nbytes)) for number in range(n_fit + 1)))
     *taken, refused = table.got(b"A", m.Found)
     assert not any(each.error for each in taken)
-    assert refused.error == "CapacityError" and f"at most {notices.RANK_MAX_NBYTES} are kept" in refused.reason
+    assert refused.error == "CapacityError" and f"at most {key_value_store.RANK_MAX_NBYTES} are kept" in refused.reason
     table.say(b"A", publish(0, "00", bytes(nbytes)), publish(1, "mine", bytes(nbytes)))
     assert not any(each.error for each in table.got(b"A", m.Found))
     table.say(b"A", publish(0, "long", bytes(nbytes + 1)), publish(0, ""))
@@ -97,7 +97,7 @@ def test_only_so_much_is_kept_of_a_rank():
 
 
 def test_only_so_many_questions_of_a_rank_wait(monkeypatch):
-    monkeypatch.setattr(notices, "RANK_MAX_QUESTIONS", 3)
+    monkeypatch.setattr(key_value_store, "RANK_MAX_QUESTIONS", 3)
     table = welcomed()
     table.say(b"A", *(look(0, f"{number}") for number in range(4)), look(1, "mine"))
     [refused] = table.got(b"A", m.Found)

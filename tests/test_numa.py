@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.nic import numa
+from bpsfast.hardware import numa
 from tests.sysfs_trees.machine import Machine
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.dtypes import NAMES
+from bpsfast.base.dtypes import NAMES
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
 from bpsfast.torch.backend.operands import check_same, flat, operand, operands, reducible
 

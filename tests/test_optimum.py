@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast.bench import optimum
-from bpsfast.bench.hall import Hall
-from bpsfast.bench.optimum import cells, formulas, report
-from bpsfast.bench.optimum.cell import Ground, Measured
-from bpsfast.bench.optimum.cells import Cell, Layout
-from bpsfast.bench.samples import Row
-from bpsfast.cluster import Cluster, netns
+from bpsfast.bench.paper import optimum
+from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.bench.paper.optimum import cells, formulas, report
+from bpsfast.bench.paper.optimum.measurement import Ground, Measured
+from bpsfast.bench.paper.optimum.cells import Cell, Layout
+from bpsfast.bench.harness.samples import Row
+from bpsfast.launch.namespaces import Cluster, netns
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
 from bpsfast.orchestration.placement.shares import Machine
 
@@ -135,7 +135,7 @@ def test_one_small_cell_on_real_packets(namespaces):
 @pytest.mark.slow
 @pytest.mark.root
 def test_an_interface_that_goes_away_mid_run_ends_it_in_words(namespaces):
-    with Cluster(["node0", "node1"], rates=2e8) as cluster, Hall(2, 2, cluster) as hall:
+    with Cluster(["node0", "node1"], rates=2e8) as cluster, ContestantLauncher(2, 2, cluster) as hall:
         names = {machine.namespace for machine in cluster}
         group = hall.bpsfast(transport="tcp", heartbeat_s=0.5, lease_s=3.0)
         group.measure("numpy", 1 << 20, 0, 1)

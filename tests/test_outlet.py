@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from bpsfast.launch.outlet import Outlet, is_one
+from bpsfast.launch.output_stream import OutputStream, is_one
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def pipe():
 @pytest.mark.timeout(20)
 def test_what_a_full_pipe_does_not_take_waits_in_order(pipe, no_leaks):
     reader, writer = pipe
-    outlet = Outlet(writer)
+    outlet = OutputStream(writer)
     data = b"".join(b"%07d\n" % i for i in range(50_000))
     for begin in range(0, len(data), 3000):
         outlet.write(data[begin:begin + 3000])
@@ -34,7 +34,7 @@ def test_what_a_full_pipe_does_not_take_waits_in_order(pipe, no_leaks):
 
 def test_what_waits_can_be_dropped(pipe, no_leaks):
     reader, writer = pipe
-    outlet = Outlet(writer)
+    outlet = OutputStream(writer)
     outlet.write(bytes(1 << 20))
     pending = outlet.pending_nbytes
     assert outlet.drop() == pending > 0 == outlet.pending_nbytes
@@ -44,7 +44,7 @@ def test_what_waits_can_be_dropped(pipe, no_leaks):
 def test_a_reader_that_has_gone_is_an_error_once(no_leaks):
     source, target = os.pipe()
     with open(target, "wb") as writer:
-        outlet = Outlet(writer)
+        outlet = OutputStream(writer)
         outlet.write(bytes(1 << 20))
         os.close(source)
         with pytest.raises(BrokenPipeError):
@@ -56,7 +56,7 @@ def test_a_reader_that_has_gone_is_an_error_once(no_leaks):
 def test_files_and_memory_take_everything(tmp_path):
     memory = io.BytesIO()
     with (tmp_path / "file").open("wb") as file:
-        for outlet in (Outlet(memory), Outlet(file)):
+        for outlet in (OutputStream(memory), OutputStream(file)):
             outlet.write(bytes(1 << 20))
             assert outlet.fd is None and outlet.pending_nbytes == 0
     assert memory.getbuffer().nbytes == (tmp_path / "file").stat().st_size == 1 << 20

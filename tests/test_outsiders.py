@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast import channel, reference
+from bpsfast.base import message_socket, reference_sum
 from bpsfast.orchestration import messages, security
 from bpsfast.orchestration.errors import StallError
-from bpsfast.orchestration.membership import Membership
-from bpsfast.settings import environment, load
-from bpsfast.transport import shm
+from bpsfast.orchestration.scheduler_client import SchedulerClient
+from bpsfast.base.settings import environment, load
+from bpsfast.node.transport import shm
 from tests import listening_sockets, rank_messages, recordings
 
 NAME = "a-name-that-nobody-else-may-learn"
@@ -47,7 +47,7 @@ def step(number):
     """Whether the sum of everybody's inputs of that *number* is right, to the bit. Ranks are on two nodes."""
     arrays = inputs(number, bpsfast.size())
     found = bpsfast.push_pull(arrays[bpsfast.rank()], name=NAME)
-    return found.tobytes() == reference.reduce([[each] for each in arrays], average=True).tobytes()
+    return found.tobytes() == reference_sum.reduce([[each] for each in arrays], average=True).tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_node_without_the_key_cannot_join(running, guess):
     [scheduler] = doors(running, "control")
     address = "bpsfast|{}:{}".format(*scheduler.address)
     key = secrets.token_bytes(32) if guess == "any" else security.job_key(None, address)
-    node = Membership(*scheduler.address, key, now=time.monotonic(), start_timeout_s=1.0)
+    node = SchedulerClient(*scheduler.address, key, now=time.monotonic(), start_timeout_s=1.0)
     try:
         node.send(messages.Join(version=messages.VERSION, package="", host="x", pid=1, index=-1, ranks=(0,),
                                 server_processes=0, address="x:1", shm_name="", nic_rate_bytes=0.0, settings={}))
@@ -194,7 +194,7 @@ def conversation():
 def test_gradients_and_messages_are_on_the_wire_unless_they_are_encrypted(job, encryption):
     """16 bytes in a row of each rank's gradients, of their sum or mean, and of each rank's message."""
     arrays = inputs(0, 2)
-    known = [*arrays, *(reference.reduce([[each] for each in arrays], average=average) for average in (False, True)),
+    known = [*arrays, *(reference_sum.reduce([[each] for each in arrays], average=average) for average in (False, True)),
              *(rank_messages.pattern(40_000, rank) for rank in (0, 1))]
     texts = [each.tobytes() for each in known]
     pieces = {text[begin:begin + 16]: number for number, text in enumerate(texts)
@@ -346,6 +346,6 @@ def test_another_user_opens_no_segment_and_gets_none_on_local_sockets(running):
 
 @pytest.mark.usefixtures("no_leaks")
 def test_proofs_of_attaching_are_of_one_process_and_one_key():
-    proof = channel.attach_proof(b"k" * 32, 1, 0)
-    others = [channel.attach_proof(*each) for each in ((b"k" * 32, 2, 0), (b"k" * 32, 1, 1), (b"l" * 32, 1, 0))]
+    proof = message_socket.attach_proof(b"k" * 32, 1, 0)
+    others = [message_socket.attach_proof(*each) for each in ((b"k" * 32, 2, 0), (b"k" * 32, 1, 1), (b"l" * 32, 1, 0))]
     assert proof not in others

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast import settings
-from bpsfast.launch import over_ssh
-from bpsfast.launch.hosts import Host
+from bpsfast.base import settings
+from bpsfast.launch import ssh_job
+from bpsfast.launch.host_list import Host
 from bpsfast.launch.ssh import Ssh
 from bpsfast.orchestration.errors import ConfigError
 from tests import ssh_jobs
@@ -174,7 +174,7 @@ class TestJobs:
     (["A=1", "B", "C=x=y", "D="], {"A": "1", "B": "here", "C": "x=y", "D": ""}), ([], {}),
 ])
 def test_variables(assigned, found):
-    assert over_ssh.variables(assigned, {"B": "here"}) == found
+    assert ssh_job.variables(assigned, {"B": "here"}) == found
 
 
 @pytest.mark.parametrize(("assigned", "text"), [
@@ -182,14 +182,14 @@ def test_variables(assigned, found):
 ])
 def test_variables_that_are_refused(assigned, text):
     with pytest.raises(ConfigError, match=text):
-        over_ssh.variables([assigned], {})
+        ssh_job.variables([assigned], {})
 
 
 def test_a_dry_run_says_what_runs_where_and_asks_nobody():
     shown: list[str] = []
-    plan = over_ssh.Plan(hosts=[Host("a", 2), Host("me@b", 1)], helpers=[Host("c", 0)],
+    plan = ssh_job.Plan(hosts=[Host("a", 2), Host("me@b", 1)], helpers=[Host("c", 0)],
                          ssh=Ssh(port=23, python="/opt/python", directory="/w"), variables={"LANG": "C C"})
-    over_ssh.dry_run(plan, ["python", "train.py"], settings.Settings(job_key="ab" * 32), shown.append)
+    ssh_job.dry_run(plan, ["python", "train.py"], settings.Settings(job_key="ab" * 32), shown.append)
     heads = [line.partition(":")[0] for line in shown]
     assert heads == ["# a, in /w", "scheduler", "node 0", "rank 0", "rank 1", "# me@b, in /w", "node 1", "rank 2",
                      "# c, in /w", "helper 0"]
@@ -199,6 +199,6 @@ def test_a_dry_run_says_what_runs_where_and_asks_nobody():
 
 
 def test_one_address_cannot_be_that_of_several_hosts():
-    plan = over_ssh.Plan(hosts=[Host("a"), Host("b")], ssh=Ssh())
+    plan = ssh_job.Plan(hosts=[Host("a"), Host("b")], ssh=Ssh())
     with pytest.raises(ConfigError, match="interface"):
-        over_ssh.run(plan, ["python"], settings.Settings(node_host="10.0.0.1"))
+        ssh_job.run(plan, ["python"], settings.Settings(node_host="10.0.0.1"))

@@ -9,11 +9,11 @@ import time
 import numpy as np
 import pytest
 
-from bpsfast.bench.hall import Hall
-from bpsfast.cluster import Cluster
+from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.launch.namespaces import Cluster
 from bpsfast.pyx.pace import Pace
-from bpsfast.settings import Settings
-from bpsfast.transport import pace, rdma, tcp
+from bpsfast.base.settings import Settings
+from bpsfast.node.transport import pacing, rdma, tcp
 
 MEGABYTE = 10**6
 #: What idle time may bring at once, in seconds of the rate: the burst, and one piece.
@@ -68,8 +68,8 @@ def test_a_rate_that_moves_nothing_is_refused(rate):
 
 
 def test_a_node_without_a_limit_has_no_pace():
-    assert pace.of(Settings(), 3) is None
-    limited = pace.of(Settings(nic_limit=0.8, tcp_streams=2), 3)
+    assert pacing.of(Settings(), 3) is None
+    limited = pacing.of(Settings(nic_limit=0.8, tcp_streams=2), 3)
     with socket.socket() as sock:
         limited.prepare(sock)
         # Linux doubles it, for its own accounting
@@ -78,7 +78,7 @@ def test_a_node_without_a_limit_has_no_pace():
 
 
 def test_links_of_one_node_share_its_paces():
-    paces = pace.Paces(MEGABYTE, 2)
+    paces = pacing.TcpPacing(MEGABYTE, 2)
     assert tcp.TcpLink(1, paces=paces).paces is tcp.TcpLink(2, paces=paces).paces
 
 
@@ -87,7 +87,7 @@ def test_links_of_one_node_share_its_paces():
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_a_helper_keeps_to_its_limit_in_both_directions():
     limit_bits, nbytes, n_steps = 80e6, 2 << 20, 3
-    with Cluster(["node0", "node1", "helper0"]) as cluster, Hall(2, 2, cluster) as hall:
+    with Cluster(["node0", "node1", "helper0"]) as cluster, ContestantLauncher(2, 2, cluster) as hall:
         own = {"helper0": {"BPSFAST_NIC_LIMIT": str(limit_bits / 1e9)}}  # idle time alone may not even start it
         group = hall.bpsfast(n_helpers=1, more=own, placement="ps", transport="tcp", partition_bytes=128 << 10)
         group.measure("numpy", nbytes, 0, 1)  # it checks its sums, once

@@ -8,13 +8,13 @@ import socket
 import pytest
 
 import bpsfast
-from bpsfast.channel import Channel
+from bpsfast.base.message_socket import MessageSocket
 from bpsfast.orchestration.errors import StallError
 from bpsfast.orchestration.messages import StallAnswer
-from bpsfast.trainer.inquiry import DOUBT_S, Inquiry
+from bpsfast.trainer.stall_query import DOUBT_S, StallQuery
 from bpsfast.trainer.mailbox import Mailbox
-from bpsfast.trainer.patience import Patience
-from bpsfast.trainer.questions import Questions
+from bpsfast.trainer.stall_timer import StallTimer
+from bpsfast.trainer.node_requests import NodeRequests
 from bpsfast.trainer.stall_inspector import StallInspector, Subject
 
 SUBJECT = Subject.of("w", ["w"], 0, 1, 3)
@@ -26,10 +26,10 @@ HOPELESS = StallAnswer(rank=0, question=1, missing="missing: rank 2, gone", stag
 def inquiry():
     ours, theirs = socket.socketpair()
     pidfd = os.pidfd_open(os.getpid())
-    mailbox = Mailbox(Channel(ours), pidfd, lambda message, fds: None, lambda: None,
+    mailbox = Mailbox(MessageSocket(ours), pidfd, lambda message, fds: None, lambda: None,
                       lambda: bpsfast.PeerLostError("the node is lost"))
-    with Channel(theirs):
-        yield Inquiry(0, Questions(60.0, lambda: None, lambda: mailbox), lambda: None, lambda: mailbox)
+    with MessageSocket(theirs):
+        yield StallQuery(0, NodeRequests(60.0, lambda: None, lambda: mailbox), lambda: None, lambda: mailbox)
     mailbox.close()
     os.close(pidfd)
 
@@ -41,7 +41,7 @@ class Wait:
         self.n_asked = self.n_stalls = 0
         self.answer, self.is_there = answer, is_there
         self.inspector = StallInspector("rank 0", warn_s, self.count)
-        self.patience = Patience("rank 0", timeout_s, inquiry, self.inspector, what, spent_s)
+        self.patience = StallTimer("rank 0", timeout_s, inquiry, self.inspector, what, spent_s)
 
     def count(self):
         self.n_stalls += 1
@@ -117,7 +117,7 @@ def test_a_wait_that_ends_badly_does_not_go_on(inquiry, how):
             wait.look()
             if how == "error":
                 raise KeyboardInterrupt
-            wait.patience.went_on = False
+            wait.patience.succeeded = False
     except KeyboardInterrupt:
         pass
     (stall,) = wait.inspector.stalls()

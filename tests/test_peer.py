@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from bpsfast.doctor import peer
-from bpsfast.doctor.facts import Facts
+from bpsfast.tools.doctor import peer
+from bpsfast.tools.doctor.facts import Facts
 from bpsfast.orchestration import security
-from bpsfast.perf.control import Secret
+from bpsfast.tools.perf.control import Secret
 from bpsfast.pyx import verbs
 from tests.sysfs_trees.machine import Machine
 

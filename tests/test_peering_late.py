@@ -6,9 +6,9 @@ import socket
 import pytest
 
 from bpsfast.orchestration.messages import NodeInfo
-from bpsfast.settings import Settings
-from bpsfast.transport import Epochs, Peering, tcp
-from bpsfast.transport.rdma import NoRdmaError
+from bpsfast.base.settings import Settings
+from bpsfast.node.transport import Epochs, Peering, tcp
+from bpsfast.node.transport.rdma import NoRdmaError
 
 
 def node(index, ranks=()):

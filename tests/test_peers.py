@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast import settings
+from bpsfast.base import settings
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.peers import Peers
 from bpsfast.orchestration.errors import CapacityError, PeerLostError
 from bpsfast.orchestration.messages import NodeInfo, NotComing, Welcome
-from bpsfast.transport import Epochs
+from bpsfast.node.transport import Epochs
 
 #: Source ids, and what is behind them.
 HELPER, RANK = 3, 4
@@ -25,7 +25,7 @@ class Control:
     ending = is_without_scheduler = False
 
     def __init__(self) -> None:
-        self.vertex = SimpleNamespace(
+        self.runtime = SimpleNamespace(
             connected=True, links={}, why_lost=lambda index, code: errno.errorcode[code],
             who=lambda source: {HELPER: ("node 1", 1), RANK: ("rank 0", None)}[source])
         self.ends = []
@@ -36,7 +36,7 @@ class Control:
     def fail(self, error, who="", tell=True):
         self.ends.append((type(error).__name__, str(error), who, tell))
 
-    def patiently(self, work):
+    def run_with_heartbeats(self, work):
         return work()
 
     def catch_up(self):
@@ -162,7 +162,7 @@ def test_who_was_to_come_and_does_not_ends_nothing(side, grace, is_lost_first):
     here = side()
     given_up = []
     here.peers._peering = SimpleNamespace(
-        farewells=SimpleNamespace(said=set()), forget=lambda index: None, give_up=lambda *call: given_up.append(call))
+        peer_shutdowns=SimpleNamespace(said=set()), forget=lambda index: None, give_up=lambda *call: given_up.append(call))
     if is_lost_first:
         here.lose()
     here.peers.not_coming(NotComing(node=1))
@@ -175,13 +175,13 @@ def test_who_was_to_come_and_does_not_ends_nothing(side, grace, is_lost_first):
 @pytest.mark.parametrize("error", [CapacityError("no memory for RDMA"), LookupError("not registered"), OSError(9, "?")])
 def test_a_newcomer_that_cannot_be_taken_in_is_lost_and_nothing_else_is(side, grace, error):
     here, link = side(), SimpleNamespace(index=1)
-    here.peers._peering = SimpleNamespace(farewells=SimpleNamespace(said=set()), take=lambda index: {index: link},
+    here.peers._peering = SimpleNamespace(peer_shutdowns=SimpleNamespace(said=set()), take=lambda index: {index: link},
                                           describe=lambda: {"node 1": "rdma: why not"})
 
     def take_in(link, transport):
         raise error
 
-    here.control.vertex.take_in = take_in
+    here.control.runtime.take_in = take_in
     here.peers.take_in(1)
     ((who, reason),) = [(told.who, told.reason) for told in here.control.told]
     assert who == "node 1" and str(error.args[-1]) in reason and "(rdma: why not)" in reason

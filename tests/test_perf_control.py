@@ -15,9 +15,9 @@ from bpsfast.orchestration.errors import (
     ProtocolError,
     StallError,
 )
-from bpsfast.perf import control as lines
-from bpsfast.perf.messages import Agree, Alive, Done, Ready, Stop
-from bpsfast.settings import load
+from bpsfast.tools.perf import control as lines
+from bpsfast.tools.perf.messages import Agree, Alive, Done, Ready, Stop
+from bpsfast.base.settings import load
 
 KEY = b"k" * 32
 
@@ -162,7 +162,7 @@ def test_with_which_key_one_measures(values, hosts, is_public):
 
 @pytest.mark.parametrize("hosts", [["10.0.0.1"], ["localhost", "gpu01"]])
 def test_without_a_key_nobody_measures_with_other_machines(hosts):
-    for choose, where in ((lines.secret_for, hosts), (lines.place_to_listen, hosts[-1])):
+    for choose, where in ((lines.secret_for, hosts), (lines.listen_address, hosts[-1])):
         with pytest.raises(ConfigError) as caught:
             choose(load({}, {}), where)
         for words in (hosts[-1], "BPSFAST_JOB_KEY", "openssl rand -hex 32", "BPSFAST_INSECURE=1"):
@@ -174,7 +174,7 @@ def test_without_a_key_nobody_measures_with_other_machines(hosts):
     (SET, "10.0.0.1", "10.0.0.1", False), ({"insecure": True}, "", "", True),
 ])
 def test_where_one_listens(values, wished, host, is_public):
-    place = lines.place_to_listen(load(values, {}), wished)
+    place = lines.listen_address(load(values, {}), wished)
     assert (place.host, place.secret.is_public) == (host, is_public)
     assert ("BPSFAST_JOB_KEY" in place.remark) == (not values and not wished)
 

@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from bpsfast.orchestration.handshakes import MOST_STRANGERS
-from bpsfast.perf import control as lines, listener as listeners
-from bpsfast.perf.control import Secret
-from bpsfast.perf.messages import Answer, Ask
-from bpsfast.settings import Settings
+from bpsfast.orchestration.handshakes import MAX_PENDING_HANDSHAKES
+from bpsfast.tools.perf import control as lines, ping_server as listeners
+from bpsfast.tools.perf.control import Secret
+from bpsfast.tools.perf.messages import Answer, Ask
+from bpsfast.base.settings import Settings
 
 KEY = bytes(range(32))
 LIMIT_S = 20.0
@@ -63,7 +63,7 @@ def test_strangers_get_nothing_and_keep_nobody_out(serving):
 
 def test_more_strangers_than_there_is_room_for_keep_nobody_out(serving):
     with contextlib.ExitStack() as stack:
-        for _ in range(MOST_STRANGERS + 30):
+        for _ in range(MAX_PENDING_HANDSHAKES + 30):
             stack.enter_context(socket.create_connection(("127.0.0.1", serving), LIMIT_S))
         begin = time.monotonic()
         lines.connect("127.0.0.1", serving, KEY, LIMIT_S, LIMIT_S).close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError, MismatchError
-from bpsfast.perf import plan as plans
+from bpsfast.tools.perf import perf_plan as plans
 
 
 def test_defaults_are_perftest_s():

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from bpsfast.nic.gids import Gid
-from bpsfast.nic.route import Rail
-from bpsfast.perf import plan as plans
-from bpsfast.perf.rdma import RdmaEnd
+from bpsfast.hardware.gids import Gid
+from bpsfast.hardware.rdma_route import Rail
+from bpsfast.tools.perf import perf_plan as plans
+from bpsfast.tools.perf.rdma import RdmaEnd
 
 
 class Pair:

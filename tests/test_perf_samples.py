@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bpsfast.perf import samples
+from bpsfast.tools.perf import samples
 
 
 def brute_force(posted, completed):

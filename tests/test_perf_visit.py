@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from bpsfast import settings
+from bpsfast.base import settings
 from bpsfast.orchestration.errors import BpsError
-from bpsfast.perf import control as lines, plan as plans, report
-from bpsfast.perf.visit import Visit
+from bpsfast.tools.perf import control as lines, perf_plan as plans, results
+from bpsfast.tools.perf.perf_run import PerfRun
 from tests import measurement_schemas as schemas
 
 KEY = b"k" * 32
@@ -28,7 +28,7 @@ def measure(verb, given, server_given=None, loaded=None):
 
     def serve():
         with lines.accept(listener, KEY, 10.0, 20.0) as connection:
-            visit = Visit(connection, KEY, loaded, lambda row: None)
+            visit = PerfRun(connection, KEY, loaded, lambda row: None)
             visit.as_server(server_given or {}, lambda: None)
             return visit
 
@@ -37,7 +37,7 @@ def measure(verb, given, server_given=None, loaded=None):
         served = executor.submit(serve)
         try:
             with lines.connect("127.0.0.1", listener.getsockname()[1], KEY, 10.0, 20.0) as connection:
-                client = Visit(connection, KEY, loaded, lambda row: None)
+                client = PerfRun(connection, KEY, loaded, lambda row: None)
                 client.as_client(plan, began.set)
         finally:
             error = served.exception(30)
@@ -48,7 +48,7 @@ def measure(verb, given, server_given=None, loaded=None):
 
 
 def by_schema(client, row):
-    shown = msgspec.json.encode(report.data(client.plan, client.places, client.rows))
+    shown = msgspec.json.encode(results.data(client.plan, client.places, client.rows))
     for each in msgspec.json.decode(shown, type=schemas.Perf, strict=True).rows:
         msgspec.convert(each, row, strict=True)
 
@@ -131,14 +131,14 @@ def test_ctrl_c_while_a_loop_starts(point, monkeypatch):
 
     def serve():
         with lines.accept(listener, KEY, 10.0, 20.0) as connection, pytest.raises(BpsError) as caught:
-            Visit(connection, KEY, settings.load({}, {}), lambda row: None).as_server({}, lambda: None)
+            PerfRun(connection, KEY, settings.load({}, {}), lambda row: None).as_server({}, lambda: None)
         told.append(str(caught.value))
 
     with lines.listen(0, "127.0.0.1") as listener:
         served = threading.Thread(target=serve)
         start(served)
         with lines.connect("127.0.0.1", listener.getsockname()[1], KEY, 10.0, 20.0) as connection:
-            client = Visit(connection, KEY, settings.load({}, {}), lambda row: None)
+            client = PerfRun(connection, KEY, settings.load({}, {}), lambda row: None)
             with pytest.raises(KeyboardInterrupt):
                 client.as_client(plan, lambda: monkeypatch.setattr(threading.Thread, "start", interrupted))
         served.join(20)

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.autotune.pilot import N_COLD, N_MEASURED, Pilot
-from bpsfast.autotune.point import Point
-from bpsfast.autotune.search import Search
+from bpsfast.trainer.tuning_trials import N_COLD, N_MEASURED, TrialRunner
+from bpsfast.trainer.tuning_point import TuningPoint
+from bpsfast.trainer.tuning_search import Search
 
-DEFAULT = Point(4_096_000, 4_096_000, 16_777_216, 2)
-BAD = Point(64_000, 4_096_000, 16_777_216, 2)
+DEFAULT = TuningPoint(4_096_000, 4_096_000, 16_777_216, 2)
+BAD = TuningPoint(64_000, 4_096_000, 16_777_216, 2)
 
 
 class Training:
@@ -47,7 +47,7 @@ def bowl(point):
 
 
 def test_the_best_stays_within_the_budget():
-    training = Training(Pilot(Search(), DEFAULT, DEFAULT), bowl).run(70)
+    training = Training(TrialRunner(Search(), DEFAULT, DEFAULT), bowl).run(70)
     pilot = training.pilot
     assert pilot.decision.is_last and pilot.n_steps >= 60 and pilot.decision.active == pilot.best == training.point
     assert bowl(pilot.best) == min(trial.step_s for trial in pilot.trials) < bowl(DEFAULT)
@@ -55,27 +55,27 @@ def test_the_best_stays_within_the_budget():
 
 
 def test_from_a_bad_start_the_defaults_come_first():
-    training = Training(Pilot(Search(), BAD, DEFAULT), bowl).run(70)
+    training = Training(TrialRunner(Search(), BAD, DEFAULT), bowl).run(70)
     assert [trial.point for trial in training.pilot.trials[:2]] == [BAD, DEFAULT]
     after = [step_s for used, step_s in training.steps if used != BAD]
     assert max(after) <= 2 * bowl(DEFAULT)
 
 
 def test_steps_that_are_cold_or_follow_a_switch_do_not_count():
-    pilot = Pilot(Search(), BAD, DEFAULT)
+    pilot = TrialRunner(Search(), BAD, DEFAULT)
     for step_s in [100.0] * N_COLD + [2.0] * N_MEASURED + [100.0] + [1.0] * N_MEASURED:
         pilot.observe(pilot.decision.coming or pilot.decision.active, step_s)
     assert [trial.step_s for trial in pilot.trials] == [2.0, 1.0]
 
 
 def test_what_is_hopeless_is_over_after_one_step():
-    slow = Training(Pilot(Search(), DEFAULT, DEFAULT), lambda point: 1.0 if point == DEFAULT else 3.0).run(30)
+    slow = Training(TrialRunner(Search(), DEFAULT, DEFAULT), lambda point: 1.0 if point == DEFAULT else 3.0).run(30)
     tried = [trial for trial in slow.pilot.trials if trial.point != DEFAULT]
     assert tried and all(trial.n_steps == 1 for trial in tried) and slow.pilot.best == DEFAULT
 
 
 def test_what_cannot_be_had_is_noted_and_left():
-    training = Training(Pilot(Search(), DEFAULT, DEFAULT), bowl, cannot=lambda point: point.cut != DEFAULT.cut).run(70)
+    training = Training(TrialRunner(Search(), DEFAULT, DEFAULT), bowl, cannot=lambda point: point.cut != DEFAULT.cut).run(70)
     refused = [trial for trial in training.pilot.trials if trial.step_s is None]
     assert refused and training.pilot.decision.is_last
     assert all(used.cut == DEFAULT.cut for used, _ in training.steps)
@@ -83,12 +83,12 @@ def test_what_cannot_be_had_is_noted_and_left():
 
 @pytest.mark.parametrize("stored", [BAD, DEFAULT])
 def test_what_is_stored_is_used_and_nothing_tried(stored):
-    training = Training(Pilot(Search(), DEFAULT, DEFAULT, stored), bowl).run(10)
+    training = Training(TrialRunner(Search(), DEFAULT, DEFAULT, stored), bowl).run(10)
     assert training.pilot.decision.is_last and training.point == stored and not training.pilot.trials
     assert {used for used, _ in training.steps} <= {DEFAULT, stored}
 
 
 def test_a_stored_result_that_cannot_be_had_is_forgotten():
-    training = Training(Pilot(Search(), DEFAULT, DEFAULT, BAD), bowl, cannot=lambda point: point == BAD).run(75)
+    training = Training(TrialRunner(Search(), DEFAULT, DEFAULT, BAD), bowl, cannot=lambda point: point == BAD).run(75)
     assert training.pilot.decision.is_last and training.pilot.trials[0].step_s is None
     assert training.pilot.trials[1].point == DEFAULT and BAD not in {used for used, _ in training.steps}

@@ -5,11 +5,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.collective.pipe import SMALL, TICKETS, TINY, WIDE_BETWEEN, WIDE_WITHIN, Bore, Pipe, bores, cut, spec_of
+from bpsfast.collectives.chunk_stream import (
+    SMALL,
+    TICKETS,
+    TINY,
+    WIDE_BETWEEN,
+    WIDE_WITHIN,
+    ChunkSize,
+    ChunkStream,
+    chunk_sizes,
+    cut,
+    spec_of,
+)
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.placement.partition import plan_units
-from bpsfast.pyx.port import TICKET
-from bpsfast.trainer import current
+from bpsfast.pyx.port import FINGERPRINT
+from bpsfast.trainer import process
 
 
 @pytest.mark.parametrize("wide", [WIDE_WITHIN, WIDE_BETWEEN])
@@ -20,23 +31,23 @@ def test_strips_cover_a_load_and_are_few(wide, nbytes):
     names = [bore.name for bore, _ in found]
     assert names == [name for name in ("wide", "small", "tiny") if name in names], "each once, widest first"
     assert all(n > 0 for _, n in found)
-    capacity = sum(n * bore.strip_nbytes for bore, n in found)
+    capacity = sum(n * bore.chunk_nbytes for bore, n in found)
     if not nbytes:
         assert not found
         return
     last, _ = found[-1]
-    assert nbytes <= capacity < nbytes + last.strip_nbytes, "only the last strip is short"
+    assert nbytes <= capacity < nbytes + last.chunk_nbytes, "only the last strip is short"
     whole = sum(n for bore, n in found if bore == wide)
-    assert whole == nbytes // wide.strip_nbytes
+    assert whole == nbytes // wide.chunk_nbytes
     small, tiny = (sum(n for bore, n in found if bore == each) for each in (SMALL, TINY))
-    assert small <= wide.strip_nbytes // SMALL.strip_nbytes and tiny <= 4
+    assert small <= wide.chunk_nbytes // SMALL.chunk_nbytes and tiny <= 4
 
 
 @pytest.mark.parametrize("bore", [WIDE_WITHIN, WIDE_BETWEEN, SMALL, TINY, TICKETS])
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "float64"])
 def test_each_strip_has_a_partition_of_its_own(bore, dtype):
     (unit,) = plan_units([spec_of("g", (), dtype, "sum", bore)], 0, 0, 4 << 20, 4 << 20)
-    assert [part.nbytes for part in unit.parts] == [bore.strip_nbytes] * bore.n_strips
+    assert [part.nbytes for part in unit.parts] == [bore.chunk_nbytes] * bore.n_chunks
 
 
 def test_what_a_pipe_is_declared_as():
@@ -44,28 +55,28 @@ def test_what_a_pipe_is_declared_as():
         name="g/0/bfloat16.avg.small", dtype="bfloat16", shape=(512 << 10,), average=True, op="sum", ranks=(1, 3),
         priority=1 << 20, partition_nbytes=64 << 10)
     assert spec_of("g/0", (), "int8", "bor", TINY).op == "bor"
-    names = {spec_of("g", (), "int64", "band", bore).name for bore in (*bores(True), TICKETS)}
+    names = {spec_of("g", (), "int64", "band", bore).name for bore in (*chunk_sizes(True), TICKETS)}
     assert len(names) == 4, "tickets go a way of their own"
 
 
 def turns():
     """Legs of one pipe, some taken: partitions in turn, rounds that count how often, memory of each partition."""
-    session = current.current()
-    bore = Bore("few", 4096, 4)
-    pipe = Pipe(session, spec_of(f"turns/{session.size}", (), "uint8", "sum", bore), 20.0)
+    session = process.current()
+    bore = ChunkSize("few", 4096, 4)
+    pipe = ChunkStream(session, spec_of(f"turns/{session.size}", (), "uint8", "sum", bore), 20.0)
     unit, region = pipe.unit, pipe.unit.staging
     assert unit.n_parts == 4 and unit.stride == 4096
-    legs = np.concatenate([pipe.legs(3), pipe.legs(0), pipe.legs(6), pipe.legs(1)])
-    assert list(legs["part"]) == [unit.first_part + c % 4 for c in range(10)]
-    assert list(legs["round"]) == [c // 4 + 1 for c in range(10)]
-    assert list(legs["staging"]) == [region.address + c % 4 * 4096 for c in range(10)]
-    assert list(legs["offset"]) == [region.offset + c % 4 * 4096 for c in range(10)]
-    assert set(legs["segment"]) == {region.segment} and not legs["source"].any() and not legs["flags"].any()
-    assert list(legs["result"]) == [unit.result_address((c // 4 + 1) % 2, c % 4 * 4096) for c in range(10)]
+    chunks = np.concatenate([pipe.chunks(3), pipe.chunks(0), pipe.chunks(6), pipe.chunks(1)])
+    assert list(chunks["part"]) == [unit.first_part + c % 4 for c in range(10)]
+    assert list(chunks["round"]) == [c // 4 + 1 for c in range(10)]
+    assert list(chunks["staging"]) == [region.address + c % 4 * 4096 for c in range(10)]
+    assert list(chunks["offset"]) == [region.offset + c % 4 * 4096 for c in range(10)]
+    assert set(chunks["segment"]) == {region.segment} and not chunks["source"].any() and not chunks["flags"].any()
+    assert list(chunks["result"]) == [unit.result_address((c // 4 + 1) % 2, c % 4 * 4096) for c in range(10)]
     words = np.array([5, ~5], np.int64)
     (ticket,) = pipe.ticket(words)
     assert (ticket["part"], ticket["round"]) == (unit.first_part + 2, 3)
-    assert (ticket["source"], ticket["nbytes"], ticket["flags"]) == (words.ctypes.data, 16, TICKET)
+    assert (ticket["source"], ticket["nbytes"], ticket["flags"]) == (words.ctypes.data, 16, FINGERPRINT)
     pipe.close()
 
 
@@ -76,10 +87,10 @@ def test_turns_of_a_pipe(two, three):
 
 def memory_comes_back():
     """What many pipes used one after another is no more than what few did."""
-    session = current.current()
+    session = process.current()
     seen = []
     for i in range(12):
-        pipe = Pipe(session, spec_of(f"again/{i}", (), "float32", "sum", SMALL), 20.0)
+        pipe = ChunkStream(session, spec_of(f"again/{i}", (), "float32", "sum", SMALL), 20.0)
         seen.append((pipe.unit.first_part, pipe.unit.staging.offset))
         pipe.close()
         session.barrier()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.orchestration.placement.placement import (
+from bpsfast.orchestration.placement.assignment import (
     WireBytes,
     assign,
     check_policy,

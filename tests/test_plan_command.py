@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bpsfast.cli import cli
-from bpsfast.models import catalog
+from bpsfast.tools.planner import catalog
 
 
 def plan(*arguments: str) -> Result:

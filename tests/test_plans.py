@@ -10,7 +10,7 @@ from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.generation import Generation
 from bpsfast.node.plans import Plans
 from bpsfast.orchestration.messages import Plan, PrepareFailed, Ready
-from bpsfast.transport.rdma import LaneFullError
+from bpsfast.node.transport.rdma import LaneFullError
 
 TIMEOUT_S = 0.2
 
@@ -21,10 +21,10 @@ class Side:
     def __init__(self) -> None:
         self.told = []
         self.loop = EventLoop(self._raised)
-        self.vertex = SimpleNamespace(wiring=SimpleNamespace(ownable_nbytes=77), connected=True)
+        self.runtime = SimpleNamespace(plan_installer=SimpleNamespace(ownable_nbytes=77), connected=True)
         self.left, self.may_leave = [], True
-        self.node = SimpleNamespace(send=self.told.append, patiently=lambda work: work(), leave_rdma=self._leave)
-        self.plans = Plans(self.node, self.loop, self.vertex, None, TIMEOUT_S)
+        self.node = SimpleNamespace(send=self.told.append, run_with_heartbeats=lambda work: work(), leave_rdma=self._leave)
+        self.plans = Plans(self.node, self.loop, self.runtime, None, TIMEOUT_S)
 
     def run(self) -> float:
         """Let all time pass that something waits for; return when that was over."""
@@ -48,8 +48,8 @@ def side():
     made.loop.close()
 
 
-def generation(awaited=(), is_succession=True):
-    return Generation(Plan(generation=9, units=()), awaited=set(awaited), is_succession=is_succession)
+def generation(awaited=(), is_owner_change=True):
+    return Generation(Plan(generation=9, units=()), awaited=set(awaited), is_owner_change=is_owner_change)
 
 
 def succession(arrivals, given_up=(0,)):
@@ -112,7 +112,7 @@ def full(side, *peers):
                 raise LaneFullError(index, f"one too many for its queue pair to node {index}")
         return Generation(plan)
 
-    side.vertex.wiring.prepare = prepare
+    side.runtime.plan_installer.prepare = prepare
 
 
 def test_pairs_whose_queue_pairs_are_full_go_by_tcp_and_the_plan_is_prepared(side):

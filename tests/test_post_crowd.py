@@ -1,26 +1,26 @@
 """When waits of the post sleep at once."""
 from __future__ import annotations
 
-from bpsfast.post.crowd import Crowd
+from bpsfast.collectives.p2p.cpu_contention import CpuContention
 
 
-def pause_ms(crowd: Crowd, now: float) -> float:
+def pause_ms(crowd: CpuContention, now: float) -> float:
     """Return how long nobody lingers after a slow yield that ended at *now*, in ms."""
     crowd.slow(now)
     return next(ms for ms in range(1000) if not crowd.is_there(now + ms / 1000 + 1e-6))
 
 
 def test_at_first_nobody_is_there():
-    assert not Crowd().is_there(0.0)
+    assert not CpuContention().is_there(0.0)
 
 
 def test_pauses_double_in_a_series_up_to_the_most():
-    crowd = Crowd()
+    crowd = CpuContention()
     assert [pause_ms(crowd, now) for now in range(1, 10)] == [2, 4, 8, 16, 32, 64, 128, 128, 128]
 
 
 def test_a_slow_yield_among_many_waits_met_awake_begins_a_new_series():
-    crowd = Crowd()
+    crowd = CpuContention()
     pause_ms(crowd, 1)
     for _ in range(63):
         crowd.met()

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.post import exchange
-from bpsfast.post.exchange import Memory
-from bpsfast.trainer import current
+from bpsfast.collectives.p2p import message_collectives
+from bpsfast.collectives.p2p.message_collectives import Memory
+from bpsfast.trainer import process
 
 SHAPES = [(2,), (1, 1), (2, 2)]
 
@@ -27,7 +27,7 @@ def memories(arrays):
 
 def everybody(kind, scale, ranks):
     """Do it on the group *ranks*, if this rank is in it; return whether all that came is what it should be."""
-    session = current.current()
+    session = process.current()
     if session.rank not in ranks:
         return True
     me, n, good = ranks.index(session.rank), len(ranks), True
@@ -37,12 +37,12 @@ def everybody(kind, scale, ranks):
         expected = [content(source, me, x.nbytes) for source, x in enumerate(theirs)]
         owner = ours, theirs
         if kind == "all_to_all":
-            exchange.all_to_all(session.post, 7, ranks, me, memories(ours), memories(theirs), owner, 30)
+            message_collectives.all_to_all(session.post, 7, ranks, me, memories(ours), memories(theirs), owner, 30)
         elif kind == "gather":
-            exchange.gather(session.post, 8, ranks, me, root, memories(ours)[root], memories(theirs), owner, 30)
+            message_collectives.gather(session.post, 8, ranks, me, root, memories(ours)[root], memories(theirs), owner, 30)
             theirs, expected = (theirs, expected) if me == root else ([], [])
         else:
-            exchange.scatter(session.post, 9, ranks, me, root, memories(ours), memories(theirs)[root], owner, 30)
+            message_collectives.scatter(session.post, 9, ranks, me, root, memories(ours), memories(theirs)[root], owner, 30)
             theirs, expected = theirs[root:root + 1], expected[root:root + 1]
         good = good and len(theirs) == len(expected) and all(map(np.array_equal, theirs, expected))
     return good
@@ -58,15 +58,15 @@ def test_what_comes(shared_job, ranks, kind):
 
 
 def other_sizes():
-    session = current.current()
+    session = process.current()
     x = np.zeros(100, np.uint8)
     mine = [Memory(x.ctypes.data, 10 + session.rank)] * 2
     with pytest.raises(bpsfast.MismatchError) as caught:
-        exchange.all_to_all(session.post, 11, [0, 1], session.rank, mine, [Memory(x.ctypes.data, 10)] * 2, x, 20)
+        message_collectives.all_to_all(session.post, 11, [0, 1], session.rank, mine, [Memory(x.ctypes.data, 10)] * 2, x, 20)
     with pytest.raises(bpsfast.MismatchError, match="sources has 1 entries for a group of 2 ranks"):
-        exchange.all_to_all(session.post, 11, [0, 1], session.rank, mine[:1], mine, x, 20)
+        message_collectives.all_to_all(session.post, 11, [0, 1], session.rank, mine[:1], mine, x, 20)
     with pytest.raises(bpsfast.MismatchError, match="me=2 is no place"):
-        exchange.all_to_all(session.post, 11, [0, 1], 2, mine, mine, x, 20)
+        message_collectives.all_to_all(session.post, 11, [0, 1], 2, mine, mine, x, 20)
     return str(caught.value)
 
 
@@ -76,10 +76,10 @@ def test_sizes_that_are_not_what_is_expected(job):
 
 
 def shorter():
-    session = current.current()
+    session = process.current()
     x = np.zeros(100, np.uint8)
     with pytest.raises(bpsfast.MismatchError) as caught:
-        exchange.gather(session.post, 11, [0], 0, 0, Memory(x.ctypes.data, 10), [Memory(x.ctypes.data + 50, 30)], x, 20)
+        message_collectives.gather(session.post, 11, [0], 0, 0, Memory(x.ctypes.data, 10), [Memory(x.ctypes.data + 50, 30)], x, 20)
     return str(caught.value)
 
 
@@ -88,12 +88,12 @@ def test_a_message_that_is_shorter(job):
 
 
 def missing():
-    session = current.current()
+    session = process.current()
     if session.rank == 0:
         session.post.receive(12, 1, 5, 0, 0, None)
         x = np.zeros(100_000, np.uint8)
         with pytest.raises(bpsfast.StallError) as caught:
-            exchange.all_to_all(session.post, 12, [0, 1], 0, memories([x, x]), memories([x, x]), x, 0.5)
+            message_collectives.all_to_all(session.post, 12, [0, 1], 0, memories([x, x]), memories([x, x]), x, 0.5)
         bpsfast.barrier()
         return str(caught.value), len(session.post.delivery.matching._receives)
     assert session.post is not None

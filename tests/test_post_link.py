@@ -6,8 +6,8 @@ import socket
 import numpy as np
 import pytest
 
-from bpsfast.post.frames import DATA, HEADER, PIECE_NBYTES, Frame
-from bpsfast.post.link import _TURN_NBYTES, Link
+from bpsfast.collectives.p2p.frames import DATA, HEADER, PIECE_NBYTES, Frame
+from bpsfast.collectives.p2p.frame_socket import _TURN_NBYTES, FrameSocket
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -52,7 +52,7 @@ def test_a_peer_that_takes_everything_has_its_turn_and_then_others():
     ours, theirs = socket.socketpair()
     sender = Sender()
     with FastSocket(ours, theirs) as sock, theirs:
-        link = Link(sock, sender)
+        link = FrameSocket(sock, sender)
         n_turns = 0
         while not n_turns or link.backlog:
             before = len(sock.read)

@@ -16,11 +16,11 @@ import pytest
 
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ClosedError, PeerLostError, ProtocolError, StallError
-from bpsfast.orchestration.handshakes import MOST_STRANGERS
-from bpsfast.post import frames
-from bpsfast.post.allowance import N_ANNOUNCED, ROOM_NBYTES
-from bpsfast.post.frames import Frame
-from bpsfast.post.meeting import JOINED, Address
+from bpsfast.orchestration.handshakes import MAX_PENDING_HANDSHAKES
+from bpsfast.collectives.p2p import frames
+from bpsfast.collectives.p2p.send_credit import N_ANNOUNCED, ROOM_NBYTES
+from bpsfast.collectives.p2p.frames import Frame
+from bpsfast.collectives.p2p.connector import JOINED, Address
 from tests.posts import KEY, Office
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -147,7 +147,7 @@ def test_strangers_are_refused(office, said, caplog):
 def test_another_key_is_refused(office):
     made = office()
     with dial(made, 0) as sock, pytest.raises(PeerLostError, match="wrong job key"):
-        security.challenge_connect(sock, bytes(32), "bpsfast post", security.StreamHello(peer=1, stream=0, epoch=1), 10)
+        security.plain_handshake_dialer(sock, bytes(32), "bpsfast post", security.StreamHello(peer=1, stream=0, epoch=1), 10)
     assert still_works(made)
 
 
@@ -156,7 +156,7 @@ def test_who_means_another_rank_is_refused(office, peer, stream):
     made = office()
     with dial(made, 0) as sock:
         hello = security.StreamHello(peer=peer, stream=stream, epoch=1)
-        security.challenge_connect(sock, KEY, "bpsfast post", hello, 10)
+        security.plain_handshake_dialer(sock, KEY, "bpsfast post", hello, 10)
         assert sock.recv(1) == b""
     assert still_works(made)
 
@@ -180,7 +180,7 @@ def test_a_replayed_handshake_is_refused(office):
 def joined(made, me=1, to=0):
     """Return a connection to post *to*, which takes it for rank *me*'s."""
     sock = dial(made, to)
-    security.challenge_connect(sock, KEY, "bpsfast post", security.StreamHello(peer=me, stream=to, epoch=1), 10)
+    security.plain_handshake_dialer(sock, KEY, "bpsfast post", security.StreamHello(peer=me, stream=to, epoch=1), 10)
     assert sock.recv(1) == JOINED
     return sock
 
@@ -241,8 +241,8 @@ def test_of_more_strangers_than_there_is_room_for_the_oldest_go_and_a_rank_comes
     """All of them are of one process, and say nothing: a rank must not wait until their handshakes are over."""
     made = office()
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(dial(made, 1)) for _ in range(MOST_STRANGERS)]
-        assert [len(sock.recv(100)) for sock in strangers] == [40] * MOST_STRANGERS, "a nonce each"
+        strangers = [stack.enter_context(dial(made, 1)) for _ in range(MAX_PENDING_HANDSHAKES)]
+        assert [len(sock.recv(100)) for sock in strangers] == [40] * MAX_PENDING_HANDSHAKES, "a nonce each"
         begin = time.monotonic()
         assert still_works(made)
         assert time.monotonic() - begin < 4.0, "less than a stranger has for its handshake"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.post import peer as peers, pull
+from bpsfast.collectives.p2p import peer as peers, cross_memory
 from tests.rank_messages import post, receive, send
 
 
@@ -83,7 +83,7 @@ def kill_who_is_read():
     n = 64 << 20
     if bpsfast.rank() == 1:
         send(np.ones(n, np.uint8), 0, 2).wait(20)
-    read, pieces = pull.read, []
+    read, pieces = cross_memory.read, []
 
     def and_kill(pid, source, destination, nbytes):
         if nbytes > 8:
@@ -95,7 +95,7 @@ def kill_who_is_read():
             os.close(fd)
         return read(pid, source, destination, nbytes)
 
-    pull.read = and_kill
+    cross_memory.read = and_kill
     with pytest.raises(bpsfast.PeerLostError) as caught:
         receive(np.zeros(n, np.uint8), 1, 2).wait(20)
     return len(pieces), str(caught.value)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from bpsfast.post import pull
+from bpsfast.collectives.p2p import cross_memory
 
 #: Parents by process: a launcher 10 with two ranks, one of them in a shell; another user's login.
 PARENTS = {10: 5, 11: 10, 12: 10, 13: 12, 5: 1, 20: 1, 21: 20}
@@ -24,7 +24,7 @@ def proc(tmp_path):
     (11, 13, 10), (13, 11, 10), (12, 13, 12), (11, 11, 11), (10, 13, 10), (11, 21, 0), (11, 99, 0), (99, 11, 0),
 ])
 def test_the_nearest_common_ancestor(proc, one, other, common):
-    assert pull.common_ancestor(one, other, proc) == common
+    assert cross_memory.common_ancestor(one, other, proc) == common
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")  # JAX, if it is installed, warns of forks
@@ -33,7 +33,7 @@ def test_of_real_processes():
     if child == 0:
         os._exit(0)
     try:
-        assert pull.common_ancestor(child, os.getpid()) == os.getpid()
+        assert cross_memory.common_ancestor(child, os.getpid()) == os.getpid()
     finally:
         os.waitpid(child, 0)
 
@@ -53,12 +53,12 @@ def test_the_kernel_is_told_as_little_as_lets_all_ranks_read(proc, tmp_path, mon
     yama, libc = tmp_path / "ptrace_scope", _Prctl()
     if scope is not None:
         yama.write_text(scope + "\n")
-    find = pull.common_ancestor
-    monkeypatch.setattr(pull, "_YAMA", yama)
-    monkeypatch.setattr(pull, "_libc", libc)
-    monkeypatch.setattr(pull, "_reader", -1)
+    find = cross_memory.common_ancestor
+    monkeypatch.setattr(cross_memory, "_YAMA", yama)
+    monkeypatch.setattr(cross_memory, "_libc", libc)
+    monkeypatch.setattr(cross_memory, "_reader", -1)
     monkeypatch.setattr(os, "getpid", lambda: 11)
-    monkeypatch.setattr(pull, "common_ancestor", lambda one, other: find(one, other, proc))
+    monkeypatch.setattr(cross_memory, "common_ancestor", lambda one, other: find(one, other, proc))
     for pid in (13, 12, 0, 21, 13):
-        pull.let_read(pid)
+        cross_memory.let_read(pid)
     assert libc.told == told

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast import profile, settings
+from bpsfast.base import profile, settings
 from bpsfast.orchestration.errors import ConfigError
 
 TEXT = """# for the cluster in the cellar

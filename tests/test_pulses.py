@@ -8,7 +8,7 @@ import time
 import pytest
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.pulses import Pulses
+from bpsfast.orchestration.pulses import ConnectionActivity
 from tests.test_scheduler import (
     LIMIT_S,
     join,
@@ -43,7 +43,7 @@ def until(condition):
 
 def test_silence_is_counted_from_the_last_byte(pair):
     here, there = pair()
-    pulses = Pulses()
+    pulses = ConnectionActivity()
     assert pulses.silence_s(b"a") is None
     there.send(b"x")
     here.recv(1)
@@ -56,7 +56,7 @@ def test_silence_is_counted_from_the_last_byte(pair):
 
 
 def test_a_connection_that_is_gone_and_whose_number_another_one_has(pair):
-    pulses = Pulses()
+    pulses = ConnectionActivity()
     here, _ = pair()
     fd = here.fileno()
     pulses.knows(b"a", fd)
@@ -72,7 +72,7 @@ def test_a_connection_that_is_gone_and_whose_number_another_one_has(pair):
 
 
 def test_who_dials_anew_is_felt_over_the_new_connection(pair):
-    pulses = Pulses()
+    pulses = ConnectionActivity()
     (old, _), (new, there) = pair(), pair()
     pulses.knows(b"a", old.fileno())
     pulses.knows(b"a", new.fileno())
@@ -83,7 +83,7 @@ def test_who_dials_anew_is_felt_over_the_new_connection(pair):
 
 
 def test_no_connection_at_all():
-    pulses = Pulses()
+    pulses = ConnectionActivity()
     pulses.knows(b"a", None)
     pulses.knows(b"b", 1 << 20)
     assert pulses.silence_s(b"a") is None and pulses.silence_s(b"b") is None

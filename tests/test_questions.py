@@ -5,14 +5,14 @@ import pytest
 
 from bpsfast.orchestration.errors import PeerLostError, StallError
 from bpsfast.orchestration.messages import Ask, Told
-from bpsfast.trainer.questions import Questions
+from bpsfast.trainer.node_requests import NodeRequests
 
 
 class Node:
     """Answers what it is asked with the numbers in `answers`, in that order, while somebody waits."""
 
     def __init__(self):
-        self.questions = Questions(0.01, lambda: None, lambda: self)
+        self.questions = NodeRequests(0.01, lambda: None, lambda: self)
         self.asked = []
         self.answers = []
         self.lost = False

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.nic.sysfs import Tree
-from bpsfast.node import quota
+from bpsfast.hardware.sysfs import Tree
+from bpsfast.node import cpu_quota
 from bpsfast.orchestration.errors import ConfigError
 
 #: Starts a thread before and one after, and tells what every thread is kept to.
 _PROCESS = """
 import json, os, threading
 from bpsfast.node import quota
-from bpsfast.settings import load_with_origins
+from bpsfast.base.settings import load_with_origins
 end = threading.Event()
 threading.Thread(target=end.wait).start()
 settings = quota.take(load_with_origins(json.loads(os.environ["GIVEN"]), {})[0])
@@ -57,29 +57,29 @@ def idle(*shares):
 def test_the_idlest_cpus_of_one_numa_node_are_taken(tmp_path):
     machine = tree(tmp_path)
     shares = idle(1.0, 0.2, 0.2, 0.2, 0.1, 0.9, 0.8, 0.1)
-    assert quota.choose(machine, 1, idle=shares) == {0}
-    assert quota.choose(machine, 2, idle=shares) == {5, 6}, "0 and 5 are idler, but of two nodes"
-    assert len(quota.choose(machine, 6, idle=shares)) == 6, "no node has so many"
-    assert quota.choose(machine, 2, idle=idle(*[1.0] * 8)) == {0, 1}, "equally idle: always the same ones"
-    assert quota.choose(machine, 2, idle=idle(0.98, 0.97, 1.0, 0.99, 1, 1, 1, 1)) == {0, 1}, "noise decides nothing"
+    assert cpu_quota.choose(machine, 1, idle=shares) == {0}
+    assert cpu_quota.choose(machine, 2, idle=shares) == {5, 6}, "0 and 5 are idler, but of two nodes"
+    assert len(cpu_quota.choose(machine, 6, idle=shares)) == 6, "no node has so many"
+    assert cpu_quota.choose(machine, 2, idle=idle(*[1.0] * 8)) == {0, 1}, "equally idle: always the same ones"
+    assert cpu_quota.choose(machine, 2, idle=idle(0.98, 0.97, 1.0, 0.99, 1, 1, 1, 1)) == {0, 1}, "noise decides nothing"
 
 
 def test_a_cpu_is_as_idle_as_the_busiest_of_its_core(tmp_path):
     machine = tree(tmp_path, allowed="0-3", nodes=("0-3",), siblings=[(0, 2), (1, 3)])
-    assert quota.choose(machine, 2, idle=idle(1.0, 0.8, 0.0, 0.8)) == {1, 3}
+    assert cpu_quota.choose(machine, 2, idle=idle(1.0, 0.8, 0.0, 0.8)) == {1, 3}
 
 
 def test_only_cpus_that_the_process_may_use_and_that_were_named(tmp_path):
     machine = tree(tmp_path, allowed="2-5")
-    assert quota.choose(machine, 2, idle=idle(1, 1, 0, 0, 1, 1, 1, 1)) == {4, 5}
-    assert quota.choose(machine, 2, "3,5", idle=idle(*[1.0] * 8)) == {3, 5}
-    assert quota.choose(machine, 1, "3-5", idle=idle(1, 1, 1, 0.5, 0.1, 0.9, 1, 1)) == {5}
+    assert cpu_quota.choose(machine, 2, idle=idle(1, 1, 0, 0, 1, 1, 1, 1)) == {4, 5}
+    assert cpu_quota.choose(machine, 2, "3,5", idle=idle(*[1.0] * 8)) == {3, 5}
+    assert cpu_quota.choose(machine, 1, "3-5", idle=idle(1, 1, 1, 0.5, 0.1, 0.9, 1, 1)) == {5}
     with pytest.raises(ConfigError, match=r"BPSFAST_CORES = 5, but this process may use 2-5 .*4 of 5"):
-        quota.choose(machine, 5)
+        cpu_quota.choose(machine, 5)
     with pytest.raises(ConfigError, match=r"of CPUs 5-7 it may run on 5\): 1 of 2"):
-        quota.choose(machine, 2, "5-7")
+        cpu_quota.choose(machine, 2, "5-7")
     with pytest.raises(ConfigError, match=r"of CPUs 6 it may run on none"):
-        quota.choose(machine, 1, "6")
+        cpu_quota.choose(machine, 1, "6")
 
 
 def test_idle_shares_are_those_of_the_time_watched(tmp_path):
@@ -96,8 +96,8 @@ def test_idle_shares_are_those_of_the_time_watched(tmp_path):
                 stat.write_text("cpu0 107 0 1 101 1 0 0 0 0 0\ncpu1 0 0 0 50 0 0 0 0 0 0\n")
             return super().text(*parts)
 
-    assert quota.idle_shares(Later(tmp_path), 0.0) == {0: pytest.approx(0.2), 1: 1.0}
-    real = quota.idle_shares(Tree(), 0.05)
+    assert cpu_quota.idle_shares(Later(tmp_path), 0.0) == {0: pytest.approx(0.2), 1: 1.0}
+    real = cpu_quota.idle_shares(Tree(), 0.05)
     assert set(real) >= os.sched_getaffinity(0) and all(0.0 <= share <= 1.0 for share in real.values())
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.settings import Settings
-from bpsfast.transport.rdma import NoRdmaError, Rails, rails as module
+from bpsfast.base.settings import Settings
+from bpsfast.node.transport.rdma import NoRdmaError, Rails, rails as module
 
 NEAR, FAR = "10.1.0.8:1", "10.2.0.8:1"  # by mlx5_0/1, by mlx5_1/1
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.transport.rdma.failure import PortNow, describe, is_consequence
+from bpsfast.node.transport.rdma.failures import PortNow, describe, is_consequence
 
 S = 1_000_000_000
 #: A lane that was proven at 100 s and failed at 200 s.

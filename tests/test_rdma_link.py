@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from bpsfast.orchestration.errors import CapacityError
-from bpsfast.transport.rdma.link import LaneFullError, RdmaLink, Way
+from bpsfast.node.transport.rdma.link import LaneFullError, RdmaLink, RailPath
 
 
 class Pair:
@@ -36,7 +36,7 @@ def test_two_threads_close_once_and_both_return_when_it_is_done():
     left = []
     pair = Pair()
     rail = SimpleNamespace(leave=lambda: left.append(pair.closed))
-    way = Way(rail, pair, SimpleNamespace(close=lambda: None))
+    way = RailPath(rail, pair, SimpleNamespace(close=lambda: None))
 
     def close() -> bool:
         way.close()

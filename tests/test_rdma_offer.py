@@ -5,24 +5,24 @@ import pytest
 
 from bpsfast.orchestration import messages
 from bpsfast.orchestration.errors import ProtocolError
-from bpsfast.transport.rdma import offer
+from bpsfast.node.transport.rdma import rdma_messages
 
-RAIL = offer.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", gid=bytes(range(16)), version="v2", lid=0,
+RAIL = rdma_messages.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", gid=bytes(range(16)), version="v2", lid=0,
                        mtu=4096)
 
 
 @pytest.mark.parametrize("message", [
-    offer.RdmaOffer(version=1, rails=(RAIL, RAIL), n_pairs=2),
-    offer.RdmaOffer(version=1, objection="there is no RDMA device here"),
-    offer.RdmaPairs(pairs=(offer.PairOffer(number=17, psn=(1 << 24) - 1),)),
-    offer.RdmaStep(step="proven"),
-    offer.PeerSlots(generation=3, slots=(offer.Slot(part=1, even=1 << 47, odd=4096, rkey=(1 << 32) - 1, nbytes=5),)),
+    rdma_messages.RdmaOffer(version=1, rails=(RAIL, RAIL), n_pairs=2),
+    rdma_messages.RdmaOffer(version=1, objection="there is no RDMA device here"),
+    rdma_messages.RdmaPairs(pairs=(rdma_messages.PairOffer(number=17, psn=(1 << 24) - 1),)),
+    rdma_messages.RdmaStep(step="proven"),
+    rdma_messages.PeerSlots(generation=3, slots=(rdma_messages.Slot(part=1, even=1 << 47, odd=4096, rkey=(1 << 32) - 1, nbytes=5),)),
 ], ids=lambda message: type(message).__name__)
 def test_what_was_said_is_read(message):
-    assert offer.decode(messages.encode(message)) == message
+    assert rdma_messages.decode(messages.encode(message)) == message
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", messages.encode(messages.Finish()), b"\x80"])
 def test_anything_else_is_refused(data):
     with pytest.raises(ProtocolError, match=f"{len(data)} bytes on an rdma connection are no message"):
-        offer.decode(data)
+        rdma_messages.decode(data)

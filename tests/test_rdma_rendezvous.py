@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from bpsfast.channel import Channel
+from bpsfast.base.message_socket import MessageSocket
 from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from bpsfast.trace import Limits
-from bpsfast.transport.rdma import NoRdmaError, offer, rendezvous
+from bpsfast.node.transport.rdma import NoRdmaError, rdma_messages, handshake
 
-RAIL = offer.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", gid=bytes(16), version="v2", lid=0, mtu=4096)
+RAIL = rdma_messages.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", gid=bytes(16), version="v2", lid=0, mtu=4096)
 
 
 class Port:
@@ -20,14 +20,14 @@ class Port:
 
     name = "mlx5_0/1"
 
-    def __init__(self, rail: offer.RailOffer) -> None:
+    def __init__(self, rail: rdma_messages.RailOffer) -> None:
         self.offer = lambda: rail
 
 
 def meet(sock, find, timeout_s=20.0):
     """Meet node 1; return the error."""
     with pytest.raises(BpsError) as caught:
-        rendezvous.meet(sock, 1, find, n_pairs=1, n_nodes=2, epoch=1, n_slots=8, limits=Limits(),
+        handshake.meet(sock, 1, find, n_pairs=1, n_nodes=2, epoch=1, n_slots=8, limits=Limits(),
                         deadline=time.monotonic() + timeout_s)
     assert sock.fileno() == -1
     return caught.value
@@ -40,7 +40,7 @@ def nothing():
 def against(find, answer):
     """Meet a peer that answers our offer with *answer* (None: it closes)."""
     ours, theirs = socket.socketpair()
-    with Channel(theirs, offer.decode) as far:
+    with MessageSocket(theirs, rdma_messages.decode) as far:
         found = []
         thread = threading.Thread(target=lambda: found.append(meet(ours, find)))
         thread.start()
@@ -68,13 +68,13 @@ def test_both_sides_hear_of_an_objection(no_leaks):
 
 
 @pytest.mark.parametrize(("answer", "kind", "words"), [
-    (offer.RdmaOffer(version=9, rails=(RAIL,)), NoRdmaError, "speaks version 9 of the rendezvous, this is 1"),
-    (offer.RdmaOffer(version=1), NoRdmaError, "node 1 offers no port"),
-    (offer.RdmaOffer(version=1, rails=(RAIL,), n_pairs=0), NoRdmaError, "node 1 offers no port"),
-    (offer.RdmaOffer(version=1, rails=(offer.RailOffer(device="ib0", port=2, link_layer="InfiniBand", gid=b"", mtu=2048,
+    (rdma_messages.RdmaOffer(version=9, rails=(RAIL,)), NoRdmaError, "speaks version 9 of the rendezvous, this is 1"),
+    (rdma_messages.RdmaOffer(version=1), NoRdmaError, "node 1 offers no port"),
+    (rdma_messages.RdmaOffer(version=1, rails=(RAIL,), n_pairs=0), NoRdmaError, "node 1 offers no port"),
+    (rdma_messages.RdmaOffer(version=1, rails=(rdma_messages.RailOffer(device="ib0", port=2, link_layer="InfiniBand", gid=b"", mtu=2048,
                                                        version="IB", lid=5),)), NoRdmaError,
      r"mlx5_0/1 \(Ethernet, GID v2\) cannot speak to node 1's ib0/2 \(InfiniBand, GID IB\)"),
-    (offer.RdmaStep(step="proven"), ProtocolError, "answered RdmaOffer with RdmaStep"),
+    (rdma_messages.RdmaStep(step="proven"), ProtocolError, "answered RdmaOffer with RdmaStep"),
     (None, PeerLostError, "node 1 closed the connection for RDMA and did not answer RdmaOffer"),
 ])
 def test_answers_that_lead_nowhere(answer, kind, words, no_leaks):

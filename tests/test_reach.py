@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.launch import reach
-from bpsfast.orchestration import names
+from bpsfast.base import addresses
+from bpsfast.orchestration import host_lookup
 from bpsfast.orchestration.errors import ConfigError, StallError
-from bpsfast.settings import load_with_origins
+from bpsfast.base.settings import load_with_origins
 
 _AS_ROOT = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="mount namespaces need root")]
 
@@ -22,7 +22,7 @@ _AS_ROOT = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="moun
 @pytest.mark.usefixtures("no_leaks")
 def test_who_listens_is_nothing_to_complain_about():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert reach.nobody_at(*listener.getsockname()) == ""
+        assert addresses.unreachable_hint(*listener.getsockname()) == ""
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -30,16 +30,16 @@ def test_nobody_is_named_with_the_address_and_what_to_check():
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and does not listen
         port = bound.getsockname()[1]
-        text = reach.nobody_at("127.0.0.1", port)
+        text = addresses.unreachable_hint("127.0.0.1", port)
     assert f"address 127.0.0.1:{port} (Connection refused)" in text and "BPSFAST_SCHEDULER" in text
 
 
 def test_a_port_that_this_process_does_not_know_is_nobodys_fault():
-    assert reach.nobody_at("127.0.0.1", 0) == ""
+    assert addresses.unreachable_hint("127.0.0.1", 0) == ""
 
 
 def chosen(**settings: str) -> str:
-    return reach.chosen_host(load_with_origins(settings, {})[0])
+    return addresses.configured_host(load_with_origins(settings, {})[0])
 
 
 def test_the_settings_choose_an_address():
@@ -61,19 +61,19 @@ def test_what_is_no_interface_is_refused_with_those_that_are(wished, words):
 def test_names_and_addresses_of_this_machine():
     own = {"localhost", "LOCALHOST", "127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1", "0.0.0.0", "localhost.",
            socket.gethostname(), socket.gethostname().upper(), f"{socket.gethostname()}."}
-    own |= {address for address in [reach.outward_host()] if address}
-    assert reach.own_among([*own, "192.0.2.77", "2001:db8::7", "no-such-name.invalid", "a..b"]) == own
+    own |= {address for address in [addresses.default_route_host()] if address}
+    assert addresses.local_hosts_among([*own, "192.0.2.77", "2001:db8::7", "no-such-name.invalid", "a..b"]) == own
 
 
 def test_the_source_of_a_route():
-    assert reach.source_towards("127.0.0.5") == "127.0.0.1"
-    assert reach.source_towards("") is None and reach.source_towards("no-such-name.invalid") is None
-    assert reach.source_of_job("127.0.0.1", 1.0) == "127.0.0.1", "an address is meant as it is"
+    assert addresses.route_source("127.0.0.5") == "127.0.0.1"
+    assert addresses.route_source("") is None and addresses.route_source("no-such-name.invalid") is None
+    assert addresses.job_route_source("127.0.0.1", 1.0) == "127.0.0.1", "an address is meant as it is"
 
 
 def test_a_name_that_never_comes_is_named():
     with pytest.raises(StallError, match=r"the name 'pod-0.invalid' .* was not resolved within 0.1 s .*getent hosts"):
-        reach.source_of_job("pod-0.invalid", 0.1)
+        addresses.job_route_source("pod-0.invalid", 0.1)
 
 
 def test_what_the_resolver_has_said_is_the_reason_when_the_time_is_over(monkeypatch):
@@ -82,14 +82,14 @@ def test_what_the_resolver_has_said_is_the_reason_when_the_time_is_over(monkeypa
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(StallError, match=r"not resolved within 0\.7 s \(Name or service not known\)"):
-        reach.source_of_job("pod-0.invalid", 0.7)
+        addresses.job_route_source("pod-0.invalid", 0.7)
 
 
 _PRINTS_SOURCE = """
 import logging, sys
 from bpsfast.launch import reach
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
-print(reach.source_of_job("pod-0.example", 30.0), flush=True)
+print(reach.job_route_source("pod-0.example", 30.0), flush=True)
 """
 
 
@@ -109,13 +109,13 @@ def test_a_name_that_comes_late_is_waited_for(tmp_path, marks):
         with hosts.open("a") as file:
             file.write("127.0.0.9 other pod-0.example\n")
         out, _ = program.communicate(timeout=30)
-    assert program.returncode == 0 and out.splitlines()[-1] == (reach.outward_host() or "127.0.0.1")
+    assert program.returncode == 0 and out.splitlines()[-1] == (addresses.default_route_host() or "127.0.0.1")
     assert "Traceback" not in out
 
 
 @pytest.mark.parametrize("marks", [pytest.param("", marks=_AS_ROOT)])
 def test_a_machine_without_addresses_has_none(marks):
-    program = "from bpsfast.launch import reach\nprint(repr(reach.outward_host()))"
+    program = "from bpsfast.launch import reach\nprint(repr(reach.default_route_host()))"
     alone = subprocess.run(["unshare", "--net", sys.executable, "-c", program], capture_output=True, text=True,
                            timeout=30, check=True)
     assert alone.stdout.strip() == "''"
@@ -129,15 +129,15 @@ def test_a_resolver_that_does_not_answer_is_not_waited_for_longer_than_allowed(m
         raise OSError("the test is over")
 
     monkeypatch.setattr(socket, "getaddrinfo", mute)
-    monkeypatch.setattr(reach, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(addresses, "_TIMEOUT_S", 0.1)
     begin = time.monotonic()
     try:
         with pytest.raises(StallError, match=r"'pod-0.invalid' .* within 0.1 s \(the resolver has not answered within"):
-            reach.source_of_job("pod-0.invalid", 0.1)
-        assert reach.source_towards("pod-0.invalid") is None
-        assert "the resolver has not answered" in reach.nobody_at("pod-0.invalid", 7)
+            addresses.job_route_source("pod-0.invalid", 0.1)
+        assert addresses.route_source("pod-0.invalid") is None
+        assert "the resolver has not answered" in addresses.unreachable_hint("pod-0.invalid", 7)
         with pytest.raises(TimeoutError, match="has not answered within 0 s"):
-            names.resolve("pod-0.invalid", -0.1)
+            host_lookup.resolve("pod-0.invalid", -0.1)
         assert time.monotonic() - begin < 20
     finally:
         over.set()

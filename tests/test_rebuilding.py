@@ -8,8 +8,8 @@ import pytest
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import PeerLostError
-from bpsfast.orchestration.succession.ledger import Ledger
-from bpsfast.orchestration.succession.rebuilding import Rebuilding
+from bpsfast.orchestration.failover.control_log import ControlLog
+from bpsfast.orchestration.failover.job_rebuild import JobRebuild
 from tests.job_table import Table, join
 
 SETTINGS = {"transport": "tcp"}
@@ -23,7 +23,7 @@ def accounts(n_workers, n_helpers=0):
         table.say(b"%d" % index, join(f"h{index}", int(index < n_workers)))
     said = []
     for index in range(n_nodes):
-        ledger = Ledger("1.0", SETTINGS)
+        ledger = ControlLog("1.0", SETTINGS)
         for message in table.inbox[b"%d" % index]:
             ledger.heard(message)
         said.append(list(ledger.account()))
@@ -31,7 +31,7 @@ def accounts(n_workers, n_helpers=0):
 
 
 def begin(**fields):
-    return Rebuilding(**{"package": "", "heartbeat_s": 1.0, "lease_s": 10.0, "timeout_s": 60.0, "now": 0.0, **fields})
+    return JobRebuild(**{"package": "", "heartbeat_s": 1.0, "lease_s": 10.0, "timeout_s": 60.0, "now": 0.0, **fields})
 
 
 def tell(rebuilding, index, said, now=0.0, sender=None):

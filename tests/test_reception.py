@@ -11,24 +11,24 @@ import time
 
 import pytest
 
-from bpsfast import channel
-from bpsfast.node import reception as door_of
+from bpsfast.base import message_socket
+from bpsfast.node import local_listener as door_of
 from bpsfast.node.event_loop import EventLoop
-from bpsfast.node.reception import Reception, bind
+from bpsfast.node.local_listener import LocalListener, bind
 from bpsfast.orchestration import security
-from bpsfast.orchestration.handshakes import MOST_STRANGERS
+from bpsfast.orchestration.handshakes import MAX_PENDING_HANDSHAKES
 from bpsfast.orchestration.messages import VERSION, Refuse
 from bpsfast.pyx import ring
 from bpsfast.pyx.pages import Segment
-from bpsfast.transport import Epochs, shm
+from bpsfast.node.transport import Epochs, shm
 from tests.hung_up import is_over
 
 KEY = bytes(range(16))
 
 
 @pytest.fixture
-def doorstep(no_leaks):
-    with Segment(ring.DOORBELL_NBYTES) as doorbell, contextlib.closing(shm.Doorstep(doorbell)) as made:
+def shm_endpoint(no_leaks):
+    with Segment(ring.DOORBELL_NBYTES) as doorbell, contextlib.closing(shm.ShmEndpoint(doorbell)) as made:
         ring.format_doorbell(doorbell)
         yield made
 
@@ -40,28 +40,28 @@ def early(no_leaks):
     assert listener is not None
     guests = []
     with contextlib.closing(EventLoop(guests.append)) as loop:
-        with contextlib.closing(Reception(loop, listener, KEY, guests.append, guests.append, guests.append,
+        with contextlib.closing(LocalListener(loop, listener, KEY, guests.append, guests.append, guests.append,
                                           patience_s=0.5)) as made:
             yield made, loop
     assert guests == [], "nobody was let in, and nothing failed"
 
 
 @pytest.fixture
-def reception(early, doorstep):
+def reception(early, shm_endpoint):
     """Node 0's."""
-    early[0].know(0, Epochs(1), doorstep)
+    early[0].know(0, Epochs(1), shm_endpoint)
     return early
 
 
-def test_a_node_whose_descriptors_cannot_be_mapped_is_refused_and_they_are_closed(reception, doorstep):
+def test_a_node_whose_descriptors_cannot_be_mapped_is_refused_and_they_are_closed(reception, shm_endpoint):
     door, loop = reception
     reader, writer = os.pipe()
     hello = hello_of(1)
-    with channel.connect(door.name, 20, shm.decode) as link, open(reader, "rb"), open(writer, "wb"):
+    with message_socket.connect(door.name, 20, shm.decode) as link, open(reader, "rb"), open(writer, "wb"):
         link.send(hello)
         answer, fds = turn(loop, link)
         assert isinstance(answer, shm.PeerWelcome)
-        link.send(shm.PeerLane(), [fds[0], reader, doorstep.pidfd])
+        link.send(shm.PeerLane(), [fds[0], reader, shm_endpoint.pidfd])
         for fd in fds:
             os.close(fd)
         answer, _ = turn(loop, link)
@@ -106,21 +106,21 @@ def test_who_says_nothing_has_to_go(reception):
     assert not door._strangers
 
 
-def test_of_strangers_beyond_a_number_the_oldest_go_and_a_node_comes_in(early, doorstep):
+def test_of_strangers_beyond_a_number_the_oldest_go_and_a_node_comes_in(early, shm_endpoint):
     """Long before the strangers' time is over; and where nobody waits outside, nobody goes."""
     door, loop = early
     door._patience_s = 60.0
-    door.know(0, Epochs(1), doorstep)
+    door.know(0, Epochs(1), shm_endpoint)
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(stranger(door)) for _ in range(MOST_STRANGERS)]
-        until(loop, lambda: len(door._strangers) == MOST_STRANGERS)
-        link = stack.enter_context(channel.connect(door.name, 20, shm.decode))
+        socks = [stack.enter_context(stranger(door)) for _ in range(MAX_PENDING_HANDSHAKES)]
+        until(loop, lambda: len(door._strangers) == MAX_PENDING_HANDSHAKES)
+        link = stack.enter_context(message_socket.connect(door.name, 20, shm.decode))
         link.send(hello_of(1))
         answer, fds = turn(loop, link)
         for fd in fds:
             os.close(fd)
         assert isinstance(answer, shm.PeerWelcome)
-        assert [is_over(sock) for sock in socks] == [True] + [False] * (MOST_STRANGERS - 1)
+        assert [is_over(sock) for sock in socks] == [True] + [False] * (MAX_PENDING_HANDSHAKES - 1)
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n", struct.pack("<I", (64 << 10) + 1),
@@ -136,7 +136,7 @@ def test_nonsense_is_refused_at_once(reception, said):
 
 def test_two_messages_before_an_answer_are_refused(reception):
     door, loop = reception
-    with channel.connect(door.name, 20, shm.decode) as link:
+    with message_socket.connect(door.name, 20, shm.decode) as link:
         for source in (1, 2):
             link.send(hello_of(source))
         answer, _ = turn(loop, link)
@@ -145,7 +145,7 @@ def test_two_messages_before_an_answer_are_refused(reception):
 
 def test_a_nodes_hello_counts_once(reception):
     door, loop = reception
-    with channel.connect(door.name, 20, shm.decode) as link, channel.connect(door.name, 20, shm.decode) as other:
+    with message_socket.connect(door.name, 20, shm.decode) as link, message_socket.connect(door.name, 20, shm.decode) as other:
         link.send(hello_of(1))
         answer, fds = turn(loop, link)
         assert isinstance(answer, shm.PeerWelcome)
@@ -156,16 +156,16 @@ def test_a_nodes_hello_counts_once(reception):
         assert isinstance(answer, Refuse) and "counts once" in answer.reason and not fds
 
 
-def test_before_a_node_knows_itself_only_those_with_the_key_wait(early, doorstep):
+def test_before_a_node_knows_itself_only_those_with_the_key_wait(early, shm_endpoint):
     door, loop = early
-    with channel.connect(door.name, 20, shm.decode) as link, channel.connect(door.name, 20, shm.decode) as other:
+    with message_socket.connect(door.name, 20, shm.decode) as link, message_socket.connect(door.name, 20, shm.decode) as other:
         other.send(hello_of(2, key=bytes(16)))
         answer, _ = turn(loop, other)
         assert isinstance(answer, Refuse) and "has another job key" in answer.reason
         link.send(hello_of(1))
         until(loop, lambda: door._waiting)
         assert len(door._waiting) == 1
-        door.know(0, Epochs(1), doorstep)
+        door.know(0, Epochs(1), shm_endpoint)
         answer, fds = turn(loop, link)
         assert isinstance(answer, shm.PeerWelcome)
         for fd in fds:
@@ -189,7 +189,7 @@ def test_without_free_descriptors_nobody_is_let_in_for_a_while(reception, monkey
 
 def test_another_users_process_takes_no_place(reception, monkeypatch):
     door, loop = reception
-    monkeypatch.setattr(channel, "peer_uid", lambda sock: (1, 4711))
+    monkeypatch.setattr(message_socket, "peer_uid", lambda sock: (1, 4711))
     with stranger(door) as sock:
         until(loop, lambda: is_over(sock))
         assert not door._strangers

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.nic import recorded
-from bpsfast.nic.echo import Echo
-from bpsfast.nic.kernel import Kernel
-from bpsfast.nic.recorded import RecordedKernel
+from bpsfast.hardware import recorded_host
+from bpsfast.hardware.ping import PingResult
+from bpsfast.hardware.kernel import Kernel
+from bpsfast.hardware.recorded_host import RecordedKernel
 from bpsfast.orchestration.errors import ConfigError
 from tests.sysfs_trees.machine import Machine
 
@@ -29,7 +29,7 @@ def test_answers(recorded_machine: Callable[[str], Machine]) -> None:
     assert [each.version for each in kernel.addresses()["eth2"]] == [4, 6]
     assert kernel.pause_priorities("eth2") == (3,) and kernel.pause_priorities("eth0") is None
     assert kernel.statistics("eth3")["rx_discards_phy"] == 3499 and kernel.statistics("eth0") == {}
-    assert kernel.ping(PEER, 1500) is Echo.ANSWERED and kernel.ping(PEER, 1501) is Echo.SILENT
+    assert kernel.ping(PEER, 1500) is PingResult.ANSWERED and kernel.ping(PEER, 1501) is PingResult.SILENT
     assert kernel.connect(PEER, 1) == "refused" and kernel.connect(ipaddress.ip_address("1.1.1.1"), 1) == "no answer"
     with pytest.raises(OSError, match=r"no route to 1\.1\.1\.1"):
         kernel.route(ipaddress.ip_address("1.1.1.1"))
@@ -38,17 +38,17 @@ def test_answers(recorded_machine: Callable[[str], Machine]) -> None:
 
 
 def test_a_folder_without_answers_is_a_machine_of_which_little_is_known(tmp_path: Path) -> None:
-    host = recorded.host(str(tmp_path))
+    host = recorded_host.host(str(tmp_path))
     assert host.devices == [] and host.netdevs == {} and host.kernel.shm_nbytes() is None
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such folder"):
-        recorded.host(str(tmp_path / "nothing"))
-    (tmp_path / recorded.ANSWERS).write_text('{"adresses": {}}')
+        recorded_host.host(str(tmp_path / "nothing"))
+    (tmp_path / recorded_host.ANSWERS).write_text('{"adresses": {}}')
     with pytest.raises(ConfigError, match="adresses"):
-        recorded.host(str(tmp_path))
+        recorded_host.host(str(tmp_path))
 
 
 def test_without_a_root_it_is_this_machine() -> None:
-    assert type(recorded.host().kernel) is Kernel and recorded.host().tree.root == "/"
+    assert type(recorded_host.host().kernel) is Kernel and recorded_host.host().tree.root == "/"

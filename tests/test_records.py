@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.settings import Settings
+from bpsfast.base.settings import Settings
 from bpsfast.trace import KINDS, Limits, Part, limits
-from bpsfast.trace.records import DETAILS, RECORD, Span, spans
+from bpsfast.base.trace_records import DETAILS, RECORD, Span, spans
 from tests.trace_records import record
 
 

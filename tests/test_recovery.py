@@ -6,9 +6,9 @@ import pytest
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import PeerLostError, ProtocolError
-from bpsfast.orchestration.job.recovery import Recovery
+from bpsfast.orchestration.job.recovery import EpochChange
 from bpsfast.orchestration.messages import Frozen, NodeInfo, PartPlan, Succession, UnitPlan
-from bpsfast.orchestration.placement.placement import step_time_s
+from bpsfast.orchestration.placement.assignment import step_time_s
 from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 from tests.job_table import spec
 from tests.lossy_table import WORKERS, LossyTable
@@ -32,11 +32,11 @@ def unit(ranks=(), codec=None, part=7, owner=3):
 def heir(done, near=None, n_helpers=1, lent=None, **fields):
     """The heir of partition 7, of which *done* says by node (passed on, complete[, place])."""
     survivors = (0, 1, 2, 4)[:3 + n_helpers]
-    recovery = Recovery(2, {3} if n_helpers else {3, 4}, survivors, "why", 60.0)
+    recovery = EpochChange(2, {3} if n_helpers else {3, 4}, survivors, "why", 60.0)
     for index in survivors:
         progress = ((7, *done[index], *([index] if len(done[index]) == 2 else [])),) if index in done else ()
         recovery.frozen(index, Frozen(epoch=2, progress=progress, near=(near or {}).get(index, ())))
-    found = recovery.heirs([unit(**fields)], NODES, lent or {})
+    found = recovery.moves_of_lost([unit(**fields)], NODES, lent or {})
     return found[0] if found else None
 
 
@@ -139,7 +139,7 @@ def test_what_is_compressed_goes_to_a_helper_or_ends_the_job():
 
 
 def test_late_words_are_ignored():
-    recovery = Recovery(3, {3}, (0, 1), "why", 60.0)
+    recovery = EpochChange(3, {3}, (0, 1), "why", 60.0)
     assert not recovery.frozen(0, Frozen(epoch=2)) and recovery.missing == [0, 1]
     assert not recovery.frozen(0, Frozen(epoch=3)) and not recovery.ready(1, 0) and recovery.missing == [1]
     assert recovery.frozen(1, Frozen(epoch=3))

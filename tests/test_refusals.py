@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import logging
 
-from bpsfast.refusals import Refusals
+from bpsfast.base.rate_limited_log import RateLimitedLog
 
 
 def test_one_line_a_second_and_how_many_there_were_besides(caplog):
     caplog.set_level(logging.INFO)
     now = [100.0]
-    refusals = Refusals(logging.getLogger("bpsfast.test"), lambda: now[0])
+    refusals = RateLimitedLog(logging.getLogger("bpsfast.test"), lambda: now[0])
     for number in range(5):
         refusals.note(logging.INFO, "refused %d", number)
     refusals.note(logging.WARNING, "refused %s", "somebody else")

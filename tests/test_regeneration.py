@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from bpsfast.bench import drawn, regeneration
 from bpsfast.bench.regeneration import PIECES, RESULTS, ROOT, Piece, regenerate
-from bpsfast.cluster import netns
-from bpsfast.commands.bench import command as benches
+from bpsfast.launch.namespaces import netns
+from bpsfast.bench.cli import command as benches
 from tests.guest.__main__ import _parser as guest_parser
 
 TEXTS = ("README.md", "DESIGN.md", "bench/README.md")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from bpsfast.bench import regression, result_file
-from bpsfast.bench.result_file import Series
+from bpsfast.bench import regression
+from bpsfast.bench.harness import result_file
+from bpsfast.bench.harness.result_file import Series
 from bpsfast.cli import cli
 from bpsfast.orchestration.errors import ConfigError
 

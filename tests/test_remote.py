@@ -12,9 +12,9 @@ import time
 import pytest
 
 from bpsfast import __version__
-from bpsfast.launch import remote
-from bpsfast.launch.line import Line
-from bpsfast.launch.remote_messages import (
+from bpsfast.launch import remote_agent
+from bpsfast.launch.pipe_connection import PipeConnection
+from bpsfast.launch.remote_protocol import (
     Alive,
     Ended,
     FromAgent,
@@ -51,7 +51,7 @@ class Launcher:
         argv = ["-m", "bpsfast", "agent"] if program is None else ["-c", program]
         self.agent = subprocess.Popen([sys.executable, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                       stderr=subprocess.PIPE, env={**os.environ, **variables}, bufsize=0)
-        self.line = Line(self.agent.stdout.fileno(), self.agent.stdin.fileno(), FromAgent, after_mark=True)
+        self.line = PipeConnection(self.agent.stdout.fileno(), self.agent.stdin.fileno(), FromAgent, after_mark=True)
         self._came: list = []
         self.here = self.next()
 
@@ -102,8 +102,8 @@ def launcher(no_leaks):
 
 def test_it_says_who_it_is_first(launcher):
     assert isinstance(launcher.here, Here)
-    assert (launcher.here.version, launcher.here.package) == (remote.messages.VERSION, __version__)
-    assert launcher.here.addresses == remote.addresses()
+    assert (launcher.here.version, launcher.here.package) == (remote_agent.messages.VERSION, __version__)
+    assert launcher.here.addresses == remote_agent.addresses()
 
 
 def test_processes_work_in_the_folder_with_the_variables_of_the_launcher(launcher, tmp_path):
@@ -223,11 +223,11 @@ def test_a_port_is_kept_and_who_listens_there_is_known(launcher):
 
 
 def test_many_addresses_that_do_not_answer_take_no_longer_than_all_may(monkeypatch, no_leaks):
-    monkeypatch.setattr(remote, "_REACH_S", 1.0)
-    monkeypatch.setattr(remote, "_REACH_ALL_S", 1.5)
+    monkeypatch.setattr(remote_agent, "_REACH_S", 1.0)
+    monkeypatch.setattr(remote_agent, "_REACH_ALL_S", 1.5)
     with socket.create_server(("0.0.0.0", 0), backlog=1000) as silent:
         begin = time.monotonic()
-        errors = remote.reached(Reach([f"127.0.1.{i}" for i in range(1, 161)], silent.getsockname()[1], b""))
+        errors = remote_agent.reached(Reach([f"127.0.1.{i}" for i in range(1, 161)], silent.getsockname()[1], b""))
         assert time.monotonic() - begin < 10.0, "not a second for every eight"
     assert len(errors) == 160 and all(error.startswith("timed out") for error in errors)
     assert errors[-1] == "timed out, as addresses before it have"
@@ -236,17 +236,17 @@ def test_many_addresses_that_do_not_answer_take_no_longer_than_all_may(monkeypat
 def test_the_environment_of_a_process():
     environ = {"PATH": "/bin", "RANK": "3", "BPSFAST_JOB_KEY": "no", "PYTHONSAFEPATH": "1", "HOME": "/h",
                "PYTHONUNBUFFERED": "0"}
-    found = remote.environment(environ, {"BPSFAST_RANK": "1", "HOME": "/mine"}, 4)
+    found = remote_agent.environment(environ, {"BPSFAST_RANK": "1", "HOME": "/mine"}, 4)
     cores = len(os.sched_getaffinity(0))
     assert found == {"PATH": f"{os.path.dirname(sys.executable)}:/bin", "HOME": "/mine", "BPSFAST_RANK": "1",
                      "PYTHONUNBUFFERED": "0", "OMP_NUM_THREADS": str(max(1, cores // 4))}
-    assert "OMP_NUM_THREADS" not in remote.environment(environ, {}, 0)
+    assert "OMP_NUM_THREADS" not in remote_agent.environment(environ, {}, 0)
 
 
 def test_the_address_that_ssh_came_to_is_the_first(monkeypatch):
-    own = remote.addresses()
+    own = remote_agent.addresses()
     assert own and not any(address.startswith("127.") for address in own)
     monkeypatch.setenv("SSH_CONNECTION", f"10.9.9.9 4711 {own[-1]} 22")
-    assert remote.addresses() == [own[-1], *own[:-1]]
+    assert remote_agent.addresses() == [own[-1], *own[:-1]]
     monkeypatch.setenv("SSH_CONNECTION", "10.9.9.9 4711 192.0.2.1 22")
-    assert remote.addresses() == own, "not ours: some translation on the way"
+    assert remote_agent.addresses() == own, "not ours: some translation on the way"

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from bpsfast.launch import remote_host
-from bpsfast.launch.child import Command, Kind
-from bpsfast.launch.fleet import Fleet
-from bpsfast.launch.hosts import Host
+from bpsfast.launch.processes import Command, Kind
+from bpsfast.launch.remote_hosts import RemoteHosts
+from bpsfast.launch.host_list import Host
 from bpsfast.launch.output import Output
 from bpsfast.launch.ssh import Ssh
 
@@ -26,7 +26,7 @@ class Owner:
     def __init__(self) -> None:
         self.out, self.err = io.BytesIO(), io.BytesIO()
         self.output = Output(self.out, self.err)
-        self.fleet = Fleet([Host("localhost")], Ssh(), self.output)
+        self.fleet = RemoteHosts([Host("localhost")], Ssh(), self.output)
         self.selector = selectors.DefaultSelector()
         self.fleet.connect()
         self.host = self.fleet.hosts[0]

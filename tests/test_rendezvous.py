@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from bpsfast.cluster import Cluster
+from bpsfast.launch.namespaces import Cluster
 from bpsfast.launch import rendezvous
-from bpsfast.launch.machine_secret import machine_secret
-from bpsfast.launch.roles import Place, job_key
+from bpsfast.base.job_key import machine_secret
+from bpsfast.launch.roles import ProcessRole, job_key
 from bpsfast.orchestration.errors import BpsError, ConfigError, MismatchError, StallError
-from bpsfast.settings import load_with_origins
+from bpsfast.base.settings import load_with_origins
 from tests.directory_store import DirectoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -25,7 +25,7 @@ KEY = "ab" * 32
 
 
 def place(store: Any, rank: int, size: int, timeout_s: float = 20.0, environ: Mapping[str, str] | None = None,
-          settings: Mapping[str, Any] | None = None) -> Place:
+          settings: Mapping[str, Any] | None = None) -> ProcessRole:
     return rendezvous.place(store, rank, size, load_with_origins(settings, {})[0], timeout_s, environ or {})
 
 
@@ -44,7 +44,7 @@ def places(folder: Path, settings: list[dict[str, Any]], timeout_s: float = 20.0
 
 def release(found: list[Any]) -> None:
     for each in found:
-        if isinstance(each, Place) and each.reserved is not None:
+        if isinstance(each, ProcessRole) and each.reserved is not None:
             each.reserved.close()
 
 
@@ -94,13 +94,13 @@ def test_beyond_this_machine_a_key_is_needed_that_is_not_in_the_store(tmp_path):
         assert isinstance(each, ConfigError) and "reads the ranks' store could join the job" in str(each), each
         assert "BPSFAST_JOB_KEY" in str(each)
     found = places(tmp_path, [{**there, "job_key": KEY}] * 2)
-    assert [type(each) for each in found] == [Place] * 2, found
+    assert [type(each) for each in found] == [ProcessRole] * 2, found
     release(found)
 
 
 def test_on_one_machine_no_secret_is_in_the_store(tmp_path):
     found = places(tmp_path, [{"encryption": "on"}] * 2)
-    assert [type(each) for each in found] == [Place] * 2, found
+    assert [type(each) for each in found] == [ProcessRole] * 2, found
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert found[0].job_key == found[1].job_key and found[0].job_key.hex() not in written
     assert machine_secret().hex() not in written
@@ -111,7 +111,7 @@ def test_a_key_in_the_store_is_taken_only_by_who_was_asked_to(tmp_path):
     """An attacker may write into a store, too."""
     there = {"scheduler": "10.1.1.1:7700", "insecure": True, "max_helpers": 1}
     found = places(tmp_path, [there] * 2)
-    assert [type(each) for each in found] == [Place] * 2, found
+    assert [type(each) for each in found] == [ProcessRole] * 2, found
     assert found[0].job_key == found[1].job_key
     other = places(tmp_path, [there, {"max_helpers": 1}])[1]
     assert isinstance(other, MismatchError) and "BPSFAST_INSECURE=1 on all ranks or on none" in str(other)
@@ -142,7 +142,7 @@ def test_without_key_and_secret_there_is_no_key_at_all(tmp_path, monkeypatch):
 
 def test_on_one_machine_its_own_address_needs_no_key(tmp_path):
     found = places(tmp_path, [{"scheduler": "10.1.1.1:7700"}] * 2)
-    assert [type(each) for each in found] == [Place] * 2 and found[0].job_key == found[1].job_key, found
+    assert [type(each) for each in found] == [ProcessRole] * 2 and found[0].job_key == found[1].job_key, found
     release(found)
 
 

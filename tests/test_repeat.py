@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def push_many(name):
         result = bpsfast.push_pull(x, average=False, name=name)
         assert not result.flags.writeable and result.shape == (100,)
         found.append(float(result[99]))
-    return found, name in current.current().repeats
+    return found, name in process.current().repeats
 
 
 def test_repeated_pushes_are_summed(ranks):
@@ -90,7 +90,7 @@ def late_rank():
     bpsfast.push_pull(x, name="late")
     if bpsfast.rank() == 0:
         return None
-    session = current.current()
+    session = process.current()
     session.settings = msgspec.structs.replace(session.settings, timeout_s=1.0)  # the first push may take its time
     try:
         bpsfast.push_pull(x, name="late")

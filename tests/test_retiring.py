@@ -9,8 +9,8 @@ import pytest
 import bpsfast
 from bpsfast.orchestration.errors import ClosedError
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.trainer import current
-from bpsfast.trainer.edition import Cut, Edition
+from bpsfast.trainer import process
+from bpsfast.trainer.gradient_layout import LayoutSizes, GradientLayout
 from tests.editions import editions
 
 
@@ -22,15 +22,15 @@ def pair(shared_job):
 def not_mapped_by_one():
     """Rank 0 has no room at first for what others can map; all give it up; return the nodes' segments after each try.
     """
-    session, found = current.current(), []
+    session, found = process.current(), []
     for number in range(3):
         limits = resource.getrlimit(resource.RLIMIT_AS)
         is_short = bpsfast.rank() == 0 and number == 0
         if is_short:
             in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (in_use + (32 << 20), limits[1]))
-        edition = Edition(session, {name: TensorSpec(name=name, dtype="uint8", shape=(nbytes,), edition_of="it")
-                                    for name, nbytes in (("small", 1000), ("big", 64 << 20))}, number, Cut())
+        edition = GradientLayout(session, {name: TensorSpec(name=name, dtype="uint8", shape=(nbytes,), edition_of="it")
+                                    for name, nbytes in (("small", 1000), ("big", 64 << 20))}, number, LayoutSizes())
         try:
             for name in edition.wires.values():
                 session.tensors.unit(name)
@@ -66,7 +66,7 @@ def test_what_is_not_retired_stays(job):
 
 
 def retired_too_early():
-    session = current.current()
+    session = process.current()
     session.tensors.declare([TensorSpec(name="early", dtype="float32", shape=(10,))])
     unit = session.tensors.unit("early")
     unit.push_staging()
@@ -83,7 +83,7 @@ def test_a_round_under_way_is_not_retired(pair):
 
 def credit(nbytes):
     if bpsfast.rank() == 0:
-        current.current().set_credit(nbytes)
+        process.current().set_credit(nbytes)
     bpsfast.barrier()  # through the same connections, behind it
     bpsfast.push_pull(np.ones(1000), False, "credit")
     return bpsfast.counters()["dispatch_credit_nbytes"]
@@ -95,7 +95,7 @@ def test_credit_changes_on_every_node(pair):
 
 
 def pushed_after_retiring():
-    session = current.current()
+    session = process.current()
     session.tensors.declare([TensorSpec(name="gone", dtype="float32", shape=(10,))])
     unit = session.tensors.unit("gone")
     unit.push_staging()
@@ -112,7 +112,7 @@ def test_a_retired_unit_refuses_to_be_pushed(pair):
 
 
 def pushed_by_name(n):
-    session, found = current.current(), []
+    session, found = process.current(), []
     for number in range(n):  # a plain push_pull of the same name in between keeps nothing of the old unit
         mean = bpsfast.push_pull(np.full(10, number + 1.0, np.float32), True, "by name")
         found.append(float(mean[0]))

@@ -12,10 +12,10 @@ import pytest
 from bpsfast.orchestration.errors import BpsError, MismatchError
 from bpsfast.orchestration.messages import NodeInfo
 from bpsfast.orchestration.security import StreamHello
-from bpsfast.transport import Epochs, reunion, tcp
-from bpsfast.transport.data_port import DataPort
-from bpsfast.transport.reunion import KNOCK, Reunions
-from bpsfast.transport.seals import Encryption, Seals, seals_of
+from bpsfast.node.transport import Epochs, reconnector, tcp
+from bpsfast.node.transport.data_port import DataPort
+from bpsfast.node.transport.reconnector import RECONNECT_STREAM, Reconnector
+from bpsfast.base.encryption import Encryption, Seals, seals_of
 
 KEY = bytes(range(16))
 N_STREAMS = 2
@@ -40,17 +40,17 @@ class Side:
     def begin(self, other: Side) -> None:
         infos = {side.index: NodeInfo(index=side.index, host="here", pid=1, address=side.address, shm_name="",
                                       ranks=(side.index,), nic_rate_bytes=0.0) for side in (self, other)}
-        self.reunions = Reunions(infos[self.index], {other.index: infos[other.index]}, KEY, self.epochs, N_STREAMS,
+        self.reconnector = Reconnector(infos[self.index], {other.index: infos[other.index]}, KEY, self.epochs, N_STREAMS,
                                  self.lease_s, WAIT_S, self.links.put, self.dropped.append, lambda: self.news.put(None),
                                  self.encryption)
         self.listen(self.listener)
 
     def listen(self, listener: socket.socket) -> None:
-        self.port = DataPort(listener, KEY, self.index, self.epochs, self.reunions.came, 8, self.encryption)
+        self.port = DataPort(listener, KEY, self.index, self.epochs, self.reconnector.came, 8, self.encryption)
         self.port.start()
 
     def seek(self, awaited: Callable[[], dict[int, int]] = dict) -> None:
-        self.reunions.seek(1 - self.index, awaited)
+        self.reconnector.seek(1 - self.index, awaited)
 
     def link(self) -> tcp.TcpLink:
         self.made.append(self.links.get(timeout=WAIT_S))
@@ -61,12 +61,12 @@ class Side:
             self.news.get(timeout=WAIT_S)
 
     def until_dialled(self, number: int) -> None:
-        reunions = self.reunions
-        with reunions._changed:
-            assert reunions._changed.wait_for(lambda: reunions._pairs[1 - self.index].newest == number, WAIT_S)
+        reconnector = self.reconnector
+        with reconnector._changed:
+            assert reconnector._changed.wait_for(lambda: reconnector._pairs[1 - self.index].newest == number, WAIT_S)
 
     def close(self) -> None:
-        self.reunions.close()
+        self.reconnector.close()
         self.port.close()
         for link in [*self.made, *self.links.queue]:
             link.close()
@@ -112,10 +112,10 @@ def test_a_node_that_is_no_peer_can_be_given_up():
     """Helpers exchange nothing with helpers, and hear of their losses."""
     me = NodeInfo(index=1, host="h", address="127.0.0.1:1", shm_name="", ranks=(), pid=1,
                   nic_rate_bytes=0.0)
-    reunions = Reunions(me, {}, KEY, Epochs(1), 1, 1.0, 1.0, lambda link: None, lambda index: None, lambda: None)
-    reunions.give_up(2, "lost")
-    assert not reunions.gone() and not reunions.called()
-    reunions.close()
+    reconnector = Reconnector(me, {}, KEY, Epochs(1), 1, 1.0, 1.0, lambda link: None, lambda index: None, lambda: None)
+    reconnector.give_up(2, "lost")
+    assert not reconnector.gone() and not reconnector.called()
+    reconnector.close()
 
 
 @either_way
@@ -129,13 +129,13 @@ def test_whoever_notices_first_both_get_one_link_and_hear_what_is_awaited(sides,
 
     sides[first].seek(lambda: awaited(first))
     other = sides[1 - first]
-    other.until(lambda: other.reunions.called() == [first])
+    other.until(lambda: other.reconnector.called() == [first])
     assert not said, "the other one has not parted, and may still write"
     other.seek(lambda: awaited(1 - first))
     links = [side.link() for side in sides]
     assert are_one(*links) and [link.number for link in links] == [links[0].number] * 2
     assert [link.awaited_there for link in links] == [{7: 6, 1 << 20: 1}, {7: 5, 1 << 20: 1}]
-    assert [side.reunions.called() for side in sides] == [[], []] == [list(side.reunions.gone()) for side in sides]
+    assert [side.reconnector.called() for side in sides] == [[], []] == [list(side.reconnector.gone()) for side in sides]
 
 
 @either_way
@@ -154,16 +154,16 @@ def test_both_notice_at_once_again_and_again(sides):
 @pytest.mark.parametrize("index", [1, 0], ids=["who dials", "who waits to be dialled"])
 def test_nobody_who_listens_is_told_soon_and_is_the_end_after_the_lease(sides, index):
     there, here = sides[1 - index], sides[index]
-    there.reunions.close()
+    there.reconnector.close()
     there.port.close()
     begin = time.monotonic()
     here.seek()
-    here.until(lambda: here.reunions.refused() == {1 - index})
-    assert reunion._REFUSED_S <= time.monotonic() - begin < here.lease_s / 2 and not here.reunions.gone()
-    here.until(here.reunions.gone)
+    here.until(lambda: here.reconnector.refused() == {1 - index})
+    assert reconnector._REFUSED_S <= time.monotonic() - begin < here.lease_s / 2 and not here.reconnector.gone()
+    here.until(here.reconnector.gone)
     assert time.monotonic() - begin >= here.lease_s
-    assert f"was not reached at {there.address} within lease_s = 2 s" in here.reunions.gone()[1 - index]
-    assert "Connection refused" in here.reunions.gone()[1 - index]
+    assert f"was not reached at {there.address} within lease_s = 2 s" in here.reconnector.gone()[1 - index]
+    assert "Connection refused" in here.reconnector.gone()[1 - index]
 
 
 @pytest.mark.parametrize("index", [1, 0], ids=["who dials", "who waits to be dialled"])
@@ -173,11 +173,11 @@ def test_who_is_refused_again_and_again_tries_until_somebody_listens(sides, inde
     there.port.close()
     here.seek()
     for _ in range(3):
-        here.until(here.reunions.refused)
+        here.until(here.reconnector.refused)
     host, _, port = there.address.rpartition(":")
     there.listen(socket.create_server((host, int(port))))
     there.seek()
-    assert are_one(*(side.link() for side in sides)) and not here.reunions.gone()
+    assert are_one(*(side.link() for side in sides)) and not here.reconnector.gone()
 
 
 @pytest.mark.parametrize("sides", [{"lease_s": 0.5}], indirect=True)
@@ -185,23 +185,23 @@ def test_who_is_refused_again_and_again_tries_until_somebody_listens(sides, inde
 def test_a_peer_that_stands_still_is_given_up_after_the_lease(sides, index):
     with tcp.listen("127.0.0.1") as mute:  # its kernel connects, and nobody accepts
         address = "{}:{}".format(*mute.getsockname())
-        peers = sides[index].reunions._peers
+        peers = sides[index].reconnector._peers
         peers[1 - index] = msgspec.structs.replace(peers[1 - index], address=address)
         sides[index].seek()
-        sides[index].until(sides[index].reunions.gone)
-    assert f"was not reached at {address} within lease_s = 0.5 s" in str(sides[index].reunions.gone())
+        sides[index].until(sides[index].reconnector.gone)
+    assert f"was not reached at {address} within lease_s = 0.5 s" in str(sides[index].reconnector.gone())
 
 
 def test_a_dial_that_breaks_off_is_forgotten_with_the_next(sides):
     socks = [dialled(sides[0], stream, 1) for stream in range(N_STREAMS)]
-    sides[0].until(sides[0].reunions.called)
+    sides[0].until(sides[0].reconnector.called)
     sides[0].seek()
     assert socks[0].recv(5) == b"\1\0\0\0\x80"  # it awaits nothing, and waits for our answer
     for sock in socks:
         sock.close()
     half = dialled(sides[0], 0, 2)
     sides[0].until_dialled(2)
-    sides[1].reunions._pairs[0].newest = 2  # these dials were its own: it never gives two of them one number
+    sides[1].reconnector._pairs[0].newest = 2  # these dials were its own: it never gives two of them one number
     sides[1].seek()
     assert are_one(*(side.link() for side in sides))
     half.close()
@@ -212,9 +212,9 @@ def test_a_link_that_came_about_on_one_side_only_is_asked_for_again(sides):
     sides[0].seek()
     assert socks[0].recv(5)
     socks[0].close()
-    sides[1].reunions._pairs[0].made = 1  # as if the answer had been sent, and never came
-    sides[1].until(sides[1].reunions.called)
-    sides[1].reunions._pairs[0].newest = 1
+    sides[1].reconnector._pairs[0].made = 1  # as if the answer had been sent, and never came
+    sides[1].until(sides[1].reconnector.called)
+    sides[1].reconnector._pairs[0].newest = 1
     sides[1].seek()
     assert are_one(*(side.link() for side in sides))
     socks[1].close()
@@ -235,10 +235,10 @@ def test_a_knock_for_a_link_that_was_replaced_meanwhile_is_of_no_account(sides):
     for side in sides:
         side.seek()
     number = min(side.link().number for side in sides)
-    dialled(sides[1], KNOCK, number - 1).close()
-    dialled(sides[1], KNOCK, number).close()
-    sides[1].until(sides[1].reunions.called)
-    knocks = sides[1].reunions
+    dialled(sides[1], RECONNECT_STREAM, number - 1).close()
+    dialled(sides[1], RECONNECT_STREAM, number).close()
+    sides[1].until(sides[1].reconnector.called)
+    knocks = sides[1].reconnector
     sides[1].seek()
     assert not knocks.called()
 
@@ -313,9 +313,9 @@ def test_a_stranger_to_the_job_gets_no_link(sides):
 
 def test_who_was_given_up_is_refused_when_it_comes_again(sides):
     sides[0].seek()
-    sides[0].reunions.give_up(1, "it is lost")
+    sides[0].reconnector.give_up(1, "it is lost")
     sides[1].seek()
-    assert sides[0].reunions.gone() == {1: "it is lost"}
+    assert sides[0].reconnector.gone() == {1: "it is lost"}
     with dialled(sides[0], 0, 1 << 20) as sock:
         assert sock.recv(1) == b""
     assert sides[0].links.empty() and sides[1].links.empty()
@@ -323,8 +323,8 @@ def test_who_was_given_up_is_refused_when_it_comes_again(sides):
 
 def test_the_end_of_the_job_ends_all_attempts(sides):
     sides[0].seek()  # node 1 is called, and does not part
-    sides[1].until(sides[1].reunions.called)
-    sides[1].reunions.close()
-    sides[0].reunions.close()
+    sides[1].until(sides[1].reconnector.called)
+    sides[1].reconnector.close()
+    sides[0].reconnector.close()
     with pytest.raises(BpsError):
         tcp.greet(dialled(sides[0], 0, 9), KEY, StreamHello(peer=1, stream=0, epoch=1), 0, 1.0)

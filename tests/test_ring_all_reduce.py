@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.simulator.clock import Clock
-from bpsfast.simulator.cluster import Costs, cluster, uniform
-from bpsfast.simulator.ring import Ring, RingExchange, reduce_s, wire_nbytes
+from bpsfast.tools.simulator.event_clock import Clock
+from bpsfast.tools.simulator.cluster import Costs, cluster, uniform
+from bpsfast.tools.simulator.ring import Ring, RingAllReduce, reduce_s, wire_nbytes
 
 
 def test_lock_steps_take_the_slowest_cards_time() -> None:
@@ -30,7 +30,7 @@ def test_a_card_carries_the_same_for_any_number_of_machines_of_many_ranks() -> N
                                                  (10_000, [4.0, 4.0, 4.0])])
 def test_tensors_that_fit_a_buffer_are_reduced_together(fusion: int, expected: list[float]) -> None:
     clock, done = Clock(), [0.0] * 3
-    ring = RingExchange(clock, uniform(2, 0, 100.0), Ring(fusion_nbytes=fusion, cycle_s=0.0), [100, 100, 200],
+    ring = RingAllReduce(clock, uniform(2, 0, 100.0), Ring(fusion_nbytes=fusion, cycle_s=0.0), [100, 100, 200],
                         lambda worker, unit: done.__setitem__(unit, clock.now))
     for unit in range(3):
         ring.gradient_ready(0, unit)
@@ -40,7 +40,7 @@ def test_tensors_that_fit_a_buffer_are_reduced_together(fusion: int, expected: l
 
 def test_a_tensor_waits_for_the_next_cycle() -> None:
     clock, done = Clock(), []
-    ring = RingExchange(clock, uniform(2, 0, 100.0), Ring(cycle_s=5.0), [100], lambda *_: done.append(clock.now))
+    ring = RingAllReduce(clock, uniform(2, 0, 100.0), Ring(cycle_s=5.0), [100], lambda *_: done.append(clock.now))
     clock.at(6.0, ring.gradient_ready, 0, 0)
     clock.run()
     assert done == pytest.approx([11.0])

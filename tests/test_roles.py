@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.launch.roles import Place, detect, format_address, is_loopback, job_key, scheduler_port
+from bpsfast.launch.roles import ProcessRole, detect, format_address, is_loopback, job_key, scheduler_port
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.settings import load_with_origins, parse_address
+from bpsfast.base.settings import load_with_origins, parse_address
 
 KEY = "ab" * 32
 EXPLICIT = {
@@ -47,7 +47,7 @@ LOCAL = {
 }
 
 
-def place(environ: dict[str, str], **overrides: object) -> Place:
+def place(environ: dict[str, str], **overrides: object) -> ProcessRole:
     return detect(load_with_origins(overrides, environ)[0], environ)
 
 

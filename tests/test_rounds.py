@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 import bpsfast
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.rounds import N_ROUNDS, after, ahead
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from tests import test_async_weights, test_compressed_sums, test_group, test_table
 from tests.lossy_training import counts, train, until_step
 
@@ -106,7 +106,7 @@ def test_broadcasts_go_on(wrapping):
 
 def say_how_far():
     """Return what those say who wait for a round that is over and for one that nobody has pushed."""
-    session = current.current()
+    session = process.current()
     x = np.ones(100, np.float32)
     for _ in range(5):
         bpsfast.push_pull(x, name="known")

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.nic.route import Choice, choose, incapable, peer_address
+from bpsfast.hardware.rdma_route import RailChoice, choose, incapable, peer_address
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
 from tests.sysfs_trees.machine import Machine
 
 
-def chosen(machine: Machine, peer: str = "", **values: object) -> Choice:
+def chosen(machine: Machine, peer: str = "", **values: object) -> RailChoice:
     return choose(machine.host, peer=ipaddress.ip_address(peer) if peer else None, **values)  # type: ignore[arg-type]
 
 
-def names(choice: Choice) -> tuple[list[str], list[str], list[str]]:
+def names(choice: RailChoice) -> tuple[list[str], list[str], list[str]]:
     return [rail.name for rail in choice.rails], [rail.name for rail in choice.spare], list(choice.rejected)
 
 

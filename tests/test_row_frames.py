@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.dtypes import NAMES, TABLE
+from bpsfast.base.dtypes import NAMES, TABLE
 from bpsfast.orchestration.errors import ProtocolError
 from bpsfast.orchestration.placement.rows import frame_nbytes
-from bpsfast.trainer.row_frames import Frames
+from bpsfast.trainer.row_frames import RowFrames
 
 
 def frames_of(n_rows, row_shape=(3,), dtype="float32", n_parts=1, frame_rows=None):
@@ -17,7 +17,7 @@ def frames_of(n_rows, row_shape=(3,), dtype="float32", n_parts=1, frame_rows=Non
     frame_rows = frame_rows or -(-n_rows // n_parts)
     row_nbytes = int(np.prod(row_shape)) * dtype.itemsize
     stride = -(-frame_nbytes(frame_rows, row_nbytes) // 4096) * 4096
-    return Frames(n_rows, row_shape, dtype, n_parts, frame_rows, stride)
+    return RowFrames(n_rows, row_shape, dtype, n_parts, frame_rows, stride)
 
 
 def memory_of(frames):

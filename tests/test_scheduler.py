@@ -18,11 +18,11 @@ import zmq
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import ConfigError, StallError
 from bpsfast.orchestration.job.job_settings import JobSettings
-from bpsfast.orchestration.membership import Membership
+from bpsfast.orchestration.scheduler_client import SchedulerClient
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.scheduler import Scheduler
-from bpsfast.orchestration.succession.ledger import Ledger
-from bpsfast.orchestration.succession.tenure import Tenure
+from bpsfast.orchestration.failover.scheduler import Scheduler
+from bpsfast.orchestration.failover.control_log import ControlLog
+from bpsfast.orchestration.failover.scheduler_state import SchedulerState
 
 KEY = secrets.token_bytes(32)  # of this process alone: a test beside this one may get a port that was just ours
 LIMIT_S = 20.0
@@ -38,7 +38,7 @@ class Node:
     """A node's control loop, reduced to waiting for a message."""
 
     def __init__(self, port, key=KEY, **fields):
-        self.membership = Membership("127.0.0.1", port, key, now=time.monotonic(),
+        self.membership = SchedulerClient("127.0.0.1", port, key, now=time.monotonic(),
                                      **{"heartbeat_s": 0.1, "start_timeout_s": LIMIT_S, **fields})
         self.poller = zmq.Poller()
         for each in self.membership.sockets:
@@ -139,7 +139,7 @@ def test_a_node_that_has_missed_the_end_comes_back_for_it(start):
     here, away = start.node(scheduler.port), start.node(scheduler.port)
     here.send(join("a", index=0))
     away.send(join("b", index=1))
-    ledger = Ledger("1.0", {})
+    ledger = ControlLog("1.0", {})
     ledger.heard(away.wait(m.Welcome))
     here.wait(m.Welcome)
     away.send(m.RankLeft(rank=1))
@@ -164,7 +164,7 @@ def test_a_node_whose_connection_ends_with_the_last_word_on_it_comes_back_for_it
     scheduler, exit_code = start(num_nodes=1, lease_s=LIMIT_S)
     node = start.node(scheduler.port)
     node.send(join())
-    ledger = Ledger("1.0", {})
+    ledger = ControlLog("1.0", {})
     ledger.heard(node.wait(m.Welcome))
     left = m.RankLeft(rank=0)
     node.send(left)
@@ -196,7 +196,7 @@ def test_a_scheduler_goes_when_all_have_gone(start):
 
 
 def test_heartbeats_go_on_while_very_many_messages_come(start, monkeypatch):
-    receive = Tenure.receive
+    receive = SchedulerState.receive
     n_read = itertools.count()
 
     def think(self, now, sender, message):
@@ -205,7 +205,7 @@ def test_heartbeats_go_on_while_very_many_messages_come(start, monkeypatch):
             time.sleep(0.01)
         return receive(self, now, sender, message)
 
-    monkeypatch.setattr(Tenure, "receive", think)
+    monkeypatch.setattr(SchedulerState, "receive", think)
     scheduler, _ = start(num_nodes=2, lease_s=LIMIT_S)
     node, talker = start.node(scheduler.port), start.node(scheduler.port)
     node.send(join("a", index=0))
@@ -428,7 +428,7 @@ def test_a_process_that_is_gone_is_noticed_long_before_the_lease(start):
 def test_a_connection_that_is_reset_has_the_lease_to_come_back(start):
     scheduler, _ = start(lease_s=LIMIT_S)
     alive, away = start.node(scheduler.port), start.node(scheduler.port)
-    ledger = Ledger("1.0", {})
+    ledger = ControlLog("1.0", {})
     alive.send(join("alive", index=0))
     away.send(join("away", index=1))
     ledger.heard(away.wait(m.Welcome))

@@ -9,10 +9,10 @@ import string
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.report import archive, contents, hidden
-from bpsfast.report.contents import Entry
-from bpsfast.report.hidden import Hidden
-from bpsfast.report.scrubber import Scrubber
+from bpsfast.tools import bug_report, bug_report_contents, redaction_rules
+from bpsfast.tools.bug_report_contents import Entry
+from bpsfast.tools.redaction_rules import RedactionRules
+from bpsfast.tools.redaction import Redactor
 
 _SECRET = st.one_of(
     st.text(min_size=4, max_size=24),
@@ -28,14 +28,14 @@ _AROUND = st.sampled_from(["{}", "login {} now", "{}{}", "key={}", '{{"token": "
 @given(st.dictionaries(_NAME, _SECRET, min_size=1), st.lists(st.tuples(_AROUND, st.integers(0, 7))))
 def test_no_secret_of_the_environment_is_in_any_file(secrets: dict[str, str], said: list[tuple[str, int]]) -> None:
     environ = {**secrets, "BPSFAST_NODE_ID": "n7", "PATH": f"/opt/{next(iter(secrets.values()))}/bin"}
-    values = hidden.secrets_of(environ)
+    values = redaction_rules.secrets_of(environ)
     ordered = sorted(secrets.values())
     text = "\n".join(around.replace("{}", ordered[which % len(ordered)]) for around, which in said)
-    files, left_out = archive.gather(
+    files, left_out = bug_report.gather(
         [Entry("log", f"the log {ordered[0]}", lambda: text), Entry("environment", "variables",
-                                                                   lambda: contents.variables(environ)),
+                                                                   lambda: bug_report_contents.variables(environ)),
          Entry("data", "as JSON", lambda: {"found": [text, {"path": environ["PATH"]}], "number": 1234, "none": None})],
-        Scrubber(hidden.found(environ)))
+        Redactor(redaction_rules.found(environ)))
     assert len(files) + len(left_out) == 3
     for value in values:
         written = json.dumps(value)[1:-1].encode("utf-8", "replace"), value.encode("utf-8", "replace")
@@ -50,7 +50,7 @@ def test_no_secret_of_the_environment_is_in_any_file(secrets: dict[str, str], sa
     '{"secret_key": "do not tell"}', "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----",
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl"])
 def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
-    done = Scrubber(Hidden()).text(text)
+    done = Redactor(RedactionRules()).text(text)
     for secret in ("abcdefgh12345678", "abcdefghijklmnopqrst", "correct horse", "letmein99", "ab" * 16, "do not tell",
                    "MIIE", "eyJzdWIi"):
         assert secret not in done
@@ -62,11 +62,11 @@ def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
     "0000:3b:00.0", "vm.max_map_count", "torch 2.13.0+cpu", "localhost 127.0.0.1 ::1 0.0.0.0 255.255.255.0",
     "/proc/sys/vm/overcommit_memory", "node 1 (which is slow) waits"])
 def test_what_is_no_secret_stays(text: str) -> None:
-    assert Scrubber(Hidden(hosts=("vm",))).text(text) == text
+    assert Redactor(RedactionRules(hosts=("vm",))).text(text) == text
 
 
 def test_one_stand_in_for_each_host_user_and_address_everywhere() -> None:
-    scrub = Scrubber(hidden.found({"USER": "anatol", "HOME": "/home/anatol", "SLURM_JOB_NODELIST": "gpu[08-10],login"}))
+    scrub = Redactor(redaction_rules.found({"USER": "anatol", "HOME": "/home/anatol", "SLURM_JOB_NODELIST": "gpu[08-10],login"}))
     first = scrub.text("anatol on gpu08: cd /home/anatol/x; ssh gpu08.cluster.internal; node 3 (far) 192.0.2.7 "
                        "/home/bo/y")
     again = scrub.text("GPU08 far 192.0.2.7/24 192.0.2.9 198.51.100.1 anatol@example.org gpu09 login")
@@ -86,7 +86,7 @@ def _user(text: str) -> str:
 
 
 def test_addresses_of_one_network_stay_in_one_network_in_every_notation() -> None:
-    scrub = Scrubber(Hidden())
+    scrub = Redactor(RedactionRules())
     gid = "0000:0000:0000:0000:0000:ffff:c000:0207"
     assert scrub.text("192.0.2.7") == "10.0.1.1"
     assert ipaddress.IPv6Address(scrub.text(gid)).ipv4_mapped == ipaddress.IPv4Address("10.0.1.1")
@@ -100,7 +100,7 @@ def test_addresses_of_one_network_stay_in_one_network_in_every_notation() -> Non
 
 @pytest.mark.timeout(60)
 def test_no_text_takes_for_ever() -> None:
-    scrub = Scrubber(Hidden(secrets=("topsecret",), hosts=("gpu08",), users=("anatol",)))
+    scrub = Redactor(RedactionRules(secrets=("topsecret",), hosts=("gpu08",), users=("anatol",)))
     for word in ("a-", "a.", "aa:", "eyJ", "a@", "1.", "--a ", "x=", "Zz9/", "a_b"):  # quadratic ones took minutes each
         text = word * (50_000 // len(word))
         assert len(scrub.text(text)) >= len(text) // 2

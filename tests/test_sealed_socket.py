@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import MismatchError, PeerLostError
-from bpsfast.post.frames import DATA, Frame
-from bpsfast.post.link import Link
-from bpsfast.post.meeting import Address
-from bpsfast.post.sealed_socket import SealedSocket
+from bpsfast.collectives.p2p.frames import DATA, Frame
+from bpsfast.collectives.p2p.frame_socket import FrameSocket
+from bpsfast.collectives.p2p.connector import Address
+from bpsfast.collectives.p2p.encrypted_socket import EncryptedSocket
 from bpsfast.pyx.seal import RECORD_NBYTES, TAG_NBYTES
-from bpsfast.transport.seals import Encryption, seals_of
+from bpsfast.base.encryption import Encryption, seals_of
 from tests.posts import Office
 from tests.rank_messages import pattern
 from tests.streams import pair
@@ -34,8 +34,8 @@ def sealed():
         for sock in (left, right):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
             sock.setblocking(False)
-        with (SealedSocket(left, seals_of(SECRET, dialled=True)) as ours,
-              SealedSocket(right, seals_of(SECRET, dialled=False)) as theirs):
+        with (EncryptedSocket(left, seals_of(SECRET, dialled=True)) as ours,
+              EncryptedSocket(right, seals_of(SECRET, dialled=False)) as theirs):
             ours.setblocking(False)
             theirs.setblocking(False)
             yield ours, theirs
@@ -44,7 +44,7 @@ def sealed():
 @contextlib.contextmanager
 def tapped():
     """Yield an end that seals, and the other one as whoever listens on the way has it."""
-    with pair() as (left, right), SealedSocket(left, seals_of(SECRET, dialled=True)) as ours:
+    with pair() as (left, right), EncryptedSocket(left, seals_of(SECRET, dialled=True)) as ours:
         right.settimeout(20)
         yield ours, right
 
@@ -115,7 +115,7 @@ def test_what_was_not_asked_for_waits_and_is_known_to():
     lambda record: (RECORD_NBYTES + 1).to_bytes(4, "little") + record[4:], lambda record: b"\3" + record[1:],
 ], ids=["tag", "text", "no length", "a long one", "a longer one", "a shorter one"])
 def test_what_the_peer_has_not_sealed_is_an_error_now_and_later(spoil):
-    with pair() as (left, right), SealedSocket(left, seals_of(SECRET, dialled=True)) as ours:
+    with pair() as (left, right), EncryptedSocket(left, seals_of(SECRET, dialled=True)) as ours:
         ours.settimeout(20)
         good = seals_of(SECRET, dialled=False).out.close(b"text")
         right.sendall(spoil((4).to_bytes(4, "little") + good))
@@ -126,7 +126,7 @@ def test_what_the_peer_has_not_sealed_is_an_error_now_and_later(spoil):
 
 
 def test_a_record_that_ends_early_is_the_end():
-    with pair() as (left, right), SealedSocket(left, seals_of(SECRET, dialled=True)) as ours:
+    with pair() as (left, right), EncryptedSocket(left, seals_of(SECRET, dialled=True)) as ours:
         right.sendall((4).to_bytes(4, "little") + seals_of(SECRET, dialled=False).out.close(b"text")[:-1])
         right.close()
         ours.settimeout(20)
@@ -149,13 +149,13 @@ class Reader:
 
 def test_a_link_reads_all_that_was_opened_though_its_turn_is_over(monkeypatch):
     """The kernel would not tell of it again."""
-    monkeypatch.setattr("bpsfast.post.link._TURN_NBYTES", 1000)
+    monkeypatch.setattr("bpsfast.collectives.p2p.frame_socket._TURN_NBYTES", 1000)
     frames = [(number, pattern(3000, number).tobytes()) for number in range(5)]
     stream = b"".join(Frame(DATA, number=number, nbytes=len(text)).pack() + text for number, text in frames)
-    with (pair() as (left, right), SealedSocket(left, seals_of(SECRET, dialled=True)) as ours,
-          SealedSocket(right, seals_of(SECRET, dialled=False)) as theirs):
+    with (pair() as (left, right), EncryptedSocket(left, seals_of(SECRET, dialled=True)) as ours,
+          EncryptedSocket(right, seals_of(SECRET, dialled=False)) as theirs):
         reader = Reader()
-        link = Link(theirs, reader)
+        link = FrameSocket(theirs, reader)
         for record in (stream[:1000], stream[1000:]):  # the first frame takes a turn, and more is there
             ours.sendmsg([record])
         while len(reader.heard) < len(frames):
@@ -193,7 +193,7 @@ def exchange(made, nbytes, tag=0):
 def test_messages_of_any_size(office, nbytes):
     made = office(encryption="on")
     assert exchange(made, nbytes) and exchange(made, nbytes, 7)
-    assert {type(peer.link.sock) for post in made.posts for peer in post._peers.values()} == {SealedSocket}
+    assert {type(peer.link.sock) for post in made.posts for peer in post._peers.values()} == {EncryptedSocket}
 
 
 class Middle:

@@ -13,7 +13,7 @@ from bpsfast.pyx import engine as native
 from bpsfast.pyx.pace import Pace
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.seal import RECORD_NBYTES, TAG_NBYTES
-from bpsfast.transport.seals import seals_of
+from bpsfast.base.encryption import seals_of
 from tests.streams import NBYTES, bound, events, header, mailbox, pair, receive, stream
 
 SECRET = bytes(range(32))

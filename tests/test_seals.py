@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from bpsfast.launch.reach import outward_host
+from bpsfast.base.addresses import default_route_host
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.security import direction_key
-from bpsfast.settings import Settings
-from bpsfast.transport import seals
-from bpsfast.transport.seals import seals_of
+from bpsfast.base.settings import Settings
+from bpsfast.base import encryption as seals
+from bpsfast.base.encryption import seals_of
 
 SECRET = bytes(range(32))
 
@@ -56,10 +56,10 @@ def test_rdma_is_refused_in_words():
     ({"insecure": True}, False, False)])
 def test_by_default_what_leaves_the_machine_is_encrypted(values, near, far):
     encryption = seals.Encryption.of(Settings(**values))
-    if not outward_host():
+    if not default_route_host():
         pytest.skip("this machine has no address besides the loopback")
     for family, host, expected in ((socket.AF_INET, "127.0.0.1", near), (socket.AF_INET6, "::1", near),
-                                   (socket.AF_INET, outward_host(), far)):
+                                   (socket.AF_INET, default_route_host(), far)):
         with socket.socket(family) as listener:
             listener.bind((host, 0))
             listener.listen()
@@ -73,10 +73,10 @@ def test_by_default_what_leaves_the_machine_is_encrypted(values, near, far):
 def test_a_machine_without_libcrypto_is_refused_in_words():
     program = """
 from bpsfast import transport
-from bpsfast.launch.reach import outward_host
+from bpsfast.base.addresses import default_route_host
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import seal
-from bpsfast.settings import Settings
+from bpsfast.base.settings import Settings
 seal._LIBRARIES = (b"libnobodyhas.so.7",)
 here, there = "127.0.0.1:7700", "10.0.0.1:7700"
 transport.check(Settings(scheduler=here))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings as limits, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.tune.search import Knob, RefusedError, Search, describe
+from bpsfast.tools.tune.search import Tunable, ConfigRefusedError, Search, describe
 
-KNOBS = (Knob("a", (1, 2, 4, 8), "bw"), Knob("b", (0, 1), "bw"), Knob("c", (10, 20, 30), "lat"))
+KNOBS = (Tunable("a", (1, 2, 4, 8), "bw"), Tunable("b", (0, 1), "bw"), Tunable("c", (10, 20, 30), "lat"))
 START = {"a": 1, "b": 0, "c": 10}
 COST_S = 0.5
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_is_told_and_left_out():
 
     def measure(config, load):
         if config["a"] == 4:
-            raise RefusedError("the device has no room")
+            raise ConfigRefusedError("the device has no room")
         return bench.measure(config, load)
 
     found = bench.search(measure=measure).run()
@@ -107,7 +107,7 @@ def test_what_was_found_and_is_refused_in_the_end_changes_nothing():
 
     def measure(config, load):
         if config["a"] == 4 and any(step.taken and step.value == 4 for step in search.outcome.steps):
-            raise RefusedError("somebody took the room")
+            raise ConfigRefusedError("somebody took the room")
         return bench.measure(config, load)
 
     search = bench.search(measure=measure)

@@ -5,26 +5,26 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast import settings
-from bpsfast.seating import binders, cores, devices
-from bpsfast.seating.devices import Cards
+from bpsfast.base import settings
+from bpsfast.hardware.affinity import environment, cores, locality
+from bpsfast.hardware.affinity.locality import NicLocality
 from tests.sysfs_trees.machine import Machine
 
 Machines = Callable[[str], Machine]
 
 
-def cards(machine: Machine, address: str, **values: object) -> Cards:
-    return devices.cards(machine.host, settings.load_with_origins(values, {})[0], address)
+def cards(machine: Machine, address: str, **values: object) -> NicLocality:
+    return locality.cards(machine.host, settings.load_with_origins(values, {})[0], address)
 
 
 def test_rdma_ports_count_then_the_interface_with_the_address(recorded_machine: Machines) -> None:
     machine = recorded_machine("infiniband")
     device = machine.host.devices[0]
     address = next(str(netdev.addresses[0].ip) for netdev in machine.host.netdevs.values() if netdev.addresses)
-    assert cards(machine, address) == Cards((device.name,), frozenset({device.numa_node}))
+    assert cards(machine, address) == NicLocality((device.name,), frozenset({device.numa_node}))
     assert not set(cards(machine, address, transport="tcp").names) & {each.name for each in machine.host.devices}
-    assert cards(machine, "127.0.0.1") == Cards(), "what goes to oneself goes through no card"
-    assert cards(machine, "192.0.2.77", transport="tcp") == Cards(), "nobody's address"
+    assert cards(machine, "127.0.0.1") == NicLocality(), "what goes to oneself goes through no card"
+    assert cards(machine, "192.0.2.77", transport="tcp") == NicLocality(), "nobody's address"
     assert cards(machine, address, rdma_devices="nothing") == cards(machine, address, transport="tcp")
 
 
@@ -35,18 +35,18 @@ def test_what_stands_on_cards_has_their_nodes(recorded_machine: Machines) -> Non
         for lower in lowers:
             machine.write(f"sys/class/net/{name}/lower_{lower}/ifindex", "1")
     (machine.root / "sys/class/net/ens7f0/device/driver").unlink()
-    assert cards(machine, "10.0.0.7") == Cards(("eno1", "ens7f0"), frozenset({0, 1}))
-    assert devices.named(machine.host, ["mlx5_0"]) == Cards(("mlx5_0",), frozenset({1}))
-    assert devices.fastest(machine.host) == Cards(("mlx5_0",), frozenset({1}))
-    assert devices.fastest(recorded_machine("none").host).nodes == frozenset()
+    assert cards(machine, "10.0.0.7") == NicLocality(("eno1", "ens7f0"), frozenset({0, 1}))
+    assert locality.named(machine.host, ["mlx5_0"]) == NicLocality(("mlx5_0",), frozenset({1}))
+    assert locality.fastest(machine.host) == NicLocality(("mlx5_0",), frozenset({1}))
+    assert locality.fastest(recorded_machine("none").host).nodes == frozenset()
 
 
 def test_gpus_without_a_known_node(recorded_machine: Machines) -> None:
     machine = recorded_machine("pcie_2x4")
-    assert devices.gpus(machine.host) == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert locality.gpus(machine.host) == (0, 0, 0, 0, 1, 1, 1, 1)
     for place in (machine.root / "sys/devices").rglob("numa_node"):
         place.write_text("-1\n")
-    assert devices.gpus(machine.host) == (None,) * 8
+    assert locality.gpus(machine.host) == (None,) * 8
 
 
 def test_cores_of_a_kernel_without_numa(recorded_machine: Machines) -> None:
@@ -62,7 +62,7 @@ def test_cores_of_a_kernel_without_numa(recorded_machine: Machines) -> None:
     ({"KMP_AFFINITY": "granularity=fine,compact,1,0"}, "KMP_AFFINITY"), ({"KMP_AFFINITY": "verbose,none"}, ""),
     ({"KMP_AFFINITY": ""}, ""), ({"OMP_NUM_THREADS": "4"}, "")])
 def test_who_binds_threads(environ: dict[str, str], binder: str) -> None:
-    assert binders.binder(environ) == binder
+    assert environment.binder(environ) == binder
 
 
 @pytest.mark.parametrize(("environ", "gpu"), [
@@ -70,4 +70,4 @@ def test_who_binds_threads(environ: dict[str, str], binder: str) -> None:
     ({"CUDA_VISIBLE_DEVICES": ""}, -1), ({"CUDA_VISIBLE_DEVICES": "-1"}, -1), ({"CUDA_VISIBLE_DEVICES": "1,2"}, -1),
     ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, -1), ({"HIP_VISIBLE_DEVICES": "3"}, 3)])
 def test_the_gpu_of_local_rank_2(environ: dict[str, str], gpu: int) -> None:
-    assert binders.own_gpu(environ, 2) == gpu
+    assert environment.default_gpu(environ, 2) == gpu

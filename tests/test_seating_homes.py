@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.nic import numa
-from bpsfast.nic.sysfs import Tree
+from bpsfast.hardware import numa
+from bpsfast.hardware.sysfs import Tree
 from bpsfast.pyx import pages
 from bpsfast.pyx.pages import Segment
-from bpsfast.seating import homes, refusals
-from bpsfast.seating.homes import Homes
+from bpsfast.hardware.affinity import memory, refusal_warning
+from bpsfast.hardware.affinity.memory import NumaMemory
 from tests.refused_calls import can_refuse
 
 _CPU = min(os.sched_getaffinity(0))
@@ -36,18 +36,18 @@ def policy(address: int) -> tuple[int, int]:
 @pytest.fixture
 def untold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was refused in this process yet."""
-    monkeypatch.setattr(refusals, "_told", [])
+    monkeypatch.setattr(refusal_warning, "_told", [])
 
 
 @binds
 @pytest.mark.parametrize("huge", [False, True])
 def test_a_segment_prefers_its_home(huge: bool) -> None:
-    with Homes({}).segment(_NODE, 4 << 20, huge=huge) as at_home, Homes({}).segment(None, 4096) as anywhere:
-        assert policy(at_home.address) == policy(at_home.address + (4 << 20) - 1) == (1, 1 << _NODE)
+    with NumaMemory({}).segment(_NODE, 4 << 20, huge=huge) as with_allowed_memory, NumaMemory({}).segment(None, 4096) as anywhere:
+        assert policy(with_allowed_memory.address) == policy(with_allowed_memory.address + (4 << 20) - 1) == (1, 1 << _NODE)
         assert policy(anywhere.address)[0] == 0
-        with Segment.attach(os.dup(at_home.fileno()), writable=True) as mapped:
+        with Segment.attach(os.dup(with_allowed_memory.fileno()), writable=True) as mapped:
             assert policy(mapped.address) == (1, 1 << _NODE), "whoever maps it"
-        assert not any(memoryview(at_home)[::4096])
+        assert not any(memoryview(with_allowed_memory)[::4096])
 
 
 def test_a_node_that_does_not_exist_is_refused_and_costs_nothing() -> None:
@@ -65,9 +65,9 @@ def test_where_binding_is_refused_the_segment_is_made_at_home(
         made_on.append(os.sched_getaffinity(0))
         return Segment(nbytes, **options)
 
-    monkeypatch.setattr(homes, "Segment", recording)
+    monkeypatch.setattr(memory, "Segment", recording)
     before = os.sched_getaffinity(0)
-    makes = Homes({_NOWHERE: frozenset({_CPU})})
+    makes = NumaMemory({_NOWHERE: frozenset({_CPU})})
     for _ in range(2):
         makes.segment(_NOWHERE, 4096).close()
     assert made_on == [{_CPU}] * 2 and os.sched_getaffinity(0) == before
@@ -76,10 +76,10 @@ def test_where_binding_is_refused_the_segment_is_made_at_home(
 
 
 def test_where_that_cannot_be_either_it_is_made_anywhere(untold: None, caplog: pytest.LogCaptureFixture) -> None:
-    makes = Homes({_NOWHERE: frozenset({8191})})
+    makes = NumaMemory({_NOWHERE: frozenset({8191})})
     for _ in range(2):
         makes.segment(_NOWHERE, 4096).close()
-    Homes({}).segment(_NOWHERE, 4096).close()
+    NumaMemory({}).segment(_NOWHERE, 4096).close()
     assert len(caplog.records) == 1, "one warning in a process"
 
 
@@ -87,7 +87,7 @@ def test_where_that_cannot_be_either_it_is_made_anywhere(untold: None, caplog: p
 @pytest.mark.skipif(not can_refuse(), reason="system calls of this machine are not known here")
 def test_a_container_that_refuses_mbind(tmp_path: Path) -> None:
     program = f"""
-from bpsfast.seating.homes import Homes
+from bpsfast.hardware.affinity.memory import Homes
 from tests.refused_calls import refuse
 refuse("mbind")
 makes = Homes({{{_NODE}: frozenset({{{_CPU}}})}})

@@ -16,7 +16,7 @@ _CPUS = sorted(os.sched_getaffinity(0))
 pytestmark = pytest.mark.skipif(len(_CPUS) < 2, reason="needs two CPUs")
 _PROLOGUE = f"""
 import json, os, threading
-from bpsfast.seating.pins import Pins, cpus_before
+from bpsfast.hardware.affinity.binding import Pins, unbound_cpus
 from tests.refused_calls import refuse
 a, b = {_CPUS[:2]}
 end = threading.Event()
@@ -50,7 +50,7 @@ os.sched_setaffinity(0, {a, b})
 pins = Pins(frozenset({a}))
 born = start()
 pinned = where(free, bound, born)
-before = sorted(cpus_before())
+before = sorted(unbound_cpus())
 pins.undo()
 pins.undo()
 print(json.dumps([pinned, before, where(free, bound, born)]))
@@ -66,7 +66,7 @@ os.sched_setaffinity(0, {a})
 wider = Pins(frozenset({a, b}))
 first = where()
 elsewhere = Pins(frozenset({b}))
-print(json.dumps([first, where(), sorted(cpus_before())]))
+print(json.dumps([first, where(), sorted(unbound_cpus())]))
 """)
     a, b = _CPUS[:2]
     assert first == second == [[a]] and before == []
@@ -107,7 +107,7 @@ before = where()
 refuse("sched_setaffinity")
 Pins(frozenset({a})).undo()
 Pins(frozenset({b})).undo()
-print(json.dumps(before == where() and not cpus_before()))
+print(json.dumps(before == where() and not unbound_cpus()))
 """)
     assert found is True and log.count("was refused") == 1
     assert "EPERM" in log and "--cap-add SYS_NICE" in log and "BPSFAST_NUMA=0" in log

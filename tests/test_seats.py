@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.nic import numa
+from bpsfast.hardware import numa
 
 _NODE = str(Path(__file__).with_name("recorded_node.py"))
 _CPUS = sorted(os.sched_getaffinity(0))

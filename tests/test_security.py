@@ -14,12 +14,12 @@ from bpsfast.orchestration.security import (
     HELLO_MAX_NBYTES,
     MAGIC,
     StreamHello,
-    challenge_accept,
-    challenge_connect,
+    plain_handshake_acceptor,
+    plain_handshake_dialer,
     curve_pair,
     direction_key,
-    greet_acceptor,
-    greet_dialler,
+    handshake_as_dialer,
+    handshake_as_acceptor,
     job_key,
     prove,
     verify,
@@ -110,16 +110,16 @@ def test_curve_pairs_are_fixed_by_key_and_role():
 def test_both_sides_learn_the_others_hello(pair):
     dialler, acceptor = pair
     acceptor.settimeout(33.0)
-    accepting = Side(challenge_accept, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
-    assert challenge_connect(dialler, KEY, "data", HELLO, 10) == StreamHello(peer=0, stream=1, epoch=7)
+    accepting = Side(plain_handshake_acceptor, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
+    assert plain_handshake_dialer(dialler, KEY, "data", HELLO, 10) == StreamHello(peer=0, stream=1, epoch=7)
     assert accepting.end() == HELLO
     assert dialler.gettimeout() is None and acceptor.gettimeout() == 33.0
 
 
 def test_nothing_but_the_handshake_is_read(pair):
     dialler, acceptor = pair
-    accepting = Side(challenge_accept, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
-    challenge_connect(dialler, KEY, "data", HELLO, 10)
+    accepting = Side(plain_handshake_acceptor, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
+    plain_handshake_dialer(dialler, KEY, "data", HELLO, 10)
     dialler.sendall(b"payload")
     accepting.end()
     assert acceptor.recv(100) == b"payload"
@@ -128,9 +128,9 @@ def test_nothing_but_the_handshake_is_read(pair):
 @pytest.mark.parametrize(("key", "context"), [(OTHER, "data"), (KEY, "control")])
 def test_another_key_or_context_is_refused_by_the_acceptor(pair, key, context):
     dialler, acceptor = pair
-    dialling = Side(challenge_connect, dialler, key, context, HELLO, 10)
+    dialling = Side(plain_handshake_dialer, dialler, key, context, HELLO, 10)
     with pytest.raises(MismatchError, match="asked for a data connection, but does not hold this job's key"):
-        challenge_accept(acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
+        plain_handshake_acceptor(acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
     acceptor.close()
     with pytest.raises(PeerLostError, match="wrong job key"):
         dialling.end()
@@ -139,8 +139,8 @@ def test_another_key_or_context_is_refused_by_the_acceptor(pair, key, context):
 def test_both_sides_have_one_secret_that_no_other_connection_has(pair):
     secrets = set()
     for _ in range(3):
-        accepting = Side(greet_dialler, pair[1], KEY, "data", peer=0, epoch=7, timeout_s=10)
-        found = greet_acceptor(pair[0], KEY, "data", HELLO, 10)
+        accepting = Side(handshake_as_acceptor, pair[1], KEY, "data", peer=0, epoch=7, timeout_s=10)
+        found = handshake_as_dialer(pair[0], KEY, "data", HELLO, 10)
         assert found.secret == accepting.end().secret and len(found.secret) == 32
         secrets |= {found.secret, direction_key(found.secret, "dialler"), direction_key(found.secret, "acceptor")}
     assert len(secrets) == 3 * 3
@@ -149,10 +149,10 @@ def test_both_sides_have_one_secret_that_no_other_connection_has(pair):
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_who_encrypts_and_who_does_not_both_hear_of_it(pair, encrypted):
     dialler, acceptor = pair
-    accepting = Side(greet_dialler, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10, encrypted=not encrypted)
+    accepting = Side(handshake_as_acceptor, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10, encrypted=not encrypted)
     hello = msgspec.structs.replace(HELLO, encrypted=encrypted)
     words = {True: "encrypted", False: "in the clear"}
-    for side, ours in ((lambda: greet_acceptor(dialler, KEY, "data", hello, 10), encrypted),
+    for side, ours in ((lambda: handshake_as_dialer(dialler, KEY, "data", hello, 10), encrypted),
                        (accepting.end, not encrypted)):
         with pytest.raises(MismatchError, match=rf"connection {words[not ours]}, this side .* {words[ours]}: set"):
             side()
@@ -163,8 +163,8 @@ def test_nobody_on_the_way_can_talk_both_out_of_encrypting(pair):
     dialler, middle = pair
     far, acceptor = socket.socketpair()
     with far, acceptor:
-        accepting = Side(greet_dialler, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
-        dialling = Side(greet_acceptor, dialler, KEY, "data", msgspec.structs.replace(HELLO, encrypted=True), 10)
+        accepting = Side(handshake_as_acceptor, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
+        dialling = Side(handshake_as_dialer, dialler, KEY, "data", msgspec.structs.replace(HELLO, encrypted=True), 10)
         middle.sendall(read(far, 40))
         nonce = read(middle, 40)
         hello = read(middle, struct.unpack("<H", read(middle, 2))[0])
@@ -186,7 +186,7 @@ def read(sock, nbytes):
 
 def test_an_acceptor_without_the_key_is_refused_by_the_dialler(pair):
     dialler, impostor = pair
-    dialling = Side(challenge_connect, dialler, KEY, "data", HELLO, 10)
+    dialling = Side(plain_handshake_dialer, dialler, KEY, "data", HELLO, 10)
     impostor.sendall(MAGIC + bytes(32))
     read(impostor, 40)
     hello = read(impostor, struct.unpack("<H", read(impostor, 2))[0])
@@ -201,8 +201,8 @@ def test_a_recorded_handshake_cannot_be_replayed(pair):
     dialler, middle = pair
     far, acceptor = socket.socketpair()
     with far, acceptor:
-        accepting = Side(challenge_accept, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
-        dialling = Side(challenge_connect, dialler, KEY, "data", HELLO, 10)
+        accepting = Side(plain_handshake_acceptor, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
+        dialling = Side(plain_handshake_dialer, dialler, KEY, "data", HELLO, 10)
         middle.sendall(read(far, 40))
         record = read(middle, 42)
         record += read(middle, struct.unpack("<H", record[-2:])[0] + 32)
@@ -210,7 +210,7 @@ def test_a_recorded_handshake_cannot_be_replayed(pair):
         accepting.end()
         again, second = socket.socketpair()
         with again, second:
-            accepting = Side(challenge_accept, second, KEY, "data", peer=0, epoch=7, timeout_s=10)
+            accepting = Side(plain_handshake_acceptor, second, KEY, "data", peer=0, epoch=7, timeout_s=10)
             again.sendall(record)
             with pytest.raises(MismatchError):
                 accepting.end()
@@ -226,21 +226,21 @@ def test_strangers_are_recognised(pair, side, words):
     stranger.sendall(words)
     with pytest.raises(ProtocolError, match=r"expected b'BPSFAST1'"):
         if side == "accept":
-            challenge_accept(ours, KEY, "data", peer=0, epoch=7, timeout_s=10)
+            plain_handshake_acceptor(ours, KEY, "data", peer=0, epoch=7, timeout_s=10)
         else:
-            challenge_connect(ours, KEY, "data", HELLO, 10)
+            plain_handshake_dialer(ours, KEY, "data", HELLO, 10)
 
 
 def test_a_stranger_cannot_make_us_read_much(pair):
     ours, stranger = pair
     stranger.sendall(MAGIC + bytes(32) + struct.pack("<H", HELLO_MAX_NBYTES + 1))
     with pytest.raises(ProtocolError, match="257 bytes, at most 256"):
-        challenge_accept(ours, KEY, "data", peer=0, epoch=7, timeout_s=10)
+        plain_handshake_acceptor(ours, KEY, "data", peer=0, epoch=7, timeout_s=10)
 
 
 def test_an_authenticated_hello_that_is_none(pair):
     ours, peer = pair
-    accepting = Side(challenge_accept, ours, KEY, "data", peer=0, epoch=7, timeout_s=10)
+    accepting = Side(plain_handshake_acceptor, ours, KEY, "data", peer=0, epoch=7, timeout_s=10)
     nonce = read(peer, 40)[8:]
     proof = prove(KEY, "dialler", "data", nonce, bytes(32), b"\xc1")
     peer.sendall(MAGIC + bytes(32) + struct.pack("<H", 1) + b"\xc1" + proof)
@@ -253,7 +253,7 @@ def test_silence_ends_at_the_deadline(pair, said):
     ours, stranger = pair
     stranger.sendall(said)
     with pytest.raises(StallError, match=r"within 0\.05 s"):
-        challenge_accept(ours, KEY, "data", peer=0, epoch=7, timeout_s=0.05)
+        plain_handshake_acceptor(ours, KEY, "data", peer=0, epoch=7, timeout_s=0.05)
     assert ours.gettimeout() is None
 
 
@@ -261,7 +261,7 @@ def test_a_closed_connection_is_named(pair):
     ours, stranger = pair
     stranger.close()
     with pytest.raises(PeerLostError, match=r"a peer that is gone|a local peer"):
-        challenge_connect(ours, KEY, "data", HELLO, 10)
+        plain_handshake_dialer(ours, KEY, "data", HELLO, 10)
 
 
 def test_the_peers_address_is_named():
@@ -269,4 +269,4 @@ def test_the_peers_address_is_named():
         port = server.getsockname()[1]
         with (socket.create_connection(("127.0.0.1", port)) as ours,
               pytest.raises(StallError, match=f"127.0.0.1:{port}")):
-            challenge_connect(ours, KEY, "data", HELLO, 0.05)
+            plain_handshake_dialer(ours, KEY, "data", HELLO, 0.05)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def test_places(pair):
 
 
 def twice():
-    before = current.current()
+    before = process.current()
     bpsfast.init()
-    return current.current() is before
+    return process.current() is before
 
 
 def test_a_second_init_changes_nothing(pair):
@@ -247,7 +247,7 @@ def wait_while_closing():
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not current.current().tensors._deferred:
+    while not process.current().tensors._deferred:
         os.sched_yield()
     bpsfast.shutdown()
     thread.join(10)
@@ -255,7 +255,7 @@ def wait_while_closing():
 
 
 def channel_ends_after_the_farewell():
-    session = current.current()
+    session = process.current()
     before = type(session._node_lost()).__name__  # the node lives: as if it had closed its channel
     session._released = True
     return before, type(session._node_lost()).__name__
@@ -273,7 +273,7 @@ def test_shutdown_beside_a_waiting_thread(job):
 
 def leave_while_a_post_is_made():
     """Return which threads are left when one has shut down while another one made a post."""
-    session = current.current()
+    session = process.current()
     publish, published, go_on = session.notices.publish, threading.Event(), threading.Event()
 
     def publish_slowly(key, value):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast import settings
+from bpsfast.base import settings
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.settings import Settings, environment, fingerprint, load_with_origins, parse_address, table
+from bpsfast.base.settings import Settings, environment, fingerprint, load_with_origins, parse_address, table
 
 
 def read(environ=None, **overrides):

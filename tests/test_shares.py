@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import CapacityError, ConfigError
-from bpsfast.orchestration.placement.placement import assign
+from bpsfast.orchestration.placement.assignment import assign
 from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 
 

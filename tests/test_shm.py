@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.channel import Channel
+from bpsfast.base.message_socket import MessageSocket
 from bpsfast.orchestration.errors import PeerLostError, ProtocolError
 from bpsfast.pyx import ring
 from bpsfast.pyx.pages import Segment
-from bpsfast.transport import Epochs, shm
+from bpsfast.node.transport import Epochs, shm
 
 KEY = bytes(range(16))
 PAGE_NBYTES = 65536
@@ -31,24 +31,24 @@ def doorbell(no_leaks):
 
 
 @pytest.fixture
-def doorstep(doorbell):
-    with contextlib.closing(shm.Doorstep(doorbell)) as made:
+def shm_endpoint(doorbell):
+    with contextlib.closing(shm.ShmEndpoint(doorbell)) as made:
         yield made
 
 
 @pytest.fixture
-def broken_doorstep(no_leaks):
+def broken_endpoint(no_leaks):
     """What a node offers whose doorbell is a pipe: its lane can be mapped, the next descriptor cannot."""
     reader, writer = os.pipe()
     os.close(writer)
-    with open(reader, "rb") as pipe, contextlib.closing(shm.Doorstep(pipe)) as made:
+    with open(reader, "rb") as pipe, contextlib.closing(shm.ShmEndpoint(pipe)) as made:
         yield made
 
 
 @pytest.fixture
 def channels(no_leaks):
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with Channel(left, shm.decode) as ours, Channel(right, shm.decode) as theirs:
+    with MessageSocket(left, shm.decode) as ours, MessageSocket(right, shm.decode) as theirs:
         yield ours, theirs
 
 
@@ -63,12 +63,12 @@ def assert_refused(attempt: Callable[[], object]) -> None:
         os.close(fd)  # EBADF: somebody else did
 
 
-def test_the_connector_closes_each_descriptor_once(doorstep, broken_doorstep):
+def test_the_connector_closes_each_descriptor_once(shm_endpoint, broken_endpoint):
     def accept(listener: socket.socket) -> None:
         sock, _ = listener.accept()
-        with Channel(sock, shm.decode) as link:
+        with MessageSocket(sock, shm.decode) as link:
             hello, _ = link.recv(20)
-            shm.welcome(KEY, hello, link, 0, Epochs(1), broken_doorstep).close()
+            shm.welcome(KEY, hello, link, 0, Epochs(1), broken_endpoint).close()
             for fd in link.recv(20)[1]:
                 os.close(fd)
 
@@ -78,15 +78,15 @@ def test_the_connector_closes_each_descriptor_once(doorstep, broken_doorstep):
         listener.settimeout(20)
         acceptor = threading.Thread(target=accept, args=(listener,))
         acceptor.start()
-        assert_refused(lambda: shm.connect(KEY, listener.getsockname(), 1, 0, 1, doorstep, 20))
+        assert_refused(lambda: shm.connect(KEY, listener.getsockname(), 1, 0, 1, shm_endpoint, 20))
         acceptor.join(20)
         assert not acceptor.is_alive()
 
 
-def test_the_acceptor_closes_each_descriptor_once(channels, doorstep, broken_doorstep):
+def test_the_acceptor_closes_each_descriptor_once(channels, shm_endpoint, broken_endpoint):
     ours, theirs = channels
-    with doorstep.lane() as mine, broken_doorstep.lane() as lane:
-        theirs.send(shm.PeerLane(), broken_doorstep.fds(lane))
+    with shm_endpoint.lane() as mine, broken_endpoint.lane() as lane:
+        theirs.send(shm.PeerLane(), broken_endpoint.fds(lane))
         fds = list(ours.recv(20)[1])
         assert_refused(lambda: shm.complete(0, ours, mine, fds))
         assert len(fds) == 2 and not mine.closed, "what was not taken is the caller's"
@@ -94,29 +94,29 @@ def test_the_acceptor_closes_each_descriptor_once(channels, doorstep, broken_doo
             os.close(fd)
 
 
-def linked(channels: tuple[Channel, Channel], doorstep: shm.Doorstep) -> shm.ShmLink:
+def linked(channels: tuple[MessageSocket, MessageSocket], shm_endpoint: shm.ShmEndpoint) -> shm.ShmLink:
     ours, theirs = channels
-    with doorstep.lane() as lane:
-        theirs.send(shm.PeerLane(), doorstep.fds(lane))
-    return shm.complete(0, ours, doorstep.lane(), list(ours.recv(20)[1]))
+    with shm_endpoint.lane() as lane:
+        theirs.send(shm.PeerLane(), shm_endpoint.fds(lane))
+    return shm.complete(0, ours, shm_endpoint.lane(), list(ours.recv(20)[1]))
 
 
-def test_a_pair_owns_what_it_was_passed(channels, doorstep):
-    link = linked(channels, doorstep)
+def test_a_pair_owns_what_it_was_passed(channels, shm_endpoint):
+    link = linked(channels, shm_endpoint)
     assert link.outgoing.nbytes == link.incoming.nbytes >= ring.PEER_LANE_NBYTES
     link.close()  # and nothing is left: `no_leaks`
 
 
-def test_a_segment_that_cannot_be_mapped_is_closed_once(channels, doorstep):
-    link = linked(channels, doorstep)
+def test_a_segment_that_cannot_be_mapped_is_closed_once(channels, shm_endpoint):
+    link = linked(channels, shm_endpoint)
     reader, writer = os.pipe()
     os.close(writer)
     assert_refused(lambda: link.map(shm.PeerSegment(segment=1, kind="input", nbytes=1), reader))
     link.close()
 
 
-def test_a_segment_of_another_size_is_closed_once(channels, doorstep):
-    link = linked(channels, doorstep)
+def test_a_segment_of_another_size_is_closed_once(channels, shm_endpoint):
+    link = linked(channels, shm_endpoint)
     with Segment(PAGE_NBYTES) as segment:
         fd = os.dup(segment.fileno())
     with pytest.raises(ProtocolError, match=f"or with {PAGE_NBYTES} bytes instead of {PAGE_NBYTES + 1}"):
@@ -124,8 +124,8 @@ def test_a_segment_of_another_size_is_closed_once(channels, doorstep):
     link.close()
 
 
-def test_the_process_of_a_lost_peer_is_ended_for_certain(channels, doorstep):
-    link = linked(channels, doorstep)
+def test_the_process_of_a_lost_peer_is_ended_for_certain(channels, shm_endpoint):
+    link = linked(channels, shm_endpoint)
     os.close(link.pidfd)
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     link.pidfd = os.pidfd_open(child.pid)
@@ -135,8 +135,8 @@ def test_the_process_of_a_lost_peer_is_ended_for_certain(channels, doorstep):
     link.close()
 
 
-def test_a_process_that_does_not_end_is_an_error(channels, doorstep, monkeypatch):
-    link = linked(channels, doorstep)  # its pidfd is our own
+def test_a_process_that_does_not_end_is_an_error(channels, shm_endpoint, monkeypatch):
+    link = linked(channels, shm_endpoint)  # its pidfd is our own
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
     with pytest.raises(PeerLostError, match=r"node 0 is lost, but its process does not end within 0\.01 s of SIG"):
         link.end_process(0.01)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from bpsfast.orchestration.job.silence import Silence
+from bpsfast.orchestration.job.liveness import HeartbeatMonitor
 
 WORKER, HELPER = b"worker", b"helper"
 
@@ -14,7 +14,7 @@ def is_helper(sender):
 
 def table(lease_s=10.0, helper_lease_s=1.0, pulses=True):
     """Both were heard at 0, and looked at ever since, ten times a second, until 2 s."""
-    found = Silence(lease_s, helper_lease_s, 0.0)
+    found = HeartbeatMonitor(lease_s, helper_lease_s, 0.0)
     for sender in (WORKER, HELPER):
         found.heard(0.0, sender)
     look(found, 0.0, 2.0, {WORKER: None, HELPER: None} if not pulses else {})
@@ -122,7 +122,7 @@ def test_who_is_forgotten_is_nobody():
 @given(st.lists(st.tuples(st.floats(0.01, 0.3), st.floats(0.0, 0.3), st.booleans()), max_size=60))
 def test_nobody_is_lost_who_was_heard_within_the_lease(turns):
     """Whatever the looks are like, a helper whose bytes come every 0.3 s is never silent for 1 s."""
-    found, now = Silence(10.0, 1.0, 0.0), 0.0
+    found, now = HeartbeatMonitor(10.0, 1.0, 0.0), 0.0
     found.heard(0.0, HELPER)
     for step_s, age_s, says in turns:
         now += step_s

@@ -6,7 +6,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from bpsfast.commands.simulate import command
+from bpsfast.tools.commands.simulate import command
 
 
 def test_json_is_one_document_of_all_strategies() -> None:

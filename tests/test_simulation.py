@@ -7,10 +7,10 @@ import time
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.orchestration.placement.placement import assign
-from bpsfast.simulator.cluster import Costs, cluster, uniform
-from bpsfast.simulator.simulation import Options, simulate
-from bpsfast.simulator.workload import Layer, Workload, cut, one_bulk, workload
+from bpsfast.orchestration.placement.assignment import assign
+from bpsfast.tools.simulator.cluster import Costs, cluster, uniform
+from bpsfast.tools.simulator.simulation import Options, simulate
+from bpsfast.tools.simulator.workload import Layer, Workload, cut, one_bulk, workload
 
 pytestmark = pytest.mark.matrix
 

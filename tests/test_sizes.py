@@ -1,7 +1,7 @@
 """Sizes as people write them."""
 import pytest
 
-from bpsfast.sizes import parse
+from bpsfast.base.value_formats import parse
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.trainer.memory import Region
+from bpsfast.trainer.input_memory import Region
 from bpsfast.trainer.sliding_window import SlidingWindow, is_worth, n_slots
 
 WINDOW, SEGMENT, OFFSET, FIRST = 1 << 40, 7, 8192, 100
@@ -22,24 +22,24 @@ def sliding(n_parts, slots, stride, nbytes):
 @given(n_parts=st.integers(1, 40), slots=st.integers(1, 9), last=st.integers(1, 4096), round=st.integers(0, 2**32 - 1))
 def test_partitions_take_turns_in_the_window(n_parts, slots, last, round):
     nbytes = (n_parts - 1) * 4096 + last
-    legs = sliding(n_parts, slots, 4096, nbytes).legs(1 << 20, 3 << 20, round)
+    chunks = sliding(n_parts, slots, 4096, nbytes).chunks(1 << 20, 3 << 20, round)
     at = 4096 * np.arange(n_parts)
-    assert legs["nbytes"].tolist() == [4096] * (n_parts - 1) + [last]
-    assert (legs["source"] == (1 << 20) + at).all() and (legs["destination"] == (3 << 20) + at).all()
-    assert (legs["result"] == ((round & 1) + 1 << 32) + at).all() and (legs["round"] == round).all()
-    assert legs["part"].tolist() == list(range(FIRST, FIRST + n_parts)) and (legs["segment"] == SEGMENT).all()
-    places = legs["staging"] - WINDOW
-    assert (places == legs["offset"] - OFFSET).all() and (places < slots * 4096).all() and (legs["flags"] == 0).all()
+    assert chunks["nbytes"].tolist() == [4096] * (n_parts - 1) + [last]
+    assert (chunks["source"] == (1 << 20) + at).all() and (chunks["destination"] == (3 << 20) + at).all()
+    assert (chunks["result"] == ((round & 1) + 1 << 32) + at).all() and (chunks["round"] == round).all()
+    assert chunks["part"].tolist() == list(range(FIRST, FIRST + n_parts)) and (chunks["segment"] == SEGMENT).all()
+    places = chunks["staging"] - WINDOW
+    assert (places == chunks["offset"] - OFFSET).all() and (places < slots * 4096).all() and (chunks["flags"] == 0).all()
     for first in range(max(1, n_parts - slots + 1)):  # of as many as are on their way at once no two share a place
         assert len(set(places[first:first + slots].tolist())) == min(slots, n_parts)
 
 
 def test_the_same_memory_in_each_round():
     window = sliding(4, 2, 4096, 4 * 4096)
-    first = window.legs(0, 0, 1)["result"].copy()
-    second = window.legs(0, 1 << 20, 2)
+    first = window.chunks(0, 0, 1)["result"].copy()
+    second = window.chunks(0, 1 << 20, 2)
     assert second["source"][0] == 0 and second["destination"][0] == 1 << 20
-    assert (first != second["result"]).all() and (window.legs(0, 0, 3)["result"] == first).all()
+    assert (first != second["result"]).all() and (window.chunks(0, 0, 3)["result"] == first).all()
 
 
 @pytest.mark.parametrize(("local_size", "slots"), [(1, 4), (2, 4), (4, 4), (6, 6), (8, 8), (64, 8)])

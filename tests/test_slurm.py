@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.launch.roles import Place, detect
+from bpsfast.launch.roles import ProcessRole, detect
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.settings import load_with_origins
+from bpsfast.base.settings import load_with_origins
 
 JOB = {"SLURM_JOB_ID": "100", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2,1(x2)"}
 TASK = JOB | {
@@ -21,7 +21,7 @@ BATCH = JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "
 INTERACTIVE = TASK | {"SLURM_STEP_ID": "4294967290", "SLURM_STEPID": "4294967290"}
 
 
-def place(environ: dict[str, str], **settings: object) -> Place:
+def place(environ: dict[str, str], **settings: object) -> ProcessRole:
     return detect(load_with_origins({"job_key": KEY} | settings, environ)[0], environ)
 
 

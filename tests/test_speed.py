@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.nic.host import Host
-from bpsfast.nic.speed import card_gbps, rails_gbps
+from bpsfast.hardware.host import Host
+from bpsfast.hardware.nic_speed import interface_gbps, rails_gbps
 from tests.sysfs_trees.machine import Machine
 
 NET = "sys/class/net"
@@ -29,33 +29,33 @@ def stacked(machine: Machine, name: str, *lowers: str) -> Machine:
 
 
 def test_a_card_tells_its_rate(recorded_machine: Callable[[str], Machine]) -> None:
-    assert card_gbps(recorded_machine("mlx5_roce").host, "10.2.0.7") == (100.0, "eth3 tells it")
+    assert interface_gbps(recorded_machine("mlx5_roce").host, "10.2.0.7") == (100.0, "eth3 tells it")
 
 
 def test_an_address_of_nobody_and_loopback_have_none(recorded_machine: Callable[[str], Machine]) -> None:
-    assert card_gbps(recorded_machine("mlx5_roce").host, "10.99.99.99")[0] == 0.0
-    assert card_gbps(Host(), "127.0.0.1") == (0.0, "lo is no card")
+    assert interface_gbps(recorded_machine("mlx5_roce").host, "10.99.99.99")[0] == 0.0
+    assert interface_gbps(Host(), "127.0.0.1") == (0.0, "lo is no card")
 
 
 def test_a_vlan_and_a_bridge_are_as_fast_as_the_one_card_below(recorded_machine: Callable[[str], Machine]) -> None:
     machine = recorded_machine("mlx5_roce")
-    assert card_gbps(stacked(machine, "eth3.100", "eth3").host, "10.9.9.9") == (100.0, "eth3 tells it")
+    assert interface_gbps(stacked(machine, "eth3.100", "eth3").host, "10.9.9.9") == (100.0, "eth3 tells it")
     machine.write(f"{NET}/tap0/ifindex", "97").write(f"{NET}/tap0/speed", "10")
-    assert card_gbps(stacked(machine, "br0", "eth3", "tap0").host, "10.9.9.9")[0] == 100.0
-    assert card_gbps(stacked(machine, "br1", "eth2", "eth3").host, "10.9.9.9") == (0.0, "br1 stands on 2 cards")
-    assert card_gbps(stacked(machine, "loop0", "loop0").host, "10.9.9.9")[0] == 0.0
+    assert interface_gbps(stacked(machine, "br0", "eth3", "tap0").host, "10.9.9.9")[0] == 100.0
+    assert interface_gbps(stacked(machine, "br1", "eth2", "eth3").host, "10.9.9.9") == (0.0, "br1 stands on 2 cards")
+    assert interface_gbps(stacked(machine, "loop0", "loop0").host, "10.9.9.9")[0] == 0.0
 
 
 def test_a_bond_tells_its_own(recorded_machine: Callable[[str], Machine]) -> None:
     machine = stacked(recorded_machine("mlx5_roce"), "bond0", "eth2", "eth3")
     machine.write(f"{NET}/bond0/bonding/mode", "802.3ad 4").write(f"{NET}/bond0/speed", "200000")
-    assert card_gbps(machine.host, "10.9.9.9") == (200.0, "bond0 tells it")
+    assert interface_gbps(machine.host, "10.9.9.9") == (200.0, "bond0 tells it")
 
 
 def test_what_is_virtual_or_not_plugged_in_is_not_known(recorded_machine: Callable[[str], Machine]) -> None:
-    assert card_gbps(stacked(recorded_machine("mlx5_roce"), "veth0").host, "10.9.9.9") == (0.0, "veth0 is no card")
+    assert interface_gbps(stacked(recorded_machine("mlx5_roce"), "veth0").host, "10.9.9.9") == (0.0, "veth0 is no card")
     unplugged = recorded_machine("mlx5_roce").write(f"{NET}/eth3/speed", "-1")
-    assert card_gbps(unplugged.host, "10.2.0.7") == (0.0, "eth3 tells no speed")
+    assert interface_gbps(unplugged.host, "10.2.0.7") == (0.0, "eth3 tells no speed")
 
 
 @pytest.mark.parametrize("driver", ["virtio_net", "vmxnet3", "hv_netvsc"])
@@ -65,7 +65,7 @@ def test_a_card_that_a_hypervisor_plays_is_not_believed(driver: str,
     link: Path = machine.root / NET / "eth3/device/driver"
     link.unlink()
     link.symlink_to(f"../../bus/drivers/{driver}")
-    assert card_gbps(machine.host, "10.2.0.7") == (0.0, f"eth3 is a virtual card ({driver})")
+    assert interface_gbps(machine.host, "10.2.0.7") == (0.0, f"eth3 is a virtual card ({driver})")
 
 
 def test_rdma_ports_tell_theirs_also_where_another_card_has_the_address(

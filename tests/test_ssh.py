@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from bpsfast.launch import ssh
-from bpsfast.launch.hosts import Host
+from bpsfast.launch.host_list import Host
 from bpsfast.launch.ssh import Ssh
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError
 

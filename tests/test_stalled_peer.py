@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 N_TENSORS, N_BYTES, N_ROUNDS = 16, 262_144, 20
 #: Nodes 0 and 1 have a rank each, 2 is helper 0, which stands still.
@@ -33,7 +33,7 @@ def declare():
     """Push all once; return the names that the one that stalls owns."""
     names = [f"tensor {i}" for i in range(N_TENSORS)]
     assert all(is_sum(handle, name, 0) for name, handle in [(name, push(name, 0)) for name in names])
-    units = {name: current.current().tensors.unit(name) for name in names}
+    units = {name: process.current().tensors.unit(name) for name in names}
     return [name for name, unit in units.items() if {part.owner for part in unit.titles().values()} == {STALLED}]
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.orchestration.job.stalls import REPORT_TIMEOUT_S, Stalls
+from bpsfast.orchestration.job.stalls import REPORT_TIMEOUT_S, StallQueries
 from bpsfast.orchestration.messages import NodeInfo, Stalled, StallReport
 from bpsfast.orchestration.roster import Roster
 
@@ -15,7 +15,7 @@ def stalls():
     ranks = [(0,), (1, 2), ()]
     nodes = [NodeInfo(index=i, host="abc"[i], pid=1, address="", shm_name="", ranks=ranks[i], nic_rate_bytes=0.0)
              for i in range(3)]
-    return Stalls(Roster([(b"%d" % node.index, node) for node in nodes]), LEFT.__contains__)
+    return StallQueries(Roster([(b"%d" % node.index, node) for node in nodes]), LEFT.__contains__)
 
 
 def asked(rank, part=7, round_number=2):

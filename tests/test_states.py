@@ -7,14 +7,14 @@ import pytest
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import BusyError, MismatchError, UnsupportedError
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 CODEC = CodecSpec(kind="randomk", k=0.02, error_feedback=True, momentum=0.9, seed=7)
 N = 3000
 
 
 def unit_of(name, codec=CODEC):
-    session = current.current()
+    session = process.current()
     session.tensors.declare([TensorSpec(name=name, dtype="float32", shape=(N,), partition_nbytes=4096, codec=codec)])
     return session.tensors.unit(name, 20)
 
@@ -24,7 +24,7 @@ def go_on(name, steps, codec=CODEC):
     unit = unit_of(name, codec)
     result = b""
     for step in steps:
-        x = np.random.default_rng([current.current().rank, step]).standard_normal(N, np.float32)
+        x = np.random.default_rng([process.current().rank, step]).standard_normal(N, np.float32)
         unit.learning_rate = 0.1 / (1 + step)
         unit.push(x.ctypes.data, x.nbytes)
         unit.wait(unit.round, 20)
@@ -33,11 +33,11 @@ def go_on(name, steps, codec=CODEC):
 
 
 def save(name):
-    return current.current().states.save(unit_of(name)).tobytes()
+    return process.current().states.save(unit_of(name)).tobytes()
 
 
 def load(name, states, codec=CODEC):
-    session = current.current()
+    session = process.current()
     session.states.load(unit_of(name, codec), np.frombuffer(states[session.rank], np.uint8))
 
 
@@ -55,7 +55,7 @@ def test_another_job_goes_on_with_the_same_bits(job, shape):
 
 
 def refusals():
-    session = current.current()
+    session = process.current()
     plain = unit_of("plain", None)
     with pytest.raises(UnsupportedError, match="'plain' is not compressed"):
         session.states.save(plain)
@@ -88,10 +88,10 @@ def test_what_is_no_state_of_this_unit_and_node_is_refused(three):
 
 def alone():
     unit = unit_of("alone")
-    state = current.current().states.save(unit)
-    current.current().states.load(unit, state)
+    state = process.current().states.save(unit)
+    process.current().states.load(unit, state)
     with pytest.raises(MismatchError, match="one node"):
-        current.current().states.load(unit, np.zeros(10, np.uint8))
+        process.current().states.load(unit, np.zeros(10, np.uint8))
     return len(state)
 
 

@@ -5,16 +5,16 @@ import os
 
 import pytest
 
-from bpsfast.device.host import HostDevice
+from bpsfast.gpu.host import HostDevice
 from bpsfast.node.regions import Regions
-from bpsfast.node.straight import Straight
+from bpsfast.node.gpu_direct import GpuDirect
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import CapacityError, ConfigError, UnsupportedError
 from bpsfast.orchestration.messages import MemberPlan, PartPlan, ShareDevice, UnitPlan
 from bpsfast.pyx.pages import Shadow
-from bpsfast.settings import Settings
-from bpsfast.transport.rdma import RdmaLink
-from bpsfast.transport.tcp import TcpLink
+from bpsfast.base.settings import Settings
+from bpsfast.node.transport.rdma import RdmaLink
+from bpsfast.node.transport.tcp import TcpLink
 
 MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -57,15 +57,15 @@ def links():
 
 
 @pytest.fixture
-def straight(regions, cards, links):
-    return Straight(Settings(rdma_inline_bytes=100), regions, cards, links)
+def gpu_direct(regions, cards, links):
+    return GpuDirect(Settings(rdma_inline_bytes=100), regions, cards, links)
 
 
-def share(straight, local_rank=0, gpu="", result_nbytes=2 * MIB):
+def share(gpu_direct, local_rank=0, gpu="", result_nbytes=2 * MIB):
     memory = HostDevice().share(3 * MIB)
     try:
         wanted = ShareDevice(request=1, nbytes=3 * MIB, result_nbytes=result_nbytes, gpu=gpu)
-        return straight.take_in(local_rank, wanted, os.dup(memory.fd))
+        return gpu_direct.take_in(local_rank, wanted, os.dup(memory.fd))
     finally:
         memory.close()
 
@@ -80,10 +80,10 @@ def unit(*names, **values):
                     members=members, parts=(part(1),), **values)
 
 
-def test_memory_is_registered_and_its_first_bytes_are_for_results(straight, regions, cards):
-    assert not straight.is_used
-    chunk = share(straight)
-    assert straight.is_used and [(kind, segment) for kind, segment in cards.registered] == [("direct", chunk.segment)]
+def test_memory_is_registered_and_its_first_bytes_are_for_results(gpu_direct, regions, cards):
+    assert not gpu_direct.is_used
+    chunk = share(gpu_direct)
+    assert gpu_direct.is_used and [(kind, segment) for kind, segment in cards.registered] == [("direct", chunk.segment)]
     assert isinstance(chunk.segment, Shadow) and chunk.segment.nbytes == 3 * MIB
     assert regions.direct.fit(2 * MIB + 1) is None
     place = regions.direct.fit(2 * MIB)
@@ -92,61 +92,61 @@ def test_memory_is_registered_and_its_first_bytes_are_for_results(straight, regi
     regions.direct.release(place, 2 * MIB)
     assert regions.direct.fit(MIB) == place
     assert regions.nbytes == 0  # none of it is memory of the host
-    assert straight.holds(chunk.segment.address + 3 * MIB - 1) and not straight.holds(chunk.segment.address + 3 * MIB)
+    assert gpu_direct.holds(chunk.segment.address + 3 * MIB - 1) and not gpu_direct.holds(chunk.segment.address + 3 * MIB)
 
 
-def test_which_partitions(straight):
-    straight.expect(["a", "b"])
+def test_which_partitions(gpu_direct):
+    gpu_direct.expect(["a", "b"])
     whole = unit("a", "b")
-    assert straight.why_staged(whole, part(1), me=0, n_local=1) == ""
-    assert straight.why_staged(unit("a", "c"), part(1), me=0, n_local=1) is None  # c lies on the host
-    assert straight.why_staged(whole, part(1), me=0, n_local=0) is None
-    assert straight.why_staged(whole, part(0), me=0, n_local=1) == "this node sums it"
-    assert "node 2, which sums it, is not reached by RDMA" in straight.why_staged(whole, part(2), me=0, n_local=1)
-    assert "rdma_inline_bytes=100" in straight.why_staged(whole, part(1, 100), me=0, n_local=1)
-    assert "several ranks" in straight.why_staged(whole, part(1), me=0, n_local=2)
-    assert straight.why_staged(unit("a", islands=True), part(1), me=0, n_local=2) == ""
+    assert gpu_direct.why_staged(whole, part(1), me=0, n_local=1) == ""
+    assert gpu_direct.why_staged(unit("a", "c"), part(1), me=0, n_local=1) is None  # c lies on the host
+    assert gpu_direct.why_staged(whole, part(1), me=0, n_local=0) is None
+    assert gpu_direct.why_staged(whole, part(0), me=0, n_local=1) == "this node sums it"
+    assert "node 2, which sums it, is not reached by RDMA" in gpu_direct.why_staged(whole, part(2), me=0, n_local=1)
+    assert "rdma_inline_bytes=100" in gpu_direct.why_staged(whole, part(1, 100), me=0, n_local=1)
+    assert "several ranks" in gpu_direct.why_staged(whole, part(1), me=0, n_local=2)
+    assert gpu_direct.why_staged(unit("a", islands=True), part(1), me=0, n_local=2) == ""
     coded = unit("a", codec=CodecSpec(kind="onebit"))
-    assert "compressed" in straight.why_staged(coded, part(1), me=0, n_local=1)
-    straight.forget(["a"])
-    assert straight.why_staged(whole, part(1), me=0, n_local=1) is None
+    assert "compressed" in gpu_direct.why_staged(coded, part(1), me=0, n_local=1)
+    gpu_direct.forget(["a"])
+    assert gpu_direct.why_staged(whole, part(1), me=0, n_local=1) is None
 
 
-def test_a_link_that_was_cut_is_none(straight, links):
-    straight.expect(["a"])
+def test_a_link_that_was_cut_is_none(gpu_direct, links):
+    gpu_direct.expect(["a"])
     links[1].fence()
-    assert "not reached by RDMA" in straight.why_staged(unit("a"), part(1), me=0, n_local=1)
+    assert "not reached by RDMA" in gpu_direct.why_staged(unit("a"), part(1), me=0, n_local=1)
 
 
-def test_a_link_over_which_a_device_is_reached_has_no_other_in_its_place(straight, links):
-    chunk = share(straight)
-    assert not straight.reaches(links[1]) and not straight.reaches(links[2])
+def test_a_link_over_which_a_device_is_reached_has_no_other_in_its_place(gpu_direct, links):
+    chunk = share(gpu_direct)
+    assert not gpu_direct.reaches(links[1]) and not gpu_direct.reaches(links[2])
     links[1].bound[7] = (chunk.segment.address, chunk.segment.address + 4096, 4096, 0, False)
-    assert straight.reaches(links[1])
+    assert gpu_direct.reaches(links[1])
 
 
-def test_what_is_told_and_counted(straight, caplog):
-    share(straight)
+def test_what_is_told_and_counted(gpu_direct, caplog):
+    share(gpu_direct)
     with caplog.at_level("INFO", "bpsfast.node"):
         for reason in ("", "this node sums it", "", "this node sums it", "this node sums it"):
-            straight.count(unit("a"), reason)
+            gpu_direct.count(unit("a"), reason)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "mlx5_0, mlx5_1 (GPUDirect, unproven" in said[0] and "this node sums it" in said[1]
-    assert straight.counters() == {"partitions": 2, "staged_partitions": 3, "nbytes": 3 * MIB}
+    assert gpu_direct.counters() == {"partitions": 2, "staged_partitions": 3, "nbytes": 3 * MIB}
 
 
-def test_refusals_leave_nothing(straight, cards, regions, tmp_path, monkeypatch):
+def test_refusals_leave_nothing(gpu_direct, cards, regions, tmp_path, monkeypatch):
     cards.refuses = "no room"
     with pytest.raises(CapacityError, match="no room"):
-        share(straight)
+        share(gpu_direct)
     cards.refuses = ""
     with pytest.raises(UnsupportedError, match=r"BPSFAST_GPU_DIRECT is on, but the GPU at 0000:ff:00.0 is not among"):
-        share(straight, gpu="0000:ff:00.0")
+        share(gpu_direct, gpu="0000:ff:00.0")
     cards.used = False
     with pytest.raises(UnsupportedError, match="reaches no other one by RDMA"):
-        share(straight)
+        share(gpu_direct)
     cards.used = True
-    assert not straight.is_used and regions.n_segments == 0
-    share(straight, local_rank=1)
+    assert not gpu_direct.is_used and regions.n_segments == 0
+    share(gpu_direct, local_rank=1)
     with pytest.raises(ConfigError, match="local ranks 1 and 0 both want"):
-        share(straight, local_rank=0)
+        share(gpu_direct, local_rank=0)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import bpsfast
-from bpsfast import reference
+from bpsfast.base import reference_sum
 from tests import listening_sockets, rank_messages, recordings
 from tests.strangers import Stranger
 
@@ -43,7 +43,7 @@ def train(folder):
     while True:
         arrays = inputs(number)
         found = bpsfast.push_pull(arrays[rank], name=NAME)
-        n_wrong += found.tobytes() != reference.reduce([arrays[:2], arrays[2:]], average=True).tobytes()
+        n_wrong += found.tobytes() != reference_sum.reduce([arrays[:2], arrays[2:]], average=True).tobytes()
         number += 1
         if number == 3:
             Path(folder, f"begun {rank}").touch()

@@ -10,7 +10,7 @@ import pytest
 import bpsfast
 from bpsfast.orchestration.errors import BusyError, ClosedError, StallError
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def same_name_in_two_threads():
     """The second thread must not get a round ahead of the first, whose result is still being copied out."""
     x = np.full(8_000_000, bpsfast.rank() + 1, "f4")
     bpsfast.push_pull(x, False, "two threads")
-    unit, seen = current.current().tensors.unit("two threads"), []
+    unit, seen = process.current().tensors.unit("two threads"), []
     finish = unit.finish
 
     def watched(round):
@@ -111,7 +111,7 @@ def test_a_signal_ends_the_call(job, shared):
 def retired():
     x = np.full(5_000_000, bpsfast.rank() + 1, "f4")
     bpsfast.push_pull(x, False, "retired")
-    unit = current.current().tensors.unit("retired")
+    unit = process.current().tensors.unit("retired")
     unit.forget()
     with pytest.raises(ClosedError, match="'retired' was retired"):
         unit.stream(x.ctypes.data, x.ctypes.data, x.nbytes, 10)
@@ -128,7 +128,7 @@ def declared():
     x = np.full(5_000_000, bpsfast.rank() + 1, "f4")
     for _ in range(2):
         bpsfast.push_pull(x, False, "declared", out=x)
-    tensors = current.current().tensors
+    tensors = process.current().tensors
     spec = TensorSpec(name="declared", dtype="float32", shape=(5_000_000,), average=False)
     known = [tensors.knows(msgspec.structs.replace(spec, **change))
              for change in ({}, {"on_device": True}, {"average": True}, {"on_device": True, "average": True})]
@@ -143,7 +143,7 @@ def stream_alone():
     """Rank 0 sums in place what the other has pushed three partitions of: the rest of the input survives the error."""
     x = np.full(5_000_000, bpsfast.rank() + 1, "f4")
     bpsfast.push_pull(x, False, "streamed alone")
-    session = current.current()
+    session = process.current()
     unit = session.tensors.unit("streamed alone")
     assert unit.n_parts == 39
     if bpsfast.rank():

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast.node import succession as module
+from bpsfast.node import owner_changes as module
 from bpsfast.orchestration.messages import Recover, Succession
 from bpsfast.pyx.port import DONE
-from bpsfast.settings import Settings
+from bpsfast.base.settings import Settings
 from tests.two_nodes import End, connect, declare, order_of
 
 
@@ -35,7 +35,7 @@ def ends():
 
 def prepare(end, *successions):
     end.vertex.freeze("a test")
-    generation, found = end.vertex.wiring.prepare_succession(
+    generation, found = end.vertex.plan_installer.prepare_owner_change(
         Recover(epoch=2, generation=end.plan.generation + 1, units=end.plan.units, successions=successions))
     return generation, found
 

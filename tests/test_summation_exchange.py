@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from bpsfast.simulator.clock import Clock
-from bpsfast.simulator.cluster import Costs, uniform
-from bpsfast.simulator.exchange import Exchange, Stage
-from bpsfast.simulator.layout import full
-from bpsfast.simulator.workload import Layer, cut, workload
+from bpsfast.tools.simulator.event_clock import Clock
+from bpsfast.tools.simulator.cluster import Costs, uniform
+from bpsfast.tools.simulator.push_pull import SimulatedPushPull, Stage
+from bpsfast.tools.simulator.partition_layout import full
+from bpsfast.tools.simulator.workload import Layer, cut, workload
 
 
 def test_a_stage_takes_the_most_urgent_next_and_one_at_a_time() -> None:
@@ -33,7 +33,7 @@ def exchanged(costs: Costs, credit_nbytes: int = 1 << 30, n: int = 2) -> list[tu
     plan = cut(job, 4096)
     machines = uniform(n, 1, 4096.0, costs)
     clock, seen = Clock(), []
-    exchange = Exchange(clock, full(machines, plan, "ps"), costs, credit_nbytes=credit_nbytes, priority=True,
+    exchange = SimulatedPushPull(clock, full(machines, plan, "ps"), costs, credit_nbytes=credit_nbytes, priority=True,
                         done=lambda w, unit: seen.append((unit, clock.now)) if w == 0 else None)
     for worker in range(n):
         for unit in (1, 0):

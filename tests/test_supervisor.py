@@ -15,8 +15,8 @@ import time
 
 import pytest
 
-from bpsfast.exit_codes import LEFT_BEHIND
-from bpsfast.launch.child import Command, Kind
+from bpsfast.base.exit_codes import LEFT_BEHIND
+from bpsfast.launch.processes import Command, Kind
 from bpsfast.launch.output import Output
 from bpsfast.launch.supervisor import Limits, Supervisor
 
@@ -25,7 +25,7 @@ _FAST = Limits(job_s=60.0, after_failure_s=0.3, after_ranks_s=0.3, after_sigterm
 #: A launcher of its own: starts argv[1:] as programs of ranks.
 _LAUNCHER = """
 import os, sys
-from bpsfast.launch.child import Command, Kind
+from bpsfast.launch.processes import Command, Kind
 from bpsfast.launch.supervisor import Limits, Supervisor
 commands = [Command(f"rank {i}", Kind.RANK, (sys.executable, "-c", text), os.environ)
             for i, text in enumerate(sys.argv[1:])]

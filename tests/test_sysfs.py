@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.nic.sysfs import Tree, natural
+from bpsfast.hardware.sysfs import Tree, natural
 
 
 def test_a_file_reads_without_its_line_feed(tmp_path: Path) -> None:

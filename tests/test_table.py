@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.dtypes import NAMES, TABLE
+from bpsfast.base.dtypes import NAMES, TABLE
 from bpsfast.orchestration.errors import BusyError, MismatchError, UnsupportedError
-from bpsfast.reference import reduce_rows
-from bpsfast.trainer import current
-from bpsfast.trainer.table import table_of
+from bpsfast.base.reference_sum import reduce_rows
+from bpsfast.trainer import process
+from bpsfast.trainer.sparse_table import table_of
 
 pytestmark = pytest.mark.matrix
 
@@ -93,7 +93,7 @@ def test_sums_of_many_rows_in_many_partitions(ranks):
 def growing():
     """A table of 40 MB with room for 10 rows, of which ever more are pushed; what is left behind is retired."""
     rank = bpsfast.rank()
-    session = current.current()
+    session = process.current()
     before = len(session.tensors.units())
     found = []
     for n in (5, 1000, 20_000, 90_000, 10):
@@ -183,8 +183,8 @@ def misuse():
         bpsfast.push_pull(np.zeros((4, 3), np.float32), name="m")
     indices, _ = push([0, 1], rows, 4, name="m")  # nothing of that has done any harm
     assert indices.tolist() == [0, 1]
-    table = table_of(current.current(), "alone", (4, 3), "float32")
-    assert table is table_of(current.current(), "alone", (4, 3), np.float32)
+    table = table_of(process.current(), "alone", (4, 3), "float32")
+    assert table is table_of(process.current(), "alone", (4, 3), np.float32)
     with pytest.raises(MismatchError, match="none were pushed"):
         table.wait()
     table.push([1], rows[:1])
@@ -210,7 +210,7 @@ def test_ranks_that_differ_are_named(pair):
 
 def sees_no_frame():
     """Spoil the input memory behind the table's back, as a broken rank would."""
-    table = table_of(current.current(), "spoilt", (100, 2), "float32")
+    table = table_of(process.current(), "spoilt", (100, 2), "float32")
     table.push([1], np.ones((1, 2), np.float32))
     table.wait()
     if bpsfast.rank() == 1:

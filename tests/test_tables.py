@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from bpsfast.cli import cli
-from bpsfast.commands import output
+from bpsfast.base import output
 from tests.sysfs_trees.machine import Machine
 
 ROWS = [("NAME", "STATE", "WORDS", "EMPTY"), ("one", "up", "a b c d e f", ""), ("two", "down", "x" * 30, "")]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bpsfast.dtypes import NAMES, TABLE
+from bpsfast.base.dtypes import NAMES, TABLE
 from bpsfast.orchestration.errors import UnsupportedError
 from bpsfast.trainer.tensor_input import tensor_input
 

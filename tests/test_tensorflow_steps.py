@@ -14,8 +14,8 @@ tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed: pip 
 
 import bpsfast.tensorflow as bps  # noqa: E402
 from bpsfast.launch.daemons import clean_environment  # noqa: E402
-from bpsfast.tensorflow.exchange import reduced  # noqa: E402
-from bpsfast.tensorflow.passes import Passes  # noqa: E402
+from bpsfast.tensorflow.tensor_sums import reduced  # noqa: E402
+from bpsfast.tensorflow.passes import PassAccumulator  # noqa: E402
 from tests.raised import raised  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others
@@ -257,9 +257,9 @@ def refused():
 
     from bpsfast.tensorflow.distribute import MirroredStrategy
 
-    many = Passes(2, False)
+    many = PassAccumulator(2, False)
     rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2]))
-    unknown = tf.function(lambda x: Passes(2, False).added([x], list), autograph=False,
+    unknown = tf.function(lambda x: PassAccumulator(2, False).added([x], list), autograph=False,
                           input_signature=[tf.TensorSpec([None])])
     unsupported = [raised(MirroredStrategy, ["/cpu:0", "/cpu:1"]), raised(MirroredStrategy, []),
                    raised(MirroredStrategy, cross_device_ops=tf.distribute.ReductionToOneDevice()),

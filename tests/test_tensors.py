@@ -10,7 +10,7 @@ import pytest
 import bpsfast
 from bpsfast.orchestration.errors import MismatchError, StallError
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 
 @pytest.fixture(params=[[(2, 1), "tcp"], [(2, 1), "shm"], [(3,), "auto"]], ids=["tcp", "shm", "one-node"])
@@ -81,7 +81,7 @@ def commit_read_by(reader, how):
     """Another request's wait reads the commit of a name whose push was deferred: the push goes out all the same."""
     name = f"read by {reader} {how}"
     handle = bpsfast.push_pull_async(np.ones(10, "f4"), False, name)
-    session = current.current()
+    session = process.current()
     deadline = time.monotonic() + 20
     while name not in session.tensors._units and time.monotonic() < deadline:
         bpsfast.counters() if reader == "stats" else bpsfast.empty(10)
@@ -122,7 +122,7 @@ def test_one_name_used_differently_on_one_rank(pair, field):
 
 def declared_by_some(field):
     """Of what two of three ranks declare: what they do to it, and that they do, cannot be said otherwise later."""
-    session = current.current()
+    session = process.current()
     first = TensorSpec(name=f"some differ in {field}", dtype="float32", shape=(3,), average=False, op="max",
                        ranks=(0, 1))
     if session.rank < 2:
@@ -144,7 +144,7 @@ def test_what_some_ranks_declared_stays_what_it_is(ranks, field):
 
 
 def alone():
-    session = current.current()
+    session = process.current()
     if session.rank == 0:
         session.tensors.declare([TensorSpec(name="of two", dtype="int8", shape=(1,), average=False, ranks=(0, 2))])
         with pytest.raises(StallError, match=r"for tensor 'of two' to be declared by ranks \(0, 2\).*rank 2") as raised:

@@ -9,8 +9,8 @@ import pytest
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import ProtocolError
 from bpsfast.orchestration.job.generations import Generations
-from bpsfast.orchestration.succession.ledger import Ledger
-from bpsfast.orchestration.succession.tenure import Tenure
+from bpsfast.orchestration.failover.control_log import ControlLog
+from bpsfast.orchestration.failover.scheduler_state import SchedulerState
 from tests.court import NODES, RANKS, Court, court as court
 from tests.job_table import join, spec
 
@@ -329,8 +329,8 @@ def test_a_scheduler_that_hears_no_majority_waits_for_one(court):
 
 def test_nodes_that_were_never_welcomed_are_known_by_their_address(court):
     fresh = Court()
-    fresh.ledgers["C"] = Ledger("1.0", {"transport": "tcp"})
-    fresh.tenure, fresh.inbox = Tenure(fresh.settings, 0.0), defaultdict(list)
+    fresh.ledgers["C"] = ControlLog("1.0", {"transport": "tcp"})
+    fresh.tenure, fresh.inbox = SchedulerState(fresh.settings, 0.0), defaultdict(list)
     fresh.post(fresh.tenure.receive(0.0, fresh.over["C"], join("c", 1)))
     fresh.dial("A", "B", "H")
     assert fresh.kinds("A") == [m.Resume] and fresh.kinds("C") == [m.Welcome, m.Resume]
@@ -353,7 +353,7 @@ def test_nodes_of_another_job_are_refused(court):
 def test_a_job_whose_ranks_have_all_left_is_finished_by_the_next_scheduler(court):
     for name in "AB":
         court.say(name, *(m.RankLeft(rank=rank) for rank in RANKS[name]))
-    court.ledgers["A"].took_leave(2)
+    court.ledgers["A"].record_peer_left(2)
     court.lose_scheduler("A")
     assert not court.tenure.finished
     court.dial("B")
@@ -365,7 +365,7 @@ def test_a_job_whose_ranks_have_all_left_is_finished_by_the_next_scheduler(court
 def test_nodes_that_contradict_each_other_end_the_job_in_words(court):
     accounts = {name: list(ledger.account()) for name, ledger in court.ledgers.items()}
     accounts["B"] = [msgspec.structs.replace(accounts["B"][0], committed=0, n_units=0), m.Recounted()]
-    court.tenure = Tenure(court.settings, 0.0)
+    court.tenure = SchedulerState(court.settings, 0.0)
     for name, said in accounts.items():
         for message in said:
             court.post(court.tenure.receive(0.0, court.over[name], message))

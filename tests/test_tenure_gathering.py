@@ -7,7 +7,7 @@ import pytest
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import PeerLostError
-from bpsfast.orchestration.succession.tenure import Tenure
+from bpsfast.orchestration.failover.scheduler_state import SchedulerState
 from tests.court import NODES, RANKS, SETTINGS, Court, court as court
 from tests.job_table import join, spec
 
@@ -27,7 +27,7 @@ def gather(court, *hosts):
 
 @pytest.mark.parametrize("n_before", [0, 1, 3])
 def test_a_node_left_over_from_an_earlier_job_is_refused_by_one_that_gathers(court, n_before):
-    court.tenure = Tenure(replace(court.settings, name="that job"), court.now)
+    court.tenure = SchedulerState(replace(court.settings, name="that job"), court.now)
     assert not gather(court, *"ABC"[:n_before])
     court.dial("A")
     if n_before:
@@ -93,7 +93,7 @@ def test_while_nodes_are_recalled_a_stranger_changes_nothing(court):
 
 
 def test_who_dials_anew_while_a_job_gathers_has_one_seat(court):
-    tenure, sent = Tenure(court.settings, 0.0), []
+    tenure, sent = SchedulerState(court.settings, 0.0), []
     for sender, name in ((b"A", "A"), (b"B", "B"), (b"A2", "A"), (b"C", "C"), (b"A3", "A")):
         sent += tenure.receive(0.0, sender, join(name.lower(), NODES[name]))
         sent += tenure.unreachable(0.0, b"A")  # a heartbeat found nobody: also before the other connection has spoken
@@ -109,7 +109,7 @@ def test_who_dials_anew_while_a_job_gathers_has_one_seat(court):
 
 def test_who_closes_its_connection_while_a_job_gathers_has_its_lease_to_come_back():
     """A reset connection is no proof of death, and nobody else can tell yet."""
-    tenure = Tenure(SETTINGS, 0.0)
+    tenure = SchedulerState(SETTINGS, 0.0)
     tenure.receive(0.0, b"A", join("a", 2))
     tenure.receive(0.0, b"B", join("b", 2))
     tenure.unreachable(0.0, b"A")

@@ -6,8 +6,8 @@ import select
 import subprocess
 import sys
 
-from bpsfast.launch import owner
-from bpsfast.launch.daemons import tethered
+from bpsfast.base import process_mark
+from bpsfast.launch.daemons import tie_to_parent
 
 _PARENT = """
 import subprocess, sys
@@ -21,18 +21,18 @@ child.wait()
 
 
 def test_the_command_replaces_the_wrapper():
-    done = subprocess.run(tethered([sys.executable, "-c", "raise SystemExit(7)"]), timeout=30, check=False)
+    done = subprocess.run(tie_to_parent([sys.executable, "-c", "raise SystemExit(7)"]), timeout=30, check=False)
     assert done.returncode == 7
 
 
 def test_a_missing_command_is_named():
-    done = subprocess.run(tethered(["no-such-command"]), timeout=30, check=False, capture_output=True, text=True)
+    done = subprocess.run(tie_to_parent(["no-such-command"]), timeout=30, check=False, capture_output=True, text=True)
     assert done.returncode == 127
     assert "no-such-command" in done.stderr
 
 
 def test_a_command_that_cannot_be_executed_is_named(tmp_path):
-    done = subprocess.run(tethered([str(tmp_path)]), timeout=30, check=False, capture_output=True, text=True)
+    done = subprocess.run(tie_to_parent([str(tmp_path)]), timeout=30, check=False, capture_output=True, text=True)
     assert done.returncode == 126
     assert str(tmp_path) in done.stderr
 
@@ -45,8 +45,8 @@ def test_it_dies_with_a_parent_that_is_killed(pidfd_of):
 
 
 def test_it_does_not_start_without_its_parent():
-    command = tethered([sys.executable, "-c", "print('started')"])
-    command[command.index(owner.mark())] = "1.0.0"  # somebody else's child
+    command = tie_to_parent([sys.executable, "-c", "print('started')"])
+    command[command.index(process_mark.mark())] = "1.0.0"  # somebody else's child
     done = subprocess.run(command, timeout=30, check=False, capture_output=True, text=True)
     assert done.returncode == 128 + 9
     assert done.stdout == ""

@@ -7,7 +7,7 @@ import torch
 import bpsfast
 import bpsfast.hvd as hvd
 import bpsfast.torch as bps
-from bpsfast.torch.outer import OuterOptimizer
+from bpsfast.torch.outer_optimizer import OuterOptimizer
 from bpsfast.torch.parallel import DistributedDataParallel
 from tests.hvd_ranks import begun
 

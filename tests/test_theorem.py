@@ -38,7 +38,7 @@ import random
 
 import pytest
 
-from bpsfast.simulator.simulation import Options, simulate
+from bpsfast.tools.simulator.simulation import Options, simulate
 
 from .best_order import Chain, Op, best, best_of_graph, least, within_one_link, within_two_links
 from .chain_by_queue import PAGE, RANK_AND_HELPER, RANKS, graph_s, iteration_s, job_of, window_s

@@ -20,14 +20,14 @@ from click.testing import CliRunner, Result
 
 import bpsfast
 from bpsfast.cli import cli
-from bpsfast.commands import top as command
+from bpsfast.tools.commands import top as command
 from bpsfast.launch import daemons
-from bpsfast.node.reading import Collector, Member, Reading, Status
+from bpsfast.node.metrics_collector import Collector, Member, Reading, Status
 from bpsfast.orchestration.errors import StallError
-from bpsfast.top import screen
-from bpsfast.top.sample import NodeSample, RankSample, Sample
-from bpsfast.top.scrape import NotOursError, scrape
-from bpsfast.top.watch import Place, Watch
+from bpsfast.tools.top import screen
+from bpsfast.tools.top.sample import NodeSample, RankSample, Sample
+from bpsfast.tools.top.scrape import NotBpsfastError, scrape
+from bpsfast.tools.top.watch import MetricsAddress, Watch
 from tests.terminal import on_terminal
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
@@ -88,7 +88,7 @@ def test_a_job_from_its_first_step_to_its_end(job, port: int, no_leaks, tmp_path
     setting = ("--set", f"metrics_port={port}")
     stop = tmp_path / "stop"
     started.begin(train, str(stop))
-    with Watch([Place("127.0.0.1", port)]) as watch:  # kernels are compiled, memory is faulted in
+    with Watch([MetricsAddress("127.0.0.1", port)]) as watch:  # kernels are compiled, memory is faulted in
         watch.find()
         found = until(watch, lambda sample: len(sample.ranks) == 3 and all(
             rank.steps_per_s and rank.pushed_bytes_per_s and rank.lag_s is not None for rank in sample.ranks))
@@ -109,7 +109,7 @@ def test_a_job_from_its_first_step_to_its_end(job, port: int, no_leaks, tmp_path
     if one.nodes[-1].state == "unseen":  # node 1 has answered in time
         assert [node.state for node in one.nodes] == ["unseen", "up", "unseen"] and [r.rank for r in one.ranks] == [2]
 
-    with Watch([Place("127.0.0.1", port)], timeout_s=0.5) as watch:
+    with Watch([MetricsAddress("127.0.0.1", port)], timeout_s=0.5) as watch:
         watch.find()
         started.daemons["helper 0"].kill()
         lost = until(watch, lambda sample: state_of(sample, 2) == "lost" and sample.nodes[0].recoveries == 1)
@@ -120,7 +120,7 @@ def test_a_job_from_its_first_step_to_its_end(job, port: int, no_leaks, tmp_path
         os.kill(node.pid, signal.SIGSTOP)
         try:
             until(watch, lambda sample: state_of(sample, 1) == "silent")
-            with Watch([Place("127.0.0.1", port + 1, is_one=True)], timeout_s=0.2) as other:
+            with Watch([MetricsAddress("127.0.0.1", port + 1, is_one=True)], timeout_s=0.2) as other:
                 with pytest.raises(StallError, match="no numbers within"):
                     other.find()
         finally:
@@ -156,7 +156,7 @@ class Nodes:
 
 def test_a_node_that_is_gone_alone_is_missed_and_the_next_job_is_found(port: int, no_leaks) -> None:
     nodes = Nodes("a", port)
-    with Watch([Place("127.0.0.1", port)]) as watch:
+    with Watch([MetricsAddress("127.0.0.1", port)]) as watch:
         watch.find()
         sample = watch.sample()
         assert sample is not None and [node.state for node in sample.nodes] == ["up", "up"] and sample.ranks
@@ -212,7 +212,7 @@ def test_another_program_s_answer_is_no_job(stranger: int) -> None:
 
 def test_its_connection_is_closed_while_its_error_is_kept(stranger: int) -> None:
     """Its answer tells no length, so nothing but we can end it here."""
-    with pytest.raises(NotOursError) as caught:
+    with pytest.raises(NotBpsfastError) as caught:
         scrape("127.0.0.1", stranger, 10.0)
     held = [each for each in psutil.Process().net_connections("tcp") if each.raddr and each.raddr.port == stranger]
     assert caught.value and not held
@@ -285,7 +285,7 @@ def test_wrong_arguments_are_exit_code_2(arguments: tuple[str, ...], words: str)
 
 
 def test_places() -> None:
-    assert command.place_of("gpu01", 9400) == Place("gpu01", 9400)
-    assert command.place_of("gpu01:9", 9400) == Place("gpu01", 9, is_one=True)
-    assert command.place_of("[::1]:9", 9400) == Place("::1", 9, is_one=True)
-    assert command.place_of("::1", 9400) == Place("::1", 9400)
+    assert command.metrics_address("gpu01", 9400) == MetricsAddress("gpu01", 9400)
+    assert command.metrics_address("gpu01:9", 9400) == MetricsAddress("gpu01", 9, is_one=True)
+    assert command.metrics_address("[::1]:9", 9400) == MetricsAddress("::1", 9, is_one=True)
+    assert command.metrics_address("::1", 9400) == MetricsAddress("::1", 9400)

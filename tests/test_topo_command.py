@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bpsfast.cli import cli
-from bpsfast.topology.graph import Kind, Link, LinkKind, Part, Topology, to_json
+from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology, to_json
 from tests.sysfs_trees import INSIDES, NAMES
 from tests.sysfs_trees.machine import Machine
 
@@ -111,7 +111,7 @@ def test_gpudirect_is_shown_done_if_asked_and_refused_where_it_cannot_be(recorde
 
 def test_a_machine_without_memory_has_no_strategy(tmp_path: Path) -> None:
     file = tmp_path / "m.json"
-    file.write_text(to_json(Topology("m", (Part("gpu0", Kind.GPU),), ())))
+    file.write_text(to_json(Topology("m", (Part("gpu0", PartKind.GPU),), ())))
     done = run("--read", str(file), "--strategy")
     assert done.exit_code != 0 and "machine m has no socket" in done.output
 
@@ -123,7 +123,7 @@ def test_this_machine_is_shown() -> None:
 
 def test_a_machine_that_hangs_together_badly_is_shown_all_the_same(tmp_path: Path) -> None:
     parts = tuple(Part(name, kind) for name, kind in [
-        ("gpu0", Kind.GPU), ("gpu1", Kind.GPU), ("a", Kind.SWITCH), ("b", Kind.SWITCH), ("c", Kind.SWITCH)])
+        ("gpu0", PartKind.GPU), ("gpu1", PartKind.GPU), ("a", PartKind.SWITCH), ("b", PartKind.SWITCH), ("c", PartKind.SWITCH)])
     links = tuple(Link(*ends, LinkKind.PCIE, 1e9) for ends in ("ab", "bc", "ca"))
     file = tmp_path / "m.json"
     file.write_text(to_json(Topology("m", parts, links)))
@@ -169,7 +169,7 @@ def test_the_picture_names_every_part(name: str, recorded_machine: Machines, tmp
 def test_any_name_and_no_part_at_all_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     file, picture = tmp_path / "m.json", tmp_path / "m.svg"
-    for parts in ((Part("$\\x$", Kind.GPU), Part("<b>&", Kind.NIC)), ()):
+    for parts in ((Part("$\\x$", PartKind.GPU), Part("<b>&", PartKind.NIC)), ()):
         file.write_text(to_json(Topology("$m_$", parts, ())))
         done = run("--read", str(file), "--svg", str(picture))
         assert done.exit_code == 0 and ElementTree.parse(picture).getroot().tag.endswith("svg"), done.output

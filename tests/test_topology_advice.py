@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.settings import Settings
-from bpsfast.topology.advice import advise
+from bpsfast.base.settings import Settings
+from bpsfast.hardware.topology.strategy_report import advise
 from tests.gpu_machines import GIGA, dgx1, switched
 
 

@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.topology.budget import Budget, Traffic
-from bpsfast.topology.copies import copies
-from bpsfast.topology.linear import LinearProgram
+from bpsfast.hardware.topology.loads import LinkLoads, Traffic
+from bpsfast.hardware.topology.copies import copies
+from bpsfast.hardware.topology.linear_program import LinearProgram
 from tests.gpu_machines import GIGA, load, switched
 
 
 def sent(topology, traffic, values):
-    budget = Budget(topology, traffic)
+    budget = LinkLoads(topology, traffic)
     budget.send(LinearProgram())
     return budget.loads(values)
 
@@ -30,7 +30,7 @@ def test_from_the_other_socket_it_crosses_what_joins_them():
 
 def test_a_copy_counts_on_each_link_and_at_a_sockets_memory():
     topology = switched((2,), (0,), memory_rate=30 * GIGA)
-    budget = Budget(topology, Traffic())
+    budget = LinkLoads(topology, Traffic())
     [copy] = [each for each in copies(topology) if (each.begin, each.end) == ("gpu1", "socket0")]
     budget.carry(copy, "x")
     loads = budget.loads({"x": 0.5})

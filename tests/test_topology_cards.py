@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.topology.cards import cards
+from bpsfast.hardware.topology.network_cards import cards
 from tests.sysfs_trees.machine import Machine
 
 PORT = "sys/devices/pci0000:40/0000:40:01.1/0000:41:00.0/0000:42:03.0"

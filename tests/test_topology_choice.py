@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.topology.budget import Traffic
-from bpsfast.topology.choice import by_size, choose, paper_rule
-from bpsfast.topology.copies import islands_of
-from bpsfast.topology.direct import possible
-from bpsfast.topology.discovery import discover
-from bpsfast.topology.graph import Kind
-from bpsfast.topology.optimum import optimum
+from bpsfast.hardware.topology.loads import Traffic
+from bpsfast.hardware.topology.strategy_solver import islands_by_size, choose, paper_rule
+from bpsfast.hardware.topology.copies import islands_of
+from bpsfast.hardware.topology.gpu_direct import possible
+from bpsfast.hardware.topology.discovery import discover
+from bpsfast.hardware.topology.graph import PartKind
+from bpsfast.hardware.topology.lower_bound import optimum
 from tests.gpu_machines import GIGA, dgx1, load, switched
 from tests.sysfs_trees import INSIDES, NAMES
 
@@ -22,7 +22,7 @@ EIGHT = Traffic(service=0.75)
 
 
 def by_switch(topology, **values):
-    return choose(topology, islands=[islands_of(topology, Kind.SWITCH)], **values)
+    return choose(topology, islands=[islands_of(topology, PartKind.SWITCH)], **values)
 
 
 @given(st.integers(1, 3), st.integers(1, 6), st.floats(0.3, 3.0))
@@ -60,13 +60,13 @@ def test_slow_memory_ends_plain_copies():
     ((2,), 1.75), ((2, 3), 1.75), (range(8), 2.0), ((0,), 2.75)])
 def test_loads_of_the_cards_switch_by_roots(roots, expected):
     topology = dgx1()
-    found = choose(topology, EIGHT, [islands_of(topology, Kind.NVSWITCH)], [f"gpu{root}" for root in roots])
+    found = choose(topology, EIGHT, [islands_of(topology, PartKind.NVSWITCH)], [f"gpu{root}" for root in roots])
     assert load(found.loads, "switch0", "socket0") == pytest.approx(expected, rel=1e-6)
 
 
 def test_order_of_roots_is_the_papers():
     topology = dgx1()
-    times = [choose(topology, EIGHT, [islands_of(topology, Kind.NVSWITCH)], [f"gpu{root}" for root in roots]).loads.time
+    times = [choose(topology, EIGHT, [islands_of(topology, PartKind.NVSWITCH)], [f"gpu{root}" for root in roots]).loads.time
              for roots in ((2,), (2, 3), range(8), (0,))]
     assert times[0] == pytest.approx(times[1]) and times[1] < times[2] < times[3]
 
@@ -97,7 +97,7 @@ def test_recorded_machines(recorded_machine, name):
     assert bound.time <= found.loads.time * (1 + 1e-6) and found.loads.time <= rule.loads.time * (1 + 1e-6)
     [way] = found.ways
     n_islands = {"dgx1": 1, "pcie_2x4": 2, "p3_16xlarge": 1, "hgx_h100": 1, "asymmetric_3_5": 2}
-    assert len(way.islands) == n_islands.get(name, len(topology.of(Kind.SOCKET)))
+    assert len(way.islands) == n_islands.get(name, len(topology.of(PartKind.SOCKET)))
 
 
 @given(machines(), st.floats(0.0, 1.0))
@@ -123,9 +123,9 @@ def test_a_machine_without_gpus():
 
 def test_bytepss_switch_size():
     topology = switched()
-    assert by_size(topology, 4) == islands_of(topology, Kind.SWITCH)
+    assert islands_by_size(topology, 4) == islands_of(topology, PartKind.SWITCH)
     with pytest.raises(ConfigError, match="BYTEPS_PCIE_SWITCH_SIZE=3: this machine's 8 GPUs are no multiple"):
-        by_size(topology, 3)
+        islands_by_size(topology, 3)
 
 
 @given(st.integers(1, 6))
@@ -134,7 +134,7 @@ def test_one_island_across_switches_burdens_their_links(n_gpus):
     """The paper's strawman, BYTEPS_PCIE_SWITCH_SIZE=8: a ring over all l = 8 GPUs, (2l - 1) / l on each GPU's link."""
     topology = switched((n_gpus, n_gpus))
     total = 2 * n_gpus
-    strawman = choose(topology, islands=[by_size(topology, total)], roots=[f"gpu{n}" for n in range(total)])
+    strawman = choose(topology, islands=[islands_by_size(topology, total)], roots=[f"gpu{n}" for n in range(total)])
     assert load(strawman.loads, "gpu0", "switch0") == pytest.approx((2 * total - 1) / total)
     crossing = 2 * (total - 1) / total + 1 / 2  # in and out of the ring, and half of the copies
     assert load(strawman.loads, "switch0", "socket0") == pytest.approx(crossing)
@@ -146,8 +146,8 @@ def test_one_island_across_switches_burdens_their_links(n_gpus):
 def test_straight_to_the_card_relieves_the_link_to_memory(n_gpus, service):
     """Below one switch with the card, l GPUs: (2l - 1) / l on their links, and only what is summed for others above."""
     topology = switched((n_gpus,), (0,), card_at="switch0")
-    traffic, islands = Traffic(service=service), [islands_of(topology, Kind.SWITCH)]
-    gpus = [part.name for part in topology.of(Kind.GPU)]
+    traffic, islands = Traffic(service=service), [islands_of(topology, PartKind.SWITCH)]
+    gpus = [part.name for part in topology.of(PartKind.GPU)]
     through_memory = choose(topology, traffic, islands, gpus)
     straight = choose(topology, traffic, islands, gpus, possible(topology))
     assert load(through_memory.loads, "switch0", "socket0") == pytest.approx(2.0 + service)
@@ -170,7 +170,7 @@ def test_straight_to_the_card_with_nvlink():
 
 def test_what_only_memory_can_add_goes_through_memory():
     topology = switched((2, 2), (0, 0), card_at="switch0")
-    found = choose(topology, islands=[islands_of(topology, Kind.SWITCH)], direct=possible(topology))
+    found = choose(topology, islands=[islands_of(topology, PartKind.SWITCH)], direct=possible(topology))
     assert {end for way in found.ways for _, end in way.copied} == {"socket0"}
 
 

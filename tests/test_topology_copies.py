@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.topology.copies import between_gpus, copies, islands_of, socket_of, switch_of
-from bpsfast.topology.graph import Kind, Link, LinkKind, Part, Topology
+from bpsfast.hardware.topology.copies import between_gpus, copies, islands_of, socket_of, switch_of
+from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology
 from tests.gpu_machines import GIGA, dgx1, switched
 
 
@@ -37,8 +37,8 @@ def test_nvlink_and_the_switch_are_two_ways():
 
 
 def test_each_nvswitch_is_a_way():
-    parts = [Part("socket0", Kind.SOCKET), Part("gpu0", Kind.GPU), Part("gpu1", Kind.GPU),
-             Part("nvswitch0", Kind.NVSWITCH), Part("nvswitch1", Kind.NVSWITCH)]
+    parts = [Part("socket0", PartKind.SOCKET), Part("gpu0", PartKind.GPU), Part("gpu1", PartKind.GPU),
+             Part("nvswitch0", PartKind.NVSWITCH), Part("nvswitch1", PartKind.NVSWITCH)]
     links = [Link(f"gpu{gpu}", f"nvswitch{switch}", LinkKind.NVLINK, 25 * GIGA) for gpu in (0, 1) for switch in (0, 1)]
     topology = Topology("of two", tuple(parts), tuple(links))
     assert [copy.links[0].b for copy in between_gpus(topology, "gpu0", "gpu1")] == ["nvswitch0", "nvswitch1"]
@@ -46,9 +46,9 @@ def test_each_nvswitch_is_a_way():
 
 @pytest.mark.parametrize(("kinds", "islands"), [
     ((), (("gpu0",), ("gpu1",), ("gpu2",), ("gpu3",), ("gpu4",))),
-    ((Kind.SWITCH,), (("gpu0", "gpu1"), ("gpu2", "gpu3", "gpu4"))),
-    ((Kind.NVSWITCH,), (("gpu0",), ("gpu1", "gpu2"), ("gpu3",), ("gpu4",))),
-    ((Kind.SWITCH, Kind.NVSWITCH), (("gpu0", "gpu1", "gpu2", "gpu3", "gpu4"),)),
+    ((PartKind.SWITCH,), (("gpu0", "gpu1"), ("gpu2", "gpu3", "gpu4"))),
+    ((PartKind.NVSWITCH,), (("gpu0",), ("gpu1", "gpu2"), ("gpu3",), ("gpu4",))),
+    ((PartKind.SWITCH, PartKind.NVSWITCH), (("gpu0", "gpu1", "gpu2", "gpu3", "gpu4"),)),
 ])
 def test_islands(kinds, islands):
     assert islands_of(switched((2, 3), nvlinks=((1, 2),)), *kinds) == islands
@@ -62,6 +62,6 @@ def test_where_parts_hang():
 
 
 def test_what_hangs_nowhere_is_named():
-    parts = Part("socket0", Kind.SOCKET), Part("gpu0", Kind.GPU)
+    parts = Part("socket0", PartKind.SOCKET), Part("gpu0", PartKind.GPU)
     with pytest.raises(ConfigError, match="no path leads from gpu0 to a socket's memory in machine loose"):
         socket_of(Topology("loose", parts, ()), "gpu0")

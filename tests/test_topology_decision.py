@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.settings import Settings
-from bpsfast.topology import decision
-from bpsfast.topology.choice import by_size, choose, rule
-from bpsfast.topology.decision import forced, strategy_of
-from bpsfast.topology.plain import plain
+from bpsfast.base.settings import Settings
+from bpsfast.hardware.topology import decision
+from bpsfast.hardware.topology.strategy_solver import islands_by_size, choose, rule
+from bpsfast.hardware.topology.decision import forced, strategy_of
+from bpsfast.hardware.topology.nearest_socket import plain
 from tests.gpu_machines import dgx1, switched
 from tests.test_topology_choice import EIGHT
 
@@ -41,7 +41,7 @@ def test_a_switch_size_makes_islands_if_it_divides_the_gpus(n_gpus, size):
     if n_gpus % size:
         assert found is None
     else:
-        assert found.islands == by_size(topology, size) and len(found.roots) == n_gpus
+        assert found.islands == islands_by_size(topology, size) and len(found.roots) == n_gpus
         assert found.by == f"pcie_switch_size = {size}"
 
 
@@ -74,7 +74,7 @@ def test_a_helper_without_gpus_has_nothing_to_force():
 
 
 def test_the_log_says_once_where_it_comes_from(caplog):
-    with caplog.at_level(logging.INFO, "bpsfast.topology"):
+    with caplog.at_level(logging.INFO, "bpsfast.hardware.topology"):
         for _ in range(2):
             assert strategy_of(dgx1(), Settings(), EIGHT) == choose(dgx1(), EIGHT)
             strategy_of(dgx1(), Settings(reduce_roots="2"), EIGHT)

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.settings import Settings
-from bpsfast.topology.copies import switch_of
-from bpsfast.topology.direct import Pair, nearest, pairs, possible, why_not, wished
-from bpsfast.topology.discovery import discover
-from bpsfast.topology.graph import Kind, Link, LinkKind, Part, Topology
-from bpsfast.topology.joints import joint
+from bpsfast.base.settings import Settings
+from bpsfast.hardware.topology.copies import switch_of
+from bpsfast.hardware.topology.gpu_direct import GpuNicPair, nearest, pairs, possible, why_not, wished
+from bpsfast.hardware.topology.discovery import discover
+from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology
+from bpsfast.hardware.topology.connections import joint
 from tests.gpu_machines import GIGA, dgx1, switched
 from tests.test_topology_choice import machines
 
@@ -21,7 +21,7 @@ def reasons(topology):
 
 def test_below_the_cards_switch_and_elsewhere():
     found = reasons(dgx1())
-    assert found["gpu0"] == found["gpu1"] == "" and possible(dgx1()) == (Pair("gpu0", "nic0"), Pair("gpu1", "nic0"))
+    assert found["gpu0"] == found["gpu1"] == "" and possible(dgx1()) == (GpuNicPair("gpu0", "nic0"), GpuNicPair("gpu1", "nic0"))
     assert found["gpu2"] == ("it and nic0 hang at different PCIe switches, and the way crosses the root complex of "
                              "socket0")
     assert found["gpu7"] == "the way to nic0 crosses the root complexes of socket0 and socket1"
@@ -33,24 +33,24 @@ def test_a_card_at_a_socket():
 
 
 def test_a_switch_below_a_switch_is_another_one():
-    parts = [Part("socket0", Kind.SOCKET), *(Part(f"switch{n}", Kind.SWITCH) for n in range(2)),
-             Part("gpu0", Kind.GPU), Part("nic0", Kind.NIC)]
+    parts = [Part("socket0", PartKind.SOCKET), *(Part(f"switch{n}", PartKind.SWITCH) for n in range(2)),
+             Part("gpu0", PartKind.GPU), Part("nic0", PartKind.NIC)]
     ends = [("socket0", "switch0"), ("switch0", "switch1"), ("switch1", "gpu0"), ("switch0", "nic0")]
     topology = Topology("nested", tuple(parts), tuple(Link(*each, LinkKind.PCIE, 16 * GIGA) for each in ends))
     assert reasons(topology) == {"gpu0": "it and nic0 hang at different PCIe switches"}
 
 
 def test_no_card_and_an_unknown_way():
-    assert list(pairs(switched((1,), (0,), card_at=None))) == [Pair("gpu0", "", "the machine has no network card")]
+    assert list(pairs(switched((1,), (0,), card_at=None))) == [GpuNicPair("gpu0", "", "the machine has no network card")]
     topology = switched((1,), (0,), card_at=None)
-    lone = Topology("lone", (*topology.parts, Part("nic0", Kind.NIC)), topology.links)
+    lone = Topology("lone", (*topology.parts, Part("nic0", PartKind.NIC)), topology.links)
     assert reasons(lone) == {"gpu0": "nobody knows the way to nic0"}
     assert nearest(lone) == [("gpu0", "nobody knows the way to nic0")]
 
 
 def test_of_several_cards_the_nearest_is_named():
     base = dgx1()
-    topology = Topology("two", (*base.parts, Part("nic1", Kind.NIC)),
+    topology = Topology("two", (*base.parts, Part("nic1", PartKind.NIC)),
                         (*base.links, Link("nic1", "switch3", LinkKind.PCIE, 16 * GIGA)))
     told = dict(nearest(topology))
     assert told.keys() == {"gpu2", "gpu3", "gpu4", "gpu5"} and "nic1" in told["gpu4"] and "nic0" in told["gpu3"]
@@ -65,7 +65,7 @@ def test_with_a_card_for_each_gpu_all_can(recorded_machine):
 @settings(max_examples=60, deadline=None)
 def test_it_is_one_switch_or_a_reason(topology):
     found = list(pairs(topology))
-    assert len(found) == len(topology.of(Kind.GPU)) * max(1, len(topology.of(Kind.NIC)))
+    assert len(found) == len(topology.of(PartKind.GPU)) * max(1, len(topology.of(PartKind.NIC)))
     for pair in found:
         if pair.reason:
             assert not pair.card or joint(topology, pair.gpu, pair.card).word != "PIX"
@@ -88,9 +88,9 @@ def test_asked_for_where_no_gpu_can_it_is_refused_with_the_reason_and_what_to_do
 
 def test_a_gpu_and_the_cards_of_a_job():
     """All cards that a job uses have to be below the GPU's switch; a card may have several functions."""
-    parts = [Part("socket0", Kind.SOCKET), *(Part(f"switch{n}", Kind.SWITCH) for n in range(2)),
-             Part("gpu0", Kind.GPU, "0000:3B:00.0"), Part("nic0", Kind.NIC, device="mlx5_0,mlx5_1"),
-             Part("nic1", Kind.NIC, device="mlx5_2")]
+    parts = [Part("socket0", PartKind.SOCKET), *(Part(f"switch{n}", PartKind.SWITCH) for n in range(2)),
+             Part("gpu0", PartKind.GPU, "0000:3B:00.0"), Part("nic0", PartKind.NIC, device="mlx5_0,mlx5_1"),
+             Part("nic1", PartKind.NIC, device="mlx5_2")]
     ends = [("socket0", "switch0"), ("socket0", "switch1"), ("switch0", "gpu0"), ("switch0", "nic0"),
             ("switch1", "nic1")]
     topology = Topology("two", tuple(parts), tuple(Link(*each, LinkKind.PCIE, 16 * GIGA) for each in ends))

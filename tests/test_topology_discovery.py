@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.topology import discovery
-from bpsfast.topology.copies import socket_of
-from bpsfast.topology.graph import Kind, Link, LinkKind, Topology, from_json, to_json
+from bpsfast.hardware.topology import discovery
+from bpsfast.hardware.topology.copies import socket_of
+from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Topology, from_json, to_json
 from tests.sysfs_trees import INSIDES, NAMES
 from tests.sysfs_trees.machine import Machine
 
@@ -41,9 +41,9 @@ def tree(topology: Topology) -> dict[str, str]:
 def test_every_recorded_machine_has_a_graph_that_json_gives_back(name: str, recorded_machine: Machines) -> None:
     topology = graph(recorded_machine(name))
     assert from_json(to_json(topology)) == topology
-    sockets = topology.of(Kind.SOCKET)
+    sockets = topology.of(PartKind.SOCKET)
     for part in topology.parts:
-        if part.kind is not Kind.NVSWITCH and part != sockets[0]:
+        if part.kind is not PartKind.NVSWITCH and part != sockets[0]:
             assert topology.path(part.name, sockets[0].name), part
 
 
@@ -78,8 +78,8 @@ def test_cards_of_a_machine_with_a_switch_for_each_gpu(recorded_machine: Machine
 
 def test_a_virtual_machine_has_all_at_the_first_socket(recorded_machine: Machines) -> None:
     topology = graph(recorded_machine("p3_16xlarge"))
-    assert set(tree(topology).values()) == {"socket0"} and topology.of(Kind.SWITCH) == ()
-    assert len(topology.of(Kind.GPU)) == 8 and len(topology.of(Kind.SOCKET)) == 2
+    assert set(tree(topology).values()) == {"socket0"} and topology.of(PartKind.SWITCH) == ()
+    assert len(topology.of(PartKind.GPU)) == 8 and len(topology.of(PartKind.SOCKET)) == 2
     assert gen3_lanes(topology, "gpu0") == 16
     assert topology.part("nic0").device == "ens3" and topology.part("nic0").wire_rate_bytes == 0.0
 
@@ -93,23 +93,23 @@ def test_three_gpus_share_a_switch_with_the_card_and_five_do_not(recorded_machin
 
 def test_cards_are_numbered_by_address(recorded_machine: Machines) -> None:
     topology = graph(recorded_machine("cpu_two_socket"))
-    assert [(nic.name, nic.device) for nic in topology.of(Kind.NIC)] == [("nic0", "eno1"), ("nic1", "mlx5_0")]
-    assert tree(topology) == {"nic0": "socket0", "nic1": "socket1"} and topology.of(Kind.GPU) == ()
+    assert [(nic.name, nic.device) for nic in topology.of(PartKind.NIC)] == [("nic0", "eno1"), ("nic1", "mlx5_0")]
+    assert tree(topology) == {"nic0": "socket0", "nic1": "socket1"} and topology.of(PartKind.GPU) == ()
 
 
 def test_gpus_that_nvml_does_not_list_are_another_containers(recorded_machine: Machines) -> None:
     machine = recorded_machine("dgx1")
     mine = machine.answers["nvml"]["gpus"][2:4]
     topology = graph(machine.answer(nvml={"gpus": mine}))
-    assert {gpu.device: gpu.address for gpu in topology.of(Kind.GPU)} == {"2": "0000:0a:00.0", "3": "0000:0b:00.0"}
-    assert len(topology.of(Kind.SWITCH)) == 1  # the others have one card below them
+    assert {gpu.device: gpu.address for gpu in topology.of(PartKind.GPU)} == {"2": "0000:0a:00.0", "3": "0000:0b:00.0"}
+    assert len(topology.of(PartKind.SWITCH)) == 1  # the others have one card below them
     assert [(link.a, link.b, link.n_links) for link in topology.links if link.kind is LinkKind.NVLINK] == [
         ("gpu0", "gpu1", 2)]
 
 
 def test_without_nvml_gpus_have_numbers_for_names_and_no_nvlinks(recorded_machine: Machines) -> None:
     topology = graph(recorded_machine("dgx1").answer(nvml=None))
-    assert len(topology.of(Kind.GPU)) == 8 and topology.part("gpu0").model == "10de:1db1"
+    assert len(topology.of(PartKind.GPU)) == 8 and topology.part("gpu0").model == "10de:1db1"
     assert topology.part("gpu0").device == "" and not [link for link in topology.links if link.kind is LinkKind.NVLINK]
 
 
@@ -118,7 +118,7 @@ def test_amds_gpus_are_gpus_and_a_boards_own_display_is_none(recorded_machine: M
     port = "sys/devices/pci0000:80/0000:80:02.0/0000:81:00.0/0000:82"
     machine.write(f"{port}:04.0/0000:83:00.0/vendor", "0x1002").write(f"{port}:04.0/0000:83:00.0/class", "0x120000")
     machine.write(f"{port}:08.0/0000:84:00.0/class", "0x120000")  # NVIDIA has none of this class
-    addresses = [gpu.address for gpu in graph(machine).of(Kind.GPU)]
+    addresses = [gpu.address for gpu in graph(machine).of(PartKind.GPU)]
     assert len(addresses) == 7 and "0000:83:00.0" in addresses and "0000:84:00.0" not in addresses
     assert "0000:0b:00.0" not in addresses
 
@@ -131,7 +131,7 @@ def test_two_devices_in_one_slot_both_hang_there(recorded_machine: Machines) -> 
     shutil.copytree(link.resolve(), second, symlinks=True)
     link.with_suffix(".4").symlink_to(second)
     topology = graph(machine)
-    gpus = {part.address: part.name for part in topology.of(Kind.GPU)}
+    gpus = {part.address: part.name for part in topology.of(PartKind.GPU)}
     assert len(gpus) == 9
     assert len({(above(topology, gpus[f"0000:84:00.{each}"]).a, above(topology, gpus[f"0000:84:00.{each}"]).rate_bytes)
                 for each in (0, 4)}) == 1
@@ -141,7 +141,7 @@ def test_two_devices_in_one_slot_both_hang_there(recorded_machine: Machines) -> 
 def test_a_container_without_sys_has_the_gpus_that_nvml_lists(recorded_machine: Machines) -> None:
     machine = recorded_machine("dgx1").remove("sys").write("proc/self/status", "Cpus_allowed_list:\t0-7")
     topology = graph(machine)
-    assert [part.cpus for part in topology.of(Kind.SOCKET)] == ["0-7"] and len(topology.of(Kind.GPU)) == 8
+    assert [part.cpus for part in topology.of(PartKind.SOCKET)] == ["0-7"] and len(topology.of(PartKind.GPU)) == 8
     assert set(tree(topology).values()) == {"socket0"} and topology.path("gpu0", "gpu3", LinkKind.NVLINK)
 
 
@@ -153,7 +153,7 @@ def test_a_machine_of_which_nothing_is_known_is_a_socket(tmp_path: Path) -> None
 
 def test_this_machine_has_a_graph() -> None:
     topology = discovery.discover()
-    assert topology.of(Kind.SOCKET) and topology.of(Kind.SOCKET)[0].cpus
+    assert topology.of(PartKind.SOCKET) and topology.of(PartKind.SOCKET)[0].cpus
 
 
 def test_what_is_no_recorded_machine_is_refused(recorded_machine: Machines, tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.topology.graph import Kind, Link, LinkKind, Part, Topology, from_json, to_json
+from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology, from_json, to_json
 
 PCIE, NVLINK, SOCKETS = LinkKind.PCIE, LinkKind.NVLINK, LinkKind.SOCKETS
 #: two sockets, a switch with two GPUs at the first, a card at the second; an NVLink beside the switch
 SMALL = Topology(
     "small",
-    (Part("socket0", Kind.SOCKET, cpus="0-3"), Part("socket1", Kind.SOCKET, cpus="4-7"),
-     Part("switch0", Kind.SWITCH, "0000:02:00.0"), Part("gpu0", Kind.GPU, "0000:04:00.0", "Tesla V100", device="0"),
-     Part("gpu1", Kind.GPU), Part("nic0", Kind.NIC, wire_rate_bytes=12.5e9, device="mlx5_0")),
+    (Part("socket0", PartKind.SOCKET, cpus="0-3"), Part("socket1", PartKind.SOCKET, cpus="4-7"),
+     Part("switch0", PartKind.SWITCH, "0000:02:00.0"), Part("gpu0", PartKind.GPU, "0000:04:00.0", "Tesla V100", device="0"),
+     Part("gpu1", PartKind.GPU), Part("nic0", PartKind.NIC, wire_rate_bytes=12.5e9, device="mlx5_0")),
     (Link("socket0", "socket1", SOCKETS, 38.4e9), Link("socket0", "switch0", PCIE, 15e9),
      Link("switch0", "gpu0", PCIE, 14e9), Link("gpu1", "switch0", PCIE, 13e9), Link("socket1", "nic0", PCIE, 12e9),
      Link("gpu0", "gpu1", NVLINK, 50e9, 2)))
@@ -29,7 +29,7 @@ def topologies(draw: st.DrawFn) -> Topology:
     texts = st.text(max_size=5)
     rates = st.floats(1.0, 1e15)
     names = draw(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=8, unique=True))
-    parts = [Part(name, draw(st.sampled_from(Kind)), draw(texts), draw(texts), draw(texts),
+    parts = [Part(name, draw(st.sampled_from(PartKind)), draw(texts), draw(texts), draw(texts),
                   draw(st.floats(0.0, 1e15)), draw(st.floats(0.0, 1e15)), draw(texts)) for name in names]
     pairs = [(pair, kind) for pair in itertools.combinations(names, 2) for kind in LinkKind]
     chosen = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
@@ -54,7 +54,7 @@ def test_a_path_leads_from_one_part_to_the_other(topology: Topology, data: st.Da
     place = begin
     for number, link in enumerate(links):
         assert link.kind in (kinds or {PCIE, SOCKETS}) and place in (link.a, link.b)
-        assert number == 0 or topology.part(place).kind not in (Kind.GPU, Kind.NIC)
+        assert number == 0 or topology.part(place).kind not in (PartKind.GPU, PartKind.NIC)
         place = link.b if place == link.a else link.a
     assert not links or place == end
     assert (len(links), _slowest(links)) == _best(topology, begin, end, kinds or {PCIE, SOCKETS})
@@ -72,7 +72,7 @@ def _best(topology: Topology, begin: str, end: str, kinds: set[LinkKind]) -> tup
         if rates:
             return length, max(rates)
         ways = [(other, seen | {other}, min(rate, link.rate_bytes)) for place, seen, rate in ways
-                if place == begin or topology.part(place).kind not in (Kind.GPU, Kind.NIC)
+                if place == begin or topology.part(place).kind not in (PartKind.GPU, PartKind.NIC)
                 for other, link in topology.neighbours(place, *kinds) if other not in seen]
         # of ways to the same place the fastest is enough: what was seen on the way is nearer to the beginning anyway
         ways = [max((way for way in ways if way[0] == place), key=lambda way: way[2]) for place in {w[0] for w in ways}]
@@ -87,7 +87,7 @@ def test_ways_through_a_small_machine() -> None:
 
 
 def test_of_paths_of_the_same_length_the_faster_one_is_taken() -> None:
-    parts = tuple(Part(name, Kind.SWITCH) for name in "abcd")
+    parts = tuple(Part(name, PartKind.SWITCH) for name in "abcd")
     links = (Link("a", "b", PCIE, 1.0), Link("b", "d", PCIE, 9.0), Link("a", "c", PCIE, 2.0), Link("c", "d", PCIE, 3.0))
     assert Topology("square", parts, links).path("a", "d") == (links[2], links[3])
     even = (*links[:3], Link("c", "d", PCIE, 1.0), Link("a", "d", NVLINK, 9.0))
@@ -95,7 +95,7 @@ def test_of_paths_of_the_same_length_the_faster_one_is_taken() -> None:
 
 
 def test_parts_and_neighbours() -> None:
-    assert [part.name for part in SMALL.of(Kind.GPU)] == ["gpu0", "gpu1"] and SMALL.of(Kind.NVSWITCH) == ()
+    assert [part.name for part in SMALL.of(PartKind.GPU)] == ["gpu0", "gpu1"] and SMALL.of(PartKind.NVSWITCH) == ()
     assert SMALL.part("nic0").device == "mlx5_0"
     assert [name for name, _ in SMALL.neighbours("gpu0")] == ["switch0", "gpu1"]
     assert [name for name, _ in SMALL.neighbours("gpu0", NVLINK)] == ["gpu1"]

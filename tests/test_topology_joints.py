@@ -3,16 +3,16 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.topology.graph import Kind, Link, LinkKind, Part, Topology
-from bpsfast.topology.joints import WORDS, joint
+from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology
+from bpsfast.hardware.topology.connections import WORDS, joint
 
 PCIE, NVLINK = LinkKind.PCIE, LinkKind.NVLINK
 MACHINE = Topology(
     "m",
-    (*(Part(f"socket{number}", Kind.SOCKET) for number in range(2)),
-     *(Part(f"switch{number}", Kind.SWITCH) for number in range(3)),
-     *(Part(f"gpu{number}", Kind.GPU) for number in range(7)),
-     Part("nic0", Kind.NIC), Part("nvswitch0", Kind.NVSWITCH)),
+    (*(Part(f"socket{number}", PartKind.SOCKET) for number in range(2)),
+     *(Part(f"switch{number}", PartKind.SWITCH) for number in range(3)),
+     *(Part(f"gpu{number}", PartKind.GPU) for number in range(7)),
+     Part("nic0", PartKind.NIC), Part("nvswitch0", PartKind.NVSWITCH)),
     (Link("socket0", "socket1", LinkKind.SOCKETS, 9.0), Link("socket0", "switch0", PCIE, 8.0),
      Link("switch0", "switch1", PCIE, 7.0), Link("switch0", "gpu0", PCIE, 16.0), Link("switch0", "gpu1", PCIE, 15.0),
      Link("switch1", "gpu2", PCIE, 16.0), Link("socket0", "nic0", PCIE, 12.0), Link("socket1", "switch2", PCIE, 16.0),

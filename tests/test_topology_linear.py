@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from bpsfast.orchestration.errors import BpsError, ConfigError
-from bpsfast.topology.linear import LinearProgram
+from bpsfast.hardware.topology.linear_program import LinearProgram
 
 
 def test_the_second_goal_is_looked_for_among_the_best_of_the_first():

@@ -9,23 +9,23 @@ import msgspec
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.topology import nvml
-from bpsfast.topology.graph import Kind, Link, LinkKind
-from bpsfast.topology.nvml import Answer, Gpu, NvLinks
+from bpsfast.hardware.topology import nvml
+from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind
+from bpsfast.hardware.topology.nvml import NvmlAnswer, Gpu, NvLinks
 
 NAMES = {"a": "gpu0", "b": "gpu1", "c": "gpu2"}
 
 
-def gpus(*links: list[NvLinks]) -> Answer:
+def gpus(*links: list[NvLinks]) -> NvmlAnswer:
     """Return the answer of GPUs at a, b, c with *links*."""
-    return Answer(gpus=tuple(Gpu(number, "GPU", "abc"[number], tuple(each)) for number, each in enumerate(links)))
+    return NvmlAnswer(gpus=tuple(Gpu(number, "GPU", "abc"[number], tuple(each)) for number, each in enumerate(links)))
 
 
 def to(remote: str, n_links: int = 1, version: int = 2, **fields: Any) -> NvLinks:
     return NvLinks(fields.pop("kind", "gpu"), remote, version, n_links, **fields)
 
 
-def joined(answer: Answer, names: dict[str, str] = NAMES) -> list[tuple[str, str, float, int]]:
+def joined(answer: NvmlAnswer, names: dict[str, str] = NAMES) -> list[tuple[str, str, float, int]]:
     return [(link.a, link.b, link.rate_bytes, link.n_links) for link in nvml.nvlinks(answer, names)[1]]
 
 
@@ -45,7 +45,7 @@ def test_rates_by_version(version: int, speed_mb: int, rate_bytes: float) -> Non
 def test_the_nvswitches_of_a_machine_are_one() -> None:
     each = [to("s", 5, 6, kind="switch"), to("t", 4, 6, kind="switch")]
     (switch,), links = nvml.nvlinks(gpus(each, each, each), NAMES)
-    assert switch.kind is Kind.NVSWITCH and switch.model == "2 NVSwitches"
+    assert switch.kind is PartKind.NVSWITCH and switch.model == "2 NVSwitches"
     assert links == [Link(f"gpu{number}", "nvswitch0", LinkKind.NVLINK, 225e9, 9) for number in range(3)]
     # a virtual machine hides their addresses
     hidden = [to("", 12, 4, kind="switch")]
@@ -74,4 +74,4 @@ def test_a_machine_without_nvml_has_no_nvlinks_and_a_line_in_the_log(caplog: pyt
             f"no NVLinks are known: {answer.error}"]
     else:
         assert answer.gpus and not caplog.records
-    assert nvml.nvlinks(Answer(answer.error), {}) == ([], [])
+    assert nvml.nvlinks(NvmlAnswer(answer.error), {}) == ([], [])

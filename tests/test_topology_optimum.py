@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.topology.budget import Traffic
-from bpsfast.topology.graph import Kind, Part, Topology
-from bpsfast.topology.optimum import optimum
+from bpsfast.hardware.topology.loads import Traffic
+from bpsfast.hardware.topology.graph import PartKind, Part, Topology
+from bpsfast.hardware.topology.lower_bound import optimum
 from tests.gpu_machines import GIGA, dgx1, switched
 
 
@@ -52,10 +52,10 @@ def test_a_machine_without_gpus_brings_its_sockets_together():
 
 def test_no_memory_is_refused():
     with pytest.raises(ConfigError, match="has no socket"):
-        optimum(Topology("bare", (Part("gpu0", Kind.GPU),), ()))
+        optimum(Topology("bare", (Part("gpu0", PartKind.GPU),), ()))
 
 
 def test_a_card_that_hangs_nowhere_is_refused():
-    parts = Part("socket0", Kind.SOCKET), Part("nic0", Kind.NIC)
+    parts = Part("socket0", PartKind.SOCKET), Part("nic0", PartKind.NIC)
     with pytest.raises(ConfigError, match="no path leads from a socket to a network card"):
         optimum(Topology("loose", parts, ()))

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.nic.sysfs import Tree
-from bpsfast.topology import pcie
-from bpsfast.topology.pcie import Hub, Place
+from bpsfast.hardware.sysfs import Tree
+from bpsfast.hardware.topology import pcie
+from bpsfast.hardware.topology.pcie import PcieBranch, PcieLocation
 from tests.sysfs_trees.machine import Machine
 
 Machines = Callable[[str], Machine]
@@ -15,13 +15,13 @@ ROOT = "sys/devices/pci0000:00"
 GEN3_LANE = 8e9 * 128 / 130 / 8
 
 
-def at(*addresses: str) -> Place:
+def at(*addresses: str) -> PcieLocation:
     """Return the place below bridges; "2:00.0" is 0000:02:00.0."""
     words = [f"0000:{address:0>7}" for address in addresses]
-    return Place(tuple("/".join([ROOT, *words[:depth + 1]]) for depth in range(len(words))))
+    return PcieLocation(tuple("/".join([ROOT, *words[:depth + 1]]) for depth in range(len(words))))
 
 
-def shape(hub: Hub) -> object:
+def shape(hub: PcieBranch) -> object:
     """Return a hub as (bridges on its way up, what is below): nested tuples of the last addresses."""
     last = [folder.rpartition("/")[2].removeprefix("0000:") for folder in hub.way]
     return (*last, [shape(below) for below in hub.below]) if hub.below else tuple(last)

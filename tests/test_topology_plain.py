@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.topology.budget import Traffic
-from bpsfast.topology.choice import choose, rule
-from bpsfast.topology.discovery import discover
-from bpsfast.topology.graph import Kind, Link, LinkKind, Part, Topology
-from bpsfast.topology.plain import plain
+from bpsfast.hardware.topology.loads import Traffic
+from bpsfast.hardware.topology.strategy_solver import choose, rule
+from bpsfast.hardware.topology.discovery import discover
+from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology
+from bpsfast.hardware.topology.nearest_socket import plain
 from tests.gpu_machines import GIGA, dgx1, load, switched
 from tests.sysfs_trees import INSIDES, NAMES
 from tests.test_topology_choice import EIGHT, machines
@@ -32,7 +32,7 @@ def test_the_papers_roots_leave_the_card_its_link():
 
 def test_two_cards_send_half_each():
     base = switched(card_at=None)
-    cards = tuple(Part(f"nic{at}", Kind.NIC, wire_rate_bytes=12.5 * GIGA) for at in range(2))
+    cards = tuple(Part(f"nic{at}", PartKind.NIC, wire_rate_bytes=12.5 * GIGA) for at in range(2))
     links = tuple(Link(f"nic{at}", f"socket{at}", LinkKind.PCIE, 16 * GIGA) for at in range(2))
     topology = Topology("two cards", base.parts + cards, base.links + links)
     found = plain(topology, rule(topology))
@@ -47,7 +47,7 @@ def test_a_machine_without_gpus_brings_its_sockets_together():
 
 
 def test_what_hangs_nowhere_is_refused():
-    topology = Topology("loose", (Part("socket0", Kind.SOCKET), Part("gpu0", Kind.GPU)), ())
+    topology = Topology("loose", (Part("socket0", PartKind.SOCKET), Part("gpu0", PartKind.GPU)), ())
     with pytest.raises(ConfigError, match="no path leads from gpu0"):
         plain(topology, rule(topology))
 
@@ -57,7 +57,7 @@ def test_recorded_machines(recorded_machine, name):
     topology = discover(str(recorded_machine(name).root))
     solved, found = choose(topology, EIGHT), plain(topology, rule(topology), EIGHT)
     assert solved.loads.time <= found.loads.time * (1 + 1e-6)
-    assert sum(found.loads.cards.values()) == pytest.approx(1.75 if topology.of(Kind.NIC) else 0.0)
+    assert sum(found.loads.cards.values()) == pytest.approx(1.75 if topology.of(PartKind.NIC) else 0.0)
 
 
 @given(machines(), st.floats(0.0, 1.0))

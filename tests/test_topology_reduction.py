@@ -4,15 +4,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.topology.budget import Budget, Traffic
-from bpsfast.topology.graph import LinkKind
-from bpsfast.topology.reduction import reduce_to
+from bpsfast.hardware.topology.loads import LinkLoads, Traffic
+from bpsfast.hardware.topology.graph import LinkKind
+from bpsfast.hardware.topology.reduction import reduce_to
 from tests.gpu_machines import dgx1, load, switched
 
 
 def reduced(topology, island, parts):
     """Return the loads for *parts*: root -> its part of the gradient."""
-    budget = Budget(topology, Traffic())
+    budget = LinkLoads(topology, Traffic())
     for root in parts:
         reduce_to(budget, island, root, root)
     return budget.loads(parts)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.topology import sockets
-from bpsfast.topology.sockets import Cpu, Sockets
+from bpsfast.hardware.topology import sockets
+from bpsfast.hardware.topology.sockets import Cpu, Sockets
 from tests.sysfs_trees.machine import Machine
 
 Machines = Callable[[str], Machine]

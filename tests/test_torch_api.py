@@ -158,13 +158,13 @@ def test_groups_are_counted(everywhere):
 
 
 def declared():
-    from bpsfast.trainer import current
+    from bpsfast.trainer import process
 
     assert [bps.declare(name) for name in ("declared a", "declared b", "declared a")] == [0, 0, 0]
     for name, priority in (("declared b", 0), ("declared a", 0), ("urgent", 7)):
         y = bps.push_pull(torch.ones(3), False, name, 5, priority)  # version and priority, as BytePS takes them
         assert y.tolist() == [float(bps.size())] * 3
-    specs = current.current().tensors._specs
+    specs = process.current().tensors._specs
     first, second = specs["declared a"].priority, specs["declared b"].priority
     assert first > second and specs["urgent"].priority == 7
     assert bps.push_pull(torch.ones(2)).tolist() == [1.0] * 2  # without a name
@@ -350,8 +350,8 @@ def test_a_single_process_suspends_and_resumes():
             bps.size()
         bps.resume(1, 0, 0, None)
         assert bps.size() == 1 and bps.push_pull(torch.ones(2), name="c").tolist() == [1.0] * 2
-        from bpsfast.trainer import current
+        from bpsfast.trainer import process
 
-        assert list(current.current().order) == ["b", "a"]
+        assert list(process.current().order) == ["b", "a"]
     finally:
         bps.shutdown()

@@ -9,7 +9,7 @@ import torch
 import bpsfast.torch as bps
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.torch.compression import Compression, check_compression, check_compressor, parted
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from tests.compressed_rounds import Replay, values
 
 SHAPE = (300, 100)
@@ -70,7 +70,7 @@ def optimized(label, cross_barrier):
         found.append([p.grad.numpy().copy() for p in model.parameters()])
         with optimizer.skip_synchronize():
             optimizer.step()
-    units = [current.current().tensors.unit(f"Gradient.{name}") for name, _ in named(model, label)]
+    units = [process.current().tensors.unit(f"Gradient.{name}") for name, _ in named(model, label)]
     return found, [None if unit.codec is None else unit.codec.kind for unit in units], units[0].stride
 
 
@@ -118,7 +118,7 @@ def by_the_module(label, rejoins):
         optimizer.zero_grad()
         ddp(step).backward()
         found.append(model.big.grad.numpy().copy())
-    return found, current.current().tensors.unit(ddp._exchange.prefix + "big").stride
+    return found, process.current().tensors.unit(ddp._exchange.prefix + "big").stride
 
 
 @pytest.mark.parametrize("rejoins", [False, True])
@@ -139,7 +139,7 @@ def by_calls(label):
                bps.synchronize(bps.push_pull_async_inplace(x["async inplace"], name=f"{label} 3", **how))]
         assert (x["new"] == drawn(0, step)).all() and (x["inplace"] == got[1]).all()
         found[step] = [each.numpy().copy() for each in got]
-    return found, current.current().tensors.unit(f"{label} 0").stride
+    return found, process.current().tensors.unit(f"{label} 0").stride
 
 
 def test_calls(nodes):
@@ -155,7 +155,7 @@ def differentiated(label):
         y = bps.push_pull(x, name=label, compression={label: TOP})
         y.backward(drawn(1, step))
         found.append((y.detach().numpy().copy(), x.grad.numpy().copy()))
-    return found, current.current().tensors.unit(label).stride
+    return found, process.current().tensors.unit(label).stride
 
 
 def test_backward_of_a_call_keeps_its_own_error(nodes):

@@ -6,7 +6,7 @@ import torch
 
 import bpsfast.torch as bps
 from bpsfast.torch.exchange import forward_order
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 
 @pytest.mark.parametrize(("seen", "expected"), [
@@ -65,7 +65,7 @@ def spoil(parameter):
 
 def in_order(prefix):
     """Return the layers in the order of their partitions."""
-    place = {name: (unit.first_part, member.offset) for unit in current.current().tensors.units()
+    place = {name: (unit.first_part, member.offset) for unit in process.current().tensors.units()
              for name, member in unit.members.items() if name.startswith(f"Gradient.{prefix}.")}
     return [name.split(".")[-2] for name in sorted(place, key=lambda name: place[name])]
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bpsfast.torch as bps
 import bpsfast.torch.backend  # noqa: F401
-from bpsfast import reference
+from bpsfast.base import reference_sum
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.torch import hooks
 from bpsfast.torch.compression_state import CompressionState
@@ -136,7 +136,7 @@ def check(results, shape, kind):
             inputs, found = ([np.concatenate([step[pack, place][rank][i] for place in range(n)])
                               for rank in range(sum(shape))] for i in range(2))
             if codec is None:
-                want = reference.reduce(grouped(inputs, shape), average=True)
+                want = reference_sum.reduce(grouped(inputs, shape), average=True)
             else:
                 assert codec == codec_of(kind)
                 if pack not in replays:

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bpsfast.collective import groups
+from bpsfast.collectives import group_factory
 from bpsfast.orchestration.errors import StallError
-from bpsfast.post.allowance import N_ANNOUNCED, ROOM_NBYTES, cost
+from bpsfast.collectives.p2p.send_credit import N_ANNOUNCED, ROOM_NBYTES, cost
 from bpsfast.torch.backend.messages import Messages
 from bpsfast.torch.backend.operands import operand
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 
 @pytest.fixture(params=[(3,), (2, 1)], ids=["one node", "two nodes"])
@@ -23,8 +23,8 @@ def ranks(request, shared_job):
 
 
 def whole(timeout_s=20.0):
-    session = current.current()
-    group = groups.make(session, range(session.size), timeout_s)
+    session = process.current()
+    group = group_factory.make(session, range(session.size), timeout_s)
     return group, Messages(group)
 
 
@@ -167,7 +167,7 @@ def too_late():
             work.get_future().then(lambda future: was_over.append(work._transfer.done())).wait()
             assert was_over == [True]
             work.get_future().wait()
-        current.current().barrier(20)
+        process.current().barrier(20)
         messages.receive(operand(second), 1, 6).wait(timedelta(seconds=20))
         assert second.tolist() == [1] * 3 and not first.any()
     else:

@@ -7,7 +7,7 @@ import torch
 
 import bpsfast.torch as bps
 from bpsfast.torch.compression import Compression
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 pytestmark = pytest.mark.matrix
 
@@ -228,7 +228,7 @@ def test_any_layout_and_dtype(three):
 def where_gradients_live(set_to_none):
     net = network()
     optimizer = bps.DistributedOptimizer(sgd(net), net.named_parameters())
-    session = current.current()
+    session = process.current()
     inside = []
     for step in range(3):
         optimizer.zero_grad(set_to_none=set_to_none)

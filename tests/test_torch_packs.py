@@ -17,7 +17,7 @@ import bpsfast.torch as bps
 import bpsfast.torch.backend  # noqa: F401
 from bpsfast.orchestration.errors import MismatchError
 from bpsfast.torch.hooks import CompressionState, int8_hook, onebit_hook
-from bpsfast.torch.packs import Gradient, Landing, _cut
+from bpsfast.torch.packs import Gradient, BucketCompletion, _cut
 from bpsfast.trainer.tensor_input import TensorInput
 from tests.packed_training import SHAPE, again, group, made, train, weights
 
@@ -37,7 +37,7 @@ def test_packs_are_whole_and_no_larger_than_they_must_be(sizes, most):
 
 def landing(n_missing):
     tensor = torch.zeros(4)
-    return Landing(TensorInput(tensor.data_ptr(), (4,), "float32", 16, True, tensor), tensor, n_missing), tensor
+    return BucketCompletion(TensorInput(tensor.data_ptr(), (4,), "float32", 16, True, tensor), tensor, n_missing), tensor
 
 
 def test_a_bucket_lands_with_its_last_gradient():

@@ -7,7 +7,7 @@ import torch
 import bpsfast.torch as bps
 from bpsfast.torch.compression import Compression, Compressor
 from bpsfast.torch.parallel import DistributedDataParallel
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from tests.averaged_gradients import assert_close, averages, gradients, loss_of, network
 from tests.every_shape import SHAPES
 
@@ -215,7 +215,7 @@ def made_again():
         model.zero_grad()
         loss_of(ddp, bps.rank()).backward()
         assert_close(gradients(model), averages(model))
-        n_units.append(len(current.current().tensors.units()))
+        n_units.append(len(process.current().tensors.units()))
         kept = [ddp] if bps.rank() % 2 else []  # as somebody may
         del ddp
     kept.clear()

@@ -4,17 +4,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bpsfast.collective import groups
+from bpsfast.collectives import group_factory
 from bpsfast.orchestration.errors import MismatchError, UnsupportedError
 from bpsfast.torch.backend import sparse
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 pytestmark = pytest.mark.matrix
 
 
 def whole():
-    session = current.current()
-    return groups.make(session, range(session.size))
+    session = process.current()
+    return group_factory.make(session, range(session.size))
 
 
 def given(rank, shape, sparse_dim, nnz, dtype=torch.float64):

@@ -6,8 +6,8 @@ import pytest
 from bpsfast import trace
 from bpsfast.orchestration.clock_offset import Point
 from bpsfast.trace import Origin
-from bpsfast.trace.clock import align
-from bpsfast.trace.process_file import Process
+from bpsfast.tools.trace.clocks import align
+from bpsfast.base.trace_file import Process
 from tests.trace_records import change, record
 
 

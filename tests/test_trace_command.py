@@ -6,7 +6,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from bpsfast.commands.trace import command
+from bpsfast.tools.commands.trace import command
 from tests import trace_format
 from tests.trace_records import job as recorded
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from bpsfast import transport
-from bpsfast.compression import reading
+from bpsfast.node import transport
+from bpsfast.kernels.codecs import codec_reference
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import ABORTED, DONE, TIMED_OUT
-from bpsfast.settings import Settings
+from bpsfast.base.settings import Settings
 from bpsfast.trace import Limits
 from tests.two_nodes import KEY, End, connect, declare, order_of
 
@@ -55,9 +55,9 @@ def added(left: bytes, right: bytes) -> bytes:
 def test_the_choice_is_explained(ends):
     kind = ends[0].settings.transport
     for end, other in ((ends[0], "node 1"), (ends[1], "node 0")):
-        assert end.vertex.transports[other].startswith(f"{kind}: ")
+        assert end.runtime.transports[other].startswith(f"{kind}: ")
         encrypts = end.settings.encryption == "on"
-        assert end.vertex.transports[other].endswith("; encrypted") == encrypts
+        assert end.runtime.transports[other].endswith("; encrypted") == encrypts
 
 
 @pytest.mark.parametrize("owner", [0, 1])
@@ -86,7 +86,7 @@ def test_frames_arrive_whole_in_every_round(ends, owner, codec):
     plan = declare(ends, sizes, [owner] * 3, codec=codec)
     for end in ends:
         end.commit(order_of(plan))
-    readings = [reading.Job(codec, nbytes // 4, "float32", 2) for nbytes in sizes[:2]]
+    readings = [codec_reference.ReferenceJob(codec, nbytes // 4, "float32", 2) for nbytes in sizes[:2]]
     places = [[end.allocate(nbytes) for nbytes in sizes] for end in ends]
     for round_ in (1, 2, 3):
         data = [[np.random.default_rng([round_, i, nbytes]).standard_normal(nbytes // 4).astype(np.float32)
@@ -120,7 +120,7 @@ def test_partitions_take_turns_on_the_streams_that_their_unit_asks_for(tuned, n_
     for end in tuned:
         assert end.port.wait(0, 8, 1, 20.0) == DONE
         assert [end.result(part, 1) for part in range(8)] == [bytes([2 * part + 1] * 100) for part in range(8)]
-        (link,) = end.vertex.links.values()
+        (link,) = end.runtime.links.values()
         deadline, written = time.monotonic() + 20, [0]
         while sum(written) < 8 and time.monotonic() < deadline:  # the last may be read over there, and not counted here
             written = [stream.counters()["writes_sent"] for stream in link.streams]
@@ -161,12 +161,12 @@ def test_the_next_generation_waits_for_the_local_commit(ends):
 def test_a_refused_generation_is_forgotten(ends):
     refused = declare(ends, [5000], [1])
     for end in ends:
-        end.vertex.wiring.drop(end.generation)
-    used = [end.vertex.regions.nbytes for end in ends]
+        end.runtime.plan_installer.drop(end.generation)
+    used = [end.runtime.regions.nbytes for end in ends]
     plan = declare(ends, [5000], [1], generation=2, first=1)
     for end in ends:
         end.commit(order_of(refused, plan))
-    assert [end.vertex.regions.nbytes for end in ends] == used  # its memory was taken again
+    assert [end.runtime.regions.nbytes for end in ends] == used  # its memory was taken again
     for number, end in enumerate(ends):
         push(end, 1, 1, end.allocate(5000), bytes([number + 1]) * 5000)
     for end in ends:
@@ -180,20 +180,20 @@ def test_who_is_missing_is_known(ends):
         end.commit(order_of(plan))
     place = ends[0].allocate(5000)
     push(ends[0], 0, 1, place, b"\1" * 5000)
-    while ends[0].vertex.missing(0, 1) != ("partial", (), (1,)):
+    while ends[0].runtime.missing(0, 1) != ("partial", (), (1,)):
         assert ends[0].port.wait(0, 1, 1, 0.01) == TIMED_OUT
-    assert ends[1].vertex.missing(0, 1) == ("push", (1,), ())
-    assert ends[1].vertex.missing(77, 1) == ("done", (), ())
+    assert ends[1].runtime.missing(0, 1) == ("push", (1,), ())
+    assert ends[1].runtime.missing(77, 1) == ("done", (), ())
 
 
 def test_a_peer_that_closes_is_noticed(ends):
     if ends[0].settings.transport == "tcp":
-        source = ends[0].vertex._source_of[1]
-        ends[1].vertex.stop()
+        source = ends[0].runtime._source_of[1]
+        ends[1].runtime.stop()
         found, code = ends[0].lost.get(timeout=20)
-        assert found == source and ends[0].vertex.who(found) == ("node 1", 1) and code >= 0
+        assert found == source and ends[0].runtime.who(found) == ("node 1", 1) and code >= 0
     else:
-        ends[1].vertex.links[0].channel.close()
+        ends[1].runtime.links[0].channel.close()
         with pytest.raises(PeerLostError):
             ends[0].hear()
 
@@ -202,7 +202,7 @@ def test_an_abort_ends_waits_with_its_reason(ends):
     plan = declare(ends, [5000], [0])
     for end in ends:
         end.commit(order_of(plan))
-    ends[0].vertex.abort(PeerLostError("node 1 is lost"))
+    ends[0].runtime.abort(PeerLostError("node 1 is lost"))
     assert ends[0].port.wait(0, 1, 1, 20.0) == ABORTED
     assert ends[0].port.state() == (1, "PeerLostError: node 1 is lost")
 
@@ -261,7 +261,7 @@ def test_a_connection_that_no_stream_could_take_over_is_closed_with_its_link(no_
     link = made[0].peering.links[1]
     link.limits = Limits(1 << 60)
     with pytest.raises(MemoryError):
-        link.start(made[0].vertex.engine, 0)
+        link.start(made[0].runtime.engine, 0)
     socks = list(link.sockets.values())
     assert socks and not link.streams
     for end in made:

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
-from bpsfast.perf import plan as plans
-from bpsfast.settings import Settings
-from bpsfast.tune.trial import INCAST, LATENCY, NAMES, ONE_WAY, TWO_WAY, plan_of, rails_of
+from bpsfast.tools.perf import perf_plan as plans
+from bpsfast.base.settings import Settings
+from bpsfast.tools.tune.perf_options import INCAST, LATENCY, NAMES, ONE_WAY, TWO_WAY, plan_of, rails_of
 from tests.test_knobs import rail, side
 
 START = {name: getattr(Settings(), name) for name in NAMES}

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from bpsfast import profile
+from bpsfast.base import profile
 from bpsfast.cli import cli
-from bpsfast.commands import tune
-from bpsfast.tune.search import Outcome
+from bpsfast.tools.commands import tune
+from bpsfast.tools.tune.search import Outcome
 from tests import measurement_schemas as schemas
 
 without_devices = pytest.mark.skipif(

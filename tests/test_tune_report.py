@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import msgspec
 
-from bpsfast.doctor.finding import passed, skipped, warned
-from bpsfast.nic.counters import Delta
-from bpsfast.tune import knobs, report
-from bpsfast.tune.comparison import compare
-from bpsfast.tune.field import Way
-from bpsfast.tune.search import Knob, Outcome, Step
-from bpsfast.tune.trial import INCAST, LATENCY, ONE_WAY, TWO_WAY
+from bpsfast.tools.doctor.finding import passed, skipped, warned
+from bpsfast.hardware.nic_counters import CounterDelta
+from bpsfast.tools.tune import tunables, tune_text
+from bpsfast.tools.tune.comparison import compare
+from bpsfast.tools.tune.testbed import RailPair
+from bpsfast.tools.tune.search import Tunable, Outcome, TuneStep
+from bpsfast.tools.tune.perf_options import INCAST, LATENCY, ONE_WAY, TWO_WAY
 from tests import measurement_schemas as schemas
 from tests.test_knobs import rail, side
 
@@ -25,19 +25,19 @@ def session(changes):
     return SimpleNamespace(
         own=side("a", rail()), partners=[side("b", rail()), side("c", rail())], loads=LOADS, goal=INCAST,
         budget_s=60.0, sample_s=0.15, start={"rdma_mtu": 0},
-        ways=lambda config, load: [Way(0, rail(), rail()), Way(1, rail(), rail())],
-        choice=knobs.Choice([Knob("rdma_mtu", (1024,), INCAST)], {"huge_pages": "no pool"}),
-        counted=lambda config, load: [Delta("a mlx5_0", 1, 0.0, changes, False, False)])
+        ways=lambda config, load: [RailPair(0, rail(), rail()), RailPair(1, rail(), rail())],
+        choice=tunables.Choice([Tunable("rdma_mtu", (1024,), INCAST)], {"huge_pages": "no pool"}),
+        counted=lambda config, load: [CounterDelta("a mlx5_0", 1, 0.0, changes, False, False)])
 
 
 def outcome():
-    return Outcome({"rdma_mtu": 0}, {"rdma_mtu": 1024}, True, "better", [Step("rdma_mtu", 1024, 0, True, "taken")],
+    return Outcome({"rdma_mtu": 0}, {"rdma_mtu": 1024}, True, "better", [TuneStep("rdma_mtu", 1024, 0, True, "taken")],
                    ["credit_bytes"], {}, BEFORE, AFTER, {load: compare(BEFORE[load], AFTER[load]) for load in LOADS},
                    100, 59.0)
 
 
 def test_the_table_has_medians_and_spreads_before_and_after():
-    text = report.text(session({"np_cnp_sent": 0}), outcome(), passed("all is well"), ["written to x"])
+    text = tune_text.text(session({"np_cnp_sent": 0}), outcome(), passed("all is well"), ["written to x"])
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
     assert rows[INCAST][1:9] == ["8.000", "+-", "1.186", "Gb/s", "16.000", "+-", "1.186", "Gb/s"]
     assert rows[LATENCY][1:9] == ["5.000", "+-", "0.000", "us", "4.000", "+-", "0.000", "us"]
@@ -49,23 +49,23 @@ def test_the_table_has_medians_and_spreads_before_and_after():
 
 def test_loss_brings_the_doctor_s_advice_and_its_absence_does_not():
     advice = warned("eth0: PFC on no priority", switch="PFC on priority 3 of all ports")
-    lossy = report.text(session({"out_of_sequence": 7}), outcome(), advice, [])
+    lossy = tune_text.text(session({"out_of_sequence": 7}), outcome(), advice, [])
     assert "packets were lost and sent again (out_of_sequence 7)" in lossy
     assert "switch:  PFC on priority 3 of all ports" in lossy
-    clean = report.text(session({"out_of_sequence": 0}), outcome(), advice, [])
+    clean = tune_text.text(session({"out_of_sequence": 0}), outcome(), advice, [])
     assert "network (RD09): eth0: PFC on no priority" in clean and "switch:" not in clean
-    assert "RD09" not in report.text(session({}), outcome(), skipped("the device is software"), [])
+    assert "RD09" not in tune_text.text(session({}), outcome(), skipped("the device is software"), [])
 
 
 def test_the_head_says_who_measures_what_and_what_not():
-    text = report.head(session({}))
+    text = tune_text.head(session({}))
     assert "a with b, c, budget 60 s, 0.15 s a sample, judged by incast" in text
     assert "a mlx5_0:1 -> c mlx5_0:1" in text and "not tried: huge_pages: no pool" in text
-    assert report.step(Step("rdma_cores", "numa", "", False, "no gain")) == "  rdma_cores (empty) -> numa: no gain"
+    assert tune_text.step(TuneStep("rdma_cores", "numa", "", False, "no gain")) == "  rdma_cores (empty) -> numa: no gain"
 
 
 def test_json_has_base_units_and_everything_that_was_tried():
-    shown = json.loads(json.dumps(report.data(session({"out_of_sequence": 7}), outcome(), passed("well"), None)))
+    shown = json.loads(json.dumps(tune_text.data(session({"out_of_sequence": 7}), outcome(), passed("well"), None)))
     msgspec.convert(shown, schemas.TunedRdma, strict=True)
     assert shown["loads"][LATENCY]["unit"] == "s" and shown["loads"][LATENCY]["before"]["median"] == 1 / 2e5
     assert shown["loads"][INCAST]["after"]["median"] == 2e9 and shown["loads"][INCAST]["verdict"] == "better"
@@ -73,5 +73,5 @@ def test_json_has_base_units_and_everything_that_was_tried():
     assert shown["not_tried"] == {"huge_pages": "no pool", "credit_bytes": "the budget did not last"}
     assert shown["steps"] == [{"knob": "rdma_mtu", "value": 1024, "was": 0, "taken": True, "words": "taken"}]
     unchanged = Outcome({"rdma_mtu": 0}, {"rdma_mtu": 0}, before=BEFORE, words="nothing was better")
-    assert report.data(session({}), unchanged, passed("well"), None)["loads"][INCAST]["after"] is None
-    assert "after" in report.text(session({}), unchanged, passed("well"), []).splitlines()[0]
+    assert tune_text.data(session({}), unchanged, passed("well"), None)["loads"][INCAST]["after"] is None
+    assert "after" in tune_text.text(session({}), unchanged, passed("well"), []).splitlines()[0]

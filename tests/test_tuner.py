@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.autotune.pilot import Decision
-from bpsfast.autotune.point import Point
-from bpsfast.trainer import current
+from bpsfast.trainer.tuning_trials import Decision
+from bpsfast.trainer.tuning_point import TuningPoint
+from bpsfast.trainer import process
 from bpsfast.trainer.gradients import Gradients
 
 pytestmark = pytest.mark.matrix
@@ -46,7 +46,7 @@ class Tour:
 def toured(n_rounds, wait):
     """As `train`, with another cut every eight steps, *n_rounds* times through all."""
     return train(8 * (n_rounds * len(CUTS) + 1) + 8, wait, [
-        Point(*cut[:2], 1 << 20 + i % 3, cut[2]) for _ in range(n_rounds) for i, cut in enumerate(CUTS)])
+        TuningPoint(*cut[:2], 1 << 20 + i % 3, cut[2]) for _ in range(n_rounds) for i, cut in enumerate(CUTS)])
 
 
 def train(n_steps, wait=True, tour=()):
@@ -81,7 +81,7 @@ def train(n_steps, wait=True, tour=()):
         if any(g[name] is not arrays[name] for name in g):
             wrong.append((step, "an array moved"))
         used.append(bpsfast.counters()["memory_segments"])
-    session = current.current()
+    session = process.current()
     return checksum, len(cuts), wrong, used, (g._tuner is None, len(session.tensors.units()))
 
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError
-from bpsfast.orchestration.order.turn_line import Begun, Failed, FollowerLine, Hello, LeaderLine, Left, Turns
-from bpsfast.orchestration.order.turns import Entry
+from bpsfast.orchestration.priority.group_channel import Begun, Failed, FollowerChannel, Hello, LeaderChannel, Left, Turns
+from bpsfast.orchestration.priority.turns import Entry
 from tests.line_ends import receive
 
 KEY = secrets.token_bytes(32)
@@ -21,8 +21,8 @@ ENTRY = Entry(name="a", part=3, nbytes=4, kind="float32 sum")
 @pytest.fixture
 def lines():
     """A leader and two followers."""
-    leader = LeaderLine(KEY)
-    followers = [FollowerLine("127.0.0.1", leader.port, KEY, leader=f"rank {3 * i}") for i in range(2)]
+    leader = LeaderChannel(KEY)
+    followers = [FollowerChannel("127.0.0.1", leader.port, KEY, leader=f"rank {3 * i}") for i in range(2)]
     yield leader, followers
     for line in (leader, *followers):
         line.close()
@@ -96,7 +96,7 @@ def test_a_follower_that_is_gone_is_noticed_at_the_next_word_and_its_last_ones_a
 
 def test_somebody_without_the_key_is_not_heard(lines):
     leader, followers = lines
-    stranger = FollowerLine("127.0.0.1", leader.port, bytes(32))
+    stranger = FollowerChannel("127.0.0.1", leader.port, bytes(32))
     stranger.tell(Hello(9))
     assert stranger._monitor.poll(int(LIMIT_S * 1000)), "neither understood nor cut off"
     assert stranger.recv_nowait() == [] and not stranger.is_connected
@@ -107,7 +107,7 @@ def test_somebody_without_the_key_is_not_heard(lines):
 
 def test_what_is_no_address_is_named():
     with pytest.raises(ConfigError, match="rank 3 says it listens at no such place:7"):
-        FollowerLine("no such place", 7, KEY, leader="rank 3")
+        FollowerChannel("no such place", 7, KEY, leader="rank 3")
 
 
 def test_rubbish_is_named(lines):

@@ -24,9 +24,9 @@ from bpsfast.orchestration.errors import (
     StallError,
     UnsupportedError,
 )
-from bpsfast.orchestration.order.turns import Entry
+from bpsfast.orchestration.priority.turns import Entry
 from bpsfast.orchestration.security import curve_pair
-from bpsfast.turn_service import TurnService
+from bpsfast.collectives.turn_service import TurnService
 
 LIMIT_S = 30.0
 
@@ -252,8 +252,8 @@ def test_what_does_not_end_though_all_have_begun_is_named(group):
 
 _FOLLOWER = """
 import sys, time
-from bpsfast.orchestration.order.turns import Entry
-from bpsfast.turn_service import TurnService
+from bpsfast.orchestration.priority.turns import Entry
+from bpsfast.collectives.turn_service import TurnService
 service = TurnService(1, 2, lambda _: sys.stdin.buffer.read(), host=None, credit_nbytes=1, timeout_s=30)
 service.submit(Entry("a", 0, 1, "test"), lambda finish: finish(None), lambda error: print(error, flush=True))
 time.sleep(600)

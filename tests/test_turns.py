@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import BusyError, MismatchError
-from bpsfast.orchestration.order.turns import Entry, Follower, Leader
+from bpsfast.orchestration.priority.turns import Entry, Follower, Leader
 
 
 def entry(name, nbytes=10, kind="float32 sum", part=0):

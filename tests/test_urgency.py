@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.order.credit_queue import CreditQueue
-from bpsfast.trace.process_file import FORMAT, Process
-from bpsfast.trace.records import Span
-from bpsfast.trace.urgency import examine
+from bpsfast.orchestration.priority.credit_queue import CreditQueue
+from bpsfast.base.trace_file import FORMAT, Process
+from bpsfast.base.trace_records import Span
+from bpsfast.tools.trace.inversions import examine
 from tests.trace_records import send
 
 

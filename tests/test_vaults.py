@@ -7,7 +7,7 @@ import pytest
 from bpsfast.orchestration.messages import Plan, TensorSpec
 from bpsfast.orchestration.placement.partition import plan_units
 from bpsfast.orchestration.store import StoreSpec
-from bpsfast.settings import Settings
+from bpsfast.base.settings import Settings
 from tests.two_nodes import End, connect
 
 MIB = 1 << 20
@@ -40,10 +40,10 @@ def plan_of(generation, first, sizes):
 
 def test_a_store_in_a_hole_is_not_asked_for_again(end):
     stores = end.vertex.regions.stores
-    first = end.vertex.wiring.prepare(plan_of(1, 0, [MIB]))
+    first = end.vertex.plan_installer.prepare(plan_of(1, 0, [MIB]))
     assert end.vertex.regions.nbytes_by_kind()["store"] == 2 * MIB, "the smallest segment: half of it is free"
-    second = end.vertex.wiring.prepare(plan_of(1, 1, [MIB, 3 * MIB]))
+    second = end.vertex.plan_installer.prepare(plan_of(1, 1, [MIB, 3 * MIB]))
     assert end.vertex.regions.nbytes_by_kind()["store"] == 5 * MIB
     for generation in (second, first):
-        end.vertex.wiring.drop(generation)
+        end.vertex.plan_installer.drop(generation)
     assert stores.free_nbytes == 5 * MIB

@@ -16,7 +16,9 @@ import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
-from bpsfast import dtypes, element, kernels, reference, vector_sum
+from bpsfast.base import dtypes, reference_sum
+from bpsfast.kernels import element_ir, sum_ir
+from bpsfast import kernels
 from bpsfast.orchestration import errors
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -37,7 +39,7 @@ def test_machine_code_has_no_fused_multiply_add_and_calls_nothing_slow(name: str
 @pytest.mark.parametrize("name", dtypes.NAMES)
 def test_machine_code_is_vectors_and_non_temporal_stores(name: str) -> None:
     text = kernels.assembly(name)
-    register = {64: "zmm", 32: "ymm", 16: "xmm"}[vector_sum.vector_nbytes(vector_sum.target()[2])]
+    register = {64: "zmm", 32: "ymm", 16: "xmm"}[sum_ir.vector_nbytes(sum_ir.target()[2])]
     assert re.search(rf"v?movnt(ps|pd|dq)\s+%{register}", text)
     assert "sfence" in text
     if name == "float32":
@@ -55,10 +57,10 @@ def test_code_for_arm_has_neither_x86_parts_nor_calls(name: str) -> None:
         pytest.skip(f"this LLVM has no ARM: {error}")
     module = ir.Module()
     pointer = ir.IntType(8).as_pointer()
-    arguments = [pointer, pointer.as_pointer(), *[element.I64] * 6]
+    arguments = [pointer, pointer.as_pointer(), *[element_ir.I64] * 6]
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), "kernel")
     builder = ir.IRBuilder(function.append_basic_block())
-    vector_sum.SumLoop(builder, name, (triple, "generic", "+neon"), function.args).build()
+    sum_ir.SumLoop(builder, name, (triple, "generic", "+neon"), function.args).build()
     builder.ret_void()
     module.triple = triple
     parsed = llvm.parse_assembly(str(module))
@@ -76,7 +78,7 @@ def copied() -> Iterator[Path]:
     package = root / "bpsfast"
     shutil.copytree(Path(errors.__file__).parent, package / "orchestration",
                     ignore=shutil.ignore_patterns("__pycache__"))
-    for module in (dtypes, element, kernels, reference, vector_sum):
+    for module in (dtypes, element_ir, kernels, reference_sum, sum_ir):
         shutil.copy(module.__file__, package)
     (package / "__init__.py").touch()
     (root / "cwd").mkdir()
@@ -189,7 +191,7 @@ for dtype in (np.float16, ml_dtypes.bfloat16):
 @pytest.mark.parametrize("cpu", [pytest.param("haswell", marks=pytest.mark.thorough), "x86-64"])
 def test_halves_are_exact_on_other_cpus(copied: Path, cpu: str) -> None:
     """Also without any half instruction, where LLVM would call a library routine that does not exist."""
-    if cpu == "haswell" and "+avx2" not in vector_sum.target()[2]:
+    if cpu == "haswell" and "+avx2" not in sum_ir.target()[2]:
         pytest.skip("this CPU cannot run code for it")
     environ = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": FEATURES[cpu]}
     _run_copy(copied, HALVES, environ=environ)

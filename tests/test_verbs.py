@@ -13,13 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast import settings
+from bpsfast.base import settings
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import verbs as native
-from bpsfast.verbs import PROVIDERS, provider, pyverbs_provider
-from bpsfast.verbs.completion_error import CompletionError, raise_failure
-from bpsfast.verbs.pyverbs_provider import library
-from bpsfast.verbs.pyverbs_provider.work import RECV, Account, Places, Work, WorkQueue
+from bpsfast.hardware.verbs import PROVIDERS, provider, pyverbs_provider
+from bpsfast.hardware.verbs.completion_error import CompletionError, raise_failure
+from bpsfast.hardware.verbs.pyverbs_provider import library
+from bpsfast.hardware.verbs.pyverbs_provider.posted_work import RECV, PostedWork, QueueCapacity, Work, WorkQueue
 
 STUB = Path(__file__).resolve().parents[1] / "pyx" / "verbs.pyi"
 
@@ -136,9 +136,9 @@ def test_both_have_the_same_functions():
 
 # -- the account of what is posted --------------------------------------------------------------------------
 
-def account(depth: int = 10, n: int = 4) -> Account:
-    places = Places(depth)
-    return Account(WorkQueue(n, places), WorkQueue(n, places))
+def account(depth: int = 10, n: int = 4) -> PostedWork:
+    places = QueueCapacity(depth)
+    return PostedWork(WorkQueue(n, places), WorkQueue(n, places))
 
 
 def post(queue: WorkQueue, wr_id: int, opcode: int = 0) -> int:

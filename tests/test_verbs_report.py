@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.doctor import verbs_report
-from bpsfast.doctor.verbs_report import Opened
+from bpsfast.tools.doctor import verbs_report
+from bpsfast.tools.doctor.verbs_report import OpenedDevice
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import verbs
 
@@ -27,7 +27,7 @@ def test_a_report_that_was_written_down() -> None:
     report = verbs_report.recorded({"provider": "native", "version": "44.0", "fork": "unneeded", "devices": {
         "rxe0": {"attributes": {"max_mr": 7}, "ports": {"1": {"active_mtu": 1024}}, "registered_nbytes": 5}}})
     assert report is not None
-    expected = Opened(attributes={"max_mr": 7}, ports={1: {"active_mtu": 1024}}, registered_nbytes=5)
+    expected = OpenedDevice(attributes={"max_mr": 7}, ports={1: {"active_mtu": 1024}}, registered_nbytes=5)
     assert report.devices["rxe0"] == expected
     assert verbs_report.recorded(None) is None
 

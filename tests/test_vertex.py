@@ -8,12 +8,12 @@ import time
 import msgspec
 import pytest
 
-from bpsfast.node.vertex import Vertex
+from bpsfast.node.runtime import NodeRuntime
 from bpsfast.orchestration.errors import StallError
 from bpsfast.orchestration.messages import Recover, Succession
 from bpsfast.pyx.port import DONE
-from bpsfast.settings import Settings
-from bpsfast.transport.tcp import TcpLink
+from bpsfast.base.settings import Settings
+from bpsfast.node.transport.tcp import TcpLink
 from tests.two_nodes import End, connect, declare, order_of
 
 
@@ -37,7 +37,7 @@ def move(ends, plan, part, to, round_):
         Succession(part=part, owner=to, kept_round=round_, giver=1 - to),))
     for end in ends:
         end.vertex.freeze("a test")
-    prepared = [end.vertex.wiring.prepare_succession(recover) for end in ends]
+    prepared = [end.vertex.plan_installer.prepare_owner_change(recover) for end in ends]
     assert all(succession.arrived for _, succession in prepared)
     for end, (generation, succession) in zip(ends, prepared):
         end.vertex.succeed(generation, succession, tuple(order_of(plan)))
@@ -90,7 +90,7 @@ def raising(error):
 
 def test_memory_that_somebody_holds_keeps_nothing_else_open(no_leaks):
     before = len(os.listdir("/proc/self/fd"))
-    vertex = Vertex(Settings(engine_threads=1, huge_pages="off"), lambda source, code: None)
+    vertex = NodeRuntime(Settings(engine_threads=1, huge_pages="off"), lambda source, code: None)
     place, _ = vertex.regions.slots.allocate(5000)
     vertex.stop()
     with memoryview(vertex.regions.chunk(place.segment).segment):
@@ -115,15 +115,15 @@ def test_a_kernel_that_takes_long_is_waited_for_while_the_node_goes_on_beating()
             if len(waits) <= self.n_timeouts:
                 raise TimeoutError("1 kernels still run")
 
-    def patiently(work):
+    def run_with_heartbeats(work):
         patient.append(work)
         return work()
 
     for n_timeouts in (0, 1, 2):
         waits.clear()
         patient.clear()
-        frozen = Vertex.__new__(Vertex)
-        frozen._engine, frozen._patiently = Busy(n_timeouts), patiently
+        frozen = NodeRuntime.__new__(NodeRuntime)
+        frozen._engine, frozen._run_with_heartbeats = Busy(n_timeouts), run_with_heartbeats
         if n_timeouts < 2:
             frozen.freeze("a test")
         else:

@@ -5,7 +5,7 @@ import os
 import select
 import threading
 
-from bpsfast.wake_up import WakeUp
+from bpsfast.orchestration.wake_up import WakeUp
 
 
 def is_readable(wake, timeout_s=0.0):

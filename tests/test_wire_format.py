@@ -13,12 +13,12 @@ import msgspec
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.messages import VERSION, Message, Record
 from bpsfast.orchestration.store import StoreSpec
-from bpsfast.transport.rdma import offer  # whose messages stand there
+from bpsfast.node.transport.rdma import rdma_messages  # whose messages stand there
 
 HEADER = Path(__file__).resolve().parents[1] / "pyx" / "wire.h"
 
 
-MODULES = (Message.__module__, offer.__name__)  # tests and benches have messages of their own
+MODULES = (Message.__module__, rdma_messages.__name__)  # tests and benches have messages of their own
 
 
 def family(root):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bpsfast.collective.conductor import Conductor
+from bpsfast.collectives.serial_executor import SerialExecutor
 from bpsfast.orchestration.errors import MismatchError, StallError
 from bpsfast.torch.backend import work as works
 from bpsfast.torch.backend.work import Work, torch_error
@@ -26,7 +26,7 @@ def work():
 @pytest.fixture
 def losing(monkeypatch):
     """A torch that loses the Python half of works that only C++ refers to."""
-    monkeypatch.setattr(works, "LOSES_WORKS", True)
+    monkeypatch.setattr(works, "LOSES_PYTHON_WORK", True)
     monkeypatch.setattr(works, "_kept", {})
 
 
@@ -44,9 +44,9 @@ def test_a_work_is_kept_until_it_is_used(losing, use):
 
 
 def test_works_that_nobody_waits_for_are_not_kept_for_ever(losing):
-    alive = [weakref.ref(Work([], 5.0, "all_reduce")) for _ in range(works._MOST_KEPT + 3)]
+    alive = [weakref.ref(Work([], 5.0, "all_reduce")) for _ in range(works._MAX_KEPT + 3)]
     gc.collect()
-    assert [each() is None for each in alive] == [True] * 3 + [False] * works._MOST_KEPT
+    assert [each() is None for each in alive] == [True] * 3 + [False] * works._MAX_KEPT
 
 
 def test_before_and_after(work):
@@ -132,7 +132,7 @@ def test_futures_asked_for_while_the_call_ends_are_complete():
 
 
 def test_a_work_that_nobody_keeps_is_carried_out_and_its_memory_kept_until_then(no_leaks):
-    conductor, go_on, done = Conductor("x"), threading.Event(), threading.Event()
+    conductor, go_on, done = SerialExecutor("x"), threading.Event(), threading.Event()
     tensor = torch.zeros(3)
     memory = weakref.ref(tensor)
     work = Work([tensor], 5.0, "all_reduce")
@@ -156,7 +156,7 @@ def test_a_work_that_nobody_keeps_is_carried_out_and_its_memory_kept_until_then(
 
 
 def test_what_a_callback_raises_keeps_no_other_call_from_its_end(no_leaks):
-    conductor, works = Conductor("x"), [Work([], 5.0, "barrier") for _ in range(2)]
+    conductor, works = SerialExecutor("x"), [Work([], 5.0, "barrier") for _ in range(2)]
 
     def fail(future):
         raise ValueError("a user's mistake")

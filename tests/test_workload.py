@@ -6,7 +6,7 @@ import math
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.simulator.workload import Layer, cut, one_bulk, workload
+from bpsfast.tools.simulator.workload import Layer, cut, one_bulk, workload
 
 
 @pytest.mark.parametrize(("layers", "words"), [

@@ -16,7 +16,7 @@ import pytest
 import bpsfast
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.torch.backend import worlds
-from bpsfast.trainer import current
+from bpsfast.trainer import process as current
 
 dist = pytest.importorskip("torch.distributed")
 

@@ -9,9 +9,9 @@ import torch
 import bpsfast
 import bpsfast.hvd as hvd
 import bpsfast.torch as bps
-from bpsfast.torch.outer import OuterOptimizer
+from bpsfast.torch.outer_optimizer import OuterOptimizer
 from bpsfast.torch.parallel import DistributedDataParallel
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 from tests.hvd_ranks import begun
 
 WAYS = {"bps": (bps, {}), "cross": (bps, {"cross_barrier": True}), "hvd": (hvd, {}), "ddp": (bps, {}),
@@ -66,7 +66,7 @@ def train(way, model, part, compression, kept):
 def again(way, keeps):
     """Return the gradients, and what the job has after each round."""
     torch.set_num_threads(1)
-    session = current.current()
+    session = process.current()
     model, found, sizes, kept = Net(), [], [], []
     parts = [(model.head, "none"), (model, "none"), (model, "fp16"), (model.body, "none")]
     for _ in range(5):
@@ -107,7 +107,7 @@ def rows_again():
         assert table.weight.grad.to_dense()[:2, 0].tolist() == [0.5, 0.5]
         del optimizer
         gc.collect()
-        n_units.append(len(current.current().tensors.units()))
+        n_units.append(len(process.current().tensors.units()))
     return n_units
 
 
@@ -302,7 +302,7 @@ def housed(prefix):
 
 
 def is_inside(gradient):
-    return current.current().memory.locate(gradient.data_ptr(), 4) is not None
+    return process.current().memory.locate(gradient.data_ptr(), 4) is not None
 
 
 def kept_home():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bpsfast.trace import Origin, Part, write
-from bpsfast.trace.records import KINDS, RECORD, Span
+from bpsfast.base.trace_records import KINDS, RECORD, Span
 
 NUMBERS = {name: number for number, (name, _) in KINDS.items()}
 

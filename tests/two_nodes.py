@@ -8,18 +8,18 @@ import threading
 
 import msgspec
 
-from bpsfast.channel import Channel
+from bpsfast.base.message_socket import MessageSocket
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.local_rank import LocalRank
-from bpsfast.node.reception import Reception, bind
-from bpsfast.node.vertex import Vertex
+from bpsfast.node.local_listener import LocalListener, bind
+from bpsfast.node.runtime import NodeRuntime
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.messages import VERSION, Allocate, Attach, NodeInfo, Plan, TensorSpec, Welcome
-from bpsfast.orchestration.order.credit_queue import rank_parts
+from bpsfast.orchestration.priority.credit_queue import rank_parts
 from bpsfast.orchestration.placement.partition import plan_units
 from bpsfast.pyx.port import Port
-from bpsfast.settings import Settings
-from bpsfast.transport import Epochs, Peering, tcp
+from bpsfast.base.settings import Settings
+from bpsfast.node.transport import Epochs, Peering, tcp
 
 KEY = bytes(range(16))
 
@@ -33,12 +33,12 @@ class End:
         self.key = key
         self.lost: queue.Queue[tuple[int, int]] = queue.Queue()
         self.errors: list[Exception] = []
-        self.vertex = Vertex(settings, lambda source, code: self.lost.put((source, code)))
+        self.runtime = NodeRuntime(settings, lambda source, code: self.lost.put((source, code)))
         self.listener = tcp.listen("127.0.0.1")
         self.loop = EventLoop(self.errors.append)
         local = bind(key, f"test-{os.getpid()}-{id(self)}")
         assert local is not None
-        self.reception = Reception(self.loop, local, key, self._nobody, self._nobody,
+        self.reception = LocalListener(self.loop, local, key, self._nobody, self._nobody,
                                    lambda link: self.peering.offer(link, "exchanged"))
         host, port = self.listener.getsockname()
         self.info = NodeInfo(index=index, host="here", pid=os.getpid(), address=f"{host}:{port}",
@@ -46,8 +46,8 @@ class End:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         attach = Attach(version=VERSION, package="", pid=os.getpid(), local_rank=0, local_size=1, rank=index, size=2,
                         proof=b"", settings={})
-        self.rank = LocalRank(Channel(ours), attach, os.pidfd_open(os.getpid()), self.vertex.regions)
-        self.rank_channel = Channel(theirs)
+        self.rank = LocalRank(MessageSocket(ours), attach, os.pidfd_open(os.getpid()), self.runtime.regions)
+        self.rank_channel = MessageSocket(theirs)
         self.generation = None
         self.other = self
         self._views: list[memoryview] = []
@@ -60,45 +60,45 @@ class End:
         """Start connecting to the other end."""
         self.nodes = nodes
         self.peering = Peering(self.settings, self.key, Epochs(1), self.info, nodes, self.listener,
-                               self.vertex.doorstep, self.vertex.rails, lambda: self.loop.call_soon(lambda: None))
-        self.reception.know(self.index, Epochs(1), self.vertex.doorstep)
+                               self.runtime.shm_endpoint, self.runtime.rails, lambda: self.loop.call_soon(lambda: None))
+        self.reception.know(self.index, Epochs(1), self.runtime.shm_endpoint)
         self.peering.start()
 
     def finish(self) -> None:
         """Hand the connection to the engine and the rank its port."""
         me = self.nodes[self.index]
-        self.vertex.connect(me, Welcome(index=self.index, epoch=1, nodes=tuple(self.nodes)), self.peering.take(),
+        self.runtime.connect(me, Welcome(index=self.index, epoch=1, nodes=tuple(self.nodes)), self.peering.take(),
                             self.peering.describe(), [self.rank])
-        lane, board, doorbell, pidfd = (os.dup(fd) for fd in self.vertex.fds_for(self.rank))
+        lane, board, doorbell, pidfd = (os.dup(fd) for fd in self.runtime.fds_for(self.rank))
         self._mapped = [segment_of(lane, True), segment_of(board, False), segment_of(doorbell, True)]
         self._pidfd = pidfd
         self.port = Port(*self._mapped, pidfd)
 
     def prepare(self, plan: Plan) -> None:
         """First phase."""
-        self.generation = self.vertex.wiring.prepare(plan)
+        self.generation = self.runtime.plan_installer.prepare(plan)
 
     def hear(self) -> None:
         """Act on what the peer said on the shared-memory channel."""
-        for link in self.vertex.talking_links():
+        for link in self.runtime.talking_links():
             for message, fds in link.channel.recv_nowait():
-                self.vertex.peer_said(link, message, fds, self.generation)
+                self.runtime.peer_said(link, message, fds, self.generation)
 
     def commit(self, order: list[int]) -> None:
         """Second phase."""
         assert self.generation is not None and not self.generation.awaited
-        self.vertex.commit(self.generation, tuple(order))
+        self.runtime.commit(self.generation, tuple(order))
 
     def allocate(self, nbytes: int) -> tuple[int, int, memoryview]:
         """Return (segment, offset, memory) of new input memory."""
         self.rank.allocate(Allocate(request=1, nbytes=nbytes),
-                           lambda chunk: self.vertex.input_grew(self.rank.source, chunk))
+                           lambda chunk: self.runtime.input_grew(self.rank.source, chunk))
         *others, (message, _) = self.rank_channel.recv_nowait()
         for _, fds in others:  # this rank reads through the node's own mapping
             for fd in fds:
                 os.close(fd)
         self.other.hear()
-        whole = memoryview(self.vertex.regions.chunk(message.segment).segment)
+        whole = memoryview(self.runtime.regions.chunk(message.segment).segment)
         memory = whole[message.offset : message.offset + nbytes]
         self._views += [memory, whole]
         return message.segment, message.offset, memory
@@ -106,7 +106,7 @@ class End:
     def result(self, part: int, round_: int) -> bytes:
         """Return the published bytes of *part*, as a rank of this node sees them."""
         extent = self.generation.extents[part]
-        found = self.vertex.wiring.result_segments(self.generation)
+        found = self.runtime.plan_installer.result_segments(self.generation)
         segments = {(node, number): segment for node, number, segment in found}
         offset = extent.offset_odd if round_ & 1 else extent.offset_even
         return bytes(memoryview(segments[extent.node, extent.segment])[offset : offset + extent.nbytes])
@@ -124,11 +124,11 @@ class End:
         if hasattr(self, "peering"):
             self.peering.close()
         self.listener.close()
-        if self.vertex.running:
-            self.vertex.stop()
+        if self.runtime.running:
+            self.runtime.stop()
         self.rank.close()
         self.rank_channel.close()
-        self.vertex.close()
+        self.runtime.close()
         self.loop.close()
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import bpsfast.torch.backend  # noqa: F401 - registers it
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.torch.backend import worlds
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 FOLDER, RANK, SIZE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
@@ -60,9 +60,9 @@ def reuse() -> Any:
     mine = [group for group, ranks in ((None, range(3)), (pair, (0, 1)), (others, (1, 2))) if RANK in ranks]
     shared = all(session_of(group) == session for group in mine)
     sums = [total(group) for group in mine]
-    adopted = id(current.session()) == session
+    adopted = id(process.session()) == session
     dist.destroy_process_group()
-    return [shared, adopted, sums, current.session() is None, len(worlds._worlds)]
+    return [shared, adopted, sums, process.session() is None, len(worlds._worlds)]
 
 
 def several() -> Any:
@@ -79,7 +79,7 @@ def several() -> Any:
     again = first is None or session_of(first) == session_of(second)
     apart = len({session_of(group) for each in groups.values() for group in each})
     dist.destroy_process_group()
-    return [found, again, apart, current.session() is None, len(worlds._worlds)]
+    return [found, again, apart, process.session() is None, len(worlds._worlds)]
 
 
 def one_after_another() -> Any:

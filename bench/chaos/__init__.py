@@ -14,9 +14,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bpsfast.bench.table import finish, plain
+from bpsfast.bench.harness.table import finish, plain
 
-from ..burners import Burners
+from ..harness.cpu_load import CpuLoad
 from . import trial
 from .scenario import MAY_RAISE, MUST_RECOVER, draw
 
@@ -33,7 +33,7 @@ def run(options: dict[str, Any]) -> bool:
     bad = 0
     for seed in range(options["first"], options["first"] + options["seeds"]):
         scenario, folder = draw(seed), folders / f"seed_{seed}"
-        with Burners(options.get("load", 0)):
+        with CpuLoad(options.get("load", 0)):
             verdict = trial.run(scenario, folder)
         counts[scenario.kind, verdict.outcome] += 1
         rows.append(verdict.row())

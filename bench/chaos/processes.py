@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
-from bpsfast import settings
-from bpsfast.cluster import FaultyLink
-from bpsfast.launch import daemons, job
-from bpsfast.launch.child import Command, Kind
+from bpsfast.base import settings
+from bpsfast.launch.namespaces import FaultyLink
+from bpsfast.launch import daemons, local_job
+from bpsfast.launch.processes import Command, Kind
 
 #: Where the scheduler listens on a machine of its own, on which every port is free.
 LINK_PORT = 7700
@@ -36,13 +36,13 @@ class Processes:
         self._link = link
         self._machine_of = machine_of
         self._popen: dict[str, subprocess.Popen[bytes]] = {}
-        shape = job.Shape(ranks=ranks, n_helpers=n_helpers)
+        shape = local_job.JobShape(ranks=ranks, n_helpers=n_helpers)
         self._commands: dict[str, Command] = {}
         self._reserved = daemons.reserve_port("127.0.0.1")
         try:
             self.scheduler: tuple[str, int] = self._reserved.getsockname()[:2]
             self.key = secrets.token_hex(32)
-            commands = job.plan(shape, [sys.executable, "-m", program], settings.load(dict(values), {}),
+            commands = local_job.plan(shape, [sys.executable, "-m", program], settings.load(dict(values), {}),
                                 {**os.environ, "OMP_NUM_THREADS": "1"}, self._reserved.getsockname(),
                                 self.key)
             n_ranks = 0

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from bpsfast.cluster import FaultyLink, faulty_link
-from bpsfast.exit_codes import LEFT_BEHIND
+from bpsfast.launch.namespaces import FaultyLink, faulty_link
+from bpsfast.base.exit_codes import LEFT_BEHIND
 from bpsfast.orchestration.errors import StallError
-from bpsfast.orchestration.membership import Membership
+from bpsfast.orchestration.scheduler_client import SchedulerClient
 from bpsfast.orchestration.messages import VERSION, Refuse
 
 from . import elastic_trial
@@ -222,7 +222,7 @@ def _strike_link(link: FaultyLink, fault: Fault) -> float:
 def _await_refusal(processes: Processes) -> None:
     """Join as a helper of another version does; raise `StallError` if it is not refused."""
     deadline = time.monotonic() + _REFUSAL_S
-    member = Membership(*processes.scheduler, bytes.fromhex(processes.key), now=time.monotonic())
+    member = SchedulerClient(*processes.scheduler, bytes.fromhex(processes.key), now=time.monotonic())
     try:
         member.sockets[0].send(msgspec.msgpack.encode(
             {"type": "Join", "version": VERSION + 1, "package": "9", "host": "foreign", "pid": "1:1", "ranks": []}))

@@ -19,9 +19,9 @@ import numpy as np
 
 import bpsfast
 from bpsfast import elastic
-from bpsfast.elastic.member import enlisted
+from bpsfast.elastic.coordinator_client import current_client
 from bpsfast.orchestration.errors import BpsError
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 from .gradients import SIZES, digest, pushed
 
@@ -49,10 +49,10 @@ def main(arguments: list[str]) -> int:
 
 @elastic.run
 def _train(state: elastic.ObjectState, history: TextIO, stop: Path) -> None:
-    member, rank, size = enlisted(), bpsfast.rank(), bpsfast.size()
+    member, rank, size = current_client(), bpsfast.rank(), bpsfast.size()
     assert member is not None, "it is started by bpsfast run --elastic"
     nodes = np.zeros(size, np.int32)
-    nodes[rank] = current.current().node
+    nodes[rank] = process.current().node
     _note(history, job=member.job, nodes=bpsfast.push_pull(nodes, name="nodes", average=False).tolist())
     seen = 0.0
     while not seen:

@@ -16,7 +16,7 @@ import click
 from bpsfast.bench import drawn
 from bpsfast.bench.claims import readme, tables
 from bpsfast.bench.claims.claim import Claim
-from bpsfast.commands import exits
+from bpsfast.base import command_errors
 from bpsfast.orchestration.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def renew(folder: Path = ROOT, results: Path = drawn.RESULTS, write: bool = True
 
 @click.command()
 @click.option("--write", is_flag=True, help="Replace the numbers; read the words around them again.")
-@exits.errors_in_words
+@command_errors.exit_on_error
 def main(write: bool) -> None:
     """Say which numbers of the READMEs are not those of their result files. Exit code 1 if there are any."""
     found = renew(write=write)
@@ -89,4 +89,4 @@ def main(write: bool) -> None:
     click.echo(f"{n - len(found)} of {n} claims are those of their files"
                + (", the others are now" if write and found else ""))
     if found and not write:
-        sys.exit(exits.FAILED)
+        sys.exit(command_errors.FAILED)

@@ -12,19 +12,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from bpsfast.bench import table
+from bpsfast.bench.harness import table
 from bpsfast.bench.compressed import report
 from bpsfast.bench.compressed.report import PARTITION_NBYTES, UNCOMPRESSED, Found
 from bpsfast.bench.compressed.step import variant
-from bpsfast.bench.group import Group
-from bpsfast.bench.hall import Hall
-from bpsfast.bench.samples import Row, take_turns
-from bpsfast.cluster import Cluster, netns
-from bpsfast.models import catalog
-from bpsfast.node import copying
+from bpsfast.bench.harness.contestant_group import Group
+from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.bench.harness.samples import Row, take_turns
+from bpsfast.launch.namespaces import Cluster, netns
+from bpsfast.tools.planner import catalog
+from bpsfast.node import copy_rate
 from bpsfast.orchestration.errors import ConfigError, LackingError
-from bpsfast.planner.compression import parse
-from bpsfast.settings import Settings
+from bpsfast.tools.planner.codec_forecast import parse
+from bpsfast.base.settings import Settings
 
 CODECS = ("topk:k=0.01,error_feedback", "randomk:k=0.01,error_feedback", "onebit", "onebit:error_feedback",
           "int8:error_feedback", "float16")
@@ -71,9 +71,9 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for n in counts:
         names = [f"node{i}" for i in range(n)]
-        with Cluster(names, rates=dict.fromkeys(names, rate_bits)) as cluster, Hall(n, n, cluster) as hall:
+        with Cluster(names, rates=dict.fromkeys(names, rate_bits)) as cluster, ContestantLauncher(n, n, cluster) as hall:
             found = Found(model, n, compute_s, cluster.calibrate("node0", "node1").rate_bytes,
-                          copying.measure(copying.n_threads(Settings())))
+                          copy_rate.measure(copy_rate.n_threads(Settings())))
             found.rows = [Row(_start(hall), variant(model.name, text, compute_s), model.nbytes,
                               label=text or UNCOMPRESSED) for text in ("", *codecs)]
             _measure(found, cluster, n_rounds)
@@ -82,7 +82,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     return table.finish("compressed", given, began, records)
 
 
-def _start(hall: Hall) -> Group:
+def _start(hall: ContestantLauncher) -> Group:
     return hall.bpsfast(transport="tcp", partition_bytes=PARTITION_NBYTES, credit_bytes=_CREDIT_NBYTES, **_PATIENT)
 
 

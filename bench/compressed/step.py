@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 import bpsfast
-from bpsfast.bench.contestant import Operation
-from bpsfast.models import catalog
-from bpsfast.planner.compression import parse
-from bpsfast.trainer.current import current
+from bpsfast.bench.harness.contestant import Operation
+from bpsfast.tools.planner import catalog
+from bpsfast.tools.planner.codec_forecast import parse
+from bpsfast.trainer.process import current
 
 Array = np.ndarray[Any, Any]
 
@@ -78,7 +78,7 @@ def _gradient(name: str, shape: tuple[int, ...], rank: int) -> Array:
 
 def _n_wrong(label: str, gradients: bpsfast.Gradients, results: Mapping[str, Array], size: int) -> int:
     """Count elements of the first step that are not what the formats say, and tensors that differ between ranks."""
-    from bpsfast.compression import reading  # an oracle for the first step, of whoever compresses
+    from bpsfast.kernels.codecs import codec_reference  # an oracle for the first step, of whoever compresses
 
     n_wrong = 0
     for name, found in results.items():
@@ -87,7 +87,7 @@ def _n_wrong(label: str, gradients: bpsfast.Gradients, results: Mapping[str, Arr
             continue  # several partitions: left to the comparison between ranks
         codec = gradients.codecs.get(name)
         if codec is not None:
-            expected = reading.Job(codec, partials[0].size, "float32", size).round(partials, size)
+            expected = codec_reference.ReferenceJob(codec, partials[0].size, "float32", size).round(partials, size)
         else:
             expected = sum(partials[1:], partials[0]) / np.float32(size)
         n_wrong += int(np.count_nonzero(found.reshape(-1) != expected))

@@ -10,14 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bpsfast.bench import peers, table
+from bpsfast.bench.harness import peers, table
 from bpsfast.bench.ddp import report
 from bpsfast.bench.ddp.collectives import COLLECTIVES
 from bpsfast.bench.ddp.models import MODELS
-from bpsfast.bench.hall import Hall
-from bpsfast.bench.name_list import parse_names
-from bpsfast.bench.samples import Row, take_turns
-from bpsfast.bench.size_list import parse_sizes
+from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.bench.harness.option_lists import parse_names
+from bpsfast.bench.harness.samples import Row, take_turns
+from bpsfast.bench.harness.size_list import parse_sizes
 from bpsfast.orchestration.errors import ConfigError, LackingError
 
 BACKENDS = ("gloo", "bpsfast")
@@ -57,7 +57,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise LackingError("bench ddp needs torch: pip install torch")
     n_rounds = given.get("n_rounds") or (1 if quick else 5)
     began = time.time()
-    with Hall(n_ranks, 1) as hall:
+    with ContestantLauncher(n_ranks, 1) as hall:
         groups = [hall.torch_group(backend) for backend in BACKENDS]
         steps = [Row(group, model, found.nbytes, label=model) for model, found in MODELS.items() for group in groups]
         take_turns(steps, n_rounds, n=2 if quick else _N_STEPS, n_warmup=_N_WARMUP)

@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bpsfast.bench import table
-from bpsfast.bench.samples import Row, find
+from bpsfast.bench.harness import table
+from bpsfast.bench.harness.samples import Row, find
 
 Losses = Mapping[str, Sequence[Mapping[str, Sequence[float]]]]
 

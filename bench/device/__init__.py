@@ -16,12 +16,12 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from bpsfast.bench import table
+from bpsfast.bench.harness import table
 from bpsfast.bench.device import report
 from bpsfast.bench.device.parts import PARTS, record
 from bpsfast.bench.device.plan import Plan
-from bpsfast.bench.name_list import parse_names
-from bpsfast.bench.size_list import parse_sizes
+from bpsfast.bench.harness.option_lists import parse_names
+from bpsfast.bench.harness.size_list import parse_sizes
 from bpsfast.orchestration.errors import ConfigError
 
 _SIZES = {"cuda": "1M,4M,16M,64M,256M", "host": "1M,4M"}
@@ -53,7 +53,7 @@ def run(options: Mapping[str, Any]) -> bool:
     if n_ranks < 2:
         raise ConfigError(f"bench device measures ranks that share a device: it needs 2 or more, got {n_ranks}")
     if device == "cuda":
-        from bpsfast.device.cuda import cupy
+        from bpsfast.gpu.cuda import cupy
 
         cupy()
     plan = Plan(device, n_ranks, parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES)[device]),

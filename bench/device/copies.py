@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bpsfast.bench.contestant import Operation
+from bpsfast.bench.harness.contestant import Operation
 from bpsfast.bench.device.hardware import Hardware, Pinned
 
 AFTER, BOTH, OUT, IN = "out, then in", "out and in at once", "out", "in"

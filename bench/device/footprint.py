@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import bpsfast
-from bpsfast.trainer.current import current
+from bpsfast.trainer.process import current
 
 if TYPE_CHECKING:
     from bpsfast.bench.device.hardware import Hardware

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bpsfast.device.device import Device
+from bpsfast.gpu.device import Device
 from bpsfast.orchestration.errors import ConfigError
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]

@@ -5,7 +5,7 @@ import subprocess
 from typing import Any
 
 from bpsfast.bench.device.hardware import Floats, Moment, Pinned
-from bpsfast.device.cuda import cuda_device, cupy
+from bpsfast.gpu.cuda import cuda_device, cupy
 from bpsfast.orchestration.errors import UnsupportedError
 
 _SIDE = 2048  # of the matrices

@@ -1,4 +1,4 @@
-"""The host device (`bpsfast.device.host`): the program's stream is a thread, kernels are NumPy's."""
+"""The host device (`bpsfast.gpu.host`): the program's stream is a thread, kernels are NumPy's."""
 from __future__ import annotations
 
 import mmap
@@ -10,7 +10,7 @@ import numpy as np
 
 import bpsfast
 from bpsfast.bench.device.hardware import Floats, Moment, Pinned
-from bpsfast.device.host import HostArray, host_device
+from bpsfast.gpu.host import HostArray, host_device
 
 _SIDE = 256  # of the matrices
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bpsfast import trace
-from bpsfast.trace.summary import Times, length, union
+from bpsfast.tools.trace.summary import Times, length, union
 
 STAGES = ("to host", "sum", "wire", "receive", "to device")
 _WIDTH = 72

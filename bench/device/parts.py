@@ -12,9 +12,9 @@ from bpsfast.bench.device.copies import AFTER, BOTH, IN, OUT
 from bpsfast.bench.device.footprint import WAYS
 from bpsfast.bench.device.plan import LEAST_OF_BOUND, MOST_OF_ALONE, Plan
 from bpsfast.bench.device.rank import COPIES, SUMS
-from bpsfast.bench.hall import Hall
-from bpsfast.bench.samples import Row, take_turns
-from bpsfast.launch.owner import folder_prefix
+from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.bench.harness.samples import Row, take_turns
+from bpsfast.base.process_mark import folder_prefix
 
 Records = list[dict[str, Any]]
 #: Of a rank's answer that is no measurement.
@@ -24,7 +24,7 @@ _ASK_S = 180.0
 def sums(plan: Plan) -> Records:
     """push_pull of one array, and of a stream of them, beside plain copies of the same bytes in the same turns."""
     records: Records = []
-    with Hall(plan.n_ranks, 1) as hall:
+    with ContestantLauncher(plan.n_ranks, 1) as hall:
         group = hall.bpsfast(device=plan.device, **plan.job)
         records.append(record("device", {}, group.ask("facts", only=[0])[0]))
         for nbytes in plan.sizes:
@@ -62,7 +62,7 @@ def _compare(records: Records) -> None:
 def beside(plan: Plan) -> Records:
     """Steps with and without an exchange, in turns; on a GPU what the profiler sees, too."""
     n = 3 if plan.quick else 10
-    with Hall(plan.n_ranks, 1) as hall:
+    with ContestantLauncher(plan.n_ranks, 1) as hall:
         group = hall.bpsfast(device=plan.device, **plan.job)
         found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
         n_wrong = 0
@@ -92,7 +92,7 @@ def stages(plan: Plan) -> Records:
     """The overlap of a step's stages between two nodes of one rank each, over tcp on this machine's loopback."""
     n, nbytes = plan.step
     with tempfile.TemporaryDirectory(prefix=folder_prefix("trace")) as folder:
-        with Hall(2, 2) as hall:
+        with ContestantLauncher(2, 2) as hall:
             group = hall.bpsfast(device=plan.device, **{**plan.job, "transport": "tcp", "trace_dir": folder})
             row = Row(group, f"{SUMS}{n}", nbytes, "push_pull of a stream")
             take_turns([row], 1, n=4, n_warmup=3)
@@ -105,7 +105,7 @@ def stages(plan: Plan) -> Records:
 
 def training(plan: Plan) -> Records:
     """The digits' network: averages by the device's way beside those by the CPU's."""
-    with Hall(plan.n_ranks, 1) as hall:
+    with ContestantLauncher(plan.n_ranks, 1) as hall:
         group = hall.bpsfast(device=plan.device, **_afar(plan))
         return [record("training", {"n_steps": plan.n_training_steps, "rank": rank, "n_ranks": plan.n_ranks}, found)
                 for rank, found in enumerate(group.ask("train", plan.n_training_steps, timeout_s=2 * _ASK_S))]
@@ -115,7 +115,7 @@ def memory(plan: Plan) -> Records:
     """What each way to push gradients takes of memory, each in a job of its own."""
     records: Records = []
     for way in WAYS:
-        with Hall(plan.n_ranks, 1) as hall:
+        with ContestantLauncher(plan.n_ranks, 1) as hall:
             group = hall.bpsfast(device=plan.device, **_afar(plan))
             records += [record("memory", {"rank": rank, "n_ranks": plan.n_ranks}, found) for rank, found
                         in enumerate(group.ask("footprint", way, plan.footprint_nbytes, timeout_s=_ASK_S))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 import bpsfast
-from bpsfast.bench.contestant import Operation
+from bpsfast.bench.harness.contestant import Operation
 from bpsfast.bench.device import sums
 from bpsfast.bench.device.beside import Beside
 from bpsfast.bench.device.copies import Copies

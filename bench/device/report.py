@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from bpsfast.bench import table
+from bpsfast.bench.harness import table
 from bpsfast.bench.device.plan import LEAST_OF_BOUND, MOST_OF_ALONE
 
 Records = Sequence[dict[str, Any]]

@@ -22,11 +22,11 @@ from typing import Any
 
 import psutil
 
-from bpsfast.bench import table
-from bpsfast.bench.group import Group, cpu_s_of
-from bpsfast.bench.hall import Hall
-from bpsfast.cluster import CpuMeter
-from bpsfast.launch.daemons import tethered
+from bpsfast.bench.harness import table
+from bpsfast.bench.harness.contestant_group import Group, cpu_s_of
+from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.launch.namespaces import CpuMeter
+from bpsfast.launch.daemons import tie_to_parent
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
 
 #: What the issue of quotas promises.
@@ -155,7 +155,7 @@ def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: floa
     nice = {"BPSFAST_NICE": "1"}
     quota = {"node0": nice, "node1": nice, "helper0": nice | {
         "BPSFAST_CORES": str(cores), "BPSFAST_NIC_LIMIT": str(gbps), "BPSFAST_SUM_RATE": str(gbps)}}
-    with Hall(2, 2) as hall, ExitStack() as stack:
+    with ContestantLauncher(2, 2) as hall, ExitStack() as stack:
         groups = {name: hall.bpsfast(n_helpers=1, more=more, placement="ps", transport="tcp", awake_us=0,
                                      partition_bytes=256 << 10, **_PATIENT)
                   for name, more in zip(CONTESTANTS, (quota, {}))}
@@ -218,7 +218,7 @@ class _Victim:
     """The process of `victim`. A context manager; `steps` ends it."""
 
     def __init__(self, load: float) -> None:
-        argv = tethered([sys.executable, "-m", "bpsfast.bench.neighbour.victim", str(load)])
+        argv = tie_to_parent([sys.executable, "-m", "bpsfast.bench.neighbour.victim", str(load)])
         threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         self._process = subprocess.Popen(argv, env=os.environ | threads, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          text=True)

@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bpsfast.bench import peers, table
-from bpsfast.bench.hall import Hall
+from bpsfast.bench.harness import peers, table
+from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.post.ping_pong import VARIANT
-from bpsfast.bench.samples import Row, find, take_turns
-from bpsfast.bench.size_list import parse_sizes
+from bpsfast.bench.harness.samples import Row, find, take_turns
+from bpsfast.bench.harness.size_list import parse_sizes
 from bpsfast.orchestration.errors import ConfigError
 
 _SIZES, _QUICK_SIZES = "8,4K,64K,1M,16M,64M", "8,1M"
@@ -50,7 +50,7 @@ def _measure(n_nodes: int, sizes: Sequence[int], n_rounds: int) -> list[dict[str
     lacking = peers.missing("gloo")
     if lacking is not None:
         print(lacking)
-    with Hall(2, n_nodes) as hall:
+    with ContestantLauncher(2, n_nodes) as hall:
         groups = [hall.bpsfast(transport="tcp")] + ([] if lacking else [hall.gloo()])
         rows = [Row(group, VARIANT, nbytes, label=group.name) for nbytes in sizes for group in groups]
         take_turns(rows, n_rounds)

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bpsfast.bench import pattern
-from bpsfast.bench.contestant import Operation
+from bpsfast.bench.harness import pattern
+from bpsfast.bench.harness.contestant import Operation
 
 VARIANT = "ping-pong"
 

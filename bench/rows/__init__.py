@@ -16,9 +16,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from bpsfast import sizes
-from bpsfast.bench import table
-from bpsfast.cluster import netns
+from bpsfast.base import value_formats
+from bpsfast.bench.harness import table
+from bpsfast.launch.namespaces import netns
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
 
 #: What is promised of a push of 1 % of the rows: bytes on the wire, of those of the dense table.
@@ -45,7 +45,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     given = {name: value for name, value in options.items() if value is not None}
     quick = bool(given.get("quick"))
-    nbytes = sizes.parse(given.get("table_size") or ("64M" if quick else "2G"))
+    nbytes = value_formats.parse(given.get("table_size") or ("64M" if quick else "2G"))
     dim, share = given.get("row_elements") or 128, given.get("share") or 0.01
     n_rows = (nbytes or 0) // (4 * dim)
     n_pushed = int(n_rows * share)

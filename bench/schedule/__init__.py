@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from bpsfast.bench import table
-from bpsfast.bench.hall import Hall
-from bpsfast.bench.samples import Row, take_turns
+from bpsfast.bench.harness import table
+from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.bench.harness.samples import Row, take_turns
 from bpsfast.bench.schedule import report
-from bpsfast.bench.schedule.ways import WAYS, Setup, start
-from bpsfast.cluster import Cluster, netns
+from bpsfast.bench.schedule.methods import WAYS, Setup, start
+from bpsfast.launch.namespaces import Cluster, netns
 from bpsfast.orchestration.errors import ConfigError, LackingError
 
 #: Of all links together: slow enough that what two cores do for ten machines (sums, hooks, weights) is little beside.
@@ -57,7 +57,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     with Cluster(list(setup.machines), rates=dict.fromkeys(setup.machines, setup.rate_bits)) as cluster:
         rate_bytes = cluster.calibrate("node0", "node1").rate_bytes
         setup = setup.computing(rate_bytes)
-        with Hall(setup.n_workers, setup.n_workers, cluster) as hall:
+        with ContestantLauncher(setup.n_workers, setup.n_workers, cluster) as hall:
             rows = [Row(start(hall, name, setup), "step", setup.nbytes, label=name) for name in names]
             for row in rows:
                 row.group.measure("step", row.nbytes, 0, 1)  # it checks its sums once

@@ -5,22 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bpsfast.bench import table
-from bpsfast.bench.optimum.cell import MOST_BUSY, busiest
-from bpsfast.bench.samples import Row
-from bpsfast.bench.schedule.ways import (
-    GLOO_CREDIT_NBYTES,
-    GLOO_PARTITION_NBYTES,
-    PARTITION_NBYTES,
-    WAYS,
-    Setup,
-)
-from bpsfast.cluster import netns
-from bpsfast.settings import Settings
-from bpsfast.simulator.cluster import Costs, uniform
-from bpsfast.simulator.ring import Ring
-from bpsfast.simulator.simulation import Options, simulate
-from bpsfast.simulator.workload import Workload, tensor_nbytes
+from bpsfast.bench.harness import table
+from bpsfast.bench.paper.optimum.measurement import MOST_BUSY, busiest
+from bpsfast.bench.harness.samples import Row
+from bpsfast.bench.schedule.methods import GLOO_CREDIT_NBYTES, GLOO_PARTITION_NBYTES, PARTITION_NBYTES, WAYS, Setup
+from bpsfast.launch.namespaces import netns
+from bpsfast.base.settings import Settings
+from bpsfast.tools.simulator.cluster import Costs, uniform
+from bpsfast.tools.simulator.ring import Ring
+from bpsfast.tools.simulator.simulation import Options, simulate
+from bpsfast.tools.simulator.workload import Workload, tensor_nbytes
 
 _DDP_BUCKET_NBYTES = 25 << 20
 _N_SIMULATED = 8

@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 
-from bpsfast.bench.table import finish, plain
-from bpsfast.launch.owner import folder_prefix
+from bpsfast.bench.harness.table import finish, plain
+from bpsfast.base.process_mark import folder_prefix
 
-from ..burners import Burners
+from ..harness.cpu_load import CpuLoad
 from ..chaos.processes import Processes
 
 #: The first part of the time, in which caches fill and memory is touched for the first time.
@@ -50,7 +50,7 @@ def run(options: dict[str, Any]) -> bool:
     seconds, begin_unix_s = 60.0 * options["minutes"], time.time()
     with tempfile.TemporaryDirectory(prefix=folder_prefix("soak")) as folder:
         values = {**_VALUES, "transport": options["transport"]}
-        with Burners(options.get("load", 0)), \
+        with CpuLoad(options.get("load", 0)), \
                 Processes(Path(folder), (2, 1), 1, values, "bpsfast.bench.soak.rank", seconds) as processes:
             looks = _watch(processes, seconds)
             codes = processes.wait(time.monotonic() + _END_S)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bpsfast.bench import machine, table
-from bpsfast.bench.name_list import parse_names
+from bpsfast.bench.harness import machine_info, table
+from bpsfast.bench.harness.option_lists import parse_names
 from bpsfast.bench.suite import page, pieces
 from bpsfast.bench.suite.pieces import PIECES, Outcome
 from bpsfast.bench.suite.verdicts import Verdict, judge
@@ -44,7 +44,7 @@ def run(options: Mapping[str, Any]) -> bool:
         outcomes.append(pieces.run(piece, bool(options.get("quick")), folder))
         if outcomes[-1].state != "done":
             print(outcomes[-1].state)
-    found, here = judge(outcomes), machine.describe()
+    found, here = judge(outcomes), machine_info.describe()
     title = f"bpsfast bench suite, {time.strftime('%Y-%m-%d %H:%M', time.gmtime(began))} UTC"
     print(f"\n{title}\n{textwrap.fill(page.describe(here), _WIDTH)}\n\n{report(found, outcomes)}")
     document = {"bench": "suite", "format": 1, "options": {"quick": str(bool(options.get("quick")))}, "machine": here,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bpsfast.cluster import netns
+from bpsfast.launch.namespaces import netns
 from bpsfast.orchestration.errors import BpsError
 
 

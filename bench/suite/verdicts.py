@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bpsfast.bench import cliffs
+from bpsfast.bench.push_pull import cliffs
 from bpsfast.bench.suite.pieces import Outcome
 
 _NEAR = 0.8

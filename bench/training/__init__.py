@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bpsfast.bench import table
-from bpsfast.bench.hall import Hall
-from bpsfast.bench.samples import Row, take_turns
+from bpsfast.bench.harness import table
+from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.bench.harness.samples import Row, take_turns
 from bpsfast.bench.training import backends
 from bpsfast.bench.training.models import shape_of
 from bpsfast.bench.training.speed import Speed
@@ -48,7 +48,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         backends.check(name)
     n_steps = given.get("n_steps") or (_QUICK_STEPS if quick else _N_STEPS)
     began = time.time()
-    with Hall(n_ranks, 1) as hall:
+    with ContestantLauncher(n_ranks, 1) as hall:
         groups = [hall.training(name, {**chosen, "backend": name}) for name in names]
         rows = [Row(group, "step", 0, label=name) for name, group in zip(names, groups)]
         take_turns(rows, given.get("n_rounds") or (1 if quick else 3), n=n_steps, n_warmup=_N_WARMUP)

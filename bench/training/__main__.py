@@ -9,7 +9,7 @@ import click
 from bpsfast.bench import training
 from bpsfast.bench.training import backends
 from bpsfast.bench.training.models import MODELS, SIZES
-from bpsfast.commands import exits
+from bpsfast.base import command_errors
 
 
 @click.command()
@@ -22,7 +22,7 @@ from bpsfast.commands import exits
 @click.option("--warmup", "n_warmup", type=click.IntRange(0), default=10, show_default=True, help="Steps before.")
 @click.option("--steps", "n_steps", type=click.IntRange(1), default=10, show_default=True, help="Steps of a round.")
 @click.option("--rounds", "n_rounds", type=click.IntRange(1), default=10, show_default=True, help="Each is told.")
-@exits.errors_in_words
+@command_errors.exit_on_error
 def main(n_warmup: int, n_steps: int, n_rounds: int, **options: str | int | None) -> None:
     """Train MODEL and print the speed of one rank and of all. The launcher's environment says how many there are."""
     chosen = training.settled({name: value for name, value in options.items() if value is not None})

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from bpsfast.models import catalog
+from bpsfast.tools.planner import catalog
 from bpsfast.orchestration.errors import ConfigError
 
 if TYPE_CHECKING:

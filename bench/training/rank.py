@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bpsfast.bench.contestant import Operation
+from bpsfast.bench.harness.contestant import Operation
 from bpsfast.bench.training import samples
 from bpsfast.bench.training.backends import BACKENDS
 from bpsfast.bench.training.models import shape_of

@@ -26,7 +26,7 @@ from .formats import check_types
 Choice: TypeAlias = (
     CodecSpec | Mapping[str, CodecSpec | None] | Callable[[str, tuple[int, ...], str], CodecSpec | None])
 
-_MAKERS = (formats.onebit, formats.topk, formats.randomk, formats.dithering, formats.float16, formats.bfloat16,
+_CODEC_FUNCTIONS = (formats.onebit, formats.topk, formats.randomk, formats.dithering, formats.float16, formats.bfloat16,
            formats.int8, formats.where_it_pays, from_byteps)
 
 
@@ -43,7 +43,7 @@ def check_choice(choice: Choice | None) -> None:
         raise ConfigError(f"compression={choice!r} is no choice: expected a codec such as "
                           "bpsfast.compression.onebit(), a mapping of names to codecs, or a function of name, shape "
                           "and dtype that returns one")
-    elif choice in _MAKERS:  # beside Compression.fp16, which is not called, parentheses are easily forgotten
+    elif choice in _CODEC_FUNCTIONS:  # beside Compression.fp16, which is not called, parentheses are easily forgotten
         raise ConfigError(f"compression is the function {choice.__name__} itself: call it, as in "
                           f"bpsfast.compression.{choice.__name__}(...)")
 

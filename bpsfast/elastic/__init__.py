@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from .member import TrainingOver
+from .coordinator_client import TrainingOver
 from .running import WorkersJoined, run
-from .state import ObjectState, State
+from .training import ObjectState, State
 
 #: Horovod's name for it.
 HostsUpdatedInterrupt = WorkersJoined

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..orchestration.errors import PeerLostError
-from ..trainer import current
-from .member import Member, TrainingOver, enlisted
-from .state import State, WorkersJoined as WorkersJoined
+from ..trainer import process
+from .coordinator_client import CoordinatorClient, TrainingOver, current_client
+from .training import State, WorkersJoined as WorkersJoined
 
 _log = logging.getLogger("bpsfast.elastic")
 _Result = TypeVar("_Result")
@@ -45,9 +45,9 @@ def run(train: Callable[..., _Result]) -> Callable[..., _Result]:
     """
     @functools.wraps(train)
     def wrapped(state: State, *args: Any, **kwargs: Any) -> _Result:
-        if current.session() is None:
-            current.init()
-        member = enlisted()
+        if process.session() is None:
+            process.init()
+        member = current_client()
         if member is None:
             state.sync()
             return train(state, *args, **kwargs)
@@ -56,7 +56,7 @@ def run(train: Callable[..., _Result]) -> Callable[..., _Result]:
     return wrapped
 
 
-def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Result:
+def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Result]) -> _Result:
     is_further = False
     while True:
         returned: list[_Result] = []
@@ -67,16 +67,16 @@ def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Res
             state.sync()
             member.has_state = True
             returned = [train()]
-            current.barrier()  # nobody is gone while others may still have to go back to a commit
+            process.barrier()  # nobody is gone while others may still have to go back to a commit
         except WorkersJoined:
-            current.shutdown()
+            process.shutdown()
         except Exception as exc:
-            lost = loss_in(exc)
+            lost = peer_loss_of(exc)
             if lost is None or member.lost_worker == "abort":
                 raise
             reason, lost = str(lost), None  # its traceback holds what belongs to the job that is left
             _log.warning("back to the last commit, for the job has lost somebody: %s", reason)
-            current.abandon(reason)
+            process.abandon(reason)
             if not returned:  # else this may have been the end, and what it has led to is the result
                 state.restore()
         else:
@@ -94,7 +94,7 @@ def _in_jobs(member: Member, state: State, train: Callable[[], _Result]) -> _Res
         is_further = True
 
 
-def loss_in(exc: BaseException) -> PeerLostError | None:
+def peer_loss_of(exc: BaseException) -> PeerLostError | None:
     """Return the `PeerLostError` that *exc* is, or was raised from; None if it is of another kind."""
     found: BaseException | None = exc
     while found is not None and not isinstance(found, PeerLostError):

@@ -69,7 +69,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from .allreduce_ops import grouped_allreduce
+        from .collective_ops import grouped_allreduce
 
         means = grouped_allreduce(gradients, op=Average, process_set=ctx.process_set)
         me = ctx.process_set.rank()

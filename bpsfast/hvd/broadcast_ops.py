@@ -9,7 +9,7 @@ import torch
 
 from ..orchestration.errors import ConfigError
 from . import runtime
-from .allreduce_ops import allreduce
+from .collective_ops import allreduce
 from .handle import Handle, begin, like, readable, synchronize, wants_gradient, writable
 from .process_sets import ProcessSet, global_process_set
 from .reduce_op import Average

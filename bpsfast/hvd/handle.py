@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ..dtypes import NAMES
+from ..base.dtypes import NAMES
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..orchestration.order.negotiation import Kind, Request, Spec
+from ..orchestration.priority.negotiation import Kind, Request, Spec
 from ..torch.ops import require_dense
 from . import runtime
 from .errors import TensorTypeError
@@ -99,7 +99,7 @@ def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequenc
     ConfigError
         If *name* is no string that can be encoded, or *process_set* none of this rank's.
     DuplicateNameError, HorovodInternalError
-        As `Service.submit`.
+        As `NegotiationService.submit`.
     """
     service = runtime.service_of(process_set, kind)
     label = label or (f"grouped_{kind}" if grouped else kind)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import msgspec
 
 from ..orchestration.errors import ConfigError
-from ..orchestration.order.negotiation_line import FollowerLine, LeaderLine, connect, listen
+from ..orchestration.priority.negotiation_messages import FollowerChannel, LeaderChannel, connect, listen
 from ..trainer.session import Session
 
 _KEY_NBYTES = 32
 
 
-class _Meeting(msgspec.Struct, frozen=True):
+class _LeaderAddress(msgspec.Struct, frozen=True):
     """Where the first rank listens, and the set's key; or why it does not."""
 
     host: str = ""
@@ -22,7 +22,7 @@ class _Meeting(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | FollowerLine | None:
+def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderChannel | FollowerChannel | None:
     """Return this rank's end of the lines between *ranks*; None if there is nobody else. Called by all of them.
 
     *title* tells this meeting from all others of the job, on all ranks alike. The first rank withdraws the notice of
@@ -40,7 +40,7 @@ def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | Fol
         return None
     if session.rank != first:
         notice = session.notices.lookup(title, session.settings.timeout_s, f"rank {first}")
-        found = msgspec.msgpack.decode(notice, type=_Meeting)
+        found = msgspec.msgpack.decode(notice, type=_LeaderAddress)
         if found.error:
             raise ConfigError(f"rank {first} cannot be reached by ranks {list(ranks[1:])}: {found.error}")
         return connect(found.host, found.port, found.key, f"rank {first}")
@@ -49,10 +49,10 @@ def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderLine | Fol
         host = "127.0.0.1" if session.n_nodes == 1 else session.host
         line = listen(key, host)
     except ConfigError as exc:
-        session.notices.publish(title, msgspec.msgpack.encode(_Meeting(error=str(exc))))
+        session.notices.publish(title, msgspec.msgpack.encode(_LeaderAddress(error=str(exc))))
         raise
     try:
-        session.notices.publish(title, msgspec.msgpack.encode(_Meeting(host, line.port, key)))
+        session.notices.publish(title, msgspec.msgpack.encode(_LeaderAddress(host, line.port, key)))
     except BaseException:
         line.close()
         raise

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import threading
 
-from ..orchestration.order.negotiation import Request
+from ..orchestration.priority.negotiation import Request
 from . import runtime
 from .process_sets import ProcessSet, global_process_set
 from .service import Operation
@@ -29,18 +29,18 @@ def join(device: int = -1) -> int:
         If nothing comes from the others for `timeout_s`; the text names them.
     """
     found = runtime.current()
-    stand_ins = list(found.stand_ins)
-    for each in stand_ins:
+    join_proxies = list(found.join_proxies)
+    for each in join_proxies:
         each.begin()
     service = found.service(0, "join")
     operation = service.submit(Operation(Request(
-        rank=service.rank, name="join", kind="join", is_patient=bool(stand_ins),
-        n_steps=sum(each.count_anew() for each in stand_ins))))
+        rank=service.rank, name="join", kind="join", is_patient=bool(join_proxies),
+        n_steps=sum(each.count_anew() for each in join_proxies))))
     over = threading.Event()
     try:
-        for each in stand_ins:
+        for each in join_proxies:
             each.start(over)
-        errors = [error for each in stand_ins if (error := each.wait()) is not None]
+        errors = [error for each in join_proxies if (error := each.wait()) is not None]
     finally:
         over.set()  # also if the wait was interrupted
     if errors:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..torch.exchange import is_reduced_by_another, note_reduced, numbers, watch
-from ..torch.presence import Presence
+from ..torch.gradient_hooks import UsedParameters
 from . import runtime
-from .allreduce_ops import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
-from .exchange import TooManyPassesError
+from .collective_ops import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
+from .gradient_exchange import TooManyPassesError
 from .handle import synchronize
 from .process_sets import ProcessSet
 from .reduce_op import Average, Max, Product, ReduceOp, Sum
@@ -31,11 +31,11 @@ class NegotiatedExchange:
     def __init__(self, named: list[tuple[str, torch.Tensor]], compression: Any, n_passes: int, op: ReduceOp,
                  predivide: float, groups: Sequence[Sequence[str]], sparse_as_dense: bool,
                  process_set: ProcessSet) -> None:
-        self.presence = Presence(named)
+        self.presence = UsedParameters(named)
         self.parameters = self.presence.trained
         self.n_passes = n_passes
-        self.synchronized = self.is_overtaken = False
-        self.number, self.sharers = next(numbers), list[weakref.ref[Any]]()
+        self.synchronized = self.is_superseded = False
+        self.number, self.other_observers = next(numbers), list[weakref.ref[Any]]()
         self._compression = compression
         self._fields = {"op": op, "process_set": process_set}
         if op is Average:
@@ -61,7 +61,7 @@ class NegotiatedExchange:
 
     def accumulated(self, name: str) -> None:
         """Count a backward pass of *name*; after the last one of its whole group, the group goes out."""
-        if self.is_overtaken:
+        if self.is_superseded:
             self.synchronized = False
             self.presence.is_stale |= self._group_of.get(name, (name,)) in self._under_way
             return
@@ -73,9 +73,9 @@ class NegotiatedExchange:
         if not any(self._left[each] for each in group):
             self._begin(group)
 
-    def overtaken(self) -> None:
+    def superseded(self) -> None:
         """As of `Exchange`."""
-        self.is_overtaken = True
+        self.is_superseded = True
 
     def _begin(self, group: tuple[str, ...]) -> None:
         self._under_way[group] = _Reduction(group, self)
@@ -97,12 +97,12 @@ class NegotiatedExchange:
         under_way, self._under_way = self._under_way, {}
         synchronize(told)
         self.presence.hear(words.numpy())
-        thawed = self.presence.thawed()
-        for name in thawed:
+        unfrozen = self.presence.unfrozen()
+        for name in unfrozen:
             self.presence.admit(name)
             self._begin((name,))
             under_way[(name,)] = self._under_way.pop((name,))
-        watch(self, [(name, self.parameters[name]) for name in thawed])
+        watch(self, [(name, self.parameters[name]) for name in unfrozen])
         with torch.no_grad():
             for reduction in under_way.values():
                 reduction.finish()
@@ -161,7 +161,7 @@ class NegotiatedExchange:
         self._under_way.clear()
         self._left = dict.fromkeys(self.parameters, self.n_passes)
 
-    def house_gradients(self) -> None:
+    def alias_gradients(self) -> None:
         """Gradients stay where they are: they have no place in shared memory."""
 
 

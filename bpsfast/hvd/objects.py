@@ -7,8 +7,8 @@ import torch
 
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..torch.broadcast import load_state, take_tensors
-from ..torch.kept import own_state
-from ..trainer.objects import dump_or_say_why, load
+from ..torch.optimizer_extras import user_state_dict
+from ..trainer.object_broadcast import dump_or_say_why, load
 from . import runtime
 from .allgather_ops import begin_group
 from .broadcast_ops import broadcast_bytes, broadcast_group_
@@ -103,7 +103,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     is_root = runtime.current().rank == root_rank
     fresh = [p for group in optimizer.param_groups for p in group["params"]] if not optimizer.state else []
     tensors: list[torch.Tensor] = []
-    skeleton = take_tensors(own_state(optimizer), tensors) if is_root else None
+    skeleton = take_tensors(user_state_dict(optimizer), tensors) if is_root else None
     kinds = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
     skeleton, kinds = _broadcast_object((skeleton, kinds), root_rank, None, global_process_set,
                                         "broadcast_optimizer_options")

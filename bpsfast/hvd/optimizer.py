@@ -15,17 +15,17 @@ import torch
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..torch.compression import parted
 from ..torch.local_momentum import has_momentum
-from ..torch.wrapped import Wrapped, base_step, check_passes, members_of, owned, parameters_of, wrap
+from ..torch.optimizer_wrapper import OptimizerWrapper, user_step, check_passes, members_of, owned, parameters_of, wrap
 from . import runtime
 from .compression import Compression
-from .exchange import DenseExchange
+from .gradient_exchange import DenseExchange
 from .negotiated_exchange import NegotiatedExchange
 from .objects import broadcast_object
 from .process_sets import ProcessSet, global_process_set
 from .reduce_op import Average, ReduceOp, Sum, chosen, factor
 
 
-class _DistributedOptimizer(Wrapped):
+class _DistributedOptimizer(OptimizerWrapper):
     """What is mixed into the user's optimizer class (see `DistributedOptimizer`)."""
 
     _exchange: DenseExchange | NegotiatedExchange | None
@@ -50,7 +50,7 @@ class _DistributedOptimizer(Wrapped):
             else:
                 self.synchronize()
         try:
-            return base_step(self, closure, self.synchronize)
+            return user_step(self, closure, self.synchronize)
         finally:
             exchange.synchronized = False
 

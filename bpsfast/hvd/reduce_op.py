@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..orchestration.errors import ConfigError
-from ..trainer.reduce_op import flag
+from ..trainer.arguments import flag
 from .errors import AdasumError
 
 

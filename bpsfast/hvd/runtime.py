@@ -7,19 +7,19 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..collective import groups
-from ..collective.group import Group
+from ..collectives import group_factory
+from ..collectives.group import Group
 from ..orchestration.errors import ClosedError, ConfigError
-from ..orchestration.order.negotiation import Kind, Request, Response
-from ..trainer import current as process
+from ..orchestration.priority.negotiation import Kind, Request, Response
+from ..trainer import process
 from ..trainer.session import Session
 from .errors import NotInitializedError
 from .meeting import meet
-from .service import Operation, Service
+from .service import Operation, NegotiationService
 from .timeline import Timeline
 
 if TYPE_CHECKING:
-    from .exchange import StandIn
+    from .gradient_exchange import JoinProxy
 
 _current: Runtime | None = None
 _n_begun = 0  # of all ranks alike, so that meetings of an earlier `init` are not mistaken for this one's
@@ -32,14 +32,14 @@ class Runtime:
         self.session = session
         self.rank, self.size = session.rank, session.size
         #: What takes part in the optimizers' sums after this rank has joined, in the order in which they were made.
-        self.stand_ins: list[StandIn] = []
+        self.join_proxies: list[JoinProxy] = []
         self.n_optimizers = 0  # that have had one, of all ranks alike
         self._owns_session = owns_session
         self._begun = begun
         self._timeline: Timeline | None = None
         self._next = 1
         self._ranks: dict[int, tuple[int, ...]] = {0: tuple(range(session.size))}
-        self._services: dict[int, Service] = {}
+        self._services: dict[int, NegotiationService] = {}
         self._groups: dict[int, Group] = {}
         self._lock = threading.Lock()  # of the services and their timeline: sets come and go in a thread of their own
         self._open(0)
@@ -56,13 +56,13 @@ class Runtime:
             raise
 
     def _meet(self, number: int, ranks: tuple[int, ...]) -> None:
-        from .execution import Executor  # and with it PyTorch
+        from .executor import Executor  # and with it PyTorch
 
         settings = self.session.settings
-        group = self._groups[number] = groups.make(self.session, ranks)
+        group = self._groups[number] = group_factory.make(self.session, ranks)
         title = f"hvd.{self._begun}.{number}:"  # the colon: as a prefix, too, it is this meeting's only
         line = meet(self.session, ranks, title)
-        service = Service(
+        service = NegotiationService(
             ranks, self.rank, line, Executor(group, settings.fusion_bytes, self._change), self._check,
             fusion_nbytes=settings.fusion_bytes, warn_s=settings.stall_warn_s, timeout_s=settings.timeout_s)
         with self._lock:
@@ -121,7 +121,7 @@ class Runtime:
         """Return the number of the set of exactly these ranks, if there is one."""
         return next((number for number, each in self._ranks.items() if each == tuple(sorted(ranks))), None)
 
-    def service(self, number: int | None, kind: str) -> Service:
+    def service(self, number: int | None, kind: str) -> NegotiationService:
         """Return the service of set *number*, for an operation of this *kind*; raises as `service_of`."""
         if number is None or number not in self._ranks:
             raise ConfigError(f"{kind.capitalize()}: Process set provided does not exist, or has not been registered.")
@@ -200,7 +200,7 @@ def current() -> Runtime:
     return _current
 
 
-def service_of(process_set: Any, kind: str) -> Service:
+def service_of(process_set: Any, kind: str) -> NegotiationService:
     """Return the service of *process_set*, for an operation of this *kind*.
 
     Raises

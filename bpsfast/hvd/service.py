@@ -16,21 +16,21 @@ from typing import Any
 
 from ..orchestration import errors
 from ..orchestration.errors import BpsError, ClosedError, MismatchError, PeerLostError, StallError
-from ..orchestration.order import negotiation_line as says
-from ..orchestration.order.negotiation import Coordinator, Request, Response
-from ..orchestration.order.negotiation_line import FollowerLine, LeaderLine
-from ..wake_up import WakeUp
+from ..orchestration.priority import negotiation_messages as says
+from ..orchestration.priority.negotiation import Coordinator, Request, Response
+from ..orchestration.priority.negotiation_messages import FollowerChannel, LeaderChannel
+from ..orchestration.wake_up import WakeUp
 from .errors import DuplicateNameError, internal
 
 log = logging.getLogger("bpsfast.hvd")
 
 _TICK_S = 0.5
 #: How long `close` waits for what is being executed.
-_GOODBYE_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 #: How much longer the others wait than the first rank, which knows who is missing.
 _GRACE_S = 5.0
-#: How long the first rank goes on to tell those who are still connecting that it has ended: less than `_GOODBYE_S`.
-_FAREWELL_S = 3.0
+#: How long the first rank goes on to tell those who are still connecting that it has ended: less than `_CLOSE_TIMEOUT_S`.
+_LATE_NOTICE_S = 3.0
 _SHUT_DOWN = ("Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to "
               "allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
@@ -76,7 +76,7 @@ class Operation:
 Execute = Callable[[Response, list[Operation | None]], None]
 
 
-class Service:
+class NegotiationService:
     """The part of job rank *rank* in the set of *ranks*. Any thread submits and closes; made and closed by all of them.
 
     Parameters
@@ -91,7 +91,7 @@ class Service:
         See `Coordinator`; the first rank's count.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, line: LeaderLine | FollowerLine | None, execute: Execute,
+    def __init__(self, ranks: Sequence[int], rank: int, line: LeaderChannel | FollowerChannel | None, execute: Execute,
                  check: Callable[[], bool], *, fusion_nbytes: int, warn_s: float, timeout_s: float) -> None:
         self.ranks, self.rank = tuple(ranks), rank
         self._line = line
@@ -114,7 +114,7 @@ class Service:
         self._wake = WakeUp()
         self._thread = threading.Thread(target=self._run, name="bpsfast-hvd", daemon=True)
         try:
-            if isinstance(line, FollowerLine):
+            if isinstance(line, FollowerChannel):
                 line.tell(says.Hello(rank))
             self._thread.start()
         except BaseException:
@@ -169,7 +169,7 @@ class Service:
             self._closing = True
             self._reason = self._reason or reason
         self._wake.ring()
-        self._thread.join(_GOODBYE_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
         return not self._thread.is_alive()
 
     # -- the thread ---------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Service:
 
     def _follow(self, asked: list[Request], now: float) -> None:
         """As another rank: ask, and execute what the first rank says."""
-        assert isinstance(self._line, FollowerLine), "the first rank coordinates"
+        assert isinstance(self._line, FollowerChannel), "the first rank coordinates"
         if asked:
             self._say(says.Requests(tuple(asked)))
         for message in self._line.recv_nowait():
@@ -287,7 +287,7 @@ class Service:
                              f"{', '.join(list(self._open)[:3])}")
 
     def _say(self, message: says.Message) -> None:
-        if isinstance(self._line, LeaderLine):
+        if isinstance(self._line, LeaderChannel):
             self._line.tell(message)  # whoever is gone is missed by the job, or has left
         elif self._line is not None and not self._leader_has_left:
             self._line.tell(message)
@@ -297,16 +297,16 @@ class Service:
 
     def _leave(self, message: says.Failed | says.Left, error: BpsError) -> None:
         """Let the others hear of the end, and this rank's operations end with *error*."""
-        told = self._line.present if isinstance(self._line, LeaderLine) else set[int]()
+        told = self._line.present if isinstance(self._line, LeaderChannel) else set[int]()
         try:
             self._say(message)
         except Exception as exc:  # the end of this rank's operations must come, whatever the line does
             log.debug("rank %d could not say that it ends: %s", self.rank, exc)
         finally:
             self._end(error)
-        if isinstance(self._line, LeaderLine) and not isinstance(error, StallError):
+        if isinstance(self._line, LeaderChannel) and not isinstance(error, StallError):
             # who has not come in all the time of a stall comes no more
-            self._line.tell_late(message, told, len(self.ranks) - 1, time.monotonic() + _FAREWELL_S)
+            self._line.send_to_late_joiners(message, told, len(self.ranks) - 1, time.monotonic() + _LATE_NOTICE_S)
 
     def _end(self, error: BpsError) -> None:
         with self._lock:

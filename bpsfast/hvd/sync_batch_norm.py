@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import runtime
 from .allgather_ops import allgather
-from .allreduce_ops import allreduce
+from .collective_ops import allreduce
 from .reduce_op import Sum
 
 

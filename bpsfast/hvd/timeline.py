@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..orchestration.errors import ConfigError
-from ..orchestration.order.negotiation import Response
+from ..orchestration.priority.negotiation import Response
 
 if TYPE_CHECKING:
     from .service import Operation

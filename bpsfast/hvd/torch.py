@@ -10,7 +10,7 @@ Operations are matched by name, in whatever order each rank begins its own.
 from __future__ import annotations
 
 from .allgather_ops import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from .allreduce_ops import (
+from .collective_ops import (
     allreduce,
     allreduce_,
     allreduce_async,

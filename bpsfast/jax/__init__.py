@@ -9,7 +9,7 @@ Inside jit, on the CPU: XLA calls our handler with its buffers (`handler`), in t
 """
 from __future__ import annotations
 
-from ..trainer.reduce_op import Average, ReduceOp, Sum
+from ..trainer.arguments import Average, ReduceOp, Sum
 from ..trainer.stats import get_pushpull_speed
 from .basics import barrier, init, local_rank, local_size, rank, shutdown, size
 from .broadcast import broadcast

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from ..orchestration.errors import UnsupportedError
-from ..trainer import current as process
+from ..trainer import process
 from ..trainer.array_broadcast import broadcast_arrays
 from ..trainer.broadcaster import check_root
 from .leaf_names import names_of

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ..compression.choice import Choice, check_choice
-from ..trainer.reduce_op import averages
+from ..trainer.arguments import averages
 from .ops import push_pull
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from ..orchestration.errors import UnsupportedError
-from ..trainer import current as process
+from ..trainer import process
 from . import call_frame
-from .site import entered
+from .push_pull_call import registered_call
 
 #: The name by which XLA knows the handler.
 TARGET = "bpsfast_push_pull"
@@ -44,7 +44,7 @@ _pointer = call_frame.HANDLER(_handle)  # lives as long as XLA may call it
 
 
 def _sum(frame: call_frame.Frame) -> None:
-    site = entered(call_frame.text_of(frame)) if not (wrong := call_frame.check_frame(frame)) else None
+    site = registered_call(call_frame.text_of(frame)) if not (wrong := call_frame.check_frame(frame)) else None
     if site is None:
         raise UnsupportedError(_unsupported(wrong))
     bundle = site.bundle(process.current())

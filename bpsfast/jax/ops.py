@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..compression.choice import Choice, check_choice, chosen, chosen_among
-from ..dtypes import wire_name
+from ..base.dtypes import wire_name
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..trainer import current as process
+from ..trainer import process
 from ..trainer.bundle import Leaf
-from ..trainer.reduce_op import averages
-from . import far, primitive
+from ..trainer.arguments import averages
+from . import device_arrays, primitive
 from .leaf_names import names_of
-from .site import Site
+from .push_pull_call import PushPullCall
 
 
 def push_pull(tree: Any, average: bool = True, name: str | None = None, priority: int | None = None,
@@ -76,17 +76,17 @@ def push_pull(tree: Any, average: bool = True, name: str | None = None, priority
     return jax.tree_util.tree_unflatten(structure, summed(site, leaves))
 
 
-def summed(site: Site, leaves: Sequence[Any]) -> list[Any]:
+def summed(site: PushPullCall, leaves: Sequence[Any]) -> list[Any]:
     """Return the sums (means) of the arrays *leaves*, which are those that *site* says; inside jit and outside."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return list(primitive.differentiable(site, *leaves))
-    if any(far.is_far(leaf) for leaf in leaves):
-        return far.push_pull(site, leaves)
+    if any(device_arrays.is_on_device(leaf) for leaf in leaves):
+        return device_arrays.push_pull(site, leaves)
     return primitive.run(site, leaves)
 
 
 #: Sites by what they come from: a training loop calls push_pull with the same trees thousands of times.
-_sites: dict[Any, Site] = {}
+_sites: dict[Any, PushPullCall] = {}
 
 
 def _kind(leaf: Any) -> tuple[Any, ...]:
@@ -114,7 +114,7 @@ def _wire_name(leaf: Any, name: str) -> str:
 
 
 def _site(names: Sequence[str], kinds: Sequence[tuple[tuple[int, ...], str]], mean: bool, is_named: bool,
-          priority: int | None, compression: Choice | None) -> Site:
+          priority: int | None, compression: Choice | None) -> PushPullCall:
     check_choice(compression)
     if len(set(names)) < len(names):
         twice = next(each for each in names if names.count(each) > 1)
@@ -128,7 +128,7 @@ def _site(names: Sequence[str], kinds: Sequence[tuple[tuple[int, ...], str]], me
         else:
             codecs = chosen_among(compression, dict(zip(names, kinds)), least)
     leaves = tuple(Leaf(name, shape, dtype, codecs.get(name)) for name, (shape, dtype) in zip(names, kinds))
-    site = Site(leaves, mean, priority)
+    site = PushPullCall(leaves, mean, priority)
     if is_named:
         return site
     # Trees of another kind are other tensors.

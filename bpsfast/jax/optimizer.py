@@ -9,7 +9,7 @@ import optax
 
 from ..compression.choice import Choice, check_choice
 from ..orchestration.errors import ConfigError
-from ..trainer.reduce_op import averages
+from ..trainer.arguments import averages
 from .ops import push_pull
 
 

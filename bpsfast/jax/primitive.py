@@ -19,7 +19,7 @@ from jax.interpreters import batching, mlir
 
 from ..orchestration.errors import UnsupportedError
 from . import handler
-from .site import Site, enter
+from .push_pull_call import PushPullCall, register_call
 
 try:
     from jax._src import core, dispatch, effects
@@ -47,11 +47,11 @@ for _set in _SETS:
 
 _push_pull = core.Primitive("bpsfast_push_pull")
 _push_pull.multiple_results = True
-_at_once = core.Primitive("bpsfast_push_pull_at_once")  # without a token: see `_run`
-_at_once.multiple_results = True
+_unordered = core.Primitive("bpsfast_push_pull_at_once")  # without a token: see `_run`
+_unordered.multiple_results = True
 
 
-def settle() -> None:
+def wait_for_programs() -> None:
     """Wait for the programs that this thread has started, as far as they have effects.
 
     What one of them has failed with is raised where its results are used. Its token keeps the error, too, and would
@@ -64,22 +64,22 @@ def settle() -> None:
 
 
 @_push_pull.def_effectful_abstract_eval
-def _shapes_in_order(*leaves: Any, site: Site) -> tuple[list[Any], set[Any]]:
+def _shapes_in_order(*leaves: Any, site: PushPullCall) -> tuple[list[Any], set[Any]]:
     return _shapes(*leaves, site=site), {_effect}
 
 
-@_at_once.def_abstract_eval
-def _shapes(*leaves: Any, site: Site) -> list[Any]:
+@_unordered.def_abstract_eval
+def _shapes(*leaves: Any, site: PushPullCall) -> list[Any]:
     return [core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 @_push_pull.def_impl
-def _run(*leaves: Any, site: Site) -> Any:
+def _run(*leaves: Any, site: PushPullCall) -> Any:
     """Sum outside jit: after all programs under way; wait, and raise what was raised.
 
     That keeps the order without a token, with which JAX takes a long way to XLA: milliseconds for some hundred leaves.
     """
-    settle()
+    wait_for_programs()
     try:
         return jax.block_until_ready(_now(site)(*leaves))
     except jax.errors.JaxRuntimeError as exc:
@@ -90,63 +90,63 @@ def _run(*leaves: Any, site: Site) -> Any:
 
 
 @cache
-def _now(site: Site) -> Callable[..., Any]:
-    return jax.jit(lambda *leaves: _at_once.bind(*leaves, site=site))
+def _now(site: PushPullCall) -> Callable[..., Any]:
+    return jax.jit(lambda *leaves: _unordered.bind(*leaves, site=site))
 
 
-def _lower(ctx: Any, *leaves: Any, site: Site) -> Sequence[Any]:
+def _lower(ctx: Any, *leaves: Any, site: PushPullCall) -> Sequence[Any]:
     """Lower for the CPU: the token is the call's first argument and first result."""
     token = ctx.tokens_in.get(_effect)
     with_token = dataclasses.replace(ctx, avals_in=[_TOKEN, *ctx.avals_in], avals_out=[_TOKEN, *ctx.avals_out])
-    token, *sums = _lower_at_once(with_token, token, *leaves, site=site)
+    token, *sums = _lower_unordered(with_token, token, *leaves, site=site)
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(TokenSet({_effect: token})))
     return sums
 
 
-def _lower_at_once(ctx: Any, *operands: Any, site: Site) -> Sequence[Any]:
+def _lower_unordered(ctx: Any, *operands: Any, site: PushPullCall) -> Sequence[Any]:
     handler.require_fit()
-    lowered: Sequence[Any] = _lowering(ctx, *operands, site=enter(site))
+    lowered: Sequence[Any] = _lowering(ctx, *operands, site=register_call(site))
     return lowered
 
 
 _lowering = jax.ffi.ffi_lowering(handler.TARGET, has_side_effect=True)
 
 
-def _refuse_lowering(ctx: Any, *leaves: Any, site: Site) -> Sequence[Any]:
+def _refuse_lowering(ctx: Any, *leaves: Any, site: PushPullCall) -> Sequence[Any]:
     platforms = ", ".join(ctx.module_context.platforms)
     raise UnsupportedError(f"push_pull inside jit is for the CPU, not for {platforms}: call push_pull outside jit (jit "
                            "the gradients, then the update), where arrays of GPUs are taken, or jit for the CPU: "
                            "jax.default_device(jax.devices('cpu')[0])")
 
 
-def _refuse_batching(leaves: Any, dims: Any, *, site: Site) -> Any:
+def _refuse_batching(leaves: Any, dims: Any, *, site: PushPullCall) -> Any:
     raise UnsupportedError(f"push_pull of {site.leaves[0].name!r} inside vmap: ranks sum one tensor for each call, not "
                            "one for each example; call it outside vmap, with the whole batch")
 
 
 mlir.register_lowering(_push_pull, _refuse_lowering)
 mlir.register_lowering(_push_pull, _lower, platform="cpu")
-mlir.register_lowering(_at_once, _lower_at_once, platform="cpu")
+mlir.register_lowering(_unordered, _lower_unordered, platform="cpu")
 batching.primitive_batchers[_push_pull] = _refuse_batching
 handler.register()
 
 
-def run(site: Site, leaves: Sequence[Any]) -> list[Any]:
+def run(site: PushPullCall, leaves: Sequence[Any]) -> list[Any]:
     """Sum *leaves* over all ranks."""
     return list(_push_pull.bind(*leaves, site=site))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def differentiable(site: Site, *leaves: Any) -> list[Any]:
+def differentiable(site: PushPullCall, *leaves: Any) -> list[Any]:
     """As `run`; the sum is linear: its gradient is the sum (mean) of the ranks' gradients, under names of its own."""
     return run(site, leaves)
 
 
-def _forward(site: Site, *leaves: Any) -> tuple[list[Any], None]:
+def _forward(site: PushPullCall, *leaves: Any) -> tuple[list[Any], None]:
     return differentiable(site, *leaves), None
 
 
-def _backward(site: Site, _: None, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+def _backward(site: PushPullCall, _: None, cotangents: Sequence[Any]) -> tuple[Any, ...]:
     """Sum the gradients; integers have none."""
     back = site.backward()
     real = [each for leaf, each in zip(site.leaves, cotangents) if leaf.is_differentiable]

@@ -15,7 +15,7 @@ from .gradient_set import GradientSet
 _EXCHANGES = {"jax": "jax_exchange", "tensorflow": "tensorflow_exchange", "torch": "torch_exchange"}
 
 
-class Exchange(Protocol):
+class TensorBackend(Protocol):
     """What the modules `jax_exchange`, `tensorflow_exchange` and `torch_exchange` have."""
 
     def init(self, **settings: object) -> None:
@@ -45,7 +45,7 @@ class Exchange(Protocol):
 
 
 @cache
-def exchange() -> Exchange:
+def exchange() -> TensorBackend:
     """Return what sums tensors of the backend that Keras has been imported with.
 
     Raises
@@ -57,4 +57,4 @@ def exchange() -> Exchange:
     if name not in _EXCHANGES:
         raise UnsupportedError(f"Keras computes with {name!r} here; bpsfast.keras sums tensors of "
                                f"{', '.join(_EXCHANGES)}: set KERAS_BACKEND before the first import of keras")
-    return cast("Exchange", importlib.import_module(f".{_EXCHANGES[name]}", __package__))
+    return cast("TensorBackend", importlib.import_module(f".{_EXCHANGES[name]}", __package__))

@@ -1,7 +1,7 @@
 """What BytePS calls its basics, for Keras: join the job, leave it; who this process is."""
 from __future__ import annotations
 
-from ..trainer.current import local_rank, local_size, rank, size
+from ..trainer.process import local_rank, local_size, rank, size
 from .backend import exchange
 
 __all__ = ["barrier", "init", "local_rank", "local_size", "rank", "shutdown", "size"]

@@ -8,13 +8,13 @@ import keras
 import numpy as np
 
 from ..orchestration.errors import ConfigError
-from ..trainer import current as process, handle as operations
+from ..trainer import process, handle as operations
 from ..trainer.broadcaster import check_root
 from .learning_rate_callbacks import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
     LearningRateWarmupCallback as LearningRateWarmupCallback,
 )
-from .paths import unnumbered
+from .paths import without_numbers
 from .variables import broadcast_variables, is_built, state_of
 
 
@@ -75,7 +75,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _title(names: list[str]) -> str:
-    text = ", ".join(map(unnumbered, names))
+    text = ", ".join(map(without_numbers, names))
     if len(text) > 150:
         text = f"{text[:150]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
     return f"metrics of Keras: {text}"

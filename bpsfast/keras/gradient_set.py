@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ..compression.choice import Choice, chosen_among
 from ..orchestration.codec import CodecSpec
-from ..trainer import current as process
+from ..trainer import process
 from .paths import common_names, different
 
 #: A tensor's shape and the wire name of its dtype.

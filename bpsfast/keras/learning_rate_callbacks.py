@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from ..orchestration.errors import ConfigError
-from ..trainer.current import size
+from ..trainer.process import size
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -17,14 +17,14 @@ def path_of(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)
 
 
-def unnumbered(path: str) -> str:
+def without_numbers(path: str) -> str:
     """Return *path* without the numbers at the ends of its words."""
     return _NUMBER.sub("", path)
 
 
 def common_names(paths: Sequence[str]) -> list[str]:
     """Return names for *paths*, all different: without numbers, those that were there before with a count."""
-    return different([unnumbered(path) for path in paths])
+    return different([without_numbers(path) for path in paths])
 
 
 def different(names: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ import keras
 
 from ..compression.choice import Choice
 from ..orchestration.errors import MismatchError, UnsupportedError
-from ..trainer import current as process
+from ..trainer import process
 from .backend import exchange
 from .compression import CompressorLike, NoneCompressor
 from .gradient_set import gradient_set

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from ..orchestration.errors import ConfigError
-from ..trainer import current as process
+from ..trainer import process
 from ..trainer.array_broadcast import broadcast_arrays
 from ..trainer.broadcaster import check_root
 from .paths import common_names, path_of

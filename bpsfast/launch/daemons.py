@@ -24,16 +24,16 @@ from pathlib import Path
 
 import msgspec
 
-from .. import logs
-from ..exit_codes import FAILED, code_of_daemon
-from ..nic.cores import on_cores
+from ..base import logs
+from ..base.exit_codes import FAILED, code_of_daemon
+from ..hardware.affinity.device_threads import on_cores
 from ..orchestration.errors import ConfigError, error_of
-from ..seating.pins import cpus_before
-from ..settings import Settings, environment, fingerprint, parse_address, take_job_key
-from . import owner
-from .keeper import Keeper
-from .place import Place, is_loopback, job_key, node_of
-from .tether import VARIABLE as TETHER
+from ..hardware.affinity.binding import unbound_cpus
+from ..base.settings import Settings, environment, fingerprint, parse_address, take_job_key
+from ..base import process_mark
+from .restarter import Restarter
+from .process_role import ProcessRole, is_loopback, job_key, default_node_id
+from .die_with_parent import VARIABLE as LAUNCHER_VARIABLE
 
 _log = logging.getLogger("bpsfast.daemons")
 
@@ -53,13 +53,13 @@ _REMARK_S = 120.0
 class Daemons:
     """The daemons that this process has started: none, a node, or a node and the scheduler. Owner thread only.
 
-    A scheduler that a signal has ended is started again (`Keeper`): the job waits for it. `place` is the place they
+    A scheduler that a signal has ended is started again (`Restarter`): the job waits for it. `place` is the place they
     were started from, its scheduler port resolved.
     """
 
-    def __init__(self, place: Place, reserved: socket.socket | None = None) -> None:
+    def __init__(self, place: ProcessRole, reserved: socket.socket | None = None) -> None:
         self.place = place
-        self.keeper: Keeper | None = None
+        self.keeper: Restarter | None = None
         self.node: subprocess.Popen | None = None
         self._reserved = reserved
 
@@ -84,7 +84,7 @@ class Daemons:
             self.close(0.0)
         return over
 
-    def outlast(self) -> None:
+    def wait_for_job_end(self) -> None:
         """Wait as long as the job lives, which other ranks have not left; say so now and then.
 
         There is no deadline but the job's own: it ends if those ranks, or this process's daemons, are lost. The node
@@ -114,7 +114,7 @@ class Daemons:
             self._reserved = None
 
 
-def start(place: Place, settings: Settings) -> Daemons:
+def start(place: ProcessRole, settings: Settings) -> Daemons:
     """Start what *place* has to start on this machine: the scheduler, the node, both or neither."""
     reserved = place.reserved
     if place.starts_scheduler and place.scheduler[1] == 0:
@@ -123,7 +123,7 @@ def start(place: Place, settings: Settings) -> Daemons:
     daemons = Daemons(place, reserved)
     try:
         if place.starts_scheduler:
-            daemons.keeper = Keeper("scheduler", functools.partial(start_scheduler, place, settings), describe_exit)
+            daemons.keeper = Restarter("scheduler", functools.partial(start_scheduler, place, settings), describe_exit)
         if place.starts_node:
             daemons.node = start_node(place, settings)
     except OSError:
@@ -132,12 +132,12 @@ def start(place: Place, settings: Settings) -> Daemons:
     return daemons
 
 
-def start_node(place: Place, settings: Settings) -> subprocess.Popen:
+def start_node(place: ProcessRole, settings: Settings) -> subprocess.Popen:
     """Start the node of this machine as a child that watches this process."""
     return _start("node", msgspec.structs.replace(place.settings(settings), rank=-1, local_rank=-1))
 
 
-def start_scheduler(place: Place, settings: Settings) -> subprocess.Popen:
+def start_scheduler(place: ProcessRole, settings: Settings) -> subprocess.Popen:
     """Start the job's scheduler as a child that watches this process."""
     return _start("scheduler", msgspec.structs.replace(
         place.settings(settings), rank=-1, local_rank=-1, local_size=-1, node_index=-1))
@@ -146,7 +146,7 @@ def start_scheduler(place: Place, settings: Settings) -> subprocess.Popen:
 def _start(role: str, settings: Settings) -> subprocess.Popen:
     starter_fd = os.pidfd_open(os.getpid())
     try:
-        with on_cores(cpus_before()):  # this rank's seat in another job is not the daemon's
+        with on_cores(unbound_cpus()):  # this rank's seat in another job is not the daemon's
             return subprocess.Popen(
                 [sys.executable, "-m", "bpsfast", role, "--starter-fd", str(starter_fd)], pass_fds=[starter_fd],
                 env=_daemon_environment() | environment(settings) | {"PYTHONSAFEPATH": "1"},
@@ -158,7 +158,7 @@ def _start(role: str, settings: Settings) -> subprocess.Popen:
 
 def _daemon_environment() -> dict[str, str]:
     """Return the environment of a daemon that watches this process: a launcher's guardian leaves it to that."""
-    return {name: value for name, value in clean_environment(os.environ).items() if name != TETHER}
+    return {name: value for name, value in clean_environment(os.environ).items() if name != LAUNCHER_VARIABLE}
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -173,24 +173,24 @@ def run_node(settings: Settings, is_awaited: bool = False) -> int:
     *is_awaited*: by a rank that started it, and cannot end before.
     """
     # kernels and the engine: ranks and the launcher, which load this file too, do without them
-    from ..node import control as node, quota
+    from ..node import main as node, cpu_quota
 
     if not settings.scheduler:
         raise ConfigError("the node must know where the scheduler is: set BPSFAST_SCHEDULER (--scheduler host:port)")
     logs.configure(settings.log_level, "node")
     take_job_key()
-    settings = quota.take(settings)
+    settings = cpu_quota.take(settings)
     return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex(),
-                                             node_id=node_of(settings, settings.scheduler)),
+                                             node_id=default_node_id(settings, settings.scheduler)),
                      is_awaited=is_awaited, awaits_ranks=_is_ended_by_launcher())
 
 
 def run_scheduler(settings: Settings) -> int:
     """Be the scheduler until the job is over; return the exit code. SIGTERM and SIGINT abort the job in words."""
     from .. import __version__
-    from ..orchestration.doorkeeper import interface
+    from ..orchestration.zmq_connections import interface
     from ..orchestration.job.job_settings import JobSettings
-    from ..orchestration.scheduler import Scheduler
+    from ..orchestration.failover.scheduler import Scheduler
 
     if settings.num_nodes < 1 and settings.size < 1:
         raise ConfigError("the scheduler must know how many machines have ranks: set BPSFAST_NUM_NODES (--num-nodes), "
@@ -210,7 +210,7 @@ def run_scheduler(settings: Settings) -> int:
     )
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
                           bind_host="127.0.0.1" if is_loopback(host) else interface(host), port=port)
-    logs.know(job=lambda: scheduler.job_name)
+    logs.set_identity(job=lambda: scheduler.job_name)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: scheduler.stop(f"the scheduler got {signal.Signals(number).name}"))
     code, aborted = scheduler.run(), scheduler.aborted
@@ -223,7 +223,7 @@ def _is_ended_by_launcher() -> bool:
     So there is no deadline for the first rank to come: the program may load data for long before it joins the job, or
     be none of bpsfast.
     """
-    return TETHER in os.environ
+    return LAUNCHER_VARIABLE in os.environ
 
 
 def watch_starter(starter_fd: int, settings: Settings) -> None:
@@ -246,10 +246,10 @@ def watch_starter(starter_fd: int, settings: Settings) -> None:
     threading.Thread(target=wait_and_end, name="bpsfast-starter", daemon=True).start()
 
 
-def tethered(argv: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
+def tie_to_parent(argv: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
     """Return *argv* so wrapped that the started process gets signal *number* when this process dies (see `tether`)."""
-    program = str(Path(__file__).with_name("tether.py"))
-    return [sys.executable, "-S", "-E", program, owner.mark(), str(int(number)), *argv]
+    program = str(Path(__file__).with_name("die_with_parent.py"))
+    return [sys.executable, "-S", "-E", program, process_mark.mark(), str(int(number)), *argv]
 
 
 def reserve_port(host: str) -> socket.socket:

@@ -17,18 +17,18 @@ import msgspec
 
 from ..orchestration import security
 from ..orchestration.errors import ConfigError, PeerLostError, StallError
-from ..orchestration.muster import muster_line
-from ..orchestration.muster.muster import Rules
-from ..orchestration.muster.muster_line import Add, Added, Hello
-from ..orchestration.unreadable import UNREADABLE
-from ..settings import Settings, environment, parse_address
-from .child import Command, Kind, thread_defaults
-from .crew import Crew, worker
+from ..orchestration.elastic import protocol
+from ..orchestration.elastic.coordinator import ElasticRules
+from ..orchestration.elastic.protocol import Add, Added, Hello
+from ..orchestration.unreadable import DECODE_ERRORS
+from ..base.settings import Settings, environment, parse_address
+from .processes import Command, Kind, thread_defaults
+from .worker_pool import WorkerPool, worker
 from .daemons import clean_environment
-from .job import Shape, check_program
-from .muster_service import MusterService, line_key
+from .local_job import JobShape, check_program
+from .elastic_service import ElasticService, elastic_key
 from .output import Output
-from .place import given_key
+from .process_role import given_key
 from .supervisor import Limits, Supervisor
 
 _LOOPBACK = "127.0.0.1"
@@ -41,7 +41,7 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     job_key: str
 
 
-def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapping[str, str], muster: str,
+def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: Mapping[str, str], muster: str,
          key: str) -> list[Command]:
     """Return the workers that are started at first, by rank; *muster* is an address, *key* the job's in hex.
 
@@ -65,7 +65,7 @@ def plan(shape: Shape, program: Sequence[str], settings: Settings, environ: Mapp
     return workers
 
 
-def run(shape: Shape, program: Sequence[str], settings: Settings, rules: Rules, *, limits: Limits | None = None,
+def run(shape: JobShape, program: Sequence[str], settings: Settings, rules: ElasticRules, *, limits: Limits | None = None,
         output: Output | None = None, control: Path | None = None, environ: Mapping[str, str] | None = None) -> int:
     """Run *program* until its training has ended, or no next job can be formed; return the exit code.
 
@@ -77,12 +77,12 @@ def run(shape: Shape, program: Sequence[str], settings: Settings, rules: Rules, 
         raise ConfigError(f"--min-ranks {rules.min_ranks}, -n {n_ranks}, --max-ranks {rules.max_ranks}: must be in "
                           "this order, and at least 1")
     key = given_key(settings) or secrets.token_hex(32)
-    service = MusterService(rules, range(n_ranks), security.job_key(key, ""), _LOOPBACK)
+    service = ElasticService(rules, range(n_ranks), security.job_key(key, ""), _LOOPBACK)
     try:
         workers = plan(shape, program, settings, os.environ if environ is None else environ, service.address, key)
         with _shown(control, Control(muster=service.address, job_key=key)):
             service.start()
-            crew = Crew(service, workers, goes_on=rules.lost_worker != "abort")
+            crew = WorkerPool(service, workers, goes_on=rules.lost_worker != "abort")
             return Supervisor(workers, limits=limits, output=output, crew=crew).run()
     finally:
         service.close()
@@ -100,11 +100,11 @@ def add(control: Path, count: int, timeout_s: float = 10.0) -> Added:
     """
     try:
         found = msgspec.json.decode(control.read_bytes(), type=Control)
-    except (OSError, *UNREADABLE) as exc:
+    except (OSError, *DECODE_ERRORS) as exc:
         raise ConfigError(f"{control} is no file that `bpsfast run --elastic --control` has made and whose job still "
                           f"runs: {exc}") from exc
     host, port = parse_address(found.muster, str(control))
-    line = muster_line.connect(host, port, line_key(security.job_key(found.job_key, "")))
+    line = protocol.connect(host, port, elastic_key(security.job_key(found.job_key, "")))
     me = -1 - secrets.randbits(31)  # members are numbered from 0 on
     quiet_fd = os.eventfd(0)
     try:
@@ -171,7 +171,7 @@ def _make_room(path: Path) -> None:
         return
     problem = "it was not made by `bpsfast run --elastic --control`"
     if stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o600 and found.st_uid == os.getuid():
-        with contextlib.suppress(*UNREADABLE):
+        with contextlib.suppress(*DECODE_ERRORS):
             left = msgspec.json.decode(path.read_bytes(), type=Control)
             if not _is_listening(left.muster):
                 path.unlink()

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from .. import logs
-from .folding import Folder, Folding
-from .outlet import Outlet, is_one
+from ..base import logs
+from .duplicate_output import Folder, DuplicateOutput
+from .output_stream import OutputStream, is_one
 
 _TAIL_LINES = 200
 #: What was shown so many lines ago still stands on a terminal.
@@ -64,14 +64,14 @@ class Output:
                  rank_dir: Path | None = None, stamped: bool = False) -> None:
         out = sys.stdout.buffer if out is None else out
         err = sys.stderr.buffer if err is None else err
-        self._out = Outlet(out)
-        self._err = self._out if is_one(out, err) else Outlet(err)  # lines of one must not come amid those of the other
+        self._out = OutputStream(out)
+        self._err = self._out if is_one(out, err) else OutputStream(err)  # lines of one must not come amid those of the other
         self._is_attended = False
         self._is_hurried = False
         self._n_dropped = 0
         self._tee_dir, self._rank_dir, self._stamped = tee_dir, rank_dir, stamped
         self._as_json = logs.is_json()
-        self._folding = Folding(not self._as_json and not logging.getLogger("bpsfast").isEnabledFor(logging.INFO))
+        self._folding = DuplicateOutput(not self._as_json and not logging.getLogger("bpsfast").isEnabledFor(logging.INFO))
         self._n_lines = 0
         self._n_named = 0
         self._files = contextlib.ExitStack()
@@ -153,7 +153,7 @@ class Output:
             self._n_dropped = 0
 
     @property
-    def outlets(self) -> list[Outlet]:
+    def outlets(self) -> list[OutputStream]:
         """The streams; one, if both are the same."""
         return list(dict.fromkeys((self._out, self._err)))
 
@@ -171,7 +171,7 @@ class Output:
         """The job is being ended: have nobody wait for a reader, but drop what comes after all that may wait."""
         self._is_hurried = True
 
-    def _show(self, outlet: Outlet, data: bytes) -> None:
+    def _show(self, outlet: OutputStream, data: bytes) -> None:
         """Write what a process has written."""
         self._n_lines += data.count(b"\n")
         if self._is_hurried and outlet.pending_nbytes >= _PENDING_NBYTES:
@@ -179,7 +179,7 @@ class Output:
         else:
             self._write(outlet, data)
 
-    def _write(self, outlet: Outlet, data: bytes) -> None:
+    def _write(self, outlet: OutputStream, data: bytes) -> None:
         outlet.write(data)
         if not self._is_attended:
             outlet.wait()
@@ -190,7 +190,7 @@ class Output:
         """Close the files. Idempotent."""
         self._files.close()
 
-    def _transcript(self, name: str, colour: int, outlet: Outlet, files: Sequence[BinaryIO], n_kept: int) -> Transcript:
+    def _transcript(self, name: str, colour: int, outlet: OutputStream, files: Sequence[BinaryIO], n_kept: int) -> Transcript:
         if self._as_json:
             spell: Callable[[list[bytes]], bytes] = _Objects(name, "stdout" if n_kept == 0 else "stderr")
         else:
@@ -212,7 +212,7 @@ class _Headed:
 
     def __call__(self, lines: list[bytes]) -> bytes:
         head = (_stamp() + self._head if self._stamped else self._head).encode()
-        return b"".join(head + logs.without_head(line, self._name, self._stamped) + b"\n" for line in lines)
+        return b"".join(head + logs.strip_log_prefix(line, self._name, self._stamped) + b"\n" for line in lines)
 
 
 class _Objects:
@@ -222,7 +222,7 @@ class _Objects:
         self._stream, self._identity = stream, logs.identity(name)
 
     def __call__(self, lines: list[bytes]) -> bytes:
-        if len(lines) == 1 and logs.is_object(lines[0]):
+        if len(lines) == 1 and logs.is_json_line(lines[0]):
             return lines[0] + b"\n"
         text = b"\n".join(lines).decode(errors="replace")
         return _json_line({**self._identity, "stream": self._stream, "message": text})

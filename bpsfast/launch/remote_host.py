@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
-from ..exit_codes import LOST_HOST
+from ..base.exit_codes import LOST_HOST
 from ..orchestration.errors import BpsError, MismatchError, ProtocolError, StallError
-from . import remote_messages as messages, ssh as ssh_
-from .child import AFTER_SIGKILL_S, Command, Told, watch
-from .daemons import describe_exit, tethered
-from .hosts import Host
-from .line import Line
+from . import remote_protocol as messages, ssh as ssh_
+from .processes import AFTER_SIGKILL_S, Command, EndReport, watch
+from .daemons import describe_exit, tie_to_parent
+from .host_list import Host
+from .pipe_connection import PipeConnection
 from .output import Output, Sink
-from .remote import PULSE_S
+from .remote_agent import PULSE_S
 from .ssh import Ssh
 
 #: Silence after which a host counts as lost.
@@ -58,7 +58,7 @@ class RemoteProcess:
 
 
 class RemoteHost:
-    """A `child.Place` by ssh. Made in the main thread, as ssh dies with the thread that started it; owner thread only.
+    """A `child.ProcessHost` by ssh. Made in the main thread, as ssh dies with the thread that started it; owner thread only.
 
     `here` is what the agent said of itself, None until then. `lost`: why nothing more will be heard of it, "" if it
     will. Until `open` the owner has to call `receive` when `line.source` can be read, and `hear` for `complaints`.
@@ -71,21 +71,21 @@ class RemoteHost:
         self.answers: list[Any] = []
         self._ssh = ssh
         self._processes: list[RemoteProcess] = []
-        self._reports: list[Told] = []
+        self._reports: list[EndReport] = []
         self._ssh_ends_by_s = math.inf
         self._n_ranks = host.slots
         self._selector: selectors.BaseSelector | None = None
         self._said: list[str] = []  # by ssh and login scripts, before there was an agent
         self._complaints = output.aside(host.name)
         self._process = subprocess.Popen(
-            tethered(ssh.argv(host)), env=ssh_.environment(os.environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            tie_to_parent(ssh.argv(host)), env=ssh_.environment(os.environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, start_new_session=True, bufsize=0,
         )
         assert self._process.stdin and self._process.stdout and self._process.stderr
         self._stdin, self.complaints = self._process.stdin, self._process.stderr
         self._stdout = self._process.stdout
         os.set_blocking(self.complaints.fileno(), False)
-        self.line = Line(self._stdout.fileno(), self._stdin.fileno(), messages.FromAgent, after_mark=True)
+        self.line = PipeConnection(self._stdout.fileno(), self._stdin.fileno(), messages.FromAgent, after_mark=True)
         self._sending = threading.Lock()
         self._heard_s = time.monotonic()
         self._hung_up_s: float | None = None
@@ -172,14 +172,14 @@ class RemoteHost:
     # -- as a place ------------------------------------------------------------------------------------------------
 
     def open(self, selector: selectors.BaseSelector) -> None:
-        """See `child.Place`."""
+        """See `child.ProcessHost`."""
         self._selector = selector
         self._heard_s = time.monotonic()
         selector.register(self.line.source, selectors.EVENT_READ, self._on_line)
         selector.register(self.complaints, selectors.EVENT_READ, self._on_complaint)
 
     def start(self, command: Command, out: Sink, err: Sink) -> RemoteProcess:
-        """See `child.Place`; the environment of *command* is added to that of the host."""
+        """See `child.ProcessHost`; the environment of *command* is added to that of the host."""
         assert not self.lost, "nothing is started there"
         number = len(self._processes)
         process = RemoteProcess(self, number, command, out, err)
@@ -189,7 +189,7 @@ class RemoteHost:
         return process
 
     def tick(self, now_s: float) -> tuple[float, Sequence[RemoteProcess]]:
-        """See `child.Place`."""
+        """See `child.ProcessHost`."""
         if self.lost:
             return math.inf, ()
         if self._ssh_ends_by_s < math.inf:
@@ -205,18 +205,18 @@ class RemoteHost:
         return self._heard_s + SILENCE_S, ()
 
     def drain(self) -> None:
-        """See `child.Place`; the agent sends all that a process wrote before it tells of its end."""
+        """See `child.ProcessHost`; the agent sends all that a process wrote before it tells of its end."""
         for process in self._processes:
             for stream in process.streams:
                 stream.finish()
 
-    def reports(self) -> Sequence[Told]:
-        """See `child.Place`."""
+    def reports(self) -> Sequence[EndReport]:
+        """See `child.ProcessHost`."""
         found, self._reports = self._reports, []
         return found
 
-    def hang_up(self) -> None:
-        """See `child.Place`: the agent ends what is left when its line closes. Without one, ssh is ended."""
+    def begin_close(self) -> None:
+        """See `child.ProcessHost`: the agent ends what is left when its line closes. Without one, ssh is ended."""
         if self._hung_up_s is not None:
             return
         self._hung_up_s = time.monotonic()
@@ -228,8 +228,8 @@ class RemoteHost:
             self._process.terminate()
 
     def close(self) -> None:
-        """See `child.Place`."""
-        self.hang_up()
+        """See `child.ProcessHost`."""
+        self.begin_close()
         assert self._hung_up_s is not None
         deadline = self._hung_up_s + _END_S
         with selectors.DefaultSelector() as ends:
@@ -272,7 +272,7 @@ class RemoteHost:
                     stream.finish()
                 ended.append(process)
             elif isinstance(message, messages.Reported):
-                self._reports.append(Told(self._processes[message.number], message.word,
+                self._reports.append(EndReport(self._processes[message.number], message.word,
                                           time.monotonic() - message.age_s))
         return ended
 

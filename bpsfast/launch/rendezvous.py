@@ -28,15 +28,15 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from ..boot import network_id
+from ..base.process_identity import network_id
 from ..orchestration import errors, security
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
-from ..orchestration.unreadable import UNREADABLE
-from ..settings import Settings, parse_address
+from ..orchestration.unreadable import DECODE_ERRORS
+from ..base.settings import Settings, parse_address
 from .daemons import reserve_port
-from .machine_secret import machine_secret
-from .place import Place, check_insecure, format_address, given_key, is_loopback, job_key, local_key
-from .reach import chosen_host, outward_host, source_towards
+from ..base.job_key import machine_secret
+from .process_role import ProcessRole, check_insecure, format_address, given_key, is_loopback, job_key, local_key
+from ..base.addresses import configured_host, default_route_host, route_source
 
 log = logging.getLogger("bpsfast.roles")
 
@@ -96,7 +96,7 @@ _Said = TypeVar("_Said", _Entry, _Table)
 
 
 def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: float,
-          environ: Mapping[str, str] | None = None) -> Place:
+          environ: Mapping[str, str] | None = None) -> ProcessRole:
     """Return the place of *rank* in a new job of *size* ranks, all of which call this with the same store.
 
     The n-th calls of all ranks with one store belong together: a store may be used again after its job has ended. Of
@@ -113,7 +113,7 @@ def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: flo
     Returns
     -------
     Place
-        Rank 0's holds the scheduler's port (`Place.reserved`): give it to `daemons.start`, or close that socket.
+        Rank 0's holds the scheduler's port (`ProcessRole.reserved`): give it to `daemons.start`, or close that socket.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: flo
     given = given_key(settings)
     key = security.job_key(given, "") if given else b""
     secret = b"" if given else _own_secret()
-    line = _Line(store, rank, size, timeout_s, deadline)
+    line = _StoreSession(store, rank, size, timeout_s, deadline)
     line.publish(_Entry(size=size, machine=_machine(settings), host=_own_host(settings, environ),
                         key_proof=_proof(key), secret_proof=_proof(secret)))
     if rank == 0:
@@ -148,7 +148,7 @@ def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: flo
     return _place(line, table, settings, key or secret, parse_address(table.scheduler, "rank 0's store entry"))
 
 
-class _Line:
+class _StoreSession:
     """One rank's view of one rendezvous in a store."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, deadline: float) -> None:
@@ -244,7 +244,7 @@ def _own_secret() -> bytes:
         return b""
 
 
-def _lead(line: _Line, settings: Settings, key: bytes, secret: bytes) -> Place:
+def _lead(line: _StoreSession, settings: Settings, key: bytes, secret: bytes) -> ProcessRole:
     """Be rank 0: read all entries, decide, tell."""
     try:
         entries = line.entries()
@@ -275,7 +275,7 @@ def _lead(line: _Line, settings: Settings, key: bytes, secret: bytes) -> Place:
     return msgspec.structs.replace(found, starts_scheduler=True, reserved=reserved)
 
 
-def _place(line: _Line, table: _Table, settings: Settings, key: bytes, scheduler: tuple[str, int]) -> Place:
+def _place(line: _StoreSession, table: _Table, settings: Settings, key: bytes, scheduler: tuple[str, int]) -> ProcessRole:
     index, ranks = next((index, ranks) for index, ranks in enumerate(table.nodes) if line.rank in ranks)
     if table.job_key:
         job = bytes.fromhex(table.job_key)
@@ -286,7 +286,7 @@ def _place(line: _Line, table: _Table, settings: Settings, key: bytes, scheduler
     else:
         raise ConfigError(f"rank {line.rank} has no job key, and no secret of this user on its machine, though rank 0 "
                           "has one: set BPSFAST_JOB_KEY to the same random hex on all ranks (openssl rand -hex 32)")
-    return Place(launcher="store", role="rank", rank=line.rank, size=line.size, local_rank=ranks.index(line.rank),
+    return ProcessRole(launcher="store", role="rank", rank=line.rank, size=line.size, local_rank=ranks.index(line.rank),
                  local_size=len(ranks), node_id=f"{settings.node_id}-{table.nonce}", node_index=index,
                  num_nodes=len(table.nodes), num_helpers=table.num_helpers, scheduler=scheduler,
                  starts_node=line.rank == ranks[0], job_key=job)
@@ -295,7 +295,7 @@ def _place(line: _Line, table: _Table, settings: Settings, key: bytes, scheduler
 def _decoded(data: bytes, kind: type[_Said], rank: int) -> _Said:
     try:
         return msgspec.json.decode(data, type=kind)
-    except UNREADABLE as exc:
+    except DECODE_ERRORS as exc:
         raise MismatchError(f"what rank {rank} has left in the store cannot be read ({exc}): it has another version of "
                             "bpsfast") from exc
 
@@ -311,8 +311,8 @@ def _own_host(settings: Settings, environ: Mapping[str, str]) -> str:
     Where MASTER_ADDR is a name of this very machine it may mean the loopback. Rank 0 knows better as soon as it knows
     the others: `_scheduler_host`.
     """
-    host = chosen_host(settings) or source_towards(environ.get("MASTER_ADDR", ""))
-    return host if host and not is_loopback(host) else outward_host()
+    host = configured_host(settings) or route_source(environ.get("MASTER_ADDR", ""))
+    return host if host and not is_loopback(host) else default_route_host()
 
 
 def _check_agree(entries: Sequence[_Entry]) -> None:
@@ -367,8 +367,8 @@ def _scheduler_host(entries: Sequence[_Entry], settings: Settings) -> str:
     own, *others = _machines(entries).items()
     if not others:
         return _LOOPBACK
-    host = chosen_host(settings) or next(
-        (found for found in (source_towards(host) for _, host in others if host) if found and not is_loopback(found)),
+    host = configured_host(settings) or next(
+        (found for found in (route_source(host) for _, host in others if host) if found and not is_loopback(found)),
         own[1])
     if not host:
         raise ConfigError(f"the ranks are on {len(others) + 1} machines, but rank 0's has no address that the others "

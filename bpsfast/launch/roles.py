@@ -39,7 +39,7 @@ import msgspec
 
 from ..orchestration import security
 from ..orchestration.errors import ConfigError
-from ..settings import Settings
+from ..base.settings import Settings
 from .environments import slurm
 from .environments.byteps import BYTEPS, is_local_job as is_local_job
 from .environments.environment import Environment
@@ -48,15 +48,15 @@ from .environments.kubernetes import KUBERNETES
 from .environments.mpi import HOROVOD, OPEN_MPI, PMI
 from .environments.slurm import SLURM
 from .environments.torchrun import TORCHRUN
-from .place import (
-    Place as Place,
+from .process_role import (
+    ProcessRole as ProcessRole,
     format_address as format_address,
     given_key as given_key,
     is_loopback as is_loopback,
     job_key as job_key,
     scheduler_port as scheduler_port,
 )
-from .reach import chosen_host
+from ..base.addresses import configured_host
 
 _log = logging.getLogger("bpsfast.roles")
 
@@ -70,7 +70,7 @@ _ADVICE = {
 }
 
 
-def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> Place:
+def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> ProcessRole:
     """Return the place of this process.
 
     Raises
@@ -80,7 +80,7 @@ def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> Plac
         the settings name no interface of this machine.
     """
     environ = os.environ if environ is None else environ
-    chosen_host(settings)  # before anything is asked of the job: a node that finds it out ends all ranks
+    configured_host(settings)  # before anything is asked of the job: a node that finds it out ends all ranks
     present = [each for each in _ENVIRONMENTS if each.marks(settings, environ)]
     complete = [each for each in present if not each.missing(settings, environ)]
     inside = present
@@ -113,7 +113,7 @@ def _repeats(inner: Environment, is_complete: bool, around: Environment, setting
     return inner.echoes(said, environ)
 
 
-def _agreed(whole: list[Environment], settings: Settings, environ: Mapping[str, str]) -> Place:
+def _agreed(whole: list[Environment], settings: Settings, environ: Mapping[str, str]) -> ProcessRole:
     """Return the place that the first of *whole* says; the others must not say otherwise."""
     places = [each.place(settings, environ) for each in whole]
     for environment, other in zip(whole[1:], places[1:]):
@@ -141,7 +141,7 @@ def _half_text(half: Environment, present: list[Environment], settings: Settings
     return f"cannot tell which rank this process is: {text}"
 
 
-def _single(settings: Settings, environ: Mapping[str, str]) -> Place:
+def _single(settings: Settings, environ: Mapping[str, str]) -> ProcessRole:
     if settings.scheduler:
         raise ConfigError(
             f"BPSFAST_SCHEDULER = {settings.scheduler} says that this process belongs to a job, but nothing says which "
@@ -153,6 +153,6 @@ def _single(settings: Settings, environ: Mapping[str, str]) -> Place:
         _log.warning("%s", alone)
     given = given_key(settings)
     key = security.job_key(given, "") if given else secrets.token_bytes(32)
-    return Place(launcher="single", role="rank", rank=0, size=1, local_rank=0, local_size=1,
+    return ProcessRole(launcher="single", role="rank", rank=0, size=1, local_rank=0, local_size=1,
                  node_id=f"single-{os.getpid()}-{secrets.token_hex(4)}", num_nodes=1, scheduler=("127.0.0.1", 0),
                  starts_node=True, starts_scheduler=True, job_key=key)

@@ -16,7 +16,7 @@ import msgspec
 from .. import __version__
 from ..orchestration.errors import BpsError, ConfigError, LackingError, MismatchError, PeerLostError, StallError
 from .daemons import describe_exit
-from .hosts import Host
+from .host_list import Host
 
 #: Seconds that ssh may take to connect, unless an option of the user says otherwise.
 CONNECT_TIMEOUT_S = 10

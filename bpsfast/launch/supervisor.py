@@ -19,11 +19,11 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ..exit_codes import FAILED, JOB_TIMEOUT, LEFT_BEHIND, OK
-from .cause import Failures, traceback_of
-from .child import AFTER_SIGKILL_S, Children, Command, Kind, Place, Process, watch
-from .crew import Crew, member_of
-from .muster_service import End, Order, Stop
+from ..base.exit_codes import FAILED, JOB_TIMEOUT, LEFT_BEHIND, OK
+from .first_failure import Failures, traceback_of
+from .processes import AFTER_SIGKILL_S, LocalProcesses, Command, Kind, ProcessHost, Process, watch
+from .worker_pool import WorkerPool, member_of
+from .elastic_service import End, Order, Stop
 from .output import Output, Sink, Transcript
 from .ssh import SILENT_HOST_S
 
@@ -65,18 +65,18 @@ class Supervisor:
     """
 
     def __init__(self, commands: Sequence[Command], *, limits: Limits | None = None, output: Output | None = None,
-                 places: Sequence[Place] | None = None, crew: Crew | None = None, restarts: int = 0) -> None:
+                 places: Sequence[ProcessHost] | None = None, crew: WorkerPool | None = None, restarts: int = 0) -> None:
         self._commands = commands
         self._limits = limits or Limits()
         self._output = output or Output()
-        self._by_command = [Children()] * len(commands) if places is None else places
-        self._places: list[Place] = list(dict.fromkeys(self._by_command))
+        self._by_command = [LocalProcesses()] * len(commands) if places is None else places
+        self._places: list[ProcessHost] = list(dict.fromkeys(self._by_command))
         self._selector = selectors.DefaultSelector()
         # of their own, to be left alone while too much output waits for its reader
         self._events = selectors.DefaultSelector()
         self._processes: list[Process] = []
         self._restarts = restarts
-        self._started_as: dict[Process, tuple[Place, Sink]] = {}
+        self._started_as: dict[Process, tuple[ProcessHost, Sink]] = {}
         self._restarted: set[Process] = set()
         self._errors: dict[Process, Transcript] = {}
         self._n_restarts: dict[str, int] = {}  # of what the job waits for, by name
@@ -122,7 +122,7 @@ class Supervisor:
             self._take_reports()
         finally:
             for place in self._places:
-                place.hang_up()
+                place.begin_close()
             for place in self._places:
                 place.close()
 
@@ -136,13 +136,13 @@ class Supervisor:
         for command, place in zip(self._commands, self._by_command):
             self._launch(command, place)
 
-    def _launch(self, command: Command, place: Place) -> None:
+    def _launch(self, command: Command, place: ProcessHost) -> None:
         n_ranks = sum(command.kind is Kind.RANK for command in self._commands)
         rank = sum(process.command.kind is Kind.RANK for process in self._processes)
         out, err = self._output.streams(command.name, rank if command.kind is Kind.RANK else None, n_ranks)
         self._begin(command, place, out, err)
 
-    def _begin(self, command: Command, place: Place, out: Sink, err: Transcript) -> Process:
+    def _begin(self, command: Command, place: ProcessHost, out: Sink, err: Transcript) -> Process:
         process = place.start(command, out, err)
         self._processes.append(process)
         self._started_as[process] = place, out

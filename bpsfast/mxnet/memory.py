@@ -9,7 +9,7 @@ import mxnet
 import numpy as np
 from mxnet.base import _LIB, check_call
 
-from ..dtypes import TABLE, wire_name
+from ..base.dtypes import TABLE, wire_name
 from ..orchestration.errors import UnsupportedError
 from ..trainer.tensor_input import TensorInput
 

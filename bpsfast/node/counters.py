@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .vertex import Vertex
+    from .runtime import NodeRuntime
 
 
-def told(vertex: Vertex, n_control: int) -> dict[str, int]:
+def told(runtime: NodeRuntime, n_control: int) -> dict[str, int]:
     """Return all counters of a node.
 
     ``engine_*``, ``dispatch_*``, ``wire_N_*`` (per peer over tcp or rdma), ``rank_N_*`` are what those count;
@@ -19,15 +19,15 @@ def told(vertex: Vertex, n_control: int) -> dict[str, int]:
     segments by kind, resident memory outside of segments; ``transport_N`` 1 = shm, 2 = tcp, 3 = rdma.
     """
     found = {}
-    for group, counters in vertex.counters().items():
+    for group, counters in runtime.counters().items():
         found.update({f"{group}_{name}": value for name, value in counters.items()})
     found["control_messages"] = n_control
-    found["registrations"] = vertex.regions.n_segments
-    for kind, nbytes in vertex.regions.nbytes_by_kind().items():
+    found["registrations"] = runtime.regions.n_segments
+    for kind, nbytes in runtime.regions.nbytes_by_kind().items():
         found[f"memory_{kind}"] = nbytes
-    found["memory_segments"] = vertex.regions.nbytes
+    found["memory_segments"] = runtime.regions.nbytes
     found["memory_outside_segments"] = resident_outside_segments()
-    for index, link in vertex.links.items():
+    for index, link in runtime.links.items():
         found[f"transport_{index}"] = {"shm": 1, "tcp": 2, "rdma": 3}[link.kind]
     return found
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ..orchestration.errors import StallError
-from ..orchestration.order.card_queue import CardQueue
-from ..orchestration.order.write_order import ArrivalOrder, Place, WriteOrder, order_of
+from ..orchestration.priority.nic_queue import NicQueue
+from ..orchestration.priority.write_order import ArrivalOrder, SendKey, WriteOrder, order_of
 from ..pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
 from ..trace import SendLog
-from ..transport import WireLink
+from .transport import WireLink
 
 log = logging.getLogger("bpsfast.node")
 
@@ -39,11 +39,11 @@ class Write(NamedTuple):
     flags: int
     address: int
     nbytes: int
-    place: Place
+    place: SendKey
     since_ns: int = 0
 
 
-class Loan(NamedTuple):
+class ResultResend(NamedTuple):
     """The result of `round` of `part`, of which the owner is lost and which the node behind `source` lacks."""
 
     source: int
@@ -53,7 +53,7 @@ class Loan(NamedTuple):
     nbytes: int
 
 
-class Detour(NamedTuple):
+class ReplaceLink(NamedTuple):
     """From now on `link` leads to `source`, which has not got `awaited` (part -> round) over the link before."""
 
     source: int
@@ -62,7 +62,7 @@ class Detour(NamedTuple):
     taken: threading.Event
 
 
-class Arrival(NamedTuple):
+class AddLink(NamedTuple):
     """From now on the node behind `source` is written to over `link`."""
 
     source: int
@@ -104,7 +104,7 @@ class Dispatcher:
         self._engine = engine
         self._on_lost = on_lost
         self._sends = sends
-        self._card: CardQueue[Write] = CardQueue(credit_nbytes)
+        self._card: NicQueue[Write] = NicQueue(credit_nbytes)
         self._destinations: dict[int, Destination] = {}
         self._write_order: WriteOrder | ArrivalOrder = ArrivalOrder() if fifo else WriteOrder()
         self._order: tuple[int, ...] = ()
@@ -112,11 +112,11 @@ class Dispatcher:
         self._shares: dict[int, int] = {}
         self._readers: dict[int, tuple[int, ...]] = {}
         self._planned = self._shares
-        self._arrivals: deque[Arrival] = deque()
-        self._detours: deque[Detour] = deque()
+        self._arrivals: deque[AddLink] = deque()
+        self._detours: deque[ReplaceLink] = deque()
         self._forgotten: deque[Collection[int]] = deque()
         self._dropped: deque[int] = deque()
-        self._lent: deque[Loan] = deque()
+        self._lent: deque[ResultResend] = deque()
         self._credit_nbytes = self._wanted_nbytes = credit_nbytes
         self._stopping = self._abandoned = False
         self._thread = threading.Thread(target=self._run, name="bpsfast-dispatch", daemon=True)
@@ -125,11 +125,11 @@ class Dispatcher:
         self._cpu_ns = self._peak_queued = 0
 
     def add(self, source: int, link: WireLink, place: int = 0) -> None:
-        """Add the node that the engine knows as *source*; *place* as in `CardQueue.add`.
+        """Add the node that the engine knows as *source*; *place* as in `NicQueue.add`.
 
-        Any thread but the service's; returns when that knows it. Raises `StallError` as `detour` does.
+        Any thread but the service's; returns when that knows it. Raises `StallError` as `replace_link` does.
         """
-        arrival = Arrival(source, link, place, threading.Event())
+        arrival = AddLink(source, link, place, threading.Event())
         self._arrivals.append(arrival)
         if not self._thread.is_alive():
             self._keep_up()  # not started
@@ -178,11 +178,11 @@ class Dispatcher:
         self._engine.wake()
 
     def hold(self, source: int) -> None:
-        """Post nothing more to *source* until `detour`: its link is about to be closed. Any thread."""
+        """Post nothing more to *source* until `replace_link`: its link is about to be closed. Any thread."""
         self._card.hold(source)
         self._engine.wake()  # others may have its turn
 
-    def detour(self, source: int, link: WireLink, awaited: Mapping[int, int]) -> None:
+    def replace_link(self, source: int, link: WireLink, awaited: Mapping[int, int]) -> None:
         """Go on writing to *source* over *link*, which is started here; its predecessor is held and closed.
 
         *awaited* says, part by part, which round has not arrived there: it is written again if it was written before.
@@ -194,9 +194,9 @@ class Dispatcher:
         StallError
             If the service does not answer.
         """
-        detour = Detour(source, link, awaited, threading.Event())
-        self._detours.append(detour)
-        self._await(detour.taken)
+        replace_link = ReplaceLink(source, link, awaited, threading.Event())
+        self._detours.append(replace_link)
+        self._await(replace_link.taken)
 
     def _await(self, taken: threading.Event) -> None:
         self._engine.wake()
@@ -213,9 +213,9 @@ class Dispatcher:
             self._dropped.append(source)
             self._engine.wake()
 
-    def lend(self, loan: Loan) -> None:
+    def resend(self, resend: ResultResend) -> None:
         """Write a result to a node that lacks it, after its owner is lost. Any thread, after `commit`."""
-        self._lent.append(loan)
+        self._lent.append(resend)
         self._engine.wake()
 
     def abandon(self) -> None:
@@ -312,15 +312,15 @@ class Dispatcher:
                 for destination in self._destinations.values():
                     destination.posted.pop(part, None)
         while self._lent:
-            loan = self._lent.popleft()
-            self._put(loan.source, Write(loan.part, loan.round, 0, loan.address, loan.nbytes,
-                                         self._place_of(loan.part, is_result=True), time.monotonic_ns()))
+            resend = self._lent.popleft()
+            self._put(resend.source, Write(resend.part, resend.round, 0, resend.address, resend.nbytes,
+                                         self._place_of(resend.part, is_result=True), time.monotonic_ns()))
             self._n_lent += 1
         if self._wanted_nbytes != self._credit_nbytes:
             self._credit_nbytes = self._wanted_nbytes
             self._card.set_credit(self._credit_nbytes)
 
-    def _place_of(self, part: int, is_result: bool) -> Place:
+    def _place_of(self, part: int, is_result: bool) -> SendKey:
         rank = self._order[self._first_parts[part]]
         return self._write_order.enter(part, rank, is_result, self._card.first_order)
 
@@ -340,32 +340,32 @@ class Dispatcher:
             if self._sends is not None:
                 self._sends.add(write.since_ns, time.monotonic_ns(), source, write.part, write.round, write.nbytes,
                                 write.place.order or self._urgent_order(write))
-            lane = destination.link.lane_of(write.part)
+            lane = destination.link.stream_of(write.part)
             try:
                 lane.post(write.part, write.round, write.flags, write.address, write.nbytes)
             except ValueError:
                 if not (self._abandoned or self._card.is_held(source)):  # else it was cut between the look and the post
                     raise
 
-    def _take(self, detour: Detour) -> None:
-        if detour.source not in self._destinations:
-            detour.taken.set()  # it is lost meanwhile: nothing is to be written
+    def _take(self, replace_link: ReplaceLink) -> None:
+        if replace_link.source not in self._destinations:
+            replace_link.taken.set()  # it is lost meanwhile: nothing is to be written
             return
         batch = self._engine.events(0.0)  # what the old link had still to say: it is closed, so that is all
         self._keep_up()  # after `events`, which takes wake-ups; parts that are retired are not to be written again
         self.handle(batch)
-        destination = self._destinations[detour.source]
-        destination.link = detour.link
-        detour.link.start(self._engine, detour.source)
-        self._card.resume(detour.source)
-        for part, round_ in detour.awaited.items():
+        destination = self._destinations[replace_link.source]
+        destination.link = replace_link.link
+        replace_link.link.start(self._engine, replace_link.source)
+        self._card.resume(replace_link.source)
+        for part, round_ in replace_link.awaited.items():
             write = destination.posted.get(part)
             if write is not None and write.round == round_:
                 del destination.posted[part]  # it waits: should this link end before its turn, that is once enough
-                self._put(detour.source, write)
+                self._put(replace_link.source, write)
         self._pump()
         self._n_detours += 1
-        detour.taken.set()
+        replace_link.taken.set()
 
     def _lose(self, source: int, code: int) -> None:
         if source in self._dropped:

@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from ..wake_up import WakeUp
+from ..orchestration.wake_up import WakeUp
 
 
 class EventLoop:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from ..orchestration.codec import CodecSpec
 from ..orchestration.messages import Extent, PartPlan, Plan, UnitPlan, UnitReady
-from .coded_state import CodedPart
+from .codec_state import CodedPart
 from .regions import Arena, Place, page_round
-from .vaults import Vault
+from .parameter_stores import ParameterStore
 
 
 def is_of(unit: UnitPlan, ranks: Sequence[int]) -> bool:
@@ -17,7 +17,7 @@ def is_of(unit: UnitPlan, ranks: Sequence[int]) -> bool:
 
 
 @dataclass
-class Holding:
+class UnitResources:
     """What this node uses for one unit: parts of the engine, expected writes, memory."""
 
     ranks: tuple[int, ...] = ()  # who pushes it, if not all
@@ -28,13 +28,13 @@ class Holding:
     codec: CodecSpec | None = None  # if it is compressed here
     dtype: str = ""
     coded: list[CodedPart] = field(default_factory=list)
-    vaults: list[Vault] = field(default_factory=list)  # that its parts use
+    parameter_stores: list[ParameterStore] = field(default_factory=list)  # that its parts use
     extents: dict[int, Extent] = field(default_factory=dict)  # part -> where ranks here read its result, if they do
     arriving: dict[int, tuple[int, int]] = field(default_factory=dict)  # part -> where its owner writes it, by parity
     owned: dict[int, list[tuple[Arena, int, int]]] = field(default_factory=dict)  # part -> what only its owner needs
     partials: dict[int, Place] = field(default_factory=dict)  # part -> where the sum of ranks here lies, if it has one
 
-    def absorb(self, other: Holding) -> None:
+    def absorb(self, other: UnitResources) -> None:
         """Use what *other* does, too."""
         self.bound += [bound for bound in other.bound if bound not in self.bound]
         self.places += other.places
@@ -62,11 +62,11 @@ class Generation:
     node writes to. All its units are of the same ranks, or of workers of the same store."""
 
     plan: Plan
-    holdings: dict[int, Holding] = field(default_factory=dict)
+    unit_resources: dict[int, UnitResources] = field(default_factory=dict)
     extents: dict[int, Extent] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
     announced: bool = False
-    is_succession: bool = False  # of committed units: their owners change (`succession`)
+    is_owner_change: bool = False  # of committed units: their owners change (`succession`)
 
     @property
     def names(self) -> set[str]:

@@ -5,17 +5,17 @@ import hmac
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from .. import channel
-from ..channel import Channel
+from ..base import message_socket
+from ..base.message_socket import MessageSocket
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, ProtocolError
 from ..pyx import ring
 from ..pyx.pages import Segment
-from ..seating.plan import Seat
+from ..hardware.affinity.plan import CpuAffinity
 from .regions import Arena, Chunk, Regions
 
 
-def check_user(link: Channel) -> None:
+def check_user(link: MessageSocket) -> None:
     """Raise `ConfigError` unless the other end runs as this process's user, or as root."""
     pid, uid = link.peer
     if uid not in (os.getuid(), 0):
@@ -24,7 +24,7 @@ def check_user(link: Channel) -> None:
 
 def check_proof(job_key: bytes, pid: int, local_rank: int, proof: bytes) -> None:
     """Raise `ConfigError` unless *proof* shows that process *pid* has the job's key."""
-    if not hmac.compare_digest(proof, channel.attach_proof(job_key, pid, local_rank)):
+    if not hmac.compare_digest(proof, message_socket.attach_proof(job_key, pid, local_rank)):
         raise ConfigError(f"process {pid} has another job key than this node: give all roles the same BPSFAST_JOB_KEY")
 
 
@@ -46,7 +46,7 @@ def check_attach(message: messages.Attach, package: str, fingerprint: Mapping[st
 class LocalRank:
     """A rank that has attached. Owns its channel, its pidfd, its lane and its arena of input memory."""
 
-    def __init__(self, link: Channel, message: messages.Attach, pidfd: int, regions: Regions) -> None:
+    def __init__(self, link: MessageSocket, message: messages.Attach, pidfd: int, regions: Regions) -> None:
         self.channel = link
         self.pidfd = pidfd
         self.pid = message.pid
@@ -56,7 +56,7 @@ class LocalRank:
         self.dead = False
         self.source = -1
         self.came = message
-        self.seat = Seat()
+        self.seat = CpuAffinity()
         self.lane = Segment(ring.LANE_NBYTES, name="bpsfast-lane", huge=False)
         ring.format_lane(self.lane)
         self._inputs: Arena = regions.arena("input")
@@ -67,7 +67,7 @@ class LocalRank:
         """Whether nothing needs to be told to this rank any more."""
         return self.left or self.dead
 
-    def take(self, seat: Seat) -> None:
+    def take(self, seat: CpuAffinity) -> None:
         """Have the rank told where to run, and its inputs put there. Before it has any."""
         self.seat = seat
         if seat.home is not None:

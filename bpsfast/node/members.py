@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..orchestration.messages import NodeInfo
-from ..transport import Link, wire
+from .transport import Link, wire
 
 
 @dataclass(frozen=True)

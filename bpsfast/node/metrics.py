@@ -24,9 +24,9 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 
 from ..orchestration.errors import ConfigError
-from ..settings import Settings
+from ..base.settings import Settings
 from .event_loop import EventLoop
-from .reading import Collector, Reading, Status
+from .metrics_collector import Collector, Reading, Status
 
 log = logging.getLogger("bpsfast.node")
 

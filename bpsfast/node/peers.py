@@ -22,16 +22,16 @@ from ..orchestration import messages
 from ..orchestration.errors import PeerLostError, ProtocolError
 from ..orchestration.placement import forecast, rates
 from ..pyx.engine import NOBODY
-from ..settings import Settings
-from ..transport import Epochs, Link, Peering, TalkingLink, nic_probe, shm, talking
-from .detours import Detours
+from ..base.settings import Settings
+from .transport import Epochs, Link, Peering, TalkingLink, nic_probe, shm, talking
+from .reconnects import Reconnects
 from .event_loop import EventLoop
-from .household import Household
+from .local_ranks import LocalRanks
 from .plans import Plans
-from .reading import Member
+from .metrics_collector import Member
 
 if TYPE_CHECKING:
-    from .control import Node
+    from .main import Node
 
 log = logging.getLogger("bpsfast.node")
 
@@ -50,17 +50,17 @@ class Peers:
     """
 
     def __init__(self, node: Node, loop: EventLoop, settings: Settings, key: bytes, listener: socket.socket,
-                 plans: Plans, home: Household, epochs: Epochs) -> None:
+                 plans: Plans, local_ranks: LocalRanks, epochs: Epochs) -> None:
         self._node = node
         self._loop = loop
         self._settings = settings
         self._key = key
         self._listener = listener
         self._plans = plans
-        self._home = home
+        self._local_ranks = local_ranks
         self._epochs = epochs
         self._peering: Peering | None = None
-        self._detours: Detours | None = None
+        self._reconnects: Reconnects | None = None
         self._welcome: messages.Welcome | None = None
         self._nodes: dict[int, messages.NodeInfo] = {}
         self._late: set[int] = set()  # who is to come, and not connected yet
@@ -73,9 +73,9 @@ class Peers:
         """Begin to connect."""
         self._welcome = message
         self._nodes = {node.index: node for node in message.nodes}
-        vertex = self._node.vertex
+        runtime = self._node.runtime
         self._peering = Peering(self._settings, self._key, self._epochs, message.nodes[message.index], message.nodes,
-                                self._listener, vertex.doorstep, vertex.rails,
+                                self._listener, runtime.shm_endpoint, runtime.rails,
                                 lambda: self._loop.call_soon(self._changed), (*message.lost, *message.joining),
                                 message.is_late)
         self._peering.start()
@@ -112,12 +112,12 @@ class Peers:
     def take_in(self, index: int) -> None:
         """Let node *index*, which has come late, be a peer, if it is to be one of this node's, and is not yet."""
         assert self._peering is not None
-        vertex, name = self._node.vertex, f"node {index}"
-        link = self._peering.take(index).get(index) if index not in vertex.links else None
+        runtime, name = self._node.runtime, f"node {index}"
+        link = self._peering.take(index).get(index) if index not in runtime.links else None
         if link is not None:
             transport = self._peering.describe()[name]
             log.info("%s, which has come late, by %s", name, transport)
-            error = self._node.patiently(lambda: _error_of(lambda: vertex.take_in(link, transport)))
+            error = self._node.run_with_heartbeats(lambda: _error_of(lambda: runtime.take_in(link, transport)))
             if error is not None:  # the job can do without it
                 self._lost(index, f"it cannot be made a peer of {self._node.name} ({transport}): {error!r}")
                 return
@@ -136,39 +136,39 @@ class Peers:
     def part_with(self, index: int) -> None:
         """Watch and expect node *index* no more: the job goes on without it."""
         self._parted.add(index)
-        if self._peering is not None and not self._node.vertex.connected:
+        if self._peering is not None and not self._node.runtime.connected:
             assert self._welcome is not None
             self._welcome = msgspec.structs.replace(self._welcome, lost=(*self._welcome.lost, index))
             self._peering.part_with(index)
             return
-        link = self._node.vertex.links.get(index)
+        link = self._node.runtime.links.get(index)
         if link is None:
             return  # neither of the two has ranks; or it was parted with before
         if (talking_link := talking(link)) is not None:
             self._loop.forget(talking_link.channel.fileno())
         if isinstance(link, shm.ShmLink):
             self._loop.forget(link.pidfd)
-        if self._detours is not None:
-            self._detours.forget(index)
+        if self._reconnects is not None:
+            self._reconnects.forget(index)
 
     def leave_rdma(self, index: int, reason: str) -> bool:
         """Part with the RDMA link to node *index* because of *reason*, for one by tcp; whether that can be."""
-        return self._detours is not None and self._detours.begin(index, reason)
+        return self._reconnects is not None and self._reconnects.begin(index, reason)
 
-    def take_leave(self) -> None:
+    def announce_shutdown(self) -> None:
         """Tell all peers that the ranks of this node have left, for there is no scheduler to tell them."""
         assert self._peering is not None
-        self._peering.farewells.take_leave()
+        self._peering.peer_shutdowns.announce_shutdown()
 
     @property
-    def farewells(self) -> set[int]:
+    def peer_shutdowns(self) -> set[int]:
         """The peers that have said that all their ranks have left."""
-        return self._peering.farewells.said if self._peering is not None else set()
+        return self._peering.peer_shutdowns.said if self._peering is not None else set()
 
     @property
-    def has_taken_leave(self) -> bool:
+    def has_announced_shutdown(self) -> bool:
         """Whether all peers that can be reached know that the ranks of this node have left."""
-        return self._peering is not None and self._peering.farewells.are_taken
+        return self._peering is not None and self._peering.peer_shutdowns.are_announced
 
     def members(self) -> tuple[Member, ...]:
         """Return the nodes of the job, this one too, and which of them are there."""
@@ -191,37 +191,37 @@ class Peers:
             self._node.fail(self._peering.error)
         for index, why in self._peering.unreached().items():
             self._lost(index, why)
-        if self._detours is not None and not self._node.ending:
-            self._detours.connected()
-            for index in sorted(self._peering.refused() - self._parted - self.farewells):
+        if self._reconnects is not None and not self._node.ending:
+            self._reconnects.connected()
+            for index in sorted(self._peering.refused() - self._parted - self.peer_shutdowns):
                 self._node.say(messages.Visited(node=index, outcome="refused"))
-        if self._node.vertex.connected and not self._node.ending:
+        if self._node.runtime.connected and not self._node.ending:
             self._meet()
-        if not self._peering.done or self._node.vertex.connected or self._node.ending:
+        if not self._peering.done or self._node.runtime.connected or self._node.ending:
             return
         for name, choice in self._peering.describe().items():
             log.info("%s by %s", name, choice)
         me, nodes = self._welcome.nodes[self._welcome.index], self._welcome.nodes
         if nic_probe.partners(me, nodes):
             links, deadline = self._peering.links, time.monotonic() + self._settings.start_timeout_s
-            rate = self._node.patiently(lambda: nic_probe.measure(me, nodes, links, deadline))
+            rate = self._node.run_with_heartbeats(lambda: nic_probe.measure(me, nodes, links, deadline))
             if me.probes:
                 self._node.send(messages.Measured(nic_rate_bytes=rate))
         if not any(node.probes for node in nodes):
             self._say_what_to_expect(nodes)
-        self._node.vertex.connect(me, self._welcome, self._peering.take(), self._peering.describe(), self._home.ranks)
-        for link in self._node.vertex.talking_links():
+        self._node.runtime.connect(me, self._welcome, self._peering.take(), self._peering.describe(), self._local_ranks.ranks)
+        for link in self._node.runtime.talking_links():
             self._watch(link)
-        self._detours = Detours(self._settings, self._loop, self._node.vertex, self._peering, self._node.patiently,
+        self._reconnects = Reconnects(self._settings, self._loop, self._node.runtime, self._peering, self._node.run_with_heartbeats,
                                 self._plans.without, self._lost)
-        self._home.connected(me, self._welcome, self._peering.describe())
+        self._local_ranks.connected(me, self._welcome, self._peering.describe())
         self._plans.connected()
-        self._detours.connected()  # a link may have ended before anybody could part with it
+        self._reconnects.connected()  # a link may have ended before anybody could part with it
         self._meet()
         self.on_connected()
         if self._welcome.is_late:
-            wiring, welcome = self._node.vertex.wiring, self._welcome
-            self._node.patiently(lambda: wiring.warm(welcome.kinds, welcome.share_nbytes))
+            plan_installer, welcome = self._node.runtime.plan_installer, self._welcome
+            self._node.run_with_heartbeats(lambda: plan_installer.warm(welcome.kinds, welcome.share_nbytes))
             self._node.send(messages.Meets(node=me.index, is_linked=True))
 
     def _meet(self) -> None:
@@ -252,12 +252,12 @@ class Peers:
                 log.warning("%s", warning)
 
     def _read(self, link: TalkingLink) -> None:
-        assert self._detours is not None
+        assert self._reconnects is not None
         try:
             received = link.channel.recv_nowait()
         except PeerLostError:
             self._loop.forget(link.channel.fileno())
-            if not self._detours.channel_ended(link.index):
+            if not self._reconnects.channel_ended(link.index):
                 self._lost(link.index, link.gone)
             return
         for message, fds in received:
@@ -269,33 +269,33 @@ class Peers:
         if self._node.ending:
             return
         if source < 0:
-            error = self._node.vertex.service_error
+            error = self._node.runtime.service_error
             self._node.fail(ProtocolError(f"the communication service of {self._node.name} failed: {error!r}"))
             return
         if source == NOBODY:
-            self._node.fail(self._node.vertex.engine_error)
+            self._node.fail(self._node.runtime.engine_error)
             return
-        who, index = self._node.vertex.who(source)
+        who, index = self._node.runtime.who(source)
         if index in self._parted:
             return
         if code == errno.EPROTO or index is None:
-            what = self._node.vertex.why_lost(index, code) if index is not None else os.strerror(code)
+            what = self._node.runtime.why_lost(index, code) if index is not None else os.strerror(code)
             # It ends the job, for all of us: what that one does sum may be as wrong.
             rubbish = f"{who} announced or sent what fits no partition ({what})"
             self._node.fail(ProtocolError(f"{rubbish}: mixed versions, or our bug"), "" if index is not None else who)
             return
-        if index in self.farewells:
+        if index in self.peer_shutdowns:
             return
-        reason = f"its data connection ended ({self._node.vertex.why_lost(index, code)})"
-        if self._detours is None or not self._detours.begin(index, reason):
+        reason = f"its data connection ended ({self._node.runtime.why_lost(index, code)})"
+        if self._reconnects is None or not self._reconnects.begin(index, reason):
             self._lost(index, reason)
 
     def _lost(self, index: int, reason: str) -> None:
         """Report a lost peer. The scheduler knows whether the job had ended anyway; without its word we abort."""
-        link = self._node.vertex.links.get(index)
+        link = self._node.runtime.links.get(index)
         if isinstance(link, shm.ShmLink):
             self._loop.forget(link.pidfd)
-        if index in self._lost_peers | self._parted or index in self.farewells or self._node.ending:
+        if index in self._lost_peers | self._parted or index in self.peer_shutdowns or self._node.ending:
             return
         self._lost_peers.add(index)
         host = self._nodes[index].host
@@ -320,7 +320,7 @@ class Peers:
             wait_s = max(GRACE_S, self._settings.lease_s)
             self._loop.call_at(time.monotonic() + wait_s, lambda: self._without_word(index, error))
         else:
-            self._node.fail(error, tell=not self._home.ranks)
+            self._node.fail(error, tell=not self._local_ranks.ranks)
 
 
 def _error_of(work: Callable[[], None]) -> Exception | None:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..orchestration import messages
 from ..orchestration.errors import CapacityError, ProtocolError
-from ..transport import TalkingLink
-from ..transport.rdma import LaneFullError
+from .transport import TalkingLink
+from .transport.rdma import LaneFullError
 from .event_loop import EventLoop
 from .generation import Generation
-from .household import Household
-from .succession import Succession
-from .vertex import Vertex
+from .local_ranks import LocalRanks
+from .owner_changes import Succession
+from .runtime import NodeRuntime
 
 if TYPE_CHECKING:
-    from .control import Node
+    from .main import Node
 
 log = logging.getLogger("bpsfast.node")
 
@@ -30,15 +30,15 @@ _LOOK_S = 0.001
 class Plans:
     """At most one generation is being prepared at a time; plans that come before all peers are connected wait."""
 
-    def __init__(self, node: Node, loop: EventLoop, vertex: Vertex, home: Household, timeout_s: float) -> None:
+    def __init__(self, node: Node, loop: EventLoop, runtime: NodeRuntime, local_ranks: LocalRanks, timeout_s: float) -> None:
         self._node = node
         self._loop = loop
-        self._vertex = vertex
-        self._home = home
+        self._runtime = runtime
+        self._local_ranks = local_ranks
         self._timeout_s = timeout_s
         self._generation: Generation | None = None
         self._early: list[messages.Plan] = []
-        self._succession: Succession | None = None  # that of `_generation`, if it is one
+        self._owner_change: Succession | None = None  # that of `_generation`, if it is one
         self._remarked = False
 
     def connected(self) -> None:
@@ -49,15 +49,15 @@ class Plans:
 
     def prepare(self, plan: messages.Plan) -> None:
         """Allocate, bind and share all of *plan*; answer Ready once peers have said what they have to."""
-        if not self._vertex.connected:
+        if not self._runtime.connected:
             self._early.append(plan)
             return
         try:
-            self._generation = self.make(lambda: self._vertex.wiring.prepare(plan))
+            self._generation = self.make(lambda: self._runtime.plan_installer.prepare(plan))
         except CapacityError as exc:
             log.warning("generation %d was refused: %s", plan.generation, exc)
             self._node.send(messages.PrepareFailed(
-                generation=plan.generation, reason=str(exc), ownable_nbytes=self._vertex.wiring.ownable_nbytes))
+                generation=plan.generation, reason=str(exc), ownable_nbytes=self._runtime.plan_installer.ownable_nbytes))
             return
         self._check_after(self._timeout_s, plan)
         self._announce()
@@ -69,14 +69,14 @@ class Plans:
         """
         while True:
             try:
-                return self._node.patiently(work)
+                return self._node.run_with_heartbeats(work)
             except LaneFullError as exc:
                 if not self._node.leave_rdma(exc.index, str(exc)):
                     raise
 
     def peer_said(self, link: TalkingLink, message: messages.Message, fds: tuple[int, ...]) -> None:
         """Act on a message of a peer: it may be the last that Ready waited for."""
-        self._vertex.peer_said(link, message, fds, self._generation)
+        self._runtime.peer_said(link, message, fds, self._generation)
         self._announce()
 
     def await_for(self, generation: Generation, succession: Succession) -> None:
@@ -84,15 +84,15 @@ class Plans:
         way has arrived. If owners give up for that and it does not come in time, they keep what they have.
         """
         self._generation = generation
-        self._succession = succession
+        self._owner_change = succession
         # The scheduler has waited for longer, and ends the job after start_timeout_s.
         self._check_after(self._timeout_s / 2 if succession.given_up else self._timeout_s, generation.plan)
         self._announce()
 
     def forget(self) -> None:
         """Expect no commit any more: what was prepared and not committed is given back."""
-        if self._generation is not None and not self._generation.is_succession:
-            self._vertex.wiring.drop(self._generation)
+        if self._generation is not None and not self._generation.is_owner_change:
+            self._runtime.plan_installer.drop(self._generation)
         self._generation = None
 
     def drop_early(self) -> None:
@@ -117,43 +117,43 @@ class Plans:
         generation, self._generation = self._generation, None
         if generation is None or generation.plan.generation != message.generation:
             raise ProtocolError(f"the scheduler commits generation {message.generation}, which was not prepared here")
-        self._vertex.commit(generation, message.order)
+        self._runtime.commit(generation, message.order)
         remark = generation.plan.remark
-        if remark and not self._remarked and self._node.name == "node 0" and self._vertex.wiring.uses_wires:
+        if remark and not self._remarked and self._node.name == "node 0" and self._runtime.plan_installer.uses_wires:
             self._remarked = True  # one voice, and once
             log.warning("%s", remark)
         if generation.plan.choice and self._node.name == "node 0":
             log.info("%s", generation.plan.choice)
-        self._home.declare(generation, self._vertex.wiring)
+        self._local_ranks.declare(generation, self._runtime.plan_installer)
 
     def retired(self, message: messages.Retired) -> None:
         """Give back what units use that nobody needs any more: before any plan that uses their numbers again."""
-        self._vertex.retire(message.units)
+        self._runtime.retire(message.units)
         self.say_room()
 
     def refused(self, message: messages.DeclareFailed) -> None:
         """Forget the prepared generation if it has one of the names that cannot be committed; tell the ranks."""
         if self._generation is not None and self._generation.names & set(message.names):
-            self._vertex.wiring.drop(self._generation)
+            self._runtime.plan_installer.drop(self._generation)
             self._generation = None
             self.say_room()
-        self._home.tell_all(message)
+        self._local_ranks.tell_all(message)
 
     def say_room(self) -> None:
         """Tell the scheduler what this node can own now, if its memory is bounded."""
-        nbytes = self._vertex.wiring.ownable_nbytes
+        nbytes = self._runtime.plan_installer.ownable_nbytes
         if nbytes >= 0:
             self._node.send(messages.Room(ownable_nbytes=nbytes))
 
     def _announce(self) -> None:
         generation = self._generation
         if generation is not None and not generation.awaited and not generation.announced:
-            if generation.is_succession and self._succession is not None and not self._succession.arrived:
+            if generation.is_owner_change and self._owner_change is not None and not self._owner_change.arrived:
                 self._loop.call_at(time.monotonic() + _LOOK_S, self._announce)
                 return
             generation.announced = True
             self._node.send(messages.Ready(generation=generation.plan.generation,
-                                           ownable_nbytes=self._vertex.wiring.ownable_nbytes))
+                                           ownable_nbytes=self._runtime.plan_installer.ownable_nbytes))
 
     def _check_after(self, wait_s: float, plan: messages.Plan) -> None:
         self._loop.call_at(time.monotonic() + wait_s, lambda: self._check(plan, wait_s))
@@ -166,9 +166,9 @@ class Plans:
             names = ", ".join(f"node {index}" for index in sorted(generation.awaited))
             reason = f"{names} did not say within {wait_s:g} s where results and slots lie"
         else:
-            assert self._succession is not None
+            assert self._owner_change is not None
             reason = f"what was under way when owners were to change did not arrive within {wait_s:g} s: " \
-                     f"{self._succession.missing}"
+                     f"{self._owner_change.missing}"
         generation.announced = True  # it has its answer
         self._node.send(messages.PrepareFailed(generation=plan.generation, reason=reason,
-                                               ownable_nbytes=self._vertex.wiring.ownable_nbytes))
+                                               ownable_nbytes=self._runtime.plan_installer.ownable_nbytes))

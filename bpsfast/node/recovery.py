@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 from ..orchestration import messages
 from ..orchestration.errors import CapacityError, ProtocolError
-from ..transport import Epochs
+from .transport import Epochs
 from .generation import Generation
 from .plans import Plans
-from .succession import Succession
-from .vertex import Vertex
+from .owner_changes import Succession
+from .runtime import NodeRuntime
 
 if TYPE_CHECKING:
-    from .control import Node
+    from .main import Node
 
 log = logging.getLogger("bpsfast.node")
 
@@ -43,10 +43,10 @@ class Recovery:
         Those that this node knows: each change begins one, and its commit ends those before.
     """
 
-    def __init__(self, node: Node, vertex: Vertex, plans: Plans, part_with: Callable[[int], None],
+    def __init__(self, node: Node, runtime: NodeRuntime, plans: Plans, part_with: Callable[[int], None],
                  take_in: Callable[[int], None], epochs: Epochs) -> None:
         self._node = node
-        self._vertex = vertex
+        self._runtime = runtime
         self._plans = plans
         self._part_with = part_with
         self._take_in = take_in
@@ -62,7 +62,7 @@ class Recovery:
 
     def freeze(self, message: messages.Freeze) -> None:
         """Stop, part with who is lost, and say so."""
-        if not self._vertex.connected:
+        if not self._runtime.connected:
             self._early = message
             self._plans.drop_early()  # it may be of owners who are lost; the scheduler has withdrawn it
             for index in message.lost:
@@ -74,17 +74,17 @@ class Recovery:
         self._epochs.freeze(message.epoch, message.joined)
         self._plans.forget()
         if self._prepared is not None:
-            self._vertex.wiring.drop(self._prepared[0])
+            self._runtime.plan_installer.drop(self._prepared[0])
             self._prepared = None
-        self._vertex.freeze(f"the job cannot go on with others summing ({message.reason})")
+        self._runtime.freeze(f"the job cannot go on with others summing ({message.reason})")
         for index in message.lost:
             self._part_with(index)
-            self._node.patiently(lambda index=index: self._vertex.exclude(index))  # type: ignore[misc]
+            self._node.run_with_heartbeats(lambda index=index: self._runtime.exclude(index))  # type: ignore[misc]
         for index in message.joined:
             self._take_in(index)
-        wiring = self._vertex.wiring
-        self._node.send(messages.Frozen(epoch=message.epoch, near=wiring.near,
-                                        progress=wiring.progress(message.lost, everything=bool(message.joined))))
+        plan_installer = self._runtime.plan_installer
+        self._node.send(messages.Frozen(epoch=message.epoch, near=plan_installer.near,
+                                        progress=plan_installer.progress(message.lost, everything=bool(message.joined))))
 
     def connected(self) -> None:
         """Do what the scheduler has asked for before all peers were connected."""
@@ -97,11 +97,11 @@ class Recovery:
         if self._frozen is None or self._frozen.epoch != message.epoch:
             raise ProtocolError(f"the scheduler recovers in epoch {message.epoch}, for which this node is not frozen")
         try:
-            self._prepared = self._plans.make(lambda: self._vertex.wiring.prepare_succession(message))
+            self._prepared = self._plans.make(lambda: self._runtime.plan_installer.prepare_owner_change(message))
         except CapacityError as exc:
             self._node.send(messages.PrepareFailed(
-                generation=message.generation, reason=str(exc), ownable_nbytes=self._vertex.wiring.ownable_nbytes,
-                room_nbytes=self._vertex.wiring.room_nbytes))
+                generation=message.generation, reason=str(exc), ownable_nbytes=self._runtime.plan_installer.ownable_nbytes,
+                room_nbytes=self._runtime.plan_installer.room_nbytes))
             return
         generation, succession = self._prepared
         self._plans.await_for(generation, succession)
@@ -115,7 +115,7 @@ class Recovery:
         frozen, self._frozen, self._prepared = self._frozen, None, None
         self._epochs.commit()
         self._plans.forget()
-        self._vertex.succeed(generation, succession, message.order)
+        self._runtime.succeed(generation, succession, message.order)
         self._plans.say_room()
         self.epoch = frozen.epoch
         self.count += bool(frozen.lost)

@@ -20,11 +20,11 @@ import mmap
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ..holes import Holes
+from ..base.free_list import FreeList
 from ..orchestration.errors import CapacityError
 from ..pyx.pages import Segment, Shadow, pool_nbytes
-from ..seating.homes import Homes
-from . import headroom
+from ..hardware.affinity.memory import NumaMemory
+from . import memory_limits
 
 #: This machine's. Partitions are cut at the largest page in the job, and results lie at multiples of ours: then ranks
 #: can map runs of them side by side.
@@ -67,7 +67,7 @@ class Chunk:
     def __init__(self, index: int, segment: Segment | Shadow, nbytes: int = -1) -> None:
         self.index = index
         self.segment = segment
-        self.holes = Holes(segment.nbytes if nbytes < 0 else nbytes)
+        self.holes = FreeList(segment.nbytes if nbytes < 0 else nbytes)
 
 
 class Arena:
@@ -148,9 +148,9 @@ class Regions:
         What makes segments on NUMA nodes, and the one of all arenas that are not told another.
     """
 
-    def __init__(self, max_bytes: int = 0, huge_pages: bool = False, homes: Homes | None = None,
+    def __init__(self, max_bytes: int = 0, huge_pages: bool = False, homes: NumaMemory | None = None,
                  home: int | None = None) -> None:
-        self._homes = homes or Homes({})
+        self._homes = homes or NumaMemory({})
         self._home = home
         self._max_nbytes = max_bytes
         self._huge_pages = huge_pages
@@ -199,7 +199,7 @@ class Regions:
 
         *has_results*: there is memory for their results already, as where ranks push them.
         """
-        room = headroom.free_nbytes()
+        room = memory_limits.free_nbytes()
         if self._max_nbytes:
             room = min(room, self._max_nbytes - self.nbytes)
         by_new = max(0, room - 2 * MIN_SEGMENT_NBYTES) // max(1, n_writers + (0 if has_results else 2))
@@ -276,7 +276,7 @@ class Regions:
         try:
             segment = self._segment(kind, nbytes, pool, home)
         except OSError as exc:  # somebody else took the memory since we looked
-            free = min(limit.free_nbytes for limit in headroom.limits())
+            free = min(limit.free_nbytes for limit in memory_limits.limits())
             raise CapacityError(f"a segment of {nbytes} bytes for {kind}s could not be had, although {free} bytes "
                                 f"are free: {exc}") from exc
         if self._registrar is not None and kind not in _UNSENT:
@@ -331,7 +331,7 @@ class Regions:
                 f"{max(0, self._max_nbytes - self.nbytes)} (segments hold {self.nbytes}): raise it, or push less"
             )
         if ordinary_nbytes:
-            headroom.require(ordinary_nbytes, purpose)
+            memory_limits.require(ordinary_nbytes, purpose)
         if self._registrar is not None:
             self._registrar.require(nbytes, purpose)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from ..orchestration.messages import Stage
 from ..orchestration.rounds import ahead
 from ..pyx.engine import Engine
-from .wiring import Wiring
+from .plan_installer import PlanInstaller
 
 
-def missing(engine: Engine, wiring: Wiring, ranks: Mapping[int, int], node_of: Callable[[int], int | None], part: int,
+def missing(engine: Engine, plan_installer: PlanInstaller, ranks: Mapping[int, int], node_of: Callable[[int], int | None], part: int,
             round_: int) -> tuple[Stage, tuple[int, ...], tuple[int, ...]]:
     """Return (stage, ranks, nodes) of *round_* of *part*; *ranks* and *node_of* are by the engine's sources."""
     try:
@@ -20,7 +20,7 @@ def missing(engine: Engine, wiring: Wiring, ranks: Mapping[int, int], node_of: C
     if ahead(waited_for, round_) > 0:
         return "done", (), ()
     if owned and not sources:  # all there: an answer of a store may wait for other workers
-        behind = wiring.ranks_of(engine.behind(part))
+        behind = plan_installer.ranks_of(engine.behind(part))
         return ("push", behind, ()) if behind else ("sum", (), ())
     late = tuple(ranks[source] for source in sources if source in ranks)
     nodes = tuple(index for source in sources for index in (node_of(source),) if index is not None)

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 from ..orchestration.clock_offset import Point
 from ..pyx.engine import Engine
-from ..settings import Settings
+from ..base.settings import Settings
 from ..trace import Origin, Part, SendLog, limits, write
-from ..trace.records import RECORD
-from ..transport import WireLink
+from ..base.trace_records import RECORD
+from .transport import WireLink
 
 
 class Tracing:

@@ -9,7 +9,7 @@
 """
 from __future__ import annotations
 
-from ..trainer.reduce_op import Average, ReduceOp, Sum
+from ..trainer.arguments import Average, ReduceOp, Sum
 from ..trainer.stats import get_pushpull_speed
 from .basics import barrier, init, local_rank, local_size, rank, resume, shutdown, size, suspend
 from .broadcast import (

@@ -1,8 +1,8 @@
 """What BytePS calls its basics, for TensorFlow: join the job, leave it, for a while, too; who this process is."""
 from __future__ import annotations
 
-from ..trainer import current as process, suspension
-from ..trainer.current import barrier, local_rank, local_size, rank, shutdown, size
+from ..trainer import process, suspension
+from ..trainer.process import barrier, local_rank, local_size, rank, shutdown, size
 from ..trainer.suspension import resume
 
 __all__ = ["barrier", "init", "local_rank", "local_size", "rank", "resume", "shutdown", "size", "suspend"]

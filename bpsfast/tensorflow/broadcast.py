@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..orchestration.errors import UnsupportedError
-from ..trainer import current as process, objects
+from ..trainer import process, object_broadcast
 from ..trainer.array_broadcast import broadcast_arrays
 from ..trainer.broadcaster import check_root
 
@@ -87,7 +87,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
     if tf.inside_function():
         raise UnsupportedError(f"broadcast_object of a {type(obj).__name__} inside tf.function, which would send it "
                                "when it is traced and never again: call it outside")
-    return objects.broadcast_object(obj, root_rank, name)
+    return object_broadcast.broadcast_object(obj, root_rank, name)
 
 
 def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None) -> Callable[[Any], Any]:

@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
-from ..trainer import current as process
+from ..trainer import process
 from ..trainer.gradients import Gradients
-from ..trainer.reduce_op import Average, averages
+from ..trainer.arguments import Average, averages
 from .memory import Array, address_of, array_of, empty, tensor_of, wire_dtype
 from .tape import names_of
 

@@ -14,9 +14,9 @@ import tensorflow as tf
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..trainer import current as process
-from ..trainer.reduce_op import Average, averages
-from .exchange import reduced
+from ..trainer import process
+from ..trainer.arguments import Average, averages
+from .tensor_sums import reduced
 from .memory import wire_dtype
 
 __all__ = ["MirroredStrategy"]

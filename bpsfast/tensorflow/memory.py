@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..dtypes import NAMES, TABLE
+from ..base.dtypes import NAMES, TABLE
 from ..orchestration.errors import UnsupportedError
 from ..trainer.tensor_input import tensor_input
 

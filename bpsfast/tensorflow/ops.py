@@ -6,9 +6,9 @@ from typing import Any
 import tensorflow as tf
 
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..trainer.reduce_op import averages
+from ..trainer.arguments import averages
 from .compression import Compression, CompressionLike, parted
-from .exchange import reduced
+from .tensor_sums import reduced
 
 
 def chosen(average: bool | None, op: int | None) -> bool:
@@ -53,7 +53,7 @@ def push_pull(tensor: Any, scope: str = "", average: bool | None = None, device_
     Raises
     ------
     ConfigError, UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
-        As `reduced` of `bpsfast.tensorflow.exchange`.
+        As `reduced` of `bpsfast.tensorflow.tensor_sums`.
     """
     mean = chosen(average, op)
     parted(compression)

@@ -6,10 +6,10 @@ from typing import Any
 import tensorflow as tf
 
 from ..orchestration.errors import ConfigError
-from ..trainer.reduce_op import Average, averages
+from ..trainer.arguments import Average, averages
 from .compression import BF16Compressor, Compression, CompressionLike, FP16Compressor, parted
-from .exchange import reduced
-from .passes import Passes
+from .tensor_sums import reduced
+from .passes import PassAccumulator
 from .tape import names_of
 
 
@@ -43,7 +43,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: b
         raise ConfigError(f"backward_passes_per_step={n!r}: at least one pass makes a step")
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return _Summing(optimizer, name, use_locking, compression, sparse_as_dense, mean,
-                        Passes(n, average_aggregated_gradients) if n > 1 else None)
+                        PassAccumulator(n, average_aggregated_gradients) if n > 1 else None)
     from .. import keras
     from ..keras.compression import parted as keras_parted
     from ..keras.optimizer import distribute
@@ -60,7 +60,7 @@ class _Summing(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     """An optimizer of TensorFlow 1, for averages."""
 
     def __init__(self, optimizer: Any, name: str | None, use_locking: bool, compression: CompressionLike,
-                 sparse_as_dense: bool, average: bool, passes: Passes | None) -> None:
+                 sparse_as_dense: bool, average: bool, passes: PassAccumulator | None) -> None:
         if isinstance(optimizer, _Summing):
             raise ConfigError(f"{name or optimizer.get_name()} is a DistributedOptimizer already")
         super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from ..orchestration.errors import MismatchError, UnsupportedError
 
 
-class Passes:
+class PassAccumulator:
     """Sums of *n* backward passes, in variables that are this rank's own: neither broadcast, nor saved.
 
     Eagerly, inside `tf.function`, and in a graph of TensorFlow 1, where they are local variables.

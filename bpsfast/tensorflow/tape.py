@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from ..orchestration.errors import ConfigError
-from ..trainer.reduce_op import Average, averages
+from ..trainer.arguments import Average, averages
 from .compression import Compression, CompressionLike, parted
-from .exchange import reduced
+from .tensor_sums import reduced
 
 
 class DistributedGradientTape:

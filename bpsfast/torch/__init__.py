@@ -7,7 +7,7 @@
 """
 from __future__ import annotations
 
-from ..trainer.objects import broadcast_object
+from ..trainer.object_broadcast import broadcast_object
 from ..trainer.stats import get_pushpull_speed
 from .async_optimizer import AsyncOptimizer
 from .basics import barrier, init, local_rank, local_size, rank, resume, shutdown, size, suspend
@@ -25,7 +25,7 @@ from .ops import (
     synchronize,
 )
 from .optimizer import CrossBarrier, DistributedOptimizer
-from .outer import OuterOptimizer
+from .outer_optimizer import OuterOptimizer
 from .parallel import DistributedDataParallel
 from .scheduling import schedule
 

@@ -12,10 +12,10 @@ import torch
 
 from ..orchestration.errors import MismatchError, UnsupportedError
 from ..orchestration.store import Worker
-from ..trainer import current as process
+from ..trainer import process
 from ..trainer.async_weights import AsyncWeights
 from .exchange import tensor_over
-from .wrapped import all_trained, base_step, derive, members_of, refuse_strangers
+from .optimizer_wrapper import trained_parameters, user_step, derive, members_of, refuse_unknown
 
 
 class _AsyncOptimizer(torch.optim.Optimizer):
@@ -36,11 +36,11 @@ class _AsyncOptimizer(torch.optim.Optimizer):
             As `AsyncWeights.pull`.
         """
         def check() -> None:
-            refuse_strangers(self, self._named.values())
+            refuse_unknown(self, self._named.values())
 
         check()
         before = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in self._named.items()}
-        result = base_step(self, closure, check)
+        result = user_step(self, closure, check)
         with torch.no_grad():
             for name, p in self._named.items():
                 self._weights.push(name, torch.sub(p, before[name], out=before[name]))
@@ -112,7 +112,7 @@ def AsyncOptimizer(
     StallError
         If a rank does not come.
     """
-    named = dict(all_trained(optimizer, named_parameters))
+    named = dict(trained_parameters(optimizer, named_parameters))
     wrapped = derive(optimizer, _MEMBERS)
     edition = process.current().tensors.edition(f"AsyncParam.{name}" for name in named)
     wrapped._named = named

@@ -1,8 +1,8 @@
 """What BytePS calls its basics, for PyTorch: join the job, leave it, leave it for a while; who this process is."""
 from __future__ import annotations
 
-from ..trainer import current as process, suspension
-from ..trainer.current import barrier, local_rank, local_size, rank, size
+from ..trainer import process, suspension
+from ..trainer.process import barrier, local_rank, local_size, rank, size
 from ..trainer.suspension import resume
 
 __all__ = ["barrier", "init", "local_rank", "local_size", "rank", "resume", "shutdown", "size", "suspend"]
@@ -15,10 +15,10 @@ def init(lazy: bool = True) -> None:
 
 def shutdown() -> None:
     """Make the updates that are due (`cross_barrier`), then leave the job (`bpsfast.shutdown`)."""
-    from .cross_barrier import settle_everything
+    from .cross_barrier import settle_all_updates
 
     try:
-        settle_everything()
+        settle_all_updates()
     finally:
         process.shutdown()
 

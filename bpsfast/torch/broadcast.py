@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..orchestration.errors import MismatchError, UnsupportedError
-from ..trainer import current as process
+from ..trainer import process
 from ..trainer.broadcaster import check_root
-from ..trainer.manifest import Manifest, difference
-from ..trainer.objects import broadcast_object
-from .kept import load_own_state, own_state
+from ..trainer.broadcast_manifest import Manifest, difference
+from ..trainer.object_broadcast import broadcast_object
+from .optimizer_extras import load_user_state_dict, user_state_dict
 from .ops import REACHED
 
 
@@ -67,7 +67,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     check_root(session, root_rank)
     tensors: list[torch.Tensor] = []
     is_root = session.rank == root_rank
-    skeleton = take_tensors(own_state(optimizer), tensors) if is_root else None
+    skeleton = take_tensors(user_state_dict(optimizer), tensors) if is_root else None
     manifest = [(f"{prefix}{i}", str(t.dtype), tuple(t.shape)) for i, t in enumerate(tensors)]
     title = f"{prefix}optimizer {type(optimizer).__name__}"
     skeleton, manifest = broadcast_object((skeleton, manifest), root_rank, title)
@@ -86,7 +86,7 @@ def load_state(optimizer: torch.optim.Optimizer, skeleton: Any, tensors: list[to
     Raises `MismatchError` if it has other parameter groups.
     """
     try:
-        load_own_state(optimizer, put_tensors(skeleton, tensors))
+        load_user_state_dict(optimizer, put_tensors(skeleton, tensors))
     except ValueError as exc:
         raise MismatchError(f"the optimizer of rank {rank} has other parameter groups than that of rank {root_rank}: "
                             f"{exc}") from exc

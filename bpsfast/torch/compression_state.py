@@ -8,17 +8,17 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..collective.conductor import Conductor
+from ..collectives.serial_executor import SerialExecutor
 from ..compression import formats
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import BusyError, ConfigError, MismatchError
-from ..trainer import current as process
+from ..trainer import process
 from .learning_rates import LearningRates
 from .ops import tensor_memory
-from .packs import Landing, Pack, Packs, gradients_of
+from .packs import BucketCompletion, Pack, Packs, gradients_of
 
 #: How long the end of a state may take; whatever it waits for has a deadline of its own.
-_GOODBYE_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 _OPTIONS = ("k", "scaled", "levels", "partition", "normalize", "error_feedback", "momentum", "seed")
 
 _numbers = itertools.count()
@@ -80,7 +80,7 @@ class CompressionState:
     def _begin(self) -> None:
         self.name = f"DDP {next(_numbers)}" if self._name is None else self._name
         self._rates: LearningRates | None = None
-        self._conductor: Conductor | None = None
+        self._conductor: SerialExecutor | None = None
         self._packs: Packs | None = None
         self._codec: CodecSpec | None = None
         self._loaded: dict[str, Any] | None = None  # and not taken over yet by all packs
@@ -194,9 +194,9 @@ class CompressionState:
         rates = [self._rates.of(each.parameter) if self._rates is not None and self.error_feedback else None
                  for each in gradients]
         if self._conductor is None:
-            self._conductor = Conductor(f"bpsfast-{self.name}")
-            weakref.finalize(self, self._conductor.close, _GOODBYE_S)
-        landing = Landing(memory, tensor, len(gradients))
+            self._conductor = SerialExecutor(f"bpsfast-{self.name}")
+            weakref.finalize(self, self._conductor.close, _CLOSE_TIMEOUT_S)
+        landing = BucketCompletion(memory, tensor, len(gradients))
         packs.push(gradients, itemsize, rates, landing, self._conductor)
         # An error that Python has set is a value to the reducer's C++, which takes it for a tensor; one raised here is
         # not.

@@ -84,7 +84,7 @@ def _make_current(parameter: torch.Tensor) -> None:
     parameter.__class__ = torch.nn.Parameter
 
 
-def settle_everything() -> None:
+def settle_all_updates() -> None:
     """Make all updates that are due in this process; raises as `bpsfast.push_pull`."""
     for exchange in dict.fromkeys(exchange for exchange, _ in list(_due.values())):
         exchange.settle_all()
@@ -136,7 +136,7 @@ class CrossBarrierExchange(Exchange):
 
     def accumulated(self, name: str) -> None:
         """As `Exchange`'s; a parameter that was used before its update is an error."""
-        if name in self._pending and not self.is_overtaken:
+        if name in self._pending and not self.is_superseded:
             raise BusyError(
                 f"the forward pass has used {name!r} before its update of the last step: compiled code reads it, of "
                 "which Python is told nothing. Call optimizer.settle() after step(), or do without cross_barrier")
@@ -194,7 +194,7 @@ class CrossBarrierExchange(Exchange):
                 parameter.grad = mine
             self.gradients.finish(name)
         self._is_checked = False
-        self._is_doubtful = self.is_overtaken or self.presence.refuses or bool(self.presence.frozen)
+        self._is_doubtful = self.is_superseded or self.presence.refuses or bool(self.presence.frozen)
         self._n_left -= 1
         if not self._n_left:
             self.settle_all()
@@ -228,10 +228,10 @@ class CrossBarrierExchange(Exchange):
         """Do nothing: what ranks agree on later they would have to wait for in a step."""
 
     def _require_known(self) -> None:
-        thawed = self.presence.thawed()
-        if thawed:
+        unfrozen = self.presence.unfrozen()
+        if unfrozen:
             raise UnsupportedError(
-                f"{', '.join(map(repr, thawed[:4]))} did not require gradients when the optimizer was wrapped, and "
+                f"{', '.join(map(repr, unfrozen[:4]))} did not require gradients when the optimizer was wrapped, and "
                 "have gradients on some rank now, which cross_barrier does not average: the update of this step is "
                 "refused on all ranks. Let them require gradients before that (and freeze them after it), or do "
                 "without cross_barrier")

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..elastic.running import WorkersJoined, run
-from ..elastic.state import ObjectState, State
-from ..trainer import current as process
-from ..trainer.objects import broadcast_object
+from ..elastic.training import ObjectState, State
+from ..trainer import process
+from ..trainer.object_broadcast import broadcast_object
 from .broadcast import broadcast_optimizer_state, broadcast_parameters
-from .cross_barrier import settle_everything
+from .cross_barrier import settle_all_updates
 from .elastic_sampler import ElasticSampler
-from .kept import load_own_state, own_state
+from .optimizer_extras import load_user_state_dict, user_state_dict
 from .optimizer import abandon, rejoin
 from .parallel import DistributedDataParallel
 
@@ -53,7 +53,7 @@ class TorchState(State):
 
     def check(self) -> None:
         """See `State`. Updates that are due (cross_barrier) are made before: the next job would not have their sums."""
-        settle_everything()
+        settle_all_updates()
         super().check()
 
     def keep(self) -> None:
@@ -105,7 +105,7 @@ class TorchState(State):
 
     def _load(self, name: str, value: Any, found: Any) -> None:
         if isinstance(value, torch.optim.Optimizer):
-            load_own_state(value, found)
+            load_user_state_dict(value, found)
         elif _is_stateful(value):
             value.load_state_dict(found)
         else:
@@ -125,5 +125,5 @@ def _is_stateful(value: Any) -> bool:
 
 def _state_of(value: Any) -> Any:
     if isinstance(value, torch.optim.Optimizer):
-        return own_state(value)
+        return user_state_dict(value)
     return value.state_dict() if _is_stateful(value) else value

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from ..trainer import current as process
+from ..trainer import process
 
 
 class ElasticSampler(Sampler[int]):

@@ -28,15 +28,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compression.choice import chosen_among
 from ..orchestration.errors import BpsError, BusyError, MismatchError, UnsupportedError
-from ..trainer import current as process
+from ..trainer import process
 from ..trainer.gradients import Gradients
 from ..trainer.tensor_input import TensorInput
 from .compression import CompressionLike, cast_dtype, parted
-from .kept import KEY, TUNED, Kept, tuned_point, tuned_state
+from .optimizer_extras import KEY, TUNED, OptimizerExtras, point_of_state, state_of_point
 from .learning_rates import LearningRates
 from .local_momentum import LocalMomentum, momenta
-from .ops import REACHED, far_memory, wire_dtype_name
-from .presence import Presence
+from .ops import REACHED, device_tensor_memory, wire_dtype_name
+from .gradient_hooks import UsedParameters
 
 
 class Exchange:
@@ -48,9 +48,9 @@ class Exchange:
 
     def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int) -> None:
         compression, self._choice = parted(compression)
-        give_back()
+        retire_unused()
         self.number = next(numbers)
-        self.presence = Presence(named)
+        self.presence = UsedParameters(named)
         self.parameters = self.presence.trained
         self.n_passes = n_passes
         self._left = dict.fromkeys(self.parameters, n_passes)
@@ -68,7 +68,7 @@ class Exchange:
         self.codecs = chosen_among(self._choice, trained, process.current().settings.min_compress_bytes)
         self.momenta = momenta(self._choice, self.kinds)
         self._momentum = LocalMomentum(self.momenta)
-        self.kept = Kept(self._momentum)
+        self.kept = OptimizerExtras(self._momentum)
         self._rates: LearningRates | None = None
         self._gradients: Gradients | None = None
         self._admitted: dict[str, Gradients] = {}  # of parameters that were frozen at first, by name
@@ -81,10 +81,10 @@ class Exchange:
         self.prefix = f"Gradient{edition or ''}."  # of the names, which are the job's; BytePS has one edition
         self._told_in: Gradients | None = None  # with which gradients that travels
         self._has_told = False  # and not heard yet
-        self.homes: Homes = []  # in the segment, of gradients that live there
+        self.aliases: GradientAliases = []  # in the segment, of gradients that live there
         self.synchronized = False
-        self.is_overtaken = False
-        self.sharers: list[weakref.ref[Any]] = []
+        self.is_superseded = False
+        self.other_observers: list[weakref.ref[Any]] = []
         self._hooks = watch(self, named)
 
     def _look_at(self, name: str, parameter: torch.Tensor) -> None:
@@ -131,10 +131,10 @@ class Exchange:
         found = self._told_in = Gradients(
             {**beside, **kinds}, prefix=self.prefix, order=[*beside, *order],
             compression={name: self.codecs.get(name) for name in (*beside, *kinds)}, tuned=self.kept.tuned, afar=device)
-        weakref.finalize(self, give_up, found, self.homes).atexit = False
+        weakref.finalize(self, retire_later, found, self.aliases).atexit = False
         if not beside:
             self._told_in = Gradients(told, prefix=self.prefix)
-            weakref.finalize(self, give_up, self._told_in, []).atexit = False
+            weakref.finalize(self, retire_later, self._told_in, []).atexit = False
         return found
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -146,14 +146,14 @@ class Exchange:
         steps.
         """
         point = self.kept.tuned if self._gradients is None else self._gradients.tuned
-        parts = {KEY: self.kept.save(self._gradients), TUNED: tuned_state(point)}
+        parts = {KEY: self.kept.save(self._gradients), TUNED: state_of_point(point)}
         return {name: part for name, part in parts.items() if part}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take from *state* what `state` returned on this node, and out of it; raises as `Kept.load`."""
+        """Take from *state* what `state` returned on this node, and out of it; raises as `OptimizerExtras.load`."""
         parts, tuned = state.pop(KEY, None), state.pop(TUNED, None)
         if tuned:
-            self.kept.tuned = tuned_point(tuned)
+            self.kept.tuned = point_of_state(tuned)
         if parts:
             self.kept.load(parts, self._gradients)
 
@@ -175,7 +175,7 @@ class Exchange:
 
     def accumulated(self, name: str) -> None:
         """Count a backward pass of *name*; after the last one its gradient goes out."""
-        if self.is_overtaken:
+        if self.is_superseded:
             self.synchronized = False
             self.presence.is_stale |= not self._left[name]
             return
@@ -214,7 +214,7 @@ class Exchange:
             if name in self._contexts:
                 gradient, self._contexts[name] = self._compress(name, gradient.detach())
             sent = gradient.detach().contiguous()
-            if self._is_afar(sent):
+            if self._is_on_device(sent):
                 sent = sent.to(self._wire[name])
                 memory = self._on_device(sent)
                 self.of(name).fill_from(name, memory, memory)
@@ -231,14 +231,14 @@ class Exchange:
         names = {None if place is None else place.device.name for place in places}
         return names.pop() if len(names) == 1 else None
 
-    def _is_afar(self, tensor: torch.Tensor) -> bool:
+    def _is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether *tensor* is copied by the streams of a device."""
         if not process.current().settings.host_device:
             return tensor.is_cuda
         return self._on_device(tensor).place is not None
 
     def _on_device(self, tensor: torch.Tensor) -> TensorInput:
-        return process.current().devices.placed(far_memory(tensor))
+        return process.current().devices.placed(device_tensor_memory(tensor))
 
     def _place(self, name: str) -> torch.Tensor:
         """Return this rank's input memory of *name* as a tensor of the travelling dtype."""
@@ -318,7 +318,7 @@ class Exchange:
                 self._look_at(name, self.presence.frozen[name])
         kinds = {name: self.kinds[name] for name in names}
         added = Gradients(kinds, prefix=self.prefix, afar=self._device(self.presence.frozen[name] for name in names))
-        weakref.finalize(self, give_up, added, self.homes).atexit = False
+        weakref.finalize(self, retire_later, added, self.aliases).atexit = False
         return added
 
     def _require_known(self) -> None:
@@ -336,9 +336,9 @@ class Exchange:
             On all ranks, if on any of them a parameter has a gradient that was not there when this was made.
         """
         self.hear()
-        thawed = self.presence.thawed()
-        if thawed:
-            self._admit(thawed)
+        unfrozen = self.presence.unfrozen()
+        if unfrozen:
+            self._admit(unfrozen)
         with torch.no_grad():
             for name in self._order:
                 self._receive(name, self.parameters[name])
@@ -347,7 +347,7 @@ class Exchange:
         note_reduced(self)
         self._require_known()
         self.synchronized = True
-        give_back()
+        retire_unused()
 
     def _receive(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -357,7 +357,7 @@ class Exchange:
             gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
         target = gradient.detach()
         if name in self._afar or target.is_cuda:
-            self._receive_afar(name, target)
+            self._receive_on_device(name, target)
         elif name in self._contexts:
             sums = tensor_over(self.of(name).wait(name), self._wire[name])
             target.copy_(self._decompress(name, sums.clone(), target))  # it may write into what it gets
@@ -372,7 +372,7 @@ class Exchange:
         if name in self.momenta and self.of(name).codec(name) is None:
             self._momentum.add(name, target)
 
-    def _receive_afar(self, name: str, target: torch.Tensor) -> None:
+    def _receive_on_device(self, name: str, target: torch.Tensor) -> None:
         """Let torch's current stream find the average in *target*, on a device. The host waits for no copy."""
         sums = self._afar.get(name)
         if sums is None:  # nothing was sent: it has no gradient on this rank
@@ -423,7 +423,7 @@ class Exchange:
             parameter.grad = None
         self._has_told = False
 
-    def house_gradients(self) -> None:
+    def alias_gradients(self) -> None:
         """Let zeroed gradients live in the segment: backward then accumulates there, and nothing is copied in.
 
         Not before the first step: until then there is no place for them. Nor while another optimizer of the same
@@ -441,13 +441,13 @@ class Exchange:
             region = self.of(name).region(name)
             if gradient.data_ptr() != region.address:
                 home = region.array.view()
-                self.homes.append(weakref.ref(home))
+                self.aliases.append(weakref.ref(home))
                 parameter.grad = torch.from_numpy(home).view(self._wire[name]).view(parameter.shape).zero_()
 
-    def overtaken(self) -> None:
+    def superseded(self) -> None:
         """Stop sending before a step: a later exchange has some of the same parameters."""
-        self.is_overtaken = True
-        own = {array.ctypes.data for home in self.homes if (array := home()) is not None}
+        self.is_superseded = True
+        own = {array.ctypes.data for home in self.aliases if (array := home()) is not None}
         for parameter in self.parameters.values() if own else ():
             gradient = parameter.grad
             if gradient is not None and gradient.layout == torch.strided and gradient.data_ptr() in own:
@@ -461,28 +461,28 @@ class Retirable(Protocol):
         """Give it back, if that is possible now; see `Gradients.retire`."""
 
 
-Homes = list[weakref.ref[np.ndarray[Any, Any]]]
+GradientAliases = list[weakref.ref[np.ndarray[Any, Any]]]
 #: What no exchange uses any more, until it is retired.
-_given_up: deque[tuple[Retirable, Homes]] = deque()
+_to_retire: deque[tuple[Retirable, GradientAliases]] = deque()
 
 
-def give_up(owner: Retirable, homes: Homes) -> None:
-    """Let `give_back` retire *owner* once none of the arrays *homes* is left. Any thread, also in a finalizer."""
-    _given_up.append((owner, homes))
+def retire_later(owner: Retirable, aliases: GradientAliases) -> None:
+    """Let `retire_unused` retire *owner* once none of the arrays *homes* is left. Any thread, also in a finalizer."""
+    _to_retire.append((owner, aliases))
 
 
-def give_back() -> None:
+def retire_unused() -> None:
     """Retire given-up gradients whose arrays are no longer referenced. Never call it from a finalizer: it sends
     messages to the node.
     """
-    for _ in range(len(_given_up)):
+    for _ in range(len(_to_retire)):
         try:
-            owner, homes = _given_up.popleft()
+            owner, aliases = _to_retire.popleft()
         except IndexError:  # another thread gives them back
             return
         try:
-            if any(home() is not None for home in homes) or not owner.retire():
-                _given_up.append((owner, homes))
+            if any(home() is not None for home in aliases) or not owner.retire():
+                _to_retire.append((owner, aliases))
         except BpsError:
             pass  # their job is over, or has refused them
 
@@ -514,7 +514,7 @@ def _is_compiled() -> bool:
     return dynamo is not None and bool(dynamo.counters["frames"]["ok"])
 
 
-class Watcher(Protocol):
+class GradientObserver(Protocol):
     """What is told of gradients."""
 
     #: In the order in which they are made.
@@ -522,16 +522,16 @@ class Watcher(Protocol):
     #: The trained parameters, by name.
     parameters: dict[str, torch.Tensor]
     #: Who watches some of the same parameters, as long as they live.
-    sharers: list[weakref.ref[Any]]
+    other_observers: list[weakref.ref[Any]]
 
-    def overtaken(self) -> None:
+    def superseded(self) -> None:
         """Stop sending before a step: a later watcher has some of the same parameters."""
 
     def accumulated(self, name: str) -> None:
         """Hear that backward has accumulated the gradient of *name*."""
 
 
-def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
+def watch(watcher: GradientObserver, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
     """Call *watcher* for each gradient of *named* parameters that require one, while it lives; return the hooks.
 
     If another watcher has one of *named* (frozen ones included), the earlier of the two is overtaken and sends nothing
@@ -541,21 +541,21 @@ def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> list[Remov
     me = weakref.ref(watcher)
     hooks, others = [], {}
     for name, parameter in named:
-        before = _last_watchers.get(parameter)
+        before = _last_observers.get(parameter)
         other = None if before is None else before()
         if other is not None and other is not watcher:
             others[other.number] = other
         if not parameter.requires_grad:
             continue
         if other is None or other.number < watcher.number:
-            _last_watchers[parameter] = me
+            _last_observers[parameter] = me
         hook = parameter.register_post_accumulate_grad_hook(_hook(me, name))
         weakref.finalize(watcher, hook.remove).atexit = False
         hooks.append(hook)
     for other in others.values():
-        min(other, watcher, key=lambda each: each.number).overtaken()
-        other.sharers.append(me)
-        watcher.sharers.append(weakref.ref(other))
+        min(other, watcher, key=lambda each: each.number).superseded()
+        other.other_observers.append(me)
+        watcher.other_observers.append(weakref.ref(other))
     return hooks
 
 
@@ -563,24 +563,24 @@ def watch(watcher: Watcher, named: list[tuple[str, torch.Tensor]]) -> list[Remov
 numbers = itertools.count()
 
 
-def is_shared(watcher: Watcher) -> bool:
+def is_shared(watcher: GradientObserver) -> bool:
     """Whether any other watcher of the parameters of *watcher* lives."""
-    watcher.sharers = [other for other in watcher.sharers if other() is not None]
-    return bool(watcher.sharers)
+    watcher.other_observers = [other for other in watcher.other_observers if other() is not None]
+    return bool(watcher.other_observers)
 
 
 #: By parameter: the number of the watcher that has reduced its gradient since the last backward pass, if it is shared.
 _reduced_by: Any = WeakIdKeyDictionary()
 
 
-def note_reduced(watcher: Watcher) -> None:
+def note_reduced(watcher: GradientObserver) -> None:
     """Note that *watcher* has reduced the gradients that there are."""
     if is_shared(watcher):
         for parameter in watcher.parameters.values():
             _reduced_by[parameter] = watcher.number
 
 
-def is_reduced_by_another(watcher: Watcher) -> bool:
+def is_reduced_by_another(watcher: GradientObserver) -> bool:
     """Whether any gradient of *watcher* was reduced by another one since the last backward pass: adding it up over the
     ranks again would not give the sum.
     """
@@ -589,10 +589,10 @@ def is_reduced_by_another(watcher: Watcher) -> bool:
 
 
 #: By parameter: who watches it since the last `watch`.
-_last_watchers: Any = WeakIdKeyDictionary()
+_last_observers: Any = WeakIdKeyDictionary()
 
 
-def _hook(exchange: weakref.ref[Watcher], name: str) -> Callable[[torch.Tensor], None]:
+def _hook(exchange: weakref.ref[GradientObserver], name: str) -> Callable[[torch.Tensor], None]:
     def accumulated(parameter: torch.Tensor) -> None:
         if _reduced_by:
             _reduced_by.pop(parameter, None)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ..compression.choice import Choice, chosen
-from ..device import places
-from ..dtypes import NAMES
+from ..gpu import locations
+from ..base.dtypes import NAMES
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..trainer import current as process, handle as operations
+from ..trainer import process, handle as operations
 from ..trainer.handle import Handle
-from ..trainer.reduce_op import flag
+from ..trainer.arguments import flag
 from ..trainer.tensor_input import TensorInput
 from .basics import (  # BytePS's programs import them from here, too
     init as init,
@@ -42,10 +42,10 @@ def tensor_memory(tensor: torch.Tensor) -> TensorInput:
     return _memory(tensor, ("cpu",))
 
 
-def far_memory(tensor: torch.Tensor) -> TensorInput:
+def device_tensor_memory(tensor: torch.Tensor) -> TensorInput:
     """As `tensor_memory`, but it may be on a GPU that CuPy finds: then as it is on torch's current stream."""
     memory = _memory(tensor, REACHED)
-    return replace(memory, place=places.of_torch(tensor)) if tensor.is_cuda else memory
+    return replace(memory, place=locations.of_torch(tensor)) if tensor.is_cuda else memory
 
 
 def _memory(tensor: torch.Tensor, reached: tuple[str, ...]) -> TensorInput:
@@ -98,9 +98,9 @@ def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None
     *tensor* must not be written until then. *version* is BytePS's; rounds are counted here, so it changes nothing.
     *compression* is a codec, or what chooses one, and *learning_rate* for its error feedback: see `bpsfast.push_pull`.
     """
-    memory = far_memory(tensor)
+    memory = device_tensor_memory(tensor)
     output = torch.empty_like(tensor, requires_grad=False)
-    return operations.start(memory, name, average, _priority(name, priority), far_memory(output), output,
+    return operations.start(memory, name, average, _priority(name, priority), device_tensor_memory(output), output,
                             compression, learning_rate)
 
 
@@ -108,7 +108,7 @@ def push_pull_async_inplace(tensor: torch.Tensor, average: bool = True, name: st
                             priority: int = 0, *, compression: Choice | None = None,
                             learning_rate: float | None = None) -> Handle:
     """Begin to sum *tensor* over all ranks; the result replaces its contents by the time `synchronize` returns it."""
-    memory = far_memory(tensor)
+    memory = device_tensor_memory(tensor)
     return operations.start(memory, name, average, _priority(name, priority), memory, tensor, compression,
                             learning_rate)
 
@@ -158,7 +158,7 @@ def _push_pull(tensor: torch.Tensor, average: bool, name: str, priority: int, co
                learning_rate: float | None = None) -> torch.Tensor:
     """Sum *tensor* into a new one."""
     output = torch.empty_like(tensor, requires_grad=False)
-    return operations.run(far_memory(tensor), name, average, _priority(name, priority), far_memory(output),
+    return operations.run(device_tensor_memory(tensor), name, average, _priority(name, priority), device_tensor_memory(output),
                           output, codec, learning_rate)
 
 
@@ -180,7 +180,7 @@ class _PushPull(torch.autograd.Function):
             choice, name or "", tuple(tensor.shape), wire_dtype_name(tensor.dtype),
             process.current().settings.min_compress_bytes, is_alone=True)
         if name is None:  # backward needs the name, so it is chosen here; a call that fails must not take a number
-            far_memory(tensor)
+            device_tensor_memory(tensor)
             average = flag(average)
             name = process.current().tensors.unnamed("auto")
         ctx.arguments = (average, name if codec is None else f"{name}.backward", priority, codec)
@@ -213,7 +213,7 @@ def push_pull_inplace(tensor: torch.Tensor, average: bool = True, name: str | No
                       priority: int = 0, *, compression: Choice | None = None,
                       learning_rate: float | None = None) -> torch.Tensor:
     """Replace *tensor* by its sum (mean) over all ranks and return it; the rest as of `push_pull_async`."""
-    memory = far_memory(tensor)
+    memory = device_tensor_memory(tensor)
     return operations.run(memory, name, average, _priority(name, priority), memory, tensor, compression, learning_rate)
 
 

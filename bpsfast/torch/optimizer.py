@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..trainer import current as process
+from ..trainer import process
 from .async_optimizer import AsyncOptimizer
 from .compression import Compression, CompressionLike, check_compression
 from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange
 from .local_momentum import has_momentum, warn_of_momentum
 from .sparse_exchange import SparseExchange
-from .wrapped import Wrapped, base_step, check_idle, check_passes, members_of, owned, parameters_of, wrap
+from .optimizer_wrapper import OptimizerWrapper, user_step, check_idle, check_passes, members_of, owned, parameters_of, wrap
 
 
-class _DistributedOptimizer(Wrapped):
+class _DistributedOptimizer(OptimizerWrapper):
     """What is mixed into the user's optimizer class (see `DistributedOptimizer`)."""
 
     _base: type[torch.optim.Optimizer]
@@ -38,7 +38,7 @@ class _DistributedOptimizer(Wrapped):
         if closure is None and not self._exchange.averaged:
             self.synchronize()
         try:
-            return base_step(self, closure, self.synchronize)
+            return user_step(self, closure, self.synchronize)
         finally:
             self._exchange.synchronized = False
 
@@ -79,7 +79,7 @@ class _DistributedOptimizer(Wrapped):
         _load_with_kept(self, state_dict)
 
 
-class _CrossBarrierOptimizer(Wrapped):
+class _CrossBarrierOptimizer(OptimizerWrapper):
     """What is mixed in over that with *cross_barrier*, where there is anybody to exchange gradients with."""
 
     _base: type[torch.optim.Optimizer]
@@ -144,12 +144,12 @@ class _CrossBarrierOptimizer(Wrapped):
         _load_with_kept(self, state_dict)
 
 
-def _with_kept(optimizer: Wrapped) -> dict[str, Any]:
+def _with_kept(optimizer: OptimizerWrapper) -> dict[str, Any]:
     state: dict[str, Any] = optimizer._base.state_dict(optimizer)
     return {**state, **optimizer._exchange.state()} if optimizer._exchange is not None else state
 
 
-def _load_with_kept(optimizer: Wrapped, state_dict: dict[str, Any]) -> None:
+def _load_with_kept(optimizer: OptimizerWrapper, state_dict: dict[str, Any]) -> None:
     state = dict(state_dict)
     if optimizer._exchange is not None:
         optimizer._exchange.load(state)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..collective.conductor import Conductor
+from ..collectives.serial_executor import SerialExecutor
 from ..compression.choice import chosen
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import BusyError, ConfigError, MismatchError
@@ -34,7 +34,7 @@ class Gradient(NamedTuple):
     offset: int
 
 
-class Landing:
+class BucketCompletion:
     """One bucket of one backward pass, whose sums are on their way: where they go, and the future that waits."""
 
     def __init__(self, memory: TensorInput, tensor: torch.Tensor, n_missing: int) -> None:
@@ -61,7 +61,7 @@ class Landing:
 class _Arrival(NamedTuple):
     """A gradient that waits for its pack: its bucket, and where it lies there, in bytes."""
 
-    landing: Landing
+    landing: BucketCompletion
     offset: int
 
 
@@ -82,7 +82,7 @@ class Pack:
         for landing, _ in arrived.values():
             landing.landed(error)
 
-    def put(self, place: int, landing: Landing, offset: int, timeout_s: float) -> dict[int, _Arrival] | None:
+    def put(self, place: int, landing: BucketCompletion, offset: int, timeout_s: float) -> dict[int, _Arrival] | None:
         """Copy the gradient at byte *offset* of a bucket to its *place*; return all of them if it was the last.
 
         Waits for the pack's last sum if a backward pass failed while it was under way; raises as `Unit.wait`.
@@ -167,8 +167,8 @@ class Packs:
         found = self._places.get(id(gradient.parameter))
         return found[1:] if found is not None and found[0]() is gradient.parameter else None
 
-    def push(self, gradients: Sequence[Gradient], itemsize: int, rates: Sequence[float | None], landing: Landing,
-             conductor: Conductor) -> None:
+    def push(self, gradients: Sequence[Gradient], itemsize: int, rates: Sequence[float | None], landing: BucketCompletion,
+             conductor: SerialExecutor) -> None:
         """Put the *gradients* of a bucket into their packs and push those that are whole; *conductor* waits for them.
 
         A pack's learning rate is that of its first parameter, of *rates*; None: as before.

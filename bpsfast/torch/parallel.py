@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from ..elastic.member import enlisted
+from ..elastic.coordinator_client import current_client
 from ..orchestration.errors import BpsError, BusyError, ClosedError, ConfigError, PeerLostError, UnsupportedError
-from ..trainer import current as process
+from ..trainer import process
 from .broadcast import broadcast_buffers, broadcast_parameters
 from .compression import Compression, CompressionLike, check_compression
 from .exchange import Exchange
@@ -52,11 +52,11 @@ class _ModuleExchange(Exchange):
         if not self.sends:
             self.synchronized = False
             return
-        if not self._left[name] and not self.is_overtaken:
+        if not self._left[name] and not self.is_superseded:
             raise BusyError(f"the gradient of {name!r} has come twice in one backward pass, or the last pass was not "
                             "ended by synchronize(). Checkpoints that use one parameter twice need use_reentrant=False")
         super().accumulated(name)
-        if self.is_overtaken and not self.is_used:
+        if self.is_superseded and not self.is_used:
             return
         self._n_left -= 1
         if not self._n_left:  # whether or not this pass goes through an output that is known
@@ -67,9 +67,9 @@ class _ModuleExchange(Exchange):
         super().forget_passes()
         self._n_left, self.is_used = len(self.parameters), False
 
-    def overtaken(self) -> None:
-        """As `Exchange.overtaken`. Of forward passes before that none has to be ended: ranks may have done without."""
-        super().overtaken()
+    def superseded(self) -> None:
+        """As `Exchange.superseded`. Of forward passes before that none has to be ended: ranks may have done without."""
+        super().superseded()
         self.is_used = False
 
     def output_reached(self, _: torch.Tensor) -> None:
@@ -170,7 +170,7 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             self.rejoin()
         except PeerLostError as exc:
-            member = enlisted()
+            member = current_client()
             if member is None or member.lost_worker == "abort":
                 raise
             self._lost = str(exc)

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from ..launch.roles import given_key, is_loopback
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
-from ..orchestration.order.turns import Entry
+from ..orchestration.priority.turns import Entry
 from ..orchestration.security import job_key
-from ..settings import load_with_origins
-from ..turn_service import Finish, TurnService
+from ..base.settings import load_with_origins
+from ..collectives.turn_service import Finish, TurnService
 
 _PARTITION_NBYTES = 4 << 20
 _CREDIT_NBYTES = 16 << 20
@@ -118,7 +118,7 @@ class Schedule:
                 raise BusyError(f"{name!r} was given twice before its first sum was there: wait for its future, or "
                                 "take another name")
             self._names.add(name)
-        whole = _Whole(tensor, len(pieces), self.size if average else 1, partial(self._forget, name))
+        whole = _PartitionedReduction(tensor, len(pieces), self.size if average else 1, partial(self._forget, name))
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         for part, piece in enumerate(pieces):
             entry = Entry(name=name, part=part, nbytes=piece.numel() * piece.element_size(), kind=kind)
@@ -161,7 +161,7 @@ def bucket_hook(schedule, bucket):  # type: ignore[no-untyped-def]  # torch refu
     return future.then(lambda done: done.value())
 
 
-class _Whole:
+class _PartitionedReduction:
     """A tensor whose *n_parts* are reduced one by one; *on_end* is called just before its future is done."""
 
     def __init__(self, tensor: torch.Tensor, n_parts: int, divisor: int, on_end: Callable[[], None]) -> None:

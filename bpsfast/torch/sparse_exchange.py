@@ -10,14 +10,14 @@ import weakref
 import numpy as np
 import torch
 
-from ..dtypes import TABLE
+from ..base.dtypes import TABLE
 from ..orchestration.errors import UnsupportedError
 from ..orchestration.messages import TensorSpec
-from ..trainer import current as process
+from ..trainer import process
 from ..trainer.gradients import Gradients
-from ..trainer.table import Table
+from ..trainer.sparse_table import SparseTable
 from .compression import CompressionLike
-from .exchange import Exchange, give_up
+from .exchange import Exchange, retire_later
 
 
 class SparseExchange(Exchange):
@@ -31,7 +31,7 @@ class SparseExchange(Exchange):
         super().__init__(named, compression, n_passes)
         self._sparse_as_dense = sparse_as_dense
         self._sparse: list[str] = []  # on some rank, in the first step
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, SparseTable] = {}
 
     def declare(self) -> Gradients:
         """Tell the job of the gradients; the first time, wait for all ranks to say which are sparse."""
@@ -43,8 +43,8 @@ class SparseExchange(Exchange):
             self._gradients = self._declared(self._order)
             for name in by_rows:
                 shape, dtype = self.kinds[name]
-                table = self._tables[name] = Table(process.current(), self.prefix + name, shape, dtype)
-                weakref.finalize(self, give_up, table, []).atexit = False
+                table = self._tables[name] = SparseTable(process.current(), self.prefix + name, shape, dtype)
+                weakref.finalize(self, retire_later, table, []).atexit = False
         return self._gradients
 
     def _sparse_anywhere(self) -> list[str]:

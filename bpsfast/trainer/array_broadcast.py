@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..orchestration.errors import MismatchError
-from . import current as process
+from . import process
 from .broadcaster import broadcast_bytes, check_root
-from .manifest import difference
+from .broadcast_manifest import difference
 
 Array = np.ndarray[Any, Any]
 

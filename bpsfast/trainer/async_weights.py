@@ -13,7 +13,7 @@ import numpy as np
 
 from ..orchestration.errors import ClosedError, ConfigError, MismatchError
 from ..orchestration.store import StoreSpec, Worker, check
-from . import current as process
+from . import process
 from .session import Session
 from .stored_tensor import StoredTensor
 from .tensor_input import host_input

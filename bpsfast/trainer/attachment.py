@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .. import channel as channels
-from ..channel import Channel
-from ..launch.end_reports import report
-from ..launch.reach import nobody_at
-from ..launch.roles import Place
-from ..nic import numa
+from ..base import message_socket as channels
+from ..base.message_socket import MessageSocket
+from ..base.end_reports import report
+from ..base.addresses import unreachable_hint
+from ..launch.roles import ProcessRole
+from ..hardware import numa
 from ..orchestration.errors import PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.messages import VERSION, Attach, Attached, Refuse
 from ..pyx.pages import Segment
-from ..seating import binders
-from ..seating.pins import Pins
-from ..settings import Settings, fingerprint
+from ..hardware.affinity import environment
+from ..hardware.affinity.binding import ThreadBinding
+from ..base.settings import Settings, fingerprint
 
 #: The node and the scheduler know who is missing; a rank's own deadline comes this much after theirs.
 _GRACE_S = 5.0
@@ -30,14 +30,14 @@ class Attachment:
     `pins`: the CPUs that this process keeps to meanwhile.
     """
 
-    place: Place
-    channel: Channel
+    place: ProcessRole
+    channel: MessageSocket
     attached: Attached
     lane: Segment
     board: Segment
     doorbell: Segment
     node_pidfd: int
-    pins: Pins
+    pins: ThreadBinding
 
     def close(self) -> None:
         """Close everything. The port must be closed before."""
@@ -48,7 +48,7 @@ class Attachment:
         os.close(self.node_pidfd)
 
 
-def attach(place: Place, settings: Settings, version: str, failure: Callable[[], str | None]) -> Attachment:
+def attach(place: ProcessRole, settings: Settings, version: str, failure: Callable[[], str | None]) -> Attachment:
     """Attach to this machine's node and return once the whole job has joined.
 
     Parameters
@@ -78,7 +78,7 @@ def attach(place: Place, settings: Settings, version: str, failure: Callable[[],
                         f"rank {place.rank} attached to its node (pid {connection.peer[0]}), but the job was not "
                         f"complete within start_timeout_s={settings.start_timeout_s:g} s: a node, helper, rank or the "
                         f"scheduler at {place.scheduler[0]}:{place.scheduler[1]} is missing."
-                        f"{nobody_at(*place.scheduler)}"
+                        f"{unreachable_hint(*place.scheduler)}"
                     ) from None
             except PeerLostError as exc:
                 _raise_failure(failure)
@@ -98,7 +98,7 @@ def attach(place: Place, settings: Settings, version: str, failure: Callable[[],
         raise
 
 
-def _connect(place: Place, settings: Settings, failure: Callable[[], str | None]) -> Channel:
+def _connect(place: ProcessRole, settings: Settings, failure: Callable[[], str | None]) -> MessageSocket:
     deadline = time.monotonic() + settings.start_timeout_s
     name = channels.address(place.job_key, place.node_id)
     while True:
@@ -109,7 +109,7 @@ def _connect(place: Place, settings: Settings, failure: Callable[[], str | None]
             if time.monotonic() >= deadline:
                 raise StallError(
                     f"rank {place.rank}: no node of this job listened on this machine within start_timeout_s="
-                    f"{settings.start_timeout_s:g} s (node_id {place.node_id!r}). {exc}.{nobody_at(*place.scheduler)}"
+                    f"{settings.start_timeout_s:g} s (node_id {place.node_id!r}). {exc}.{unreachable_hint(*place.scheduler)}"
                 ) from exc
 
 
@@ -120,7 +120,7 @@ def _raise_failure(failure: Callable[[], str | None]) -> None:
         raise PeerLostError(text)
 
 
-def _introduce(connection: Channel, place: Place, settings: Settings, version: str) -> None:
+def _introduce(connection: MessageSocket, place: ProcessRole, settings: Settings, version: str) -> None:
     pid = os.getpid()
     proof = channels.attach_proof(place.job_key, pid, place.local_rank)
     pidfd = os.pidfd_open(pid)
@@ -129,8 +129,8 @@ def _introduce(connection: Channel, place: Place, settings: Settings, version: s
             Attach(version=VERSION, package=version, pid=pid, local_rank=place.local_rank, local_size=place.local_size,
                    rank=place.rank, size=place.size, proof=proof, settings=fingerprint(settings),
                    cpus=numa.format_cpus(os.sched_getaffinity(0)),
-                   stays=not settings.numa or bool(binders.binder(os.environ)),
-                   gpu=binders.own_gpu(os.environ, place.local_rank)),
+                   stays=not settings.numa or bool(environment.binder(os.environ)),
+                   gpu=environment.default_gpu(os.environ, place.local_rank)),
             [pidfd],
         )
     except PeerLostError:
@@ -140,7 +140,7 @@ def _introduce(connection: Channel, place: Place, settings: Settings, version: s
         os.close(pidfd)
 
 
-def _map(place: Place, connection: Channel, attached: Attached, fds: tuple[int, ...]) -> Attachment:
+def _map(place: ProcessRole, connection: MessageSocket, attached: Attached, fds: tuple[int, ...]) -> Attachment:
     mapped: list[Segment] = []
     try:
         for fd, is_writable in zip(fds, (True, False, True)):
@@ -152,7 +152,7 @@ def _map(place: Place, connection: Channel, attached: Attached, fds: tuple[int, 
         raise
     lane, board, doorbell = mapped
     return Attachment(place=place, channel=connection, attached=attached, node_pidfd=fds[3], lane=lane, board=board,
-                      doorbell=doorbell, pins=Pins(numa.parse_cpus(attached.cpus)))
+                      doorbell=doorbell, pins=ThreadBinding(numa.parse_cpus(attached.cpus)))
 
 
 def _close_all(fds: Iterable[int]) -> None:

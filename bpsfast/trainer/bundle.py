@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from ..dtypes import TABLE
+from ..base.dtypes import TABLE
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import BpsError
 from ..orchestration.messages import TensorSpec

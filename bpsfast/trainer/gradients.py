@@ -20,20 +20,20 @@ from typing import Any
 
 import numpy as np
 
-from ..autotune.point import Point
+from .tuning_point import TuningPoint
 from ..compression.choice import Choice, chosen_among
-from ..device import arrays
-from ..device.communicator import joins
-from ..device.gathering import Gathering
-from ..dtypes import wire_name
+from ..gpu import arrays
+from ..gpu.communicator import sums_in_island
+from .gpu.device_path import DevicePath
+from ..base.dtypes import wire_name
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import MismatchError
 from ..orchestration.messages import TensorSpec
 from ..pyx.port import copy
-from . import current as process, learning_rate as rates
-from .edition import Cut, Edition
-from .memory import Region
-from .progress import Progress
+from . import process, learning_rate as rates
+from .gradient_layout import LayoutSizes, GradientLayout
+from .input_memory import Region
+from .step_progress import StepProgress
 from .tensor_input import TensorInput, tensor_input
 from .tuner import Tuner
 from .unit import Unit
@@ -65,7 +65,7 @@ class Gradients:
         `tuned` of an earlier job: with the setting autotune that is used from the second step on, and nothing is tried.
         Rank 0's counts.
     device
-        Where the arrays lie, if not in shared memory: "cuda", "cuda:1" (CuPy arrays), "host" (`bpsfast.device.host`).
+        Where the arrays lie, if not in shared memory: "cuda", "cuda:1" (CuPy arrays), "host" (`bpsfast.gpu.host`).
         Then `ready` counts from the work on, that was enqueued on the owner's stream before it; the sum takes the
         gradient's place, and work that is enqueued after `wait` finds it. The stream is never waited for.
     afar
@@ -74,10 +74,10 @@ class Gradients:
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True,
                  average: bool = True, prefix: str = "", order: Sequence[str] | None = None,
-                 compression: Choice | None = None, tuned: Point | None = None, device: str | None = None,
+                 compression: Choice | None = None, tuned: TuningPoint | None = None, device: str | None = None,
                  afar: str | None = None) -> None:
         self._session = process.current()
-        self._gathering = Gathering(self._session)
+        self._gathering = DevicePath(self._session)
         kinds = {name: (tuple(shape), wire_name(dtype)) for name, (shape, dtype) in tensors.items()}
         self.codecs = chosen_among(compression, kinds, self._session.settings.min_compress_bytes)
         self._device = device or afar
@@ -96,11 +96,11 @@ class Gradients:
             name: TensorSpec(name=self._names[name], shape=shape, dtype=dtype, average=average,
                              group=None if name in self.codecs else group, priority=urgency[name], edition_of=family,
                              codec=self.codecs.get(name), islands=self._device is not None
-                             and joins(self._session.settings, dtype, self.codecs.get(name)))
+                             and sums_in_island(self._session.settings, dtype, self.codecs.get(name)))
             for name, (shape, dtype) in kinds.items()
         }
         self._session.n_users.update(self._names.values())
-        self._edition = Edition(self._session, specs, 0, Cut(), self._device)
+        self._edition = GradientLayout(self._session, specs, 0, LayoutSizes(), self._device)
         self._first = self._last = self._edition  # that of the last step
         self._tuner: Tuner | None = None
         self._tuned = tuned  # of an earlier job, and once the tuner is gone
@@ -110,7 +110,7 @@ class Gradients:
         self._lock = threading.Lock()
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
         self._homes: dict[str, Region] = {}
-        self._progress = Progress(tensors)
+        self._progress = StepProgress(tensors)
         self._rates: dict[str, float] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -297,7 +297,7 @@ class Gradients:
         self._gathering.deliver(unit, round, member.offset, target, self._deadline(timeout_s))
 
     @property
-    def tuned(self) -> Point | None:
+    def tuned(self) -> TuningPoint | None:
         """What the setting autotune has found best so far, as far as this rank knows: to be saved with the model."""
         return self._tuner.best if self._tuner is not None else self._tuned
 
@@ -430,7 +430,7 @@ class Gradients:
         with self._lock:
             return self._progress.enter(name, self._edition.units[name], gather)
 
-    def _awaited(self, name: str) -> tuple[Edition, Unit, int]:
+    def _awaited(self, name: str) -> tuple[GradientLayout, Unit, int]:
         """Return the edition and the unit of *name*, and the round whose result is meant."""
         self._prepare(name)
         with self._lock:  # `step` of another thread changes all of it

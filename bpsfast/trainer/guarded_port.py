@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..launch.end_reports import report
+from ..base.end_reports import report
 from ..orchestration.errors import BpsError, StallError
 from ..orchestration.messages import StallAnswer
 from ..pyx.port import ABORTED, DIFFERENT, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .attachment import error_of
-from .inquiry import Inquiry
-from .patience import Patience
+from .stall_query import StallQuery
+from .stall_timer import StallTimer
 from .stall_inspector import StallInspector, Subject
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class GuardedPort:
         Returns what to raise when the node has ended and no abort says why.
     """
 
-    def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None], inquiry: Inquiry,
+    def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None], inquiry: StallQuery,
                  inspector: StallInspector, start_deferred: Callable[[], bool],
                  node_lost: Callable[[], BpsError]) -> None:
         self._port = port
@@ -148,20 +148,20 @@ class GuardedPort:
             lambda port, wait_s: port.deliver(address, source, nbytes, part, unit.stride, round, wait_s),
             unit, part, n_parts, round, timeout_s)
 
-    def convey(self, legs: np.ndarray[Any, Any], ahead: int, subject_of: Callable[[int], tuple[Unit, int, int]],
+    def pipelined_transfer(self, chunks: np.ndarray[Any, Any], ahead: int, subject_of: Callable[[int], tuple[Unit, int, int]],
                timeout_s: float) -> bool:
-        """Put in and take out *legs* (`Port.convey`); whether the tickets among them agree. *subject_of* leg i is
+        """Put in and take out *legs* (`Port.pipelined_transfer`); whether the tickets among them agree. *subject_of* leg i is
         (unit, partition of the job, round).
 
         Raises as `wait`.
         """
         n_in = n_out = 0
-        raw = legs.view(np.uint8)
+        raw = chunks.view(np.uint8)
         deferred = self._start_deferred()
-        with Patience(self._me, timeout_s, self._inquiry, self._inspector) as patience:
+        with StallTimer(self._me, timeout_s, self._inquiry, self._inspector) as patience:
             while True:
                 with self._inside as port:
-                    outcome, n_in, n_out = port.convey(
+                    outcome, n_in, n_out = port.pipelined_transfer(
                         raw, ahead, n_in, n_out, min(_DEFERRED_SLICE_S if deferred else _SLICE_S, patience.rest_s))
                 if outcome in (DONE, DIFFERENT):
                     return outcome == DONE
@@ -202,7 +202,7 @@ class GuardedPort:
     def _in_slices(self, wait: Callable[[Port, float], int], unit: Unit, part: int, n_parts: int, round: int,
                    timeout_s: float, spent_s: float = 0.0) -> None:
         deferred = self._start_deferred()
-        with Patience(self._me, timeout_s, self._inquiry, self._inspector, spent_s=spent_s) as patience:
+        with StallTimer(self._me, timeout_s, self._inquiry, self._inspector, spent_s=spent_s) as patience:
             while True:
                 with self._inside as port:
                     outcome = wait(port, min(_DEFERRED_SLICE_S if deferred else _SLICE_S, patience.rest_s))

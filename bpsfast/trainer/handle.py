@@ -14,17 +14,17 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from ..compression.choice import Choice, chosen
-from ..device import arrays
-from ..device.communicator import joins
-from ..device.crossing import Crossing
-from ..device.devices import Bytes
-from ..device.host import HostArray
-from ..dtypes import TABLE, wire_name
+from ..gpu import arrays
+from ..gpu.communicator import sums_in_island
+from .gpu.device_round import DeviceRound
+from .gpu.devices import DeviceBytes
+from ..gpu.host import HostArray
+from ..base.dtypes import TABLE, wire_name
 from ..orchestration.errors import ConfigError, MismatchError, StallError, UnsupportedError
 from ..orchestration.messages import TensorSpec
-from . import current as process, learning_rate as rates
-from .reduce_op import flag
-from .repeat import Repeat
+from . import process, learning_rate as rates
+from .arguments import flag
+from .repeated_push import RepeatedPush
 from .session import Session
 from .tensor_input import TensorInput, tensor_input
 from .unit import Unit
@@ -53,7 +53,7 @@ class Handle:
         self._delivers = output is not None
         self._shape, self._dtype = source.shape, source.dtype
         self._unit: Unit | None = None
-        self._crossing: Crossing | None = None  # of a device's tensor
+        self._crossing: DeviceRound | None = None  # of a device's tensor
         self._round = 0
         self._error: Exception | None = None
         self._started = False
@@ -76,12 +76,12 @@ class Handle:
         assert self._source is not None, "a handle starts once"
         if self._learning_rate is not None:
             unit.learning_rate = self._learning_rate
-        source = Bytes.of(self._source)
+        source = DeviceBytes.of(self._source)
         if source is None:
             self._round = unit.push(self._source.address, self._source.nbytes)
         else:
             assert self._output is not None, "what lies on a device is delivered"
-            self._crossing = self._session.devices.send(unit, source, Bytes.of(self._output))
+            self._crossing = self._session.devices.send(unit, source, DeviceBytes.of(self._output))
             self._round = self._crossing.round
         self._unit = unit
         self._open_gate()
@@ -232,7 +232,7 @@ def _announced(source: TensorInput, name: str | None, average: bool, priority: i
             warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
                           "shutdown; give repeated ones a name", stacklevel=3)
     spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority,
-                      codec=codec, islands=source.place is not None and joins(session.settings, source.dtype, codec),
+                      codec=codec, islands=source.place is not None and sums_in_island(session.settings, source.dtype, codec),
                       on_device=source.place is not None)
     if not session.tensors.knows(spec):
         session.devices.direct.cover(source.place.device if source.place is not None else None, [spec])
@@ -315,7 +315,7 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     result = start(source, name, average, priority, None, None, compression, learning_rate).wait()
     if name is not None and is_simple:
         session = process.current()
-        session.repeats[name] = Repeat(session, session.tensors.unit(name), x, average, priority)
+        session.repeats[name] = RepeatedPush(session, session.tensors.unit(name), x, average, priority)
     return result
 
 
@@ -374,7 +374,7 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: str | No
     ----------
     device
         "cuda", "cuda:1": a CuPy array there instead, ordinary and zeroed on CuPy's current stream; push_pull of it
-        passes through shared memory. "host": an array of the host device (`bpsfast.device.host`).
+        passes through shared memory. "host": an array of the host device (`bpsfast.gpu.host`).
 
     Raises
     ------

@@ -15,18 +15,18 @@ from collections.abc import Callable
 from .. import __version__
 from ..launch import daemons
 from ..launch.daemons import Daemons
-from ..launch.end_reports import report
-from ..launch.roles import Place
-from ..settings import Settings, take_job_key
+from ..base.end_reports import report
+from ..launch.roles import ProcessRole
+from ..base.settings import Settings, take_job_key
 from . import attachment
-from .lifetime import Watch
+from .exit_handling import ExitWatch
 from .session import Session
 
 #: How long a rank that nobody needs any more waits for the others to leave as well.
-_GOODBYE_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 
 
-def join(place: Place, settings: Settings,
+def join(place: ProcessRole, settings: Settings,
          why_void: Callable[[], str | None] = lambda: None) -> tuple[Session, Daemons]:
     """Start what *place* has to start here, attach to the machine's node, and return once the whole job is there.
 
@@ -51,18 +51,18 @@ def join(place: Place, settings: Settings,
     return session, started
 
 
-def abandon(session: Session, watch: Watch, reason: str) -> None:
+def abandon(session: Session, watch: ExitWatch, reason: str) -> None:
     """Leave the job of *session*, which has lost somebody or shall end: whoever is still in it is told *reason*.
 
     The daemons that this process started end with it; they are not waited for longer than a job's end takes.
     """
     if session.pid != os.getpid():
         return
-    session.close(False, reason, _GOODBYE_S)
+    session.close(False, reason, _CLOSE_TIMEOUT_S)
     watch.close()
 
 
-def leave(session: Session, watch: Watch, *, stays: bool = True) -> None:
+def leave(session: Session, watch: ExitWatch, *, stays: bool = True) -> None:
     """Leave the job of *session*, and close *watch*. Does nothing in a fork of the process that joined.
 
     Daemons end with their starter, so who started some must live until the whole job has left. *stays*: wait for that
@@ -72,5 +72,5 @@ def leave(session: Session, watch: Watch, *, stays: bool = True) -> None:
     if session.pid != os.getpid():
         return
     waits = stays and watch.holds_daemons
-    session.close(watch.failure is None, watch.failure or "", session.settings.timeout_s if waits else _GOODBYE_S)
-    watch.close(lingers=not stays)
+    session.close(watch.failure is None, watch.failure or "", session.settings.timeout_s if waits else _CLOSE_TIMEOUT_S)
+    watch.close(detaches=not stays)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ..channel import Channel
+from ..base.message_socket import MessageSocket
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError
 from ..orchestration.messages import Message
 
@@ -40,7 +40,7 @@ class Mailbox:
         Returns what to raise when the node is gone.
     """
 
-    def __init__(self, channel: Channel, node_pidfd: int, deliver: Callable[[Message, tuple[int, ...]], None],
+    def __init__(self, channel: MessageSocket, node_pidfd: int, deliver: Callable[[Message, tuple[int, ...]], None],
                  check: Callable[[], None], lost: Callable[[], BpsError]) -> None:
         self._channel = channel
         self._deliver = deliver

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dtypes import TABLE, wire_name
+from ..base.dtypes import TABLE, wire_name
 from ..orchestration.errors import ProtocolError
 from ..orchestration.placement.rows import HEADER_NBYTES, INDEX_NBYTES, OVERFLOW, frame_nbytes, part_rows, values_offset
 
 Array = np.ndarray[Any, Any]
 
 
-class Frames(NamedTuple):
+class RowFrames(NamedTuple):
     """How the frames of a table lie: one for each of `n_parts` partitions, `stride` bytes apart.
 
     `n_rows` of the table, `row_shape` and `dtype` of a row; a frame has at most `frame_rows`.

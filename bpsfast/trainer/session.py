@@ -1,6 +1,6 @@
 """A rank's session with its node: everything a rank owns, from `init` to `shutdown`.
 
-`Memory` knows the segments that were shared, `Tensors` the names and units. Waits on rounds are native (`GuardedPort`);
+`Memory` knows the segments that were shared, `TensorRegistry` the names and units. Waits on rounds are native (`GuardedPort`);
 the socket is read only by a call that needs a reply, and beside a wait while pushes are deferred. `current` holds the
 one session of a process.
 """
@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ..device.devices import Devices
-from ..launch.end_reports import report
-from ..launch.reach import local_host
+from .gpu.devices import Devices
+from ..base.end_reports import report
+from ..base.addresses import local_host
 from ..orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, ProtocolError
 from ..orchestration.messages import (
     Allocated,
@@ -45,29 +45,29 @@ from ..orchestration.messages import (
     UnitReady,
 )
 from ..pyx.port import Port
-from ..settings import Settings
-from ..trace.records import RECORD, limits
+from ..base.settings import Settings
+from ..base.trace_records import RECORD, limits
 from .attachment import Attachment, error_of
 from .guarded_port import GuardedPort
-from .inquiry import Inquiry
+from .stall_query import StallQuery
 from .mailbox import Mailbox
-from .memory import Memory
-from .notice_board import NoticeBoard
-from .questions import Questions
+from .input_memory import Memory
+from .key_value_client import KeyValueClient
+from .node_requests import NodeRequests
 from .stall_inspector import StallInspector
-from .states import States
+from .codec_state import States
 from .step_clock import StepClock
-from .tensors import Tensors
+from .tensor_registry import TensorRegistry
 from .unit import Unit
 
 if TYPE_CHECKING:
-    from ..post import Post
+    from ..collectives.p2p import P2PEndpoint
     from .broadcaster import Broadcaster
-    from .repeat import Repeat
-    from .table import Table
+    from .repeated_push import RepeatedPush
+    from .sparse_table import SparseTable
 
 #: How long `close` waits for the node's goodbye, and for other threads to come out of the port.
-_GOODBYE_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 #: A killed process closes its sockets just before its pidfd fires.
 _DYING_S = 0.5
 _SHUT_DOWN = "bpsfast was shut down in this process: call bpsfast.init() before using it again"
@@ -98,23 +98,23 @@ class Session:
         self._node_name = f"node {self.node} (pid {attached.node_pid} on this machine)"
         self._failure = failure
         self._attachment = attachment
-        self._questions = Questions(settings.timeout_s, self.require_open, lambda: self._mailbox)
-        self.inquiry = Inquiry(self.rank, self._questions, self.require_open, lambda: self._mailbox)
+        self._questions = NodeRequests(settings.timeout_s, self.require_open, lambda: self._mailbox)
+        self.inquiry = StallQuery(self.rank, self._questions, self.require_open, lambda: self._mailbox)
         self.inspector = StallInspector(f"rank {self.rank}", settings.stall_warn_s, port.count_stall)
         self._retired_nbytes = 0  # pushed by units that are retired
         self.clock = StepClock(
             port, lambda: self._retired_nbytes + sum(unit.pushed_nbytes for unit in self.tensors.units()))
         self.memory = Memory(self.rank, settings.timeout_s, self.require_open, lambda: self._mailbox)
         self.states = States(self._questions, self.memory)
-        self.notices = NoticeBoard(self.rank, self._questions, self.require_open, lambda: self._mailbox)
-        self.tensors = Tensors(self.rank, self.size, settings.timeout_s, self.require_open, lambda: self._mailbox,
+        self.notices = KeyValueClient(self.rank, self._questions, self.require_open, lambda: self._mailbox)
+        self.tensors = TensorRegistry(self.rank, self.size, settings.timeout_s, self.require_open, lambda: self._mailbox,
                                self.inquiry, self.inspector)
         self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.inquiry,
-                                self.inspector, self.tensors.look_for_commits, self._node_lost)
+                                self.inspector, self.tensors.start_committed, self._node_lost)
         self.devices = Devices(self)
         self._lock = threading.RLock()
-        self.repeats: dict[str, Repeat] = {}
-        self.row_tables: dict[str, Table] = {}
+        self.repeats: dict[str, RepeatedPush] = {}
+        self.row_tables: dict[str, SparseTable] = {}
         self.n_stores = 0  # made for torch (`torch.backend.launched`)
         self.n_groups: Counter[tuple[int, ...]] = Counter()  # made of the same ranks in the same order (`collective`)
         self.n_users: Counter[str] = Counter()  # name on the wire -> how many `Gradients` push it
@@ -123,7 +123,7 @@ class Session:
         self.order: dict[str, int] = {}  # of names: the place at which `bpsfast.torch.declare` was told of them
         self._released = False
         self._broadcaster: Broadcaster | None = None
-        self._post: Post | None = None
+        self._post: P2PEndpoint | None = None
         self._post_lock = threading.RLock()  # a signal handler may close while a post is made
         self._is_leaving = False
         self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check,
@@ -158,16 +158,16 @@ class Session:
             return self._broadcaster
 
     @property
-    def post(self) -> Post:
+    def post(self) -> P2PEndpoint:
         """Messages from rank to rank. Others are reached once they have asked for theirs, too."""
-        from ..post import Post
+        from ..collectives.p2p import P2PEndpoint
 
         self.require_open()
         with self._post_lock:  # not the other lock: a post waits for the node
             if self._is_leaving:
                 raise ClosedError(_SHUT_DOWN)
             if self._post is None:
-                self._post = Post(self)
+                self._post = P2PEndpoint(self)
             return self._post
 
     @property
@@ -209,7 +209,7 @@ class Session:
         return told
 
     def share_device(self, question: Callable[[int], ShareDevice], trouble: str, fd: int) -> DeviceShared:
-        """Ask the node to register memory of this rank's device, whose descriptor *fd* is; see `Questions.ask`."""
+        """Ask the node to register memory of this rank's device, whose descriptor *fd* is; see `NodeRequests.ask`."""
         answer = self._questions.ask(question, trouble, fds=[fd])
         assert isinstance(answer, DeviceShared)
         return answer
@@ -261,7 +261,7 @@ class Session:
                     unit = Unit(self, ready, self.memory.segments, self.devices.direct.segments)
             except ProtocolError as exc:
                 names = [member.name for member in ready.plan.members]
-                if self.tensors.are_edition(names):
+                if self.tensors.is_relayout(names):
                     given_up.append(ready.plan.unit)
                 self.tensors.refused(names, self.memory.unmapped or exc)
             else:
@@ -292,7 +292,7 @@ class Session:
         if self.closed:
             raise ClosedError(_SHUT_DOWN)
 
-    def close(self, clean: bool = True, reason: str = "", timeout_s: float = _GOODBYE_S) -> None:
+    def close(self, clean: bool = True, reason: str = "", timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Leave the job and wait up to *timeout_s* for its end. Idempotent; never raises for lost peers.
 
         *clean* False tells the others to stop, with *reason*. Arrays that lie in the segments stay usable.
@@ -313,13 +313,13 @@ class Session:
         if clean and self._released:
             report("left")
         self.closed = True
-        devices_closed = self.devices.close(_GOODBYE_S, lambda: ClosedError(_SHUT_DOWN))
+        devices_closed = self.devices.close(_CLOSE_TIMEOUT_S, lambda: ClosedError(_SHUT_DOWN))
         self._write_trace()
         self.tensors.forget()
         self.repeats.clear()
         self.row_tables.clear()
         segments = self.memory.forget()
-        if not self.port.close(_GOODBYE_S) or not devices_closed:
+        if not self.port.close(_CLOSE_TIMEOUT_S) or not devices_closed:
             return  # a thread is still inside: better to keep the mappings than to pull them from under it
         self._attachment.close()
         for segment in segments:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .leg import Array, laid_out, offsets, results
+from .chunk_descriptors import Array, chunk_table, offsets, results
 
 if TYPE_CHECKING:
-    from .memory import Region
+    from .input_memory import Region
     from .unit import Unit
 
 #: Least and most partitions on their way at once: while some are copied others are summed, and more of them would leave
@@ -37,11 +37,11 @@ class SlidingWindow:
     def __init__(self, unit: Unit, region: Region, slots: int) -> None:
         self.slots = slots
         self._at = offsets(unit)
-        self._legs = laid_out(unit, region, self._at % np.uint64(slots * unit.stride))
+        self._legs = chunk_table(unit, region, self._at % np.uint64(slots * unit.stride))
         self._legs["nbytes"] = np.minimum(np.uint64(unit.stride), np.uint64(unit.nbytes) - self._at)
         self._results = results(unit)
 
-    def legs(self, source: int, destination: int, round: int) -> Array:
+    def chunks(self, source: int, destination: int, round: int) -> Array:
         """Return the legs of *round* from *source* to *destination*, both addresses, valid until the next call."""
         self._legs["source"] = self._at + np.uint64(source)
         self._legs["destination"] = self._at + np.uint64(destination)

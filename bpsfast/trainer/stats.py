@@ -4,7 +4,7 @@ from __future__ import annotations
 import msgspec
 
 from ..orchestration.messages import LagRow, RankLag
-from . import current as process
+from . import process
 from .stall_inspector import Stall
 from .step_clock import StepTimes
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import TABLE, wire_name
+from ..base.dtypes import TABLE, wire_name
 from ..orchestration.errors import BusyError, ClosedError, ConfigError, MismatchError
 from ..orchestration.messages import TensorSpec
 from ..orchestration.store import StoreSpec, check, has_momentum
-from . import current as process
+from . import process
 from .tensor_input import host_input
 from .unit import Unit
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 
 from ..orchestration.errors import ClosedError, ConfigError, MismatchError, UnsupportedError
-from . import current as process
+from . import process
 
 #: Launchers under which a job of several ranks can be formed again; see `resume`.
 _RESUMABLE = ("elastic", "dmlc")
@@ -55,13 +55,13 @@ def resume(num_workers: int, num_servers: int, global_rank: int, context: object
     bpsfast.elastic.TrainingOver
         As `init`.
     """
-    from ..elastic.member import enlisted
+    from ..elastic.coordinator_client import current_client
 
     global _suspended
     if num_workers < 1 or num_servers < 0 or global_rank < 0:
         raise ConfigError(f"resume(num_workers={num_workers}, num_servers={num_servers}, global_rank={global_rank}): "
                           "at least one worker is needed, and no number is negative")
-    member, by_variables = enlisted(), os.environ.get("DMLC_ROLE") == "worker"
+    member, by_variables = current_client(), os.environ.get("DMLC_ROLE") == "worker"
     if not by_variables and global_rank >= num_workers:
         raise ConfigError(f"resume(num_workers={num_workers}, ..., global_rank={global_rank}): ranks are numbered from "
                           "0 to num_workers - 1")

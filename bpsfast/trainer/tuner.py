@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..autotune.point import Point
+from .tuning_point import TuningPoint
 from ..orchestration.errors import BpsError, ProtocolError
 from ..orchestration.messages import TensorSpec
-from .edition import Cut, Edition
+from .gradient_layout import LayoutSizes, GradientLayout
 
 if TYPE_CHECKING:
-    from ..autotune.pilot import Decision
+    from .tuning_trials import Decision
     from .session import Session
 
 log = logging.getLogger("bpsfast.tuner")
 
 #: Words of the small tensor: rank 0's decision (number, is_last, the active point, the coming one), and over all ranks,
 #: how many have the coming edition and how many cannot.
-_N_OF_POINT = len(Point._fields)
+_N_OF_POINT = len(TuningPoint._fields)
 _READY = 2 + 2 * _N_OF_POINT
 _FAILED, _N_WORDS = _READY + 1, _READY + 2
 #: Steps after its last for which an edition stays: until then its results may be looked at.
@@ -43,9 +43,9 @@ class Tuner:
     *tuned*: what an earlier job found best (rank 0's counts): then that is used, and nothing is tried.
     """
 
-    def __init__(self, session: Session, name: str, specs: Mapping[str, TensorSpec], edition: Edition,
-                 by_urgency: Sequence[str], tuned: Point | None = None) -> None:
-        from ..autotune import plan
+    def __init__(self, session: Session, name: str, specs: Mapping[str, TensorSpec], edition: GradientLayout,
+                 by_urgency: Sequence[str], tuned: TuningPoint | None = None) -> None:
+        from . import tuning_run
 
         self._session = session
         self._name = f"Tuning of {name}"
@@ -53,14 +53,14 @@ class Tuner:
         self._by_urgency = list(by_urgency)
         self._first = edition
         settings = session.settings
-        present = Point(settings.partition_bytes, settings.fusion_bytes, settings.credit_bytes,
+        present = TuningPoint(settings.partition_bytes, settings.fusion_bytes, settings.credit_bytes,
                         settings.tcp_streams)
         self._settings_cut = present.cut
         self._point = present
         self._editions = {present.cut: edition}
         self._leaving: dict[tuple[int, int, int], int] = {}  # cut -> steps until it is retired
-        self._dropped: list[Edition] = []
-        self._coming: Edition | None = None
+        self._dropped: list[GradientLayout] = []
+        self._coming: GradientLayout | None = None
         self._coming_point = present
         self._coming_state = [0, 0]  # ready, failed
         self._n_editions = 0
@@ -68,12 +68,12 @@ class Tuner:
         self._ended = 0.0
         self._is_last = False
         self._announced = self._counted = False  # of the step that is being ended
-        self._pilot = plan.Plan(session, specs, present, tuned) if session.rank == 0 else None
+        self._pilot = tuning_run.TuningRun(session, specs, present, tuned) if session.rank == 0 else None
         session.tensors.declare([TensorSpec(name=self._name, dtype="float64", shape=(_N_WORDS,), average=False,
                                             priority=_FIRST_OF_ALL)])
 
     @property
-    def best(self) -> Point | None:
+    def best(self) -> TuningPoint | None:
         """What was found so far, as far as this rank knows: only rank 0 knows before the search is over."""
         if self._pilot is not None:
             return self._pilot.best
@@ -100,7 +100,7 @@ class Tuner:
             unit.push_staging()
         self._announced = True
 
-    def conclude(self, timeout_s: float) -> Edition:
+    def conclude(self, timeout_s: float) -> GradientLayout:
         """Wait until all ranks have said theirs; do what follows; return the edition that the next step uses.
 
         Raises
@@ -137,7 +137,7 @@ class Tuner:
 
     # -- what all ranks do alike -----------------------------------------------------------------------------------
 
-    def _obey(self, active: Point, coming: Point | None) -> None:
+    def _obey(self, active: TuningPoint, coming: TuningPoint | None) -> None:
         if active.cut not in self._editions:
             raise ProtocolError(f"rank 0 has decided for {active}, of which this rank has no edition: our bug")
         if self._coming is not None:  # decided anew before it was there
@@ -155,10 +155,10 @@ class Tuner:
         elif coming is not None:
             self._n_editions += 1
             self._coming_point, self._coming_state = coming, [0, 0]
-            cut = Cut() if coming.cut == self._settings_cut else Cut(*coming.cut)
-            self._coming = Edition(self._session, self._specs, self._n_editions, cut, self._first.device)
+            cut = LayoutSizes() if coming.cut == self._settings_cut else LayoutSizes(*coming.cut)
+            self._coming = GradientLayout(self._session, self._specs, self._n_editions, cut, self._first.device)
 
-    def _use(self, point: Point) -> None:
+    def _use(self, point: TuningPoint) -> None:
         if self._pilot is not None and point.credit_nbytes != self._point.credit_nbytes:
             own = self._session.settings.credit_bytes  # 0: every node's own setting again
             self._session.set_credit(0 if point.credit_nbytes == own else point.credit_nbytes)
@@ -218,11 +218,11 @@ class Tuner:
 
 
 def _encoded(decision: Decision) -> list[float]:
-    coming = decision.coming or Point(*[0] * _N_OF_POINT)
+    coming = decision.coming or TuningPoint(*[0] * _N_OF_POINT)
     return [float(each) for each in (decision.number, decision.is_last, *decision.active, *coming)]
 
 
-def _decoded(words: Sequence[float]) -> tuple[int, bool, Point, Point | None]:
+def _decoded(words: Sequence[float]) -> tuple[int, bool, TuningPoint, TuningPoint | None]:
     number, is_last, *rest = (int(each) for each in words[:_READY])
-    coming = Point(*rest[_N_OF_POINT:])
-    return number, bool(is_last), Point(*rest[:_N_OF_POINT]), coming if coming.partition_nbytes else None
+    coming = TuningPoint(*rest[_N_OF_POINT:])
+    return number, bool(is_last), TuningPoint(*rest[:_N_OF_POINT]), coming if coming.partition_nbytes else None

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..device.segments import DeviceSegment
-from ..dtypes import TABLE
+from ..gpu.device_segments import DeviceSegment
+from ..base.dtypes import TABLE
 from ..orchestration.errors import BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.rounds import after
 from ..pyx.pages import Segment, Window
-from ..trace.records import Part
-from .landing import Landing
-from .runs import Run, runs
+from ..base.trace_records import Part
+from .device_input import DeviceInput
+from .result_runs import ResultRun, runs
 from .sliding_window import SlidingWindow, is_worth, n_slots
 
 if TYPE_CHECKING:
-    from ..device.arrivals import Arrival
-    from ..device.device import Device
-    from .memory import Region
+    from ..gpu.copy_to_device import CopyToDevice
+    from ..gpu.device import Device
+    from .input_memory import Region
     from .session import Session
 
 #: Inputs must begin at multiples of this: the kernels' vectors.
@@ -84,8 +84,8 @@ class Unit:
         self._runs = runs(ready, segments, on_device)
         #: The partitions, by number, whose results lie on a device: of this rank, or of another one of its machine.
         self.on_device = frozenset(number for number, extent in enumerate(ready.extents) if extent.on_device)
-        self._landing: Landing | None = None
-        self._readers: list[tuple[int, Arrival]] = []  # of a round: copies to devices, which may go on
+        self._landing: DeviceInput | None = None
+        self._readers: list[tuple[int, CopyToDevice]] = []  # of a round: copies to devices, which may go on
 
     def titles(self) -> dict[int, Part]:
         """Return what traces call the partitions."""
@@ -106,7 +106,7 @@ class Unit:
                 self._staging = self.session.memory.allocate(max(self.nbytes, 1))
             return self._staging
 
-    def landing(self, device: Device) -> Landing:
+    def device_input(self, device: Device) -> DeviceInput:
         """Return where its input lies when it comes from *device*, allocated at the first use."""
         if self._landing is None:
             own = sorted(number for number in self.on_device if self._lies_here(number))
@@ -114,7 +114,7 @@ class Unit:
             with self._lock:
                 if self._landing is None:
                     place = self.session.devices.direct.allocate(device, len(own) * self.stride) if own else None
-                    self._landing = Landing(staging, place, {number: at * self.stride for at, number in enumerate(own)},
+                    self._landing = DeviceInput(staging, place, {number: at * self.stride for at, number in enumerate(own)},
                                             self.stride)
         return self._landing
 
@@ -129,7 +129,7 @@ class Unit:
                                    "BPSFAST_GPU_DIRECT=1 its sums are there and nowhere else; use one name for one "
                                    "kind of tensor")
 
-    def adopt_staging(self, region: Region) -> None:
+    def use_staging(self, region: Region) -> None:
         """Use *region* as the input memory, unless there is one already."""
         with self._lock:
             if self._staging is None:
@@ -206,7 +206,7 @@ class Unit:
         round = self._begin(nbytes)
         assert sliding is not None, "a round of what was retired does not begin"
         try:
-            session.port.convey(sliding.legs(source, destination, round), sliding.slots,
+            session.port.pipelined_transfer(sliding.chunks(source, destination, round), sliding.slots,
                                 lambda number: (self, self.first_part + number, round), timeout_s)
         except BaseException as exc:  # a signal handler's, too: nobody has a handle of this round
             self.give_up(exc)
@@ -230,7 +230,7 @@ class Unit:
             self.session.port.submit_empty(self.first_part, self.n_parts, round)
         return round
 
-    def begin(self, nbytes: int) -> tuple[int, list[Arrival]]:
+    def begin(self, nbytes: int) -> tuple[int, list[CopyToDevice]]:
         """Begin the next round, of which *nbytes* are this rank's input. Return it, and who still reads what lies where
         its result will. Whoever calls this announces all partitions himself, once those have done. Raises as `push`.
         """
@@ -331,7 +331,7 @@ class Unit:
         run = self._run_at(offset)
         return run.segment.address + run.offsets[round & 1] + offset - run.begin
 
-    def _run_at(self, offset: int) -> Run:
+    def _run_at(self, offset: int) -> ResultRun:
         at = bisect_right(self._runs, offset, key=lambda run: run.begin) - 1
         if at >= 0 and offset < self._runs[at].end:
             return self._runs[at]
@@ -341,10 +341,10 @@ class Unit:
         """Return what results lie in, as this process maps it; not what lies on a device."""
         return list(dict.fromkeys(run.segment for run in self._runs if isinstance(run.segment, Segment)))
 
-    def read_by(self, round: int, reader: Arrival) -> None:
+    def add_reader(self, round: int, reader: CopyToDevice) -> None:
         """Note that *reader* copies the result of *round*: that memory is not written again before it has arrived."""
         with self._lock:
-            self._readers = [each for each in self._readers if not each[1].has_arrived] + [(round, reader)]
+            self._readers = [each for each in self._readers if not each[1].is_finished] + [(round, reader)]
 
     def await_readers(self) -> None:
         """Wait until no copy of a result goes on: others may have its memory then.
@@ -356,16 +356,16 @@ class Unit:
         """
         self._await_readers([reader for _, reader in self._readers])
 
-    def _reading(self, round: int) -> list[Arrival]:
+    def _reading(self, round: int) -> list[CopyToDevice]:
         """Return who may still read what lies where the result of *round* will."""
         with self._lock:
             return [reader for other, reader in self._readers
-                    if other != round and (other - round) % 2 == 0 and not reader.has_arrived]
+                    if other != round and (other - round) % 2 == 0 and not reader.is_finished]
 
-    def _await_readers(self, readers: list[Arrival]) -> None:
+    def _await_readers(self, readers: list[CopyToDevice]) -> None:
         deadline = time.monotonic() + self.session.settings.timeout_s
         for reader in readers:
-            while not reader.wait_arrived(_SLICE_S):
+            while not reader.wait_finished(_SLICE_S):
                 self.session.require_open()
                 if time.monotonic() > deadline:
                     raise StallError(f"{reader.title} has not arrived there within {self.session.settings.timeout_s:g} "
@@ -413,6 +413,6 @@ class Unit:
             self._runs = []
             self._readers = []
             self._staging = self._sliding = None
-            landing, self._landing = self._landing, None
-        if landing is not None and landing.place is not None:
-            self.session.devices.direct.release(landing.place)
+            device_input, self._landing = self._landing, None
+        if device_input is not None and device_input.place is not None:
+            self.session.devices.direct.release(device_input.place)

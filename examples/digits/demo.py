@@ -20,7 +20,7 @@ import numpy as np
 from progress import Progress
 
 from bpsfast import trace
-from bpsfast.cluster import netns
+from bpsfast.launch.namespaces import netns
 
 RANKS, NODES, HELPERS = 4, 2, 1
 TIMEOUT_S = 600

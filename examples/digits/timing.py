@@ -8,7 +8,7 @@ import numpy as np
 
 import bpsfast
 from bpsfast.trace import KINDS
-from bpsfast.trainer.current import current
+from bpsfast.trainer.process import current
 
 _RECORD = np.dtype([("begin_ns", "<u8"), ("end_ns", "<u8"), ("part", "<u4"), ("round", "<u4"), ("kind", "<u2"),
                     ("thread", "<u2"), ("nbytes", "<u4")])

@@ -11,10 +11,10 @@ import shutil
 
 import bpsfast
 from bpsfast import torch as bps
-from bpsfast.cluster import netns
-from bpsfast.orchestration.placement.placement import WireBytes, assign, predict_wire, ring_wire
+from bpsfast.launch.namespaces import netns
+from bpsfast.orchestration.placement.assignment import WireBytes, assign, predict_wire, ring_wire
 from bpsfast.orchestration.placement.shares import Machine
-from bpsfast.trainer.current import current
+from bpsfast.trainer.process import current
 
 Counts = dict[str, dict[str, int]]  # machine -> {"sent": bytes, "received": bytes}
 

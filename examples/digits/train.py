@@ -20,7 +20,7 @@ import traffic
 
 import bpsfast
 from bpsfast import torch as bps
-from bpsfast.trainer.current import current
+from bpsfast.trainer.process import current
 
 
 def train(epochs: int, seed: int, show_steps: bool) -> tuple[network.nn.Module, list[float], dict]:

@@ -9,7 +9,7 @@ from ..messages import VERSION, Join, NodeInfo
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedNodes:
     """What makes the job complete. -1: not known; of `num_nodes` and `size` one must be.
 
     Where nobody knows the number of machines with ranks, they are all there when all ranks are.
@@ -26,7 +26,7 @@ class Expected:
 class Admission:
     """The joins so far, by sender, in the order of their first arrival."""
 
-    def __init__(self, expected: Expected, package: str, fingerprint: Mapping[str, str] | None) -> None:
+    def __init__(self, expected: ExpectedNodes, package: str, fingerprint: Mapping[str, str] | None) -> None:
         self._expected = expected
         self._package = package
         self._fingerprint = fingerprint
@@ -58,8 +58,8 @@ class Admission:
         if self._fingerprint is None:
             self._fingerprint = dict(join.settings)
             self._whose = f"host {join.host} (pid {join.pid})"
-        before = self._sender_of.get(place_of(join), sender)
-        self._sender_of[place_of(join)] = sender
+        before = self._sender_of.get(process_of(join), sender)
+        self._sender_of[process_of(join)] = sender
         if before != sender:  # its turn stays
             self.joins = {sender if each == before else each: other for each, other in self.joins.items()}
         self.joins[sender] = join
@@ -69,11 +69,11 @@ class Admission:
         """Forget what *sender* has said, which is refused, or gone."""
         join = self.joins.pop(sender, None)
         if join is not None:
-            self._sender_of.pop(place_of(join), None)
+            self._sender_of.pop(process_of(join), None)
 
     def surplus(self, join: Join) -> ConfigError | None:
         """Return why *join* is one too many: all nodes with ranks are there, and its process is none of them."""
-        if not join.ranks or place_of(join) in self._sender_of or not self.has_all_ranks():
+        if not join.ranks or process_of(join) in self._sender_of or not self.has_all_ranks():
             return None
         workers, _ = self._split()
         return ConfigError(f"the job has all its nodes with ranks ({', '.join(other.host for _, other in workers)}); "
@@ -181,15 +181,15 @@ def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[str,
     return None
 
 
-def place_of(node: Join | NodeInfo) -> tuple[str, int, str]:
+def process_of(node: Join | NodeInfo) -> tuple[str, int, str]:
     """Return what tells *node*'s process from all others, over whatever connection it speaks."""
     return node.host, node.pid, node.address
 
 
-def seat_of(join: Join, nodes: Iterable[NodeInfo]) -> NodeInfo | None:
+def find_node(join: Join, nodes: Iterable[NodeInfo]) -> NodeInfo | None:
     """Return the one of *nodes* whose process has sent *join*; None: a new one has."""
-    here = place_of(join)
-    return next((node for node in nodes if place_of(node) == here), None)
+    here = process_of(join)
+    return next((node for node in nodes if process_of(node) == here), None)
 
 
 def node_of(index: int, join: Join, ranks: tuple[int, ...] = ()) -> NodeInfo:

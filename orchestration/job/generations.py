@@ -7,17 +7,17 @@ import msgspec
 
 from ..errors import CapacityError
 from ..messages import Commit, NodeInfo, Plan, Succession, TensorSpec, UnitPlan
-from ..order.credit_queue import rank_parts
+from ..priority.credit_queue import rank_parts
 from ..placement import codec_choice
 from ..placement.layout import lay_out
 from ..placement.partition import MAX_PARTS, has_state
-from ..placement.placement import assign, assign_among, owned_by
+from ..placement.assignment import assign, assign_among, owned_by
 from ..placement.rates import bound_remark, bounded, machines_of, ownable
 from ..placement.shares import Machine
-from ..placement.sharing import shared
+from ..placement.rebalancing import shared
 from ..store import workers_of
-from .past import Past
-from .recovery import Heir
+from .snapshot import JobSnapshot
+from .recovery import PartitionMove
 
 
 class Generations:
@@ -58,7 +58,7 @@ class Generations:
         if not is_short:
             assign([1], self._machines, policy)
 
-    def resume(self, past: Past) -> None:
+    def resume(self, past: JobSnapshot) -> None:
         """Know what the generations of a scheduler that is lost have come to, as nodes tell it."""
         self.units, self.number, self.lent = list(past.units), past.generation, dict(past.lent)
         self._more = [before if now < -1 else now for before, now in zip(self._more, past.ownable_nbytes)]
@@ -272,7 +272,7 @@ class Generations:
         self.in_flight = None
         return withdrawn
 
-    def succeed(self, heirs: Sequence[Heir]) -> tuple[list[UnitPlan], list[Succession]]:
+    def succeed(self, moves_of_lost: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[Succession]]:
         """Begin a generation in which partitions change hands; return the units concerned, and who gets what.
 
         Those of lost nodes only: what survivors own stays.
@@ -285,19 +285,19 @@ class Generations:
         self.number += 1
         owned = [0 if node in self._absent else nbytes for node, nbytes in enumerate(self._owned)]
         more = [self._limits.get(node, rest) for node, rest in enumerate(self._more)]
-        owners = assign_among([heir.part.wire_nbytes for heir in heirs], bounded(self._machines, owned, more), owned,
-                              lambda position: heirs[position].candidates, self._is_wanted)
-        own = owned_by(zip((heir.part.wire_nbytes for heir in heirs), owners), len(owned))
+        owners = assign_among([heir.part.wire_nbytes for heir in moves_of_lost], bounded(self._machines, owned, more), owned,
+                              lambda position: moves_of_lost[position].candidates, self._is_wanted)
+        own = owned_by(zip((heir.part.wire_nbytes for heir in moves_of_lost), owners), len(owned))
         full = {node for node, most in self._limits.items() if own[node] > most}
         if full:  # who lacks the last result of a partition cannot own it
-            left = [heir for heir, owner in zip(heirs, owners) if owner in full]
+            left = [heir for heir, owner in zip(moves_of_lost, owners) if owner in full]
             nodes = sorted({node for heir in left for node in heir.candidates})
             rooms = ", ".join(f"node {node} {self._limits[node]} bytes" for node in nodes if node in self._limits)
             nbytes = sum(heir.part.wire_nbytes for heir in left)
             raise CapacityError(
                 f"{nbytes} bytes of partitions need another owner, and no memory is left for all of them at nodes "
                 f"{nodes}, which have their last results: at most {rooms} more")
-        return self._in_other_hands(heirs, owners)
+        return self._in_other_hands(moves_of_lost, owners)
 
     def limit(self, node: int, room_nbytes: int, refused_nbytes: int) -> None:
         """Give *node* only as much of what has to change hands as it has room for, until that is committed.
@@ -307,25 +307,25 @@ class Generations:
         is_known = node not in self._limits and room_nbytes < refused_nbytes
         self._limits[node] = room_nbytes if is_known else refused_nbytes // 2
 
-    def share(self, heirs: Sequence[Heir]) -> tuple[list[UnitPlan], list[Succession]]:
+    def share(self, moves_of_lost: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[Succession]]:
         """Begin a generation in which newcomers, the candidates of *heirs*, get their share; return as `succeed`.
 
         So many partitions are moved that the policy's placement would not be better by another one, or none.
         """
         self.number += 1
         machines = bounded(self._machines, self._owned, self._more)
-        owners = shared([heir.part.wire_nbytes for heir in heirs], [heir.part.owner for heir in heirs],
-                        [tuple(heir.candidates) for heir in heirs], machines, self._owned, self._policy)
-        moved = [(heir, owner) for heir, owner in zip(heirs, owners) if owner != heir.part.owner]
+        owners = shared([heir.part.wire_nbytes for heir in moves_of_lost], [heir.part.owner for heir in moves_of_lost],
+                        [tuple(heir.candidates) for heir in moves_of_lost], machines, self._owned, self._policy)
+        moved = [(heir, owner) for heir, owner in zip(moves_of_lost, owners) if owner != heir.part.owner]
         return self._in_other_hands([heir for heir, _ in moved], [owner for _, owner in moved])
 
     @staticmethod
-    def _in_other_hands(heirs: Sequence[Heir], owners: Sequence[int]) -> tuple[list[UnitPlan], list[Succession]]:
-        of = {heir.part.part: owner for heir, owner in zip(heirs, owners)}
+    def _in_other_hands(moves_of_lost: Sequence[PartitionMove], owners: Sequence[int]) -> tuple[list[UnitPlan], list[Succession]]:
+        of = {heir.part.part: owner for heir, owner in zip(moves_of_lost, owners)}
         units = [msgspec.structs.replace(unit, parts=tuple(
             msgspec.structs.replace(part, owner=of.get(part.part, part.owner)) for part in unit.parts))
-            for unit in {heir.unit.unit: heir.unit for heir in heirs}.values()]
-        return units, [heir.succession(owner) for heir, owner in zip(heirs, owners)]
+            for unit in {heir.unit.unit: heir.unit for heir in moves_of_lost}.values()]
+        return units, [heir.succession(owner) for heir, owner in zip(moves_of_lost, owners)]
 
     def succeeded(self, units: Sequence[UnitPlan], successions: Sequence[Succession]) -> Commit:
         """Count on the new owners of *units*, for which everybody is ready; return the commit."""

@@ -6,7 +6,7 @@
     a helper is lost -> Losses: Freeze -> Frozen from all who are left -> Recover -> Ready from all -> Commit
     a helper comes late -> Joinings: Joined -> Meets -> Welcome -> Meets, then the same change of epoch
     silence, or any other node is lost -> Abort,  all ranks left -> Finish
-    the scheduler before was lost -> `Tenure`
+    the scheduler before was lost -> `SchedulerState`
 
 Longer than other files: what each message leads to, and in which order, is read in one place; each noun's own knowledge
 is in its file.
@@ -20,21 +20,21 @@ from collections.abc import Callable, Sequence
 
 from .. import messages as m
 from ..errors import BpsError, ConfigError, PeerLostError, ProtocolError, StallError
-from ..placement.placement import check_policy
+from ..placement.assignment import check_policy
 from ..roster import Roster
-from .admission import Admission, Expected
+from .admission import Admission, ExpectedNodes
 from .barriers import Barriers
 from .declarations import Declarations
 from .generations import Generations
-from .inquiries import Inquiries
+from .rank_queries import RankQueries
 from .job_settings import JobSettings as JobSettings
-from .joinings import Joinings
-from .losses import FIRST_EPOCH, Losses
-from .measuring import Measuring
-from .past import Past
-from .planning import Planning
-from .signs import DEAD_S, Signs
-from .silence import Silence
+from .late_joins import LateJoins
+from .node_losses import FIRST_EPOCH, NodeLosses
+from .nic_rates import NicRates
+from .snapshot import JobSnapshot
+from .planning import GenerationPlanner
+from .node_probes import DEAD_S, NodeProbes
+from .liveness import HeartbeatMonitor
 
 Outgoing = list[tuple[bytes, m.Message]]
 
@@ -60,13 +60,13 @@ class Job:
         #: What a scheduler is to log as warnings.
         self.remarks: list[str] = []
         self._admission = Admission(
-            Expected(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
+            ExpectedNodes(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
             settings.package, settings.fingerprint)
         self._waits_since = None if settings.awaits_ranks else now  # for all to be there
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0
-        self._silence = Silence(settings.lease_s, settings.helper_lease_s, now)
-        self._signs = Signs(settings.lease_s, settings.start_timeout_s, now)
+        self._silence = HeartbeatMonitor(settings.lease_s, settings.helper_lease_s, now)
+        self._signs = NodeProbes(settings.lease_s, settings.start_timeout_s, now)
         self._vouched: set[bytes] = set()  # who is silent for too long, and known to live
         self._moved: set[bytes] = set()  # identities of processes that have others by now
         self._refused = ""  # the last who came while the job gathered and was refused, and why
@@ -78,12 +78,12 @@ class Job:
         self._credit: m.CreditChanged | None = None
         self._declarations: Declarations
         self._generations: Generations
-        self._planning: Planning
-        self._measuring: Measuring
-        self._losses: Losses
-        self._joinings: Joinings
+        self._planning: GenerationPlanner
+        self._measuring: NicRates
+        self._losses: NodeLosses
+        self._joinings: LateJoins
         self._barriers: Barriers
-        self._inquiries: Inquiries
+        self._inquiries: RankQueries
         self._handlers: dict[type, Callable[..., Outgoing]] = {
             m.Measured: self._measured, m.Ready: self._ready, m.Room: self._room, m.Meets: self._meets,
             m.Declare: lambda now, sender, message: self._planning.declare(sender, message),
@@ -434,20 +434,20 @@ class Job:
         self._generations = Generations(
             roster.nodes, policy=settings.placement, partition_nbytes=settings.partition_nbytes,
             fusion_nbytes=settings.fusion_nbytes, first_round=settings.first_round, is_short=is_short)
-        self._losses = Losses(roster, self._generations, settings.start_timeout_s)
-        self._joinings = Joinings(roster, self._admission, settings)
+        self._losses = NodeLosses(roster, self._generations, settings.start_timeout_s)
+        self._joinings = LateJoins(roster, self._admission, settings)
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)
         self._roster = roster
-        self._measuring = Measuring(roster.nodes)
-        self._inquiries = Inquiries(roster, self._left, self._barriers, self._declarations, self._generations,
+        self._measuring = NicRates(roster.nodes)
+        self._inquiries = RankQueries(roster, self._left, self._barriers, self._declarations, self._generations,
                                     self._measuring.waiting, self._losses)
-        self._planning = Planning(roster, self._declarations, self._generations, self._losses,
+        self._planning = GenerationPlanner(roster, self._declarations, self._generations, self._losses,
                                   self._measuring.waiting)
         self._handlers |= self._inquiries.handlers
         self._admitted = True
 
-    def resume(self, now: float, past: Past) -> Outgoing:
+    def resume(self, now: float, past: JobSnapshot) -> Outgoing:
         """Go on where another scheduler has left off."""
         self._seat(past.roster)
         self.name = past.job

@@ -20,7 +20,7 @@ class _Inquiry:
     reports: dict[int, LagReport] = field(default_factory=dict)
 
 
-class Lags:
+class LagQueries:
     """Open questions of ranks, by number."""
 
     def __init__(self, roster: Roster) -> None:

@@ -12,18 +12,18 @@ from ..errors import BpsError, CapacityError, ProtocolError
 from ..roster import Roster
 from .declarations import Declarations, Failed
 from .generations import Generations
-from .losses import Losses
+from .node_losses import NodeLosses
 
 Outgoing = list[tuple[bytes, m.Message]]
 
 
-class Planning:
+class GenerationPlanner:
     """Of one job, once everybody has joined. Parameters are the `Job`'s own, which go on changing.
 
     What it raises ends the job.
     """
 
-    def __init__(self, roster: Roster, declarations: Declarations, generations: Generations, losses: Losses,
+    def __init__(self, roster: Roster, declarations: Declarations, generations: Generations, losses: NodeLosses,
                  unmeasured: Collection[int]) -> None:
         self._roster = roster
         self._declarations = declarations

@@ -23,7 +23,7 @@ from ..messages import Frozen, NodeInfo, PartPlan, Succession, UnitPlan
 from ..rounds import ahead
 
 
-class Recovery:
+class EpochChange:
     """One change of epoch under way: who has stopped, then who is ready for the new owners.
 
     Parameters
@@ -69,7 +69,7 @@ class Recovery:
         """The nodes that have not answered."""
         return sorted(self._survivors - (self._ready if self.generation else self._reports.keys()))
 
-    def heirs(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, Succession]) -> list[Heir]:
+    def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, Succession]) -> list[PartitionMove]:
         """Return, of each partition of *units* that a lost node owned, what was done and who can own it.
 
         *lent*, by partition: of the last successions those with a round that some nodes lacked.
@@ -86,13 +86,13 @@ class Recovery:
         return [_heir(unit, part, done, helpers, near, lent.get(part.part))
                 for unit, part, done in self._told(units, nodes, lambda unit, part: part.owner in self.lost)]
 
-    def movable(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, Succession]
-                ) -> list[Heir]:
+    def moves_to_joined(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, Succession]
+                ) -> list[PartitionMove]:
         """Return, of each partition of *units* that its owner can give up to who has joined, what was done.
 
         What owners keep more of than sums stays with them, and what is compressed; and what others read in the owner's
         memory, or would read in the new one's. So does what somebody still awaits from another node than the owner, by
-        *lent* (as in `heirs`).
+        *lent* (as in `moves_of_lost`).
 
         Raises
         ------
@@ -134,7 +134,7 @@ def is_plain(unit: UnitPlan) -> bool:
     return unit.codec is None and unit.store is None
 
 
-class Heir:
+class PartitionMove:
     """A partition that is to have a new owner: `candidates` for it, and all else of its `Succession`."""
 
     def __init__(self, unit: UnitPlan, part: PartPlan, candidates: Sequence[int], kept_round: int, keeper: int,
@@ -164,7 +164,7 @@ class _Progress(NamedTuple):
 
 
 def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
-          near: Mapping[int, set[int]], before: Succession | None) -> Heir:
+          near: Mapping[int, set[int]], before: Succession | None) -> PartitionMove:
     """Return who can own *part*, of which *done* tells by member; *before*: what was lent when it was last inherited.
     """
     kept = next(iter(done.values())).complete
@@ -190,11 +190,11 @@ def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers
         why = (" (it is compressed, and no helper is left)" if unit.codec is not None
                else " (some nodes read results where the lost one has put them, others do not)")
         raise PeerLostError(f"nobody can go on with partition {part.part} of {unit.name!r}{why}")
-    return Heir(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1, lacking, lent)
+    return PartitionMove(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1, lacking, lent)
 
 
 def _gift(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
-          near: Mapping[int, set[int]], before: Succession | None) -> Heir:
+          near: Mapping[int, set[int]], before: Succession | None) -> PartitionMove:
     """Return who of *joined* can own *part*, which *giver* owns and lives; *done*: by member, and of *giver*; *before*:
     as in `_heir`.
     """
@@ -208,7 +208,7 @@ def _gift(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progre
     pushed = [node for node, each in others.items() if each.passed_on != kept]
     # The giver never had to send that round: who awaits it has its place bound to the keeper.
     is_on_loan = before is not None and before.kept_round == kept and before.keeper != giver and lacking != []
-    return Heir(unit, part, candidates if others and not is_read_there and not is_on_loan else [], kept,
+    return PartitionMove(unit, part, candidates if others and not is_read_there and not is_on_loan else [], kept,
                 giver if lacking else -1, lacking, bool(lacking), giver, pushed)
 
 

@@ -24,7 +24,7 @@ class _Inquiry:
 
 
 @dataclass(frozen=True)
-class Finding:
+class StallFinding:
     """What is known of a wait: the fields of a `StallAnswer`, `missing` without advice."""
 
     missing: str
@@ -34,7 +34,7 @@ class Finding:
     nodes: tuple[int, ...] = ()
 
 
-class Stalls:
+class StallQueries:
     """Open inquiries, by (part, round). `left(rank)` tells who has called shutdown."""
 
     def __init__(self, roster: Roster, left: Callable[[int], bool]) -> None:
@@ -72,13 +72,13 @@ class Stalls:
         return [self.answer(asker, finding) for asker in inquiry.askers]
 
     @staticmethod
-    def answer(question: Stalled, finding: Finding) -> StallAnswer:
+    def answer(question: Stalled, finding: StallFinding) -> StallAnswer:
         """Return the answer to *question*, with what to do if it is hopeless."""
         return StallAnswer(rank=question.rank, question=question.question, stage=finding.stage,
                            hopeless=finding.hopeless, ranks=finding.ranks, nodes=finding.nodes,
                            missing=finding.missing + _ADVICE if finding.hopeless else finding.missing)
 
-    def _find(self, reports: dict[int, StallReport]) -> Finding:
+    def _find(self, reports: dict[int, StallReport]) -> StallFinding:
         describe = self._roster.describe_node
         stages = [report.stage for report in reports.values()]
         stage: Stage = next((each for each in _STAGES if each in stages), "done")
@@ -100,7 +100,7 @@ class Stalls:
                   for node in blamed]
         texts += [f"{describe(node)}: does not answer" for node in sorted(silent)]
         nobody = "all have pushed" + (", the sum is still to be made" if stage == "sum" else "")
-        return Finding(missing="missing: " + "; ".join(texts) if texts else f"nobody is missing: {nobody}", stage=stage,
+        return StallFinding(missing="missing: " + "; ".join(texts) if texts else f"nobody is missing: {nobody}", stage=stage,
                        hopeless=any(report.gone_ranks for report in reports.values()), ranks=tuple(sorted(ranks)),
                        nodes=tuple(sorted({*blamed, *silent})))
 
@@ -108,8 +108,8 @@ class Stalls:
         """Say that *rank* "has not pushed", or that it never will because it has left."""
         return f"{self._roster.describe_rank(rank)}: " + ("has called shutdown" if self._left(rank) else verb)
 
-    def without(self, ranks: Iterable[int], stage: Stage, verb: str) -> Finding:
+    def without(self, ranks: Iterable[int], stage: Stage, verb: str) -> StallFinding:
         """Return that *ranks* are missing from something; it is hopeless if one of them has left."""
         ranks = tuple(ranks)
-        return Finding("missing: " + "; ".join(self.rank_is_missing(rank, verb) for rank in ranks), stage,
+        return StallFinding("missing: " + "; ".join(self.rank_is_missing(rank, verb) for rank in ranks), stage,
                        any(map(self._left, ranks)), ranks)

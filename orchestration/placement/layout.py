@@ -7,7 +7,7 @@ import msgspec
 
 from ..messages import TensorSpec, UnitPlan
 from .partition import plan_units
-from .placement import assign
+from .assignment import assign
 from .rates import bounded
 from .refinement import refine
 from .rows import ROWS

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import ConfigError
-from .placement import assign, machine_times_s, owned_by
+from .assignment import assign, machine_times_s, owned_by
 from .refinement import TOLERANCE
 from .shares import Machine, capacities, optimal_shares
 

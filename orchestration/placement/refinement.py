@@ -13,7 +13,7 @@ import msgspec
 
 from ..messages import UnitPlan
 from .partition import MAX_PARTS, part_of, round_up
-from .placement import assign, machine_times_s
+from .assignment import assign, machine_times_s
 from .shares import Machine, optimal_shares
 
 #: A placement this near the bound is left alone: what is measured on real links differs by more.

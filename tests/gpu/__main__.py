@@ -56,7 +56,7 @@ def name_of(device: str) -> str:
     """Return what the device is called in names of files."""
     if device == "host":
         return device
-    from bpsfast.device.cuda import cupy
+    from bpsfast.gpu.cuda import cupy
 
     name = cupy().cuda.runtime.getDeviceProperties(0)["name"].decode()
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")

@@ -13,7 +13,7 @@ def missing() -> str | None:
     """Return in one line why tests cannot run, None if they can."""
     if REHEARSES:
         return None
-    from bpsfast.device.cuda import cupy
+    from bpsfast.gpu.cuda import cupy
     from bpsfast.orchestration.errors import UnsupportedError
 
     try:

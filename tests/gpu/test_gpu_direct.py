@@ -11,15 +11,15 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import bpsfast  # noqa: E402
 import bpsfast.torch as bps  # noqa: E402
 from bpsfast.orchestration.errors import UnsupportedError  # noqa: E402
-from bpsfast.topology.direct import possible  # noqa: E402
-from bpsfast.topology.discovery import discover  # noqa: E402
+from bpsfast.hardware.topology.gpu_direct import possible  # noqa: E402
+from bpsfast.hardware.topology.discovery import discover  # noqa: E402
 from tests.jobs import Job  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
 
 def test_memory_is_exported_as_a_dma_buf():
-    from bpsfast.device.cuda import cuda_device
+    from bpsfast.gpu.cuda import cuda_device
 
     device = cuda_device(0)
     try:
@@ -28,7 +28,7 @@ def test_memory_is_exported_as_a_dma_buf():
         pytest.skip(str(exc))
     stream = device.stream()
     stream.move(memory.address, memory.address + (2 << 20), 1 << 20)
-    device.take_notice()
+    device.flush_remote_writes()
     stream.record().wait()
     assert "dmabuf" in os.readlink(f"/proc/self/fd/{memory.fd}") and memory.gpu == device.address
     assert memory.nbytes >= 4 << 20 and memory.address % 4096 == memory.nbytes % 4096 == 0

@@ -6,9 +6,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import bpsfast.torch as bps  # noqa: E402
-from bpsfast.device.communicator import DTYPES  # noqa: E402
-from bpsfast.device.shared import SharedCommunicator  # noqa: E402
-from bpsfast.trainer import current as process  # noqa: E402
+from bpsfast.gpu.communicator import DTYPES  # noqa: E402
+from bpsfast.gpu.shared_device import SharedCommunicator  # noqa: E402
+from bpsfast.trainer import process  # noqa: E402
 from tests.every_shape import SturdyJob  # noqa: E402
 from tests.gpu.place import WHERE, nap  # noqa: E402
 from tests.gpu.ranks import start_ranks  # noqa: E402

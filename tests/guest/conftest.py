@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from bpsfast.pyx.verbs import VerbsMissing
-from bpsfast.verbs import PROVIDERS, provider
+from bpsfast.hardware.verbs import PROVIDERS, provider
 from tests.guest.sender import ITEMS, Sender
 from tests.guest.suites import Suites
 from tests.portions import EMULATED

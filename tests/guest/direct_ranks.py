@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 import bpsfast
-from bpsfast.device.host import HostArray
+from bpsfast.gpu.host import HostArray
 from bpsfast.orchestration.errors import BpsError
-from bpsfast.trainer import current as process
+from bpsfast.trainer import process
 
 
 def far(values: Any) -> Any:

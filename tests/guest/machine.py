@@ -31,7 +31,7 @@ BOOT_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 _PREFIX = "bpsfast-guest."
 _SHARE = Path("/run/guest/share")  # the machine's folder, in the guest
-_TETHER = Path(__file__).resolve().parents[2] / "bpsfast" / "launch" / "tether.py"
+_TETHER = Path(__file__).resolve().parents[2] / "bpsfast" / "launch" / "die_with_parent.py"
 _INHERITED = ("PATH", "HOME", "LANG", "USER", "TERM", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 # The last ones only save emulated work: no speculation barriers, no zeroing of fresh pages, no watch on the clock.

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from bpsfast.cli import cli
 from bpsfast.pyx.verbs import VerbsMissing
-from bpsfast.verbs import PROVIDERS, provider
+from bpsfast.hardware.verbs import PROVIDERS, provider
 from tests.guest.hosts import DEVICES, GID_INDEX, HOSTS, MTU
 
 DOCTOR = [sys.executable, "-m", "bpsfast", "doctor"]

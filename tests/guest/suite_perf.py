@@ -12,16 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bpsfast import settings
-from bpsfast.nic.host import Host
-from bpsfast.nic.route import choose
+from bpsfast.base import settings
+from bpsfast.hardware.host import Host
+from bpsfast.hardware.rdma_route import choose
 from bpsfast.orchestration.errors import BpsError, ConfigError, PeerLostError
-from bpsfast.perf import control as lines, plan as plans
-from bpsfast.perf.python_loop import ProviderLoop
-from bpsfast.perf.rdma import RdmaEnd
-from bpsfast.perf.visit import Visit
+from bpsfast.tools.perf import control as lines, perf_plan as plans
+from bpsfast.tools.perf.python_loop import ProviderLoop
+from bpsfast.tools.perf.rdma import RdmaEnd
+from bpsfast.tools.perf.perf_run import PerfRun
 from bpsfast.pyx.verbs import VerbsMissing
-from bpsfast.verbs import provider
+from bpsfast.hardware.verbs import provider
 
 KEY = b"k" * 32
 OPERATIONS = ("write_imm", "write", "send", "read")
@@ -36,13 +36,13 @@ def measure(verb, given, server_given=None, **client_settings):
     def serve():
         loaded = settings.load({"rdma_devices": "=rxe0"}, {})
         with lines.accept(listener, KEY, 30.0, 60.0) as connection:
-            Visit(connection, KEY, loaded, lambda row: None).as_server(server_given or {}, lambda: None)
+            PerfRun(connection, KEY, loaded, lambda row: None).as_server(server_given or {}, lambda: None)
 
     with lines.listen(0, "127.0.0.1") as listener, ThreadPoolExecutor(1) as executor:
         served = executor.submit(serve)
         loaded = settings.load({"rdma_devices": "=rxe1"} | client_settings, {})
         with lines.connect("127.0.0.1", listener.getsockname()[1], KEY, 30.0, 60.0) as connection:
-            visit = Visit(connection, KEY, loaded, lambda row: None)
+            visit = PerfRun(connection, KEY, loaded, lambda row: None)
             try:
                 visit.as_client(plan, lambda: None)
             finally:

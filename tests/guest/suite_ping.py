@@ -12,10 +12,10 @@ import threading
 
 import pytest
 
-from bpsfast import settings
-from bpsfast.nic.host import Host
-from bpsfast.perf import control as lines, listener as ping_listener, reach
-from bpsfast.perf.control import Secret
+from bpsfast.base import settings
+from bpsfast.hardware.host import Host
+from bpsfast.tools.perf import control as lines, ping_server as ping_listener, ping
+from bpsfast.tools.perf.control import Secret
 
 KEY = b"k" * 32
 
@@ -50,7 +50,7 @@ def pinged(devices=""):
 
 def test_ping_reaches_every_port_from_every_port():
     with pinged() as port:
-        found = reach.reach("127.0.0.1", port, KEY, settings.load({}, {}), 10.0)
+        found = ping.reach("127.0.0.1", port, KEY, settings.load({}, {}), 10.0)
     assert found["error"] is None and found["tcp"]["min_s"] > 0
     pairs = {(pair["own"]["device"], pair["peer"]["device"]): pair for pair in found["pairs"]}
     assert set(pairs) == {(a, b) for a in ("rxe0", "rxe1") for b in ("rxe0", "rxe1")}
@@ -60,7 +60,7 @@ def test_ping_reaches_every_port_from_every_port():
 
 def test_ping_shows_a_path_that_is_cut():
     with pinged("=rxe0") as port, unplugged(0):
-        found = reach.reach("127.0.0.1", port, KEY, settings.load({"rdma_devices": "=rxe1"}, {}), 10.0)
+        found = ping.reach("127.0.0.1", port, KEY, settings.load({"rdma_devices": "=rxe1"}, {}), 10.0)
     [pair] = found["pairs"] or [None]
     if pair is None:  # the driver noticed: the port is down
         assert "not ACTIVE" in str(found["rejected"])
@@ -70,7 +70,7 @@ def test_ping_shows_a_path_that_is_cut():
 
 def test_ping_through_a_listener():
     with pinged("=rxe0") as one, pinged("=rxe1") as other:
-        found = reach.ask_to_reach(("127.0.0.1", one), ("127.0.0.1", other), KEY, 10.0)
+        found = ping.ask_to_reach(("127.0.0.1", one), ("127.0.0.1", other), KEY, 10.0)
     assert found["error"] is None and found["source"] == f"127.0.0.1:{one}"
     [pair] = found["pairs"]
     assert (pair["own"]["device"], pair["peer"]["device"], pair["error"]) == ("rxe0", "rxe1", None)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from bpsfast.exit_codes import ABORTED
+from bpsfast.base.exit_codes import ABORTED
 from tests.guest.direct_ranks import (
     leave_in_the_middle,
     push,

@@ -63,18 +63,18 @@ def linked(n_pairs: int = 1) -> list[End]:
 def test_of_several_failures_the_one_that_is_no_flush_is_named(no_leaks):
     made = linked(n_pairs=2)
     member = made[1]
-    [link] = member.vertex.links.values()
+    [link] = member.runtime.links.values()
     flushed, refused = link._ways
-    part = next(part for part in range(4) if link.lane_of(part) is refused.lane)
+    part = next(part for part in range(4) if link.stream_of(part) is refused.lane)
     segment, offset, memory = member.allocate(NBYTES)
     flushed.pair.to_error()  # as the peer's bad write would end it: what stood ready to receive is flushed
     until(flushed.lane.failure)
     assert flushed.lane.failure()["code"] == 5
-    assert "IBV_WC_WR_FLUSH_ERR" in member.vertex.why_lost(0, errno.EIO)
+    assert "IBV_WC_WR_FLUSH_ERR" in member.runtime.why_lost(0, errno.EIO)
     refused.lane.aim(part, 4096, 4096, NBYTES, 1)
-    refused.lane.post(part, 1, 0, member.vertex.regions.chunk(segment).segment.address + offset, NBYTES)
+    refused.lane.post(part, 1, 0, member.runtime.regions.chunk(segment).segment.address + offset, NBYTES)
     until(refused.lane.failure)
-    words = member.vertex.why_lost(0, errno.EIO)
+    words = member.runtime.why_lost(0, errno.EIO)
     assert f"RDMA WRITE of partition {part} (round 1, {NBYTES} bytes) to node 0" in words, words
     assert "IBV_WC_REM_ACCESS_ERR" in words, words
     memory.release()
@@ -88,10 +88,10 @@ def test_a_gid_that_somebody_else_got_explains_nothing(no_leaks):
     try:
         table = Path("/sys/class/infiniband/rxe1/ports/1/gids")
         until(lambda: any((table / str(row)).read_text().strip().endswith("0a09:004d") for row in range(8)))
-        owner.vertex.abort(PeerLostError("node 1 was given up"))
+        owner.runtime.abort(PeerLostError("node 1 was given up"))
         push(member, 0, 1, member.allocate(NBYTES), b"\1" * NBYTES)
         _, code = member.lost.get(timeout=90)
-        words = member.vertex.why_lost(0, code)
+        words = member.runtime.why_lost(0, code)
         assert "IBV_WC_RETRY_EXC_ERR" in words and "this machine's port" not in words, words
     finally:
         subprocess.run(["ip", "addr", "del", "10.9.0.77/24", "dev", "roce1"], check=True)
@@ -107,11 +107,11 @@ def test_a_gid_that_is_gone_explains_writes_that_nobody_acknowledged(no_leaks):
         text=True).stdout.splitlines()]
     subprocess.run(["ip", "addr", "del", address, "dev", "roce1"], check=True)
     try:
-        rail = next(iter(member.vertex.rails._open.values()))
+        rail = next(iter(member.runtime.rails._open.values()))
         until(lambda: not rail.port_now().has_gid)
         push(member, 0, 1, place, b"\1" * NBYTES)
         _, code = member.lost.get(timeout=90)
-        words = member.vertex.why_lost(0, code)
+        words = member.runtime.why_lost(0, code)
         assert "the GID is gone from this machine's port" in words, words
     finally:
         for end in made:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from bpsfast import transport
+from bpsfast.node import transport
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import DONE
-from bpsfast.settings import Settings
+from bpsfast.base.settings import Settings
 from tests.guest.lane_side import wait_for
 from tests.guest.suite_rdma_trouble import port_down
 from tests.test_transport import (  # noqa: F401  the contract's tests, collected here with our `ends`
@@ -107,7 +107,7 @@ def test_every_setting_that_can_be_tuned_is_followed(wire, tuned):
                 assert end.port.wait(part, 1, round_, 20.0) == DONE
                 assert end.result(part, round_) == bytes([2 * round_]) * nbytes
     for end in tuned:
-        [link] = end.vertex.links.values()
+        [link] = end.runtime.links.values()
         for name in ("writes_sent", "writes_received"):  # what has come over there may not be counted here yet
             wait_for(partial(counted, [link], name), 3 * len(SIZES) * 2)
     # what is not shown by the queue pair is on the wire: IPv4, UDP to RoCE's port, type of service and length
@@ -133,14 +133,14 @@ def test_parts_take_turns_over_rails_and_queue_pairs(railed):
             assert end.port.wait(part, 1, 1, 20.0) == DONE
             assert end.result(part, 1) == b"\2" * nbytes
     for end in railed:
-        [link] = end.vertex.links.values()
-        lanes = list(dict.fromkeys(link.lane_of(part) for part in range(len(SIZES) * 2)))
+        [link] = end.runtime.links.values()
+        lanes = list(dict.fromkeys(link.stream_of(part) for part in range(len(SIZES) * 2)))
         # the result of a part that is owned here, the partial of any other: one write each
         wait_for(partial(counted, lanes, "writes_sent"), len(SIZES) * 2)
         written = [lane.counters()["writes_sent"] for lane in lanes]
         assert [lane.counters()["writes_received"] for lane in lanes] == written and min(written) > 0
         assert len(lanes) == link.counters()["queue_pairs"] == 4
-        assert end.vertex.counters()["rdma"]["rails"] == 2
+        assert end.runtime.counters()["rdma"]["rails"] == 2
 
 
 def test_another_key_is_refused_and_named():
@@ -181,15 +181,15 @@ def test_an_abort_cuts_the_peer_off(ends):
     plan = declare(ends, [5000], [0])
     for end in ends:
         end.commit(order_of(plan))
-    owner.vertex.abort(PeerLostError("node 1 was given up"))
-    guarded = [memoryview(chunk.segment) for arena in (owner.vertex.regions.slots, owner.vertex.regions.results)
+    owner.runtime.abort(PeerLostError("node 1 was given up"))
+    guarded = [memoryview(chunk.segment) for arena in (owner.runtime.regions.slots, owner.runtime.regions.results)
                for chunk in arena.chunks]
     for memory in guarded:
         memory[:] = b"\xa5" * len(memory)
     push(member, 0, 1, member.allocate(5000), b"\1" * 5000)  # what it had to say when it was stopped
     source, code = member.lost.get(timeout=90)
-    words = member.vertex.why_lost(0, code)
-    assert member.vertex.who(source) == ("node 0", 0)
+    words = member.runtime.why_lost(0, code)
+    assert member.runtime.who(source) == ("node 0", 0)
     assert "RDMA WRITE of partition 0 (round 1, 5000 bytes) to node 0 over rxe1/1 failed: IBV_WC_RETRY_EXC_ERR" in words
     for memory in guarded:
         assert memory == b"\xa5" * len(memory)
@@ -205,7 +205,7 @@ def test_a_port_that_goes_down_under_writes_is_named(ends):
     with port_down("roce1"):
         push(member, 0, 1, place, b"\1" * 5000)
         source, code = member.lost.get(timeout=60)
-        assert member.vertex.who(source) == ("node 0", 0)
-        words = member.vertex.why_lost(0, code)
+        assert member.runtime.who(source) == ("node 0", 0)
+        words = member.runtime.why_lost(0, code)
         assert "RDMA WRITE of partition 0" in words, words
         assert re.search("this machine's port (went down before that|is DOWN now)", words), words

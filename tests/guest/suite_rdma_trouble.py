@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.settings import Settings
+from bpsfast.base.settings import Settings
 from tests.two_nodes import End, connect
 
 
@@ -117,8 +117,8 @@ resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
 from bpsfast.node.regions import MIN_SEGMENT_NBYTES, Regions
 from bpsfast.orchestration.errors import CapacityError
 from bpsfast.pyx.pages import Segment
-from bpsfast.settings import Settings
-from bpsfast.transport.rdma import NoRdmaError, Rails
+from bpsfast.base.settings import Settings
+from bpsfast.node.transport.rdma import NoRdmaError, Rails
 rails = Rails(Settings(rdma_devices="rxe"), 3 * MIN_SEGMENT_NBYTES)
 said = []
 try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bpsfast.node.detours import Detours
+from bpsfast.node.reconnects import Reconnects
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import verbs
 from bpsfast.pyx.port import DONE
@@ -87,8 +87,8 @@ def test_a_card_that_is_pulled_out_under_writes_is_named_and_the_next_job_knows(
         until(lambda: spare not in verbs.devices())
         push(made[1], 0, 2, places[1], b"\2" * NBYTES)
         source, code = made[1].lost.get(timeout=60)
-        assert made[1].vertex.who(source) == ("node 0", 0)
-        words = made[1].vertex.why_lost(0, code)
+        assert made[1].runtime.who(source) == ("node 0", 0)
+        words = made[1].runtime.why_lost(0, code)
         assert f"RDMA WRITE of partition 0 (round 2, {NBYTES} bytes) to node 0 over {spare}/1 failed" in words, words
         places.clear()
         for end in made:
@@ -119,10 +119,10 @@ def lose_the_device_and_close(name: str) -> None:
     made = agree("rdma", "rxe1", verbs=name)
     places = [end.allocate(NBYTES) for end in made]
     add_up(made, places, 1)
-    [rail] = made[1].vertex.rails._open.values()
+    [rail] = made[1].runtime.rails._open.values()
     spare_device.take_away(rail.device)
     push(made[1], 0, 2, places[1], b"\2" * NBYTES)
-    print(made[1].vertex.why_lost(0, made[1].lost.get(timeout=60)[1]))
+    print(made[1].runtime.why_lost(0, made[1].lost.get(timeout=60)[1]))
     rail = None
     places.clear()
     for end in made:
@@ -151,9 +151,9 @@ def test_a_peer_that_does_not_part_with_its_link_is_lost_after_all(no_leaks):
     made = agree("auto", "rxe1")
     end, lost, fenced = made[0], [], []
 
-    def detours(**changes: object) -> Detours:
+    def detours(**changes: object) -> Reconnects:
         settings = msgspec.structs.replace(end.settings, **changes)
-        return Detours(settings, end.loop, end.vertex, end.peering, lambda work: work(), fenced.append,
+        return Reconnects(settings, end.loop, end.runtime, end.peering, lambda work: work(), fenced.append,
                        lambda index, reason: lost.append((index, reason)))
 
     assert not detours(transport="rdma").begin(1, "explicit rdma takes no detour")
@@ -161,7 +161,7 @@ def test_a_peer_that_does_not_part_with_its_link_is_lost_after_all(no_leaks):
     assert not under_way.channel_ended(1)
     assert under_way.begin(1, "a test")
     assert under_way.begin(1, "its other lanes say so, too")
-    assert fenced == [1] and not end.vertex.rails.used
+    assert fenced == [1] and not end.runtime.rails.used
     assert under_way.channel_ended(1)  # by and by, since the peer is asked for another link
     while not lost:
         end.loop.run_once(0.1)

@@ -13,14 +13,14 @@ import threading
 import msgspec
 import pytest
 
-from bpsfast import settings
+from bpsfast.base import settings
 from bpsfast.orchestration.errors import BpsError
-from bpsfast.perf import control as lines
-from bpsfast.tune.field import Field
-from bpsfast.tune.partner import Partner
-from bpsfast.tune.search import RefusedError
-from bpsfast.tune.session import Session
-from bpsfast.tune.trial import INCAST, LATENCY, ONE_WAY, TWO_WAY
+from bpsfast.tools.perf import control as lines
+from bpsfast.tools.tune.testbed import Testbed
+from bpsfast.tools.tune.tune_server import TuneServer
+from bpsfast.tools.tune.search import ConfigRefusedError
+from bpsfast.tools.tune.tuning_run import TuningRun
+from bpsfast.tools.tune.perf_options import INCAST, LATENCY, ONE_WAY, TWO_WAY
 
 KEY = b"k" * 32
 OWN = settings.load({"rdma_devices": "=rxe1", "partition_bytes": 65536, "credit_bytes": 262144}, {})
@@ -34,22 +34,22 @@ def listening(n):
         threads, where = [], []
         for _ in range(n):
             sock = undo.enter_context(lines.listen(0, "127.0.0.1"))
-            partner = Partner(sock, KEY, loaded, lambda words: None)
+            partner = TuneServer(sock, KEY, loaded, lambda words: None)
             threads.append(threading.Thread(target=partner.serve, args=(120.0,)))
             threads[-1].start()
             where.append(("127.0.0.1", sock.getsockname()[1]))
         try:
             yield where
         finally:
-            Field(where, KEY, loaded, 10.0, 60.0).ask("end")
+            Testbed(where, KEY, loaded, 10.0, 60.0).ask("end")
             for thread in threads:
                 thread.join(30)
             assert not any(thread.is_alive() for thread in threads)
 
 
 def session(where, goal=None, **more):
-    field = Field(where, KEY, OWN, 30.0, 60.0)
-    return Session(field, "127.0.0.1", OWN, goal, 40.0, 60.0, **more)
+    field = Testbed(where, KEY, OWN, 30.0, 60.0)
+    return TuningRun(field, "127.0.0.1", OWN, goal, 40.0, 60.0, **more)
 
 
 @pytest.mark.timeout(300)
@@ -82,9 +82,9 @@ def test_every_setting_can_be_measured_and_makes_a_difference():
 def test_settings_that_cannot_be_are_refused_and_the_next_measurement_works():
     with listening(1) as where:
         found = session(where)
-        with pytest.raises(RefusedError, match="max_inline=1000000"):
+        with pytest.raises(ConfigRefusedError, match="max_inline=1000000"):
             found.measure(found.start | {"rdma_inline_bytes": 1_000_000}, ONE_WAY)
-        with pytest.raises(RefusedError, match=r"rdma_cores=4000: this process may run on none of them"):
+        with pytest.raises(ConfigRefusedError, match=r"rdma_cores=4000: this process may run on none of them"):
             found.measure(found.start | {"rdma_cores": "4000"}, ONE_WAY)
         assert found.measure(found.start, ONE_WAY) > 0
 
@@ -184,4 +184,4 @@ def test_a_machine_that_dies_is_an_error_in_words_and_changes_nothing(tmp_path):
 
 def test_a_field_without_a_listener_is_told():
     with pytest.raises(BpsError, match="nobody answers"):
-        Field([("127.0.0.1", 1)], KEY, OWN, 0.5, 5.0).ask("facts")
+        Testbed([("127.0.0.1", 1)], KEY, OWN, 0.5, 5.0).ask("facts")

@@ -38,7 +38,7 @@ def test_devices_ports_and_limits(verbs):
 
 
 def test_both_providers_tell_the_same():
-    from bpsfast.verbs import provider
+    from bpsfast.hardware.verbs import provider
 
     told = []
     for name in ("native", "pyverbs"):
@@ -119,7 +119,7 @@ def test_a_write_with_immediate_takes_a_receive(ends, nbytes):
 
 
 def test_immediates_between_providers(verbs):
-    from bpsfast.verbs import provider
+    from bpsfast.hardware.verbs import provider
 
     other = provider("pyverbs" if verbs.__name__.endswith("pyx.verbs") else "native")
     with End(verbs, "rxe0") as left, End(other, "rxe1") as right:

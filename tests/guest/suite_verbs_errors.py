@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 
-from bpsfast.verbs.completion_error import CompletionError, raise_failure
+from bpsfast.hardware.verbs.completion_error import CompletionError, raise_failure
 from tests.guest.hosts import DEVICES, GID_INDEX, HOSTS
 from tests.guest.spare_device import PULL_OUT, REMOVE_DRIVER, spare_device
 from tests.guest.verbs_end import End, connected, until
@@ -32,7 +32,7 @@ def sh(command: str) -> None:
 def python(verbs, code: str, before: str = "") -> str:
     """Run *code* with ``verbs`` in a process of its own, after the shell commands *before*; return what it printed."""
     name = "native" if verbs.__name__.endswith("pyx.verbs") else "pyverbs"
-    program = f"from bpsfast.verbs import provider\nverbs = provider({name!r})\n{textwrap.dedent(code)}"
+    program = f"from bpsfast.hardware.verbs import provider\nverbs = provider({name!r})\n{textwrap.dedent(code)}"
     command = ["unshare", "--mount", "sh", "-c", f'{before}\nexec "$@"', "sh", sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

@@ -151,7 +151,7 @@ def test_a_child_that_ends_by_itself_harms_nothing(verbs):
     name = "native" if verbs.__name__.endswith("pyx.verbs") else "pyverbs"
     program = f"""
 import os
-from bpsfast.verbs import provider
+from bpsfast.hardware.verbs import provider
 from tests.guest.verbs_end import connected
 with connected(provider({name!r})) as (left, right):
     pid = os.fork()

@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from bpsfast import settings
-from bpsfast.doctor import verbs_report
-from bpsfast.doctor.facts import Facts
-from bpsfast.doctor.finding import Outcome
-from bpsfast.doctor.peer_report import PeerReport
-from bpsfast.nic import recorded
-from bpsfast.nic.host import Host
-from bpsfast.nic.route import peer_address
+from bpsfast.base import settings
+from bpsfast.tools.doctor import verbs_report
+from bpsfast.tools.doctor.facts import Facts
+from bpsfast.tools.doctor.finding import Outcome
+from bpsfast.tools.doctor.peer_report import PeerReport
+from bpsfast.hardware import recorded_host
+from bpsfast.hardware.host import Host
+from bpsfast.hardware.rdma_route import peer_address
 from tests.sysfs_trees import unpack
 
 
@@ -25,7 +25,7 @@ class Machine:
 
     def __init__(self, name: str, root: Path) -> None:
         self.root = unpack(name, root)
-        self.answers = json.loads((root / recorded.ANSWERS).read_text())
+        self.answers = json.loads((root / recorded_host.ANSWERS).read_text())
 
     def write(self, path: str, content: str) -> Machine:
         """Write a file, also in place of another one."""
@@ -45,7 +45,7 @@ class Machine:
     def answer(self, **fields: Any) -> Machine:
         """Change fields of answers.json."""
         self.answers.update(fields)
-        (self.root / recorded.ANSWERS).write_text(json.dumps(self.answers))
+        (self.root / recorded_host.ANSWERS).write_text(json.dumps(self.answers))
         return self
 
     def verbs(self, **fields: Any) -> Machine:
@@ -79,7 +79,7 @@ class Machine:
     @property
     def host(self) -> Host:
         """The machine as it is now."""
-        return recorded.host(str(self.root))
+        return recorded_host.host(str(self.root))
 
     def facts(self, peer: str = "", peer_says: bool = True, **values: Any) -> Facts:
         """Return the facts, with *values* as settings; *peer_says*: the doctor at *peer* answers as recorded."""

@@ -17,8 +17,8 @@ from ...keras.ops import broadcast, broadcast_global_variables, push_pull
 from ...keras.optimizer import distribute
 from ...keras.reduction import Reduction
 from ...orchestration.errors import ConfigError, UnsupportedError
-from ...trainer import current as process
-from ...trainer.reduce_op import Average, Sum, averages
+from ...trainer import process
+from ...trainer.arguments import Average, Sum, averages
 from ..basics import (
     ccl_built,
     cuda_built,

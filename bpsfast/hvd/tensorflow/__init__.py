@@ -38,7 +38,7 @@ from .basics import (
 )
 from .broadcasts import broadcast, broadcast_, broadcast_object, broadcast_object_fn, broadcast_variables
 from .gathering import allgather, allgather_object, alltoall, grouped_allgather
-from .reductions import allreduce, grouped_allreduce, grouped_reducescatter, reducescatter
+from .collective_ops import allreduce, grouped_allreduce, grouped_reducescatter, reducescatter
 from .training import DistributedGradientTape, DistributedOptimizer
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from ...orchestration.errors import UnsupportedError
 from ...tensorflow import basics
-from ...trainer import current as process
+from ...trainer import process
 from .. import process_sets as sets
 from ..basics import cross_rank_of, cross_size_of, is_homogeneous_of
 from ..process_sets import ProcessSet, global_process_set

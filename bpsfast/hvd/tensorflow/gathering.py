@@ -40,7 +40,7 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_na
                     [(each.dtype, rows_of(each)) for each in these])
 
     def back(*gradients: Any) -> list[Any]:
-        from .reductions import grouped_allreduce
+        from .collective_ops import grouped_allreduce
 
         means = grouped_allreduce(list(gradients), op=Average, process_set=process_set)
         rows = allgather([[tf.shape(each)[0] for each in given]], process_set=process_set)  # of each on each rank

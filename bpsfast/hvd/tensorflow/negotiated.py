@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ...orchestration.errors import ConfigError, UnsupportedError
 from ...tensorflow.memory import array_of
-from ...trainer import current as process
+from ...trainer import process
 from ..process_sets import ProcessSet, global_process_set
 
 Array = np.ndarray[Any, Any]

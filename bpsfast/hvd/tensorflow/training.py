@@ -10,11 +10,11 @@ from ...orchestration.errors import ConfigError, UnsupportedError
 from ...tensorflow import optimizer as plain
 from ...tensorflow.compression import Compression, CompressionLike, parted
 from ...tensorflow.tape import DistributedGradientTape as _Tape
-from ...trainer import current as process
+from ...trainer import process
 from ..process_sets import ProcessSet, global_process_set
 from ..reduce_op import Average, Sum, chosen, factor
 from .negotiated import is_global
-from .reductions import grouped_allreduce, scaled
+from .collective_ops import grouped_allreduce, scaled
 
 
 class DistributedGradientTape(_Tape):

@@ -4,8 +4,8 @@ from __future__ import annotations
 import secrets
 
 from ...orchestration.errors import ConfigError
-from ...settings import Settings
-from ..place import Place, check_range, given_key, integer, job, local_key, own_node_id
+from ...base.settings import Settings
+from ..process_role import ProcessRole, check_range, given_key, integer, job, local_key, node_id_or_default
 from .environment import Environ, Environment, are_set, are_unset
 
 _MARKS = ("DMLC_ROLE", "DMLC_WORKER_ID", "BYTEPS_LOCAL_RANK")
@@ -29,24 +29,24 @@ def _missing(settings: Settings, environ: Environ) -> list[str]:
     return are_unset(tuple(needed), environ)
 
 
-def _place(settings: Settings, environ: Environ) -> Place:
+def _place(settings: Settings, environ: Environ) -> ProcessRole:
     role = environ["DMLC_ROLE"]
     if is_local_job(settings, environ):
         return _local_place(settings, role)
     fields = job(settings, settings.scheduler)
     if role == "scheduler":
-        return Place(launcher="dmlc", role="scheduler", **fields)
+        return ProcessRole(launcher="dmlc", role="scheduler", **fields)
     if role == "server":
-        return Place(launcher="dmlc", role="server", **(fields | {"node_index": -1}))
+        return ProcessRole(launcher="dmlc", role="server", **(fields | {"node_index": -1}))
     check_range("BYTEPS_LOCAL_RANK", settings.local_rank, "BYTEPS_LOCAL_SIZE", settings.local_size)
     rank = integer("BYTEPS_GLOBAL_RANK", environ) if environ.get("BYTEPS_GLOBAL_RANK") else -1
-    return Place(launcher="dmlc", role="rank", rank=rank, local_rank=settings.local_rank,
+    return ProcessRole(launcher="dmlc", role="rank", rank=rank, local_rank=settings.local_rank,
                  local_size=settings.local_size, **fields, starts_node=settings.local_rank == 0)
 
 
-def _local_place(settings: Settings, role: str) -> Place:
+def _local_place(settings: Settings, role: str) -> ProcessRole:
     if role != "worker":
-        return Place(launcher="dmlc", role=role, node_id=settings.node_id, scheduler=("127.0.0.1", 0), job_key=b"")
+        return ProcessRole(launcher="dmlc", role=role, node_id=settings.node_id, scheduler=("127.0.0.1", 0), job_key=b"")
     check_range("BYTEPS_LOCAL_RANK", settings.local_rank, "BYTEPS_LOCAL_SIZE", settings.local_size)
     if given_key(settings) or settings.scheduler:
         key = local_key(settings, f"dmlc|{settings.scheduler}")
@@ -58,9 +58,9 @@ def _local_place(settings: Settings, role: str) -> Place:
             "DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or BPSFAST_JOB_KEY, or start them by `bpsfast dmlc -- command`"
         )
     first = settings.local_rank == 0
-    return Place(launcher="dmlc", role="rank", rank=settings.local_rank, size=settings.local_size,
+    return ProcessRole(launcher="dmlc", role="rank", rank=settings.local_rank, size=settings.local_size,
                  local_rank=settings.local_rank, local_size=settings.local_size, node_index=0,
-                 node_id=own_node_id(settings, f"worker of {settings.scheduler or 'one machine'}"),
+                 node_id=node_id_or_default(settings, f"worker of {settings.scheduler or 'one machine'}"),
                  num_nodes=1, scheduler=("127.0.0.1", 0), starts_node=first, starts_scheduler=first, job_key=key)
 
 

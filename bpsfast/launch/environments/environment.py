@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ...settings import Settings
-from ..place import Place
+from ...base.settings import Settings
+from ..process_role import ProcessRole
 
 Environ = Mapping[str, str]
 
@@ -15,7 +15,7 @@ class Environment(NamedTuple):
 
     `level`: launchers of a lower level run inside those of a higher one. `marks` returns the variables that show its
     presence, `missing` those that it must set and has not, `place` what they say if none is missing. `echoes` tells
-    whether what an incomplete set says follows from a `Place`: scripts write RANK and its like from what Slurm or MPI
+    whether what an incomplete set says follows from a `ProcessRole`: scripts write RANK and its like from what Slurm or MPI
     say.
     """
 
@@ -23,8 +23,8 @@ class Environment(NamedTuple):
     level: int
     marks: Callable[[Settings, Environ], list[str]]
     missing: Callable[[Settings, Environ], list[str]]
-    place: Callable[[Settings, Environ], Place]
-    echoes: Callable[[Place, Environ], bool] = lambda place, environ: False
+    place: Callable[[Settings, Environ], ProcessRole]
+    echoes: Callable[[ProcessRole, Environ], bool] = lambda place, environ: False
 
 
 def are_set(names: tuple[str, ...], environ: Environ) -> list[str]:
@@ -37,6 +37,6 @@ def are_unset(names: tuple[str, ...], environ: Environ) -> list[str]:
     return [name for name in names if not environ.get(name, "")]
 
 
-def says(fields: Mapping[str, str], place: Place, environ: Environ) -> bool:
-    """Tell whether all variables of *fields* (to a field of `Place`) that are set have *place*'s values."""
+def says(fields: Mapping[str, str], place: ProcessRole, environ: Environ) -> bool:
+    """Tell whether all variables of *fields* (to a field of `ProcessRole`) that are set have *place*'s values."""
     return all(environ[name] == str(getattr(place, field)) for name, field in fields.items() if environ.get(name, ""))

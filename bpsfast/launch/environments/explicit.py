@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ...settings import Settings
-from ..place import Place, check_range, job
+from ...base.settings import Settings
+from ..process_role import ProcessRole, check_range, job
 from .environment import Environ, Environment, are_set
 
 _MARKS = ("BPSFAST_RANK", "BPSFAST_SIZE", "BPSFAST_LOCAL_RANK")
@@ -23,10 +23,10 @@ def _missing(settings: Settings, environ: Environ) -> list[str]:
     return [name for name in _NEEDED if values[name.removeprefix("BPSFAST_").lower()] in (-1, "")]
 
 
-def _place(settings: Settings, environ: Environ) -> Place:
+def _place(settings: Settings, environ: Environ) -> ProcessRole:
     check_range("BPSFAST_RANK", settings.rank, "BPSFAST_SIZE", settings.size)
     check_range("BPSFAST_LOCAL_RANK", settings.local_rank, "BPSFAST_LOCAL_SIZE", settings.local_size)
-    return Place(launcher="bpsfast", role="rank", rank=settings.rank, size=settings.size,
+    return ProcessRole(launcher="bpsfast", role="rank", rank=settings.rank, size=settings.size,
                  local_rank=settings.local_rank, local_size=settings.local_size, **job(settings, settings.scheduler))
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import socket
 
 from ...orchestration.errors import ConfigError
-from ...settings import Settings
-from ..place import (
-    Place,
+from ...base.settings import Settings
+from ..process_role import (
+    ProcessRole,
     check_range,
     format_address,
     integer,
     is_loopback,
     job,
     local_job,
-    own_node_id,
+    node_id_or_default,
     scheduler_port,
 )
 from .environment import Environ, Environment, are_set
@@ -40,7 +40,7 @@ def _missing(settings: Settings, environ: Environ) -> list[str]:
     return missing
 
 
-def _place(settings: Settings, environ: Environ) -> Place:
+def _place(settings: Settings, environ: Environ) -> ProcessRole:
     name = "RANK" if environ.get("RANK") else _INDEX
     rank = integer(name, environ)
     if environ.get(_INDEX, str(rank)) != str(rank):
@@ -56,8 +56,8 @@ def _place(settings: Settings, environ: Environ) -> Place:
     is_alone = size == 1 and not settings.scheduler and not settings.expects_helpers
     fields = local_job(settings, scheduler, size) if is_alone else job(settings, scheduler)
     # pods with the host's network see each other's local sockets
-    fields["node_id"] = own_node_id(settings, f"pod-{rank} of {scheduler}")
-    return Place(launcher="kubernetes", role="rank", rank=rank, size=size, local_rank=0, local_size=1,
+    fields["node_id"] = node_id_or_default(settings, f"pod-{rank} of {scheduler}")
+    return ProcessRole(launcher="kubernetes", role="rank", rank=rank, size=size, local_rank=0, local_size=1,
                  **(fields | {"node_index": rank, "num_nodes": size}), starts_node=True, starts_scheduler=rank == 0)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...orchestration.errors import ConfigError
-from ...settings import Settings
-from ..place import Place, check_range, format_address, integer, job, local_job, own_node_id, scheduler_port
+from ...base.settings import Settings
+from ..process_role import ProcessRole, check_range, format_address, integer, job, local_job, node_id_or_default, scheduler_port
 from .environment import Environ, Environment, are_set, are_unset, says
 
 _MASTER_PORT = "29500"  # torch's default
@@ -21,7 +21,7 @@ _MASTER_PORT = "29500"  # torch's default
 _N_WALKS = 10
 
 
-class _Names(NamedTuple):
+class _Variables(NamedTuple):
     """A launcher's variables, and how it is told to hand on one of ours."""
 
     rank: str
@@ -31,7 +31,7 @@ class _Names(NamedTuple):
     how: str
 
 
-def _of(name: str, level: int, names: _Names) -> Environment:
+def _of(name: str, level: int, names: _Variables) -> Environment:
     fields = dict(zip(names, ("rank", "size", "local_rank", "local_size")))
     return Environment(
         name, level, lambda settings, environ: are_set((names.rank, names.local_rank), environ),
@@ -40,7 +40,7 @@ def _of(name: str, level: int, names: _Names) -> Environment:
         lambda place, environ: says(fields, place, environ))
 
 
-def _place(launcher: str, names: _Names, settings: Settings, environ: Environ) -> Place:
+def _place(launcher: str, names: _Variables, settings: Settings, environ: Environ) -> ProcessRole:
     rank, size, local_rank, local_size = (integer(name, environ) for name in names[:4])
     check_range(names.rank, rank, names.size, size)
     check_range(names.local_rank, local_rank, names.local_size, local_size)
@@ -50,21 +50,21 @@ def _place(launcher: str, names: _Names, settings: Settings, environ: Environ) -
         scheduler = format_address(environ["MASTER_ADDR"], scheduler_port(port))
     if scheduler:
         fields = job(settings, scheduler) | {"node_index": -1, "num_nodes": -1}
-        fields["node_id"] = own_node_id(settings, f"{launcher} {scheduler}")
+        fields["node_id"] = node_id_or_default(settings, f"{launcher} {scheduler}")
     elif local_size < size or settings.expects_helpers:
         raise ConfigError(
             f"rank {rank} is one of {local_size} on this machine and of {size} in the job ({names.local_size}, "
             f"{names.size}), but {launcher} does not tell where rank 0 is: give the address of rank 0's machine and a "
             f"free port, {names.how} (MASTER_ADDR, and MASTER_PORT, will do as well)")
     else:
-        starter = _starter(names.rank, launcher)
+        starter = _launcher_process(names.rank, launcher)
         fields = local_job(settings, f"{launcher}|{starter}", size)
-        fields["node_id"] = own_node_id(settings, f"{launcher} {starter}")
-    return Place(launcher=launcher, role="rank", rank=rank, size=size, local_rank=local_rank, local_size=local_size,
+        fields["node_id"] = node_id_or_default(settings, f"{launcher} {starter}")
+    return ProcessRole(launcher=launcher, role="rank", rank=rank, size=size, local_rank=local_rank, local_size=local_size,
                  **fields, starts_node=local_rank == 0, starts_scheduler=rank == 0)
 
 
-def _starter(mark: str, launcher: str) -> str:
+def _launcher_process(mark: str, launcher: str) -> str:
     """Return what names the process that started all ranks of this machine.
 
     It is the nearest ancestor without the variable *mark* in its environment: scripts may be in between. Its pid and
@@ -108,9 +108,9 @@ def _status(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
-OPEN_MPI = _of("Open MPI", 1, _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+OPEN_MPI = _of("Open MPI", 1, _Variables("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                                      "OMPI_COMM_WORLD_LOCAL_SIZE", "`mpirun -x BPSFAST_SCHEDULER=host:port ...`"))
-PMI = _of("PMI", 1, _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+PMI = _of("PMI", 1, _Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
                            "`mpiexec -genv BPSFAST_SCHEDULER host:port ...`"))
-HOROVOD = _of("Horovod", 0, _Names("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
+HOROVOD = _of("Horovod", 0, _Variables("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE",
                                    "`BPSFAST_SCHEDULER=host:port horovodrun ...`"))

@@ -10,8 +10,8 @@ node, not rank 0, that starts the scheduler.
 from __future__ import annotations
 
 from ...orchestration.errors import ConfigError
-from ...settings import Settings
-from ..place import Place, check_range, format_address, integer, job, local_job, own_node_id, scheduler_port
+from ...base.settings import Settings
+from ..process_role import ProcessRole, check_range, format_address, integer, job, local_job, node_id_or_default, scheduler_port
 from . import node_list
 from .environment import Environ, Environment, are_set, are_unset
 
@@ -51,7 +51,7 @@ def _missing(settings: Settings, environ: Environ) -> list[str]:
     return are_unset(_NEEDED, environ) + [names[0] for names in _ANY_OF if not _first(names, environ)]
 
 
-def _place(settings: Settings, environ: Environ) -> Place:
+def _place(settings: Settings, environ: Environ) -> ProcessRole:
     number = {name: integer(name, environ) for name in _NEEDED}
     rank, local_rank, index = (number[name] for name in _NEEDED)
     n_tasks = next(name for name in _N_TASKS if environ.get(name))
@@ -74,9 +74,9 @@ def _place(settings: Settings, environ: Environ) -> Place:
         fields = local_job(settings, f"slurm|{number_of_job}|{step}|{nodes[0]}", size)
     else:
         fields = job(settings, settings.scheduler or format_address(nodes[0], _port(number_of_job, step)))
-    fields["node_id"] = own_node_id(settings, f"slurm-{number_of_job}.{step}-{index}")
+    fields["node_id"] = node_id_or_default(settings, f"slurm-{number_of_job}.{step}-{index}")
     first = local_rank == 0
-    return Place(launcher="slurm", role="rank", rank=rank, size=size, local_rank=local_rank, local_size=counts[index],
+    return ProcessRole(launcher="slurm", role="rank", rank=rank, size=size, local_rank=local_rank, local_size=counts[index],
                  **(fields | {"node_index": index, "num_nodes": len(nodes)}), starts_node=first,
                  starts_scheduler=first and index == 0)
 

@@ -1,8 +1,8 @@
 """torchrun: one on each machine starts the ranks there; they share a store on MASTER_ADDR:MASTER_PORT."""
 from __future__ import annotations
 
-from ...settings import Settings
-from ..place import Place, check_range, format_address, integer, job, local_job, own_node_id, scheduler_port
+from ...base.settings import Settings
+from ..process_role import ProcessRole, check_range, format_address, integer, job, local_job, node_id_or_default, scheduler_port
 from .environment import Environ, Environment, are_set, are_unset, says
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -13,7 +13,7 @@ def _missing(settings: Settings, environ: Environ) -> list[str]:
     return are_unset(_NEEDED if settings.scheduler else (*_NEEDED, "MASTER_ADDR", "MASTER_PORT"), environ)
 
 
-def _place(settings: Settings, environ: Environ) -> Place:
+def _place(settings: Settings, environ: Environ) -> ProcessRole:
     number = {name: integer(name, environ) for name in _NEEDED}
     check_range("RANK", number["RANK"], "WORLD_SIZE", number["WORLD_SIZE"])
     check_range("LOCAL_RANK", number["LOCAL_RANK"], "LOCAL_WORLD_SIZE", number["LOCAL_WORLD_SIZE"])
@@ -26,8 +26,8 @@ def _place(settings: Settings, environ: Environ) -> Place:
     else:  # two agents of one host are two machines
         fields = job(settings, settings.scheduler or format_address(
             environ["MASTER_ADDR"], scheduler_port(integer("MASTER_PORT", environ))))
-    fields["node_id"] = own_node_id(settings, f"torchrun {store} group {number['GROUP_RANK']}")
-    return Place(launcher="torchrun", role="rank", rank=number["RANK"], size=number["WORLD_SIZE"],
+    fields["node_id"] = node_id_or_default(settings, f"torchrun {store} group {number['GROUP_RANK']}")
+    return ProcessRole(launcher="torchrun", role="rank", rank=number["RANK"], size=number["WORLD_SIZE"],
                  local_rank=number["LOCAL_RANK"], local_size=number["LOCAL_WORLD_SIZE"],
                  **(fields | {"node_index": number["GROUP_RANK"], "num_nodes": n_groups}),
                  starts_node=number["LOCAL_RANK"] == 0, starts_scheduler=number["RANK"] == 0)

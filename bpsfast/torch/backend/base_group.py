@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...collective.conductor import Conductor
-from ...collective.group import Group
+from ...collectives.serial_executor import SerialExecutor
+from ...collectives.group import Group
 from ...orchestration.errors import BpsError
 from ...trainer.session import Session
-from . import shim, worlds
-from .afar import current
+from . import torch_compat, worlds
+from .device_calls import current
 from .messages import Messages
 from .named_group import NamedGroup
 from .operands import Operand
@@ -25,9 +25,9 @@ from .work import Work, torch_error
 _log = logging.getLogger("bpsfast.torch")
 
 #: After so long somebody wants to know what the end of a group waits for.
-_REMARK_S = 5.0
+_WARN_AFTER_S = 5.0
 #: How long an ended session's last call may take to come out of it.
-_GOODBYE_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class BaseGroup(NamedGroup):
@@ -41,7 +41,7 @@ class BaseGroup(NamedGroup):
         self._world: worlds.World | None = world
         self._group = group
         self._messages = Messages(group)
-        self._conductor = Conductor(group.name)
+        self._conductor = SerialExecutor(group.name)
         self._coalesced: list[Work] | None = None
         self._sequence = 0
         self._failure: BaseException | None = None
@@ -56,7 +56,7 @@ class BaseGroup(NamedGroup):
     @property
     def options(self) -> Any:
         """What torch calls a backend's options: its name, and how long a call may take."""
-        return shim.BackendOptions(shim.NAME, timedelta(seconds=self._group.timeout_s))
+        return torch_compat.BackendOptions(torch_compat.NAME, timedelta(seconds=self._group.timeout_s))
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
@@ -80,7 +80,7 @@ class BaseGroup(NamedGroup):
     def _start(self, text: str, results: Sequence[torch.Tensor], opts: Any, run: Callable[[], None],
                written: Sequence[Operand] = ()) -> Work:
         self._sequence += 1
-        timeout_s = shim.timeout_of(opts, self._group.timeout_s)
+        timeout_s = torch_compat.timeout_of(opts, self._group.timeout_s)
         call = current()
         work = Work(results if call is None else call.originals(results), timeout_s, text, call)
         work.tell_failure(self._failed)
@@ -95,7 +95,7 @@ class BaseGroup(NamedGroup):
             if call is not None:
                 call.leave()
 
-        inline = shim.is_waited_for(opts) and self._coalesced is None
+        inline = torch_compat.is_waited_for(opts) and self._coalesced is None
         if call is not None:
             call.is_under_way = True
         try:
@@ -109,7 +109,7 @@ class BaseGroup(NamedGroup):
     def _noted(self, work: Work) -> Work:
         """Return *work*, which counts among coalesced ones if it is one of them and not well over."""
         if self._coalesced is not None:
-            self._coalesced = [each for each in self._coalesced if each.is_afar or not each.is_success()]
+            self._coalesced = [each for each in self._coalesced if each.is_on_device or not each.is_success()]
             self._coalesced.append(work)
         return work
 
@@ -127,12 +127,12 @@ class BaseGroup(NamedGroup):
     def _failed(self, error: BaseException) -> None:
         self._failure = self._failure or error
 
-    @shim.eager
+    @torch_compat.eager
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the works of calls from now on."""
         self._coalesced = []
 
-    @shim.eager
+    @torch_compat.eager
     def _end_coalescing(self, device: torch.device) -> Work:
         """Return the one work of all that was collected."""
         works, self._coalesced = self._coalesced or [], None
@@ -158,17 +158,17 @@ class BaseGroup(NamedGroup):
         world, self._world = self._world, None
         if world is None:
             return
-        ended = self._conductor.close(min(timeout_s, _REMARK_S))
-        if not ended and timeout_s > _REMARK_S:
+        ended = self._conductor.close(min(timeout_s, _WARN_AFTER_S))
+        if not ended and timeout_s > _WARN_AFTER_S:
             _log.warning("group %r is destroyed, and its last call waits for other members: for %g s at most",
                          self.group_name, timeout_s)
-            ended = self._conductor.close(timeout_s - _REMARK_S)
+            ended = self._conductor.close(timeout_s - _WARN_AFTER_S)
         self._messages.close()
         with contextlib.suppress(BpsError):  # of a job that is over there is nothing to give back
             self._group.close()
         worlds.quit(world)
         if not ended:
-            self._conductor.close(_GOODBYE_S)
+            self._conductor.close(_CLOSE_TIMEOUT_S)
 
 
 def _wait_all(works: Sequence[Work]) -> None:

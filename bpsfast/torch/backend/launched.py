@@ -14,11 +14,11 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
-from ... import logs
+from ...base import logs
 from ...launch import roles
 from ...orchestration.errors import ClosedError, MismatchError
-from ...settings import load, parse_address
-from ...trainer import current
+from ...base.settings import load, parse_address
+from ...trainer import process
 from ...trainer.session import Session
 
 Handler = Callable[..., Iterator[tuple[Any, int, int]]]
@@ -36,7 +36,7 @@ def env(torchs: Handler) -> Handler:
         if "rank" in given or not _is_in_job(given):
             yield from torchs(url, timeout=timeout, **more)
             return
-        session = current.current()
+        session = process.current()
         if given.get("world_size", str(session.size)) != str(session.size):
             raise MismatchError(f"init_process_group is given world_size={given['world_size']}, but the launcher has "
                                 f"started {session.size} ranks: leave it out, or start as many")
@@ -59,14 +59,14 @@ def _is_in_job(given: dict[str, str]) -> bool:
 
     Raises what `bpsfast.init` raises.
     """
-    if current.session() is None:
+    if process.session() is None:
         settings = load({})
         logs.configure(settings.log_level, "rank")
         place = roles.detect(settings)
         if place.launcher == "single":
             return False
         try:
-            current.begin(place, settings)
+            process.begin(place, settings)
         except ClosedError:
             if _is_served_by_torch(given):
                 return False

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...collective.group import Group
+from ...collectives.group import Group
 from ...orchestration.errors import BpsError, ClosedError, StallError
-from .afar import current
+from .device_calls import current
 from .operands import Operand
-from .shim import eager
+from .torch_compat import eager
 from .work import Work, torch_error
 
 if TYPE_CHECKING:
-    from ...post.transfer import Transfer
+    from ...collectives.p2p.transfer import Transfer
 
 
 class MessageWork(Work):

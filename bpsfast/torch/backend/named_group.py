@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import shim
+from . import torch_compat
 
 #: Kinds of devices whose tensors a group takes, in the order in which torch lists those of gloo.
 _KINDS = ("cuda", "cpu")
@@ -22,7 +22,7 @@ class NamedGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         """Return the name under which it is registered."""
-        return shim.NAME
+        return torch_compat.NAME
 
     name = _get_backend_name = getBackendName
 
@@ -59,7 +59,7 @@ class NamedGroup(dist.ProcessGroup):
         """
         kind = torch.device(device).type
         if kind not in _KINDS:  # not by the property: the compiler of torch 2.14 does not know it
-            raise RuntimeError(f"No backend type associated with device type {kind}: {shim.NAME} takes tensors of the "
+            raise RuntimeError(f"No backend type associated with device type {kind}: {torch_compat.NAME} takes tensors of the "
                                "CPU and of CUDA devices")
         return self
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from ...collective import groups
+from ...collectives import group_factory
 from ...orchestration.errors import BpsError, ConfigError, UnsupportedError
-from . import shim, sparse, worlds
-from .afar import afar
+from . import torch_compat, sparse, worlds
+from .device_calls import afar
 from .base_group import BaseGroup
-from .forms import forms
+from .overloads import forms
 from .operands import (
     Operand,
     Reduction,
@@ -57,7 +57,7 @@ class ProcessGroup(BaseGroup):
         if len(tensors) < 2 or any(tensor.is_sparse for tensor in tensors):
             return self._all_reduced(tensors, opts)
         check_same(tensors, "all_reduce")
-        reduction = shim.reduction(opts)
+        reduction = torch_compat.reduction(opts)
         first, *others = each = operands(tensors)
         run, _ = self._reductions([first], reduction)
 
@@ -79,7 +79,7 @@ class ProcessGroup(BaseGroup):
     @afar(reads=(0,), writes=(0,))
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine the one of *tensors* into that of the root; others' stay as they are."""
-        reduction, root = shim.reduction(opts), self._root(opts, "reduce")
+        reduction, root = torch_compat.reduction(opts), self._root(opts, "reduce")
         (one,) = operands(tensors)
         x = prepared(one.dense, reduction)
         out = reducible(one.dense, x.op)[0] if root == self.rank() else None
@@ -301,7 +301,7 @@ class ProcessGroup(BaseGroup):
         (one,) = operands(tensors)
         return self._message(lambda: self._messages.receive(one, None, tag))
 
-    @shim.eager
+    @torch_compat.eager
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all members; who does not come in *timeout* is named on all that did. The group stays usable.
 
@@ -332,7 +332,7 @@ class ProcessGroup(BaseGroup):
     def _all_reduced(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         if not tensors:
             raise ConfigError("all_reduce: no tensor is given")
-        reduction = shim.reduction(opts)
+        reduction = torch_compat.reduction(opts)
         if all(tensor.is_sparse for tensor in tensors):
             return self._start("all_reduce", tensors, opts, lambda: _run_all([
                 functools.partial(sparse.all_reduce, self._group, tensor, reduction.op) for tensor in tensors]))
@@ -360,7 +360,7 @@ class ProcessGroup(BaseGroup):
 
     def _scattered(self, output: Tensor, inputs: Sequence[Operand],
                    opts: Any) -> tuple[Callable[[], None], list[Operand]]:
-        reduction = shim.reduction(opts)
+        reduction = torch_compat.reduction(opts)
         one = operand(output)
         for x in inputs:
             if x.dense.dtype != output.dtype:
@@ -397,7 +397,7 @@ def group_in(world: worlds.World, ranks: Sequence[int], rank: int, timeout_s: fl
     """Make the group of *ranks* of *world*, of which this process is the one at *rank*; without one the world is left.
     """
     try:
-        group = groups.make(world.session, world.session_ranks(ranks), timeout_s)
+        group = group_factory.make(world.session, world.session_ranks(ranks), timeout_s)
         made = ProcessGroup(world, group, rank, len(ranks))
         world.members.add(made)
         return made
@@ -421,7 +421,7 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
         made = group_in(world, options.global_ranks_in_group or range(options.group_size), options.group_rank,
                         timeout_s)
         made.store = options.store
-        shim.serve_builtin_hooks()
+        torch_compat.serve_builtin_hooks()
         return made
     except BpsError as exc:
         raise torch_error(exc) from exc

@@ -17,11 +17,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError
-from ...settings import parse_address
+from ...base.settings import parse_address
 from . import worlds
 from .named_group import NamedGroup
 from .process_group import ProcessGroup, group_in
-from .shim import eager
+from .torch_compat import eager
 from .work import torch_error
 
 _REGISTERED_S = 60.0

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from ...collective.group import Group
+from ...collectives.group import Group
 from ...orchestration.errors import MismatchError, UnsupportedError
 from .operands import operand, write
 

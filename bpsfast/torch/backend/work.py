@@ -11,21 +11,21 @@ import torch
 import torch.distributed as dist
 
 from ...orchestration.errors import BpsError, StallError
-from .afar import Call
-from .shim import LOSES_WORKS, eager
+from .device_calls import Call
+from .torch_compat import LOSES_PYTHON_WORK, eager
 
-#: Works without a waiter yet, by id. Without this reference (see `LOSES_WORKS`) C++ would call torch's own `wait`,
+#: Works without a waiter yet, by id. Without this reference (see `LOSES_PYTHON_WORK`) C++ would call torch's own `wait`,
 #: which blocks for ever.
 _kept: dict[int, Work] = {}
 _keeping = threading.Lock()
 #: Maximum number of works to keep. The oldest is dropped first, so that works without a wait do not leak their tensors.
-_MOST_KEPT = 256
+_MAX_KEPT = 256
 
 
 def _keep(work: Work) -> None:
     with _keeping:
         _kept[id(work)] = work
-        if len(_kept) > _MOST_KEPT:
+        if len(_kept) > _MAX_KEPT:
             del _kept[next(iter(_kept))]
 
 
@@ -62,7 +62,7 @@ class Work(dist.Work):
         self._future: Any = None
         self._source = -1
         self._failed: Callable[[BaseException], None] | None = None
-        if LOSES_WORKS:
+        if LOSES_PYTHON_WORK:
             _keep(self)
 
     def tell_failure(self, failed: Callable[[BaseException], None]) -> None:
@@ -97,7 +97,7 @@ class Work(dist.Work):
             self._complete(base)
 
     @property
-    def is_afar(self) -> bool:
+    def is_on_device(self) -> bool:
         """Whether results are on devices."""
         return bool(self._calls)
 
@@ -113,7 +113,7 @@ class Work(dist.Work):
 
         The call itself gives up at its group's timeout, naming who is missing; a shorter *timeout* names the call only.
         """
-        if LOSES_WORKS:
+        if LOSES_PYTHON_WORK:
             _release(self)
         given_s = timeout.total_seconds() if timeout is not None else 0.0
         # What carries the call out has the same deadline, and the better reason: it is given a little more.
@@ -161,7 +161,7 @@ class Work(dist.Work):
     def get_future(self) -> Any:
         """Return a future of the tensors. A failure is one of the future's own: an exception stored as its value would
         be read as tensors by torch's reducer."""
-        if LOSES_WORKS:
+        if LOSES_PYTHON_WORK:
             _release(self)
         with self._lock:
             if self._future is None:

@@ -15,20 +15,20 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ... import logs
+from ...base import logs
 from ...launch import rendezvous, roles
 from ...orchestration.errors import ConfigError
-from ...settings import load
-from ...trainer import current
+from ...base.settings import load
+from ...trainer import process
 from ...trainer.joining import join, leave
-from ...trainer.lifetime import Watch
+from ...trainer.exit_handling import ExitWatch
 from ...trainer.session import Session
 
 
 class World:
     """A session whose rank i is rank ``ranks[i]`` of torch's default group."""
 
-    def __init__(self, session: Session, ranks: Sequence[int], watch: Watch | None) -> None:
+    def __init__(self, session: Session, ranks: Sequence[int], watch: ExitWatch | None) -> None:
         self.session = session
         self.ranks = tuple(ranks)
         self.n_groups = 0
@@ -47,7 +47,7 @@ class World:
     def close(self) -> None:
         """End the session if this made it; the daemons end once all ranks have."""
         if self._watch is not None:
-            current.forget(self.session)
+            process.forget(self.session)
             leave(self.session, self._watch, stays=False)
 
 
@@ -73,7 +73,7 @@ def enter(store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout
             if world is None:
                 world = _make(store, rank, size, ranks, timeout_s)
                 if is_default:  # a session of some ranks is not what `bpsfast.init()` means
-                    current.adopt(world.session)
+                    process.adopt(world.session)
             _worlds.append(world)
         world.n_groups += 1
         return world
@@ -134,7 +134,7 @@ def quit(world: World) -> None:
 
 def _present(rank: int, size: int) -> World | None:
     """Return the world of the job that this process is a rank of already, or that its launcher has made for it."""
-    session = current.session()
+    session = process.session()
     if session is None:
         settings = load({})
         if settings.rank < 0 or (settings.rank, settings.size) != (rank, size):
@@ -143,8 +143,8 @@ def _present(rank: int, size: int) -> World | None:
         place = roles.detect(settings)
         if place.starts_scheduler:  # nobody has: nothing is gained by it
             return None
-        current.begin(place, settings)
-        session = current.current()
+        process.begin(place, settings)
+        session = process.current()
     if session.size != size:
         return None
     if session.rank != rank:
@@ -158,12 +158,12 @@ def _make(store: Any, rank: int, size: int, ranks: Sequence[int], timeout_s: flo
     logs.configure(settings.log_level, "rank")
     place = rendezvous.place(store, rank, size, settings, min(timeout_s, settings.start_timeout_s))
     session, started = join(place, settings)
-    logs.know(f"rank {ranks[session.rank]}", session.job)
+    logs.set_identity(f"rank {ranks[session.rank]}", session.job)
     world: World
 
     def end() -> None:
         world.close()
 
-    watch = Watch(end, started)
+    watch = ExitWatch(end, started)
     world = World(session, ranks, watch)
     return world

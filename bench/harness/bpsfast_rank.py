@@ -1,0 +1,158 @@
+"""Our side: one rank of a bpsfast job, and everything that is timed or counted on it."""
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import bpsfast
+from bpsfast.bench.push_pull import memory_bound
+from bpsfast.bench.harness import pattern
+from bpsfast.bench.compressed import step
+from bpsfast.bench.harness.contestant import Operation
+from bpsfast.bench.post import ping_pong
+from bpsfast.tools.planner import catalog
+from bpsfast.trainer.process import current
+
+
+class Ranks:
+    """One rank. Variants of `operation`:
+
+    ``numpy``
+        push_pull of an array inside the segment: the rank moves no byte.
+    ``torch``
+        push_pull_inplace of a private tensor: one copy in, one delivery out.
+    ``gradients``, ``one tensor``
+        ResNet-50's gradients by `bpsfast.Gradients`, and as many bytes as one array (any *nbytes* means theirs).
+    ``gradients of MODEL/N``
+        A built-in model's, each tensor N times smaller, in float32 (any *nbytes* means theirs).
+    ``memory of OPERATION``
+        What memory alone takes for ``numpy`` or ``torch``; with ``, past caches`` or without (`memory_bound`).
+    ``ping-pong``
+        A message from rank 0 to rank 1 and back.
+    ``step of [...]``
+        A training step of a built-in model with a codec (`compressed.step`).
+    """
+
+    def __init__(self) -> None:
+        bpsfast.init()
+        self.rank, self._size = bpsfast.rank(), bpsfast.size()
+        self._gradients: bpsfast.Gradients | None = None
+        self._places = memory_bound.Places(self.rank, self._size)
+        self._burning: threading.Event | None = None
+
+    def operation(self, variant: str, nbytes: int) -> Operation:
+        """See the class."""
+        if variant.startswith("gradients of "):
+            model, _, divisor = variant.removeprefix("gradients of ").partition("/")
+            return self._gradients_of(model, int(divisor or 1))
+        if memory_bound.is_row(variant):
+            return self._places.operation(variant, nbytes)
+        if variant.startswith(step.PREFIX):
+            return step.operation(variant, self.rank, self._size)
+        make = {"numpy": self._numpy, "torch": self._torch, "gradients": self._gradient_list,
+                "one tensor": self._numpy, ping_pong.VARIANT: self._ping_pong}[variant]
+        return make(nbytes)
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        bpsfast.barrier()
+
+    def close(self) -> None:
+        """Leave the job."""
+        self.burn(False)
+        bpsfast.shutdown()
+
+    # -- operations ------------------------------------------------------------------------------------------------
+
+    def _numpy(self, nbytes: int) -> Operation:
+        array, name = bpsfast.empty(nbytes // 4, np.float32), f"numpy {nbytes}"
+        result: list[Any] = [None]
+
+        def run() -> None:
+            result[0] = bpsfast.push_pull(array, average=False, name=name)
+
+        return Operation(run, lambda known: pattern.fill(array, self.rank, known),
+                         lambda: pattern.n_wrong(result[0], self._size))
+
+    def _torch(self, nbytes: int) -> Operation:
+        import torch
+
+        from bpsfast.torch import push_pull_inplace
+
+        tensor, name = torch.zeros(nbytes // 4, dtype=torch.float32), f"torch {nbytes}"
+        array = tensor.numpy()
+        return Operation(lambda: push_pull_inplace(tensor, average=False, name=name),
+                         lambda known: pattern.fill(array, self.rank, known),
+                         lambda: pattern.n_wrong(array, self._size))
+
+    def _gradient_list(self, nbytes: int) -> Operation:
+        return self._gradients_of("resnet50", 1)
+
+    def _gradients_of(self, model: str, divisor: int) -> Operation:
+        shapes = catalog.load(model).shapes if divisor == 1 else catalog.divided(model, divisor)
+        gradients = bpsfast.Gradients({name: (shape, np.float32) for name, shape in shapes.items()}, average=False)
+        backward, forward = list(shapes)[::-1], list(shapes)
+        results: dict[str, Any] = {}
+
+        def run() -> None:
+            for name in backward:
+                gradients.ready(name)
+            for name in forward:
+                results[name] = gradients.wait(name)
+            gradients.step()
+
+        def fill(known: bool) -> None:
+            for name in forward:
+                pattern.fill(gradients[name].reshape(-1), self.rank, known)
+
+        def n_wrong() -> int:
+            return sum(pattern.n_wrong(results[name].reshape(-1), self._size) for name in forward)
+
+        return Operation(run, fill, n_wrong)
+
+    def _ping_pong(self, nbytes: int) -> Operation:
+        post, array = current().post, np.zeros(nbytes, np.uint8)
+        address = array.ctypes.data
+        return ping_pong.operation(
+            self.rank, array, lambda to: post.send(0, to, 0, address, nbytes, array).wait(),
+            lambda source: post.receive(0, source, 0, address, nbytes, array).wait())
+
+    # -- what is asked beside times --------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters of this machine's node."""
+        return bpsfast.counters()
+
+    def yield_to_all(self) -> None:
+        """Run, with all threads there are, only where nothing else wants to."""
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+
+    def burn(self, burning: bool) -> None:
+        """Start or stop a thread that does nothing but run Python."""
+        if self._burning is not None:
+            self._burning.set()
+            self._burning = None
+        if burning:
+            stop = self._burning = threading.Event()
+            threading.Thread(target=_burn, args=(stop,), daemon=True).start()
+
+    def process(self) -> dict[str, Any]:
+        """Return this process's resident bytes outside shared memory, CPU seconds, and heavy modules it imported."""
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        resident = sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+        return {"pid": os.getpid(), "resident_outside_segments_nbytes": resident, "cpu_s": time.process_time(),
+                "modules": sorted({"numba", "torch", "llvmlite", "zmq"} & set(sys.modules))}
+
+
+def _burn(stop: threading.Event) -> None:
+    x = 0
+    while not stop.is_set():
+        for _ in range(10_000):
+            x += 1

@@ -1,0 +1,35 @@
+"""Processes that take the cores away from a job, so that it can be seen what it makes of a machine that is busy."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from bpsfast.launch.daemons import tie_to_parent
+
+
+class CpuLoad:
+    """*per_core* processes for each core that this one may use, which never sleep; a context manager that leaves none.
+
+    They end with this process, too, however that ends.
+    """
+
+    def __init__(self, per_core: int) -> None:
+        spin = tie_to_parent([sys.executable, "-S", "-E", "-c", "while True: pass"])
+        self._popen: list[subprocess.Popen[bytes]] = []
+        for _ in range(per_core * len(os.sched_getaffinity(0))):
+            self._popen.append(subprocess.Popen(spin, stdin=subprocess.DEVNULL))
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that spin."""
+        return [process.pid for process in self._popen]
+
+    def __enter__(self) -> CpuLoad:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self._popen:
+            process.kill()
+        for process in self._popen:
+            process.wait()

@@ -1,0 +1,100 @@
+"""What we are compared with: gloo's all_reduce (torch.distributed) and Open MPI's Allreduce (mpi4py), in place.
+
+Each size has memory of its own, allocated as a program with a gradient of that size does.
+"""
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from typing import Any
+
+import numpy as np
+
+from bpsfast.bench.harness import pattern
+from bpsfast.bench.harness.contestant import Operation
+from bpsfast.bench.post import ping_pong
+
+PIECE_NBYTES = 4 << 20
+#: Operations of each peer; pieces only where there is more than one.
+VARIANTS = {"gloo": ("gloo",), "mpi": ("mpi", "mpi 4 MB", "mpi 4 MB async")}
+
+
+def missing(name: str) -> str | None:
+    """Return in one line why peer *name* cannot be measured here, or None."""
+    if name == "gloo":
+        return None if importlib.util.find_spec("torch") else "gloo is left out: torch is not installed"
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi is left out: mpi4py is not installed (pip install mpi4py)"
+    return None if shutil.which("mpirun") else "mpi is left out: no mpirun on the PATH (apt install openmpi-bin)"
+
+
+class Gloo:
+    """One rank of a torch.distributed gloo group; the rendezvous is in the environment."""
+
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._torch, self._dist = torch, dist
+        dist.init_process_group("gloo")
+        self.rank, self._size = dist.get_rank(), dist.get_world_size()
+
+    def operation(self, variant: str, nbytes: int) -> Operation:
+        """Sum in place, whole; or send a message there and back."""
+        if variant == ping_pong.VARIANT:
+            message = self._torch.zeros(nbytes, dtype=self._torch.uint8)
+            return ping_pong.operation(self.rank, message.numpy(), lambda to: self._dist.send(message, to),
+                                       lambda source: self._dist.recv(message, source))
+        tensor = self._torch.zeros(nbytes // 4, dtype=self._torch.float32)
+        array = tensor.numpy()
+        return Operation(
+            run=lambda: self._dist.all_reduce(tensor),
+            fill=lambda known: pattern.fill(array, self.rank, known),
+            n_wrong=lambda: pattern.n_wrong(array, self._size),
+        )
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        self._dist.barrier()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._dist.destroy_process_group()
+
+
+class Mpi:
+    """One rank of MPI_COMM_WORLD."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._mpi: Any = MPI
+        self._world = MPI.COMM_WORLD
+        self.rank, self._size = self._world.rank, self._world.size
+        self._arrays: dict[int, Any] = {}
+
+    def operation(self, variant: str, nbytes: int) -> Operation:
+        """Sum in place: whole, or in pieces of 4 MB, one after another or all under way at once."""
+        array = self._arrays.setdefault(nbytes, np.zeros(nbytes // 4, np.float32))
+        step = array.size if variant == "mpi" else PIECE_NBYTES // 4
+        pieces = [array[i : i + step] for i in range(0, array.size, step)]
+        run = self._all_at_once if variant == "mpi 4 MB async" else self._one_by_one
+        return Operation(
+            run=lambda: run(pieces),
+            fill=lambda known: pattern.fill(array, self.rank, known),
+            n_wrong=lambda: pattern.n_wrong(array, self._size),
+        )
+
+    def _one_by_one(self, pieces: list[Any]) -> None:
+        for piece in pieces:
+            self._world.Allreduce(self._mpi.IN_PLACE, piece)
+
+    def _all_at_once(self, pieces: list[Any]) -> None:
+        self._mpi.Request.Waitall([self._world.Iallreduce(self._mpi.IN_PLACE, piece) for piece in pieces])
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        self._world.Barrier()
+
+    def close(self) -> None:
+        """mpi4py finalizes at exit."""

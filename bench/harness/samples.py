@@ -1,0 +1,122 @@
+"""Rows of raw samples, taken in turns: every contestant once per round, so that a neighbour's load hits all of them."""
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from bpsfast.bench.harness.contestant_group import Group
+from bpsfast.tools.doctor import shared_cache
+from bpsfast.hardware.host import Host
+
+_BATCH_NBYTES = 192 << 20
+_MAX_BATCH = 200
+
+
+@dataclass
+class Row:
+    """One contestant's operation at one size.
+
+    `samples_s` are seconds per operation of the slowest rank, in order. By turn: `cpu_busy`, the busy share of all
+    cores (other programs included), `cpu_s`, the contestant's own CPU seconds per operation, and `handover_ns`, how
+    long a cache line took before it between two cores of this machine that share a cache, those that were the
+    farthest from each other before the first turn (0: nobody knows).
+    """
+
+    group: Group = field(repr=False)
+    variant: str
+    nbytes: int
+    label: str = ""
+    n_per_round: int = 0
+    n_warmup: int = 0
+    samples_s: list[float] = field(default_factory=list)
+    n_wrong: int = 0
+    cpu_busy: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    handover_ns: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """How the row is called in tables."""
+        return self.label or self.variant
+
+    @property
+    def median_s(self) -> float:
+        """Median of all samples."""
+        return statistics.median(self.samples_s)
+
+    @property
+    def median_cpu_s(self) -> float:
+        """Median of its CPU seconds per operation, all processes and threads together."""
+        return statistics.median(self.cpu_s)
+
+    @property
+    def turns_s(self) -> list[float]:
+        """Median of each turn's samples."""
+        n = self.n_per_round
+        return [statistics.median(self.samples_s[i:i + n]) for i in range(0, len(self.samples_s), n)]
+
+    def percentile_s(self, percent: float) -> float:
+        """Return the smallest sample that *percent* of the samples do not exceed."""
+        ordered = sorted(self.samples_s)
+        return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def batch(nbytes: int) -> int:
+    """Return how many operations of this size make one turn: enough to time, short enough to alternate."""
+    return max(2, min(_MAX_BATCH, _BATCH_NBYTES // max(nbytes, 1)))
+
+
+def take_turns(rows: Sequence[Row], n_rounds: int, n: int | None = None, n_warmup: int | None = None,
+               around: Callable[[Row, bool], None] | None = None) -> None:
+    """Measure all *rows* in *n_rounds* rounds of *n* operations each (default: by size).
+
+    *around* is called with (row, True) before each turn and (row, False) after it.
+    """
+    cores = shared_cache.measure(Host())
+    for _ in range(n_rounds):
+        for row in rows:
+            row.n_per_round = batch(row.nbytes) if n is None else n
+            row.n_warmup = max(1, row.n_per_round // 10) if n_warmup is None else n_warmup
+            if not row.samples_s:  # its arrays and its check are no operation of a turn
+                row.group.prepare(row.variant, row.nbytes)
+            row.handover_ns.append(shared_cache.again(cores).ns)
+            if around is not None:
+                around(row, True)
+            turn = row.group.measure(row.variant, row.nbytes, row.n_warmup, row.n_per_round)
+            if around is not None:
+                around(row, False)
+            row.samples_s += turn.samples_s
+            row.n_wrong = turn.n_wrong
+            row.cpu_busy.append(turn.cpu_busy)
+            row.cpu_s.append(turn.cpu_s)
+
+
+def bounds_s(row: Row, bounds: Iterable[Row]) -> list[float | None]:
+    """Return what was possible in each turn of *row*: the least of *bounds*' medians in that round.
+
+    None: in the turn of one of them the machine's cores were nearer to each other than in *row*'s, or farther.
+    """
+    found: list[float | None] = []
+    for own_ns, *turns in zip(row.handover_ns, *(zip(bound.handover_ns, bound.turns_s) for bound in bounds)):
+        is_known = bool(turns) and not any(shared_cache.differ(own_ns, ns) for ns, _ in turns)
+        found.append(min(turn_s for _, turn_s in turns) if is_known else None)
+    return found
+
+
+def bound_s(row: Row, bounds: Iterable[Row]) -> float | None:
+    """Return what was possible of *row*'s median time: its median share turn by turn. None: nobody knows."""
+    shares = [each / turn_s for each, turn_s in zip(bounds_s(row, bounds), row.turns_s) if each is not None]
+    return row.median_s * statistics.median(shares) if shares else None
+
+
+def find(rows: Iterable[Row], name: str, nbytes: int) -> Row | None:
+    """Return the row called *name* at this size."""
+    return next((row for row in rows if row.name == name and row.nbytes == nbytes), None)
+
+
+def best(rows: Iterable[Row], names: Sequence[str], nbytes: int) -> Row | None:
+    """Return the fastest (by median) of the rows called one of *names* at this size."""
+    found = [row for row in rows if row.name in names and row.nbytes == nbytes]
+    return min(found, key=lambda row: row.median_s, default=None)

@@ -1,0 +1,1 @@
+"""Benchmarks that reproduce figures of the papers."""

@@ -1,0 +1,108 @@
+"""Finds the numbers that the paper does not print, by code: each from the smallest set of its measurements.
+
+Three of the wire from figure 12 alone; then one overhead for each framework from figures 15 and 16 at 256 GPUs. Nothing
+is fitted to a single cell, nor to figure 13, smaller scales, or other claims: those are predictions. Deterministic.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from . import osdi20
+from .figures import BULK_NBYTES, OVERHEADS, Constants, Row, run, workload_of
+from ...tools.simulator.workload import one_bulk
+
+#: A search halves its interval until it is this part of where it began.
+_TOLERANCE = 1 / 256
+
+
+class Fit(NamedTuple):
+    """One calibrated number: what it is, its value, to what it was fitted, the mean error that is left there."""
+
+    name: str
+    value: float
+    unit: str
+    figure: str
+    n_cells: int
+    residual: float
+
+
+def least(loss: Callable[[float], float], low: float, high: float) -> float:
+    """Return about where *loss* is least in [low, high]: a coarse grid, then a finer one around its best, and so on.
+
+    A grid, not a bisection: losses made of simulations have small local minima.
+    """
+    loss = functools.cache(loss)
+    width = high - low
+    while (high - low) > width * _TOLERANCE:
+        step = (high - low) / 8
+        best = min((low + i * step for i in range(9)), key=loss)
+        low, high = max(low, best - step), min(high, best + step)
+    return min((low, (low + high) / 2, high), key=loss)
+
+
+def calibrate() -> tuple[Constants, list[Fit]]:
+    """Return the constants and how well each describes what it was fitted to."""
+    constants, fits = Constants(), []
+    job = one_bulk(BULK_NBYTES)
+    for field, system, low, high, unit in (
+        ("ring_overhead_s", "all-reduce", 0.0, 1e-4, "s/slice"),
+        ("message_overhead_s", "BytePS", 0.0, 1e-4, "s/message"),
+        ("server_rate", "PS", 1e9, 25e9, "bytes/s"),
+    ):
+        measured = osdi20.FIGURE_12[system]
+        ks = [8] if system == "all-reduce" else list(range(system == "PS", 9))
+
+        def loss(value: float, field: str = field, system: str = system, ks: list[int] = ks,
+                 measured: tuple[float, ...] = measured, so_far: Constants = constants) -> float:
+            tried = _with(so_far, field, value)
+            found = [BULK_NBYTES * 8e-9 / run(system, job, 8, k, tried, gpus=1, n_steps=1).step_s for k in ks]
+            return sum(abs(f / measured[k] - 1) for f, k in zip(found, ks)) / len(ks)
+
+        value = least(loss, low, high)
+        constants = _with(constants, field, value)
+        fits.append(Fit(field, value, unit, "12", len(ks), loss(value)))
+    for framework, unit in OVERHEADS.items():
+        value, residual, n_cells = _framework(framework, constants)
+        constants = constants._replace(framework=(*constants.framework, (framework, value)))
+        fits.append(Fit(framework, value, unit, "15/16 at 256 GPUs", n_cells, residual))
+    return constants, fits
+
+
+def _with(constants: Constants, field: str, value: float) -> Constants:
+    changed: dict[str, Any] = {field: value}
+    return constants._replace(**changed)
+
+
+def _framework(framework: str, constants: Constants) -> tuple[float, float, int]:
+    """Return the overhead of *framework*, the mean error it leaves, and over how many cells.
+
+    An overhead is time after a step's last sum: it is added to simulated steps, which need not be run again.
+    """
+    cells = []
+    n = osdi20.SCALES[-1]
+    for job in osdi20.JOBS:
+        if job.framework != framework:
+            continue
+        model = workload_of(job.model)
+        for system, measured in job.efficiency.items():
+            if framework != "PyTorch" and system != "PS":
+                continue  # its overhead is nowhere else
+            found = run(system.split()[0], model, n, n if system in ("PS", "BytePS k=n") else 0, constants,
+                        cross_barrier=framework == "MXNet")
+            times = n if system == "PS" else model.nbytes
+            cells.append((found, times, measured[-1]))
+
+    def loss(value: float) -> float:
+        return sum(abs(found.compute_s / (found.step_s + value * times) - goal) for found, times, goal in cells
+                   ) / len(cells)
+
+    high = 0.05 if framework != "PyTorch" else 1e-9
+    value = least(loss, 0.0, high)
+    return value, loss(value), len(cells)
+
+
+def mean_error(rows: list[Row]) -> float:
+    """Return the mean absolute error of *rows*."""
+    return sum(abs(row.error) for row in rows) / len(rows)

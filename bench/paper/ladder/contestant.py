@@ -1,0 +1,171 @@
+"""One rung at one end, alive through all turns of its model: queue pairs or sockets, and the native loop over them."""
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bpsfast.bench.paper.ladder.control import ANSWER_TIMEOUT_S, Offer
+from bpsfast.bench.paper.ladder.device import MAX_SEND, Port
+from bpsfast.bench.paper.ladder.memory import Area
+from bpsfast.bench.paper.ladder.rungs import LadderVariant
+from bpsfast.launch.namespaces import CpuMeter
+from bpsfast.orchestration.errors import PeerLostError
+from bpsfast.pyx import exchange, verbs
+from bpsfast.pyx.exchange import StreamExchange, WriteExchange
+from bpsfast.pyx.pages import Segment
+from bpsfast.hardware.verbs import completions
+
+_AWAKE_US = 50  # as a rail of the transport
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one end does with a list: sends from one area, receives in another (both may be one), stages in a third.
+
+    *indices* are its partitions in those areas; *at_peer* the offsets of the same partitions in the peer's.
+    """
+
+    is_service: bool
+    send: Area
+    land: Area
+    stage: Area
+    indices: Sequence[int]
+    at_peer: Sequence[int]
+
+    def arrival(self, rung: LadderVariant) -> Area:
+        """Return the area that the peer writes into."""
+        return self.stage if rung.switches & exchange.COPY else self.land
+
+    def rows(self, rung: LadderVariant, begin: int, rkey: int) -> list[tuple[int, int, int, int, int, int, int, int, int]]:
+        """Return the partitions for `WriteExchange.add_end`; the peer's area begins at *begin*."""
+        copies = bool(rung.switches & exchange.COPY)
+        send, land, stage = (area.addresses(rung.unaligned) for area in (self.send, self.land, self.stage))
+        lkey, arrival = (self.stage if copies else self.send).lkey, self.arrival(rung)
+        arrivals = arrival.addresses(rung.unaligned)
+        return [(send[i], stage[i] if copies else 0, begin + offset, arrivals[i], land[i] if copies else 0,
+                 self.send.parts[i].nbytes, lkey, rkey, arrival.rkey) for i, offset in zip(self.indices, self.at_peer)]
+
+    def plain_rows(self) -> list[tuple[int, int, int]]:
+        """Return the partitions for `StreamExchange.add_end`."""
+        send, land = self.send.addresses(False), self.land.addresses(False)
+        return [(send[i], land[i], self.send.parts[i].nbytes) for i in self.indices]
+
+
+class Turn(NamedTuple):
+    """Seconds of each step, of this process's processor time, and of all processors' of the machine."""
+
+    samples_s: list[float]
+    cpu_s: float
+    busy_s: float
+
+
+class Contestant:
+    """What both kinds share: a native loop that is run and metered."""
+
+    loop: WriteExchange | StreamExchange
+
+    def run(self, n_steps: int) -> Turn:
+        """Do *n_steps* steps, as the peer does at the same time.
+
+        Raises
+        ------
+        PeerLostError
+            A step broke off; the text says why.
+        """
+        cpu_s, begin_s = time.process_time(), time.perf_counter()
+        with CpuMeter() as meter:
+            try:
+                samples_s = self.loop.run(n_steps)
+            except OSError as exc:
+                raise PeerLostError(f"{exc}{self._failure()}") from exc
+        busy_s = meter.busy * (os.cpu_count() or 1) * (time.perf_counter() - begin_s)
+        return Turn(samples_s, time.process_time() - cpu_s, busy_s)
+
+    def _failure(self) -> str:
+        failure = getattr(self.loop, "failure", None)
+        if failure is None:
+            return ""
+        status, vendor_error, end, kind, part = failure
+        return f"; end {end}, {kind} {part}: {completions.explain(status, vendor_error)}"
+
+
+class Writes(Contestant):
+    """A rung over RDMA: one end towards the other host and, where the own share goes through the NIC, both of that.
+
+    *side* is this end's towards the other host, *own* the worker's and the service's of the share that stays; who
+    *polls* never sleeps.
+    """
+
+    def __init__(self, port: Port, rung: LadderVariant, side: Side, own: Sequence[Side] = (), polls: bool = False) -> None:
+        self._port, self._rung, self._side, self._own = port, rung, side, own
+        sides = [side, *own]
+        self._queue = port.completions([len(each.indices) for each in sides])
+        self._pairs = [port.pair(self._queue, len(each.indices)) for each in sides]
+        self._messages = [Segment(exchange.messages_nbytes(len(each.indices)), huge=False) for each in sides]
+        self._regions = [verbs.MemoryRegion(port.domain, segment) for segment in self._messages]
+        self.loop = WriteExchange(self._queue.handle, switches=rung.switches,
+                                  awake_us=None if polls else _AWAKE_US, keep=self._queue)
+
+    def offer(self) -> Offer:
+        """Return what the other host has to know."""
+        return self._offer(0, self._side)
+
+    def connect(self, peer: Offer) -> None:
+        """Bring everything up. The other host has to do the same before a step begins."""
+        self._connect(0, self._side, peer)
+        if self._own:
+            for mine, other in ((1, 2), (2, 1)):
+                self._connect(mine, self._own[mine - 1], self._offer(other, self._own[other - 1]))
+
+    def _offer(self, i: int, side: Side) -> Offer:
+        area = side.arrival(self._rung)
+        return self._port.offer(self._pairs[i], area.begin(self._rung.unaligned), area.rkey)
+
+    def _connect(self, i: int, side: Side, peer: Offer) -> None:
+        self._port.connect(self._pairs[i], peer)
+        self.loop.add_end(self._pairs[i].handle, side.rows(self._rung, peer.arrival, peer.rkey),
+                          is_service=side.is_service, max_send=MAX_SEND, messages=self._regions[i].address,
+                          messages_lkey=self._regions[i].lkey)
+
+    def close(self) -> None:
+        """Close the queue pairs, then what they used."""
+        for pair in self._pairs:
+            pair.close()
+        self.loop.close()
+        for each in (*self._regions, *self._messages, self._queue):
+            each.close()
+
+
+class Streams(Contestant):
+    """A rung over tcp: connections to the other host, and to itself where the own share goes by the wire."""
+
+    def __init__(self, side: Side, sockets: Sequence[socket.socket], own: Sequence[Side] = ()) -> None:
+        self.loop = StreamExchange()
+        ends = [(sock, side, i) for i, sock in enumerate(sockets)]
+        if own:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                for i in range(len(sockets)):
+                    ends.append((socket.create_connection(server.getsockname()), own[0], i))
+                    ends.append((server.accept()[0], own[1], i))
+        for sock, end, i in ends:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            rows = end.plain_rows()[i::len(sockets)]
+            if rows:
+                self.loop.add_end(sock.fileno(), rows, is_service=end.is_service)
+        self._sockets = [sock for sock, _, _ in ends]
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.loop.close()
+        for sock in self._sockets:
+            sock.close()
+
+
+def accept(server: socket.socket, n_streams: int) -> list[socket.socket]:
+    """Return *n_streams* connections, in the order in which they were made."""
+    server.settimeout(ANSWER_TIMEOUT_S)
+    return [server.accept()[0] for _ in range(n_streams)]

@@ -1,0 +1,216 @@
+"""The control connection between the two hosts of a ladder: what they tell each other, as lines of JSON.
+
+    Hello <-> Hello                     versions, machines
+    Open  -> Opened                     memory for one model
+    Make  -> Made                       one rung's queue pairs or sockets, connected on both sides
+    Run   -> Ready, Ran                 some steps, and what became of them at the service
+    Failed                              instead of any answer
+
+Both ends prove a key first (`perf.control.secret_for`): who listens serves the first that has it, one run, and ends.
+"""
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable
+from threading import Event
+from typing import Any, TypeVar
+
+import msgspec
+
+from bpsfast.base import settings
+from bpsfast.orchestration import security
+from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from bpsfast.tools.perf.control import Secret, secret_for
+
+FORMAT = 1
+PORT = 7810
+CONNECT_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 300.0
+_MAX_LINE_NBYTES = 1 << 20
+_GREETING_S = 10.0
+_CONTEXT = "bpsfast bench ladder"
+_HELLO = security.StreamHello(peer=0, stream=0, epoch=0)
+
+
+class Message(msgspec.Struct, tag=True, frozen=True):
+    """Any line."""
+
+
+class Hello(Message, frozen=True):
+    """`boot`: which running kernel, to count the processor time of a shared machine once. Bytes per second."""
+
+    format: int
+    boot: str
+    device: str
+    machine: dict[str, Any]
+    memcpy_bytes_per_s: float
+
+
+class Open(Message, frozen=True):
+    """Make room for a model; the one before it is closed."""
+
+    model: str
+    divisor: int
+    partition_nbytes: int
+
+
+class Opened(Message, frozen=True):
+    """There is room."""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What the peer needs to connect and to write: one end of a queue pair, and where its writes are to land."""
+
+    number: int
+    psn: int
+    gid: str
+    lid: int
+    mtu: int
+    arrival: int
+    rkey: int
+
+
+class Make(Message, frozen=True):
+    """Make a rung; `offer` is the worker's, None for tcp. `polls`: neither end ever sleeps."""
+
+    rung: str
+    offer: Offer | None = None
+    polls: bool = False
+
+
+class Made(Message, frozen=True):
+    """The service's `offer`, or the `port` it listens at for `n_streams` connections."""
+
+    offer: Offer | None = None
+    port: int = 0
+    n_streams: int = 0
+
+
+class Run(Message, frozen=True):
+    """Do `n_steps` steps of a rung."""
+
+    rung: str
+    n_steps: int
+
+
+class Ready(Message, frozen=True):
+    """The service waits for the push."""
+
+
+class Ran(Message, frozen=True):
+    """What the steps took at the service: seconds of its process, of all processors, and words that were wrong."""
+
+    cpu_s: float
+    busy_s: float
+    n_wrong: int
+
+
+class Failed(Message, frozen=True):
+    """The service gives up."""
+
+    text: str
+
+
+_LINE = Hello | Open | Opened | Make | Made | Run | Ready | Ran | Failed
+_M = TypeVar("_M", bound=Message)
+
+
+class Control:
+    """One end of the connection. Owner thread only."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.address: str = sock.getsockname()[0]
+        self.peer: str = sock.getpeername()[0]
+        self._socket = sock
+        self._file = sock.makefile("rb")
+        self._decoder = msgspec.json.Decoder(_LINE)
+
+    def send(self, message: Message) -> None:
+        """Send one line."""
+        try:
+            self._socket.sendall(msgspec.json.encode(message) + b"\n")
+        except OSError as exc:
+            raise PeerLostError(f"the ladder's other end at {self.peer} is gone: {exc}") from exc
+
+    def receive(self, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Message | None:
+        """Return the next line, None at the end.
+
+        Raises
+        ------
+        PeerLostError, StallError, ProtocolError
+        """
+        self._socket.settimeout(timeout_s)
+        try:
+            line = self._file.readline(_MAX_LINE_NBYTES)
+        except TimeoutError:
+            raise StallError(f"the ladder's other end at {self.peer} said nothing for {timeout_s:g} s") from None
+        except OSError as exc:
+            raise PeerLostError(f"the ladder's other end at {self.peer} is gone: {exc}") from exc
+        if not line:
+            return None
+        try:
+            return self._decoder.decode(line)
+        except msgspec.DecodeError as exc:
+            raise ProtocolError(f"{self.peer} sent {line[:80]!r}, which is no line of a ladder: {exc}; is it another "
+                                "version of bpsfast, or another program?") from exc
+
+    def expect(self, kind: type[_M], timeout_s: float | None = ANSWER_TIMEOUT_S) -> _M:
+        """Return the next line, which is a *kind*; PeerLostError with the peer's words if it failed."""
+        found = self.receive(timeout_s)
+        if isinstance(found, kind):
+            return found
+        if isinstance(found, Failed):
+            raise PeerLostError(f"the ladder's other end at {self.peer} failed: {found.text}")
+        if found is None:
+            raise PeerLostError(f"the ladder's other end at {self.peer} ended before its {kind.__name__}")
+        raise ProtocolError(f"{self.peer} sent {type(found).__name__}, not {kind.__name__}")
+
+    def close(self) -> None:
+        """Hang up."""
+        self._file.close()
+        self._socket.close()
+
+
+def connect(host: str, port: int, is_gone: Callable[[], bool] = lambda: False) -> Control:
+    """Connect to who listens at *host*, waiting for it to begin, unless it *is_gone*.
+
+    Raises
+    ------
+    PeerLostError
+        Nobody does within `CONNECT_TIMEOUT_S`, or it has another key.
+    ConfigError
+        *host* is another machine, and there is no job key.
+    """
+    secret = secret_for(settings.load({}), [host])
+    deadline, wait = time.monotonic() + CONNECT_TIMEOUT_S, Event()
+    while True:
+        try:
+            sock = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
+            break
+        except OSError as exc:
+            if not isinstance(exc, ConnectionRefusedError) or is_gone() or time.monotonic() >= deadline:
+                raise PeerLostError(f"no ladder listens at {host}:{port} ({exc}): start "
+                                    f"`bpsfast bench ladder --listen` there") from exc
+            wait.wait(0.05)
+    try:
+        security.plain_handshake_dialer(sock, secret.key, _CONTEXT, _HELLO, CONNECT_TIMEOUT_S)
+    except BaseException:
+        sock.close()
+        raise
+    return Control(sock)
+
+
+def accept(server: socket.socket, secret: Secret) -> Control:
+    """Return the connection of the first that comes to *server* and proves *secret*; strangers are hung up on."""
+    while True:
+        sock = server.accept()[0]
+        try:
+            security.plain_handshake_acceptor(sock, secret.key, _CONTEXT, peer=0, epoch=0, timeout_s=_GREETING_S)
+        except BpsError as exc:
+            print(f"ladder: refused a connection: {exc}", file=sys.stderr, flush=True)
+            sock.close()
+            continue
+        return Control(sock)

@@ -1,0 +1,83 @@
+"""The RDMA port of one end: which one, opened, and the queue pairs over it."""
+from __future__ import annotations
+
+import errno
+from types import TracebackType
+
+from bpsfast.bench.paper.ladder.control import Offer
+from bpsfast.hardware.host import Host
+from bpsfast.hardware.rdma_route import Rail, choose, peer_address
+from bpsfast.orchestration.errors import UnsupportedError
+from bpsfast.pyx import exchange, verbs
+
+#: Writes of one end that may be under way.
+MAX_SEND = 64
+#: 4.096 us * 2**18 = 1.07 s until an unanswered packet is sent again: on a busy machine a device in software answers
+#: late, and what is sent twice is neither the rung's doing nor always survived by such a device.
+_TIMEOUT = 18
+
+
+def usable(devices: str, gid_index: int, peer: str | None = None) -> list[Rail]:
+    """Return the usable ports, the best towards *peer* first. *devices*: "" or names, exactly, as mlx5_0 or mlx5_0:1.
+
+    Raises
+    ------
+    OSError
+        ENODEV: there is none; the text says why.
+    ConfigError
+        *devices* or *gid_index* name what is not there.
+    """
+    host = Host()
+    if not host.devices:
+        raise OSError(errno.ENODEV, "the ladder needs an RDMA device, /sys/class/infiniband is empty; "
+                                    "`bpsfast doctor` says why")
+    address = peer_address(host, peer) if peer else None
+    choice = choose(host, devices=f"={devices}" if devices else "", gid_index=gid_index, peer=address)
+    try:
+        return [*choice.require(), *choice.spare]
+    except UnsupportedError as exc:
+        raise OSError(errno.ENODEV, str(exc)) from exc
+
+
+class Port:
+    """An opened port. `close` after everything made with it."""
+
+    def __init__(self, rail: Rail) -> None:
+        self.rail = rail
+        self.device = verbs.Device(rail.device)
+        self.domain = verbs.ProtectionDomain(self.device)
+        found = self.device.port(rail.port)
+        self._mtu, self._lid, self._link_layer = found["active_mtu"], found["lid"], found["link_layer"]
+
+    def completions(self, n_parts: list[int]) -> verbs.CompletionQueue:
+        """Make the completion queue of ends with so many partitions each."""
+        return verbs.CompletionQueue(self.device, sum(MAX_SEND + exchange.receives(n) for n in n_parts), events=True)
+
+    def pair(self, queue: verbs.CompletionQueue, n_parts: int) -> verbs.QueuePair:
+        """Make a queue pair for an end of so many partitions, in state INIT."""
+        pair = verbs.QueuePair(self.domain, queue, queue, max_send=MAX_SEND, max_recv=exchange.receives(n_parts),
+                               max_send_sge=2)
+        pair.to_init(self.rail.port)
+        return pair
+
+    def offer(self, pair: verbs.QueuePair, arrival: int = 0, rkey: int = 0) -> Offer:
+        """Return what the peer of *pair* has to know."""
+        gid = self.rail.gid.value.hex() if self.rail.gid else ""
+        return Offer(pair.number, pair.psn, gid, self._lid, self._mtu, arrival, rkey)
+
+    def connect(self, pair: verbs.QueuePair, peer: Offer) -> None:
+        """Bring *pair* up towards *peer*."""
+        pair.to_rtr(peer.number, peer.psn, mtu=min(self._mtu, peer.mtu),
+                    **self.rail.path(self._link_layer, peer.lid, bytes.fromhex(peer.gid)))
+        pair.to_rts(timeout=_TIMEOUT)
+
+    def close(self) -> None:
+        """Close the device. Idempotent."""
+        self.domain.close()
+        self.device.close()
+
+    def __enter__(self) -> Port:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

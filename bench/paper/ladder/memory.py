@@ -1,0 +1,55 @@
+"""Memory of one end: areas that hold a list's partitions, each registered once, as the transport's slabs are."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bpsfast.bench.paper.ladder.shares import SHIFT, Part, offsets, pattern
+from bpsfast.pyx import verbs
+from bpsfast.pyx.pages import Segment
+
+
+class Area:
+    """Page-aligned, registered memory for *parts*; with *shift* the partitions begin `SHIFT` bytes later."""
+
+    def __init__(self, domain: verbs.ProtectionDomain, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.offsets, nbytes = offsets(parts)
+        self._segment = Segment(nbytes, name="bpsfast-ladder")
+        self._region = verbs.MemoryRegion(domain, self._segment)
+        self._bytes = np.frombuffer(self._segment, np.uint8)[:nbytes]
+        self.address, self.lkey, self.rkey = self._region.address, self._region.lkey, self._region.rkey
+
+    def begin(self, shift: bool) -> int:
+        """Return the address that the partitions' offsets count from."""
+        return self.address + (SHIFT if shift else 0)
+
+    def addresses(self, shift: bool) -> list[int]:
+        """Return where each partition begins."""
+        return [self.begin(shift) + offset for offset in self.offsets]
+
+    def fill(self) -> None:
+        """Write the pattern that the service knows too."""
+        self._bytes.view(np.uint32)[:] = pattern(0, self._bytes.nbytes)
+
+    def clear(self) -> None:
+        """Write zeros."""
+        self._bytes.fill(0)
+
+    def n_wrong(self, shift: bool, wanted: Sequence[bool], begins: Sequence[int]) -> int:
+        """Count words that are not the pattern's, in the partitions that are *wanted*. *begins*: where each lies in the
+        worker's memory."""
+        wrong = 0
+        for i, part in enumerate(self.parts):
+            if wanted[i]:
+                at = self.offsets[i] + (SHIFT if shift else 0)
+                expected = pattern(begins[i] + (SHIFT if shift else 0), part.nbytes)
+                wrong += int(np.count_nonzero(self._bytes[at:at + part.nbytes].view(np.uint32) != expected))
+        return wrong
+
+    def close(self) -> None:
+        """Deregister and unmap."""
+        del self._bytes
+        self._region.close()
+        self._segment.close()

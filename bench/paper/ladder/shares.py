@@ -1,0 +1,93 @@
+"""A model's partitions, who sums each, where they lie in memory, and what is in them. Both ends compute the same."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bpsfast.bench.harness.pattern import Array
+from bpsfast.tools.planner.catalog import MODELS, n_elements
+from bpsfast.orchestration.errors import ConfigError
+
+PAGE = 4096
+#: Bytes that an unaligned partition begins behind a page: a multiple of an element, of no cache line.
+SHIFT = 52
+#: A list of one partition of 8 bytes: its round trip is twice the latency.
+PROBE = "8 bytes"
+
+_MIN_PARTITION_NBYTES = 4096
+_FACTOR = 2654435761  # Knuth's: neighbours differ in every byte
+
+
+@dataclass(frozen=True)
+class Model:
+    """One gradient list. *divisor*: every tensor has 1 / *divisor* of its elements, and so has the largest partition,
+    so that there are as many messages as in the whole list."""
+
+    name: str
+    divisor: int = 1
+
+    def __str__(self) -> str:
+        return self.name if self.divisor == 1 else f"{self.name}/{self.divisor}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One partition: its bytes, and whether the service on the other host sums it (else the worker's own)."""
+
+    nbytes: int
+    remote: bool
+
+
+def parse_models(text: str, divisors: dict[str, int]) -> list[Model]:
+    """Return the models of ``vgg19,resnet50/4``; *divisors* holds where a name without number is to be divided.
+
+    Raises
+    ------
+    ConfigError
+        A name that is unknown, or a divisor that is no positive number.
+    """
+    found = []
+    for word in filter(None, map(str.strip, text.split(","))):
+        name, slash, number = word.partition("/")
+        if name not in MODELS or (slash and not (number.isdecimal() and int(number) > 0)):
+            raise ConfigError(f"models: {word!r}: expected {', '.join(MODELS)}, each with an optional divisor, "
+                              "as vgg19/8")
+        found.append(Model(name, int(number) if slash else divisors.get(name, 1)))
+    if not found:
+        raise ConfigError(f"models: {text!r} names none; there are {', '.join(MODELS)}")
+    return found
+
+
+def parts_of(model: Model, partition_nbytes: int) -> list[Part]:
+    """Return the partitions of a float32 list, in order; whoever has fewer bytes so far sums the next one."""
+    if model.name == PROBE:
+        return [Part(8, True)]
+    limit = max(_MIN_PARTITION_NBYTES, partition_nbytes // model.divisor)
+    parts, sums = [], {True: 0, False: 0}
+    for n in n_elements(model.name):
+        left = 4 * max(1, n // model.divisor)
+        n_parts = -(-left // limit)
+        even = -(-left // (4 * n_parts)) * 4
+        while left > 0:
+            nbytes = min(even, left)
+            remote = sums[True] <= sums[False]
+            sums[remote] += nbytes
+            parts.append(Part(nbytes, remote))
+            left -= nbytes
+    return parts
+
+
+def offsets(parts: Sequence[Part]) -> tuple[list[int], int]:
+    """Return where each partition begins in memory of its own, on a page with room for `SHIFT`, and the total."""
+    found, at = [], 0
+    for part in parts:
+        found.append(at)
+        at += -(-(part.nbytes + SHIFT) // PAGE) * PAGE
+    return found, at
+
+
+def pattern(begin: int, nbytes: int) -> Array:
+    """Return what stands in the worker's memory at byte *begin* (both multiples of 4)."""
+    return np.arange(begin // 4, (begin + nbytes) // 4, dtype=np.uint32) * np.uint32(_FACTOR & 0xFFFFFFFF)

@@ -1,0 +1,48 @@
+"""The insides of the two machines that OSDI'20 measures (figures 6 and 8), each with one card of 100 Gbit/s.
+
+Rates are what the authors measured where they print it. Between GPUs of one switch copies get 105 Gbit/s, between those
+of two switches 80 (figure 7): 80 is taken for what a link between switch and socket carries of all that crosses it. For
+two transfers at once nobody has published a rate. A card that has such a link to itself gets its 90 (section 6.2).
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology
+from . import osdi20
+
+#: PCIe 3 with 16 lanes: a card's slot, which its wire never fills.
+_SLOT_RATE = 128e9 / 8
+#: Between processors: more than 300 Gbit/s (section 4.1).
+_SOCKETS_RATE = 300e9 / 8
+#: Of a pair of GPUs: 1.2 Tbit/s a GPU (section 4.2), over four neighbours.
+_NVLINK_RATE = 1.2e12 / 8 / 4
+#: Pairs that NVLinks join: two squares with diagonals, corner to corner.
+_NVLINKS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (4, 5), (4, 6), (4, 7), (5, 6), (5, 7), (6, 7),
+            (0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def pcie_only() -> Topology:
+    """Return figure 6: two sockets, a switch with four GPUs at each; the card at the first socket."""
+    return _switched("PCIe", sockets=(0, 1), gpus_per_switch=4, card_at="socket0")
+
+
+def nvlink() -> Topology:
+    """Return figure 8: two sockets, two switches with two GPUs at each; NVLinks; the card below the first switch."""
+    return _switched("NVLink", sockets=(0, 0, 1, 1), gpus_per_switch=2, card_at="switch0", nvlinks=_NVLINKS)
+
+
+def _switched(name: str, sockets: Sequence[int], gpus_per_switch: int, card_at: str,
+              nvlinks: Sequence[tuple[int, int]] = ()) -> Topology:
+    parts = [Part("socket0", PartKind.SOCKET), Part("socket1", PartKind.SOCKET)]
+    links = [Link("socket0", "socket1", LinkKind.SOCKETS, _SOCKETS_RATE)]
+    for switch, socket in enumerate(sockets):
+        parts.append(Part(f"switch{switch}", PartKind.SWITCH))
+        links.append(Link(f"switch{switch}", f"socket{socket}", LinkKind.PCIE, osdi20.CROSS_SWITCH_RATE))
+        for gpu in range(switch * gpus_per_switch, (switch + 1) * gpus_per_switch):
+            parts.append(Part(f"gpu{gpu}", PartKind.GPU))
+            links.append(Link(f"gpu{gpu}", f"switch{switch}", LinkKind.PCIE, osdi20.PCIE_RATE))
+    parts.append(Part("nic0", PartKind.NIC, wire_rate_bytes=osdi20.CARD_RATE))
+    links.append(Link("nic0", card_at, LinkKind.PCIE, _SLOT_RATE))
+    links += [Link(f"gpu{a}", f"gpu{b}", LinkKind.NVLINK, _NVLINK_RATE) for a, b in nvlinks]
+    return Topology(name, tuple(parts), tuple(links))

@@ -1,0 +1,130 @@
+"""``bpsfast bench saturation``: goodput, latency, CPU per GB and memory of push_pull while one thing grows at a time.
+
+Ranks of nodes of this machine, over tcp on loopback: the array's size, the number of ranks, of nodes,
+`partition_bytes`, `credit_bytes`. The jobs of one curve live through it and take turns. Wire throughput is what node 0
+sent and received to and from all peers, by its own count.
+"""
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bpsfast.bench.harness import peers, plots, table
+from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.bench.harness.option_lists import parse_names
+from bpsfast.bench.harness.samples import take_turns
+from bpsfast.bench.paper.saturation.point import Point
+from bpsfast.bench.harness.size_list import parse_sizes
+from bpsfast.orchestration.errors import ConfigError
+
+CURVES = ("size", "ranks", "nodes", "partition", "credit")
+_SIZES, _QUICK_SIZES = "4K:64M", "64K,1M,16M"
+_NBYTES = 16 << 20
+_RANKS, _NODES = (2, 4, 6), (1, 2, 3)
+_PARTITIONS = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+_CREDITS = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+_ROUNDS, _QUICK_ROUNDS = 5, 2
+
+
+def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Measure as *options* say, print tables, and return (and write) the records.
+
+    Parameters
+    ----------
+    options
+        curves ("size,credit": None for all), sizes (of the first curve), compare ("gloo"), n_rounds (5), json_path,
+        plot_path, quick. All may be missing or None.
+
+    Raises
+    ------
+    ConfigError
+        If an option makes no sense, or a plot is asked for and cannot be drawn.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    quick = bool(given.get("quick"))
+    names = parse_names("--curves", given["curves"], CURVES) if "curves" in given else tuple(CURVES)
+    if given.get("compare") not in (None, "gloo"):
+        raise ConfigError(f"--compare {given['compare']}: between nodes it is gloo that is compared with")
+    sizes = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES))
+    if "plot_path" in given:
+        plots.check(given["plot_path"])
+    gloo = given.get("compare") == "gloo"
+    lacking = peers.missing("gloo") if gloo else None
+    if lacking is not None:
+        print(lacking)
+    began, found = time.time(), {}
+    for name in names:
+        found[name] = _measure(name, sizes, quick, gloo and lacking is None,
+                               given.get("n_rounds") or (_QUICK_ROUNDS if quick else _ROUNDS))
+        print(f"{report(name, found[name])}\n", flush=True)
+    if "plot_path" in given:
+        with plots.figure(4.4, 3.6, n_panels=len(found)) as (made, panels):
+            for panel, (name, points) in zip(panels, found.items()):
+                draw(panel, name, points)
+            plots.save(made, given.pop("plot_path"))
+    records = [point.record(name) for name, points in found.items() for point in points]
+    return table.finish("saturation", given, began, records)
+
+
+def _measure(name: str, sizes: Sequence[int], quick: bool, gloo: bool, n_rounds: int) -> list[Point]:
+    """Measure one curve: its jobs are all there while each point has its turns."""
+    with contextlib.ExitStack() as stack:
+
+        def point(value: int, nbytes: int = _NBYTES, n_ranks: int = 2, n_nodes: int = 2, **settings: Any) -> Point:
+            hall = stack.enter_context(ContestantLauncher(n_ranks, n_nodes))
+            return Point(hall.bpsfast(transport="tcp", **settings), value, nbytes, n_ranks, n_nodes)
+
+        if name == "size":
+            hall = stack.enter_context(ContestantLauncher(2, 2))
+            ours, theirs = hall.bpsfast(transport="tcp"), hall.gloo() if gloo else None
+            points = [Point(group, nbytes, nbytes, 2, 2) for nbytes in sizes for group in (ours, theirs) if group]
+        elif name == "ranks":
+            points = [point(n, n_ranks=n) for n in _some(_RANKS, quick)]
+        elif name == "nodes":
+            points = [point(n, n_ranks=max(2, n), n_nodes=n) for n in _some(_NODES, quick)]
+        elif name == "partition":
+            points = [point(n, partition_bytes=n) for n in _some(_PARTITIONS, quick)]
+        else:  # parts small enough that the credit is what holds them back
+            points = [point(n, credit_bytes=n, partition_bytes=64 << 10) for n in _some(_CREDITS, quick)]
+        by_row = {id(each.row): each for each in points}
+        take_turns([each.row for each in points], n_rounds, around=lambda row, begins: by_row[id(row)].look(begins))
+    return points
+
+
+def _some(values: Sequence[int], quick: bool) -> Sequence[int]:
+    return (values[0], values[-1]) if quick else values
+
+
+def report(name: str, points: Sequence[Point]) -> str:
+    """Return one curve as a table, at most 120 columns wide."""
+    cells = [[name, "", "goodput Gbit/s", "p50 us", "p99 us", "sent Gbit/s", "received", "CPU s/GB: ranks", "node",
+              "memory MB", "wrong"]]
+    for point in points:
+        sent, received = (f"{8 * nbytes / point.row.median_s / 1e9:.2f}" if nbytes else "-" for nbytes in point.wire)
+        ranks, node = (f"{point.cpu_s.get(role, 0.0) / point.row.nbytes * 1e9:.2f}" for role in ("rank", "node"))
+        cells.append([str(point.value), point.row.group.name, f"{point.goodput_bits / 1e9:.2f}",
+                      f"{point.row.median_s * 1e6:.0f}", f"{point.row.percentile_s(99) * 1e6:.0f}", sent, received,
+                      ranks, node, f"{point.memory_nbytes / 1e6:.0f}", str(point.row.n_wrong)])
+    return table.plain(cells)
+
+
+def draw(panel: Any, name: str, points: Sequence[Point]) -> None:
+    """Draw goodput over what grew, and CPU seconds per GB on an axis of its own."""
+    right = panel.twinx()
+    for contestant, line in (("bpsfast", "-"), ("gloo", ":")):
+        mine = [point for point in points if point.row.group.name == contestant]
+        if mine:
+            values = [point.value for point in mine]
+            panel.plot(values, [point.goodput_bits / 1e9 for point in mine], f"o{line}", color="C0",
+                       label=contestant)
+            right.plot(values, [point.row.median_cpu_s / point.row.nbytes * 1e9 for point in mine], f"s{line}",
+                       color="C1")
+    counted = name in ("ranks", "nodes")
+    panel.set(title=f"by {name}", xlabel=name if counted else f"{name}, bytes")
+    panel.legend(fontsize=8)
+    panel.set_ylabel("goodput, Gbit/s", color="C0")
+    right.set_ylabel("CPU seconds per GB", color="C1")
+    if not counted:
+        panel.set_xscale("log")

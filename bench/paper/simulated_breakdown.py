@@ -1,0 +1,98 @@
+"""What each part of BytePS's design adds on 256 GPUs, simulated: one bar after the other, each with one part more.
+
+The cluster, the all-reduce and what messages cost are those of figures 15 and 16 (`figures`), the inside of a machine
+those of figure 14 (`figure_14`): the first bars sum as NCCL does where nobody says otherwise, all GPUs being roots.
+Half as many helpers as machines with GPUs: as `bench schedule` has them, and between the figures' two ends.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...orchestration.placement.shares import Machine, optimal_shares
+from ...hardware.topology.loads import Traffic
+from . import machines, osdi20
+from ...tools.simulator.cluster import Costs, cluster
+from .figure_14 import nvlink_way
+from .figures import Constants, run, workload_of
+from .intra_machine import IntraMachine, inside
+from ...tools.simulator.ring import Ring
+from ...tools.simulator.simulation import Options, simulate
+
+N, K = 32, 16
+MODELS = tuple(each.model for each in osdi20.JOBS)
+_ALL_ROOTS, _BEST_ROOTS = tuple(range(osdi20.GPUS)), (2, 3)
+#: More than any model: whatever is there is sent at once.
+_NO_CREDIT_NBYTES = 1 << 40
+
+
+class Part(NamedTuple):
+    """One bar: what it has of the design besides what an all-reduce is. `roots`: GPUs that copy to memory."""
+
+    name: str
+    is_split: bool = True
+    priority: bool = False
+    crosses: bool = False
+    roots: tuple[int, ...] = _ALL_ROOTS
+
+
+PARTS = (
+    Part("all-reduce, FIFO", is_split=False),
+    Part("+ optimal split"),
+    Part("+ priority and credit", priority=True),
+    Part("+ cross-barrier", priority=True, crosses=True),
+    Part("+ topology", priority=True, crosses=True, roots=_BEST_ROOTS),
+)
+
+
+class Bar(NamedTuple):
+    """A simulated step of *model*; `linear_s` is one without communication."""
+
+    model: str
+    part: str
+    step_s: float
+    linear_s: float
+
+    @property
+    def efficiency(self) -> float:
+        """Return the speed as a share of linear scaling."""
+        return self.linear_s / self.step_s
+
+
+def traffic(n: int, k: int) -> Traffic:
+    """Return what crosses the card of one of *n* machines that train, *k* helping, at the optimum."""
+    owned = optimal_shares([Machine(True, 1.0)] * n + [Machine(False, 1.0)] * k, 1.0).owned[0]
+    return Traffic(service=(n - 2) * owned)
+
+
+def insides(constants: Constants) -> dict[tuple[int, ...], IntraMachine]:
+    """Return roots -> what they make of a machine of `PARTS`."""
+    topology, each = machines.nvlink(), traffic(N, K)
+    ring = Ring(overhead_s=constants.ring_overhead_s)
+    return {roots: inside(topology, nvlink_way(topology, roots, each), each, ring, Options().partition_nbytes)
+            for roots in (_ALL_ROOTS, _BEST_ROOTS)}
+
+
+def bars(constants: Constants, models: Sequence[str] = MODELS) -> list[Bar]:
+    """Return all bars of *models*, which are some of `paper.JOBS`'."""
+    found: list[Bar] = []
+    ways = insides(constants)
+    for name in models:
+        job = workload_of(name)
+        framework = next(each.framework for each in osdi20.JOBS if each.model == name)
+        per_byte_s = constants.of(framework) * job.nbytes if framework == "PyTorch" else 0.0
+        for part in PARTS:
+            if not part.is_split:
+                step_s = run("all-reduce", job, N, 0, constants, framework=framework).step_s
+            else:
+                way = ways[part.roots]
+                costs = Costs(sum_rate=osdi20.SUM_RATE, fused_sum=False, reduce_rate=way.stage_rate,
+                              broadcast_rate=way.stage_rate, overhead_s=constants.message_overhead_s)
+                options = Options(priority=part.priority, cross_barrier=part.crosses, interleave=True,
+                                  optimizer_s=per_byte_s,
+                                  credit_nbytes=Options().credit_nbytes if part.priority else _NO_CREDIT_NBYTES)
+                # no GPUs copy beside the helpers' cards
+                together = cluster([way.card_rate] * N, [osdi20.CARD_RATE] * K, costs)
+                step_s = simulate(job, together, "optimal", options).step_s
+            found.append(Bar(name, part.name, step_s, job.compute_s))
+    return found

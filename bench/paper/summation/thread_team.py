@@ -1,0 +1,78 @@
+"""One thread, or one for each CPU that this process may use, calling one function on partitions that come from DRAM."""
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import NamedTuple
+
+from bpsfast.bench.harness.cold_memory import PARTITION_NBYTES, Array, Pool
+
+Operation = Callable[[list[Array]], None]
+_TIMEOUT_S = 120.0
+_MOST_ARRAYS = 9
+
+
+class Turn(NamedTuple):
+    """Seconds of one call of all threads at once, and CPU seconds of one call of one thread."""
+
+    wall_s: float
+    cpu_s: float
+
+
+class ThreadTeam:
+    """*n_threads* threads, each with a pool of its own that it has touched first. A context manager.
+
+    What they call holds no GIL.
+
+    Parameters
+    ----------
+    pool_nbytes
+        Of all pools together.
+    """
+
+    def __init__(self, n_threads: int, pool_nbytes: int) -> None:
+        self.n_threads = n_threads
+        self._barrier = threading.Barrier(n_threads)
+        own = max(pool_nbytes // n_threads // PARTITION_NBYTES, _MOST_ARRAYS) * PARTITION_NBYTES
+        self._pools = [Pool(own) for _ in range(n_threads)]
+        self._filled = ""
+        self._threads = ThreadPoolExecutor(n_threads)
+
+    def __enter__(self) -> ThreadTeam:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self._threads.shutdown()
+
+    def fill(self, name: str) -> None:
+        """Make all memory ones of a dtype."""
+        if name != self._filled:
+            list(self._threads.map(lambda pool: pool.fill(name), self._pools))
+            self._filled = name
+
+    def turn(self, operation: Operation, n_arrays: int, name: str, n_calls: int) -> Turn:
+        """Let every thread call *operation* on *n_arrays* partitions *n_calls* times, after one call that is not timed.
+
+        All begin together; the time is until the last one has ended.
+        """
+
+        def work(pool: Pool) -> tuple[float, float, float]:
+            operation(pool.take(n_arrays, name))
+            self._barrier.wait(_TIMEOUT_S)
+            begin, begin_cpu = time.perf_counter(), time.thread_time()
+            for _ in range(n_calls):
+                operation(pool.take(n_arrays, name))
+            return begin, time.perf_counter(), time.thread_time() - begin_cpu
+
+        found = list(self._threads.map(work, self._pools))
+        begins, ends, cpus = zip(*found)
+        return Turn((max(ends) - min(begins)) / n_calls, sum(cpus) / n_calls / self.n_threads)
+
+
+def n_usable() -> int:
+    """Return how many CPUs this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,85 @@
+"""``bpsfast bench push_pull``: how long a push_pull takes, how near that is to what can be had, and what others need.
+
+One node: `one_machine`. Two nodes: `two_nodes`. Real hosts: `over_hosts`. All contestants are measured in turns within
+one run; ratios of one run mean something, times of two runs beside each other do not.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from bpsfast.bench.push_pull import one_machine, over_hosts, two_nodes
+from bpsfast.bench.harness import peers, table
+from bpsfast.bench.harness.option_lists import parse_names
+from bpsfast.bench.push_pull.options import Plan
+from bpsfast.bench.harness.size_list import parse_sizes
+from bpsfast.launch import ssh_job
+from bpsfast.orchestration.errors import ConfigError
+
+_SIZES = {1: "4K:256M", 2: "64M:64M"}
+_QUICK_SIZES = {1: "4K,64K,1M,16M,64M", 2: "64M:64M"}
+_APIS = {"numpy": ("numpy",), "torch": ("torch",), "both": ("numpy", "torch")}
+
+
+def run(options: Mapping[str, Any], hosts: ssh_job.Plan | None = None) -> list[dict[str, Any]]:
+    """Measure as *options* say, print tables, and return (and write) the records.
+
+    Parameters
+    ----------
+    options
+        n_ranks, n_nodes (1 or 2), compare ("gloo,mpi"), sizes ("4K:256M": every power of two; or "4K,1M"), api (numpy,
+        torch, both), json_path, quick. All may be missing or None.
+    hosts
+        Where the ranks run, if not on this machine; then n_ranks and n_nodes are theirs.
+
+    Raises
+    ------
+    ConfigError
+        If an option makes no sense.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    n_ranks, n_nodes, quick = given.get("n_ranks", 2), given.get("n_nodes", 1), given.get("quick", False)
+    if hosts is not None:
+        n_ranks, n_nodes = sum(hosts.shape.ranks), len(hosts.shape.ranks)
+    elif n_nodes not in _SIZES:
+        raise ConfigError(f"bench push_pull plays 1 or 2 nodes on this machine, got {n_nodes}; -H names real ones")
+    if n_ranks < 2:
+        raise ConfigError(f"bench push_pull measures 2 or more ranks, got {n_ranks}")
+    if given.get("dtype", "float32") != "float32":
+        raise ConfigError(f"bench push_pull sums float32, got {given['dtype']} (bench kernels has all dtypes)")
+    played = 1 if hosts is not None else n_nodes
+    wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES)[played])
+    operations = _operations(given.get("api", "both"), n_nodes)
+    chosen = _peers(given.get("compare") or "")
+    start = time.time()
+    if hosts is not None:
+        if set(chosen) - {"gloo"}:
+            raise ConfigError(f"compare {', '.join(chosen)}: between hosts it is gloo that is compared with")
+        records = over_hosts.run(Plan(wanted, n_ranks, operations[:1], chosen, quick), hosts)
+    elif n_nodes == 1:
+        records = one_machine.run(Plan(wanted, n_ranks, operations, chosen, quick))
+    else:
+        records = two_nodes.run(Plan(wanted, n_ranks, operations, chosen, quick))
+    return table.finish("push_pull", given, start, records)
+
+
+def _operations(api: str, n_nodes: int) -> tuple[str, ...]:
+    if api not in _APIS:
+        raise ConfigError(f"api {api!r}: expected {', '.join(_APIS)}")
+    operations = _APIS[api]
+    if "torch" in operations and peers.missing("gloo") is not None:
+        print("torch is not installed: its operations are left out")
+        operations = ("numpy",)
+    return operations if n_nodes == 1 else operations[:1]
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    found = []
+    for name in parse_names("--compare", text, peers.VARIANTS) if text else ():
+        lacking = peers.missing(name)
+        if lacking is None:
+            found.append(name)
+        else:
+            print(lacking)
+    return tuple(found)

@@ -1,0 +1,81 @@
+"""Two nodes over TCP: on links that are the limit, and on loopback, where the CPU is; against raw sockets and gloo."""
+from __future__ import annotations
+
+from typing import Any
+
+from bpsfast.bench.harness import raw_sockets, table
+from bpsfast.bench.push_pull.cliffs import SILENT
+from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.bench.push_pull.options import Plan
+from bpsfast.bench.harness.samples import Row, best, bound_s, take_turns
+from bpsfast.bench.push_pull.steady_state import python_s_per_partition
+from bpsfast.launch.namespaces import Cluster, netns
+
+_RAW = tuple(raw_sockets.VARIANTS)
+#: NumPy's arrays, with all connections encrypted, as they are between machines by default.
+ENCRYPTED = "numpy, encrypted"
+#: Of shaped links: the CPUs are not their limit.
+_RATE = "1gbit"
+
+
+def run(plan: Plan) -> list[dict[str, Any]]:
+    """Measure on shaped links (where namespaces can be made) and on loopback; print tables, return the records."""
+    records: list[dict[str, Any]] = []
+    lacking = netns.missing()
+    if lacking is None:
+        with Cluster(["node0", "node1"], rates=_RATE) as cluster:
+            records += _measure(plan, f"links of {_RATE}", cluster)
+    else:
+        plan.say(f"shaped links are left out: {lacking}\n")
+    return records + _measure(plan, "loopback", None)
+
+
+def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, Any]]:
+    """Take turns over one kind of network. Shaped links are slow: fewer operations, and no job without sums."""
+    shaped = cluster is not None
+    rows: list[Row] = []
+    with ContestantLauncher(plan.n_ranks, 2, cluster) as hall:
+        ours, encrypted, raw = hall.bpsfast(transport="tcp"), hall.bpsfast(transport="tcp", encryption="on"), hall.raw()
+        silent = None if shaped else hall.bpsfast(transport="tcp", sums="off")
+        gloo = hall.gloo() if "gloo" in plan.peers else None
+        before = ours.ask("counters", only=[0])[0]
+        for nbytes in plan.sizes:
+            rows += [Row(ours, operation, nbytes) for operation in plan.operations]
+            rows.append(Row(encrypted, "numpy", nbytes, label=ENCRYPTED))
+            if silent is not None:
+                rows.append(Row(silent, "numpy", nbytes, label=SILENT))
+            rows += [Row(raw, name, nbytes) for name in _RAW]
+            if gloo is not None:
+                rows.append(Row(gloo, "gloo", nbytes))
+        take_turns(rows, 2 if shaped and plan.quick else plan.n_rounds, n=2 if shaped else None)
+        grown = {name: value - before.get(name, 0) for name, value in ours.ask("counters", only=[0])[0].items()}
+    return _report(plan, where, rows, python_s_per_partition(grown))
+
+
+def _report(plan: Plan, where: str, rows: list[Row], python_s: float | None) -> list[dict[str, Any]]:
+    """Print the tables of one network, and return its records."""
+    records = []
+    raw = {nbytes: [row for row in rows if row.name in _RAW and row.nbytes == nbytes] for nbytes in plan.sizes}
+    for name in dict.fromkeys(row.name for row in rows):
+        chosen = [row for row in rows if row.name == name]
+        title = f"{name} ({chosen[0].group.name}), two nodes, {where}"
+        bounds = {row.nbytes: row.nbytes / least_s for row in chosen if (least_s := bound_s(row, raw[row.nbytes]))}
+        plan.say(table.block(title, chosen, plan.n_ranks, 2, bounds, has_sums=name != SILENT) + "\n")
+        records += [table.record(where, row, plan.n_ranks, 2, raw[row.nbytes]) for row in chosen]
+    lines = [[f"two nodes, {where}", "us", "of the raw bound", "times gloo", "CPU busy", "CPU us"]]
+    clear = {row.nbytes: row for row in rows if row.name == "numpy"}
+    for row in rows:
+        if row.name == ENCRYPTED and row.nbytes in clear:
+            in_clear = clear[row.nbytes]
+            plan.say(f"{row.nbytes} bytes, encrypted: {row.median_s / in_clear.median_s:.2f} times the time, "
+                     f"{row.median_cpu_s / in_clear.median_cpu_s:.2f} times the CPU")
+    for row in rows:
+        gloo, least_s = best(rows, ["gloo"], row.nbytes), bound_s(row, raw[row.nbytes])
+        lines.append([f"{row.name} {row.nbytes}", f"{row.median_s * 1e6:.0f}",
+                      f"{least_s / row.median_s:.3f}" if least_s else "-",
+                      f"{gloo.median_s / row.median_s:.2f}" if gloo else "-",
+                      f"{100 * sum(row.cpu_busy) / len(row.cpu_busy):.0f} %",
+                      f"{row.median_cpu_s * 1e6:.0f}"])
+    plan.say(table.plain(lines))
+    plan.say(f"{(python_s or 0.0) * 1e6:.1f} us of the node's Python per partition\n")
+    return [*records, {"section": where, "chosen": {"n_nodes": 2}, "measured": {"python_s_per_partition": python_s}}]

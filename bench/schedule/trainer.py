@@ -1,0 +1,250 @@
+"""One rank of a training job on a timed network: ours, or torch's DDP or scheduled all-reduces over gloo."""
+from __future__ import annotations
+
+import hashlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from bpsfast.bench.harness.contestant import Operation
+from bpsfast.bench.schedule.timed_network import TimedLayer, data, network
+from bpsfast.bench.schedule.methods import divided
+from bpsfast.tools.simulator.workload import Workload
+
+_LEARNING_RATE, _MOMENTUM = 0.5, 0.9
+_DDP_BUCKET_MIB = 25.0
+
+
+class Trainer:
+    """One rank. Variants of `operation`: ``step`` is a step of the job; ``alone`` one of a network of its own.
+
+    Parameters
+    ----------
+    way
+        "barrier" and "crossing": `bpsfast.torch.DistributedOptimizer` without and with cross_barrier, in whatever order
+        the job's settings say. "ddp": DistributedDataParallel over gloo. "gloo fifo", "gloo priority": all-reduces over
+        gloo by `bpsfast.torch.schedule`, each layer's forward waiting for its own.
+    model, divisor, compute_s
+        As `ways.divided` takes them.
+    partition_nbytes, credit_nbytes
+        Of the scheduled all-reduces.
+    """
+
+    def __init__(self, way: str, model: str, divisor: int, compute_s: float, partition_nbytes: int = 0,
+                 credit_nbytes: int = 0) -> None:
+        torch.set_num_threads(1)
+        self._job = divided(model, divisor, compute_s)
+        self._network = network(self._job)
+        make: dict[str, Callable[[], _Way]] = {
+            "barrier": lambda: _Ours(self._network, False), "crossing": lambda: _Ours(self._network, True),
+            "ddp": lambda: _Ddp(self._network, divisor),
+            "gloo fifo": lambda: _Scheduled(self._network, False, partition_nbytes, credit_nbytes),
+            "gloo priority": lambda: _Scheduled(self._network, True, partition_nbytes, credit_nbytes)}
+        self._way = make[way]()
+        self.rank = self._way.rank
+        self._n_steps = 0
+        self._alone: _Alone | None = None
+
+    def operation(self, variant: str, nbytes: int) -> Operation:
+        """See the class; *nbytes* is the network's."""
+        if variant == "alone":
+            self._alone = _Alone(self._job, self.rank)
+            return Operation(self._alone.step, lambda known: None, lambda: 0)
+        return Operation(self._step, lambda known: None, self._n_wrong)
+
+    def _step(self) -> None:
+        self._way.step(data(self.rank, self._n_steps))
+        self._n_steps += 1
+
+    def _n_wrong(self) -> int:
+        """Count the weights that differ from those of one process which has seen the data of all ranks."""
+        assert self._n_steps == 1, "sums are checked once, after the first step"
+        reference = network(self._job)
+        optimizer = _sgd(reference)
+        for layer in _layers(reference):
+            layer.sleeps = False
+        (sum(reference(data(rank, 0)).sum() for rank in range(self._way.size)) / self._way.size).backward()
+        optimizer.step()
+        self._way.settle()
+        return sum(int((~torch.isclose(ours, theirs, rtol=1e-5, atol=1e-8)).sum())
+                   for ours, theirs in zip(self._network.parameters(), reference.parameters()))
+
+    def digest(self) -> tuple[int, str]:
+        """Return how many steps were made, and a hash of all weights."""
+        self._way.settle()
+        found = hashlib.sha256()
+        for weight in self._network.parameters():
+            found.update(weight.detach().numpy().tobytes())
+        return self._n_steps, found.hexdigest()
+
+    def phases(self) -> tuple[float, float, float]:
+        """Return what forward, backward and optimizer of the steps ``alone`` took, medians in seconds."""
+        assert self._alone is not None, "nothing was measured alone"
+        forward_s, backward_s, optimizer_s = map(statistics.median, zip(*self._alone.phases_s))
+        return forward_s, backward_s, optimizer_s
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        self._way.barrier()
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._way.close()
+
+
+class _Way(Protocol):
+    """How gradients are averaged."""
+
+    rank: int
+    size: int
+
+    def step(self, x: torch.Tensor) -> None:
+        """Train once."""
+
+    def settle(self) -> None:
+        """Make what updates are still due."""
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+
+    def close(self) -> None:
+        """Leave the job."""
+
+
+class _Ours:
+    def __init__(self, net: torch.nn.Module, crosses: bool) -> None:
+        import bpsfast.torch as bps
+
+        bps.init()
+        self._bps = bps
+        self.rank, self.size = bps.rank(), bps.size()
+        self._network = net
+        self._crosses = crosses
+        self._optimizer: Any = bps.DistributedOptimizer(
+            _sgd(net), list(net.named_parameters()), cross_barrier=crosses)
+
+    def step(self, x: torch.Tensor) -> None:
+        self._optimizer.zero_grad()
+        self._network(x).sum().backward()
+        self._optimizer.step()
+
+    def settle(self) -> None:
+        if self._crosses:
+            self._optimizer.settle()
+
+    def barrier(self) -> None:
+        self._bps.barrier()
+
+    def close(self) -> None:
+        self._bps.shutdown()
+
+
+class _Gloo:
+    """Joins the group of torch.distributed; the rendezvous is in the environment."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        self._dist = dist
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def barrier(self) -> None:
+        self._dist.barrier()
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+
+class _Ddp(_Gloo):
+    def __init__(self, net: torch.nn.Module, divisor: int) -> None:
+        super().__init__()
+        # its buckets are to the tensors what they usually are
+        self._network = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=_DDP_BUCKET_MIB / divisor)
+        self._optimizer = _sgd(net)
+
+    def step(self, x: torch.Tensor) -> None:
+        self._optimizer.zero_grad()
+        self._network(x).sum().backward()
+        self._optimizer.step()
+
+    def settle(self) -> None:
+        """Nothing is due after a step."""
+
+
+class _Scheduled(_Gloo):
+    """What a trainer of one's own does with `bpsfast.torch.schedule`: each layer has its optimizer and waits for it."""
+
+    def __init__(self, net: torch.nn.Module, by_urgency: bool, partition_nbytes: int, credit_nbytes: int) -> None:
+        super().__init__()
+        from bpsfast.torch import schedule
+
+        self._network = net
+        self._group = self._dist.new_group()
+        self._schedule = schedule(self._group, partition_nbytes=partition_nbytes, credit_nbytes=credit_nbytes)
+        self._layers = _layers(net)
+        self._optimizers = [_sgd(layer) if layer.weights else None for layer in self._layers]
+        self._futures: list[list[Any]] = [[] for _ in self._layers]
+        for index, layer in enumerate(self._layers):
+            layer.register_forward_pre_hook(lambda *_, index=index: self._update(index))
+            for at, weight in enumerate(layer.weights):
+                weight.register_post_accumulate_grad_hook(
+                    lambda weight, index=index, at=at: self._futures[index].append(self._schedule.all_reduce(
+                        weight.grad, name=f"{index}.{at}", priority=-index if by_urgency else 0, average=True)))
+
+    def _update(self, index: int) -> None:
+        """Wait for the gradients of one layer, and update it."""
+        futures, self._futures[index] = self._futures[index], []
+        for future in futures:
+            future.wait()
+        optimizer = self._optimizers[index]
+        if futures and optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def step(self, x: torch.Tensor) -> None:
+        self._network(x).sum().backward()
+
+    def settle(self) -> None:
+        for index in range(len(self._layers)):
+            self._update(index)
+
+    def close(self) -> None:
+        self.settle()
+        self._schedule.close()
+        super().close()
+
+
+class _Alone:
+    """The same network without any exchange: what a step computes, and its optimizer."""
+
+    def __init__(self, job: Workload, rank: int) -> None:
+        self._network = network(job)
+        self._optimizer = _sgd(self._network)
+        self._x = data(rank, 0)
+        self.phases_s: list[tuple[float, float, float]] = []
+
+    def step(self) -> None:
+        """Train once."""
+        self._optimizer.zero_grad()
+        times_s = [time.perf_counter()]
+        loss = self._network(self._x).sum()
+        times_s.append(time.perf_counter())
+        loss.backward()
+        times_s.append(time.perf_counter())
+        self._optimizer.step()
+        times_s.append(time.perf_counter())
+        forward_s, backward_s, optimizer_s = (end - begin for begin, end in itertools.pairwise(times_s))
+        self.phases_s.append((forward_s, backward_s, optimizer_s))
+
+
+def _sgd(net: torch.nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(net.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
+
+
+def _layers(net: torch.nn.Module) -> list[TimedLayer]:
+    return [layer for layer in net.modules() if isinstance(layer, TimedLayer)]

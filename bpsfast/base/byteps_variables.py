@@ -1,0 +1,220 @@
+"""BytePS's and ps-lite's environment variables, as far as they mean something here.
+
+`ALIASES` maps each of them to a setting, `ROLE_VARIABLES` are read by `roles`, `NO_EFFECT` says in words why the rest
+changes nothing. A program written for BytePS so starts unchanged, and one line of the log tells it the new names.
+"""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ..orchestration.errors import ConfigError
+
+_log = logging.getLogger("bpsfast.base.settings")
+_told: set[str] = set()
+
+
+class Alias(NamedTuple):
+    """`setting` is set by a BytePS variable; `value(text, environ, values)` gives its value, or None for "no effect".
+
+    `values` are the settings read so far, in the order of the table.
+    """
+
+    setting: str
+    value: Callable[[str, Mapping[str, str], Mapping[str, Any]], Any]
+
+
+class Translated(NamedTuple):
+    """What one variable says about one setting."""
+
+    variable: str
+    value: Any
+
+
+def _same(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    return text
+
+
+def _scheduler(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    port = environ.get("DMLC_PS_ROOT_PORT", "")
+    if not port:
+        raise ConfigError(f"DMLC_PS_ROOT_URI={text!r} is set, DMLC_PS_ROOT_PORT is not: set both or BPSFAST_SCHEDULER")
+    return f"{text}:{port}"
+
+
+def _credit(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> int | None:
+    n_partitions = _number("BYTEPS_SCHEDULING_CREDIT", text)
+    return n_partitions * values["partition_bytes"] if n_partitions > 0 else None
+
+
+def _hash(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    return f"hash:{text}"
+
+
+def _switch_size(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> int:
+    size = _number("BYTEPS_PCIE_SWITCH_SIZE", text)
+    if size < 1:
+        raise ConfigError(f"BYTEPS_PCIE_SWITCH_SIZE = {text!r}: a switch has one GPU or more")
+    return size
+
+
+def _rdma(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
+    return "rdma" if text in ("1", "ibverbs") else None
+
+
+def _trace(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
+    return (environ.get("BYTEPS_TRACE_DIR") or "./trace") if text != "0" else None
+
+
+def _step(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
+    return text if values["trace_dir"] else None
+
+
+def _default_step(step: str) -> Callable[[str, Mapping[str, str], Mapping[str, Any]], str | None]:
+    return lambda text, environ, values: step if text != "0" else None
+
+
+def _level(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    levels = {"TRACE": "DEBUG", "DEBUG": "DEBUG", "INFO": "INFO", "ERROR": "ERROR", "FATAL": "CRITICAL"}
+    return levels.get(text.upper(), "WARNING")
+
+
+def _verbose(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
+    level = _number("PS_VERBOSE", text)
+    return None if level <= 0 else "INFO" if level == 1 else "DEBUG"
+
+
+def _positive(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
+    return None if text.strip() == "0" else text
+
+
+def _cpus(text: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
+    return None if text.strip() == "-1" else text
+
+
+def _number(variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{variable} = {text!r} is no whole number") from None
+
+
+#: variable -> what it sets; of two for one setting the first that is set counts
+ALIASES: dict[str, Alias] = {
+    "DMLC_PS_ROOT_URI": Alias("scheduler", _scheduler),
+    "DMLC_NUM_WORKER": Alias("num_nodes", _same),
+    "DMLC_NUM_SERVER": Alias("num_servers", _same),
+    "DMLC_WORKER_ID": Alias("node_index", _same),
+    "DMLC_NODE_HOST": Alias("node_host", _same),
+    "DMLC_INTERFACE": Alias("interface", _same),
+    "BYTEPS_LOCAL_RANK": Alias("local_rank", _same),
+    "BYTEPS_LOCAL_SIZE": Alias("local_size", _same),
+    "BYTEPS_PARTITION_BYTES": Alias("partition_bytes", _same),
+    "BYTEPS_MIN_COMPRESS_BYTES": Alias("min_compress_bytes", _same),
+    "BYTEPS_SCHEDULING_CREDIT": Alias("credit_bytes", _credit),
+    "BYTEPS_SERVER_ENGINE_THREAD": Alias("engine_threads", _same),
+    "BYTEPS_KEY_HASH_FN": Alias("placement", _hash),
+    "BYTEPS_PCIE_SWITCH_SIZE": Alias("pcie_switch_size", _switch_size),
+    "BYTEPS_REDUCE_ROOTS": Alias("reduce_roots", _same),
+    "DMLC_ENABLE_RDMA": Alias("transport", _rdma),
+    "BYTEPS_ENABLE_IPC": Alias("allow_shm", _same),
+    "BYTEPS_TRACE_ON": Alias("trace_dir", _trace),
+    "BYTEPS_TRACE_START_STEP": Alias("trace_first_step", _step),
+    "BYTEPS_TRACE_END_STEP": Alias("trace_last_step", _step),
+    "BYTEPS_NUMA_ON": Alias("numa", _same),
+    "BYTEPS_VISIBLE_CPU_CORES": Alias("rank_cpus", _same),
+    "BYTEPS_NUMA_DEFAULT_QUOTA": Alias("rank_cores", _same),
+    "BYTEPS_NUMA_ROOT_QUOTA": Alias("node_cores", _same),  # what the root does there, the node does here
+    "BYTEPS_CPU_BLACKLIST": Alias("avoid_cpus", _cpus),
+    "BYTEPS_MULTITHREADED_CPU": Alias("whole_cores", _same),
+    "BYTEPS_ENABLE_ASYNC": Alias("async_training", _same),
+    "BYTEPS_LOG_LEVEL": Alias("log_level", _level),
+    "PS_VERBOSE": Alias("log_level", _verbose),
+    "PS_HEARTBEAT_INTERVAL": Alias("heartbeat_s", _positive),
+    "PS_HEARTBEAT_TIMEOUT": Alias("lease_s", _positive),
+}
+
+#: what a variable stands for besides, where no other one says so: BytePS's own defaults
+IMPLIED: dict[str, tuple[Alias, ...]] = {
+    "BYTEPS_TRACE_ON": (Alias("trace_first_step", _default_step("10")), Alias("trace_last_step", _default_step("20"))),
+}
+
+#: read elsewhere: by `roles`, or together with one of the above
+ROLE_VARIABLES = frozenset({
+    "DMLC_ROLE", "DMLC_PS_ROOT_PORT", "BYTEPS_GLOBAL_RANK", "BYTEPS_FORCE_DISTRIBUTED", "BYTEPS_TRACE_DIR",
+})
+
+#: asks for something bpsfast would do differently: worth a warning
+NOT_OBEYED = {
+    "PS_DROP_MSG": "no message is dropped",
+    "DMLC_ENABLE_UCX": "there is no UCX transport",
+}
+
+#: variable -> why it changes nothing
+NO_EFFECT = {
+    "BYTEPS_ENABLE_MIXED_MODE": "the optimal placement is always on",
+    "BYTEPS_MIXED_MODE_BOUND": "the optimal placement needs no hash buckets",
+    "BYTEPS_SERVER_ENABLE_SCHEDULE": "the engine always obeys priorities",
+    "BYTEPS_SERVER_ENGINE_BLOCKING": "receiving never waits for sums",
+    "BYTEPS_OMP_THREAD_PER_GPU": "see BPSFAST_ENGINE_THREADS",
+    "BYTEPS_SOCKET_PATH": "local sockets have abstract names",
+    "BYTEPS_ORDERED_HOSTS": "see BPSFAST_NODE_INDEX",
+    "BYTEPS_TELEMETRY_ON": "get_pushpull_speed is always on",
+    "BYTEPS_NCCL_GROUP_SIZE": "no NCCL",
+    "BYTEPS_NCCL_NUM_RINGS": "no NCCL",
+    "BYTEPS_IPC_COPY_NUM_THREADS": "shared memory needs no copy",
+    "BYTEPS_IPC_ENABLE_ASYNC_COPY": "shared memory needs no copy",
+    "DMLC_PORT": "the system chooses data ports",
+    "DMLC_NUM_PORTS": "see BPSFAST_TCP_STREAMS",
+    "DMLC_USE_KUBERNETES": "the scheduler needs no special case",
+    "DMLC_LOCKLESS_QUEUE": "queues between processes have no locks",
+    "PS_RESEND": "TCP resends",
+    "PS_RESEND_TIMEOUT": "TCP resends",
+}
+
+
+def translate(setting: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> Translated | None:
+    """Return what BytePS's variables in *environ* say about *setting*, or None.
+
+    Raises
+    ------
+    ConfigError
+        If a variable has no meaning, or needs another one that is missing.
+    """
+    implied = [(variable, alias) for variable, aliases in IMPLIED.items() for alias in aliases]
+    for variable, alias in [*ALIASES.items(), *implied]:
+        text = environ.get(variable, "")
+        if alias.setting == setting and text:
+            value = alias.value(text, environ, values)
+            if value is not None:
+                return Translated(variable, value)
+    return None
+
+
+def clamped(said: Translated, setting: str, most: float) -> None:
+    """Log, once per process and variable, that *most* is used of what a variable has said."""
+    if _first_time(f"{said.variable}={said.value}"):
+        _log.warning("%s = %s is read as %s = %g: more is not possible", said.variable, said.value, setting, most)
+
+
+def report(environ: Mapping[str, str], origins: Mapping[str, str]) -> None:
+    """Log, once per process and variable, what became of BytePS's variables. Warnings name the new variable."""
+    read = [f"{variable} as BPSFAST_{alias.setting.upper()}" for variable, alias in ALIASES.items()
+            if origins.get(alias.setting) == f"{variable} (alias)" and _first_time(variable)]
+    if read:
+        _log.warning("BytePS variables are read: %s; please use the new names", ", ".join(read))
+    for variable, why in NOT_OBEYED.items():
+        if environ.get(variable, "0") not in ("", "0") and _first_time(variable):
+            _log.warning("%s=%s is not obeyed: %s", variable, environ[variable], why)
+    ignored = [f"{variable} ({why})" for variable, why in NO_EFFECT.items()
+               if environ.get(variable, "") and _first_time(variable)]
+    if ignored:
+        _log.info("BytePS variables without effect here: %s", ", ".join(ignored))
+
+
+def _first_time(variable: str) -> bool:
+    if variable in _told:
+        return False
+    _told.add(variable)
+    return True

@@ -1,0 +1,140 @@
+"""How commands show results: the options they share, columns of text, JSON, CSV.
+
+Plain columns need no package and look the same in a log file; colours appear on a terminal only (click strips them
+elsewhere, and ``NO_COLOR`` or ``--no-color`` everywhere).
+"""
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+
+
+class OutputOptions(NamedTuple):
+    """What the shared options asked for; `path` None is standard output."""
+
+    as_json: bool = False
+    as_csv: bool = False
+    path: str | None = None
+    color: bool | None = None
+
+
+def options(*, tabular: bool = False) -> Callable[[Callable], Callable]:
+    """Add ``--json``, ``-o`` and ``--no-color`` (*tabular*: ``--csv`` too) to a command; see `form`."""
+
+    def decorate(function: Callable) -> Callable:
+        function = click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")(function)
+        function = click.option("-o", "--output", "path", type=click.Path(dir_okay=False), metavar="FILE",
+                                help="Write to FILE instead of standard output.")(function)
+        if tabular:
+            function = click.option("--csv", "as_csv", is_flag=True, help="Comma-separated values.")(function)
+        return click.option("--json", "as_json", is_flag=True, help="One JSON document.")(function)
+
+    return decorate
+
+
+def form(as_json: bool, path: str | None, no_color: bool, as_csv: bool = False) -> OutputOptions:
+    """Return the shared options as one value."""
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv: choose one")
+    return OutputOptions(as_json, as_csv, path, False if no_color or os.environ.get("NO_COLOR") else None)
+
+
+def show(chosen: OutputOptions, text: Callable[[], str], data: Any, rows: Sequence[Sequence[Any]] = ()) -> None:
+    """Print the result in the form asked for.
+
+    Parameters
+    ----------
+    text
+        Makes the text for people; not called for other forms.
+    data
+        What JSON shows: structs, dicts, lists, numbers, text, None. Infinite and undefined numbers become null.
+    rows
+        What CSV shows, the head first.
+    """
+    if chosen.as_json:
+        content = json.dumps(_finite(msgspec.to_builtins(data)), indent=2)
+    elif chosen.as_csv:
+        sheet = io.StringIO()
+        csv.writer(sheet, lineterminator="\n").writerows(rows)
+        content = sheet.getvalue().rstrip("\n")
+    else:
+        content = text()
+    if chosen.path is None:
+        click.echo(content, color=chosen.color)
+        return
+    with open(chosen.path, "w", encoding="utf-8") as file:
+        file.write(click.unstyle(content) + "\n")
+
+
+def terminal_width() -> int | None:
+    """Return how many columns standard output has, None if it is no terminal: then lines are as long as they are."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def hanging(head: str, words: str) -> list[str]:
+    """Return *head* and *words* as one line; on a terminal as several, those after the first below the words."""
+    width, indent = terminal_width(), len(click.unstyle(head))
+    if width is None or width < indent + 20:
+        return [f"{head}{words}".rstrip()]
+    first, *more = textwrap.wrap(words, width - indent, break_on_hyphens=False, break_long_words=False) or [""]
+    return [f"{head}{first}".rstrip(), *(" " * indent + line for line in more)]
+
+
+def fitting(lines: Sequence[str]) -> list[str]:
+    """Return *lines*; on a terminal what is wider than that goes on below."""
+    width = terminal_width()
+    return [part for line in lines for part in (hanging("", line) if width and len(line) > width else [line])]
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Return left-justified columns, those in *right* right-justified; the first row is the head."""
+    widths = [max(len(click.unstyle(row[i])) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = []
+        for i, (cell, width) in enumerate(zip(row, widths)):
+            padding = " " * (width - len(click.unstyle(cell)))
+            cells.append(padding + cell if i in right else cell + padding)
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Return `columns`; on a terminal that has no room for them, each row by itself: its first cell, and below each
+    other what its columns are called and hold, as many in a line as find room.
+    """
+    whole, width = columns(rows, right), terminal_width()
+    if width is None or max(len(click.unstyle(line)) for line in whole.splitlines()) <= width:
+        return whole
+    heads, indent = rows[0], max(len(row[0]) for row in rows[1:]) + 2 if len(rows) > 1 else 0
+    lines: list[str] = []
+    for row in rows[1:]:
+        lines.append(row[0].ljust(indent))
+        for head, cell in zip(heads[1:], row[1:]):
+            if not cell:
+                continue
+            words = f"{click.style(head, dim=True)} {cell}"
+            used = len(click.unstyle(lines[-1]).rstrip()) if lines[-1].strip() else 0
+            if used > indent - 2 and used + 2 + len(click.unstyle(words)) > width and lines[-1].rstrip() != row[0]:
+                lines.append(" " * indent)
+            lines[-1] += words + "  "
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _finite(data: Any) -> Any:
+    """Return *data* with every number that JSON cannot hold replaced by None."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and (data != data or data in (float("inf"), float("-inf"))) else data

@@ -1,0 +1,484 @@
+"""All settings: one typed table that everything reads, with the origin of every value.
+
+The table *is* the `Settings` class: each field carries its unit, meaning and limits. A value comes from the first of
+
+    command line (`overrides`) > BPSFAST_NAME > BytePS's variable (`byteps_variables`) > profile file > default
+
+and an unknown ``BPSFAST_*`` variable is an error. To add a setting, add one field here; nothing else is needed. So this
+file is longer than others: the table is all there is to know of a setting.
+"""
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from . import logs, profile as profiles, value_formats
+from .byteps_variables import ALIASES, Translated, clamped, report, translate
+from ..hardware import numa
+from . import rdma_device_list
+from ..hardware.rdma_devices import PATH_MTUS
+from ..orchestration.errors import ConfigError
+from ..orchestration.placement.assignment import check_policy
+
+PREFIX = "BPSFAST_"
+_KEY = "BPSFAST_JOB_KEY"
+_MIN_LIMIT_GBPS = 0.001
+_MIN_HELPER_LEASE_S = 0.5
+_MAX_TCP_STREAMS = 4
+#: What takes the values of settings takes no more (`tests/test_bounds.py`): an engine of threads, C's int of numbers
+#: and of milliseconds, and a round. More bytes than _MAX_BYTES no machine has.
+MAX_ENGINE_THREADS = 64
+_MAX_INT = (1 << 31) - 1
+_MAX_ROUND = (1 << 32) - 1
+_MAX_SECONDS = 1e6
+_MAX_BYTES = 1 << 50
+_RANKS = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
+
+
+def _about(doc: str, unit: str = "", *, agree: bool = False, **limits: Any) -> msgspec.Meta:
+    """Describe a field. `agree`: all roles of a job must have the same value. `limits`: ge, le, gt, pattern."""
+    return msgspec.Meta(description=doc, extra={"unit": unit, "agree": agree}, **limits)
+
+
+_Transport = Literal["auto", "shm", "tcp", "rdma"]
+_Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+_Form = Literal["text", "json"]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Every setting of one process, read once and never changed. -1 means "not set" where it is no value."""
+
+    # who and where: filled by a launcher, see `roles`
+    scheduler: Annotated[str, _about("where the scheduler listens", "host:port")] = ""
+    muster: Annotated[str, _about("where the workers of an elastic job meet: set by `bpsfast run --elastic`",
+                                  "host:port")] = ""
+    member: Annotated[int, _about("number of this worker in an elastic job", ge=-1, le=_MAX_INT)] = -1
+    rank: Annotated[int, _about("number of this rank in the job", ge=-1, le=_MAX_INT)] = -1
+    size: Annotated[int, _about("ranks in the job", ge=-1, le=_MAX_INT)] = -1
+    local_rank: Annotated[int, _about("number of this rank on its machine", ge=-1, le=_MAX_INT)] = -1
+    local_size: Annotated[int, _about("ranks on this machine; 0: the node is a helper", ge=-1, le=_MAX_INT)] = -1
+    node_id: Annotated[str, _about("names the machine's node on this host (several machines on one host)")] = "machine"
+    node_index: Annotated[int, _about("wished place in the order of the nodes", ge=-1, le=_MAX_INT)] = -1
+    num_nodes: Annotated[int, _about("machines with ranks", ge=-1, le=_MAX_INT)] = -1
+    num_helpers: Annotated[int, _about("machines that only sum", ge=0, le=_MAX_INT)] = 0
+    max_helpers: Annotated[int, _about("most machines that only sum in a running job, those included that come later; "
+                                       "read by the scheduler; 0: no more than num_helpers", ge=0, le=_MAX_INT)] = 0
+    num_servers: Annotated[int, _about("BytePS-style server processes, wherever they run", ge=-1, le=_MAX_INT)] = -1
+    node_host: Annotated[str, _about("own address that peers connect to", "host")] = ""
+    interface: Annotated[str, _about("network interface whose address peers connect to")] = ""
+    job_key: Annotated[str, _about("secret that all roles of the job share", "hex")] = ""
+    job_key_file: Annotated[str, _about("file with the secret", "path")] = ""
+    insecure: Annotated[bool, _about("may jobs and listeners beyond this machine go without a job key: whoever reaches "
+                                     "their ports can join, read and change sums", agree=True)] = False
+    encryption: Annotated[Literal["auto", "on", "off"], _about(
+        "are gradients and messages encrypted between machines, by AES-256-GCM; auto: what goes by tcp, unless "
+        "insecure is set; on: all, so nothing goes by RDMA", agree=True)] = "auto"
+    checksum: Annotated[Literal["off", "on"], _about(
+        "does a CRC32C go with each partition that travels by tcp and is not encrypted; one that does not fit is sent "
+        "again over new connections; costs some 0.07 CPU seconds a GB at each end", agree=True)] = "off"
+
+    # what is summed where, and how it travels
+    transport: Annotated[_Transport, _about("how nodes reach each other", agree=True)] = "auto"
+    allow_shm: Annotated[bool, _about("may two nodes of one host share memory", agree=True)] = True
+    placement: Annotated[str, _about("who sums what: optimal, colocated, ps, hash:NAME", agree=True)] = "optimal"
+    partition_bytes: Annotated[int, _about(
+        "largest partition of a tensor; 512 KiB at most of a lone one of the CPU's in a job of one machine", "bytes",
+        agree=True, ge=4096, le=_MAX_BYTES)] = 4_096_000
+    fusion_bytes: Annotated[int, _about("largest fused group of small tensors", "bytes", agree=True, ge=0,
+                                        le=_MAX_BYTES)] = 4_096_000
+    min_compress_bytes: Annotated[int, _about("smaller tensors are not compressed, whatever is chosen", "bytes",
+                                              agree=True, ge=0, le=_MAX_BYTES)] = 65_536
+    credit_bytes: Annotated[int, _about("bytes in flight to one peer", "bytes", ge=4096, le=_MAX_BYTES)] = 16_777_216
+    scheduling: Annotated[Literal["priority", "fifo"], _about(
+        "what is summed and sent first: what the next forward pass needs first, or what is there first",
+        agree=True)] = "priority"
+    tcp_streams: Annotated[int, _about("connections to each peer that partitions take turns on", agree=True,
+                                       ge=1, le=_MAX_TCP_STREAMS)] = 2
+    tcp_sndbuf_bytes: Annotated[int, _about("kernel send buffer of a connection; 0: by where the peer is", "bytes",
+                                            ge=0, le=1 << 30)] = 0
+    rdma_devices: Annotated[str, _about("RDMA devices, in the syntax of NCCL_IB_HCA: mlx5 (prefix), =mlx5_0:1, "
+                                        "^mlx5_1; empty: the one on the route to the peer")] = ""
+    verbs: Annotated[Literal["native", "pyverbs"], _about("which implementation of RDMA verbs: ours, or rdma-core's "
+                                                          "Python binding")] = "native"
+    rdma_gid_index: Annotated[int, _about("row of the GID table, as NCCL_IB_GID_INDEX; -1: by address and version",
+                                          ge=-1, le=255)] = -1
+    rdma_queue_pairs: Annotated[int, _about("queue pairs to each peer on each RDMA device; more hold more partitions",
+                                            ge=1, le=64)] = 1
+    rdma_queue_depth: Annotated[int, _about("writes in a queue pair at a time; more wait in memory", ge=1,
+                                            le=16_384)] = 128
+    rdma_inline_bytes: Annotated[int, _about("writes up to this size travel inside the work request", "bytes", ge=0,
+                                             le=4096)] = 0
+    rdma_signal_every: Annotated[int, _about("of writes that wait in a row, every how manieth asks for a completion",
+                                             ge=1, le=1024)] = 1
+    rdma_mtu: Annotated[int, _about("largest RDMA path MTU; 0: the smaller of both ports'", "bytes", ge=0)] = 0
+    rdma_traffic_class: Annotated[int, _about("traffic class of RoCE v2 packets: DSCP * 4", ge=0, le=255)] = 0
+    rdma_service_level: Annotated[int, _about("service level (InfiniBand), priority of RoCE", ge=0, le=15)] = 0
+    rdma_relaxed_ordering: Annotated[bool, _about("may PCIe reorder what RDMA devices write")] = False
+    rdma_cores: Annotated[str, _about("cores of each RDMA device's thread: 3 or 4-7; numa: those beside the device; "
+                                      "empty: any")] = ""
+    nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: what the kernel says of its RDMA ports, else of "
+                                      "the interface with this node's address, unless that is virtual; else the least "
+                                      "known one of the others; all alike if none is known", "Gbit/s", ge=0,
+                                      le=10_000)] = 0.0
+    nic_probe: Annotated[bool, _about("measure at the start what NICs carry whose rate is not known otherwise",
+                                      agree=True)] = False
+    sum_rate: Annotated[float, _about("input that this node sums; 0: measured at the start where cores are limited, "
+                                      "else taken to be more than its NIC brings", "Gbit/s", ge=0, le=10_000)] = 0.0
+    engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=MAX_ENGINE_THREADS)] = 0
+    nontemporal_bytes: Annotated[int, _about(
+        "partitions from this size on are summed past the caches; within a machine so is what is pushed as a whole, "
+        "from 16 MiB on", "bytes", ge=0, le=_MAX_BYTES)] = 1_048_576
+    awake_us: Annotated[int, _about("how long a wait keeps its core, yielding, before it sleeps; a rank's four "
+                                    "times as long, as long as its waits end within that", "us", ge=0,
+                                    le=10_000)] = 50
+    sums: Annotated[Literal["on", "off"], _about("off: results are garbage (for benches)", agree=True)] = "on"
+    huge_pages: Annotated[Literal["auto", "off"], _about("huge pages for segments when they can be had")] = "auto"
+    max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0,
+                                     le=_MAX_BYTES)] = 0
+
+    host_device: Annotated[bool, _about("do tensors of the CPU count as those of a device, copied by streams of their "
+                                        "own as a GPU's are: shows and tests that way without a GPU")] = False
+
+    # inside a machine: `bpsfast topo --strategy` shows what follows
+    islands: Annotated[Literal["off", "auto"], _about(
+        "do GPUs of one machine sum among themselves (NCCL) before memory does, as its strategy says; unproven: no GPU "
+        "machine has run it", agree=True)] = "off"
+    pcie_switch_size: Annotated[int, _about("GPUs that sum among themselves, as those below one PCIe switch, before "
+                                            "memory does; 0: by the machine's topology", "GPUs", ge=0, le=_MAX_INT)] = 0
+    reduce_roots: Annotated[str, _about("local ranks whose GPUs alone copy sums to memory and back, such as 2,3; "
+                                        "empty: by the machine's topology")] = ""
+    gpu_direct: Annotated[bool, _about("may GPUs hand sums straight to a network card below the same PCIe switch "
+                                       "(GPUDirect; unproven: no GPU machine has measured it)")] = False
+
+    torch_autoload: Annotated[bool, _about("does torch.distributed know the backend bpsfast without an import "
+                                           "(read by `import torch`)")] = False
+
+    async_training: Annotated[bool, _about("does DistributedOptimizer let each machine step by itself, and push "
+                                           "changes of weights instead of gradients", agree=True)] = False
+    async_staleness: Annotated[int, _about("steps that the slowest machine may then be behind the others; -1: any",
+                                           "steps", agree=True, ge=-1, le=_MAX_INT)] = -1
+    async_backups: Annotated[int, _about("machines that the others do not wait for: those step together, and late "
+                                         "changes are left out; -1: no common steps", agree=True, ge=-1, le=_MAX_INT)] = -1
+
+    # tuning while the job trains
+    autotune: Annotated[bool, _about("let the gradients of the first model find their partition, fusion, credit "
+                                     "and tcp streams while it trains", agree=True)] = False
+    tuned_dir: Annotated[str, _about("folder for what was found, by model and cluster; empty: bpsfast/tuned in the "
+                                     "user's cache", "path")] = ""
+    autotune_report: Annotated[str, _about("file for what is tried, written by rank 0 after every trial; the search is "
+                                           "then made, whatever was found before", "path")] = ""
+
+    # what a node may take of a machine that others use
+    cores: Annotated[int, _about("CPUs of the node, and summing threads; 0: all", ge=0, le=MAX_ENGINE_THREADS)] = 0
+    cpus: Annotated[str, _about("the CPUs to take them from: 3 or 4-7; empty: the idlest of one NUMA node")] = ""
+    nice: Annotated[bool, _about("run only where nothing else wants to (SCHED_IDLE), and wait asleep")] = False
+    nic_limit: Annotated[float, _about("most that this node sends, and receives, over the network; peers reach it by "
+                                       "tcp then; 0: no limit", "Gbit/s", ge=0, le=10_000)] = 0.0
+
+    # who runs on which CPUs, and in which memory, of a machine with several NUMA nodes
+    numa: Annotated[bool, _about("keep ranks to cores of their own, the node's threads beside its network card, and "
+                                 "memory near those who use it, where there are several NUMA nodes and nobody else "
+                                 "has bound them")] = True
+    rank_cpus: Annotated[str, _about("the CPUs of each local rank, such as 0-3,8:4-7,9; empty: shares of the cores, "
+                                     "those beside the rank's GPU first")] = ""
+    rank_cores: Annotated[int, _about("cores of each rank; 0: as many as there are for each", ge=0, le=_MAX_INT)] = 0
+    node_cores: Annotated[int, _about("cores that are the node's alone, beside its network card; 0: it shares all that "
+                                      "are there with ranks", ge=0, le=_MAX_INT)] = 0
+    avoid_cpus: Annotated[str, _about("CPUs that neither ranks nor the node are put on: 3 or 3,7-9")] = ""
+    whole_cores: Annotated[bool, _about("hand out the CPUs of one core (hyperthreads) together; off: each counts as a "
+                                        "core")] = True
+
+    # how long to wait, what to tell
+    timeout_s: Annotated[float, _about("deadline of an operation", "s", gt=0, le=_MAX_SECONDS)] = 300.0
+    stall_warn_s: Annotated[float, _about("after which a wait warns, naming tensor, stage and who is missing; again "
+                                          "each time the wait has doubled; 0: never", "s", ge=0, le=_MAX_SECONDS)] = 60.0
+    start_timeout_s: Annotated[float, _about("deadline of the rendezvous, and of another scheduler to come once one is "
+                                             "lost", "s", gt=0, le=_MAX_SECONDS)] = 60.0
+    heartbeat_s: Annotated[float, _about("between two heartbeats", "s", agree=True, gt=0, le=_MAX_SECONDS)] = 1.0
+    lease_s: Annotated[float, _about("silence after which a node is lost", "s", agree=True, gt=0, le=_MAX_SECONDS)] = 10.0
+    helper_lease_s: Annotated[float, _about(
+        "the same for a helper, whose loss costs little, if not even its native threads are heard; 0: lease_s", "s",
+        agree=True, ge=0, le=_MAX_SECONDS)] = 1.0
+    first_round: Annotated[int, _about(
+        "number of the first round of each tensor; near 4294967295 a job soon shows what it does when counters wrap",
+        ge=0, le=_MAX_ROUND)] = 1
+    trace_dir: Annotated[str, _about("folder for Chrome traces; empty: no trace", "path")] = ""
+    trace_capacity: Annotated[int, _about("trace records kept of each rank, engine and connection", ge=1,
+                                          le=1 << 24)] = 65_536
+    trace_first_step: Annotated[int, _about("first step that is traced; each tensor counts its own from 1", ge=1,
+                                            le=_MAX_ROUND)] = 1
+    trace_last_step: Annotated[int, _about("last step that is traced; 0: the last of the job", ge=0,
+                                           le=_MAX_ROUND)] = 0
+    metrics_port: Annotated[int, _about("port where each node tells Prometheus its and its ranks' numbers; further "
+                                        "nodes of one host take the next ports; 0: nowhere", ge=0, le=65_535)] = 0
+    metrics_host: Annotated[str, _about("the address that metrics_port is on", "host")] = "127.0.0.1"
+    metrics_textfile: Annotated[str, _about("the same as a file for node-exporter, written every 5 s and at the end; "
+                                            "{node} in it becomes the node's number; empty: none", "path")] = ""
+    log_level: Annotated[_Level, _about("least severe message shown")] = "WARNING"
+    log_format: Annotated[_Form, _about("a line of text for each message, or a JSON object; under `bpsfast run` for "
+                                        "each line of output")] = "text"
+    profile: Annotated[str, _about("TOML file with settings", "path")] = ""
+
+    @property
+    def expects_helpers(self) -> bool:
+        """Whether helpers may join, at the start or later: processes that know the scheduler's address and the key."""
+        return self.num_helpers > 0 or self.max_helpers > 0
+
+    @property
+    def n_connections(self) -> int:
+        """TCP connections that are made to each peer: tuning may find that more than `tcp_streams` are better."""
+        return _MAX_TCP_STREAMS if self.autotune else self.tcp_streams
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the table."""
+
+    name: str
+    variable: str
+    kind: str
+    unit: str
+    default: Any
+    doc: str
+    aliases: tuple[str, ...]
+    agree: bool
+
+
+_TYPES = typing.get_type_hints(Settings, include_extras=True)
+_NAMES = Settings.__struct_fields__
+_DEFAULTS = {name: getattr(Settings(), name) for name in _NAMES}
+
+
+def table() -> tuple[Setting, ...]:
+    """Return every setting, in the order of the class."""
+    return tuple(_row(name) for name in _NAMES)
+
+
+def _row(name: str) -> Setting:
+    annotated = _TYPES[name]
+    meta = annotated.__metadata__[0]
+    choices = typing.get_args(annotated.__origin__)
+    aliases = tuple(variable for variable, alias in ALIASES.items() if alias.setting == name)
+    kind = "|".join(choices) if choices else annotated.__origin__.__name__
+    return Setting(name=name, variable=PREFIX + name.upper(), kind=kind, unit=meta.extra["unit"],
+                   default=_DEFAULTS[name], doc=meta.description, aliases=aliases, agree=meta.extra["agree"])
+
+
+def load(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings of this process (see `load_with_origins`); set the log's level, log BytePS's variables."""
+    settings, origins = load_with_origins(overrides, environ)
+    logs.configure(settings.log_level, form=settings.log_format)
+    report(os.environ if environ is None else environ, origins)
+    return settings
+
+
+def load_with_origins(
+    overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[Settings, dict[str, str]]:
+    """Return the settings and, by name, where each value came from.
+
+    Parameters
+    ----------
+    overrides
+        Values of the command line by name, typed or as text; None values are skipped.
+    environ
+        The environment; `os.environ` if None. An empty variable counts as not set.
+
+    Raises
+    ------
+    ConfigError
+        An unknown name, a value of the wrong type or out of its limits, or two values that contradict.
+    """
+    environ = _environment_with_key() if environ is None or environ is os.environ else environ
+    given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    for name in given:
+        _known(name, name, "the command line")
+    variables = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value != ""}
+    for variable in variables:
+        _known(variable.removeprefix(PREFIX).lower(), variable, "the environment")
+    profile_path = str(given.get("profile", variables.get(PREFIX + "PROFILE", "")))
+    profile = profiles.read(profile_path) if profile_path else {}
+    for name in profile:
+        _known(name, name, f"the profile {profile_path}")
+
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name in _NAMES:
+        variable = PREFIX + name.upper()
+        if name in given:
+            raw, origin = given[name], "command line"
+        elif variable in variables:
+            raw, origin = variables[variable], variable
+        else:
+            alias = translate(name, environ, values)
+            if alias is not None:
+                raw, origin = _within(name, alias), f"{alias.variable} (alias)"
+            elif name in profile:
+                raw, origin = profile[name], f"profile {profile_path}"
+            else:
+                raw, origin = _DEFAULTS[name], "default"
+        values[name] = _typed(name, raw, origin)
+        origins[name] = origin
+    settings = Settings(**values)
+    _check_together(settings, origins)
+    return settings, origins
+
+
+_taken_key = ""
+
+
+def take_job_key() -> None:
+    """Move BPSFAST_JOB_KEY from this process's environment into its memory, where only this module reads it.
+
+    Called once a process has joined its job, so that what it starts (loaders, trackers, crash reporters) is not given
+    the key. `load` knows it still, here and in forks of this process, unless the variable is set anew. A program that
+    is started afterwards to be a member has to be given the key: nodes and schedulers are (`environment`).
+    """
+    global _taken_key
+    _taken_key = os.environ.pop(_KEY, "") or _taken_key
+
+
+def _environment_with_key() -> Mapping[str, str]:
+    return {_KEY: _taken_key, **os.environ} if _taken_key and not os.environ.get(_KEY) else os.environ
+
+
+def fingerprint(settings: Settings) -> dict[str, str]:
+    """Return, as text, the settings that all roles of one job must agree on."""
+    return {row.name: _text(getattr(settings, row.name)) for row in table() if row.agree}
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """Return the ``BPSFAST_*`` variables that make a child load these settings; the job key is among them."""
+    return {
+        PREFIX + name.upper(): _text(getattr(settings, name))
+        for name in _NAMES
+        if getattr(settings, name) != _DEFAULTS[name] and name != "profile"
+    }
+
+
+def parse_address(text: str, origin: str = "BPSFAST_SCHEDULER") -> tuple[str, int]:
+    """Return host and port of ``host:port`` (``[v6]:port`` for IPv6).
+
+    Raises
+    ------
+    ConfigError
+        If *text* is no such thing; *origin* says who gave it.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{origin} gives {text!r} as an address: expected host:port with a port up to 65535")
+    return host, int(port)
+
+
+def _known(name: str, spelled: str, where: str) -> None:
+    if name in _NAMES:
+        return
+    near = difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.6)
+    spell = (lambda n: PREFIX + n.upper()) if spelled.startswith(PREFIX) else str
+    hint = f"did you mean {spell(near[0])}?" if near else "`bpsfast env` lists all settings"
+    raise ConfigError(f"{where} sets {spelled}, which is no setting of bpsfast: {hint}")
+
+
+def _within(name: str, alias: Translated) -> Any:
+    """Return what BytePS's variable says, or the most that the setting takes, where BytePS took more."""
+    most = _TYPES[name].__metadata__[0].le
+    if most is None or not str(alias.value).strip().isdecimal() or int(alias.value) <= most:
+        return alias.value
+    clamped(alias, PREFIX + name.upper(), most)
+    return most
+
+
+def _typed(name: str, raw: Any, origin: str) -> Any:
+    row_type = _TYPES[name]
+    text = raw.strip() if isinstance(raw, str) else raw
+    if name == "log_level" and isinstance(text, str):
+        text = text.upper()
+    row = _row(name)
+    if row.unit == "bytes" and isinstance(text, str):
+        nbytes = value_formats.parse(text)
+        text = text if nbytes is None else nbytes
+    try:
+        return msgspec.convert(text, row_type, strict=False)
+    except msgspec.ValidationError as exc:
+        shown = "(hidden)" if name == "job_key" else repr(raw)
+        unit = f" in {row.unit}" if row.unit else ""
+        unit += " (or with K, M, G: powers of 1024, such as 4M)" if row.unit == "bytes" else ""
+        raise ConfigError(
+            f"{row.variable} = {shown} (from {origin}): {exc}; expected {row.kind}{unit}: {row.doc}"
+        ) from exc
+
+
+def _check_together(settings: Settings, origins: dict[str, str]) -> None:
+    if settings.insecure and settings.encryption == "on":
+        raise ConfigError(f"BPSFAST_ENCRYPTION = on ({origins['encryption']}) contradicts BPSFAST_INSECURE = 1 "
+                          f"({origins['insecure']}): encryption is as good as the job's key, which the latter does "
+                          "without; drop one of them")
+    if settings.lease_s <= 2 * settings.heartbeat_s:
+        raise ConfigError(
+            f"BPSFAST_LEASE_S = {settings.lease_s} ({origins['lease_s']}) must be more than twice BPSFAST_HEARTBEAT_S "
+            f"= {settings.heartbeat_s} ({origins['heartbeat_s']}): one late heartbeat would end the job"
+        )
+    if 0.0 < settings.helper_lease_s < _MIN_HELPER_LEASE_S:
+        raise ConfigError(
+            f"BPSFAST_HELPER_LEASE_S = {settings.helper_lease_s} ({origins['helper_lease_s']}) must be at least "
+            f"{_MIN_HELPER_LEASE_S}, or 0 for as long as BPSFAST_LEASE_S: the scheduler looks five times a second, "
+            "and helpers that are only slow would be lost")
+    if 0 < settings.trace_last_step < settings.trace_first_step:
+        raise ConfigError(f"BPSFAST_TRACE_FIRST_STEP = {settings.trace_first_step} ({origins['trace_first_step']}) "
+                          f"comes after BPSFAST_TRACE_LAST_STEP = {settings.trace_last_step} "
+                          f"({origins['trace_last_step']}): nothing would be traced")
+    if settings.autotune and settings.trace_dir:
+        raise ConfigError(
+            f"BPSFAST_AUTOTUNE = on ({origins['autotune']}) and BPSFAST_TRACE_DIR = {settings.trace_dir!r} "
+            f"({origins['trace_dir']}) go ill together: numbers of partitions are used again when gradients are cut "
+            "anew, and a trace would take them for one; tune first, then trace with what was found as settings")
+    check_policy(settings.placement)
+    if settings.reduce_roots and not _RANKS.fullmatch(settings.reduce_roots):
+        raise ConfigError(f"BPSFAST_REDUCE_ROOTS = {settings.reduce_roots!r} ({origins['reduce_roots']}): expected "
+                          "local ranks such as 2,3")
+    try:
+        rdma_device_list.parse(settings.rdma_devices)
+    except ValueError as exc:
+        raise ConfigError(
+            f"BPSFAST_RDMA_DEVICES = {settings.rdma_devices!r} ({origins['rdma_devices']}): {exc}"
+        ) from exc
+    if settings.rdma_mtu not in (0, *PATH_MTUS):
+        raise ConfigError(f"BPSFAST_RDMA_MTU = {settings.rdma_mtu} ({origins['rdma_mtu']}): a path MTU is one of "
+                          f"{', '.join(map(str, sorted(PATH_MTUS)))}; 0: the smaller of both ports'")
+    if settings.rdma_cores not in ("", "numa") and not numa.parse_cpus(settings.rdma_cores):
+        raise ConfigError(f"BPSFAST_RDMA_CORES = {settings.rdma_cores!r} ({origins['rdma_cores']}): expected cores "
+                          "such as 3 or 4-7, numa, or nothing")
+    if settings.cpus and (not numa.parse_cpus(settings.cpus) or not settings.cores):
+        raise ConfigError(f"BPSFAST_CPUS = {settings.cpus!r} ({origins['cpus']}): expected CPUs such as 3 or 4-7, of "
+                          f"which BPSFAST_CORES = {settings.cores} ({origins['cores']}) says how many are used")
+    for name, given in (("rank_cpus", settings.rank_cpus.split(":")), ("avoid_cpus", [settings.avoid_cpus])):
+        if getattr(settings, name) and not all(map(numa.is_list, given)):
+            more = ", for each local rank, with : between them" if name == "rank_cpus" else ""
+            raise ConfigError(f"BPSFAST_{name.upper()} = {getattr(settings, name)!r} ({origins[name]}): expected CPUs "
+                              f"such as 3 or 4-7,9{more}")
+    if 0 < settings.nic_limit < _MIN_LIMIT_GBPS:
+        raise ConfigError(f"BPSFAST_NIC_LIMIT = {settings.nic_limit:g} ({origins['nic_limit']}) is in Gbit/s, at least "
+                          f"{_MIN_LIMIT_GBPS:g}: with less, one partition takes minutes")
+    if settings.nic_limit and settings.transport == "rdma":
+        raise ConfigError(f"BPSFAST_NIC_LIMIT = {settings.nic_limit:g} ({origins['nic_limit']}) is kept on tcp "
+                          f"connections, but BPSFAST_TRANSPORT = rdma ({origins['transport']}) has none: use "
+                          "transport auto or tcp")
+    if settings.scheduler:
+        parse_address(settings.scheduler, f"BPSFAST_SCHEDULER ({origins['scheduler']})")
+    if settings.transport == "shm" and not settings.allow_shm:
+        raise ConfigError(
+            f"BPSFAST_TRANSPORT = shm ({origins['transport']}) contradicts BPSFAST_ALLOW_SHM = 0 "
+            f"({origins['allow_shm']})"
+        )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    return str(value)

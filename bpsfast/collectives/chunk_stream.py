@@ -1,0 +1,120 @@
+"""Pipes: units of few partitions, through which bytes of any size and number pass in the order of their calls.
+
+Gradients have units of their own (`Unit`): declared once, summed in every step. What a program calls collectives with
+may change with every call, so a pipe is declared instead, and each load is cut into *strips* that take turns on its
+partitions: strip c of the pipe's life is partition c mod n, round c div n + 1. All members cut alike. There are pipes
+of three sizes, so that few bytes take a short way and many take few turns.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..base.dtypes import TABLE
+from ..orchestration.messages import TensorSpec
+from ..orchestration.rounds import after
+from ..pyx.port import FINGERPRINT
+from ..trainer.chunk_descriptors import chunk_table, offsets, results
+
+if TYPE_CHECKING:
+    from ..trainer.session import Session
+
+
+class ChunkSize(NamedTuple):
+    """How wide a pipe is: bytes of a strip, and how many may be in it."""
+
+    name: str
+    chunk_nbytes: int
+    n_chunks: int
+
+
+TINY = ChunkSize("tiny", 4 << 10, 32)
+SMALL = ChunkSize("small", 64 << 10, 16)
+#: Within one machine few strips, which stay in the caches; between machines enough to fill the links.
+WIDE_WITHIN = ChunkSize("wide", 256 << 10, 8)
+WIDE_BETWEEN = ChunkSize("wide", 512 << 10, 32)
+#: What members tell each other of their calls goes a way of its own: where calls differ, so do their strips.
+TICKETS = ChunkSize("tickets", 4 << 10, 32)
+#: A tail of more tiny strips than this takes one small one: a turn costs more than its bytes.
+_MOST_TINY = 1
+#: Whoever waits for a collective waits for nothing else: they go before gradients.
+_PRIORITY = 1 << 20
+
+
+def chunk_sizes(is_within: bool) -> tuple[ChunkSize, ChunkSize, ChunkSize]:
+    """Return the bores, widest first, for a job that is within one machine or not."""
+    return (WIDE_WITHIN if is_within else WIDE_BETWEEN), SMALL, TINY
+
+
+def cut(nbytes: int, wide: ChunkSize) -> list[tuple[ChunkSize, int]]:
+    """Return how many strips of which bore *nbytes* take, widest first; the last may be short."""
+    found = []
+    if nbytes >= wide.chunk_nbytes:
+        found.append((wide, nbytes // wide.chunk_nbytes))
+        nbytes %= wide.chunk_nbytes
+    n_small, rest = divmod(nbytes, SMALL.chunk_nbytes)
+    n_tiny = -(-rest // TINY.chunk_nbytes)
+    if n_tiny > _MOST_TINY:
+        n_small, n_tiny = n_small + 1, 0
+    if n_small:
+        found.append((SMALL, n_small))
+    if n_tiny:
+        found.append((TINY, n_tiny))
+    return found
+
+
+class ChunkStream:
+    """One pipe of *session*; the ranks of *spec* make the same calls in the same order. One thread at a time.
+
+    It waits until all of them have it, *timeout_s* at most. Raises as `TensorRegistry.unit`.
+    """
+
+    def __init__(self, session: Session, spec: TensorSpec, timeout_s: float) -> None:
+        session.tensors.declare([spec])
+        self.unit = unit = session.tensors.unit(spec.name, timeout_s)
+        self._next = 0
+        self._first_round = np.uint64(unit.first_round)
+        self._slots = chunk_table(unit, unit.staging, offsets(unit))
+        self._results = results(unit)
+
+    def chunks(self, n: int) -> np.ndarray[Any, Any]:
+        """Return the next *n* turns, without what is conveyed."""
+        if n == 1:
+            return self._leg()
+        strips = np.arange(self._next, self._next + n, dtype=np.uint64)
+        self._next += n
+        slots = (strips % np.uint64(self.unit.n_parts)).astype(np.intp)
+        chunks = self._slots[slots]
+        chunks["round"] = rounds = strips // np.uint64(self.unit.n_parts) + self._first_round
+        chunks["result"] = self._results[(rounds & np.uint64(1)).astype(np.intp), slots]
+        return chunks
+
+    def _leg(self) -> np.ndarray[Any, Any]:
+        """Return the next turn: as `chunks`, without the price of vectors."""
+        number, slot = divmod(self._next, self.unit.n_parts)
+        self._next += 1
+        chunks = self._slots[slot:slot + 1].copy()
+        chunks["round"] = round_ = after(self.unit.first_round, number)
+        chunks["result"] = self._results[round_ & 1, slot]
+        return chunks
+
+    def ticket(self, words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return one turn of a pipe of 64 bit words combined by "band": do all members give the same two *words*?"""
+        chunks = self.chunks(1)
+        chunks["source"], chunks["nbytes"], chunks["flags"] = words.ctypes.data, words.nbytes, FINGERPRINT
+        return chunks
+
+    def close(self) -> None:
+        """Give it up; what it uses is free when all members have. No call may be under way on any member."""
+        region = self.unit.staging
+        self.unit.session.retire([self.unit])
+        self.unit.session.memory.release(region)
+
+
+def spec_of(name: str, ranks: tuple[int, ...], dtype: str, op: str, size: ChunkSize) -> TensorSpec:
+    """Return how the pipe of *bore* for the *op* of *dtype* ("avg": a sum that is averaged) is declared."""
+    n = size.n_chunks * size.chunk_nbytes // TABLE[dtype].itemsize
+    return TensorSpec(name=f"{name}/{dtype}.{op}.{size.name}", dtype=dtype, shape=(n,), average=op == "avg",
+                      op="sum" if op == "avg" else op, ranks=ranks, priority=_PRIORITY,
+                      partition_nbytes=size.chunk_nbytes)

@@ -1,0 +1,355 @@
+"""A group of ranks and its collectives.
+
+Most collectives are a list of *loads*: some bytes from one, some or all members to one, some or all of them, combined
+on the way by the summation services, as gradients are; where each byte has one sender and one receiver, they are
+messages. Before them goes a *ticket*, by which all members find out whether they call the same: else sums of different
+things would be handed out as if they were one.
+"""
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..orchestration.errors import (
+    BpsError,
+    ClosedError,
+    ConfigError,
+    MismatchError,
+    StallError,
+    UnsupportedError,
+)
+from ..orchestration.placement.partition import OPS
+from .p2p import message_collectives
+from ..pyx.port import copy
+from ..trainer.chunk_descriptors import CHUNK_DTYPE
+from ..trainer.tensor_input import TensorInput
+from .chunk_stream import TICKETS, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
+
+if TYPE_CHECKING:
+    from .p2p.endpoint import P2PEndpoint
+    from ..trainer.session import Session
+    from ..trainer.unit import Unit
+
+#: Bytes of what each member called that are shown to all after a mismatch.
+_SAID_NBYTES = 128
+_RAW = np.dtype((np.void, CHUNK_DTYPE.itemsize))
+_TICKET = "int64", "band", TICKETS
+_BYTES = "uint8", "sum"  # of one contribution: its copy
+
+
+class _Load(NamedTuple):
+    """Bytes from `source` (0: not from here) to `destination` (0: not wanted here)."""
+
+    source: int
+    destination: int
+    nbytes: int
+
+
+class _Call(NamedTuple):
+    """How a call that is made of messages tells them from others'."""
+
+    post: P2PEndpoint
+    channel: int
+    number: int
+    owner: object
+
+
+class Group:
+    """Collectives of *ranks* of *session*, which is one of them; all members make the same calls in the same order.
+
+    Any thread, one call at a time: a second one waits for its turn. Memory is the caller's, contiguous, not written
+    meanwhile. A call that fails on a member (another one differs, or does not come in time) leaves the group unusable:
+    what comes next cannot be told from it.
+
+    Parameters
+    ----------
+    name
+        The same on all members, and no other group's of the job.
+
+    All calls raise
+    ---------------
+    MismatchError
+        If members do not call the same; the text says what each called.
+    StallError, PeerLostError, ClosedError
+        If a member does not come in time, or is gone.
+    """
+
+    def __init__(self, session: Session, ranks: Sequence[int], name: str, timeout_s: float) -> None:
+        self.session = session
+        self.ranks = tuple(ranks)
+        self.name = name
+        self.timeout_s = timeout_s
+        if sorted(set(self.ranks)) != sorted(self.ranks) or not set(self.ranks) <= set(range(session.size)):
+            raise ConfigError(f"group {name!r}: ranks {self.ranks} are not different ranks of a job of {session.size}")
+        if session.rank not in self.ranks:
+            raise ConfigError(f"group {name!r} is of ranks {self.ranks}; rank {session.rank} is none of them")
+        self.rank, self.size = self.ranks.index(session.rank), len(self.ranks)
+        self._declared = () if self.size == session.size else tuple(sorted(self.ranks))
+        self._bores = chunk_sizes(session.n_nodes + session.n_helpers == 1)
+        self._pipes: dict[tuple[str, str, ChunkSize], ChunkStream] = {}
+        self._lock = threading.Lock()
+        self._channel = zlib.crc32(name.encode())
+        self._calls = 0
+        self._broken: BpsError | None = None
+        self._closed = False
+        self._within_s: float | None = None
+
+    # -- collectives -----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: TensorInput, out: TensorInput, op: str = "sum") -> None:
+        """Combine *x* of all members into *out* on all (it may be *x*); *op*: "avg" or one of `partition.OPS`."""
+        self._check_op(op)
+        _check_size(x, out)
+        self._convey(f"all_reduce {op} {x.dtype} {x.shape}", x.dtype, op, [_Load(x.address, out.address, x.nbytes)])
+
+    def reduce(self, x: TensorInput, out: TensorInput | None, root: int, op: str = "sum") -> None:
+        """Combine *x* of all members into *out* on the *root*-th member; others' is None."""
+        self._check_op(op)
+        self._check_root(root)
+        destination = out.address if out is not None and root == self.rank else 0
+        self._convey(f"reduce {op} {x.dtype} {x.shape} to {root}", x.dtype, op,
+                     [_Load(x.address, destination, x.nbytes)])
+
+    def reduce_scatter(self, xs: Sequence[TensorInput], out: TensorInput, op: str = "sum") -> None:
+        """Combine the i-th of *xs* of all members into *out* on the i-th member. All of one dtype; sizes may differ."""
+        self._check_op(op)
+        self._check_number(xs)
+        _check_size(xs[self.rank], out)
+        self._convey(f"reduce_scatter {op} {out.dtype} {[x.nbytes for x in xs]}", out.dtype, op,
+                     [_Load(x.address, out.address if i == self.rank else 0, x.nbytes) for i, x in enumerate(xs)])
+
+    def broadcast(self, x: TensorInput, root: int) -> None:
+        """Overwrite *x* by that of the *root*-th member."""
+        self._check_root(root)
+        is_root = root == self.rank
+        self._convey(f"broadcast {x.dtype} {x.shape} from {root}", *_BYTES,
+                     [_Load(x.address if is_root else 0, 0 if is_root else x.address, x.nbytes)])
+
+    def all_gather(self, x: TensorInput, outs: Sequence[TensorInput]) -> None:
+        """Put *x* of the i-th member into the i-th of *outs*, on all members. Sizes may differ, and are known to all.
+
+        The own one of *outs* may be *x*.
+        """
+        self._check_number(outs)
+        _check_size(x, outs[self.rank])
+        self._convey(f"all_gather {x.dtype} {[out.nbytes for out in outs]}", *_BYTES,
+                     [_Load(x.address, 0 if out.address == x.address else out.address, out.nbytes) if i == self.rank
+                      else _Load(0, out.address, out.nbytes) for i, out in enumerate(outs)])
+
+    def gather(self, x: TensorInput, outs: Sequence[TensorInput], root: int) -> None:
+        """Put *x* of the i-th member into the i-th of *outs* of the *root*-th, which knows their sizes."""
+        self._check_root(root)
+        if root == self.rank:
+            self._check_number(outs)
+        self._exchange(f"gather to {root}", (x, outs), lambda call: message_collectives.gather(
+            call.post, call.channel, self.ranks, self.rank, root, _memory(x), _memories(outs), call.owner,
+            self._limit_s, call.number))
+
+    def scatter(self, xs: Sequence[TensorInput], out: TensorInput, root: int) -> None:
+        """Put the i-th of *xs* of the *root*-th member into *out* of the i-th. Sizes may differ."""
+        self._check_root(root)
+        if root == self.rank:
+            self._check_number(xs)
+        self._exchange(f"scatter from {root}", (xs, out), lambda call: message_collectives.scatter(
+            call.post, call.channel, self.ranks, self.rank, root, _memories(xs), _memory(out), call.owner,
+            self._limit_s, call.number))
+
+    def all_to_all(self, xs: Sequence[TensorInput], outs: Sequence[TensorInput]) -> None:
+        """Put the j-th of *xs* of the i-th member into the i-th of *outs* of the j-th. Sizes may differ."""
+        self._check_number(xs)
+        self._check_number(outs)
+        self._exchange("all_to_all", (xs, outs), lambda call: message_collectives.all_to_all(
+            call.post, call.channel, self.ranks, self.rank, _memories(xs), _memories(outs), call.owner,
+            self._limit_s, call.number))
+
+    def barrier(self, note: str = "") -> None:
+        """Wait until all members are here, who all come with this *note*."""
+        self._convey(f"barrier {note}".rstrip(), *_BYTES, [])
+
+    @contextlib.contextmanager
+    def within(self, timeout_s: float) -> Iterator[None]:
+        """Let calls that this thread makes meanwhile take *timeout_s* at most. For one thread at a time."""
+        self._within_s = timeout_s
+        try:
+            yield
+        finally:
+            self._within_s = None
+
+    def close(self) -> None:
+        """Give up what the group uses; it is free once all members have. Idempotent, and waits for nobody.
+
+        A call of another thread that waits for sums fails within a second, unless it comes to its end before.
+        """
+        self._closed = True
+        if not self._lock.acquire(blocking=False):
+            return  # the call under way does this at its end
+        try:
+            if self._broken is None and not self.session.closed:
+                for pipe in self._pipes.values():
+                    pipe.close()
+            self._pipes.clear()
+        finally:
+            self._lock.release()
+
+    # -- innards ---------------------------------------------------------------------------------------------------
+
+    def _exchange(self, text: str, owner: object, move: Callable[[_Call], None]) -> None:
+        """Move bytes from member to member, once all are known to want that."""
+        self._convey(text, *_BYTES, [], lambda: move(_Call(self.session.post, self._channel, self._calls, owner)))
+
+    def _convey(self, text: str, dtype: str, op: str, loads: Sequence[_Load],
+                then: Callable[[], None] = lambda: None) -> None:
+        self.session.require_open()  # in a fork the lock may be held by a thread that is not there
+        with self._lock:
+            self._require_usable()
+            self._calls += 1
+            try:
+                if self.size > 1:
+                    self._call(f"call {self._calls}: {text}", dtype, op, loads)
+                else:
+                    _alone(loads)
+                then()
+            except BaseException as exc:
+                self._broken = exc if isinstance(exc, MismatchError) else ClosedError(
+                    f"group {self.name!r} cannot be used any more: its call {self._calls} ({text}) did not get to its "
+                    f"end on rank {self.session.rank} ({type(exc).__name__}: {exc})")
+                if isinstance(exc, StallError):  # what is waited for is said in terms of pipes
+                    raise StallError(f"call {self._calls} of group {self.name!r}, {text}: {exc}") from exc
+                raise
+        if self._closed:
+            self.close()
+
+    def _call(self, text: str, dtype: str, op: str, loads: Sequence[_Load]) -> None:
+        words = _ticket(text)
+        tickets = self._pipe(*_TICKET)
+        chunks, units = [tickets.ticket(words)], [tickets.unit]
+        strips = [strip for load in loads for strip in _strips(load, self._bores[0])]
+        if any((dtype, op, size) not in self._pipes for size, _, _ in strips):
+            self._check(text, self._go(chunks, units))  # before members wait for each other to make different pipes
+            chunks, units = [], []
+        for size, n, load in strips:
+            pipe = self._pipe(dtype, op, size)
+            chunks.append(_laden(pipe.chunks(n), load, size.chunk_nbytes))
+            units.append(pipe.unit)
+        self._check(text, self._go(chunks, units))
+
+    def _check(self, text: str, do_agree: bool) -> None:
+        if not do_agree:
+            raise MismatchError(f"members of group {self.name!r} called different collectives: {self._who_said(text)}")
+
+    def _go(self, chunks: list[np.ndarray[Any, Any]], units: list[Unit]) -> bool:
+        def subject_of(i: int) -> tuple[Unit, int, int]:
+            if self._closed:
+                raise ClosedError(f"group {self.name!r} was closed while a call was under way")
+            for some, unit in zip(chunks, units):
+                if i < len(some):
+                    return unit, int(some["part"][i]), int(some["round"][i])
+                i -= len(some)
+            raise AssertionError("no such leg")
+
+        # where pages are large a pipe has fewer turns than its bore says
+        ahead = min(*(size.n_chunks for size in self._bores), *(unit.n_parts for unit in units))
+        # As bytes: to NumPy the fields of a record are worth a look at each other in Python.
+        together = np.concatenate([some.view(_RAW) for some in chunks]).view(CHUNK_DTYPE)
+        return self.session.port.pipelined_transfer(together, ahead, subject_of, self._limit_s)
+
+    @property
+    def _limit_s(self) -> float:
+        """How long the call under way may take."""
+        return self.timeout_s if self._within_s is None else self._within_s
+
+    def _who_said(self, text: str) -> str:
+        """Return in words what each member called: all have found out, and each says it in bytes of its own."""
+        said = np.full(self.size * _SAID_NBYTES, 0xFF, np.uint8)  # what others say is not changed by ones
+        mine = np.zeros(_SAID_NBYTES, np.uint8)
+        raw = text.encode()[:_SAID_NBYTES]
+        mine[:len(raw)] = np.frombuffer(raw, np.uint8)
+        said[self.rank * _SAID_NBYTES:][:_SAID_NBYTES] = mine
+        pipe = self._pipe(*_TICKET)
+        chunks = pipe.chunks(-(-said.nbytes // TICKETS.chunk_nbytes))
+        load = _Load(said.ctypes.data, said.ctypes.data, said.nbytes)
+        self._go([_laden(chunks, load, TICKETS.chunk_nbytes)], [pipe.unit])
+        who: dict[str, list[int]] = {}
+        for rank, row in zip(self.ranks, said.reshape(self.size, _SAID_NBYTES)):
+            who.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)
+        return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {what}"
+                         for what, ranks in who.items())
+
+    def _pipe(self, dtype: str, op: str, size: ChunkSize) -> ChunkStream:
+        key = dtype, op, size
+        if key not in self._pipes:
+            self._pipes[key] = ChunkStream(self.session, spec_of(self.name, self._declared, dtype, op, size), self._limit_s)
+        return self._pipes[key]
+
+    def _require_usable(self) -> None:
+        self.session.require_open()
+        if self._broken is not None:
+            self.session.port.check()  # if the job is over, that is the better reason
+            raise self._broken
+        if self._closed:
+            raise ClosedError(f"group {self.name!r} is closed")
+
+    def _check_op(self, op: str) -> None:
+        if op != "avg" and op not in OPS:
+            raise UnsupportedError(f"group {self.name!r} cannot combine by {op!r}; it can by avg, {', '.join(OPS)}")
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise ConfigError(f"root {root}, but group {self.name!r} has members 0 to {self.size - 1}")
+
+    def _check_number(self, memories: Sequence[TensorInput]) -> None:
+        if len(memories) != self.size:
+            raise ConfigError(f"{len(memories)} tensors for the {self.size} members of group {self.name!r}")
+
+
+def _strips(load: _Load, wide: ChunkSize) -> list[tuple[ChunkSize, int, _Load]]:
+    """Return (bore, number of strips, what they carry) of *load*."""
+    found = []
+    at = 0
+    for size, n in cut(load.nbytes, wide):
+        nbytes = min(n * size.chunk_nbytes, load.nbytes - at)
+        found.append((size, n, _Load(load.source and load.source + at, load.destination and load.destination + at,
+                                     nbytes)))
+        at += nbytes
+    return found
+
+
+def _laden(chunks: np.ndarray[Any, Any], load: _Load, chunk_nbytes: int) -> np.ndarray[Any, Any]:
+    """Return *legs* with *load* on them."""
+    at = np.arange(len(chunks), dtype=np.uint64) * np.uint64(chunk_nbytes)
+    chunks["nbytes"] = np.minimum(np.uint64(load.nbytes) - at, np.uint64(chunk_nbytes))
+    if load.source:
+        chunks["source"] = at + np.uint64(load.source)
+    if load.destination:
+        chunks["destination"] = at + np.uint64(load.destination)
+    return chunks
+
+
+def _alone(loads: Sequence[_Load]) -> None:
+    for load in loads:
+        if load.source and load.destination and load.source != load.destination:
+            copy(load.destination, load.source, load.nbytes)
+
+
+def _memory(x: TensorInput) -> message_collectives.Memory:
+    return message_collectives.Memory(x.address, x.nbytes)
+
+
+def _memories(xs: Sequence[TensorInput]) -> list[message_collectives.Memory]:
+    return [_memory(x) for x in xs]
+
+
+def _ticket(text: str) -> np.ndarray[Any, Any]:
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return np.array([digest, ~digest & (1 << 64) - 1], np.uint64)
+
+
+def _check_size(x: TensorInput, out: TensorInput) -> None:
+    if x.nbytes != out.nbytes:
+        raise ConfigError(f"{x.nbytes} bytes of input for {out.nbytes} bytes of output")

@@ -1,0 +1,382 @@
+"""How two posts find each other: addresses by notices, a connection when it is first needed, one for each pair.
+
+Every post listens on a local socket, and on a port if the job has several nodes. Whoever needs the other dials; both
+prove that they hold the job's key (`orchestration.security`) before anything is believed, and name themselves and each
+other. What follows is sealed between machines, if encryption is asked for. The acceptor then says one byte: JOINED, and
+frames follow; or CROSSED: both have dialled, and the connection of the lower rank is the one that counts; or REFUSED. A
+lower rank says CROSSED when its own connection is there: should it not come about, for a firewall that is open one way
+only, the other one counts.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ...base import message_socket
+from ...base.process_identity import network_id
+from ...orchestration import security
+from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
+from ...orchestration.handshakes import RECHECK_S, MAX_PENDING_HANDSHAKES, HandshakeLimiter, source_of
+from ...orchestration.job.node_losses import FIRST_EPOCH
+from ...orchestration.unreadable import DECODE_ERRORS
+from ...base.rate_limited_log import RateLimitedLog
+from ...base.encryption import Encryption, check_library, is_loopback, seals_of
+from .encrypted_socket import EncryptedSocket
+
+if TYPE_CHECKING:
+    from ...trainer.session import Session
+
+log = logging.getLogger("bpsfast.collectives.p2p")
+
+JOINED, CROSSED, REFUSED = b"J", b"C", b"R"
+_CONTEXT = "bpsfast post"
+#: A stranger holds up one thread for at most so long.
+_CHALLENGE_S = 5.0
+#: A rank publishes its address when it first exchanges messages, hours after others perhaps: whoever waits for it has a
+#: deadline of his own.
+_ADDRESS_S = 86_400.0
+#: How long nobody is let in after that has failed, for want of file descriptors for example.
+_ACCEPT_PAUSE_S = 1.0
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a rank's post listens: on the local socket `local` of `machine`, at `host`:`port` (0: nowhere)."""
+
+    node: int
+    machine: str
+    local: str
+    host: str
+    port: int
+
+
+class PeerConnector:
+    """Listens for, and dials, the posts of *session*'s job.
+
+    Parameters
+    ----------
+    come
+        Called with (rank, socket, process id or 0) when an authenticated rank has dialled; returns False if it is
+        refused, else takes the socket over, and says what becomes of it.
+    reached
+        Called with the same when this rank was JOINED.
+    failed
+        Called with (rank, error) when a rank cannot be reached.
+    listen
+        Called when `listens` has changed.
+    """
+
+    def __init__(self, session: Session, come: Callable[[int, socket.socket, int], bool],
+                 reached: Callable[[int, socket.socket, int], None], failed: Callable[[int, BpsError], None],
+                 listen: Callable[[], None]) -> None:
+        self._session = session
+        self._come, self._reached, self._failed, self._tell_listening = come, reached, failed, listen
+        self._key = session.place.job_key
+        self._encryption = Encryption.of(session.settings)
+        self._closed = False
+        self._lock = threading.Lock()
+        self._refusals = RateLimitedLog(log)
+        self._threads: set[threading.Thread] = set()
+        self._unproven: set[socket.socket] = set()
+        self._strangers: HandshakeLimiter[socket.socket] = HandshakeLimiter(
+            MAX_PENDING_HANDSHAKES + session.size, session.size)
+        self._makes_room = False
+        self._accept_again_at = 0.0  # by the monotonic clock; 0: it hears
+        self._has_warned = False
+        self._doing: dict[int, str] = {}  # by rank that is dialled, in words
+        self._machine = f"{network_id()} {os.getuid()}"
+        self._local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listeners = [self._local]
+        try:
+            self._address = self._listen()
+            for listener in self.listeners:
+                listener.setblocking(False)
+            session.notices.publish(_key_of(session.rank), msgspec.msgpack.encode(self._address))
+        except BaseException:
+            for listener in self.listeners:
+                listener.close()
+            raise
+
+    def _listen(self) -> Address:
+        session = self._session
+        name = message_socket.address(self._key, f"post {session.rank} {secrets.token_hex(8)}")
+        self._local.bind(name)
+        self._local.listen(128)
+        host, port = "", 0
+        if session.n_nodes > 1:
+            host = session.host
+            may_leave = self._encryption is Encryption.BETWEEN_MACHINES and not is_loopback(host)
+            if may_leave or self._encryption is Encryption.ALL:
+                check_library()
+            listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            self.listeners.append(listener)
+            try:
+                listener.bind((host, 0))
+                listener.listen(128)
+            except OSError as exc:
+                raise ConfigError(f"rank {session.rank} cannot listen for messages on {host!r}: {exc}; set "
+                                  "BPSFAST_NODE_HOST to an address of this machine") from exc
+            port = listener.getsockname()[1]
+        return Address(session.node, self._machine, name[1:].decode(), host, port)
+
+    def trouble(self, rank: int) -> str:
+        """Say what dialling *rank* is at."""
+        return self._doing.get(rank, "it has dialled, too, and is expected to be heard of")
+
+    def dial(self, rank: int) -> None:
+        """Connect to *rank*; `reached`, `come` or `failed` will be called, from another thread."""
+        self._doing[rank] = "it has not sent or received anything yet"
+        self._begin(lambda: self._dial(rank), f"bpsfast-post-dial-{rank}")
+
+    @property
+    def listens(self) -> bool:
+        """Whether `accept` should be called when somebody has come: not while too many are here, or it cannot work."""
+        with self._lock:
+            return self._strangers.has_room and not self._accept_again_at
+
+    def accept(self, listener: socket.socket) -> None:
+        """Let somebody in who has come to *listener*, once he has proved himself. Never waits."""
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # he has gone again
+            return
+        except OSError as exc:
+            self._pause_accepting(exc)
+            return
+        if sock.family == socket.AF_UNIX and message_socket.peer_uid(sock)[1] != os.getuid():
+            sock.close()  # other users must not take the places of this one's ranks
+            self._refuse(ProtocolError("another user's process has connected"))
+            return
+        with self._lock:
+            self._strangers.add(sock, source_of(sock), time.monotonic())
+            is_full = not self._strangers.has_room
+            makes_room = is_full and not self._makes_room
+            self._makes_room = self._makes_room or is_full
+        if is_full:
+            self._tell_listening()
+        self._begin(lambda: self._welcome(sock), "bpsfast-post-accept")
+        if makes_room:
+            self._begin(self._make_room, "bpsfast-post-room")
+
+    def _make_room(self) -> None:
+        """While there is none, push out a stranger for everybody who waits outside."""
+        while True:
+            with self._lock:
+                if self._closed or self._strangers.has_room:
+                    self._makes_room = False
+                    break
+                if _is_waited_at(self.listeners):
+                    going = self._strangers.one_to_go(time.monotonic())
+                    if going is not None:
+                        self._strangers.remove(going)
+                        with contextlib.suppress(OSError):
+                            going.shutdown(socket.SHUT_RDWR)  # its thread says so, and closes it
+                        continue
+            time.sleep(RECHECK_S)
+        self._tell_listening()
+
+    def _pause_accepting(self, error: OSError) -> None:
+        """Let nobody in for a while: who has come still stands there, and would be announced again at once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._accept_again_at = time.monotonic() + _ACCEPT_PAUSE_S
+            warned, self._has_warned = self._has_warned, True
+        if not warned:
+            log.warning("rank %d cannot let in who wants to exchange messages with it: %s; it tries again every %g s "
+                        "(too many open files: see ulimit -n)", self._session.rank, error, _ACCEPT_PAUSE_S)
+        self._tell_listening()
+
+    def tick(self) -> None:
+        """Listen again some time after letting in has failed. To be called now and then."""
+        if self._accept_again_at and time.monotonic() >= self._accept_again_at:
+            with self._lock:
+                self._accept_again_at = 0.0
+            self._tell_listening()
+
+    def close(self) -> None:
+        """Take no more part. Waits for handshakes under way, which are short; a look-up is given up.
+
+        May be called in one of the threads that dial and welcome, by what hangs on a transfer.
+        """
+        with self._lock:
+            self._closed = True
+        for listener in self.listeners:
+            listener.close()
+        with self._lock:
+            threads = self._threads - {threading.current_thread()}
+            for sock in self._unproven:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # whoever reads from it wakes up
+        for thread in threads:
+            thread.join()
+
+    # -- in threads of their own -----------------------------------------------------------------------------------
+
+    def _begin(self, task: Callable[[], None], name: str) -> None:
+        def run() -> None:
+            try:
+                task()
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    @contextlib.contextmanager
+    def _unproved(self, sock: socket.socket) -> Iterator[None]:
+        """Let `close` interrupt what is done with *sock* inside."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"the post of rank {self._session.rank} is closed")
+            self._unproven.add(sock)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._unproven.discard(sock)
+
+    def _dial(self, rank: int) -> None:
+        session = self._session
+        try:
+            found = self._find(rank)
+            self._doing[rank] = "it is dialled"
+            near = self._is_near(rank, found)
+            sock = socket.socket(socket.AF_UNIX if near else socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                with self._unproved(sock):
+                    self._connect(sock, rank, found)
+                    hello = security.StreamHello(peer=session.rank, stream=rank, epoch=FIRST_EPOCH,
+                                                 encrypted=self._encryption.covers(sock))
+                    answer, secret = security.handshake_as_dialer(sock, self._key, _CONTEXT, hello, self._patience_s)
+                    if answer.peer != rank:
+                        raise ProtocolError(f"rank {answer.peer} listens where rank {rank} should")
+                sock = self._sealed(sock, secret, dialled=True)
+                with self._unproved(sock):
+                    verdict = self._verdict(sock, rank)
+            except BaseException:
+                sock.close()
+                raise
+            if verdict == JOINED:
+                self._reached(rank, sock, _process_of(sock))
+            else:
+                sock.close()
+                if verdict != CROSSED:
+                    raise PeerLostError(f"rank {rank} has refused a connection of rank {session.rank}: it has given it "
+                                        "up, see its output")
+            self._doing.pop(rank, None)
+        except BpsError as exc:
+            self._failed(rank, exc)
+        except OSError as exc:
+            self._failed(rank, PeerLostError(f"rank {session.rank} cannot connect to rank {rank}: {exc}"))
+
+    def _find(self, rank: int) -> Address:
+        data = self._session.notices.lookup(_key_of(rank), _ADDRESS_S, f"rank {rank}", lambda: self._closed)
+        try:
+            return msgspec.msgpack.decode(data, type=Address)
+        except DECODE_ERRORS as exc:
+            raise ProtocolError(f"the address of rank {rank}'s post cannot be read: {exc}") from exc
+
+    def _is_near(self, rank: int, found: Address) -> bool:
+        settings = self._session.settings
+        shares = settings.transport in ("auto", "shm") and settings.allow_shm
+        near = found.machine == self._machine and (shares or found.node == self._address.node)
+        if not near and not found.port:
+            raise ConfigError(f"rank {rank} is on another machine or another user's, and listens on no network: "
+                              "its job has one node only")
+        return near
+
+    def _connect(self, sock: socket.socket, rank: int, found: Address) -> None:
+        near = sock.family == socket.AF_UNIX
+        sock.settimeout(self._patience_s)
+        try:
+            sock.connect("\0" + found.local if near else (found.host, found.port))
+        except OSError as exc:
+            where = "its local socket" if near else f"{found.host}:{found.port}"
+            raise PeerLostError(f"rank {rank} does not listen on {where} any more ({exc}): it has ended, or a firewall "
+                                "is between") from exc
+        if not near:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        elif message_socket.peer_uid(sock)[1] != os.getuid():
+            raise ProtocolError(f"another user's process listens on rank {rank}'s local socket")
+
+    def _verdict(self, sock: socket.socket, rank: int) -> bytes:
+        sock.settimeout(self._patience_s)
+        try:
+            verdict = sock.recv(1)
+        except TimeoutError as exc:
+            raise StallError(f"rank {rank} did not answer a connection within {self._patience_s:g} s") from exc
+        return verdict
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """Let one connection prove itself. A stranger is logged and refused, and harms nobody."""
+        session, taken = self._session, False
+        try:
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                with self._unproved(sock):
+                    hello, secret = security.handshake_as_acceptor(
+                        sock, self._key, _CONTEXT, peer=session.rank, epoch=FIRST_EPOCH, timeout_s=_CHALLENGE_S,
+                        encrypted=self._encryption.covers(sock))
+            finally:
+                self._forget(sock)
+            if hello.stream != session.rank or not 0 <= hello.peer < session.size or hello.peer == session.rank:
+                raise ProtocolError(f"rank {hello.peer} wants rank {hello.stream}, this is rank {session.rank} of "
+                                    f"{session.size}")
+            sock = self._sealed(sock, secret, dialled=False)
+            taken = self._come(hello.peer, sock, _process_of(sock))
+            if not taken:
+                sock.send(REFUSED)
+        except (BpsError, OSError) as exc:
+            self._refuse(exc)
+        finally:
+            if not taken:
+                sock.close()
+
+    def _forget(self, sock: socket.socket) -> None:
+        """From here on *sock* is no stranger's, or is over."""
+        with self._lock:
+            was_full = not self._strangers.has_room
+            self._strangers.remove(sock)
+        if was_full:
+            self._tell_listening()
+
+    def _refuse(self, why: Exception) -> None:
+        self._refusals.note(logging.WARNING, "rank %d refused a connection for messages: %s", self._session.rank, why)
+
+    def _sealed(self, sock: socket.socket, secret: bytes, *, dialled: bool) -> socket.socket:
+        """Return what is used in place of *sock* after the handshake, with its *secret*."""
+        return EncryptedSocket(sock, seals_of(secret, dialled=dialled)) if self._encryption.covers(sock) else sock
+
+    @property
+    def _patience_s(self) -> float:
+        return min(self._session.settings.timeout_s, self._session.settings.start_timeout_s)
+
+
+def _is_waited_at(listeners: Sequence[socket.socket]) -> bool:
+    """Return whether a connection waits to be accepted at one of *listeners*."""
+    poller = select.poll()
+    for listener in listeners:
+        poller.register(listener, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _key_of(rank: int) -> str:
+    return f"post:{rank}:"
+
+
+def _process_of(sock: socket.socket) -> int:
+    return message_socket.peer_uid(sock)[0] if sock.family == socket.AF_UNIX else 0

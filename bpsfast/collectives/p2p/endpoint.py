@@ -1,0 +1,352 @@
+"""A rank's post: sends messages to other ranks' posts, and receives theirs.
+
+Small messages travel at once and wait with the receiver, in bounded room; others wait with the sender until a receive
+has met them. So a send of up to `frames.EAGER_NBYTES` usually ends without a receive, a larger one never does; as with
+MPI_Send, a program may not rely on the former.
+"""
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, StallError
+from . import frames, cross_memory
+from .receiver import MessageReceiver
+from .connector import JOINED, PeerConnector
+from .message import Outgoing
+from .peer import Peer, CompetingConnection
+from .progress_engine import ProgressEngine
+from .transfer import Transfer
+
+if TYPE_CHECKING:
+    from ...trainer.session import Session
+
+log = logging.getLogger("bpsfast.collectives.p2p")
+
+#: How long `close` waits until others have read what was said to them.
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class P2PEndpoint:
+    """Messages between the ranks of *session*'s job. Any thread; `Session.post` makes and closes it.
+
+    Two messages from one rank to another, on one channel, do not overtake each other where a receive could take either.
+    Channels keep groups apart that know nothing of each other: a number that its members have agreed on.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.rank, self.size = session.rank, session.size
+        self.token = cross_memory.Token()
+        self.writing: set[int] = set()  # ranks to whom something waits for room in a socket
+        self._session = session
+        self._closed = False
+        self._error: BpsError | None = None  # what ended everything
+        self._n_open = 0
+        self._ended: list[Transfer] = []
+        self._peers: dict[int, Peer] = {}
+        self.progress = ProgressEngine(
+            f"bpsfast-post-{self.rank}", busy=lambda: bool(self._n_open or self.writing),
+            work=lambda: self.delivery.read_piece(), settle=self._settle, check=session.port.check, failed=self._fail,
+            tick=lambda: self.meeting.tick(), awake_s=session.settings.awake_us / 1e6)
+        self._lock = self.progress.lock
+        self.delivery = MessageReceiver(self.rank, self._peers, self.progress)
+        try:
+            self.meeting = PeerConnector(session, self._come, self._reached, self._unreachable, self._listen)
+        except BaseException:
+            self.progress.close()
+            raise
+        with self._lock:
+            for listener in self.meeting.listeners:
+                self.progress.watch(listener.fileno(), select.EPOLLIN, self._visitor_at(listener))
+        self.progress.start()
+        _open.add(self)
+
+    # -- what ranks call -------------------------------------------------------------------------------------------
+
+    def send(self, channel: int, destination: int, tag: int, address: int, nbytes: int, owner: object) -> Transfer:
+        """Begin to send the *nbytes* at *address* to rank *destination*, this rank too; the memory is read until done.
+
+        Parameters
+        ----------
+        channel
+            Of 32 bits.
+        tag
+            Of 64 bits, signed.
+        owner
+            Kept until the transfer has ended.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such rank, or a number is out of its range.
+        ClosedError
+            If the post is closed, or the session another process's.
+        """
+        self._check(channel, destination, tag, nbytes)
+        transfer = Transfer(self, True, channel, destination, tag, address, nbytes, owner)
+        with self._lock:
+            self._open(transfer)
+            if destination == self.rank:
+                self.delivery.send_to_self(Outgoing(transfer))
+            else:
+                self._peer(destination).send(Outgoing(transfer))
+        self._settle()
+        return transfer
+
+    def receive(self, channel: int, source: int | None, tag: int | None, address: int, nbytes: int,
+                owner: object) -> Transfer:
+        """Begin to receive a message of up to *nbytes* into the memory at *address*; None: from any rank, of any tag.
+
+        A longer message is an error of the receiver's, and is consumed. Errors and *owner* as in `send`.
+        """
+        self._check(channel, source, tag, nbytes)
+        return self._receive(Transfer(self, False, channel, source, tag, address, nbytes, owner))
+
+    def receive_any_size(self, channel: int, source: int | None, tag: int | None) -> Transfer:
+        """Begin to receive a message of any size, into memory that is allocated when it is there: `Transfer.data`."""
+        self._check(channel, source, tag, 0)
+        return self._receive(Transfer(self, False, channel, source, tag, 0, -1, None))
+
+    def close(self) -> None:
+        """Leave: what was sent at once is delivered, everything else ends with a `ClosedError`. Idempotent.
+
+        Waits up to two seconds for the others to notice.
+        """
+        if self._session.pid != os.getpid():
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        _open.discard(self)
+        error = ClosedError(f"the post of rank {self.rank} was closed while a message was under way")
+        self._announce_close(error)
+        with self._lock:
+            for listener in self.meeting.listeners:
+                self.progress.forget(listener.fileno())
+            self._fail(error)
+        self._settle()
+        self.meeting.close()
+        self.progress.close()
+
+    # -- for transfers ---------------------------------------------------------------------------------------------
+
+    def wait(self, transfer: Transfer, timeout_s: float | None) -> None:
+        """See `Transfer.wait`."""
+        if not transfer.done():
+            self._require_open()
+            timeout_s = self._session.settings.timeout_s if timeout_s is None else timeout_s
+            if not self.progress.wait(transfer.done, timeout_s) and not transfer.done():
+                raise StallError(self._missing(transfer, timeout_s))
+        if transfer.error is not None:
+            raise type(transfer.error)(str(transfer.error))
+
+    def on_done(self, transfer: Transfer, callback: Callable[[Transfer], object]) -> None:
+        """See `Transfer.on_done`."""
+        if not transfer.done():
+            self._session.require_open()
+            with self._lock:
+                if not transfer.done():
+                    transfer.callbacks.append(callback)
+                    return
+        _call(callback, transfer)
+
+    def cancel(self, transfer: Transfer) -> bool:
+        """See `Transfer.cancel`."""
+        self._session.require_open()
+        with self._lock:
+            if transfer.is_send or not self.delivery.matching.withdraw(transfer):
+                return False
+            transfer.finish(ClosedError(f"{transfer.describe()} is not waited for any more: its receive was cancelled"))
+        self._settle()
+        return True
+
+    def ended(self, transfer: Transfer) -> None:
+        """Note, with the lock, that *transfer* has ended; `_settle` does the rest."""
+        self._n_open -= 1
+        self._ended.append(transfer)
+
+    # -- for peers -------------------------------------------------------------------------------------------------
+
+    def job_error(self) -> BpsError | None:
+        """Return what ended the job, if something did."""
+        try:
+            self._session.port.check()
+        except BpsError as exc:
+            return exc
+        return None
+
+    # -- innards ---------------------------------------------------------------------------------------------------
+
+    def _check(self, channel: int, peer: int | None, tag: int | None, nbytes: int) -> None:
+        if not 0 <= channel < 1 << 32:
+            raise ConfigError(f"channel={channel}: a channel is a number of 32 bits")
+        if peer is not None and not 0 <= peer < self.size:
+            raise ConfigError(f"rank {peer} is none of this job's ranks 0 to {self.size - 1}")
+        if tag is not None and not -(1 << 63) <= tag < 1 << 63:
+            raise ConfigError(f"tag={tag}: a tag is a signed number of 64 bits")
+        if not 0 <= nbytes <= frames.MESSAGE_MAX_NBYTES:
+            raise ConfigError(f"nbytes={nbytes}: a message has 0 to {frames.MESSAGE_MAX_NBYTES} bytes")
+        self._require_open()
+
+    def _require_open(self) -> None:
+        self._session.require_open()  # before any lock: a forked child may have inherited it locked
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
+        if self._closed:
+            raise ClosedError(f"the post of rank {self.rank} is closed")
+
+    def _open(self, transfer: Transfer) -> None:
+        self._require_open()
+        self._n_open += 1
+
+    def _peer(self, rank: int) -> Peer:
+        """Return the peer, dialled if nobody has yet."""
+        peer = self._peers.get(rank)
+        if peer is None:
+            peer = self._peers[rank] = Peer(self, rank)
+        if peer.state == "apart":
+            peer.state = "dialling"
+            self.meeting.dial(rank)
+        return peer
+
+    def _receive(self, transfer: Transfer) -> Transfer:
+        source = transfer.peer
+        with self._lock:
+            self._open(transfer)
+            if not self.delivery.receive(transfer) and source is not None and source != self.rank:
+                error = self._peer(source).error  # connected even so: the end of the connection is the peer's
+                if error is not None:
+                    self.delivery.matching.withdraw(transfer)
+                    transfer.finish(error)
+        self._settle()
+        return transfer
+
+    def _settle(self) -> None:
+        """Tell those who wait for transfers that have ended. Without the lock."""
+        if not self._ended:
+            return
+        with self._lock:
+            ended, self._ended = self._ended, []
+            self.progress.tell()
+            callbacks = [(callback, transfer) for transfer in ended for callback in transfer.callbacks]
+            for transfer in ended:
+                transfer.callbacks = []
+        for callback, transfer in callbacks:
+            _call(callback, transfer)
+
+    def _missing(self, transfer: Transfer, timeout_s: float) -> str:
+        """Say who keeps *transfer* waiting."""
+        with self._lock:
+            peer = self._peers.get(-1 if transfer.peer is None else transfer.peer)
+            who = "any rank" if transfer.peer is None else f"rank {transfer.peer}"
+            if transfer.is_send:
+                state = peer.describe(transfer) if peer else "it waits for a receive here"
+                return (f"rank {self.rank} waited {timeout_s:g} s for {who} to receive {transfer.describe()}: {state}")
+            lying = self.delivery.matching.describe(transfer.channel)
+            if not self.delivery.matching.waits(transfer):
+                state = (f"rank {transfer.source} has announced it ({transfer.nbytes} bytes), and its payload is on "
+                         "the way")
+            elif peer is not None and peer.link is None:
+                state = f"not connected to it yet; {self.meeting.trouble(peer.rank)}"
+            else:
+                state = f"it has sent none; here are {lying}" if lying else "it has sent none"
+            return f"rank {self.rank} waited {timeout_s:g} s for {who} to send {transfer.describe()}: {state}"
+
+    # -- connections -----------------------------------------------------------------------------------------------
+
+    def _visitor_at(self, listener: socket.socket) -> Callable[[int], None]:
+        return lambda events: self.meeting.accept(listener)
+
+    def _listen(self) -> None:
+        """Let others in, or make them wait."""
+        with self._lock:
+            if not self._closed:
+                for listener in self.meeting.listeners:
+                    self.progress.change(listener.fileno(), select.EPOLLIN if self.meeting.listens else 0)
+
+    def _come(self, rank: int, sock: socket.socket, process: int) -> bool:
+        """Decide, in a thread of the meeting, about a connection that *rank* has made; return whether it is taken."""
+        with self._lock:
+            if self._closed or self._error:
+                return False
+            peer = self._peers.get(rank)
+            if peer is None:
+                peer = self._peers[rank] = Peer(self, rank)
+            if peer.state not in ("apart", "dialling") or peer.competing is not None:
+                return False
+            if peer.state == "dialling" and self.rank < rank:
+                peer.competing = CompetingConnection(sock, process)
+            else:
+                peer.join(sock, process, JOINED)
+        self._settle()
+        return True
+
+    def _reached(self, rank: int, sock: socket.socket, process: int) -> None:
+        with self._lock:
+            peer = self._peers[rank]
+            if self._closed or self._error or peer.state != "dialling":
+                sock.close()
+                return
+            peer.join(sock, process)
+        self._settle()
+
+    def _unreachable(self, rank: int, error: BpsError) -> None:
+        with self._lock:
+            peer = self._peers[rank]
+            competing, peer.competing = peer.competing, None
+            if peer.state == "dialling" and competing is not None:
+                log.info("rank %d cannot connect to rank %d, which has connected itself: %s", self.rank, rank, error)
+                peer.join(competing.sock, competing.process, JOINED)
+            elif peer.state == "dialling":
+                peer.lose(PeerLostError(f"rank {self.rank} cannot exchange messages with rank {rank}: {error}"))
+        self._settle()
+
+    def _fail(self, error: BpsError) -> None:
+        """End everything with *error*. With the lock."""
+        self._error = self._error or error
+        for peer in list(self._peers.values()):
+            peer.lose(error)
+        self.delivery.fail(error)
+
+    def _announce_close(self, error: BpsError) -> None:
+        """Withdraw the address, and give what was said to others the time to be read."""
+        with self._lock:
+            for peer in self._peers.values():
+                peer.leave(error)
+        try:
+            self._session.notices.withdraw(f"post:{self.rank}:")
+            self.progress.wait(lambda: all(peer.link is None for peer in list(self._peers.values())), _CLOSE_TIMEOUT_S)
+        except BpsError:
+            log.debug("the job is over: nobody is waited for")
+
+    def drop_in_child(self) -> None:
+        """Close, in a forked child, what belongs to its parent: whose end could not be seen otherwise."""
+        self.progress.drop_in_child()
+        links = [peer.link.sock for peer in self._peers.values() if peer.link is not None]
+        rivals = [peer.competing.sock for peer in self._peers.values() if peer.competing is not None]
+        for sock in [*links, *rivals, *self.meeting.listeners]:
+            sock.close()
+
+
+def _call(callback: Callable[[Transfer], object], transfer: Transfer) -> None:
+    try:
+        callback(transfer)
+    except (Exception, SystemExit):  # the thread is not the callback's to end
+        log.exception("what was to be done after %s failed", transfer.describe())
+
+
+_open: weakref.WeakSet[P2PEndpoint] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for post in list(_open):
+        post.drop_in_child()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,292 @@
+"""What one rank has to say to another, and the other way: the protocol of one pair.
+
+A small message leaves at once while the receiver's allowance lasts. Any other is announced; once a receive has met it,
+the receiver reads its payload from the sender's memory (`pull`), or asks for it to be sent.
+"""
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ...orchestration.errors import BpsError, PeerLostError, ProtocolError
+from . import frames, cross_memory
+from .send_credit import SendCredit, ReceiveCredit
+from .frames import Frame
+from .frame_socket import FrameSocket
+from .connector import CROSSED, REFUSED
+from .address_view import view
+from .message import Arrival, Incoming, Outgoing
+
+if TYPE_CHECKING:
+    from .endpoint import P2PEndpoint
+    from .transfer import Transfer
+
+#: "apart": nobody has dialled; "dialling": this rank has; "joined": there is a link; "lost": for good.
+State = Literal["apart", "dialling", "joined", "lost"]
+
+
+class CompetingConnection(NamedTuple):
+    """A connection that a higher rank has made while this one dials it: *process* as in `Peer.join`."""
+
+    sock: socket.socket
+    process: int
+
+
+class Peer:
+    """Rank *rank*, as this post sees it. Everything here is done with the post's lock."""
+
+    def __init__(self, post: P2PEndpoint, rank: int) -> None:
+        self.rank = rank
+        self.state: State = "apart"
+        self.error: BpsError | None = None
+        self.link: FrameSocket | None = None
+        self.competing: CompetingConnection | None = None  # what counts if this rank's own connection does not come about
+        self.pid = 0  # of the process whose memory can be read; 0: it cannot
+        self._parting: BpsError | None = None  # this rank has left for this: whatever the peer does then is no news
+        self._post = post
+        self._allowance, self._usage = SendCredit(), ReceiveCredit()
+        self._waiting: deque[Outgoing] = deque()
+        self._announced: dict[int, Outgoing] = {}
+        self._wanted: deque[Outgoing] = deque()
+        self._incoming: dict[int, Incoming] = {}
+        self._n_announced = self._n_heard = 0
+        self._process = 0
+
+    # -- the connection --------------------------------------------------------------------------------------------
+
+    def join(self, sock: socket.socket, process: int, greeting: bytes = b"") -> None:
+        """Talk over *sock* from now on; *process* is the other end's id, 0 if it is on another machine.
+
+        *greeting* goes before everything else.
+        """
+        self._dismiss_rival(CROSSED)
+        self.link = FrameSocket(sock, self)
+        self.state, self._process = "joined", process
+        self._post.progress.watch(sock.fileno(), select.EPOLLIN, self._on_events)
+        cross_memory.let_read(process)
+        token = self._post.token
+        self._guard(lambda: self._begin(greeting, Frame(frames.GREETING, number=token.value, address=token.address)))
+
+    def _begin(self, greeting: bytes, frame: Frame) -> None:
+        assert self.link is not None
+        if greeting:
+            self.link.sock.send(greeting)  # a byte into an empty buffer
+        self.link.send(frame)
+        self._admit()
+
+    def _dismiss_rival(self, verdict: bytes) -> None:
+        competing, self.competing = self.competing, None
+        if competing is not None:
+            with contextlib.suppress(OSError):  # its rank may be gone
+                competing.sock.send(verdict)
+            competing.sock.close()
+
+    def lose(self, error: BpsError) -> None:
+        """Give the peer up for *error*: fail all that is under way, and whatever comes later."""
+        if self.state == "lost":
+            return
+        error = self._parting or error
+        self.state, self.error = "lost", error
+        self._dismiss_rival(REFUSED)
+        self.close()
+        under_way = [each.transfer for each in (*self._waiting, *self._announced.values(), *self._wanted)]
+        under_way += [each.transfer for each in self._incoming.values()]
+        for queue in (self._waiting, self._announced, self._wanted, self._incoming):
+            queue.clear()
+        for transfer in under_way:
+            transfer.finish(error)
+        self._post.delivery.lost(self.rank, error)
+
+    def leave(self, error: BpsError) -> None:
+        """Say that nothing follows; what is under way then ends with *error*."""
+        self._parting = error
+        if self.link is not None:
+            self._guard(lambda: self._send(Frame(frames.LEAVE)))
+
+    def close(self) -> None:
+        """Close the connection. What is under way keeps its memory until then: the peer may be reading it."""
+        link, self.link = self.link, None
+        self._post.writing.discard(self.rank)
+        if link is not None:
+            link.shutdown_writing()
+            self._post.progress.forget(link.sock.fileno())
+            link.close()
+
+    def _guard(self, act: Callable[[], object]) -> None:
+        """Act; if the peer cannot be talked to, or says what makes no sense, it is lost."""
+        try:
+            act()
+            self._watch_writing()
+        except PeerLostError as exc:  # of a job that is over, posts end before each rank has been told why
+            self.lose(self._post.job_error() or PeerLostError(
+                f"rank {self.rank} is lost to rank {self._post.rank}: {exc}"))
+        except ProtocolError as exc:
+            self.lose(ProtocolError(f"rank {self.rank} sent rank {self._post.rank} what makes no sense: {exc}"))
+        except OSError as exc:
+            self.lose(PeerLostError(f"rank {self.rank} is lost to rank {self._post.rank}: its connection broke: {exc}"))
+
+    def _on_events(self, events: int) -> None:
+        if self.link is not None and events & select.EPOLLOUT:
+            self._guard(self.link.flush)
+        if self.link is not None and events & ~select.EPOLLOUT:
+            self._guard(self.link.read)
+
+    def _watch_writing(self) -> None:
+        link, writing = self.link, self._post.writing
+        if link is not None and link.backlog != (self.rank in writing):
+            (writing.add if link.backlog else writing.discard)(self.rank)
+            self._post.progress.change(link.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if link.backlog else 0))
+
+    def _send(self, frame: Frame, payload: memoryview | None = None) -> None:
+        assert self.link is not None
+        self.link.send(frame, payload)
+
+    # -- sending ---------------------------------------------------------------------------------------------------
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Send a message, now or when it may be."""
+        if self.error is not None:
+            outgoing.transfer.finish(self.error)
+            return
+        self._waiting.append(outgoing)
+        if self.link is not None:
+            self._guard(self._admit)
+
+    def _admit(self) -> None:
+        """Send or announce what waits, in its order, as far as it is allowed."""
+        waiting = self._waiting
+        while waiting and self.link is not None:
+            outgoing = waiting[0]
+            transfer, nbytes = outgoing.transfer, outgoing.nbytes
+            assert transfer.tag is not None
+            if nbytes <= frames.EAGER_NBYTES and self._allowance.take_room(nbytes):
+                self._send(Frame(frames.EAGER, transfer.channel, transfer.tag, 0, nbytes),
+                           view(transfer.address, nbytes))
+                waiting.popleft()
+                transfer.finish()
+            elif self._allowance.announce():
+                waiting.popleft()
+                self._n_announced += 1
+                outgoing.number = self._n_announced
+                self._announced[outgoing.number] = outgoing
+                self._send(Frame(frames.ANNOUNCE, transfer.channel, transfer.tag, outgoing.number, nbytes,
+                                 transfer.address))
+            else:
+                return
+
+    def next_piece(self) -> tuple[Frame, memoryview] | None:
+        """Return the next piece of what the peer wants; of several messages in turn."""
+        if not self._wanted:
+            return None
+        outgoing = self._wanted[0]
+        n = min(frames.PIECE_NBYTES, outgoing.nbytes - outgoing.n_sent)
+        piece = view(outgoing.transfer.address + outgoing.n_sent, n)
+        outgoing.n_sent += n
+        self._wanted.rotate(-1)
+        if outgoing.n_sent == outgoing.nbytes:
+            self._wanted.pop()
+            self._announced[outgoing.number] = outgoing  # until the kernel has it
+        return Frame(frames.DATA, number=outgoing.number, nbytes=n), piece
+
+    def sent(self, frame: Frame) -> None:
+        """Note that a piece has left; with the last one the memory is the sender's again."""
+        outgoing = self._announced.pop(frame.number, None)
+        if outgoing is not None:
+            outgoing.transfer.finish()
+
+    def describe(self, transfer: Transfer) -> str:
+        """Say how far the message of a transfer has come."""
+        if self.link is None:
+            return f"not connected to it yet; {self._post.meeting.trouble(self.rank)}"
+        if any(each.transfer is transfer for each in self._waiting):
+            return f"{len(self._announced)} messages before it are announced to it, and not received"
+        return "announced to it, and not received" if any(
+            each.transfer is transfer for each in self._announced.values()) else "its payload is on the way"
+
+    # -- hearing ---------------------------------------------------------------------------------------------------
+
+    def handle_frame(self, frame: Frame, payload: memoryview) -> None:
+        """Act on a frame of the peer's."""
+        if self.link is None:
+            return  # given up by what the frame before it led to
+        kind = frame.kind
+        if kind == frames.EAGER:
+            self._usage.eager(frame.nbytes)
+            self._post.delivery.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, payload))
+        elif kind == frames.ANNOUNCE:
+            self._n_heard += 1
+            if frame.number != self._n_heard:
+                raise ProtocolError(f"ANNOUNCE {frame.number}, expected {self._n_heard}")
+            self._usage.announced()
+            self._post.delivery.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, number=frame.number,
+                                                      address=frame.address))
+        elif kind == frames.DATA:
+            self._received(frame)
+        elif kind == frames.CREDIT:
+            self._allowance.give_room(frame.nbytes)
+            self._admit()
+        elif kind in (frames.WANT, frames.TAKEN):
+            self._answered(frame)
+        elif kind == frames.GREETING:
+            if cross_memory.can_read(self._process, frame.address, frame.number):
+                self.pid = self._process
+        else:
+            self.lose(PeerLostError(f"rank {self.rank} has left (it called shutdown, or closed its post): rank "
+                                    f"{self._post.rank} exchanges no more messages with it"))
+
+    def _answered(self, frame: Frame) -> None:
+        outgoing = self._announced.get(frame.number)
+        if outgoing is None or outgoing.n_sent:
+            raise ProtocolError(f"{frame.name} of message {frame.number}, which is not announced")
+        del self._announced[frame.number]
+        self._allowance.answered()
+        if frame.kind == frames.TAKEN:
+            outgoing.transfer.finish()
+        else:
+            self._wanted.append(outgoing)
+            if self.link is not None and not self.link.backlog:
+                self.link.flush()
+        self._admit()
+
+    # -- receiving -------------------------------------------------------------------------------------------------
+
+    def consumed(self, nbytes: int) -> None:
+        """Give back the room of a small message that was received."""
+        room = self._usage.received(nbytes)
+        if room and self.link is not None:
+            self._guard(lambda: self._send(Frame(frames.CREDIT, nbytes=room)))
+
+    def taken(self, number: int) -> None:
+        """Say that the payload of an announced message was fetched, or is not wanted."""
+        self._usage.answered()
+        if self.link is not None:
+            self._guard(lambda: self._send(Frame(frames.TAKEN, number=number)))
+
+    def want(self, incoming: Incoming) -> None:
+        """Ask for the payload of an announced message."""
+        if self.error is not None:
+            incoming.transfer.finish(self.error)
+            return
+        number = incoming.arrival.number
+        self._usage.answered()
+        self._incoming[number] = incoming
+        self._guard(lambda: self._send(Frame(frames.WANT, number=number)))
+
+    def sink(self, frame: Frame) -> memoryview:
+        """Return where a piece goes."""
+        incoming = self._incoming.get(frame.number)
+        left = incoming.arrival.nbytes - incoming.n_received if incoming else 0
+        if incoming is None or not 0 < frame.nbytes <= left:
+            raise ProtocolError(f"DATA of {frame.nbytes} bytes for message {frame.number}, of which {left} are wanted")
+        return view(incoming.transfer.address + incoming.n_received, frame.nbytes, writable=True)
+
+    def _received(self, frame: Frame) -> None:
+        incoming = self._incoming[frame.number]
+        incoming.n_received += frame.nbytes
+        if incoming.n_received == incoming.arrival.nbytes:
+            del self._incoming[frame.number]
+            incoming.transfer.finish()

@@ -1,0 +1,95 @@
+"""One message on its way, as its sender or its receiver sees it."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...orchestration.errors import BpsError
+
+if TYPE_CHECKING:
+    from .endpoint import P2PEndpoint
+
+
+class Transfer:
+    """What `P2PEndpoint.send` and `P2PEndpoint.receive` return. Any thread.
+
+    Parameters
+    ----------
+    peer
+        The other rank; None: any (of a receive).
+    tag
+        None: any (of a receive).
+    address, nbytes
+        The caller's memory: what is sent, or where to put it. nbytes -1: memory is allocated when the message comes.
+    owner
+        Kept until the transfer has ended, so that the memory is.
+
+    Once `done`, these say what it was: `source` (a rank), `tag`, `nbytes` of the message, `data` (uint8, only of
+    `receive_any_size`, the caller's from then on), `error` (None if it ended well).
+    """
+
+    __slots__ = ("_done", "_post", "address", "callbacks", "capacity", "channel", "data", "error", "is_send", "nbytes",
+                 "owner", "peer", "source", "tag")
+
+    def __init__(self, post: P2PEndpoint, is_send: bool, channel: int, peer: int | None, tag: int | None, address: int,
+                 nbytes: int, owner: object) -> None:
+        self._post = post
+        self._done = False
+        self.is_send, self.channel, self.peer, self.tag = is_send, channel, peer, tag
+        self.source = post.rank if is_send else peer
+        self.address, self.nbytes, self.capacity, self.owner = address, nbytes, nbytes, owner
+        self.data: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        self.error: BpsError | None = None
+        self.callbacks: list[Callable[[Transfer], object]] = []
+
+    def done(self) -> bool:
+        """Return whether it has ended, well or not. Of a send: whether its memory may be written again."""
+        return self._done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended.
+
+        Parameters
+        ----------
+        timeout_s
+            None: the setting. After that the transfer goes on; it may be waited for again.
+
+        Raises
+        ------
+        StallError
+            If it has not; the text names who is missing.
+        PeerLostError
+            If the other rank is gone, or has left the job.
+        MismatchError
+            If the message was longer than the receiver's memory. It is consumed; its sender hears nothing of it.
+        ClosedError
+            If the post was closed, or the transfer cancelled.
+        """
+        self._post.wait(self, timeout_s)
+
+    def on_done(self, callback: Callable[[Transfer], object]) -> None:
+        """Call *callback* with this once it has ended; at once if it has.
+
+        In any thread that moves messages on: it keeps others waiting. What it raises is logged.
+        """
+        self._post.on_done(self, callback)
+
+    def cancel(self) -> bool:
+        """End a receive that no message has met, with a `ClosedError`; return False if it goes on, or has ended."""
+        return self._post.cancel(self)
+
+    def finish(self, error: BpsError | None = None) -> None:
+        """Note the end. With the post's lock; who calls it sees to the callbacks afterwards."""
+        if not self._done:
+            self.error = error
+            self.owner = None
+            self._done = True
+            self._post.ended(self)
+
+    def describe(self) -> str:
+        """Return what it is in words: "a message with tag 3 on channel 7"."""
+        tag = "any tag" if self.tag is None else f"tag {self.tag}"
+        size = "any size" if self.capacity < 0 else f"{self.capacity} bytes"
+        return f"a message with {tag} on channel {self.channel} ({size if self.is_send else 'up to ' + size})"

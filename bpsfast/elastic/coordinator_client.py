@@ -1,0 +1,265 @@
+"""A worker's end of the muster: how this process gets into the next job of an elastic program.
+
+`bpsfast run --elastic` tells each worker where the muster is and which member it is (settings *muster*, *member*).
+The muster says who trains next; where scheduler and nodes are the ranks then find out among themselves, as those of
+a torch process group do (`launch.rendezvous`), with the muster as their store.
+"""
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from datetime import timedelta
+
+import msgspec
+
+from ..base.process_identity import network_id
+from ..launch import rendezvous
+from ..launch.elastic_service import elastic_key
+from ..launch.process_role import given_key
+from ..orchestration import errors, security
+from ..orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, StallError
+from ..orchestration.elastic import protocol
+from ..orchestration.elastic.protocol import (
+    Come,
+    Done,
+    Formed,
+    Hello,
+    Newcomers,
+    Over,
+    Put,
+    Refused,
+    Value,
+    Void,
+    Wait,
+    Want,
+    connect,
+)
+from ..base.settings import Settings, parse_address
+from ..trainer import process
+
+_log = logging.getLogger("bpsfast.elastic")
+_POLL_S = 0.5
+#: A job that cannot come together although nobody was lost is tried so often.
+_MAX_TRIES = 3
+#: So many words of the muster may be missed.
+_MAX_MISSED_PINGS = 5
+
+
+class TrainingOver(SystemExit):
+    """The training has ended without this worker, which has come too late: nobody waits for it, and nothing failed.
+
+    Where nobody catches it the program ends, with exit code 0, and without a traceback.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def __str__(self) -> str:
+        return "the training has ended without this worker, which came too late"
+
+
+class CoordinatorClient:
+    """This process's connection to the muster. The thread that trains only."""
+
+    def __init__(self, settings: Settings) -> None:
+        key = given_key(settings)
+        if not key or settings.member < 0:
+            raise ConfigError("BPSFAST_MUSTER is set, but BPSFAST_JOB_KEY or BPSFAST_MEMBER is not: workers of an "
+                              "elastic job are started by `bpsfast run --elastic` or `bpsfast add`")
+        self.number = settings.member
+        #: What happens to a job that loses a worker, as the muster has said.
+        self.lost_worker = "abort"
+        self.pid = os.getpid()
+        self._settings = msgspec.structs.replace(settings, muster="", member=-1)
+        self._node = f"{network_id()} {settings.node_id}"
+        host, port = parse_address(settings.muster, "BPSFAST_MUSTER")
+        self._line = connect(host, port, elastic_key(security.job_key(key, "")))
+        self._quiet_fd = os.eventfd(0)  # to wait on lines takes a descriptor, which nobody here uses
+        self._line.tell(Hello(rank=self.number))
+        #: The job that was joined last, counted from 1.
+        self.job = 0
+        #: Whether this process was given, or has, the state of the training (`State.sync` was completed).
+        self.has_state = False
+        self._formed: Formed | Refused | Over | None = None
+        self._values: dict[str, str] = {}
+        self._void: dict[int, str] = {}
+        self._heard_s = 0.0
+        self._awaited = "nothing is known"
+        self._newcomers = 0, 0  # (job, how many wait for it to let them in): what is read late is not of the next one
+        atexit.register(self.close)  # before those of sessions, so that it runs after them
+
+    def join(self, n_commits: int = 0, reason: str = "") -> None:
+        """Wait for the next job and join it. The last one must have been left.
+
+        Parameters
+        ----------
+        n_commits, reason
+            What the training has come to here, and why the last job has failed, if it has: the muster gives up when
+            jobs fail again and again and nothing comes of them.
+
+        Raises
+        ------
+        PeerLostError, StallError
+            There is no next job: too many were lost ("no quorum"), or somebody has not come in time; or the launcher is
+            gone, or silent. Or the job could not come together although all had come, several times.
+        TrainingOver
+            The training has ended meanwhile.
+        """
+        tries = 0
+        while True:
+            formed = self._await_job(n_commits, reason)
+            try:
+                place = rendezvous.place(_Store(self, formed.job), formed.rank, formed.size, self._settings,
+                                         self._settings.start_timeout_s)
+                process.begin(msgspec.structs.replace(place, launcher="elastic"), self._settings, self._why_void)
+                return
+            except (PeerLostError, StallError) as exc:
+                void = self._why_void()
+                tries += void is None
+                if tries == _MAX_TRIES:
+                    raise
+                reason = f"it did not come together: {void or exc}"
+                _log.info("job %d: %s; another one is awaited", formed.job, reason)
+
+    def newcomers(self) -> int:
+        """Return how many workers are known to wait for this rank's job to let them in."""
+        self._listen(0.0)
+        job, count = self._newcomers
+        return count if job == self.job else 0
+
+    def done(self) -> None:
+        """Tell the muster that the training has ended on all ranks."""
+        self._line.tell(Done(member=self.number))
+
+    def close(self) -> None:
+        """Close the connection; what was said is sent, for a second at most. Does nothing in a fork, or again."""
+        if self.pid == os.getpid() and self._quiet_fd >= 0:
+            self._line.close()
+            os.close(self._quiet_fd)
+            self._quiet_fd = -1
+            atexit.unregister(self.close)
+
+    def _await_job(self, n_commits: int, reason: str) -> Formed:
+        """Wait as long as the muster says what for: it has deadlines for all but a job that lets nobody in."""
+        self._formed = None
+        self._line.tell(Come(member=self.number, node=self._node, has_state=self.has_state, n_commits=n_commits,
+                             reason=reason))
+        settings = self._settings
+        begin_s = self._heard_s = time.monotonic()
+        warn_s = begin_s + settings.stall_warn_s
+        while self._formed is None:
+            self._listen(_POLL_S)
+            now_s = time.monotonic()
+            if now_s - self._heard_s > max(settings.start_timeout_s, _MAX_MISSED_PINGS * protocol.WORD_EVERY_S
+                                           if self._line.is_connected else 0.0):
+                raise self._silence(now_s - self._heard_s)
+            if 0.0 < settings.stall_warn_s and now_s >= warn_s:
+                warn_s += settings.stall_warn_s
+                _log.warning("worker %d waits for its next job for %.0f s: %s", self.number, now_s - begin_s,
+                             self._awaited)
+        found = self._formed
+        if isinstance(found, Over):
+            raise TrainingOver()
+        if isinstance(found, Refused):
+            kind = getattr(errors, found.error, None)
+            is_ours = isinstance(kind, type) and issubclass(kind, BpsError)
+            raise (kind if is_ours else PeerLostError)(found.reason)
+        self.job, self.lost_worker = found.job, found.lost_worker
+        self._values = {}
+        return found
+
+    def _silence(self, silent_s: float) -> StallError:
+        if self._line.is_connected:
+            return StallError(f"worker {self.number}: bpsfast run, at {self._line.address}, says nothing for "
+                              f"{silent_s:.0f} s: is it stopped? The last was: {self._awaited}")
+        return StallError(f"worker {self.number}: nobody answers at {self._line.address}, where bpsfast run should "
+                          f"listen (BPSFAST_MUSTER), for {silent_s:.0f} s: has it ended, or is the job key another "
+                          "one?")
+
+    def _why_void(self) -> str | None:
+        """Return why the job that is being joined will not come together, None if nothing is known."""
+        self._listen(0.0)
+        return self._void.get(self.job)
+
+    def _listen(self, timeout_s: float) -> None:
+        if timeout_s > 0.0:
+            self._line.wait(self._quiet_fd, timeout_s)
+        for message in self._line.recv_nowait():
+            self._heard_s = time.monotonic()
+            match message:
+                case Wait():
+                    self._awaited = message.awaited
+                case Formed() | Refused() | Over():
+                    self._formed = message
+                case Value() if message.job == self.job:
+                    self._values[message.key] = message.value
+                case Void():
+                    self._void = {message.job: message.reason}
+                case Newcomers():
+                    self._newcomers = message.job, message.count
+
+    # -- the store of a job ----------------------------------------------------------------------------------------
+
+    def put(self, job: int, key: str, value: str) -> None:
+        """Let *key* have *value* in the store of *job*; raises `CapacityError` for more than the muster stores."""
+        nbytes = protocol.stored_nbytes(key, value)
+        if nbytes > protocol.MOST_VALUE_NBYTES or len(key) > protocol.MOST_KEY_LENGTH:
+            raise CapacityError(f"{key[:protocol.MOST_KEY_LENGTH]!r} has {nbytes} bytes with its key of {len(key)} "
+                                f"characters; the muster stores {protocol.MOST_VALUE_NBYTES} bytes under a key of "
+                                f"{protocol.MOST_KEY_LENGTH}")
+        self._line.tell(Put(member=self.number, job=job, key=key, value=value))
+
+    def value(self, job: int, key: str, timeout_s: float) -> str:
+        """Wait for the value of *key*; raises `PeerLostError` once the job is void, `TimeoutError` at the deadline."""
+        deadline = time.monotonic() + timeout_s
+        if key not in self._values:
+            self._line.tell(Want(member=self.number, job=job, key=key))
+        while key not in self._values:
+            if job in self._void:
+                raise PeerLostError(self._void[job])
+            left_s = deadline - time.monotonic()
+            if left_s <= 0.0:
+                raise TimeoutError(f"nobody has set {key} within {timeout_s:g} s")
+            self._listen(min(left_s, _POLL_S))
+        return self._values[key]
+
+
+class _Store:
+    """`rendezvous.Store` of one job."""
+
+    def __init__(self, member: CoordinatorClient, job: int) -> None:
+        self._member, self.job = member, job
+        self._counters: dict[str, int] = {}
+
+    def set(self, key: str, value: str, /) -> None:
+        self._member.put(self.job, key, value)
+
+    def get(self, key: str, /) -> bytes:
+        return self._member.value(self.job, key, 0.0).encode()
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        for key in keys:
+            self._member.value(self.job, key, timeout.total_seconds())
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Count here: what `rendezvous` counts is this rank's own, and each job has a store of its own."""
+        self._counters[key] = self._counters.get(key, 0) + amount
+        return self._counters[key]
+
+
+_member: CoordinatorClient | None = None
+
+
+def open_client(settings: Settings) -> CoordinatorClient:
+    """Return this process's connection to the muster that *settings* name, made at the first call."""
+    global _member
+    if _member is None or _member.pid != os.getpid():
+        _member = CoordinatorClient(settings)
+    return _member
+
+
+def current_client() -> CoordinatorClient | None:
+    """Return this process's connection to a muster, None if it belongs to no elastic job."""
+    return _member if _member is not None and _member.pid == os.getpid() else None

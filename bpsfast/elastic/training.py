@@ -1,0 +1,166 @@
+"""What an elastic program goes on from: committed now and then, restored after a loss, given to all by `sync`."""
+from __future__ import annotations
+
+import copy
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..trainer import process
+from ..trainer.broadcaster import broadcast_bytes
+from ..trainer.handle import push_pull
+from .coordinator_client import current_client
+
+
+class WorkersJoined(Exception):
+    """Workers wait to join, and all ranks have agreed to let them in now: raised by `State.commit` for `run`."""
+
+
+class State(ABC):
+    """What is saved, restored, and given to all ranks. The thread that trains only.
+
+    Use `ObjectState` or `bpsfast.elastic.TorchState`, or derive from it, with three methods; `__init__` calls this
+    one's. What a state of Horovod's defines has other names here, since rank 0, whose values `sync` gives there, may
+    be a newcomer here, who has none:
+
+        Horovod     here
+        save        keep      `save` calls it, and counts the commit
+        restore     restore
+        sync        give      `sync` calls it with the rank that has most commits, and calls `keep`
+        reset       reset     if there is something to adapt
+
+    A class that has ``save`` without ``keep``, or ``sync`` without ``give``, is refused with a TypeError.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for theirs, ours in (("save", "keep"), ("sync", "give")):
+            if getattr(cls, theirs) is not getattr(State, theirs) and getattr(cls, ours) is getattr(State, ours):
+                raise TypeError(f"{cls.__name__} defines {theirs}(), as states of Horovod do, and not {ours}(): define "
+                                f"{ours}() instead, which State.{theirs}() calls (see bpsfast.elastic.State)")
+
+    def __init__(self) -> None:
+        #: How many there were in the training, of which this worker may have seen the last ones only.
+        self.n_commits = 0
+        self._callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Have *callbacks* called in each further job, before its first `sync`: the number of ranks may be another."""
+        self._callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """The next job was joined: `reset`, then the callbacks."""
+        self.reset()
+        for callback in self._callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Keep the state as it is now, to go back to after a loss; then `check`. Between two steps, on all ranks.
+
+        What was done since the last commit is done again after a loss. Nothing is written to a disk.
+        """
+        self.save()
+        self.check()
+
+    def check(self) -> None:
+        """Let workers in that wait to join; on all ranks, between two steps.
+
+        All ranks add up what they have heard (one small sum), so all let them in at the same step, or none does.
+
+        Raises
+        ------
+        WorkersJoined
+            Some wait. It is meant for `run`: do not catch it.
+        """
+        member = current_client()
+        if member is None:
+            return
+        heard = np.array([member.newcomers()], np.int64)
+        if push_pull(heard, name="bpsfast.elastic/newcomers", average=False)[0]:
+            raise WorkersJoined("workers wait to join: all ranks leave this job at the present step for one with them")
+
+    def check_host_updates(self) -> None:
+        """Horovod's name of `check`."""
+        self.check()
+
+    def sync(self) -> None:
+        """Give all ranks the state of the one with most commits (the lowest such rank), and keep it. On all ranks."""
+        session = process.current()
+        commits = np.zeros(session.size, np.int64)
+        commits[session.rank] = self.n_commits
+        found = push_pull(commits, name="bpsfast.elastic/commits", average=False)
+        root = int(np.argmax(found))
+        n_commits = int(found[root])
+        self.give(root)
+        self.n_commits = max(1, n_commits)  # more than a newcomer's, if nobody has saved anything either
+        self.keep()
+
+    def reset(self) -> None:  # noqa: B027 (most states have nothing to do)
+        """Adapt to the job that was joined, of another size maybe."""
+
+    def save(self) -> None:
+        """Keep the state as it is now, as a commit, and let nobody in. Between two steps, on all ranks."""
+        self.keep()
+        self.n_commits += 1
+
+    @abstractmethod
+    def keep(self) -> None:
+        """Keep a copy of the state as it is now, for `restore`; `save` and `sync` call it."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Go back to what was kept last."""
+
+    @abstractmethod
+    def give(self, root: int) -> None:
+        """Give the state of rank *root* to all ranks. On all ranks; a loss may interrupt it anywhere."""
+
+
+class ObjectState(State):
+    """Keyword arguments as attributes: NumPy arrays, numbers, whatever can be copied and pickled.
+
+    Arrays keep their memory: `restore` and `sync` write into them, if shape and dtype are the same. Only these
+    attributes are part of the state.
+
+        state = ObjectState(weights=np.zeros(10), step=0)
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        super().__init__()
+        self._names = tuple(objects)
+        for name, value in objects.items():
+            setattr(self, name, value)
+        self._saved: dict[str, Any] = {}
+        self.keep()
+
+    if TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def keep(self) -> None:
+        """See `State`."""
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+
+    def restore(self) -> None:
+        """See `State`."""
+        self._set(copy.deepcopy(self._saved))
+
+    def give(self, root: int) -> None:
+        """See `State`; everything is pickled."""
+        is_root = process.rank() == root
+        values = {name: getattr(self, name) for name in self._names}
+        data = broadcast_bytes(pickle.dumps(values) if is_root else None, root, "elastic state")
+        if not is_root:
+            self._set(pickle.loads(data))
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            mine = getattr(self, name, None)
+            if isinstance(mine, np.ndarray) and isinstance(value, np.ndarray) and mine.flags.writeable and (
+                    (mine.shape, mine.dtype) == (value.shape, value.dtype)):
+                mine[...] = value
+            else:
+                setattr(self, name, value)

@@ -1,0 +1,202 @@
+"""The machine itself as a device: its memory is the device's, its streams are threads.
+
+It makes whatever is made for GPUs run, and be seen, where there is none (setting host_device), and tests all of it but
+the calls of CUDA. A thread does what is enqueued on a stream, in order; what fails there fails whatever comes after, as
+on a GPU. Copies are refused from or to memory that was not pinned, which a GPU would make slow and blocking.
+"""
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from ..orchestration.errors import DeviceError
+from ..pyx.pages import Segment
+from ..pyx.port import copy
+from .device import Event, DeviceLocation, SharedMemory, Stream
+
+#: How long `close` waits for a stream's thread, which may be inside the user's work.
+_CLOSE_S = 5.0
+
+
+class HostEvent:
+    """A place on a `HostStream`, which is its *origin*."""
+
+    def __init__(self, origin: Hashable) -> None:
+        self.origin = origin
+        self._reached = threading.Event()
+        self._error: BaseException | None = None
+
+    def reach(self, error: BaseException | None = None) -> None:
+        """Say that everything before it is done, or what failed there."""
+        self._error = error
+        self._reached.set()
+
+    def done(self) -> bool:
+        """See `Event`."""
+        if self._reached.is_set() and self._error is not None:
+            raise DeviceError(f"a stream of the host device failed: {self._error!r}") from self._error
+        return self._reached.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """See `Event`."""
+        return self._reached.wait(timeout_s) and self.done()
+
+
+class HostStream:
+    """A thread that does what is enqueued. See `Stream`."""
+
+    def __init__(self, device: HostDevice) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._work: queue.SimpleQueue[Callable[[BaseException | None], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._go_on, name="bpsfast-host-stream", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Enqueue *work*: what a kernel is on a GPU. Where something has failed before, it is left out."""
+        def step(error: BaseException | None) -> None:
+            if error is None:
+                work()
+
+        self._enqueue(step)
+
+    def record(self) -> HostEvent:
+        """See `Stream`."""
+        event = HostEvent(self)
+        self._enqueue(event.reach)
+        return event
+
+    def _enqueue(self, step: Callable[[BaseException | None], None]) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._work.put(step)
+                return
+        step(DeviceError("it was closed before"))  # whoever waits for the event shall not wait for ever
+
+    def wait(self, event: Event) -> None:
+        """See `Stream`."""
+        self.run(event.wait)
+
+    def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
+        """See `Stream`."""
+        self._device.require_pinned(destination if to_host else source, nbytes)
+        self.run(lambda: copy(destination, source, nbytes))
+
+    def move(self, destination: int, source: int, nbytes: int) -> None:
+        """See `Stream`."""
+        self.run(lambda: copy(destination, source, nbytes))
+
+    def close(self) -> None:
+        """See `OwnStream`."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._work.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
+
+    def _go_on(self) -> None:
+        error: BaseException | None = None
+        while (step := self._work.get()) is not None:
+            try:
+                step(error)
+            except BaseException as exc:  # whatever the user's work raises: those who wait for an event are told
+                error = exc
+            del step
+
+
+class _Program:
+    """The order in which the host's own program goes on: where it stands, everything before is done."""
+
+    def __init__(self, device: HostDevice) -> None:
+        self._device = device
+
+    def record(self) -> HostEvent:
+        event = HostEvent(self._device)
+        event.reach()
+        return event
+
+    def wait(self, event: Event) -> None:
+        event.wait()
+
+    def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
+        self._device.require_pinned(destination if to_host else source, nbytes)
+        copy(destination, source, nbytes)
+
+    def move(self, destination: int, source: int, nbytes: int) -> None:
+        copy(destination, source, nbytes)
+
+
+class HostDevice:
+    """See `Device`."""
+
+    def __init__(self) -> None:
+        self.name = "host"
+        self._lock = threading.Lock()
+        self._pinned: list[tuple[int, int]] = []  # (begin, end), in order
+
+    def enter(self) -> None:
+        """See `Device`."""
+
+    def stream(self) -> HostStream:
+        """See `Device`."""
+        return HostStream(self)
+
+    def pin(self, address: int, nbytes: int, writable: bool) -> None:
+        """See `Device`."""
+        with self._lock:
+            if any(begin < address + nbytes and address < end for begin, end in self._pinned):
+                raise DeviceError(f"pages at {address:#x} are pinned already")  # as CUDA refuses it
+            self._pinned = sorted([*self._pinned, (address, address + nbytes)])
+
+    def unpin(self, address: int) -> None:
+        """See `Device`."""
+        with self._lock:
+            self._pinned = [(begin, end) for begin, end in self._pinned if begin != address]
+
+    def share(self, nbytes: int) -> SharedMemory:
+        """See `Device`."""
+        try:
+            segment = Segment(nbytes, name="bpsfast-device")
+        except OSError as exc:
+            raise DeviceError(f"the host device has no {nbytes} bytes left: {exc}") from exc
+        return SharedMemory(segment.address, segment.nbytes, os.dup(segment.fileno()), "", segment.close)
+
+    def flush_remote_writes(self) -> None:
+        """See `Device`. A CPU finds what cards have written."""
+
+    def require_pinned(self, address: int, nbytes: int) -> None:
+        """Raise `DeviceError` unless these bytes of the host lie in one pinned range."""
+        pinned = self._pinned
+        at = bisect_right(pinned, (address, 1 << 64)) - 1
+        if at < 0 or address + nbytes > pinned[at][1]:
+            raise DeviceError(f"a copy from or to {nbytes} bytes at {address:#x} of the host, which are not pinned")
+
+    def place(self, stream: Stream | None = None) -> DeviceLocation:
+        """Return the place of an array whose owner works on *stream*; None: in the host's own program."""
+        own = _Program(self) if stream is None else stream
+        return DeviceLocation(self, own.record(), lambda: own)
+
+
+@functools.cache
+def host_device() -> HostDevice:
+    """Return this process's."""
+    return HostDevice()
+
+
+class HostArray(np.ndarray[Any, Any]):
+    """An array of the host device, whose owner works on `stream` (None: in the host's own program)."""
+
+    stream: HostStream | None = None
+
+    def __array_finalize__(self, origin: Any) -> None:
+        """Views and new arrays made of it belong to the same stream."""
+        self.stream = getattr(origin, "stream", None)

@@ -1,0 +1,75 @@
+"""The NUMA nodes of devices: of the cards that a node's bytes go through, and of GPUs."""
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .. import recorded_host, rdma_route
+from ..host import Host
+from ...orchestration.errors import BpsError
+from ...base.settings import Settings
+from ..topology import discovery, nvml
+from ..topology.graph import PartKind
+from ..topology.pcie import DEVICES
+
+
+class NicLocality(NamedTuple):
+    """Names of cards, and the NUMA nodes that they are at, as far as the kernel says."""
+
+    names: tuple[str, ...] = ()
+    nodes: frozenset[int] = frozenset()
+
+
+def cards(host: Host, settings: Settings, address: str) -> NicLocality:
+    """Return the cards of a node whose peers connect to *address*: its RDMA ports, else the interface that has it.
+
+    Nothing where that is a virtual interface with no card of its own below it.
+    """
+    wanted = ipaddress.ip_address(address) if address else None
+    if settings.transport in ("auto", "rdma") and not settings.nic_limit and (wanted is None or not wanted.is_loopback):
+        try:
+            rails = rdma_route.choose(host, devices=settings.rdma_devices, gid_index=settings.rdma_gid_index,
+                                 peer=wanted).rails
+        except BpsError:  # whoever wants RDMA says so in time
+            rails = ()
+        nodes = {device.name: device.numa_node for device in host.devices}
+        if rails:
+            return _known({rail.device: nodes[rail.device] for rail in rails})
+    owner = next((netdev.name for netdev in host.netdevs.values()
+                  if any(interface.ip == wanted for interface in netdev.addresses)), "")
+    return named(host, [owner]) if owner else NicLocality()
+
+
+def named(host: Host, names: Sequence[str]) -> NicLocality:
+    """Return the cards behind these RDMA devices and interfaces; a VLAN, a bond or a bridge has those below it."""
+    found: dict[str, int | None] = {device.name: device.numa_node for device in host.devices if device.name in names}
+    rest, seen = [name for name in names if name not in found], set[str]()
+    while rest:
+        name = rest.pop()
+        netdev = host.netdevs.get(name)
+        if netdev is not None and name not in seen:
+            seen.add(name)
+            if netdev.is_card or netdev.numa_node is not None:
+                found[name] = netdev.numa_node
+            rest += netdev.lowers
+    return _known(found)
+
+
+def fastest(host: Host) -> NicLocality:
+    """Return the cards that have the highest rate: a guess where neither address nor name is known."""
+    found = discovery.machine(host, nvml.NvmlAnswer()).of(PartKind.NIC)
+    best = max((card.wire_rate_bytes for card in found), default=0.0)
+    return named(host, [name for card in found if card.wire_rate_bytes == best for name in card.device.split(",")])
+
+
+def gpus(host: Host) -> tuple[int | None, ...]:
+    """Return the NUMA node of each GPU, in CUDA's order as far as NVML tells it, else by address; None: not known."""
+    answer = nvml.recorded(host.kernel.answers.nvml) if isinstance(host.kernel, recorded_host.RecordedKernel) else None
+    parts = discovery.machine(host, nvml.examine() if answer is None else answer).of(PartKind.GPU)
+    nodes = [host.tree.number(DEVICES, part.address, "numa_node") for part in parts]
+    return tuple(node if node is not None and node >= 0 else None for node in nodes)
+
+
+def _known(found: dict[str, int | None]) -> NicLocality:
+    return NicLocality(tuple(sorted(found)), frozenset(node for node in found.values() if node is not None))

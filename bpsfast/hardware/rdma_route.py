@@ -1,0 +1,223 @@
+"""Which RDMA device, port and GID lead to a peer; and for every port that does not, why not.
+
+A port is *usable* if it is active, its device can RDMA WRITE with immediate over reliable connections, and it has a
+GID (RoCE). Of the usable ones, `choose` prefers in this order:
+
+1. the interface on the kernel's route to the peer (or what it is one wire with: its bond, the parent of a VLAN);
+2. a RoCE v2 address that passes routers;
+3. the NUMA node that this process runs on;
+4. the higher rate, then the lower number, so that equal machines choose alike.
+
+Without `rdma_devices` the best one is used; with it, every usable port that it names is, in the order of their
+numbers: rails then pair up by position on all machines, as in NCCL. A port that the kernel does not route to the peer
+is still tried when there is no better one: addresses are exchanged over the control network, which is often another
+one. The reason says so.
+"""
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..orchestration.errors import ConfigError, UnsupportedError
+from . import gids
+from ..base import rdma_device_list
+from .rdma_devices import Port, RdmaDevice
+from .gids import Gid
+from .host import Host
+from .netlink import Address, Route
+from .sysfs import natural
+
+#: driver -> what cannot be done with it, for devices that are no RC devices although they are RDMA devices
+_OTHER_DRIVERS = {
+    "efa": "EFA has datagrams (SRD) and no reliable connections with RDMA WRITE with immediate",
+    "erdma": "eRDMA makes connections by rdma_cm only",
+    "siw": "iWARP has no RDMA WRITE with immediate",
+}
+
+
+@dataclass(frozen=True)
+class Rail:
+    """One port to use. `gid` is None on InfiniBand without a table; `reason` says why this port, in words."""
+
+    device: str
+    port: int
+    gid: Gid | None
+    netdev: str | None
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """device/port, as ``rdma link`` writes it."""
+        return f"{self.device}/{self.port}"
+
+    def path(self, link_layer: str, lid: int, gid: bytes) -> dict[str, Any]:
+        """Return the address of a peer's port, one of the same *link_layer*, as `QueuePair.to_rtr` takes it.
+
+        RoCE goes by GIDs. On InfiniBand both ports are of one subnet, where LIDs suffice: a global route header would
+        take 40 bytes of each packet, and its GID may be none that leads to the peer.
+        """
+        if link_layer != "Ethernet":
+            return {"lid": lid}
+        return {"lid": lid, "gid": gid, "gid_index": self.gid.index if self.gid else 0}
+
+
+@dataclass(frozen=True)
+class RailChoice:
+    """The rails to use, the usable ports that were not chosen, and the others with the reason why not."""
+
+    rails: tuple[Rail, ...]
+    spare: tuple[Rail, ...] = ()
+    rejected: dict[str, str] = field(default_factory=dict)
+    route: Route | None = None
+
+    def require(self) -> tuple[Rail, ...]:
+        """Return the rails.
+
+        Raises
+        ------
+        UnsupportedError
+            There is none; the text says of every port why not.
+        """
+        if not self.rails:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.rejected.items())
+            raise UnsupportedError(f"no RDMA port can be used: {reasons or 'there is no RDMA device'}. "
+                                   "`bpsfast doctor` says what to do about it")
+        return self.rails
+
+
+def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address | None = None) -> RailChoice:
+    """Choose ports and GIDs towards *peer* (None: in general).
+
+    Parameters
+    ----------
+    devices, gid_index
+        The settings rdma_devices and rdma_gid_index.
+
+    Raises
+    ------
+    ConfigError
+        *devices* names what does not exist, or *gid_index* an empty row; the text lists what there is.
+    """
+    allowed = rdma_device_list.parse(devices)
+    _check_names(host, allowed, devices)
+    route = _route(host, peer)
+    usable: list[tuple[tuple, Rail]] = []
+    rejected: dict[str, str] = {}
+    for device, port in host.ports:
+        name = f"{device.name}/{port.number}"
+        if not allowed.admits(device.name, port.number):
+            rejected[name] = f"rdma_devices={devices} leaves it out"
+            continue
+        table = host.gids(device.name, port)
+        why_not = objection(device, port, table)
+        if why_not:
+            rejected[name] = why_not
+            continue
+        gid = _gid(table, gid_index, name, route) if port.is_roce else gids.best(table)
+        usable.append((_rank(host, device, port, gid, route),
+                       Rail(device.name, port.number, gid, gid.netdev if gid and gid.netdev else port.netdev,
+                            _reason(host, device, port, gid, route, allowed, gid_index))))
+    if allowed.names_devices:
+        rails = sorted((rail for _, rail in usable), key=lambda rail: (natural(rail.device), rail.port))
+        return RailChoice(tuple(rails), (), rejected, route)
+    ordered = [rail for _, rail in sorted(usable, key=lambda each: each[0])]
+    return RailChoice(tuple(ordered[:1]), tuple(ordered[1:]), rejected, route)
+
+
+def objection(device: RdmaDevice, port: Port, table: list[Gid]) -> str | None:
+    """Return why a port cannot be used, None if it can."""
+    never = incapable(device)
+    if never:
+        return never
+    if not port.is_active:
+        return f"the port is {port.state} ({port.phys_state}), not ACTIVE"
+    if port.is_roce and not table:
+        return f"its GID table is empty (is {port.netdev or 'its interface'} up?)"
+    if not port.is_roce and not port.lid:
+        return "the port has no LID: no subnet manager has configured it"
+    return None
+
+
+def incapable(device: RdmaDevice) -> str | None:
+    """Return why a device can never be used, None if it could be."""
+    if device.driver in _OTHER_DRIVERS:
+        return _OTHER_DRIVERS[device.driver]
+    if device.kind == "RNIC":
+        return "it runs iWARP, which has no RDMA WRITE with immediate"
+    if device.kind != "CA":
+        return f"it is of the kernel's kind {device.kind!r}, not a channel adapter with reliable connections"
+    return None
+
+
+def _check_names(host: Host, allowed: rdma_device_list.RdmaDeviceList, devices: str) -> None:
+    ports = [(device.name, port.number) for device, port in host.ports]
+    unknown = allowed.unmatched(ports)
+    if unknown:
+        there = ", ".join(f"{name}:{number}" for name, number in ports) or "no RDMA device"
+        raise ConfigError(f"rdma_devices={devices!r}: {', '.join(map(str, unknown))} matches nothing here; "
+                          f"there is {there}")
+
+
+def _gid(table: list[Gid], index: int, port: str, route: Route | None) -> Gid | None:
+    if index < 0:
+        return gids.best(table, route)
+    for row in table:
+        if row.index == index:
+            return row
+    rows = ", ".join(f"{row.index} ({row.version} {row.address})" for row in table)
+    raise ConfigError(f"rdma_gid_index={index} is an empty row of the GID table of {port}; there is {rows}")
+
+
+def _route(host: Host, peer: Address | None) -> Route | None:
+    if peer is None:
+        return None
+    try:
+        route = host.kernel.route(peer)
+    except OSError:
+        return None  # what cannot be routed can still be a peer on an InfiniBand subnet
+    if not route.local:
+        return route
+    # our own address: the interface that holds it, rather than the loopback that the kernel would take
+    owner = next((netdev.name for netdev in host.netdevs.values() if peer in netdev.ips), route.netdev)
+    return Route(peer, owner, peer, None, local=True)
+
+
+def on_route(host: Host, netdev: str | None, route: Route) -> bool:
+    """Whether *netdev* is the route's interface or one wire with it."""
+    return netdev is not None and bool(host.family(netdev) & host.family(route.netdev))
+
+
+def _rank(host: Host, device: RdmaDevice, port: Port, gid: Gid | None, route: Route | None) -> tuple:
+    away = route is not None and not on_route(host, gid.netdev if gid and gid.netdev else port.netdev, route)
+    poor = port.is_roce and (gid is None or gid.version != "v2" or gid.is_link_local)
+    far = device.numa_node is not None and device.numa_node not in host.own_numa
+    return away, poor, far, -(port.rate_gbps or 0.0), natural(device.name), port.number
+
+
+def _reason(host: Host, device: RdmaDevice, port: Port, gid: Gid | None, route: Route | None,
+            allowed: rdma_device_list.RdmaDeviceList, gid_index: int) -> str:
+    words = []
+    netdev = gid.netdev if gid and gid.netdev else port.netdev
+    if allowed.names_devices:
+        words.append(f"named by rdma_devices={allowed}")
+    if route is not None:
+        words.append(f"{netdev} is on the route to {route.destination}" if on_route(host, netdev, route)
+                     else f"the route to {route.destination} leaves by {route.netdev}, not by it")
+    if gid is not None and port.is_roce:
+        words.append(f"GID {gid.index} {'by rdma_gid_index' if gid_index >= 0 else 'is'} RoCE {gid.version} "
+                     f"{gid.address}{' (link-local: same wire only)' if gid.is_link_local else ''}")
+    if device.numa_node is not None and len(host.numa) > 1:
+        near = "this process's" if device.numa_node in host.own_numa else "not this process's"
+        words.append(f"NUMA node {device.numa_node}, {near}")
+    if port.rate_gbps:
+        words.append(f"{port.rate_gbps:g} Gb/s")
+    return ", ".join(words)
+
+
+def peer_address(host: Host, name: str) -> Address:
+    """Return the address of a host name or an address given as text; OSError in words if it has none."""
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return host.kernel.resolve(name)[0]

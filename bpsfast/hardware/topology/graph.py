@@ -1,0 +1,156 @@
+"""The inside of a machine as a graph: parts, and the links between them with their rates in bytes/s per direction.
+
+GPUs and network cards hang below PCIe switches or directly at a socket; sockets are joined to each other; NVLinks join
+GPUs, or GPUs and an NVSwitch. A socket stands for its root complex, its cores and its memory (a NUMA node): what is
+copied to a socket is copied into that memory.
+"""
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from ...orchestration.errors import ConfigError
+from ...orchestration.unreadable import DECODE_ERRORS
+
+
+class PartKind(enum.Enum):
+    """What a part is."""
+
+    GPU = "gpu"
+    SWITCH = "switch"
+    SOCKET = "socket"
+    NIC = "nic"
+    NVSWITCH = "nvswitch"
+
+
+class LinkKind(enum.Enum):
+    """What joins two parts."""
+
+    PCIE = "pcie"
+    NVLINK = "nvlink"
+    #: between sockets: QPI, UPI, Infinity Fabric
+    SOCKETS = "sockets"
+
+
+class Part(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One part. `name`: "gpu0", "switch1", "socket0", "nic0", "nvswitch0".
+
+    `address`: on PCIe ("0000:3b:00.0"); `model`: for people. `cpus`: of a socket, as "0-15,32-47". `memory_rate_bytes`:
+    of a socket, reads and writes together, bytes/s; 0 if unknown, which limits nothing. `wire_rate_bytes`: of a network
+    card, bytes/s per direction. `device`: of a card or GPU, the kernel's name ("mlx5_0", "eth2") or NVML's index.
+    """
+
+    name: str
+    kind: PartKind
+    address: str = ""
+    model: str = ""
+    cpus: str = ""
+    memory_rate_bytes: float = 0.0
+    wire_rate_bytes: float = 0.0
+    device: str = ""
+
+
+class Link(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One link between the parts *a* and *b*, full duplex; several lanes or NVLinks between the same two are one.
+
+    `rate_bytes` is that of all together; `n_links`: how many NVLinks they are.
+    """
+
+    a: str
+    b: str
+    kind: LinkKind
+    rate_bytes: float
+    n_links: int = 1
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """The machine *name*. Immutable; any thread."""
+
+    name: str
+    parts: tuple[Part, ...]
+    links: tuple[Link, ...]
+
+    def __post_init__(self) -> None:
+        names = [part.name for part in self.parts]
+        double = {name for name in names if names.count(name) > 1}
+        if double:
+            raise ConfigError(f"machine {self.name}: two parts are named {', '.join(sorted(double))}")
+        for part in self.parts:
+            for rate in (part.memory_rate_bytes, part.wire_rate_bytes):
+                if not 0.0 <= rate < math.inf:
+                    raise ConfigError(f"machine {self.name}: {part.name} has a rate of {rate:g} bytes/s: a rate is a "
+                                      "number from 0 on, which means unknown")
+        pairs = set()
+        for link in self.links:
+            for end in (link.a, link.b):
+                if end not in names:
+                    raise ConfigError(f"machine {self.name}: a link from {link.a} to {link.b}, but no part is named "
+                                      f"{end}")
+            if not 0.0 < link.rate_bytes < math.inf or link.n_links < 1 or link.a == link.b:
+                raise ConfigError(f"machine {self.name}: a link from {link.a} to {link.b} of {link.rate_bytes:g} "
+                                  f"bytes/s, {link.n_links} in one: its ends must differ, its rate and number be more "
+                                  "than 0")
+            pair = frozenset((link.a, link.b)), link.kind
+            if pair in pairs:
+                raise ConfigError(f"machine {self.name}: two {link.kind.value} links between {link.a} and {link.b}; "
+                                  "add their rates up in one")
+            pairs.add(pair)
+
+    def of(self, kind: PartKind) -> tuple[Part, ...]:
+        """Return the parts of *kind*, in their order."""
+        return tuple(part for part in self.parts if part.kind is kind)
+
+    def part(self, name: str) -> Part:
+        """Return the part *name*; raises `KeyError`."""
+        for part in self.parts:
+            if part.name == name:
+                return part
+        raise KeyError(name)
+
+    def neighbours(self, name: str, *kinds: LinkKind) -> Iterator[tuple[str, Link]]:
+        """Yield what is joined to the part *name* by links of *kinds* (all by default), and the link."""
+        for link in self.links:
+            if name in (link.a, link.b) and (not kinds or link.kind in kinds):
+                yield (link.b if link.a == name else link.a), link
+
+    def path(self, begin: str, end: str, *kinds: LinkKind) -> tuple[Link, ...]:
+        """Return the links of the shortest path from *begin* to *end* over links of *kinds*, () if there is none.
+
+        Of paths of the same length the one whose slowest link is fastest, then the first by names. By default kinds are
+        PCIe and what joins sockets: the way that a copy takes which NVLink does not carry. No path leads through a GPU
+        or a card.
+        """
+        kinds = kinds or (LinkKind.PCIE, LinkKind.SOCKETS)
+        ends: dict[str, tuple[float, tuple[Link, ...]]] = {begin: (float("inf"), ())}
+        seen = {begin}
+        while ends and end not in ends:
+            further: dict[str, tuple[float, tuple[Link, ...]]] = {}
+            for name in sorted(ends):
+                slowest, links = ends[name]
+                if name != begin and self.part(name).kind in (PartKind.GPU, PartKind.NIC):
+                    continue
+                for other, link in self.neighbours(name, *kinds):
+                    rate = min(slowest, link.rate_bytes)
+                    if other not in seen and rate > further.get(other, (0.0, ()))[0]:
+                        further[other] = rate, (*links, link)
+            seen |= further.keys()
+            ends = further
+        return ends[end][1] if end in ends else ()
+
+
+def to_json(topology: Topology) -> str:
+    """Return *topology* as JSON, which `from_json` reads."""
+    return msgspec.json.format(msgspec.json.encode(topology), indent=2).decode() + "\n"
+
+
+def from_json(text: str | bytes) -> Topology:
+    """Return the topology that *text* describes; raises `ConfigError` with what is wrong and where."""
+    try:
+        return msgspec.json.decode(text, type=Topology)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"this JSON does not describe a machine: {exc}") from exc
+    except DECODE_ERRORS as exc:
+        raise ConfigError(f"a machine's description is not JSON: {exc}") from exc

@@ -1,0 +1,145 @@
+"""What a step puts on each link, card and memory of a machine: the terms of a linear program, and their values.
+
+Sizes are in sizes of the gradient; time in seconds for each byte of it. The way back of a result mirrors the way of its
+parts. Links are full duplex, so a link carries in each direction what all copies over it carry on the way there.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping
+from typing import NamedTuple
+
+from ...orchestration.errors import ConfigError
+from .copies import Copy
+from .gpu_direct import GpuNicPair
+from .graph import PartKind, Link, LinkKind, Topology
+from .linear_program import LinearProgram
+
+Terms = dict[Hashable, float]
+
+#: The variable that is made least: the time that the busiest link, card or memory takes.
+TIME = "time"
+#: What socket memory moves for each byte that comes in and for each that goes out, there and back: a part is written,
+#: read to be added, its result read on the way back; a sum is written and read to go out, and written on its way back.
+_N_MOVES = 3
+#: For each byte that the machine sums for others: received, read, written, sent.
+_N_SERVICE_MOVES = 4
+
+
+class Traffic(NamedTuple):
+    """What crosses a machine's network cards in a step, per direction: its own gradients, and what it sums for others.
+
+    With n machines and no helpers each sums its n-th part: service = (n - 2) / n (OSDI'20 section 4.2).
+    """
+
+    worker: float = 1.0
+    service: float = 0.0
+
+
+#: Of a machine that sums nothing for others.
+OWN = Traffic()
+
+
+class Loads(NamedTuple):
+    """The values: by link and by card per direction, by socket's memory in all; `time`: of the busiest of them."""
+
+    links: dict[Link, float]
+    cards: dict[str, float]
+    memories: dict[str, float]
+    time: float
+
+
+class LinkLoads:
+    """Collects what is carried by variables, then limits it by rate times `TIME`. One for each program."""
+
+    def __init__(self, topology: Topology, traffic: Traffic) -> None:
+        if not topology.of(PartKind.SOCKET):
+            raise ConfigError(f"machine {topology.name} has no socket, and so no memory to send from")
+        self.topology = topology
+        self.traffic = traffic
+        self._links: defaultdict[Link, Terms] = defaultdict(lambda: defaultdict(float))
+        self._cards: defaultdict[str, Terms] = defaultdict(lambda: defaultdict(float))
+        self._memories: defaultdict[str, Terms] = defaultdict(lambda: defaultdict(float))
+        self._unit = max((link.rate_bytes for link in topology.links), default=1.0)
+        self.sockets = sorted(part.name for part in topology.of(PartKind.SOCKET))
+
+    def carry(self, copy: Copy, variable: Hashable) -> None:
+        """Let *variable* be how much of the gradient *copy* carries."""
+        for link in copy.links:
+            self._links[link][variable] += 1.0
+        for end in (copy.begin, copy.end):
+            if end in self.sockets:
+                self._memories[end][variable] += _N_MOVES
+
+    def fill(self, links: Mapping[Link, float], variable: Hashable) -> None:
+        """Let each of *links* carry *variable* times its factor."""
+        for link, factor in links.items():
+            self._links[link][variable] += factor
+
+    def send(self, program: LinearProgram, direct: Collection[GpuNicPair] = ()) -> dict[str, Terms]:
+        """Send the whole sum from sockets over cards; return the share that each socket sends, as terms.
+
+        A machine without a card has its sum in the memory of any socket. What is summed for others goes where there is
+        room, from memory. *direct*: GPUs that may send to a card as sockets do, with neither memory nor what leads
+        there; the part of the gradient that the machine itself sums is left in, though that has to be in memory.
+        """
+        shares: dict[str, Terms] = {socket: {} for socket in self.sockets}
+        service: Terms = {}
+        cards = self.topology.of(PartKind.NIC)
+        for socket, terms in shares.items():
+            if not cards:
+                terms["sum", socket] = 1.0
+            for card in cards:
+                path = self.topology.path(socket, card.name)
+                if not path:
+                    continue
+                for kind, factor, moves in (("worker", self.traffic.worker, _N_MOVES),
+                                            ("service", self.traffic.service, _N_SERVICE_MOVES)):
+                    variable = kind, socket, card.name
+                    for link in path:
+                        self._links[link][variable] += factor
+                    self._cards[card.name][variable] += factor
+                    self._memories[socket][variable] += factor * moves
+                terms["worker", socket, card.name] = 1.0
+                service["service", socket, card.name] = 1.0
+        if not any(shares.values()):
+            raise ConfigError(f"machine {self.topology.name}: no path leads from a socket to a network card")
+        for pair in direct:
+            sent = "direct", pair.gpu, pair.card
+            self.fill(dict.fromkeys(self.topology.path(pair.gpu, pair.card, LinkKind.PCIE), self.traffic.worker), sent)
+            self._cards[pair.card][sent] += self.traffic.worker
+            shares.setdefault(pair.gpu, {})[sent] = 1.0
+        program.equal({variable: 1.0 for terms in shares.values() for variable in terms}, 1.0)
+        if service:
+            program.equal(service, 1.0)
+        return shares
+
+    def limit(self, program: LinearProgram) -> Terms:
+        """Limit all loads by `TIME`; return the sum of their times, as terms: less of it burdens others less.
+
+        Both in units of the fastest link's time for a byte: solvers take a difference of 1e-7 for none.
+        """
+        total: Terms = defaultdict(float)
+        program.at_most({TIME: -1.0}, 0.0)  # where nothing has a limit
+        for terms, rate in self._limited():
+            program.at_most({**terms, TIME: -rate / self._unit}, 0.0)
+            for variable, factor in terms.items():
+                total[variable] += factor * self._unit / rate
+        return total
+
+    def _limited(self) -> list[tuple[Terms, float]]:
+        part = self.topology.part
+        limited = [(terms, link.rate_bytes) for link, terms in self._links.items()]
+        limited += [(terms, part(name).wire_rate_bytes) for name, terms in self._cards.items()]
+        limited += [(terms, part(name).memory_rate_bytes) for name, terms in self._memories.items()]
+        return [(terms, rate) for terms, rate in limited if rate > 0.0]
+
+    def loads(self, values: Mapping[Hashable, float]) -> Loads:
+        """Return the loads for the program's *values*."""
+        def value(terms: Terms) -> float:
+            return sum(factor * values.get(variable, 0.0) for variable, factor in terms.items())
+
+        return Loads({link: value(self._links[link]) for link in self.topology.links},
+                     {name: value(terms) for name, terms in self._cards.items()},
+                     {name: value(terms) for name, terms in self._memories.items()},
+                     max((value(terms) / rate for terms, rate in self._limited()), default=0.0))

@@ -1,0 +1,179 @@
+"""The best strategy that can be carried out: shares of ways, roots, sockets and cards by a linear program.
+
+Also strategies that are given in part: the paper's rule, and BytePS's variables, by islands and roots.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ...orchestration.errors import ConfigError
+from .loads import OWN, TIME, LinkLoads, Terms, Traffic
+from .copies import Copy, copies, islands_of, socket_of, switch_of
+from .gpu_direct import GpuNicPair
+from .graph import PartKind, Topology
+from .linear_program import LinearProgram
+from .reduction import reduce_to
+from .strategy import NOTHING, Strategy, StrategyShare
+
+Islands = tuple[tuple[str, ...], ...]
+
+
+class ForcedStrategy(NamedTuple):
+    """One grouping, and the GPUs that share each island's copies. `by`: the setting that says so."""
+
+    islands: Islands
+    roots: tuple[str, ...]
+    by: str = ""
+
+
+def choose(topology: Topology, traffic: Traffic = OWN, islands: Sequence[Islands] = (),
+           roots: Collection[str] = (), direct: Collection[GpuNicPair] = ()) -> Strategy:
+    """Return the strategy that takes least time, of these the one that loads links least.
+
+    Parameters
+    ----------
+    islands
+        Groupings to choose from; by default each GPU alone, by PCIe switch, and over NVLink.
+    roots
+        GPUs that share each island's copies to memory equally; an island without one of them uses all of its GPUs.
+        By default any GPU copies as much as is best.
+    direct
+        Which roots may send straight to which cards: where all GPUs are one island, for else memory has to add.
+
+    Raises
+    ------
+    ConfigError
+        SciPy is missing; *islands* or *roots* name what the machine has not; a GPU has no way to memory.
+    """
+    _check(topology, islands, roots)
+    program = LinearProgram()
+    budget = LinkLoads(topology, traffic)
+    sent = budget.send(program, direct)
+    groupings = list(dict.fromkeys(islands or usual(topology)))
+    program.equal({("share", number): 1.0 for number in range(len(groupings))}, 1.0)
+    for number, grouping in enumerate(groupings):
+        _add(program, budget, number, grouping, roots, sent)
+    for sender, terms in sent.items():
+        program.equal({**terms, **{("at", number, sender): -1.0 for number in range(len(groupings))}}, 0.0)
+    total = budget.limit(program)
+    values = program.least({TIME: 1.0}, total)
+    ways = []
+    for number, grouping in enumerate(groupings):
+        share = values["share", number]
+        if share > NOTHING:
+            copied = {(key[2], key[3]): value / share for key, value in values.items()
+                      if isinstance(key, tuple) and key[:2] == ("copied", number) and value > NOTHING * share}
+            ways.append(StrategyShare(share, grouping, _with_cards(copied, direct, values)))
+    return Strategy(tuple(sorted(ways, key=lambda way: -way.share)), budget.loads(values))
+
+
+def usual(topology: Topology) -> Iterator[Islands]:
+    """Yield the groupings worth a thought; sockets stand for themselves where there is no GPU."""
+    if not topology.of(PartKind.GPU):
+        yield tuple((part.name,) for part in topology.of(PartKind.SOCKET))
+        return
+    yield islands_of(topology)
+    yield islands_of(topology, PartKind.SWITCH)
+    yield islands_of(topology, PartKind.NVSWITCH)
+
+
+def paper_rule(topology: Topology, traffic: Traffic = OWN) -> Strategy:
+    """Return what OSDI'20 section 4 does: its `rule`, with the sockets that are best for it."""
+    given = rule(topology)
+    return choose(topology, traffic, [given.islands], given.roots)
+
+
+def rule(topology: Topology) -> ForcedStrategy:
+    """Return the paper's general rule by S_n and S_g, switches with GPUs with and without a card.
+
+    Over NVLink, if both kinds of switches are there, roots are the GPUs of those without a card, at a card's socket if
+    one is; else all GPUs. Without NVLink each switch sums in itself.
+    """
+    gpus = tuple(part.name for part in topology.of(PartKind.GPU))
+    by_nvlink = islands_of(topology, PartKind.NVSWITCH)
+    if all(len(island) == 1 for island in by_nvlink):
+        return ForcedStrategy(islands_of(topology, PartKind.SWITCH) or next(usual(topology)), gpus)
+    cards = [part.name for part in topology.of(PartKind.NIC)]
+    burdened = {switch_of(topology, card) for card in cards} - {None}
+    free = tuple(gpu for gpu in gpus if switch_of(topology, gpu) not in burdened)
+    near = {socket_of(topology, card) for card in cards}
+    roots = tuple(gpu for gpu in free if socket_of(topology, gpu) in near) or free or gpus
+    return ForcedStrategy(by_nvlink, roots if len(free) < len(gpus) else gpus)
+
+
+def islands_by_size(topology: Topology, n_gpus: int) -> Islands:
+    """Return islands of *n_gpus* GPUs in their order: what BYTEPS_PCIE_SWITCH_SIZE says."""
+    gpus = [part.name for part in topology.of(PartKind.GPU)]
+    if n_gpus < 1 or len(gpus) % n_gpus:
+        raise ConfigError(f"BYTEPS_PCIE_SWITCH_SIZE={n_gpus}: this machine's {len(gpus)} GPUs are no multiple of that")
+    return tuple(tuple(gpus[begin:begin + n_gpus]) for begin in range(0, len(gpus), n_gpus))
+
+
+def _check(topology: Topology, islands: Sequence[Islands], roots: Collection[str]) -> None:
+    gpus = {part.name for part in topology.of(PartKind.GPU)}
+    strange = set(roots) - gpus
+    if strange:
+        raise ConfigError(f"{', '.join(sorted(strange))} cannot be a root: machine {topology.name} has the GPUs "
+                          f"{', '.join(sorted(gpus)) or '(none)'}")
+    for grouping in islands:
+        members = sorted(name for island in grouping for name in island)
+        if gpus and members != sorted(gpus):
+            raise ConfigError(f"the islands {grouping} do not hold each GPU of machine {topology.name} once")
+
+
+def _with_cards(copied: dict[tuple[str, str], float], direct: Collection[GpuNicPair],
+                values: Mapping[Hashable, float]) -> dict[tuple[str, str], float]:
+    """Return *copied* with the cards that GPUs send straight to in place of these GPUs as their own receivers."""
+    found = {}
+    for (root, end), part in copied.items():
+        cards = {pair.card: values["direct", pair.gpu, pair.card] for pair in direct if root == end == pair.gpu}
+        for card, value in cards.items():
+            if value > NOTHING:
+                found[root, card] = part * value / sum(cards.values())
+        if not cards:
+            found[root, end] = part
+    return found
+
+
+def _add(program: LinearProgram, budget: LinkLoads, number: int, grouping: Islands, roots: Collection[str],
+         sent: dict[str, Terms]) -> None:
+    """Add one grouping's way to *program*: from GPUs to roots, to sockets, and to the socket (or GPU) that sends.
+
+    That all islands have the same at each sender keeps a GPU from sending what only memory has added up.
+    """
+    share = "share", number
+    known = copies(budget.topology)
+    moves = [copy for copy in known if copy.begin in budget.sockets and copy.end in budget.sockets]
+    for place, island in enumerate(grouping):
+        balances: dict[str, Terms] = {sender: defaultdict(float) for sender in sent}
+        chosen = [gpu for gpu in island if gpu in roots] or list(island)
+        all_copied: Terms = {share: -1.0}
+        for root in chosen:
+            copied: Terms = {}
+            to_memory = [copy for copy in known if copy.begin == root and copy.end in budget.sockets
+                         and root not in budget.sockets]
+            there = [Copy(root, root, ())] if root in sent else []
+            for copy in [*to_memory, *there]:
+                variable = "copied", number, root, copy.end
+                if copy.links:
+                    budget.carry(copy, variable)
+                reduce_to(budget, island, root, variable)
+                balances[copy.end][variable] += 1.0
+                copied[variable] = 1.0
+            if not copied:
+                raise ConfigError(f"no path leads from {root} to a socket's memory in machine {budget.topology.name}")
+            if roots:
+                program.equal({**copied, share: -1.0 / len(chosen)}, 0.0)
+            all_copied |= copied
+        program.equal(all_copied, 0.0)
+        for index, copy in enumerate(moves):
+            flow = "flow", number, place, index
+            program.at_most({flow: 1.0, ("move", number, index): -1.0}, 0.0)
+            balances[copy.begin][flow] -= 1.0
+            balances[copy.end][flow] += 1.0
+        for sender, terms in balances.items():
+            program.equal({**terms, ("at", number, sender): -1.0}, 0.0)
+    for index, copy in enumerate(moves):
+        budget.carry(copy, ("move", number, index))

@@ -1,0 +1,34 @@
+"""RDMA verbs for the transport and the tools: which implementation, and what completions mean.
+
+Two implementations have the same names, signatures and errors (`bpsfast.pyx.verbs` says which): "native", ours without
+the GIL, and "pyverbs", rdma-core's Python binding (`pyverbs_provider`). The setting ``verbs`` chooses.
+
+    verbs = provider(loaded.verbs)
+    with verbs.Device("mlx5_0") as device: ...
+"""
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from ...orchestration.errors import ConfigError
+
+_PROVIDERS = {"native": "bpsfast.pyx.verbs", "pyverbs": "bpsfast.hardware.verbs.pyverbs_provider"}
+PROVIDERS = tuple(_PROVIDERS)
+
+
+def provider(name: str) -> ModuleType:
+    """Return the implementation *name*, with its library loaded.
+
+    Raises
+    ------
+    ConfigError
+        There is no such implementation.
+    VerbsMissing
+        It cannot be used here (an OSError); the text says what to install.
+    """
+    if name not in _PROVIDERS:
+        raise ConfigError(f"verbs={name!r}: expected one of {', '.join(PROVIDERS)}")
+    module = importlib.import_module(_PROVIDERS[name])
+    module.load()
+    return module

@@ -1,0 +1,166 @@
+"""What a bad completion means: the words for ``ibv_wc.status`` and for the vendor's code beside it.
+
+The number alone (12, 129) is what users paste into bug reports; nothing follows from it. `explain` says what it is
+called, what happened, what is usually behind it in this library, and what to do next.
+
+References
+----------
+InfiniBand specification, volume 1, 10.10.3 and 11.6.2; rdma-core, ``libibverbs/verbs.h``: enum ibv_wc_status. The
+vendor codes of mlx5 are documented nowhere: what stands here is what public reports show beside which status.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SUCCESS = 0
+LOC_PROT_ERR = 4
+WR_FLUSH_ERR = 5
+REM_ACCESS_ERR = 10
+RETRY_EXC_ERR = 12
+RNR_RETRY_EXC_ERR = 13
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The words for one status. `str()` is one sentence for an error message.
+
+    `happened`: what the device reports. `usually`: the cause it has most often. `advice`: what to do next. `vendor`:
+    what the vendor's code adds, "" if nothing is known of it.
+    """
+
+    status: int
+    name: str
+    happened: str
+    usually: str
+    advice: str
+    vendor_error: int = 0
+    vendor: str = ""
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether this is only what an earlier error left behind: the first bad completion of the queue pair tells."""
+        return self.status == WR_FLUSH_ERR
+
+    def __str__(self) -> str:
+        code = f", vendor error {self.vendor_error} ({self.vendor_error:#x})" if self.vendor_error else ""
+        vendor = f" ({self.vendor})" if self.vendor else ""
+        return f"{self.name} ({self.status}{code}): {self.happened}{vendor}; usually {self.usually}. {self.advice}"
+
+
+_UNUSED = ("a feature that today's devices do not have (reliable datagrams) failed", "a fault of driver or firmware",
+           "Update the card's firmware and driver; please report it if it stays.")
+
+#: status -> name, what happened, what is usually behind it, what to do
+_STATUSES: dict[int, tuple[str, str, str, str]] = {
+    0: ("SUCCESS", "the operation is done", "nothing to worry about", "Nothing to do."),
+    1: ("LOC_LEN_ERR", "a message was longer than the receive request that it met, or than the port allows",
+        "two ends which disagree about the size of a slot, or a message above the port's max_msg_sz",
+        "Check that both ends run the same version with the same settings; please report it if they do."),
+    2: ("LOC_QP_OP_ERR", "the queue pair could not execute the request as it was posted",
+        "a request that this device cannot do (operation, number of buffers, inline size)",
+        "Please report it with what `bpsfast devices --json` prints."),
+    3: ("LOC_EEC_OP_ERR", *_UNUSED),
+    4: ("LOC_PROT_ERR", "the device may not touch the local buffer of the request",
+        "an lkey that does not cover address and length: memory unregistered, unmapped, or copied by fork after it was "
+        "registered; with GPU memory, no peer access of the card to the GPU",
+        "If the process forks (data loaders do), see `bpsfast explain RD10`; for GPU memory `bpsfast explain RD12`."),
+    5: ("WR_FLUSH_ERR", "the request was thrown out because the queue pair was already in the error state",
+        "a consequence: the first bad completion of this queue pair, or the peer's end of it, tells the cause",
+        "Look for the first error of this queue pair, here and in the peer's log."),
+    6: ("MW_BIND_ERR", "a memory window could not be bound", "a wrong key or missing rights of the region below it",
+        "bpsfast binds no memory windows: another library in this process does."),
+    7: ("BAD_RESP_ERR", "the peer's answer had an unexpected operation in it",
+        "a fault of the peer's driver or firmware, or of two queue pairs that took each other's number",
+        "Compare firmware versions of both ends with `bpsfast devices`."),
+    8: ("LOC_ACCESS_ERR", "a peer's write with immediate hit a local buffer without the right to be written",
+        "a region registered for reading only", "Please report it: the error is on this side."),
+    9: ("REM_INV_REQ_ERR", "the peer's device found the request itself wrong",
+        "an operation that the peer's queue pair does not allow, more outstanding READs than it takes, or a length "
+        "that its receive request cannot hold",
+        "Check that both ends run the same version with the same settings."),
+    10: ("REM_ACCESS_ERR", "the peer's device refused access to the remote buffer",
+         "an rkey, address or length that does not fit a region the peer registered for remote writing; the peer may "
+         "have unregistered it",
+         "Check that both ends are of the same job and generation; the peer's log has the other half."),
+    11: ("REM_OP_ERR", "the peer's device could not finish the operation",
+         "a failure in the peer's queue pair or memory; with GPU memory, no peer access of its card to the GPU",
+         "Look into the peer's log and its kernel log (dmesg)."),
+    12: ("RETRY_EXC_ERR", "the peer did not acknowledge, however often the packet was sent again",
+         "a path that does not carry RDMA: the peer's process or port is gone, the wrong GID (RoCE v1 or link-local), "
+         "an MTU some switch does not pass, UDP port 4791 filtered, or heavy loss",
+         "Type `bpsfast doctor --peer HOST` (checks RD05, RD08, RD09, RD13, RD14) on one end and look whether the "
+         "peer's process still runs."),
+    13: ("RNR_RETRY_EXC_ERR", "the peer had no receive request posted, however often it was asked",
+         "a peer whose process is stopped or has not posted receives for what it promised",
+         "See whether the peer's process runs (state T in ps: it was stopped); otherwise please report it."),
+    14: ("LOC_RDD_VIOL_ERR", *_UNUSED),
+    15: ("REM_INV_RD_REQ_ERR", *_UNUSED),
+    16: ("REM_ABORT_ERR", "the peer's side aborted the operation", "a queue pair that the peer closed meanwhile",
+         "Look into the peer's log."),
+    17: ("INV_EECN_ERR", *_UNUSED),
+    18: ("INV_EEC_STATE_ERR", *_UNUSED),
+    19: ("FATAL_ERR", "the device itself broke down", "a card that was reset, unplugged or hit a firmware fault",
+         "Look into the kernel log: `dmesg | grep -iE 'mlx|infiniband|rdma'`; the job needs another start."),
+    20: ("RESP_TIMEOUT_ERR", "the peer's device did not answer in time", "a path or peer as for RETRY_EXC_ERR",
+         "Type `bpsfast doctor --peer HOST`."),
+    21: ("GENERAL_ERR", "the device reports an error that fits no other status", "a fault of driver or firmware",
+         "Look into the kernel log: `dmesg | grep -iE 'mlx|infiniband|rdma'`."),
+    22: ("TM_ERR", "tag matching failed", "a request of another library", "bpsfast uses no tag matching."),
+    23: ("TM_RNDV_INCOMPLETE", "a tag-matching rendezvous is not complete", "a request of another library",
+         "bpsfast uses no tag matching."),
+}
+
+#: What ibv_wc_status_str (rdma-core) and ib_wc_status_msg (the kernel) call them, in small letters; without those words
+#: that a log uses for other things, too (fatal error, general error).
+_LOG_TEXTS = {
+    "local length error": 1, "local qp operation error": 2, "local ee context operation error": 3,
+    "local protection error": 4, "work request flushed error": 5, "wr flushed": 5,
+    "memory management operation error": 6, "memory bind operation error": 6, "bad response error": 7,
+    "local access error": 8, "remote invalid request error": 9, "remote access error": 10,
+    "remote operation error": 11, "transport retry count exceeded": 12, "transport retry counter exceeded": 12,
+    "rnr retry count exceeded": 13, "rnr retry counter exceeded": 13, "local rdd violation error": 14,
+    "remote invalid rd request": 15, "invalid ee context number": 17, "invalid ee context state": 18,
+    "response timeout error": 20,
+}
+
+#: (status, vendor error) of mlx5 -> what it adds
+_MLX5: dict[tuple[int, int], str] = {
+    (4, 0x51): "on mlx5 as a sender: mostly GPU memory, or memory that is no longer mapped",
+    (4, 0x52): "on mlx5: the local key does not cover the buffer",
+    (5, 0xF9): "on mlx5: flushed after an earlier error, no news",
+    (9, 0x8A): "on mlx5: the peer's NAK \"invalid request\"",
+    (10, 0x88): "on mlx5: the peer's NAK \"remote access error\": key, address, length or permission",
+    (11, 0x89): "on mlx5: the peer's NAK \"remote operational error\"",
+    (12, 0x81): "on mlx5: the acknowledge timer ran out each time, so nothing came back at all",
+}
+
+#: status -> its name without IBV_WC_
+NAMES = {status: words[0] for status, words in _STATUSES.items()}
+#: statuses that reports show together with a vendor error of mlx5, by that error
+BY_VENDOR_ERROR = {vendor: status for status, vendor in _MLX5 if vendor != 0x52}
+
+
+def explain(status: int, vendor_error: int = 0) -> Completion:
+    """Return the words for *status*, and for *vendor_error* if it is known beside that status. Never raises."""
+    if status not in _STATUSES:
+        return Completion(status, f"status {status}", "the device reports a status that is not in the specification",
+                          "a driver newer than this library, or memory that was overwritten",
+                          "Please report it with the driver's version.", vendor_error)
+    name, happened, usually, advice = _STATUSES[status]
+    return Completion(status, f"IBV_WC_{name}", happened, usually, advice, vendor_error,
+                      _MLX5.get((status, vendor_error), ""))
+
+
+def status_in_log_line(line: str) -> int | None:
+    """Return the status that *line* of a log names in words, as "transport retry counter exceeded"; None if none."""
+    found = [(line.lower().find(words), status) for words, status in _LOG_TEXTS.items() if words in line.lower()]
+    return min(found)[1] if found else None
+
+
+def by_name(name: str) -> Completion | None:
+    """Return the words for a name (IBV_WC_RETRY_EXC_ERR, retry_exc_err, RETRY_EXC), None if there is no such one."""
+    wanted = name.strip().upper().replace("-", "_").removeprefix("IBV_WC_")
+    for status, known in NAMES.items():
+        if wanted in (known, known.removesuffix("_ERR")):
+            return explain(status)
+    return None

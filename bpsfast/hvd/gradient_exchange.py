@@ -1,0 +1,313 @@
+"""Gradients of an optimizer that travel as `bpsfast.torch`'s do: declared, by urgency, fused, without negotiation.
+
+What Horovod adds to that: sums instead of averages, a factor before and after, sparse gradients (which do not travel
+this way, once all ranks have told each other in the first step which these are), and `join`: with the gradients of each
+step travels a number, to which only ranks that have joined contribute. So those, who take part in each step with zeros,
+know when all have joined.
+
+A rank that has joined stands in for optimizers that it has no more, as long as any rank has them. So in the first step
+of each optimizer ranks tell each other as well which of the earlier ones are left, and give back the memory of the
+others.
+"""
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..orchestration.errors import BusyError, UnsupportedError
+from ..torch.compression import CompressionLike
+from ..torch.exchange import Exchange, retire_unused, retire_later, is_reduced_by_another
+from ..torch.gradient_hooks import unfrozen
+from ..trainer.gradients import Gradients
+from . import runtime
+from .collective_ops import allreduce_async, sparse_allreduce_async
+from .handle import Handle
+from .reduce_op import Average, Max, ReduceOp
+
+
+class TooManyPassesError(BusyError, AssertionError):
+    """A gradient was computed again before it was used. Call step, or raise backward_passes_per_step."""
+
+    def __init__(self) -> None:
+        super().__init__("Gradients were computed more than backward_passes_per_step times before call to step(). "
+                         "Increase backward_passes_per_step to accumulate gradients locally.")
+
+
+class JoinProxy:
+    """What takes part in the steps of one optimizer on a rank that has joined. Outlives it and its *exchange*: those of
+    other ranks may live. *average*: the sums are divided by the number of ranks.
+    """
+
+    def __init__(self, exchange: DenseExchange, average: bool) -> None:
+        found = runtime.current()
+        self.number = found.n_optimizers
+        found.n_optimizers += 1
+        found.join_proxies.append(self)
+        kinds, codecs = exchange.kinds, exchange.codecs
+        self._title = f"DistributedOptimizer.{self.number}"
+        self._names = sorted(exchange.parameters)
+        self._places = dict(exchange.presence.places)
+        self._frozen = set(exchange.presence.frozen)
+        self._present = exchange.presence.title
+        #: The number's name among those of the gradients; like `Presence.title` that of no other optimizer's.
+        self._joined = f"bpsfast.hvd.joined of {min(self._places, default='nothing')}"
+        self._kinds = {self._present: exchange.presence.kind, self._joined: ((1,), "float32"),
+                       **{name: kinds[name] for name in self._names}}
+        self._frozen_kinds = {name: kinds[name] for name in self._frozen if name in kinds}
+        #: Of what was frozen at first, by name.
+        self.admitted: dict[str, Gradients] = {}
+        self._choice = {name: codecs.get(name) for name in self._kinds}
+        self._average = average
+        self._prefix = exchange.prefix
+        self._exchange = weakref.ref(exchange)
+        self._homes = exchange.aliases
+        self._n_steps = 0
+        self._question: Handle | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        #: The gradients as the job knows them, once they are declared; and those that are sparse, which it does not.
+        self.gradients: Gradients | None = None
+        self.sparse: set[str] = set()
+
+    def ask(self, sparse: set[str], joins: bool = False) -> None:
+        """Tell the other ranks which gradients are *sparse* here, and which earlier optimizers are left: all of them if
+        this rank *joins*. Once.
+        """
+        left = {each.number for each in runtime.current().join_proxies if joins or each._exchange() is not None}
+        mask = torch.tensor([*(name in sparse for name in self._names),
+                             *(number in left for number in range(self.number))], dtype=torch.uint8)
+        self._question = allreduce_async(mask, name=f"{self._title}.sparse", op=Max)
+
+    def declare(self, order: list[str]) -> Gradients:
+        """Tell the job of the gradients that are sparse nowhere; the most urgent first in *order*. Waits for `ask`."""
+        if self.gradients is None:
+            assert self._question is not None, "asked before"
+            answer = self._question.wait().tolist()
+            _retire([number for number, is_left in enumerate(answer[len(self._names):]) if not is_left])
+            self.sparse = {name for name, is_sparse in zip(self._names, answer) if is_sparse}
+            kinds = {name: kind for name, kind in self._kinds.items() if name not in self.sparse}
+            dense = [name for name in order if name not in self.sparse]
+            self.gradients = Gradients(kinds, prefix=self._prefix, order=[self._present, self._joined, *dense],
+                                       average=self._average, compression=self._choice)
+        return self.gradients
+
+    def admit(self, names: list[str]) -> Gradients:
+        """Tell the job of gradients that were frozen at first; they are part of all steps from this one on."""
+        unknown = [name for name in names if name not in self._frozen_kinds]
+        if unknown:
+            raise UnsupportedError(f"{', '.join(unknown[:4])}: gradients of this dtype are not summed")
+        added = Gradients({name: self._frozen_kinds[name] for name in names}, prefix=self._prefix,
+                          average=self._average)
+        self._frozen.difference_update(names)
+        self.admitted.update(dict.fromkeys(names, added))
+        return added
+
+    def retire(self) -> None:
+        """Give back the memory: no rank has the optimizer any more."""
+        for each in dict.fromkeys((self.gradients, *self.admitted.values())):
+            if each is not None:
+                retire_later(each, self._homes)
+
+    def count_step(self) -> None:
+        """Count a step in which this rank took part with gradients of its own."""
+        self._n_steps += 1
+
+    def count_anew(self) -> int:
+        """Return how many there were since the last call."""
+        n_steps, self._n_steps = self._n_steps, 0
+        return n_steps
+
+    def begin(self) -> None:
+        """Prepare to take part: before the other ranks hear that this one joins."""
+        exchange = self._exchange()
+        if exchange is not None:
+            exchange.forget_passes()
+        if self._question is None:
+            self.ask(set(), joins=True)
+
+    def start(self, over: threading.Event) -> None:
+        """Take part from now on, in a thread of its own, until all ranks have joined, or *over* is set.
+
+        It is set if this fails: then the others, too, end after the step under way.
+        """
+        self._thread = threading.Thread(target=self._run, args=(over,), name="bpsfast-hvd-joined", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> Exception | None:
+        """Wait until it takes part no more; return why, if not because all ranks have joined."""
+        assert self._thread is not None, "started"
+        self._thread.join()
+        error, self._error = self._error, None
+        return error
+
+    def _run(self, over: threading.Event) -> None:
+        try:
+            gradients = self.declare(self._names)
+            while not over.is_set() and not self._step(gradients):
+                pass
+        except Exception as exc:  # raised where it is waited for
+            self._error = exc
+            over.set()
+
+    def _step(self, gradients: Gradients) -> bool:
+        """Take part in one step; return whether all ranks had joined before it."""
+        gradients[self._joined][0] = 1
+        gradients.ready(self._joined)
+        gradients.zero_missing()
+        for each in self.admitted.values():
+            each.zero_missing()
+        names = unfrozen(self._frozen, self._places, gradients.wait(self._present))
+        if names:
+            self.admit(names).zero_missing()
+        for each in dict.fromkeys((gradients, *self.admitted.values())):
+            each.step()
+        n_joined = float(gradients.wait(self._joined)[0])
+        return n_joined == (1.0 if self._average else float(runtime.current().size))
+
+
+class DenseExchange(Exchange):
+    """Reduces the gradients of *named* parameters over all ranks by Average or Sum. Owner as `Exchange`.
+
+    Parameters
+    ----------
+    predivide
+        Averages are made of gradients divided by this, and multiplied by it.
+    sparse_as_dense
+        Sparse gradients travel as dense ones, and come back sparse.
+    """
+
+    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int, op: ReduceOp,
+                 predivide: float, sparse_as_dense: bool) -> None:
+        super().__init__(named, compression, n_passes)
+        self._op = op
+        self._predivide = predivide
+        self._sparse_as_dense = sparse_as_dense
+        self._sparse: dict[str, Callable[[], torch.Tensor]] = {}  # of this step, under way
+        self._join_proxy = JoinProxy(self, op is Average)
+
+    def accumulated(self, name: str) -> None:
+        """As `Exchange.accumulated`; in Horovod's words."""
+        if self._left[name] == 0 and not self.is_superseded:
+            raise TooManyPassesError
+        super().accumulated(name)
+
+    def declare(self) -> Gradients:
+        """Tell the job of the gradients, if nobody has; the first time, wait for all ranks to say which are sparse."""
+        if self._gradients is None:
+            if self._join_proxy.gradients is None:
+                self._join_proxy.ask({name for name, p in self.parameters.items()
+                                    if p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense})
+                order = self.order()
+            else:
+                order = self._order  # declared while this rank had joined
+            self._gradients = self._told_in = self._join_proxy.declare(order)
+            self._order = [name for name in order if name not in self._join_proxy.sparse]
+        return self._gradients
+
+    def send_rest(self) -> None:
+        """Send what no backward pass has sent: zeros where there is no gradient, nothing where it would be sparse."""
+        self.begin()
+        for name in [*self.missing(), *self._join_proxy.sparse]:
+            if name not in self._sparse and self.parameters[name].grad is not None:
+                self._send(name)
+        for name in self._join_proxy.sparse - set(self._sparse):
+            shape = self.parameters[name].shape
+            nothing = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), torch.empty(0, *shape[1:]), shape,
+                                              dtype=self.parameters[name].dtype, check_invariants=False)
+            self._begin_sparse(name, nothing)
+        if self._op is not Average:
+            self.presence.is_stale |= is_reduced_by_another(self)
+        self.tell()
+        self._zero_missing()
+
+    def begin(self) -> None:
+        """As `Exchange.begin`; and know what was admitted while this rank had joined."""
+        super().begin()
+        for name, gradients in self._join_proxy.admitted.items():
+            if name not in self._admitted:
+                self._adopt([name], gradients)
+
+    def _admitted_gradients(self, names: list[str]) -> Gradients:
+        return self._join_proxy.admit(names)
+
+    def _send(self, name: str) -> None:
+        gradient = self.parameters[name].grad
+        assert gradient is not None, "only called for parameters with a gradient"
+        if not gradient.is_sparse:
+            super()._send(name)
+        elif self._gradients is None:
+            if self._sparse_as_dense:  # else it is sent by `synchronize`
+                self._copies[name] = gradient.detach().to_dense()
+        elif name in self._join_proxy.sparse:
+            self._begin_sparse(name, gradient)
+        else:  # as all ranks said; or it had no gradient in the first step, and none said that it is sparse
+            self._fill(name, gradient.detach().to_dense())
+
+    def _begin_sparse(self, name: str, gradient: torch.Tensor) -> None:
+        self._sparse[name] = sparse_allreduce_async(gradient.detach(), self.prefix + name, self._op)
+
+    def _fill(self, name: str, gradient: torch.Tensor) -> None:
+        if name in self._join_proxy.sparse:  # on another rank
+            self._begin_sparse(name, gradient.to_sparse(1))
+        else:
+            super()._fill(name, gradient if self._predivide == 1 else gradient.detach() * (1 / self._predivide))
+
+    def receive(self) -> None:
+        """As `Exchange.receive`."""
+        sparse, self._sparse = self._sparse, {}
+        self.hear()
+        with torch.no_grad():
+            for name in sorted(sparse):
+                total = sparse[name]()
+                gradient = self.parameters[name].grad
+                if gradient is not None or self.presence.has(name):
+                    self.parameters[name].grad = total if gradient is None or gradient.is_sparse else total.to_dense()
+        self._join_proxy.count_step()
+        super().receive()
+
+    @property
+    def busy(self) -> bool:
+        """Whether gradients are under way: after backward, before the step."""
+        return super().busy or bool(self._sparse)
+
+    def alias_gradients(self) -> None:
+        """As `Exchange.alias_gradients`, unless there are sparse ones, which have no place."""
+        if not any(p.grad is not None and p.grad.is_sparse for p in self.parameters.values()):
+            super().alias_gradients()
+
+    def _receive(self, name: str, parameter: torch.Tensor) -> None:
+        sparse = parameter.grad if parameter.grad is not None and parameter.grad.is_sparse else None
+        if sparse is not None:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False)
+        super()._receive(name, parameter)
+        gradient: Any = parameter.grad
+        if gradient is None:
+            return
+        if self._predivide != 1:
+            gradient.mul_(self._predivide)
+        if sparse is not None and self._sparse_as_dense:
+            parameter.grad = gradient.to_sparse(sparse.sparse_dim())
+
+    def forget_passes(self) -> None:
+        """Count the backward passes from the start."""
+        super().forget_passes()
+        self._sparse.clear()
+
+
+_retiring = threading.Lock()
+
+
+def _retire(numbers: list[int]) -> None:
+    """Forget the stand-ins of the optimizers *numbers*, which no rank has any more."""
+    found = runtime.current()
+    with _retiring:  # on a joined rank each stand-in runs in a thread of its own
+        gone = [each for each in found.join_proxies if each.number in numbers]
+        for each in gone:
+            found.join_proxies.remove(each)
+    for each in gone:
+        each.retire()
+    retire_unused()

@@ -1,0 +1,46 @@
+"""Arrays of JAX, summed inside jit and outside: as one push_pull of `bpsfast.jax`."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ..base.dtypes import wire_name
+from ..jax.basics import barrier as barrier, init as init, shutdown as shutdown
+from ..jax.ops import summed
+from ..jax.push_pull_call import PushPullCall
+from ..trainer.bundle import Leaf
+from .gradient_set import GradientSet
+
+_sites: dict[GradientSet, PushPullCall] = {}
+
+
+def dtype_of(tensor: Any) -> str:
+    """Return the wire name of *tensor*'s dtype; raises `UnsupportedError` if it is not summed."""
+    return wire_name(tensor.dtype)
+
+
+def is_symbolic(tensor: Any) -> bool:
+    """Whether *tensor* is one of a program that is being traced."""
+    return isinstance(tensor, jax.core.Tracer)
+
+
+def reduced(chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
+    """Return the sums (means) of *tensors*; raises as `bpsfast.jax.push_pull`. Nodes do not hear of *learning_rate*,
+    which is an array of the program.
+    """
+    site = _sites.get(chosen)
+    if site is None:
+        leaves = (Leaf(name, *kind, codec) for name, kind, codec in zip(chosen.wire_names, chosen.kinds, chosen.codecs))
+        site = _sites.setdefault(chosen, PushPullCall(tuple(leaves), chosen.average, None))
+    return summed(site, tensors)
+
+
+def reduced_if(condition: Any, chosen: GradientSet, tensors: Sequence[Any],
+               learning_rate: Callable[[], Any]) -> list[Any]:
+    """As `reduced`, if *condition* is true; else return *tensors*."""
+    if not is_symbolic(condition):
+        return reduced(chosen, tensors, learning_rate) if condition else list(tensors)
+    found: list[Any] = jax.lax.cond(condition, lambda: reduced(chosen, tensors, learning_rate), lambda: list(tensors))
+    return found

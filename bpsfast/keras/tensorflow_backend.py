@@ -1,0 +1,35 @@
+"""Tensors of TensorFlow, summed eagerly and inside `tf.function`, by `bpsfast.tensorflow`."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ..tensorflow.tensor_sums import reduced as summed
+from ..tensorflow.memory import wire_dtype
+from ..trainer.process import barrier as barrier, init as init, shutdown as shutdown
+from .gradient_set import GradientSet
+
+
+def dtype_of(tensor: Any) -> str:
+    """Return the wire name of *tensor*'s dtype; raises `UnsupportedError` if it is not summed."""
+    return wire_dtype(tensor.dtype, f"a tensor of shape {tensor.shape}")
+
+
+def is_symbolic(tensor: Any) -> bool:
+    """Whether *tensor* is one of a function that is being traced."""
+    return bool(tf.is_symbolic_tensor(tensor))
+
+
+def reduced(chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
+    """Return the sums (means) of *tensors*; raises as `tensorflow.exchange.reduced`."""
+    return summed(tensors, chosen.wire_names, chosen.average,
+                  compression=dict(zip(chosen.wire_names, chosen.codecs)) if any(chosen.codecs) else None,
+                  learning_rate=tf.cast(learning_rate(), tf.float32) if chosen.has_error_feedback else None)
+
+
+def reduced_if(condition: Any, chosen: GradientSet, tensors: Sequence[Any],
+               learning_rate: Callable[[], Any]) -> list[Any]:
+    """As `reduced`: Keras comes to the end of the passes only where there is one."""
+    return reduced(chosen, tensors, learning_rate)

@@ -1,0 +1,81 @@
+"""Tensors of PyTorch, summed: as the gradients of a model, in the session's shared memory (`trainer.gradients`)."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..torch.ops import device_tensor_memory, wire_dtype_name
+from ..trainer import process
+from ..trainer.process import barrier as barrier, init as init, shutdown as shutdown
+from ..trainer.gradients import Gradients
+from ..trainer.session import Session
+from ..trainer.tensor_input import TensorInput
+from .gradient_set import GradientSet
+
+_gradients: dict[GradientSet, Gradients] = {}
+_session: list[Session] = []  # that of `_gradients`
+
+
+def dtype_of(tensor: Any) -> str:
+    """Return the wire name of *tensor*'s dtype; raises `UnsupportedError` if it is not summed."""
+    return wire_dtype_name(tensor.dtype)
+
+
+def is_symbolic(tensor: Any) -> bool:
+    """Whether *tensor* has no values."""
+    return bool(tensor.device.type == "meta")
+
+
+def reduced(chosen: GradientSet, tensors: Sequence[torch.Tensor],
+            learning_rate: Callable[[], Any]) -> list[torch.Tensor]:
+    """Return the sums (means) of *tensors*, new ones. What the next forward pass needs first travels first.
+
+    Raises
+    ------
+    UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
+        As `bpsfast.push_pull`.
+    """
+    sources = [tensor.detach().contiguous() for tensor in tensors]
+    inputs = [_memory(source) for source in sources]
+    sums = [torch.empty_like(source) for source in sources]
+    outputs = [_memory(each) for each in sums]
+    gradients = _gradients_of(chosen, inputs)
+    if chosen.has_error_feedback:
+        gradients.learning_rate = float(learning_rate())
+    for name, source in reversed(list(zip(chosen.names, inputs))):  # as backward comes to them
+        if source.place is not None:
+            gradients.fill_from(name, source)
+        else:
+            gradients.fill(name, source.address, source.nbytes)
+    for name, target in zip(chosen.names, outputs):
+        if target.place is not None:
+            gradients.deliver_to(name, target)
+        else:
+            gradients.deliver(name, target.address, target.nbytes)
+    gradients.step()
+    return sums
+
+
+def reduced_if(condition: Any, chosen: GradientSet, tensors: Sequence[torch.Tensor],
+               learning_rate: Callable[[], Any]) -> list[torch.Tensor]:
+    """As `reduced`: PyTorch comes to the end of the passes only where there is one."""
+    return reduced(chosen, tensors, learning_rate)
+
+
+def _memory(tensor: torch.Tensor) -> TensorInput:
+    return process.current().devices.placed(device_tensor_memory(tensor))
+
+
+def _gradients_of(chosen: GradientSet, inputs: Sequence[TensorInput]) -> Gradients:
+    session = process.current()
+    if _session != [session]:
+        _gradients.clear()
+        _session[:] = [session]
+    if chosen not in _gradients:
+        devices = {None if each.place is None else each.place.device.name for each in inputs}
+        _gradients[chosen] = Gradients(
+            dict(zip(chosen.names, chosen.kinds)), average=chosen.average, prefix=chosen.prefix,
+            compression=dict(zip(chosen.names, chosen.codecs)), afar=devices.pop() if len(devices) == 1 else None)
+    return _gradients[chosen]

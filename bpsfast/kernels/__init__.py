@@ -1,0 +1,189 @@
+"""The sum kernels: compiled on first use, handed out by address, and two checked calls for Python.
+
+The C signature of every kernel::
+
+    void k(void *dst, void **inputs, int64 n_before, int64 n_local, int64 n_after,
+           int64 n_elements, int64 divisor, int64 nontemporal)
+
+``inputs`` holds the partials of the nodes before this one, then this node's local inputs, then the partials of
+the nodes after it; counts may be 0, not all of them. dst is a separate output (or exactly one of the inputs: a
+chunk is loaded from all inputs before it is stored). Rounding is that of `bpsfast.base.reference_sum.reduce`: the local
+inputs are added by themselves, rounded once to the wire dtype, take their place in the order; then the average.
+The code takes no lock, allocates nothing, raises nothing, needs no GIL, and may run on any number of threads.
+
+There is one for each dtype and op. Compiling takes about 0.4 s each; numba's disk cache reduces that to about 10 ms.
+It lies in ``NUMBA_CACHE_DIR`` where that is set, else beside the package, else in the user's cache folder; where none
+of them can be written (a read-only image, no home), each process compiles for itself.
+
+Importing this module imports no numba: only a node, which runs kernels, pays for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bpsfast.base import dtypes
+from bpsfast.orchestration.errors import MismatchError, UnsupportedError
+from bpsfast.orchestration.placement.partition import BITWISE_OPS, OPS
+
+Array = np.ndarray[Any, Any]
+
+# Outputs from this size on are stored past the caches when the caller does not say: below it they are about
+# to be read again from L2 or L3, above it the read-for-ownership that plain stores cost is 1.25-1.5x.
+NONTEMPORAL_NBYTES = 1 << 20
+
+#: Of every kernel. Calling one by it releases the GIL.
+SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 6)
+
+# No writable folder, a full disk, a damaged or foreign entry (unpickled, it may be anything): no reason to fail a job.
+CACHE_FAULTS = (
+    RuntimeError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError, pickle.PickleError
+)  # fmt: skip
+
+_lock = threading.Lock()
+#: (wire dtype, op) -> numba cfunc: owns the machine code for the life of the process
+_compiled: dict[tuple[str, str], Any] = {}
+#: (wire dtype, op) -> ctypes function at its address; calling it releases the GIL
+_callable: dict[tuple[str, str], Any] = {}
+
+
+def address(dtype_name: str, op: str = "sum") -> int:
+    """Return the address of the kernel of a wire dtype that combines by *op* (`partition.OPS`), compiling it first if
+    need be; any thread.
+
+    The code lives as long as the process. Raises `UnsupportedError` for a name or an op that there is no kernel for.
+    """
+    row = dtypes.lookup(dtype_name)
+    if op not in OPS or (row.is_float and op in BITWISE_OPS):
+        raise UnsupportedError(f"there is no kernel for the {op} of {dtype_name}; ops: {', '.join(OPS)}, the bitwise "
+                               "ones for integers")
+    with _lock:
+        if (dtype_name, op) not in _compiled:
+            _compiled[dtype_name, op] = _compile(dtype_name, op)
+            _callable[dtype_name, op] = SIGNATURE(_compiled[dtype_name, op].address)
+        return int(_compiled[dtype_name, op].address)
+
+
+def warm(dtype_names: Iterable[str] = dtypes.NAMES) -> None:
+    """Compile (or load) the kernels of these wire dtypes now, so that no first sum waits for it."""
+    for name in dtype_names:
+        address(name)
+
+
+def assembly(dtype_name: str) -> str:
+    """Compile the kernel anew and return its machine code as text; for tests and for readers."""
+    from bpsfast.kernels import sum_ir
+
+    return str(sum_ir.compile_kernel(dtypes.lookup(dtype_name).name, cache=False)._library.get_asm_str())
+
+
+def _compile(name: str, op: str) -> Any:
+    from bpsfast.kernels import sum_ir
+
+    if has_cache_folder(Path(sum_ir.__file__).parent):
+        # A fault of the kernel itself comes up again below, where it is compiled without the cache.
+        with contextlib.suppress(*CACHE_FAULTS):
+            return sum_ir.compile_kernel(name, cache=True, op=op)
+    return sum_ir.compile_kernel(name, cache=False, op=op)
+
+
+def has_cache_folder(package: Path) -> bool:
+    """Say whether numba can be let loose on its list of cache folders.
+
+    Its last resort is the user's cache folder, and without HOME and without an entry for the user id it would
+    make a folder literally called ``~`` in the working directory.
+    """
+    if os.path.isabs(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~")):
+        return True
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    return _may_write(package / "__pycache__") or (bool(chosen) and _may_write(Path(str(chosen))))
+
+
+def _may_write(folder: Path) -> bool:
+    """Say whether *folder* can be written, or made."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+def fused_sum(
+    dst: Array,
+    before: Sequence[Array],
+    local: Sequence[Array],
+    after: Sequence[Array],
+    divisor: int = 1,
+    nontemporal: bool | None = None,
+    op: str = "sum",
+) -> None:
+    """Write to *dst* the two-level sum of *before*, *local*, *after*, divided by *divisor* (1: no average).
+
+    Another *op* combines them otherwise, in the same order.
+
+    All arrays are 1-D, contiguous, of one length and one wire dtype; dst overlaps no input. The GIL is released.
+    *nontemporal* None decides by size; stores of a dst that is not 64-byte aligned are plain in any case.
+
+    Raises `UnsupportedError` for a dtype, layout, overlap or divisor that has no kernel, `MismatchError` where
+    lengths or dtypes differ.
+    """
+    inputs = [*before, *local, *after]
+    if not inputs:
+        raise UnsupportedError("fused_sum got no input: before, local and after are all empty")
+    if not 1 <= divisor < 1 << 24:  # up to here f32 holds it exactly
+        raise UnsupportedError(f"fused_sum cannot divide by {divisor}: the divisor is 1 or more and below 2^24")
+    name = _check("dst", dst, dst)
+    if not dst.flags.writeable:
+        raise UnsupportedError("dst is read-only; fused_sum writes its result there")
+    for i, array in enumerate(inputs):
+        _check(f"input {i}", array, dst)
+        if np.may_share_memory(dst, array):
+            raise UnsupportedError(f"input {i} overlaps dst; fused_sum needs a separate output (see add_into)")
+    if nontemporal is None:
+        nontemporal = dst.nbytes >= NONTEMPORAL_NBYTES
+    _call(name, op, dst, inputs, (len(before), len(local), len(after)), divisor, nontemporal)
+
+
+def add_into(dst: Array, src: Array) -> None:
+    """Add *src* to *dst* in place, in dst's accumulator, rounded once; NaN results are the canonical quiet NaN.
+
+    Both are 1-D, contiguous, of one length and one wire dtype; they may be the same array, but not overlap
+    otherwise. The GIL is released. Raises `UnsupportedError` or `MismatchError` as `fused_sum` does.
+    """
+    name = _check("dst", dst, dst)
+    _check("src", src, dst)
+    if not dst.flags.writeable:
+        raise UnsupportedError("dst is read-only; add_into writes its result there")
+    if np.may_share_memory(dst, src) and dst.ctypes.data != src.ctypes.data:
+        raise UnsupportedError("src overlaps dst at another offset; copy one of them first")
+    _call(name, "sum", dst, [dst, src], (2, 0, 0), 1, False)
+
+
+def _check(role: str, array: Any, dst: Array) -> str:
+    """Refuse what a kernel cannot read; return the wire dtype."""
+    if not isinstance(array, np.ndarray):
+        raise UnsupportedError(f"{role} is a {type(array).__name__}; the kernels take NumPy arrays")
+    name = dtypes.wire_name(array.dtype)
+    if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.aligned:
+        raise UnsupportedError(
+            f"{role} has shape {array.shape} and strides {array.strides}; the kernels take 1-D contiguous, "
+            f"aligned arrays (np.ascontiguousarray(x).reshape(-1))"
+        )
+    if array.dtype != dst.dtype or array.size != dst.size:
+        raise MismatchError(f"{role} is {array.size} x {array.dtype}, dst is {dst.size} x {dst.dtype}")
+    return name
+
+
+def _call(
+    name: str, op: str, dst: Array, inputs: Sequence[Array], counts: tuple[int, int, int], divisor: int,
+    nontemporal: bool,
+) -> None:
+    address(name, op)
+    pointers = (ctypes.c_void_p * len(inputs))(*[array.ctypes.data for array in inputs])
+    _callable[name, op](dst.ctypes.data, ctypes.addressof(pointers), *counts, dst.size, divisor, int(nontemporal))

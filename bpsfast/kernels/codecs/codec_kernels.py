@@ -1,0 +1,99 @@
+"""The kernels of compression: compiled on first use, handed out by address.
+
+Their C signatures; T is float32, for float64 tensors float64; D the tensor's dtype; lengths are elements unless they
+say nbytes::
+
+    int64 encode(uint8 *wire, int64 room_nbytes, const T *x, int64 n, T *error, uint64 *generator, int64 k,
+                 int64 flags, uint8 *scratch)
+    int64 decode(T *out, int64 n, const uint8 *wire, int64 nbytes, int64 k, int64 flags, int64 add, uint8 *scratch)
+    void feed(T *v, const D *x, T *e, T *m, int64 n, double mu, double ratio)
+    void divide(T *acc, int64 n, double divisor)
+    void narrow(D *out, const T *v, int64 n)
+
+encode returns the bytes it wrote (the format alone, without a length before it), or -1 if they have no room; then what
+it writes to holds anything. *error* is NULL, or gets x - decode(wire), 0 where that is not finite; it may be x.
+*generator* are the two words of `reading.Generator`, for kinds that draw.
+
+decode returns 0, or -1 of a frame that is none: it reads nothing beyond *nbytes* and writes nothing beyond *n* whatever
+the frame holds, and *out* then holds anything. With *add* it adds to *out* instead.
+
+feed: v = x; with *m*: m = mu*m + v, v = v + mu*m; with *e*: v = v + ratio*e. *e* and *m* may be NULL, *v* may be *e*.
+divide is true division. narrow rounds to nearest even. ratio, mu and divisor are rounded to T first.
+
+k is `codec.count`, flags are `flags.flags_of`, scratch holds `scratch_nbytes`, its contents are of no interest. *wire*,
+*scratch* and *generator* are 8-byte aligned, arrays aligned to their elements; apart from what is said above, no two
+arguments overlap. All arithmetic is that of `reading`, bit for bit. The code takes no lock, allocates nothing, raises
+nothing, needs no GIL, and may run on any number of threads.
+
+Compiling takes 0.1 to 1 s each; numba's disk cache is used as by `bpsfast.kernels`. Importing this imports no numba.
+"""
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+from bpsfast.orchestration import codec as codecs
+from bpsfast.orchestration.codec import CodecSpec
+
+
+class Addresses(NamedTuple):
+    """Where the kernels for one codec and one dtype lie; *feed_wide* is `feed` with D = T, for sums of frames."""
+
+    encode: int
+    decode: int
+    feed: int
+    feed_wide: int
+    divide: int
+    narrow: int
+
+
+_lock = threading.Lock()
+#: (kernel, dtype) -> numba cfunc: owns the machine code for the life of the process
+_compiled: dict[tuple[str, str], Any] = {}
+
+
+def addresses(codec: CodecSpec, dtype: str) -> Addresses:
+    """Return the addresses of the kernels of *codec* for tensors of *dtype*, compiling them first if need be; any
+    thread. The code lives as long as the process. Raises `UnsupportedError` for a dtype that is not compressed.
+    """
+    wide = wide_name(dtype)
+    return Addresses(
+        address(f"encode_{codec.kind}", wide),
+        address(f"decode_{codec.kind}", wide),
+        address("feed", dtype),
+        address("feed", wide),
+        address("divide", wide),
+        address("narrow", dtype),
+    )
+
+
+def address(kernel: str, dtype: str) -> int:
+    """Return the address of one kernel ("encode_topk", "feed" ...) of *dtype*, compiling it first if need be."""
+    with _lock:
+        if (kernel, dtype) not in _compiled:
+            _compiled[kernel, dtype] = _compile(kernel, dtype)
+        return int(_compiled[kernel, dtype].address)
+
+
+def wide_name(dtype: str) -> str:
+    """Return the name of T for tensors of *dtype*; `UnsupportedError` if those are not compressed."""
+    return "float64" if codecs.width_of(dtype) == 8 else "float32"
+
+
+def scratch_nbytes(codec: CodecSpec, n: int, dtype: str) -> int:
+    """Return the bytes of scratch that encode and decode of *n* elements need."""
+    if codec.kind == "topk":
+        from bpsfast.kernels.codecs import sparse_pairs
+
+        return sparse_pairs.scratch_nbytes(codecs.count(codec, n), n, codecs.width_of(dtype))
+    if codec.kind == "dithering":
+        from bpsfast.kernels.codecs import dithering
+
+        return 2 * 8 * dithering.CHUNK
+    return 8 * -(-n // 64) if codec.kind == "randomk" else 0
+
+
+def _compile(kernel: str, dtype: str) -> Any:
+    from bpsfast.kernels.codecs import compilation
+
+    return compilation.compile_kernel(kernel, dtype, wide_name(dtype))

@@ -1,0 +1,81 @@
+"""The kernels of compression as numba cfuncs."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from numba import cfunc, types
+
+from bpsfast.kernels import element_ir, sum_ir
+from bpsfast import kernels
+from bpsfast.kernels.codecs import int8, float16, error_feedback, dithering, sparse_pairs, onebit
+from bpsfast.kernels.codecs.elements import pointer_to
+
+_FUNCTIONS = {
+    "encode_onebit": onebit.encode,
+    "decode_onebit": onebit.decode,
+    "encode_topk": sparse_pairs.encode_largest,
+    "decode_topk": sparse_pairs.decode_largest,
+    "encode_randomk": sparse_pairs.encode_drawn,
+    "decode_randomk": sparse_pairs.decode_drawn,
+    "encode_dithering": dithering.encode,
+    "decode_dithering": dithering.decode,
+    "encode_float16": float16.encode_float16,
+    "decode_float16": float16.decode_float16,
+    "encode_bfloat16": float16.encode_bfloat16,
+    "decode_bfloat16": float16.decode_bfloat16,
+    "encode_int8": int8.encode,
+    "decode_int8": int8.decode,
+    "feed": error_feedback.feed,
+    "divide": error_feedback.divide,
+    "narrow": error_feedback.narrow,
+}
+
+
+def compile_kernel(name: str, dtype: str, wide: str) -> Any:
+    """Compile the kernel *name* for tensors of *dtype*, compressed as *wide*; return numba's cfunc (keep it: it owns
+    the code). The machine code is looked up in and saved to numba's disk cache where that can be used.
+    """
+    compiles = functools.partial(cfunc, _signature(name, dtype, wide), error_model="numpy")
+    if kernels.has_cache_folder(Path(__file__).parent):
+        # A fault of the kernel itself comes up again below, where it is compiled without the cache.
+        with contextlib.suppress(*kernels.CACHE_FAULTS):
+            return compiles(cache=True)(_named(name, dtype, f"_{_fingerprint()}"))
+    return compiles()(_named(name, dtype, ""))
+
+
+def _named(name: str, dtype: str, end: str) -> Any:
+    """Return a copy of the function with a name of its own, which numba's cache files go by."""
+    original = _FUNCTIONS[name]
+    copy = FunctionType(original.__code__, original.__globals__, original.__name__)
+    copy.__module__ = original.__module__
+    copy.__qualname__ = f"{name}_{dtype}{end}"
+    return copy
+
+
+def _signature(name: str, dtype: str, wide: str) -> Any:
+    i64, f64, byte = types.int64, types.float64, types.CPointer(types.uint8)
+    t, d = types.CPointer(getattr(types, wide)), pointer_to(dtype)
+    if name == "feed":
+        return types.void(t, d, t, t, i64, f64, f64)
+    if name == "divide":
+        return types.void(t, i64, f64)
+    if name == "narrow":
+        return types.void(d, t, i64)
+    if name.startswith("encode"):
+        return i64(byte, i64, t, i64, t, types.CPointer(types.uint64), i64, i64, byte)
+    return i64(t, i64, byte, i64, i64, i64, i64, byte)
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Return what the cache's file names must tell apart, as a short hash: the CPU, and the source of all kernels,
+    of which numba itself looks at one file only.
+    """
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(element_ir.__file__), Path(sum_ir.__file__)]
+    parts = [*sum_ir.target(), *(path.read_text() for path in files)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

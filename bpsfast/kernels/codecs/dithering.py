@@ -1,0 +1,179 @@
+"""dithering: levels drawn at random, the zeros left out. The format is in `reading`."""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from bpsfast.kernels.codecs.elias_codes import elias, finish, put, take_elias, window
+from bpsfast.kernels.codecs.flags import L2, NATURAL
+from bpsfast.kernels.codecs.helper import helper
+from bpsfast.kernels.codecs.lane_sums import sum_of_squares
+from bpsfast.kernels.codecs.magnitudes import largest
+from bpsfast.kernels.codecs.intrinsics import (  # fmt: skip
+    counters_at,
+    floats_at,
+    is_null,
+    leading_zeros,
+    nbytes_of,
+    units_at,
+    values_at,
+    words_at,
+)
+from bpsfast.kernels.codecs.random_draws import following, is_below
+from bpsfast.kernels.codecs.state import finite, quiet
+
+#: Elements of a chunk; two words of 64 bits for each are in scratch.
+CHUNK = 256
+
+
+def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
+    """As `kernels` says; *scratch* takes two words of 64 bits for each of `CHUNK`."""
+    width = nbytes_of(x)
+    levels = _levels(k, flags)
+    norm = _norm(x, n, flags)
+    n_words = max(0, room_nbytes - width - 4) // width
+    if norm > 0:
+        position = _write_levels(wire, n_words * width // 4, x, n, error, generator, flags, levels, norm, scratch)
+    else:
+        position = 0
+        if not is_null(error):
+            for i in range(n):
+                error[i] = finite(x[i] - norm)
+    n_used = (position + 8 * width - 1) // (8 * width)
+    if n_used > n_words or room_nbytes < width + 4 or position >> (8 * width - 1):
+        return -1
+    words_at(wire, 0, x)[n_used] = position
+    floats_at(wire, (n_used + 1) * width)[0] = norm
+    return (n_used + 1) * width + 4
+
+
+def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
+    """As `kernels` says; needs no *scratch*."""
+    width = nbytes_of(out)
+    n_words = (nbytes - 4) // width - 1
+    if n_words < 0 or nbytes != (n_words + 1) * width + 4:
+        return -1
+    n_bits = np.uint64(words_at(wire, 0, out)[n_words])
+    norm = floats_at(wire, nbytes - 4)[0]
+    if n_bits > np.uint64(8 * width * n_words) or n_bits + np.uint64(8 * width) <= np.uint64(8 * width * n_words):
+        return -1
+    if not norm < math.inf:
+        for i in range(n):
+            out[i] = math.nan
+        return -1 if n_bits > 0 else 0
+    if norm < 0:
+        return -1
+    if not add:
+        for i in range(n):
+            out[i] = 0
+    return _read_levels(out, n, wire, n_words * width // 4, np.int64(n_bits), _levels(k, flags), norm, add)
+
+
+@helper
+def _write_levels(wire, n_units, x, n, error, generator, flags, levels, norm, scratch):  # type: ignore[no-untyped-def]
+    """Write the stream, and what it leaves of each element; return its bits.
+
+    Chunk by chunk: the draws, which follow from each other, then the levels, of which LLVM makes vectors, then the
+    codes of those that are not 0.
+    """
+    units, swap = units_at(wire, 0), nbytes_of(x) // 8
+    drawn, chosen = counters_at(scratch, 0), counters_at(scratch, 8 * CHUNK)
+    a, b = generator[0], generator[1]
+    begun = np.uint64(0)
+    position = 0
+    last = -1
+    for start in range(0, n, CHUNK):
+        here = values_at(x, start * nbytes_of(x), x)
+        n_here = min(CHUNK, n - start)
+        for i in range(n_here):
+            a, b = following(a, b)
+            drawn[i] = a + b
+        _choose_levels(chosen, drawn, here, n_here, flags, levels, norm)
+        for i in range(n_here):
+            q = chosen[i]
+            if q > 0:
+                code, n_bits = elias(np.uint64(start + i - last))
+                code = (code << np.uint64(1)) | np.uint64(here[i] < 0)
+                level, n_level_bits = elias(q)
+                if n_bits + n_level_bits < 32:  # mostly
+                    code = (code << np.uint64(n_level_bits)) | level
+                else:
+                    begun = put(units, n_units, swap, position, begun, code, n_bits + 1)
+                    position += n_bits + 1
+                    code, n_bits = level, -1
+                begun = put(units, n_units, swap, position, begun, code, n_bits + 1 + n_level_bits)
+                position += n_bits + 1 + n_level_bits
+                last = start + i
+        if not is_null(error):
+            for i in range(n_here):
+                decoded = type(here[i])(_decoded(here[i] < 0, chosen[i], norm, levels))
+                error[start + i] = finite(here[i] - decoded)
+    finish(units, n_units, swap, position, begun)
+    generator[0], generator[1] = a, b
+    return position
+
+
+@helper
+def _choose_levels(chosen, drawn, x, n, flags, levels, norm):  # type: ignore[no-untyped-def]
+    """Take one of the two levels about each element."""
+    if flags & NATURAL:
+        for i in range(n):
+            y = np.float64(abs(x[i])) / np.float64(norm) * np.float64(levels)
+            floor, step = _power_below(y)
+            chance = (y - np.float64(floor)) / np.float64(step)
+            chosen[i] = min(levels, floor + step * np.int64(is_below(drawn[i], chance)))
+    else:
+        for i in range(n):
+            y = np.float64(abs(x[i])) / np.float64(norm) * np.float64(levels)
+            floor = np.int64(y)
+            chosen[i] = min(levels, floor + np.int64(is_below(drawn[i], y - np.float64(floor))))
+
+
+@helper
+def _read_levels(out, n, wire, n_units, n_bits, levels, norm, add):  # type: ignore[no-untyped-def]
+    """Read a stream of *n_bits*; return what decode returns."""
+    units, swap = units_at(wire, 0), nbytes_of(out) // 8
+    position = 0
+    last = -1
+    while position < n_bits:
+        bits = window(units, n_units, swap, position)
+        gap, n_gap_bits = take_elias(bits)
+        bits = bits << np.uint64(n_gap_bits) if n_gap_bits < 8 else window(units, n_units, swap, position + n_gap_bits)
+        q, n_level_bits = take_elias(bits << np.uint64(1))
+        position += n_gap_bits + 1 + n_level_bits
+        if position > n_bits or gap == 0 or gap > np.uint64(n - 1 - last) or q == 0 or q > np.uint64(levels):
+            return -1
+        last += np.int64(gap)
+        value = type(out[last])(_decoded(bits >> np.uint64(63), q, norm, levels))
+        out[last] = quiet(out[last] + value) if add else value
+    return 0
+
+
+@helper
+def _levels(k, flags):  # type: ignore[no-untyped-def]
+    return 1 << (k - 1) if flags & NATURAL else k
+
+
+@helper
+def _power_below(y):  # type: ignore[no-untyped-def]
+    """Return the power of two, or 0, at or below *y*, and how far above it the next one is."""
+    above = np.uint64(math.ceil(y))
+    if above < 2:
+        return 0, 1
+    floor = 1 << (63 - leading_zeros(above - np.uint64(1)))
+    return floor, floor
+
+
+@helper
+def _decoded(sign, q, norm, levels):  # type: ignore[no-untyped-def]
+    """Return what level *q* stands for, as a double; negative if *sign* is 1."""
+    return np.float64(np.int64(q) * (1 - 2 * np.int64(sign))) * np.float64(norm) / np.float64(levels)
+
+
+@helper
+def _norm(x, n, flags):  # type: ignore[no-untyped-def]
+    """Return the norm as a float32, NaN for one that is not finite."""
+    norm = math.sqrt(sum_of_squares(x, n)) if flags & L2 else np.float64(largest(x, n))
+    rounded = np.float32(norm)
+    return rounded if rounded < np.float32(math.inf) else np.float32(math.nan)

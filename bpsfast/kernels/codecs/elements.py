@@ -1,0 +1,99 @@
+"""Elements one after the other in vectors, as LLVM IR: what loads, converts and stores them.
+
+IR and not a numba loop for the reasons of `bpsfast.kernels.sum_ir`; and because outputs may be inputs (an error that is
+fed back), where LLVM would not make vectors of a loop.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from bpsfast.kernels import sum_ir
+from bpsfast.kernels.element_ir import F32, F64, I64, Element, constant, nbytes_of, shape
+
+#: Vectors of an element loop's turn.
+_N_VECTORS = 2
+
+
+def pointer_to(name: str) -> types.CPointer:
+    """Return numba's type of a pointer to elements of the wire dtype *name*, which numba itself cannot load."""
+    return types.CPointer(types.Opaque(f"bpsfast.{name}"))
+
+
+def name_of(pointer: types.CPointer) -> str:
+    """Return the wire dtype that a `pointer_to` or a pointer to floats points to."""
+    return pointer.dtype.name.removeprefix("bpsfast.")
+
+
+class Elements:
+    """Emit at the builder's position what is done with element after element; T is *wide*, float32 or float64."""
+
+    def __init__(self, builder: ir.IRBuilder, wide: str) -> None:
+        self.b = builder
+        self.wide = {"float32": F32, "float64": F64}[wide]
+        self.target = sum_ir.target()
+        self.n_lanes = _N_VECTORS * sum_ir.vector_nbytes(self.target[2]) // nbytes_of(self.wide)
+
+    def each(self, n: ir.Value, emit: Callable[[ir.Value, int], None]) -> None:
+        """Run through *n* elements: *emit* gets the index of the first, and how many are at hand there."""
+        whole = self.b.and_(n, I64(-self.n_lanes))
+        for start, end, step in ((I64(0), whole, self.n_lanes), (whole, n, 1)):
+            with cgutils.for_range_slice(self.b, start, end, I64(step), I64) as (index, _):
+                emit(index, step)
+
+    def load(self, source: ir.Value, name: str, index: ir.Value, n_lanes: int) -> ir.Value:
+        """Load elements of the wire dtype *name* and widen them to T, exactly."""
+        element = self._element(name)
+        pointer = self.b.gep(self.b.bitcast(source, element.wire.as_pointer()), [index])
+        loaded = self.b.load(self.b.bitcast(pointer, shape(element.wire, n_lanes).as_pointer()))
+        loaded.align = nbytes_of(element.wire)
+        value = element.widen_in_order(loaded, n_lanes)
+        return value if element.wide == self.wide else self.b.fpext(value, shape(self.wide, n_lanes))
+
+    def store(self, value: ir.Value, target: ir.Value, name: str, index: ir.Value, n_lanes: int) -> None:
+        """Round elements of T to the wire dtype *name*, NaN to the quiet one, and store them; to halves by float32."""
+        element = self._element(name)
+        if element.wide != self.wide:
+            value = self.b.fptrunc(value, shape(element.wide, n_lanes))
+        bits = element.finish_in_order(value, n_lanes)
+        pointer = self.b.gep(self.b.bitcast(target, element.wire.as_pointer()), [index])
+        stored = self.b.store(bits, self.b.bitcast(pointer, bits.type.as_pointer()))
+        stored.align = nbytes_of(element.wire)
+
+    def finite(self, value: ir.Value, n_lanes: int) -> ir.Value:
+        """Return *value*, 0 where it is NaN or infinite."""
+        infinity = constant(self.wide, math.inf, n_lanes)
+        is_finite = self.b.fcmp_ordered("<", self.magnitude(value), infinity)
+        return self.b.select(is_finite, value, constant(self.wide, 0.0, n_lanes))
+
+    def magnitude(self, value: ir.Value) -> ir.Value:
+        """Return |value|."""
+        kind = value.type
+        name = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
+        name = f"llvm.fabs.{name}f{8 * nbytes_of(getattr(kind, 'element', kind))}"
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, ir.FunctionType(kind, [kind]), name), [value])
+
+    def rounded(self, scalar: ir.Value) -> ir.Value:
+        """Return a double as T."""
+        return scalar if self.wide == F64 else self.b.fptrunc(scalar, F32)
+
+    def splat(self, scalar: ir.Value, n_lanes: int) -> ir.Value:
+        """Return *scalar* in every lane."""
+        return self._element("float32").splat(scalar, n_lanes)
+
+    def is_given(self, pointer: ir.Value) -> ir.Value:
+        """Say whether *pointer* is not NULL."""
+        return self.b.icmp_unsigned("!=", self.b.ptrtoint(pointer, I64), I64(0))
+
+    def _element(self, name: str) -> Element:
+        return Element(self.b, name, self.target[0], self.target[2])
+
+
+def wide_name(pointer: Any) -> str:
+    """Return the name of T of a kernel whose argument *pointer* is a pointer to T."""
+    return str(pointer.dtype.name)

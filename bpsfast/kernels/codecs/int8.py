@@ -1,0 +1,118 @@
+"""int8: blocks of elements, each with its scale. The format is in `reading`."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from bpsfast.kernels.codecs.elements import Elements, wide_name
+from bpsfast.kernels.codecs.helper import helper
+from bpsfast.kernels.codecs.magnitudes import largest
+from bpsfast.kernels.codecs.intrinsics import bytes_at, floats_at, is_null, nbytes_of, values_at
+from bpsfast.kernels.codecs.state import finite, quiet
+from bpsfast.kernels.element_ir import constant, nbytes_of as width_of, shape
+from bpsfast.orchestration.codec import INT8_BLOCK
+
+
+def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
+    """As `kernels` says; needs neither *generator* nor *scratch*."""
+    n_blocks = (n + INT8_BLOCK - 1) // INT8_BLOCK
+    if 4 * n_blocks + n > room_nbytes:
+        return -1
+    scales = floats_at(wire, 0)
+    for block in range(n_blocks):
+        start = block * INT8_BLOCK
+        here = values_at(x, start * nbytes_of(x), x)
+        n_here = min(INT8_BLOCK, n - start)
+        lost = error if is_null(error) else values_at(error, start * nbytes_of(x), x)
+        numbers = bytes_at(wire, 4 * n_blocks + start)
+        scale = _scale(here, n_here)
+        scales[block] = scale
+        if scale > 0:
+            _quantise(numbers, here, n_here, lost, scale)
+        else:
+            for i in range(n_here):
+                numbers[i] = 0
+                if not is_null(error):
+                    lost[i] = finite(here[i] - scale)
+    return 4 * n_blocks + n
+
+
+def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
+    """As `kernels` says; needs no *scratch*."""
+    n_blocks = (n + INT8_BLOCK - 1) // INT8_BLOCK
+    if nbytes != 4 * n_blocks + n:
+        return -1
+    scales = floats_at(wire, 0)
+    for block in range(n_blocks):
+        scale = scales[block]
+        for i in range(block * INT8_BLOCK, min(n, (block + 1) * INT8_BLOCK)):
+            value = type(out[i])(np.int8(wire[4 * n_blocks + i])) * scale
+            out[i] = quiet(out[i] + value) if add else quiet(value)
+    return 0
+
+
+@helper
+def _scale(x, n):  # type: ignore[no-untyped-def]
+    """Return the float32 that is worth 1; NaN if an element is NaN or infinite, or too large for a float32."""
+    most = largest(x, n)
+    scale = np.float32(most / type(most)(127))
+    return scale if scale < np.float32(math.inf) else np.float32(math.nan)
+
+
+@intrinsic
+def _quantise(typing, numbers, x, n, error, scale):  # type: ignore[no-untyped-def]
+    """Write each of *n* elements as a whole number of *scale*, -127 to 127, and what that leaves, if it is kept."""
+    wide = wide_name(x)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        Int8BlockLoops(builder, wide, *args).write()
+        return context.get_dummy_value()
+
+    return types.void(numbers, x, n, error, scale), codegen
+
+
+class Int8BlockLoops:
+    """Emit what runs through the elements of a block; *scale* is above 0 and all elements are finite."""
+
+    def __init__(self, builder: ir.IRBuilder, wide: str, numbers: ir.Value, x: ir.Value, n: ir.Value, error: ir.Value,
+                 scale: ir.Value) -> None:
+        self.b = builder
+        self.wide = wide
+        self.elements = Elements(builder, wide)
+        self.numbers, self.x, self.n, self.error = numbers, x, n, error
+        self.scale = builder.fpext(scale, self.elements.wide) if wide == "float64" else scale
+
+    def write(self) -> None:
+        """Emit both loops: with and without what is left."""
+        with self.b.if_else(self.elements.is_given(self.error)) as (then, otherwise):
+            with then:
+                self.elements.each(self.n, lambda index, n_lanes: self._emit(index, n_lanes, keeps=True))
+            with otherwise:
+                self.elements.each(self.n, lambda index, n_lanes: self._emit(index, n_lanes, keeps=False))
+
+    def _emit(self, index: Any, n_lanes: int, keeps: bool) -> None:
+        b, elements = self.b, self.elements
+        value = elements.load(self.x, self.wide, index, n_lanes)
+        scale = elements.splat(self.scale, n_lanes)
+        number = b.fptosi(self._nearest(b.fdiv(value, scale), n_lanes), shape(ir.IntType(32), n_lanes))
+        for sign, limit in ((">", 127), ("<", -127)):
+            most = constant(ir.IntType(32), limit, n_lanes)
+            number = b.select(b.icmp_signed(sign, number, most), most, number)
+        narrow = b.trunc(number, shape(ir.IntType(8), n_lanes))
+        stored = b.store(narrow, b.bitcast(b.gep(self.numbers, [index]), narrow.type.as_pointer()))
+        stored.align = 1
+        if keeps:
+            decoded = b.fmul(b.sitofp(number, value.type), scale)
+            elements.store(elements.finite(b.fsub(value, decoded), n_lanes), self.error, self.wide, index, n_lanes)
+
+    def _nearest(self, value: ir.Value, n_lanes: int) -> ir.Value:
+        """Round to whole numbers, halves to even ones."""
+        name = "llvm.rint." + (f"v{n_lanes}" if n_lanes > 1 else "") + f"f{8 * width_of(self.elements.wide)}"
+        signature = ir.FunctionType(value.type, [value.type])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), [value])

@@ -1,0 +1,103 @@
+"""One step of a store as LLVM IR, and the numba cfunc that holds it: see `store_kernels` for what it does."""
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba import cfunc, types
+from numba.extending import intrinsic
+
+from . import element_ir, sum_ir
+from .codecs import elements
+from .codecs.elements import Elements, name_of, pointer_to
+from .element_ir import F32, I64
+from .stores import ADD, NESTEROV, READ, SET, SHARE
+
+
+def compile_kernel(name: str, cache: bool) -> Any:
+    """Compile the kernel of the wire dtype *name* and return numba's cfunc object (keep it: it owns the code).
+
+    With *cache* the machine code is looked up in and saved to numba's disk cache; raises whatever numba raises where
+    that cannot be used.
+    """
+
+    def kernel(values, weights, momentum, n_elements, what, learning_rate, mu):  # type: ignore[no-untyped-def]
+        _step(values, weights, momentum, n_elements, what, learning_rate, mu)  # type: ignore[call-arg]
+
+    kernel.__qualname__ = f"store_{name}" + (f"_{_fingerprint()}" if cache else "")
+    signature = types.void(pointer_to(name), types.voidptr, types.voidptr, types.int64, types.int64, types.float64,
+                           types.float64)
+    return cfunc(signature, cache=cache)(kernel)
+
+
+def _fingerprint() -> str:
+    """Return what the cache's file name must tell apart: as `vector_sum` does, and for its reasons."""
+    files = [Path(__file__), *(Path(str(module.__file__)) for module in (element_ir, elements, sum_ir))]
+    parts = [*sum_ir.target(), *(path.read_text() for path in files)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@intrinsic
+def _step(typing, values, weights, momentum, n_elements, what, learning_rate, mu):  # type: ignore[no-untyped-def]
+    name = name_of(values)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        step = _Step(builder, name, args)
+        for number, emit in ((READ, step.read), (SET, step.set), (ADD, step.add), (NESTEROV, step.nesterov),
+                             (SHARE, step.share)):
+            with builder.if_then(builder.icmp_signed("==", args[4], I64(number))):
+                step.elements.each(args[3], emit)
+        return context.get_dummy_value()
+
+    return types.void(values, weights, momentum, n_elements, what, learning_rate, mu), codegen
+
+
+class _Step:
+    """Emit each of the steps for the elements at an index; *args* are the kernel's arguments."""
+
+    def __init__(self, builder: ir.IRBuilder, name: str, args: Any) -> None:
+        self.b = builder
+        self.name = name
+        self.wide = "float64" if name == "float64" else "float32"
+        self.elements = Elements(builder, self.wide)
+        self.values, self.weights, self.momentum = args[:3]
+        self.rate, self.mu = (builder.fptrunc(factor, F32) if self.wide == "float32" else factor for factor in args[5:])
+        self.element = element_ir.Element(builder, self.wide, "", "")
+
+    def _values(self, index: ir.Value, n_lanes: int) -> ir.Value:
+        return self.elements.load(self.values, self.name, index, n_lanes)
+
+    def _kept(self, memory: ir.Value, index: ir.Value, n_lanes: int) -> ir.Value:
+        return self.elements.load(memory, self.wide, index, n_lanes)
+
+    def read(self, index: ir.Value, n_lanes: int) -> None:
+        """Copy the weights out."""
+        self.elements.store(self._kept(self.weights, index, n_lanes), self.values, self.name, index, n_lanes)
+
+    def set(self, index: ir.Value, n_lanes: int) -> None:
+        """Replace the weights."""
+        self.elements.store(self._values(index, n_lanes), self.weights, self.wide, index, n_lanes)
+
+    def add(self, index: ir.Value, n_lanes: int) -> None:
+        """Add to the weights."""
+        total = self.b.fadd(self._kept(self.weights, index, n_lanes), self._values(index, n_lanes))
+        self.elements.store(total, self.weights, self.wide, index, n_lanes)
+
+    def share(self, index: ir.Value, n_lanes: int) -> None:
+        """Add one of several equal parts of the values to the weights."""
+        part = self.b.fdiv(self._values(index, n_lanes), self.element.splat(self.rate, n_lanes))
+        total = self.b.fadd(self._kept(self.weights, index, n_lanes), part)
+        self.elements.store(total, self.weights, self.wide, index, n_lanes)
+
+    def nesterov(self, index: ir.Value, n_lanes: int) -> None:
+        """Make an outer step."""
+        b = self.b
+        rate, mu = (self.element.splat(factor, n_lanes) for factor in (self.rate, self.mu))
+        gradient = self._values(index, n_lanes)
+        momentum = b.fadd(b.fmul(mu, self._kept(self.momentum, index, n_lanes)), gradient)
+        self.elements.store(momentum, self.momentum, self.wide, index, n_lanes)
+        move = b.fmul(rate, b.fadd(gradient, b.fmul(mu, momentum)))
+        weights = b.fsub(self._kept(self.weights, index, n_lanes), move)
+        self.elements.store(weights, self.weights, self.wide, index, n_lanes)

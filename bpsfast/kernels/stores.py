@@ -1,0 +1,58 @@
+"""The kernels of stores: what a push does to the weights that an owner keeps, compiled on first use.
+
+The C signature of every kernel (`pyx/store.h`)::
+
+    void k(void *values, void *weights, void *momentum, int64 n_elements, int64 what, double learning_rate, double mu)
+
+``values`` are of the wire dtype, ``weights`` and ``momentum`` of its accumulator: float32 for the halves. *what*::
+
+    READ      values = weights
+    SET       weights = values
+    ADD       weights += values
+    SHARE     weights += values / learning_rate, a number of workers
+    NESTEROV  momentum = mu * momentum + values;  weights -= learning_rate * (values + mu * momentum)
+
+NESTEROV is what ``torch.optim.SGD(nesterov=True)`` does, every operation rounded by itself; the two factors are rounded
+to the accumulator first. The code takes no lock, allocates nothing, needs no GIL.
+
+Importing this module imports no numba: only a node that owns a store pays for it.
+"""
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+from .. import kernels
+from ..base.dtypes import lookup
+from ..orchestration.errors import UnsupportedError
+
+READ, SET, ADD, NESTEROV, SHARE = range(5)
+
+_lock = threading.Lock()
+#: wire dtype -> numba cfunc: owns the machine code for the life of the process
+_compiled: dict[str, Any] = {}
+
+
+def address(dtype_name: str) -> int:
+    """Return the address of the kernel of a wire dtype, compiling it first if need be; any thread.
+
+    Raises `UnsupportedError` for integers: nothing learns in them.
+    """
+    if not lookup(dtype_name).is_float:
+        raise UnsupportedError(f"there is no store of {dtype_name}: weights are floats")
+    with _lock:
+        if dtype_name not in _compiled:
+            _compiled[dtype_name] = _compile(dtype_name)
+        return int(_compiled[dtype_name].address)
+
+
+def _compile(name: str) -> Any:
+    from . import store_ir
+
+    if kernels.has_cache_folder(Path(store_ir.__file__).parent):
+        # A fault of the kernel itself comes up again below, where it is compiled without the cache.
+        with contextlib.suppress(*kernels.CACHE_FAULTS):
+            return store_ir.compile_kernel(name, cache=True)
+    return store_ir.compile_kernel(name, cache=False)

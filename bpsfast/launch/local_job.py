@@ -1,0 +1,221 @@
+"""``bpsfast run``: a whole job on this machine — a scheduler, nodes with their ranks, helpers — from one command.
+
+`plan` only decides: which processes, with which environment; ``--dry-run`` prints that, ready to be started by hand.
+The `supervisor` runs them. Ranks find their place in torchrun's variables, too, so that a program of torch.distributed
+with any backend, or of what builds on it, runs unchanged.
+
+``bpsfast dmlc`` does for BytePS's variables what bpslaunch did.
+"""
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from ..base import logs
+from .namespaces.cluster import Cluster, Machine
+from ..orchestration.errors import ConfigError
+from ..base.settings import Settings, environment
+from . import roles
+from .processes import Command, Kind, thread_defaults
+from .daemons import clean_environment, reserve_master_port, reserve_port, run_node, run_scheduler
+from .restarter import N_RESTARTS
+from .output import Output
+from ..base.addresses import configured_host
+from .supervisor import Limits, Supervisor
+
+_KEY = "BPSFAST_JOB_KEY"
+_LOOPBACK = "127.0.0.1"
+_NETNS_PORT, _NETNS_MASTER_PORT = 7700, 29500  # in a new namespace every port is free
+
+
+class JobShape(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of what: `ranks` of each node in node order, and how many helpers."""
+
+    ranks: tuple[int, ...]
+    n_helpers: int = 0
+
+    @property
+    def machines(self) -> list[str]:
+        """The machines' names: nodes in order, then helpers."""
+        return [f"node{i}" for i in range(len(self.ranks))] + [f"helper{i}" for i in range(self.n_helpers)]
+
+
+def shape_of(n_ranks: int, n_nodes: int, n_helpers: int, ranks: str | None = None) -> JobShape:
+    """Return the job's shape: *n_ranks* spread over *n_nodes*, the first ones one more; or as *ranks* ("2,3") says.
+
+    Raises
+    ------
+    ConfigError
+        If a node would be left without a rank.
+    """
+    if ranks is not None:
+        parts = ranks.split(",")
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+            raise ConfigError(f"--ranks {ranks}: expected the ranks of each node, each at least 1, such as 2,3")
+        return JobShape(ranks=tuple(int(part) for part in parts), n_helpers=n_helpers)
+    if not 1 <= n_nodes <= n_ranks:
+        raise ConfigError(f"{n_ranks} ranks cannot be spread over {n_nodes} nodes: each needs one (see --helpers)")
+    share, more = divmod(n_ranks, n_nodes)
+    return JobShape(ranks=tuple(share + (i < more) for i in range(n_nodes)), n_helpers=n_helpers)
+
+
+def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: Mapping[str, str],
+         scheduler: tuple[str, int], key: str, cluster: Cluster | None = None, python: str = "",
+         master_port: int = 0) -> list[Command]:
+    """Return the job's processes in the order of starting: scheduler, nodes, helpers, ranks.
+
+    Parameters
+    ----------
+    scheduler, key
+        Its address, and the job's key in hex: both end up in every environment and in no command line.
+    cluster
+        Machines to start on (named as `JobShape.machines`), or None: all on this one, over loopback.
+    python
+        If given, the processes run on hosts of their own (`over_ssh`), daemons by this interpreter: their environments
+        are what is added there, and each node finds its own address.
+    master_port
+        A port that is free on rank 0's machine, where the scheduler runs unless there is a *cluster*; 0: not known yet.
+    """
+    base = clean_environment(environ)
+    job = msgspec.structs.replace(
+        settings, scheduler=roles.format_address(*scheduler), job_key=key, job_key_file="", num_nodes=len(shape.ranks),
+        num_helpers=shape.n_helpers, num_servers=-1, size=sum(shape.ranks), rank=-1, local_rank=-1, local_size=-1,
+        node_index=-1,
+    )
+    commands = [_daemon("scheduler", "scheduler", job, base, cluster.hub if cluster else None, python)]
+    master = (cluster[shape.machines[0]].address if cluster else scheduler[0], master_port)
+    ranks: list[Command] = []
+    for index, (name, n_local) in enumerate(zip(shape.machines, [*shape.ranks, *[0] * shape.n_helpers])):
+        machine = cluster[name] if cluster else None
+        host = machine.address if machine else job.node_host or ("" if python else _LOOPBACK)
+        node_id = f"{name} of {job.scheduler}"  # of no other job of the same key
+        here = msgspec.structs.replace(job, node_id=node_id, node_index=index, local_size=n_local, node_host=host)
+        title = f"node {index}" if n_local else f"helper {index - len(shape.ranks)}"
+        kind = Kind.DAEMON if n_local else Kind.HELPER
+        commands.append(_daemon("node", title, here, base, machine, python, kind))
+        for local_rank in range(n_local):
+            mine = msgspec.structs.replace(here, rank=len(ranks), local_rank=local_rank)
+            variables = {**({} if python else thread_defaults(mine.size)), **base, **_torchs(mine, master),
+                         **environment(mine)}
+            ranks.append(Command(f"rank {len(ranks)}", Kind.RANK, tuple(program), variables, _via(machine)))
+    return commands + ranks
+
+
+def run(shape: JobShape, program: Sequence[str], settings: Settings, *, netns: bool = False, rate: str | None = None,
+        limits: Limits | None = None, output: Output | None = None, environ: Mapping[str, str] | None = None,
+        restarts: int = 0) -> int:
+    """Run the job to its end; return its exit code. *restarts*: of lost helpers, in all. Main thread only.
+
+    Raises
+    ------
+    ConfigError
+        If *program* is a script in the place of a command, or the settings name no interface of this machine.
+    """
+    check_program(program)
+    environ = os.environ if environ is None else environ
+    key = roles.given_key(settings) or secrets.token_hex(32)
+    if netns:
+        with Cluster(shape.machines, rates=rate) as cluster:
+            commands = plan(shape, program, settings, environ, (cluster.hub.address, _NETNS_PORT), key, cluster,
+                            master_port=_NETNS_MASTER_PORT)
+            return Supervisor(commands, limits=limits, output=output, restarts=restarts).run()
+    configured_host(settings)  # nodes played here meet on the loopback, but an interface that is none is a mistake
+    with reserve_port(_LOOPBACK) as reserved, reserve_master_port() as master:
+        commands = plan(shape, program, settings, environ, reserved.getsockname(), key,
+                        master_port=master.getsockname()[1])
+        return Supervisor(commands, limits=limits, output=output, restarts=restarts).run()
+
+
+def planned(shape: JobShape, program: Sequence[str], settings: Settings) -> list[Command]:
+    """Return the processes that `run` would start, each with what is added to its environment."""
+    check_program(program)
+    key = roles.given_key(settings) or secrets.token_hex(32)
+    with reserve_port(_LOOPBACK) as reserved, reserve_master_port() as master:
+        return plan(shape, program, settings, {}, reserved.getsockname(), key, master_port=master.getsockname()[1])
+
+
+def dry_run(shape: JobShape, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:
+    """Print the commands of the job, so that each can be started by hand (in any order, after the first line).
+
+    The first line is for every terminal: it holds the one key of the job.
+    """
+    commands = planned(shape, program, settings)
+    show(f"export {_KEY}={commands[0].environ[_KEY]}")
+    for command in commands:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in command.environ.items() if name != _KEY]
+        show(f"# {command.name}")
+        show(" ".join([*variables, shlex.join(command.argv)]))
+
+
+def dmlc(program: Sequence[str], settings: Settings, environ: Mapping[str, str] | None = None) -> int:
+    """Act by ``DMLC_ROLE`` as bpslaunch did: scheduler, server (the machine's node or a helper), or ranks.
+
+    Returns the exit code. A scheduler or server of a job on one machine (see `roles.is_local_job`) has nothing to do.
+    """
+    environ = os.environ if environ is None else environ
+    role = environ.get("DMLC_ROLE", "")
+    if role == "worker":
+        return _dmlc_worker(program, settings, environ)
+    if role not in ("scheduler", "server"):
+        raise ConfigError(f"DMLC_ROLE = {role!r}: expected scheduler, server or worker")
+    place = roles.detect(settings, environ)
+    if not place.job_key:
+        print(f"bpsfast: a job on one machine needs no {role}: nothing to do", file=sys.stderr)
+        return 0
+    filled = place.settings(settings)
+    return run_scheduler(filled) if role == "scheduler" else run_node(filled)
+
+
+def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[str, str]) -> int:
+    if not program:
+        raise ConfigError("DMLC_ROLE = worker: expected the program to start, `bpsfast dmlc -- python train.py`")
+    check_program(program)
+    n_local = settings.local_size
+    if n_local < 0:
+        devices = environ.get("NVIDIA_VISIBLE_DEVICES", "")
+        n_local = len(devices.split(",")) if devices and devices not in ("all", "none", "void") else 1
+    base = {**thread_defaults(n_local), **environ}
+    if roles.is_local_job(settings, environ):  # no other process joins; a given key may also be another job's
+        base[_KEY] = secrets.token_hex(32)
+    commands = [
+        Command(f"worker {max(0, settings.node_index)} local rank {i}", Kind.RANK, tuple(program),
+                base | {"BYTEPS_LOCAL_RANK": str(i), "BYTEPS_LOCAL_SIZE": str(n_local)})
+        for i in range(n_local)
+    ]
+    logs.set_identity("launcher")
+    return Supervisor(commands).run()
+
+
+def check_program(program: Sequence[str]) -> None:
+    """Raise `ConfigError` for a script that is given in the place of a command."""
+    if program[0].endswith(".py") and shutil.which(program[0]) is None:
+        raise ConfigError(f"{program[0]} is no command that can be run: start a Python program by python: "
+                          f"{shlex.join(['python', *program])}")
+
+
+def _daemon(role: str, title: str, settings: Settings, base: Mapping[str, str], machine: Machine | None,
+            python: str, kind: Kind = Kind.DAEMON) -> Command:
+    environ = {**base, **environment(settings), "PYTHONSAFEPATH": "1"}
+    n_restarts = N_RESTARTS if role == "scheduler" else 0  # of whatever else is lost, its memory is lost, too
+    return Command(title, kind, (python or sys.executable, "-m", "bpsfast", role), environ, _via(machine), n_restarts)
+
+
+def _torchs(rank: Settings, master: tuple[str, int]) -> dict[str, str]:
+    """Return what torchrun would set for a *rank*; the port of *master* is 0 if it is not known."""
+    found = {"RANK": rank.rank, "WORLD_SIZE": rank.size, "LOCAL_RANK": rank.local_rank,
+             "LOCAL_WORLD_SIZE": rank.local_size, "GROUP_RANK": rank.node_index, "NODE_RANK": rank.node_index,
+             "GROUP_WORLD_SIZE": rank.num_nodes}
+    host, port = master
+    address = {"MASTER_ADDR": host, "MASTER_PORT": str(port)} if port else {}
+    return {name: str(number) for name, number in found.items()} | address
+
+
+def _via(machine: Machine | None) -> tuple[str, ...]:
+    return () if machine is None else tuple(machine.via())
+

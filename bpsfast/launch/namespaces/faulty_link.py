@@ -1,0 +1,304 @@
+"""Two machines on one link that fails as its owner likes: losses, delays, cuts of one way or both, resets,
+connections that a firewall refuses, bytes that somebody changes.
+
+    with FaultyLink("a", "b") as link:
+        link["a"].popen(...); link["b"].popen(...)
+        link.lose(0.3)
+
+Each machine is a network namespace whose ``eth0`` is a TUN device; a thread of the owner carries every packet from one
+to the other. So nothing of netem is needed, which few kernels of containers have, and packets get lost, which no proxy
+of TCP can do. Needs root and /dev/net/tun; see `missing`. Python carries some 50,000 packets a second.
+"""
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import select
+import struct
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from ...orchestration.errors import ConfigError, LackingError, StallError
+from . import netns, tcp_segments
+from .cluster import Machine
+
+_TUN = Path("/dev/net/tun")
+_TUNSETIFF = 0x400454CA
+_IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
+_PACKET_NBYTES = 65536
+_ADDRESSES = ("10.78.0.1", "10.78.0.2")
+_BATCH = 64
+_JOIN_S = 10.0
+
+
+class ForwarderCounters(msgspec.Struct):
+    """What the forwarder has done: packets carried and dropped, resets forged, payloads changed, segments refused."""
+
+    packets: int = 0
+    dropped: int = 0
+    resets: int = 0
+    changed: int = 0
+    refused: int = 0
+
+
+def missing() -> str | None:
+    """Return why there can be no such link here, in one line, or None."""
+    if not os.access(_TUN, os.R_OK | os.W_OK):
+        return f"a link that fails needs {_TUN} (the kernel's module tun, or the container's permission)"
+    return netns.missing()
+
+
+class _Direction:
+    """One direction: from the device *source* to the device *target*, both descriptors. The forwarder's own.
+
+    `held`: what waits until `held_until`, in order, since nothing overtakes on a link.
+    """
+
+    def __init__(self, source: int, target: int) -> None:
+        self.source = source
+        self.target = target
+        self.held: deque[tuple[float, bytes]] = deque()
+        self.held_until = 0.0
+        self.is_cut = False
+        self.nbytes = 0  # of payload, since the last reset
+        self.n_unchanged = 0  # bytes of payload, since the last change
+
+
+class FaultyLink:
+    """Two machines, from construction until `close`. Faults may be changed at any time, by one thread.
+
+    Parameters
+    ----------
+    names
+        Of the two machines.
+    mtu
+        Of the link, bytes.
+    seed
+        Of what is left to chance.
+
+    Raises
+    ------
+    ConfigError
+        One line that names what is missing.
+    """
+
+    def __init__(self, *names: str, mtu: int = 1500, seed: int = 0) -> None:
+        lacking = missing()
+        if lacking is not None:
+            raise LackingError(lacking)
+        if len(names) != 2 or names[0] == names[1]:
+            raise ConfigError(f"a link has two machines of different names, got {names}")
+        netns.remove_stale()
+        namespaces = netns.unused_names(list(names))
+        self.machines = {name: Machine(name, namespaces[name], address, "eth0")
+                         for name, address in zip(names, _ADDRESSES)}
+        self.carried = ForwarderCounters()
+        self._spared: frozenset[int] = frozenset()
+        self._random = random.Random(seed)
+        self._loss = 0.0
+        self._spike_s = self._spike_share = 0.0
+        self._resets = self._reset_nbytes = 0
+        self._changes = self._change_nbytes = 0
+        self._refuses = False
+        self._refused_ports: frozenset[int] = frozenset()
+        self._known: set[tcp_segments.Connection] = set()
+        self._forgotten: frozenset[tcp_segments.Connection] = frozenset()
+        self._devices: list[int] = []
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+        self._ways: dict[str, _Direction] = {}
+        self._thread = threading.Thread(target=self._run, name="bpsfast-faulty-link", daemon=True)
+        try:
+            for machine in self.machines.values():
+                netns.create(machine.namespace)
+                self._devices.append(_device(machine, mtu))
+        except BaseException:
+            self.close()
+            raise
+        forth, back = self._devices
+        self._ways = {names[0]: _Direction(forth, back), names[1]: _Direction(back, forth)}
+        self._thread.start()
+
+    def __getitem__(self, name: str) -> Machine:
+        return self.machines[name]
+
+    def __enter__(self) -> FaultyLink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill what runs on the machines, remove them, stop the forwarder. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
+        for fd in (*self._devices, self._wake):
+            os.close(fd)
+        for machine in self.machines.values():
+            netns.remove(machine.namespace)
+            machine._reap()
+
+    # -- faults -------------------------------------------------------------------------------------------
+
+    def spare(self, *ports: int) -> None:
+        """Let no fault concern packets from and to these TCP ports, and any others again."""
+        self._spared = frozenset(ports)
+
+    def lose(self, share: float) -> None:
+        """Drop each packet with the probability *share* from now on."""
+        self._loss = share
+
+    def spike(self, delay_s: float, share: float) -> None:
+        """After each packet, with the probability *share*, hold up what goes its way for *delay_s* seconds."""
+        self._spike_s, self._spike_share = delay_s, share
+
+    def cut(self, *names: str) -> None:
+        """Drop all that the machines *names* send, or both if none is named, until `mend`."""
+        for name in names or self._ways:
+            self._ways[name].is_cut = True
+
+    def mend(self) -> None:
+        """Carry all packets again, as they come; connections that were forgotten stay so."""
+        for way in self._ways.values():
+            way.is_cut = False
+        self._loss = self._spike_share = 0.0
+        self._resets = self._changes = 0
+        self._refuses = False
+
+    def reset(self, count: int, every_nbytes: int) -> None:
+        """End *count* connections in the middle of a segment with payload, one whenever *every_nbytes* went its way.
+
+        Only the end that receives is told; the other one learns of it by what it sends next.
+        """
+        self._resets, self._reset_nbytes = count, every_nbytes
+
+    def refuse(self, *ports: int) -> None:
+        """Answer each TCP segment from and to *ports* (none: all) by a reset, as a firewall that rejects, until `mend`.
+
+        That ends connections there are, and refuses new ones: with ECONNREFUSED, as if nobody listened.
+        """
+        self._refused_ports, self._refuses = frozenset(ports), True
+
+    def change(self, count: int, every_nbytes: int) -> None:
+        """Change a bit of *count* payloads, one whenever *every_nbytes* went its way, and the checksum with it.
+
+        No kernel notices: that takes a cable that is wrong once in 65,536 times, or somebody who means it.
+        """
+        self._changes, self._change_nbytes = count, every_nbytes
+
+    def forget(self) -> None:
+        """Drop all packets of connections that were seen until now: each end believes that the other is there."""
+        self._forgotten = frozenset(self._known)
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = select.poll()
+        for fd in (*self._devices, self._wake):
+            poller.register(fd, select.POLLIN)
+        while not self._closed:
+            poller.poll(self._patience_ms())
+            for way in self._ways.values():
+                for packet in _packets(way.source):
+                    self._take(way, packet)
+                self._release(way)
+
+    def _patience_ms(self) -> int | None:
+        first = min((way.held[0][0] for way in self._ways.values() if way.held), default=None)
+        return None if first is None else max(0, int(1e3 * (first - time.monotonic())) + 1)
+
+    def _take(self, way: _Direction, packet: bytes) -> None:
+        segment = tcp_segments.read(packet)
+        if segment is not None and not self._spared.isdisjoint(segment.ports):
+            self._send(way, packet)
+            return
+        if segment is not None:
+            self._known.add(segment.connection)
+        if segment is not None and self._refuses and not (
+                self._refused_ports and self._refused_ports.isdisjoint(segment.ports)):
+            self.carried.refused += 1
+            refusal = tcp_segments.refusal_of(segment)
+            if refusal is not None:
+                self._write(way.source, refusal)
+            return
+        if (way.is_cut or self._random.random() < self._loss
+                or (segment is not None and segment.connection in self._forgotten)):
+            self.carried.dropped += 1
+            return
+        if segment is not None and self._changes and segment.nbytes:
+            way.n_unchanged += segment.nbytes
+            if way.n_unchanged >= self._change_nbytes:
+                way.n_unchanged = 0
+                self._changes -= 1
+                self.carried.changed += 1
+                packet = tcp_segments.changed(packet, segment)
+        now = time.monotonic()
+        if self._spike_share and self._random.random() < self._spike_share:
+            way.held_until = max(way.held_until, now + self._spike_s)
+        if way.held or now < way.held_until:
+            way.held.append((way.held_until, packet))
+            return
+        self._send(way, packet)
+        if segment is not None and self._resets and segment.nbytes:
+            way.nbytes += segment.nbytes
+            if way.nbytes >= self._reset_nbytes:
+                way.nbytes = 0
+                self._resets -= 1
+                self.carried.resets += 1
+                self._send(way, tcp_segments.reset_after(segment))
+
+    def _release(self, way: _Direction) -> None:
+        while way.held and way.held[0][0] <= time.monotonic():
+            self._send(way, way.held.popleft()[1])
+
+    def _send(self, way: _Direction, packet: bytes) -> None:
+        self._write(way.target, packet)
+
+    def _write(self, device: int, packet: bytes) -> None:
+        try:
+            os.write(device, packet)
+            self.carried.packets += 1
+        except OSError as exc:
+            if exc.errno not in (errno.EIO, errno.ENOBUFS, errno.EAGAIN, errno.EBADFD):  # its machine is being removed
+                raise
+            self.carried.dropped += 1
+
+
+def _packets(device: int) -> list[bytes]:
+    """Return what waits at *device*, a batch at most."""
+    found: list[bytes] = []
+    try:
+        while len(found) < _BATCH:
+            found.append(os.read(device, _PACKET_NBYTES))
+    except BlockingIOError:
+        pass
+    except OSError as exc:
+        if exc.errno not in (errno.EIO, errno.EBADFD):  # not there any more: its machine is being removed
+            raise
+    return found
+
+
+def _device(machine: Machine, mtu: int) -> int:
+    """Make a TUN device, the ``eth0`` of *machine*; it lives as long as the descriptor."""
+    fd = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        request = fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", b"bpsfast%d", _IFF_TUN | _IFF_NO_PI))
+        netns.adopt(machine.namespace, request[:16].rstrip(b"\0").decode(), f"{machine.address}/24", mtu)
+    except OSError as exc:
+        os.close(fd)
+        raise LackingError(f"no TUN device can be made here: {exc.strerror}") from exc
+    except (ConfigError, StallError):
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,228 @@
+"""Network namespaces by ``ip`` and ``tc``: create, connect, shape, count, and remove what dead owners have left.
+
+Names are ``bpsfast.<mark>.<serial>.<machine>`` with the mark of the owner (`launch.owner`), so that whoever comes next
+can tell a namespace whose owner was killed from one in use (`remove_stale`).
+"""
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+
+from ...base import process_mark
+from ...orchestration.errors import CapacityError, ConfigError, StallError
+
+_PREFIX = "bpsfast."
+_IPV4 = Path("/proc/sys/net/ipv4")
+_CONGESTION_CONTROL = "cubic"  # see `_connect`
+_MIN_RTT_WLEN_S = 86400  # see `create`
+_FOLDER = Path("/run/netns")
+_COMMAND_TIMEOUT_S = 20.0
+_serial = itertools.count()
+_RATE = re.compile(r"^(\d+(?:\.\d+)?)\s*(k|m|g)?bit$", re.IGNORECASE)
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """The kernel's counters of one interface, in bytes with headers: `tx` left the machine, `rx` came in."""
+
+    tx: int
+    rx: int
+
+    def __sub__(self, before: Traffic) -> Traffic:
+        return Traffic(self.tx - before.tx, self.rx - before.rx)
+
+
+def missing() -> str | None:
+    """Return why namespaces cannot be used here, in one line, or None."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"network namespaces need the command {tool!r} (package iproute2)"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"{_owner_prefix()}{next(_serial)}.probe"
+    try:
+        ip("netns", "add", name)
+    except ConfigError as exc:
+        return f"network namespaces cannot be made here: {exc}"
+    try:
+        ip("-n", name, "link", "set", "lo", "up")
+        shape(name, "lo", 1e9)
+    except ConfigError as exc:
+        return f"links cannot be shaped here (no tbf): {exc}"
+    finally:
+        remove(name)
+    return None
+
+
+def parse_rate(text: str | float) -> float:
+    """Return bits per second of ``10gbit``, ``500mbit``, ``64kbit`` or a number.
+
+    Raises
+    ------
+    ConfigError
+        If *text* is no rate, or not positive.
+    """
+    if isinstance(text, str):
+        match = _RATE.match(text.strip())
+        if match is None:
+            raise ConfigError(f"{text!r} is no rate: expected a number with kbit, mbit or gbit, such as 10gbit")
+        scale = {"k": 1e3, "m": 1e6, "g": 1e9}.get((match[2] or "").lower(), 1.0)
+        text = float(match[1]) * scale
+    if not text > 0:
+        raise ConfigError(f"a rate of {text} bit/s moves nothing")
+    return float(text)
+
+
+def unused_names(machines: list[str]) -> dict[str, str]:
+    """Return a namespace name for each machine of one new cluster of this process."""
+    serial = next(_serial)
+    return {machine: f"{_owner_prefix()}{serial}.{machine}" for machine in machines}
+
+
+def create(name: str) -> None:
+    """Make the namespace *name*, its loopback up, TCP there as on a network whose links are idle now and then.
+
+    It does not forget the shortest time that an answer took: after 300 s on links that are never idle it would take the
+    time in the queues for it, 150 ms, and cut what it sends into packets for a path like that (10 % more of them).
+    """
+    ip("netns", "add", name)
+    ip("-n", name, "link", "set", "lo", "up")
+    setting = _IPV4 / "tcp_min_rtt_wlen"
+    ip("netns", "exec", name, "sh", "-c", f"test ! -e {setting} || echo {_MIN_RTT_WLEN_S} > {setting}")
+
+
+def create_bridge(name: str, address: str) -> None:
+    """Make the bridge ``br0`` with *address* ("10.0.0.1/24") in namespace *name*."""
+    ip("-n", name, "link", "add", "br0", "type", "bridge")
+    _connect(name, "br0", address)
+
+
+def plug(hub: str, port: str, name: str, address: str, mtu: int) -> None:
+    """Connect namespace *name* (as ``eth0`` with *address*) to the bridge of *hub* (as *port*) by a veth pair."""
+    ip("link", "add", "name", "eth0", "netns", name, "mtu", str(mtu), "type", "veth",
+       "peer", "name", port, "netns", hub, "mtu", str(mtu))
+    ip("-n", hub, "link", "set", port, "master", "br0", "up")
+    _connect(name, "eth0", address)
+
+
+def adopt(name: str, interface: str, address: str, mtu: int) -> None:
+    """Move *interface* of this machine into namespace *name*, as its ``eth0`` with *address*."""
+    ip("link", "set", interface, "mtu", str(mtu), "netns", name)
+    ip("-n", name, "link", "set", interface, "name", "eth0")
+    _connect(name, "eth0", address)
+
+
+def _connect(name: str, interface: str, address: str) -> None:
+    """Give *interface* its address, and TCP over it the congestion control that Linux has unless told otherwise.
+
+    Else a namespace has what this machine prefers, and on slow links with traffic both ways bbr carries 5 to 15 % less
+    than they can, never twice the same. The route says so, not the namespace's setting: that one takes only what the
+    machine allows its unprivileged users.
+    """
+    ip("-n", name, "addr", "add", address, "dev", interface)
+    ip("-n", name, "link", "set", interface, "up")
+    if _CONGESTION_CONTROL in (_IPV4 / "tcp_available_congestion_control").read_text().split():
+        own = ipaddress.ip_interface(address)
+        ip("-n", name, "route", "change", str(own.network), "dev", interface, "proto", "kernel", "scope", "link",
+           "src", str(own.ip), "congctl", _CONGESTION_CONTROL)
+
+
+def shape(name: str, interface: str, rate_bits: float) -> None:
+    """Limit what leaves *interface* of namespace *name* to *rate_bits* per second (a token bucket)."""
+    burst = burst_nbytes(rate_bits)
+    limit = max(int(rate_bits / 8 * 0.05), 4 * burst)
+    _run("tc", "-n", name, "qdisc", "replace", "dev", interface, "root", "tbf", "rate", f"{int(rate_bits)}bit",
+         "burst", str(burst), "limit", str(limit))
+
+
+def burst_nbytes(rate_bits: float) -> int:
+    """Return how many bytes an interface of *rate_bits* (`shape`) may send at once after an idle time."""
+    # two timer ticks and at least two 64 KiB segments: a smaller bucket makes the kernel cut segments up
+    return max(int(rate_bits / 8 * 0.002), 160 * 1024)
+
+
+def traffic(name: str, interface: str = "eth0") -> Traffic:
+    """Return the counters of *interface* in namespace *name*."""
+    link = json.loads(ip("-n", name, "-s", "-j", "link", "show", "dev", interface))[0]
+    return Traffic(tx=link["stats64"]["tx"]["bytes"], rx=link["stats64"]["rx"]["bytes"])
+
+
+def remove(name: str, timeout_s: float = 5.0) -> None:
+    """Kill what runs in namespace *name* and remove it. A name that is gone already is no error.
+
+    Raises
+    ------
+    StallError
+        If a process in it does not die within *timeout_s*.
+    """
+    if not (_FOLDER / name).exists():
+        return
+    deadline = time.monotonic() + timeout_s
+    try:
+        while pids := [int(pid) for pid in ip("netns", "pids", name).split()]:
+            for pid in pids:
+                _kill(pid)
+            if time.monotonic() >= deadline:
+                raise StallError(f"processes {pids} in network namespace {name} outlive SIGKILL by {timeout_s:g} s")
+            time.sleep(0.01)
+        ip("netns", "del", name)
+    except ConfigError:
+        if (_FOLDER / name).exists():
+            raise
+        # else another process was cleaning up as well
+
+
+def remove_stale() -> list[str]:
+    """Remove the namespaces whose owner no longer lives; return their names."""
+    names = stale()
+    for name in names:
+        remove(name)
+    return names
+
+
+def stale() -> list[str]:
+    """Return the namespaces whose owner no longer lives."""
+    return sorted(path.name for path in _FOLDER.iterdir() if _is_left(path.name)) if _FOLDER.exists() else []
+
+
+def ip(*arguments: str) -> str:
+    """Run ``ip`` and return its output; ConfigError names the command and what it said."""
+    return _run("ip", *arguments)
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as exc:
+        raise StallError(f"`{' '.join(command)}` has not ended within {_COMMAND_TIMEOUT_S:g} s") from exc
+    except BlockingIOError as exc:
+        raise CapacityError(f"`{' '.join(command)}` cannot be started: too many processes") from exc
+    if done.returncode != 0:
+        said = done.stderr.strip() or done.stdout.strip()
+        raise ConfigError(f"`{' '.join(command)}` ended with {done.returncode}: {said}")
+    return done.stdout
+
+
+def _owner_prefix() -> str:
+    return f"{_PREFIX}{process_mark.mark()}."
+
+
+def _is_left(name: str) -> bool:
+    """Whether *name* is of a namespace whose owner has ended; not if another container has made it in this folder."""
+    return name.startswith(_PREFIX) and process_mark.is_dead(".".join(name.removeprefix(_PREFIX).split(".")[:3]))
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # died between the listing and now

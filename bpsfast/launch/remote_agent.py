@@ -1,0 +1,300 @@
+"""The agent: acts on a host for a launcher elsewhere, over the two pipes that ssh gives it (``bpsfast agent``).
+
+It starts what the launcher asks for, hands on what that prints, and tells of its end. It never outlives the launcher:
+when its standard input ends, when it has heard nothing for `SILENCE_S` (a cable is out; the launcher sends `Alive`
+meanwhile), or by a signal, it ends all it has started, at first politely. If it is killed itself, the kernel does
+that (`tether`).
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import os
+import platform
+import secrets
+import select
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .. import __version__
+from ..base.exit_codes import NOT_EXECUTABLE
+from ..orchestration.errors import ProtocolError
+from ..orchestration.host_lookup import resolve
+from . import remote_protocol as messages
+from .processes import LocalProcess, LocalProcesses, Command, Kind, Process, thread_defaults, watch
+from .daemons import clean_environment, reserve_master_port, reserve_port
+from .pipe_connection import PipeConnection
+
+#: After which the launcher counts as gone; it, or the connection to it, may be stopped for so long.
+SILENCE_S = 60.0
+PULSE_S = 5.0
+_AFTER_SIGTERM_S = 1.5
+#: For one address; for all of them, which the launcher waits for (`fleet`); how many are tried at once.
+_REACH_S, _REACH_ALL_S, _N_AT_ONCE = 3.0, 12.0, 64
+TOKEN_NBYTES = 16
+#: How often an agent that asks for its own listener looks whether it has been answered.
+_GREET_S = 0.02
+#: Output that may wait for the launcher before the job has to wait for it.
+_WAITING_NBYTES = 1 << 20
+
+
+class Agent:
+    """One agent, on the launcher's line. Main thread only."""
+
+    def __init__(self, line: PipeConnection) -> None:
+        self._line = line
+        self._selector = selectors.DefaultSelector()
+        # of their own, to be left alone while too much output waits for the launcher
+        self._outputs = selectors.DefaultSelector()
+        self._children = LocalProcesses()
+        self._by_number: dict[int, LocalProcess] = {}
+        self._resources = contextlib.ExitStack()
+        self._listener: socket.socket | None = None
+        self._heard_s = time.monotonic()
+        self._pulse_s = self._heard_s + PULSE_S
+        self._is_over = False
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            messages.Prepare: self._prepare, messages.Listen: self._listen, messages.Reach: self._reach,
+            messages.StopListening: self._stop_listening, messages.Reserve: self._reserve, messages.Start: self._start,
+            messages.Signal: self._signal, messages.Alive: lambda message: None,
+        }
+
+    def run(self) -> None:
+        """Serve until the launcher is done or gone, then end what is left."""
+        wake, waker = socket.socketpair()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: None)
+        for sock in (wake, waker):
+            sock.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        with wake, waker, self._selector, self._outputs, self._resources:
+            self._selector.register(wake, selectors.EVENT_READ, self._end)
+            self._selector.register(self._line.source, selectors.EVENT_READ, self._receive)
+            self._children.open(self._outputs)
+            try:
+                self._line.mark()
+                self._tell(messages.Here(messages.VERSION, __version__, platform.python_version(), addresses()))
+                while not self._is_over:
+                    self._step()
+            finally:
+                self._is_over = True
+                self._end_children()
+                signal.set_wakeup_fd(-1)
+
+    # -- what the launcher asks for --------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        self._heard_s = time.monotonic()
+        try:
+            for message in self._line.receive():
+                self._handlers[type(message)](message)
+        except EOFError:
+            self._end()
+        except ProtocolError as exc:
+            print(f"bpsfast agent: {exc}", file=sys.stderr)
+            self._end()
+
+    def _prepare(self, asked: messages.Prepare) -> None:
+        try:
+            os.chdir(asked.directory)
+        except OSError as exc:
+            self._tell(messages.Refused(f"the working directory {asked.directory} cannot be entered there "
+                                        f"({exc.strerror}): create it, or name another one by --remote-dir"))
+        else:
+            self._tell(messages.Ready())
+
+    def _listen(self, asked: messages.Listen) -> None:
+        host = "127.0.0.1" if asked.is_loopback else "0.0.0.0"
+        reserved = self._resources.enter_context(reserve_port(host))
+        port = reserved.getsockname()[1]
+        # beside the holder of the port, until the scheduler takes its place
+        self._listener = self._resources.enter_context(socket.create_server((host, port)))
+        self._listener.setblocking(False)
+        token = secrets.token_bytes(TOKEN_NBYTES)
+        self._selector.register(self._listener, selectors.EVENT_READ,
+                                functools.partial(_greet, self._listener, token))
+        self._tell(messages.Listening(port, token))
+
+    def _reach(self, asked: messages.Reach) -> None:
+        if self._listener is None:
+            self._tell(messages.Reached(reached(asked)))
+            return
+        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # it may be this agent that has to answer
+            answer = pool.submit(reached, asked)
+            while not answer.done():
+                if select.select([self._listener], [], [], _GREET_S)[0]:
+                    self._selector.get_key(self._listener).data()
+            self._tell(messages.Reached(answer.result()))
+
+    def _stop_listening(self, asked: messages.StopListening) -> None:
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+        self._tell(messages.Ready())
+
+    def _reserve(self, asked: messages.Reserve) -> None:
+        self._tell(messages.Reserved(self._resources.enter_context(reserve_master_port()).getsockname()[1]))
+
+    def _start(self, asked: messages.Start) -> None:
+        kind = Kind(asked.kind)
+        environ = environment(os.environ, asked.variables, asked.n_ranks if kind is Kind.RANK else 0)
+        out, err = (_ToLauncher(self._tell, asked.number, is_error) for is_error in (False, True))
+        try:
+            self._by_number[asked.number] = self._children.start(Command(asked.name, kind, asked.argv, environ),
+                                                                 out, err)
+        except OSError as exc:
+            err.feed(f"bpsfast: cannot start {asked.argv[0]}: {exc.strerror}\n".encode())
+            self._tell(messages.Ended(asked.number, NOT_EXECUTABLE))
+
+    def _signal(self, asked: messages.Signal) -> None:
+        if (child := self._by_number.get(asked.number)) is not None:
+            child.signal_all(asked.signal)
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        silent_s = self._heard_s + SILENCE_S
+        if now >= silent_s and not select.select([self._line.source], [], [], 0.0)[0]:  # else we did not listen
+            self._end()
+            return
+        if now >= self._pulse_s:
+            self._pulse_s = now + PULSE_S
+            self._tell(messages.Alive())
+        waiting_nbytes = self._line.pending_nbytes
+        watch(self._selector, self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
+        watch(self._selector, self._outputs, selectors.EVENT_READ, self._hand_on, waiting_nbytes < _WAITING_NBYTES)
+        for key, _ in self._selector.select(max(0.0, min(self._pulse_s, silent_s) - now)):
+            key.data()
+
+    def _hand_on(self) -> None:
+        """Hand on what the children print, and their ends."""
+        for key, _ in self._outputs.select(0):
+            for child in key.data():
+                self._children.drain_one(child)
+                self._hand_on_reports()
+                self._tell(messages.Ended(self._number_of(child), child.code))
+
+    def _hand_on_reports(self) -> None:
+        now_s = time.monotonic()
+        for child, word, time_s in self._children.reports():
+            self._tell(messages.Reported(self._number_of(child), word, now_s - time_s))
+
+    def _number_of(self, child: Process) -> int:
+        return next(number for number, each in self._by_number.items() if each is child)
+
+    def _tell(self, message: Any) -> None:
+        if not self._is_over:
+            try:
+                self._line.send(message)
+            except OSError:  # nobody reads any more
+                self._end()
+
+    def _flush(self) -> None:
+        try:
+            self._line.flush()
+        except OSError:
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+
+    def _end_children(self) -> None:
+        """End what still runs: SIGTERM, then SIGKILL, for all of them and what they have started."""
+        running = [child for child in self._by_number.values() if child.code is None]
+        for child in running:
+            child.signal_all(signal.SIGTERM)
+        deadline = time.monotonic() + _AFTER_SIGTERM_S
+        while any(child.code is None for child in running) and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in self._outputs.select(left_s):
+                key.data()
+        self._children.close()
+
+
+class _ToLauncher:
+    """One stream of one process, on its way to the launcher."""
+
+    def __init__(self, tell: Callable[[Any], None], number: int, is_error: bool) -> None:
+        self._tell, self._number, self._is_error = tell, number, is_error
+
+    def feed(self, data: bytes) -> None:
+        self._tell(messages.Said(self._number, self._is_error, data))
+
+    def finish(self) -> None:
+        """The launcher cuts lines, and learns of the end from `Ended`."""
+
+
+def addresses() -> list[str]:
+    """Return this machine's IPv4 addresses but loopback, first the one that ssh came to."""
+    own = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries
+           if entry.family == socket.AF_INET]
+    ssh = os.environ.get("SSH_CONNECTION", "").split()
+    came_to = [ssh[2].removeprefix("::ffff:")] if len(ssh) == 4 else []
+    return [address for address in dict.fromkeys([*(a for a in came_to if a in own), *own])
+            if not address.startswith("127.")]
+
+
+def environment(environ: Mapping[str, str], variables: Mapping[str, str], n_ranks: int) -> dict[str, str]:
+    """Return what a process gets: *environ*, no place of another job in it, and *variables* over it.
+
+    The folder of this interpreter is searched first, so that ``python`` is the one that has bpsfast. Of *n_ranks*
+    (0: this is no rank) each gets its share of the cores, unless one of the two says otherwise.
+    """
+    found = clean_environment(environ)
+    found.pop("PYTHONSAFEPATH", None)  # for the agent; a trainer may import what lies beside it
+    found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
+    return {**(thread_defaults(n_ranks) if n_ranks else {}), **found, **variables}
+
+
+def _greet(listener: socket.socket, token: bytes) -> None:
+    with contextlib.suppress(OSError):  # whoever it was is gone again
+        sock, _ = listener.accept()
+        with sock:
+            sock.send(token)
+
+
+def reached(asked: messages.Reach) -> list[str]:
+    """Return for each address that was *asked* about "" if it is reached from this machine, else why not.
+
+    However many do not answer, whoever asked is told soon.
+    """
+    until_s = time.monotonic() + _REACH_ALL_S
+    with concurrent.futures.ThreadPoolExecutor(max_workers=_N_AT_ONCE) as pool:
+        return list(pool.map(lambda address: _reached(address, asked.port, asked.token, until_s), asked.addresses))
+
+
+def _reached(address: str, port: int, token: bytes, until_s: float) -> str:
+    """Return "" if the listener that knows *token* answers there, else why not."""
+    until_s = min(until_s, time.monotonic() + _REACH_S)
+    try:
+        with socket.create_connection((resolve(address, _left(until_s)), port), _left(until_s)) as sock:
+            sock.settimeout(_left(until_s))
+            came = sock.recv(TOKEN_NBYTES, socket.MSG_WAITALL)
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    return "" if came == token else "another program answers there"
+
+
+def _left(until_s: float) -> float:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out, as addresses before it have")
+    return left_s
+
+
+def main() -> int:
+    """Be the agent of the launcher at the other end of standard input and output."""
+    with os.fdopen(os.dup(1), "wb", buffering=0) as out:
+        os.dup2(2, 1)  # whatever else prints here is no message
+        Agent(PipeConnection(0, out.fileno(), messages.FromLauncher, after_mark=False)).run()
+    return 0

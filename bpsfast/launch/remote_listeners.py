@@ -1,0 +1,154 @@
+"""The other side of a measurement, started over ssh: ``bpsfast ping -H`` and ``bpsfast perf -H``."""
+from __future__ import annotations
+
+import re
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from ..orchestration.errors import PeerLostError, StallError
+from .processes import Command, Kind, Process
+from .remote_hosts import RemoteHosts
+from .host_list import Host
+from .output import Output, Sink
+from .ssh import Ssh
+
+_NO_NEWS_S = 60.0
+_START_TIMEOUT_S = 60.0
+#: What ``bpsfast ping`` and ``perf`` say once clients can come.
+_LISTENS = re.compile(rb"bpsfast [ \w]+: (listening|waiting)\b")
+
+
+class RemoteListeners:
+    """``python -m bpsfast *arguments* -p PORT`` on each of *hosts*, until `close`. A context manager; main thread.
+
+    What they complain of goes to standard error, headed by the host's name; results are for the client to show.
+    `addresses`: where each one can be reached from here and from the other hosts, and its port: *port*, or if that is
+    None one that is free there. The job's *key* (hex) goes to them as to the ranks of a job.
+
+    Raises
+    ------
+    BpsError
+        A host cannot be used, or its listener does not come up.
+    """
+
+    def __init__(self, hosts: Sequence[Host], ssh: Ssh, arguments: Sequence[str], key: str,
+                 port: int | None = None) -> None:
+        self._output = Output()
+        self._fleet = RemoteHosts(hosts, ssh, self._output)
+        self._failed: list[Process] = []
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._thread: threading.Thread | None = None
+        try:
+            self._fleet.connect()
+            self.addresses = []
+            for host in self._fleet.hosts:
+                others = [other for other in self._fleet.hosts if other is not host]
+                address, free = self._fleet.address_of(host, others, from_here=True)
+                self.addresses.append((address, port or free))
+            self._start(arguments, key, ssh.python)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RemoteListeners:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """Raise `PeerLostError` if a listener has ended by an error, for which a client would only see silence."""
+        for process in self._failed:
+            raise PeerLostError(f"the listener on {process.command.name} {process.end_in_words()}; its output is above")
+
+    def close(self) -> None:
+        """End the listeners. Idempotent."""
+        if self._thread is not None:
+            self._waker.send(b"x")
+            self._thread.join()
+            self._thread = None
+        self._fleet.close()
+        self._selector.close()
+        self._wake.close()
+        self._waker.close()
+
+    def _start(self, arguments: Sequence[str], key: str, python: str) -> None:
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        announced = []
+        for host, (_, port) in zip(self._fleet.hosts, self.addresses):
+            host.open(self._selector)
+            argv = [python, "-m", "bpsfast", *arguments, "-p", str(port)]
+            environ = {"BPSFAST_JOB_KEY": key, "PYTHONSAFEPATH": "1"}
+            announced.append(_Announced(self._output.aside(host.host.name)))
+            host.start(Command(host.host.name, Kind.DAEMON, argv, environ), _Nowhere(), announced[-1])
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not all(each.has_come for each in announced) and not self._failed:
+            if time.monotonic() >= deadline:
+                silent = [host.host.name for host, each in zip(self._fleet.hosts, announced) if not each.has_come]
+                raise StallError(f"the listener on {', '.join(silent)} does not listen after {_START_TIMEOUT_S:g} s")
+            self._step(deadline)
+        self.check()
+        self._thread = threading.Thread(target=self._attend, name="bpsfast-listeners", daemon=True)
+        self._thread.start()
+
+    def _attend(self) -> None:
+        """Hand on what listeners complain of, and see their ends, until the waker is used."""
+        while self._step(time.monotonic() + _NO_NEWS_S):
+            continue
+
+    def _step(self, until_s: float) -> bool:
+        """Handle the events of one moment; return whether there may be more."""
+        now = time.monotonic()
+        for host in self._fleet.hosts:
+            due_s, ended = host.tick(now)
+            self._failed += [process for process in ended if process.code]
+            until_s = min(until_s, due_s)
+        for key, _ in self._selector.select(max(0.0, until_s - now)):
+            if key.fileobj is self._wake:
+                return False
+            self._failed += [process for process in key.data() if process.code]
+        return True
+
+
+class _Announced:
+    """A sink that takes the line by which a listener says that it listens, and passes on all others."""
+
+    def __init__(self, further: Sink) -> None:
+        self.has_come = False
+        self._further = further
+        self._line = b""
+
+    def feed(self, data: bytes) -> None:
+        """See `output.Sink`."""
+        if self.has_come:
+            self._further.feed(data)
+            return
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            if not self.has_come and _LISTENS.match(line):
+                self.has_come = True
+            else:
+                self._further.feed(line + b"\n")
+        if self.has_come:
+            self._further.feed(self._line)
+
+    def finish(self) -> None:
+        """See `output.Sink`."""
+        if not self.has_come:
+            self._further.feed(self._line)
+            self._line = b""
+        self._further.finish()
+
+
+class _Nowhere:
+    """A sink that keeps nothing."""
+
+    def feed(self, data: bytes) -> None:
+        """See `output.Sink`."""
+
+    def finish(self) -> None:
+        """See `output.Sink`."""

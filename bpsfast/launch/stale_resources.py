@@ -1,0 +1,172 @@
+"""What dead jobs can leave on a machine, found by the marks of those who made it (`launch.owner`), and removed.
+
+    processes    what a rank or another process of a job has started, once the launcher and its guardian were killed,
+                 which would have ended them with their session; what has left that (a daemon of the user's) is left
+                 alone, as at the end of a job
+    namespaces   those of `bpsfast.launch.namespaces`, with the links and queues in them
+    folders      temporary ones of benches and of ``bpsfast tune``
+
+There is nothing else: memory (memfds), local sockets (abstract ones) and devices (TUN) vanish with the last process
+that holds them.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from .namespaces import netns
+from ..base import process_mark
+from .die_with_parent import VARIABLE
+from ..orchestration.errors import BpsError
+
+_FOLDER = re.compile(r"bpsfast-[a-z]+-(\d+\.\d+\.[0-9a-f]{8})-\w+")
+#: Why a namespace is still there.
+NEEDS_ROOT = "it needs root"
+_TERM_S, _KILL_S = 2.0, 5.0
+
+
+class StaleResource(msgspec.Struct, frozen=True):
+    """One thing whose owner, process `owner_pid`, is dead. `kind`: process, namespace or folder."""
+
+    kind: str
+    name: str
+    owner_pid: int
+    about: str
+
+
+def find() -> list[StaleResource]:
+    """Return what is left here, of this user, in the order of removing."""
+    return [*processes(), *namespaces(), *folders()]
+
+
+def remove(found: Iterable[StaleResource]) -> Iterator[tuple[StaleResource, str]]:
+    """Remove one after the other; yield each with "" or why it is still there. What is in use meanwhile stays."""
+    chosen = list(found)
+    yield from _end([each for each in chosen if each.kind == "process"])
+    for each in chosen:
+        if each.kind == "namespace":
+            yield each, _remove_namespace(each.name)
+        elif each.kind == "folder":
+            yield each, _remove_folder(Path(each.name))
+
+
+def processes() -> list[StaleResource]:
+    """Return this user's processes that a dead launcher would have ended."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (mark := _left_by(int(name))):
+            words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0") if Path(f"/proc/{name}").exists() else []
+            found.append(StaleResource("process", name, int(mark.split(".")[0]),
+                                  b" ".join(words).decode("utf-8", "replace").strip()[:120]))
+    return sorted(found, key=lambda each: int(each.name))
+
+
+def namespaces() -> list[StaleResource]:
+    """Return network namespaces whose owner is dead."""
+    return [StaleResource("namespace", name, int(name.split(".")[1]), "network namespace of bpsfast.launch.namespaces, and what runs "
+                     "in it") for name in netns.stale()]
+
+
+def folders() -> list[StaleResource]:
+    """Return temporary folders of this user whose owner is dead."""
+    found = []
+    for path in sorted(Path(tempfile.gettempdir()).glob("bpsfast-*")):
+        mark = _folder_left_by(path)
+        if mark:
+            found.append(StaleResource("folder", str(path), int(mark.split(".")[0]), f"{_nbytes(path)} bytes"))
+    return found
+
+
+def _left_by(pid: int) -> str:
+    """Return the mark of the dead launcher that process *pid* has outlived, "" if it has not, or is not this user's."""
+    with contextlib.suppress(OSError):  # it ended, or is another user's
+        folder = Path(f"/proc/{pid}")
+        if folder.stat().st_uid != os.geteuid() or pid == os.getpid():
+            return ""
+        prefix = f"{VARIABLE}=".encode()
+        value = next((each.removeprefix(prefix).decode() for each in (folder / "environ").read_bytes().split(b"\0")
+                      if each.startswith(prefix)), "")
+        mark, _, group = value.rpartition(".")
+        fields = process_mark.stat(pid)
+        if fields and fields[0] not in "ZX" and fields[3] == group and process_mark.is_dead(mark):
+            return mark
+    return ""
+
+
+def _folder_left_by(path: Path) -> str:
+    match = _FOLDER.fullmatch(path.name)
+    with contextlib.suppress(FileNotFoundError):
+        about = path.lstat()
+        if match and stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and process_mark.is_dead(match[1]):
+            return match[1]
+    return ""
+
+
+def _end(found: list[StaleResource]) -> Iterator[tuple[StaleResource, str]]:
+    """End processes by SIGTERM, and what is left after a while by SIGKILL."""
+    held: list[tuple[StaleResource, int]] = []
+    try:
+        for each in found:
+            with contextlib.suppress(ProcessLookupError):
+                held.append((each, os.pidfd_open(int(each.name))))
+        for number, seconds in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
+            for each, fd in held:
+                # the number may be another process's by now: what the descriptor holds is asked again
+                if not _has_ended(fd) and _left_by(int(each.name)):
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(fd, number)
+            deadline = time.monotonic() + seconds
+            for _, fd in held:
+                _has_ended(fd, max(0.0, deadline - time.monotonic()))
+        kept = {each for each, fd in held if not _has_ended(fd)}
+    finally:
+        for _, fd in held:
+            os.close(fd)
+    for each in found:
+        yield each, "it outlives SIGKILL: it waits in the kernel (state D)" if each in kept else ""
+
+
+def _has_ended(fd: int, timeout_s: float = 0.0) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(int(timeout_s * 1e3)))
+
+
+def _remove_namespace(name: str) -> str:
+    if os.geteuid() != 0:
+        return NEEDS_ROOT
+    try:
+        netns.remove(name)
+    except BpsError as exc:
+        return str(exc)
+    return ""
+
+
+def _remove_folder(path: Path) -> str:
+    if not _folder_left_by(path):
+        return ""  # somebody else was cleaning up as well
+    try:
+        shutil.rmtree(path)
+    except OSError as exc:
+        return f"{exc.strerror}: {exc.filename}"
+    return ""
+
+
+def _nbytes(path: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total

@@ -1,1 +1,0 @@
-"""Gradient lists of published networks: names and shapes of all parameters, in forward order (`catalog.load`)."""

@@ -1,0 +1,84 @@
+"""The seats of this machine: where the node's threads run, what ranks are told, where memory is (`bpsfast.hardware.affinity`)."""
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from ..hardware import numa
+from ..hardware.host import Host
+from ..orchestration.messages import Attach
+from ..hardware.affinity import cores, locality
+from ..hardware.affinity.memory import NumaMemory
+from ..hardware.affinity.binding import ThreadBinding
+from ..hardware.affinity.plan import Rank, CpuAffinity, AffinityOptions, with_allowed_memory, plan_node, plan_ranks
+from ..base.settings import Settings
+
+log = logging.getLogger("bpsfast.node")
+
+
+class NodeAffinity:
+    """Keeps this whole process to its seat, from here on: made before any thread that is to be there. One thread.
+
+    Parameters
+    ----------
+    address
+        Where peers connect to: bytes go through its card.
+    host
+        The machine; a recorded one in tests.
+
+    Raises
+    ------
+    ConfigError
+        If nothing is left for the node.
+    """
+
+    def __init__(self, settings: Settings, address: str, host: Host | None = None) -> None:
+        self._host = host or Host()
+        tree = self._host.tree
+        self.allowed = numa.allowed_cpus(tree) or frozenset(os.sched_getaffinity(0))
+        self.seat = CpuAffinity()
+        self.homes = NumaMemory({})
+        self._wishes = AffinityOptions.of(settings)
+        self._cores = cores.Cores({})
+        self._mems = numa.allowed_nodes(tree)
+        n_nodes = sum(bool(node.cpus) for node in self._host.numa.values())
+        self._is_on = settings.numa and (n_nodes > 1 or self._wishes.some)
+        if not self._is_on:
+            return
+        self._cores = cores.read(tree, settings.whole_cores)
+        self.homes = NumaMemory({number: self._cores.cpus_of(number) & self.allowed for number in self._cores.nodes})
+        self._cards = locality.cards(self._host, settings, address)
+        beside, wishes = self._cards.nodes, self._wishes
+        if settings.cores:  # it keeps to its quota already
+            beside, wishes = frozenset(), AffinityOptions()
+        self.seat = with_allowed_memory(plan_node(self._cores, self.allowed, beside, max(0, settings.local_size), wishes),
+                            self._mems)
+        if not ThreadBinding(self.seat.cpus).cpus:  # nothing to do, or refused
+            self.seat = CpuAffinity(home=self.seat.home)
+        log.info("seats: %s%s", _words("this node", self.seat),
+                 f", beside {', '.join(self._cards.names)}" if self.seat.cpus and self._cards.nodes else "")
+
+    def of(self, ranks: Sequence[Attach]) -> tuple[CpuAffinity, ...]:
+        """Return the seats of all local *ranks*, in their order.
+
+        Raises
+        ------
+        ConfigError
+            If BPSFAST_RANK_CPUS does not fit them.
+        """
+        if not self._is_on:
+            return (CpuAffinity(),) * len(ranks)
+        has_gpus = len(self._cores.nodes) > 1 and any(rank.gpu >= 0 for rank in ranks)
+        gpus = locality.gpus(self._host) if has_gpus else ()
+        came = [Rank(numa.parse_cpus(rank.cpus), rank.stays, gpus[rank.gpu] if 0 <= rank.gpu < len(gpus) else None)
+                for rank in ranks]
+        taken = self.seat.cpus if self.seat.alone else frozenset[int]()
+        seats = tuple(with_allowed_memory(seat, self._mems) for seat in plan_ranks(self._cores, came, self._wishes, taken))
+        log.info("seats: %s", "; ".join(_words(f"local rank {number}", seat) for number, seat in enumerate(seats)))
+        return seats
+
+
+def _words(who: str, seat: CpuAffinity) -> str:
+    where = f"on CPUs {numa.format_cpus(seat.cpus)}" if seat.cpus else "where it may run"
+    return f"{who} {where}" + ("" if seat.home is None else f", its memory on NUMA node {seat.home}")

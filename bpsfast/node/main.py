@@ -1,0 +1,522 @@
+"""The node: one process per machine that sums, owns memory and connections, and carries out the scheduler's plans.
+
+    gather    local ranks attach (a helper has none)
+    join      Join -> Welcome -> connect to all peers -> Attached
+    serve     Plan -> prepare -> Ready -> Commit -> Declared; memory for ranks; barriers; who is missing
+              a helper is lost, or has come: Freeze -> Frozen, Recover -> prepare -> Ready -> Commit
+              the scheduler is lost: `SchedulerFailover`
+    end       Finish: all ranks have left. Or an abort: every rank raises the same error; exit codes as in `exit_codes`
+
+Threads: this control loop (idle in steady state), the communication service (`dispatch`), the engine's and the
+streams' native threads. A helper is a node to which no rank attaches.
+"""
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import zmq
+
+from .. import __version__
+from ..base import logs
+from . import transport
+from ..base.exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
+from ..base.end_reports import report
+from ..launch.process_role import is_loopback
+from ..base.addresses import local_host, unreachable_hint
+from ..hardware.host import Host
+from ..orchestration import messages
+from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
+from ..orchestration.scheduler_client import SchedulerClient
+from ..orchestration.failover.control_log import ControlLog
+from ..base.settings import Settings, fingerprint, parse_address
+from ..trainer.attachment import error_of
+from .transport import Epochs, tcp
+from . import metrics, local_listener, capacity
+from .counters import told
+from .event_loop import EventLoop
+from .local_ranks import LocalRanks
+from .scheduler_failover import SchedulerFailover
+from .peers import GRACE_S, Peers
+from .plans import Plans
+from .metrics_collector import Reading, Status
+from .recovery import Recovery
+from .regions import PAGE_NBYTES
+from .affinity import NodeAffinity
+from .stop_signals import StopSignals
+from .runtime import NodeRuntime
+
+log = logging.getLogger("bpsfast.node")
+
+_TICK_S = 0.25
+_BREATH_S = 0.1
+#: The number of the node's own question who has not left; ranks count theirs from 0 on.
+_OWN_QUESTION = -1
+
+T = TypeVar("T")
+
+
+def main(settings: Settings, host: Host | None = None, is_awaited: bool = False, awaits_ranks: bool = False) -> int:
+    """Be the node of this machine (*host*: of another one, in tests) until the job ends; return the exit code.
+
+    *is_awaited*: a rank started this process, and cannot end before it does; it is told whom it waits for.
+    *awaits_ranks*: `start_timeout_s` begins when the first rank attaches, not now. The launcher that started this
+    process ends it if no rank attaches.
+
+    If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and
+    any other returns 0 at once: the ranks attach to the one that is there.
+    """
+    logs.configure(settings.log_level, "node" if settings.local_size else "helper")
+    key = bytes.fromhex(settings.job_key)
+    try:
+        transport.check(settings)
+        metrics.check(settings)
+        listener = local_listener.bind(key, settings.node_id)
+        if listener is None:
+            log.info("this machine already has a node (node_id %r)", settings.node_id)
+            if settings.local_size >= 0:
+                return 0
+            return local_listener.attach_server(key, settings.node_id, os.getpid(), settings.start_timeout_s)
+        return Node(settings, key, listener, host, is_awaited, awaits_ranks).run()
+    except BpsError as exc:
+        log.error("%s: %s", type(exc).__name__, exc)
+        return code_of_daemon(exc)
+
+
+class Node:
+    """See the module. Made and run by one thread; owns everything it makes."""
+
+    def __init__(self, settings: Settings, key: bytes, listener: socket.socket, host: Host | None = None,
+                 is_awaited: bool = False, awaits_ranks: bool = False) -> None:
+        self._settings = settings
+        self._is_awaited = is_awaited
+        self._awaits_ranks = awaits_ranks
+        self._left_s = 0.0  # when the rank left that started this process
+        self._key = key
+        self._fingerprint = fingerprint(settings)
+        self._loop = EventLoop(self._broken)
+        self._local_ranks = LocalRanks(self, self._loop, settings, __version__, self._fingerprint)
+        self._local_listener = local_listener.LocalListener(self._loop, listener, key, self._local_ranks.rank_came, self._local_ranks.server_came,
+                                              lambda link: self._peers.came(link))
+        self._scheduler = parse_address(settings.scheduler)
+        self._data_listener = tcp.listen(local_host(settings, self._scheduler[0]))
+        address = self._data_listener.getsockname()[0]
+        self._affinity = NodeAffinity(settings, address, host)  # before there are threads
+        self._epochs = Epochs()
+        self._runtime = NodeRuntime(settings, lambda source, code: self._peers.source_lost_soon(source, code), self._affinity,
+                              self.run_with_heartbeats)
+        self._plans = Plans(self, self._loop, self._runtime, self._local_ranks, settings.start_timeout_s)
+        self._capacity = capacity.of(settings, address)
+        self._membership: SchedulerClient | None = None
+        self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._local_ranks,
+                            self._epochs)
+        self._ledger = ControlLog(__version__, self._fingerprint)
+        self._scheduler_failover = SchedulerFailover(self, self._ledger, self._peers, self._plans, settings.start_timeout_s)
+        self._recovery = Recovery(self, self._runtime, self._plans, self._peers.part_with,
+                                  self._peers.take_in, self._epochs)
+        self._peers.on_connected = self._recovery.connected
+        self._welcome: messages.Welcome | None = None
+        self._exporter: metrics.Exporter | None = None
+        self._generation = 0  # the last one that was committed
+        self._ran_at = time.monotonic()  # the control loop
+        self._dialled: tuple[zmq.Socket[bytes], ...] = ()
+        self._unread: list[messages.Message] = []
+        self._is_alone = False  # the scheduler is gone for good
+        self._n_control = 0
+        self._exit_code: int | None = None
+        self._leave_at = 0.0
+        self._handlers: dict[type, Callable[..., None]] = {
+            messages.Welcome: self._on_welcome, messages.Joined: self._peers.expect,
+            messages.NotComing: self._peers.not_coming, messages.Visit: self._peers.visit,
+            messages.Recall: self._scheduler_failover.recalled, messages.Resume: self._scheduler_failover.resumed,
+            messages.Rates: self._peers.rates_known,
+            messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
+            messages.Commit: self._on_commit, messages.Freeze: self._recovery.freeze,
+            messages.Recover: self._recovery.prepare, messages.DeclareFailed: self._plans.refused,
+            messages.Retired: self._plans.retired,
+            messages.CreditChanged: lambda message: self._runtime.set_credit(message.nbytes),
+            messages.BarrierDone: self._local_ranks.tell_all, messages.StallAsk: self._on_stall_ask,
+            messages.StallAnswer: self._on_answer, messages.LagAsk: self._on_lag_ask,
+            messages.LagAnswer: self._on_answer, messages.Found: self._on_answer,
+            messages.Departed: self._local_ranks.departed, messages.Abort: self._on_abort,
+            messages.Finish: self._on_finish,
+        }
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serve until the job ends; return the exit code."""
+        if not self._awaits_ranks:
+            self._gather()
+        self._export()
+        with StopSignals(lambda name: self._loop.call_soon(lambda: self._stopped(name))):
+            try:
+                if self._settings.local_size <= 0:
+                    self.join()
+                while not self._over():
+                    self._loop.run_once(_TICK_S)
+                    self._ran_at = time.monotonic()
+                    self._turn()
+            finally:
+                self._close()
+        assert self._exit_code is not None
+        return self._exit_code
+
+    def _gather(self) -> None:
+        """Give the ranks of this machine their time to attach, from now on."""
+        self._loop.call_at(time.monotonic() + self._settings.start_timeout_s, self._check_gathered)
+
+    def first_rank_came(self) -> None:
+        """A rank has attached, and none had before."""
+        report("attached")
+        if self._awaits_ranks:
+            self._gather()
+
+    def join(self) -> None:
+        """Ask to be admitted with the ranks that have attached; asking again replaces what was said before."""
+        if self._membership is None:
+            host, port = self._scheduler
+            self._membership = SchedulerClient(
+                host, port, self._key, now=time.monotonic(), heartbeat_s=self._settings.heartbeat_s,
+                lease_s=self._settings.lease_s, start_timeout_s=self._settings.start_timeout_s,
+                pulse_s=self._settings.helper_lease_s / 4, asks_time=bool(self._settings.trace_dir))
+            self._watch(*self._membership.sockets)
+        host, port = self._data_listener.getsockname()[:2]
+        ranks = self._local_ranks.wished_ranks()
+        self._local_ranks.seat(self._affinity)
+        self._membership.send(messages.Join(
+            version=messages.VERSION, package=__version__, host=socket.gethostname(), pid=os.getpid(),
+            index=self._settings.node_index, ranks=ranks,
+            server_processes=self._local_ranks.n_servers + (self._settings.local_size <= 0), address=f"{host}:{port}",
+            shm_name=self._local_listener.name.lstrip(b"\0").decode(), settings=self._fingerprint,
+            page_nbytes=PAGE_NBYTES, nic_rate_bytes=self._capacity.nic_rate_bytes,
+            nic_limit_bytes=self._capacity.nic_limit_bytes, sum_rate_bytes=self._capacity.sum_rate_bytes,
+            probes=self._capacity.probes, copy_rate_bytes=self._capacity.copy_rate_bytes,
+            room_nbytes=-1 if ranks else self._runtime.regions.room_nbytes))
+
+    def _watch(self, *sockets: zmq.Socket[bytes]) -> None:
+        for sock in self._dialled:
+            self._loop.forget(sock)
+        self._dialled = sockets
+        for sock in sockets:
+            self._loop.watch(sock, lambda: None)  # `_tick` reads, after every turn
+
+    @property
+    def admitted(self) -> bool:
+        """Whether the scheduler has closed the job's list of members."""
+        return self._welcome is not None
+
+    @property
+    def ending(self) -> bool:
+        """Whether the job is over for this node, well or not."""
+        return self._exit_code is not None
+
+    @property
+    def is_without_scheduler(self) -> bool:
+        """Whether the scheduler is lost, and no other one knows yet what this node knows."""
+        return self._scheduler_failover.lasts
+
+    @property
+    def runtime(self) -> NodeRuntime:
+        """What sums here."""
+        return self._runtime
+
+    def send(self, message: messages.Message) -> None:
+        """Send *message* to the scheduler; if there is none, the next one hears of it as far as it still matters."""
+        self._ledger.said(message)
+        self.say(message)
+
+    def say(self, message: messages.Message) -> None:
+        """Send *message* to the scheduler that there is now; it may be lost with that."""
+        self._n_control += 1
+        if self._membership is not None:
+            self._membership.send(message)
+
+    def fail(self, error: BpsError, who: str = "", reason: str = "", tell: bool = True,
+             level: int | None = None, code: int | None = None) -> None:
+        """End the job with *error* on all ranks; log it with *level*, by default as an error if nobody else says it.
+
+        The scheduler is told that *who* (default: this node) is lost for *reason*, unless *tell* is False: it knows.
+        *code*: the exit code, by default `code_of_daemon`.
+        """
+        if self._exit_code is not None:
+            return
+        if level is None:
+            level = logging.INFO if self._is_said_by_others(error) else logging.ERROR
+        log.log(level, "%s%s: %s", "" if level == logging.ERROR else logs.ABORTED, type(error).__name__, error)
+        if tell and self._membership is not None:
+            self.send(messages.Lost(who=who or self.name, reason=reason or str(error)))
+        # What a helper fails of the job survives, once it has begun; but for the scheduler's end.
+        survives = tell and self._welcome is not None and not self._local_ranks.ranks and not self._is_alone
+        self._leave(error, LEFT_BEHIND if survives else code_of_daemon(error) if code is None else code)
+
+    def _is_said_by_others(self, error: BpsError) -> bool:
+        """Whether ranks raise *error*: those of this machine, or of others where it tells of somebody else's end.
+
+        A rank that is lost has raised something itself, or whoever started it says what has ended it.
+        """
+        return self._local_ranks.is_heard or (isinstance(error, PeerLostError) and not self._is_alone)
+
+    def _leave(self, error: BpsError, code: int) -> None:
+        if self._welcome is not None:  # else ranks of this job may still come, and hear why it ended
+            self._step_aside()
+        self._runtime.abort(error)
+        self._local_ranks.abort(error)
+        self._end(code)
+
+    def _step_aside(self) -> None:
+        """Free the machine's local socket; before ranks are told of the end.
+
+        Who is told may at once look for, or be, the next job's node, under the same name.
+        """
+        self._local_listener.close()
+
+    def starter_left(self, rank: int) -> None:
+        """The *rank* whose process started this one has left the job: should it wait long for others, say for whom."""
+        self._left_s = time.monotonic()
+        if self._is_awaited:
+            self._loop.call_at(self._left_s + self._settings.stall_warn_s, lambda: self._ask_who_stays(rank))
+
+    def _ask_who_stays(self, rank: int) -> None:
+        if self._exit_code is None:
+            self.say(messages.Stalled(rank=rank, question=_OWN_QUESTION, part=-1, round=0, name=messages.THE_END))
+            self._loop.call_at(time.monotonic() + self._settings.stall_warn_s, lambda: self._ask_who_stays(rank))
+
+    def heard(self) -> None:
+        """Count a message of a peer."""
+        self._n_control += 1
+
+    def counters(self) -> dict[str, int]:
+        """Return everything that is counted here."""
+        return told(self._runtime, self._n_control) | {"recoveries": self._recovery.count,
+                                                         "joined": self._recovery.n_joined}
+
+    def _end(self, code: int) -> None:
+        self._exit_code = code
+        self._leave_at = time.monotonic() + GRACE_S
+
+    def _over(self) -> bool:
+        if self._exit_code is None:
+            return False
+        return self._local_ranks.settled(self._exit_code) or time.monotonic() >= self._leave_at
+
+    def run_with_heartbeats(self, work: Callable[[], T]) -> T:
+        """Return what *work* returns, and go on beating meanwhile: it may fault in gigabytes, or compile a kernel.
+
+        Nothing else happens here until it is done, so *work* may use what belongs to this thread.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="bpsfast-work") as executor:
+            future = executor.submit(work)
+            while not wait([future], _BREATH_S).done:
+                self._send_heartbeat()
+        return future.result()
+
+    def leave_rdma(self, index: int, reason: str) -> bool:
+        """Reach node *index* by tcp from now on because of *reason*, not by RDMA; whether that can be."""
+        return self._peers.leave_rdma(index, reason)
+
+    def _send_heartbeat(self) -> None:
+        self._ran_at = time.monotonic()
+        if self._membership is not None and self._exit_code is None:
+            now = time.monotonic()
+            self._unread += self._membership.recv_nowait(now)
+            try:
+                dialled = self._membership.tick(now)
+            except BpsError:
+                self._is_alone = True
+                raise
+            if dialled:
+                self._dialled_anew()
+
+    def _dialled_anew(self) -> None:
+        """The scheduler is lost: say all again, in case that the one that answers knows nothing."""
+        assert self._membership is not None
+        self._watch(*self._membership.sockets)
+        self._unread.clear()  # as if it had not arrived
+        if not self.admitted:
+            self.join()
+            return
+        self._scheduler_failover.begin(self._membership.address)
+
+    def catch_up(self) -> None:
+        """Do all that the scheduler has said until now."""
+        self._send_heartbeat()
+        while self._unread:
+            message = self._unread.pop(0)
+            self._n_control += 1
+            self._ledger.heard(message)
+            self._handlers[type(message)](message)
+
+    def _tick(self) -> None:
+        self.catch_up()
+        if self._exit_code is None and self._scheduler_failover.is_over():
+            log.info("all ranks have left, and there is no scheduler any more: this node ends")
+            self._finish()
+        self._local_ranks.flush()
+        self._runtime.flush()
+
+    def _turn(self) -> None:
+        try:
+            self._tick()
+        except Exception as exc:
+            self._broken(exc)
+
+    def _broken(self, exc: Exception) -> None:
+        """End the job in words, whatever was raised: a node that goes on half-broken is a hang for everybody."""
+        if isinstance(exc, BpsError):
+            self.fail(exc)
+        else:
+            log.error("the node failed", exc_info=exc)
+            self.fail(ProtocolError(f"{self.name} failed: {type(exc).__name__}: {exc}"))
+
+    def _stopped(self, name: str) -> None:
+        # Whoever sent the signal knows; the ranks are told.
+        self.fail(PeerLostError(f"{self.name} (pid {os.getpid()} on {socket.gethostname()}) was stopped by {name}"),
+                  level=logging.INFO, code=FAILED)
+
+    def _check_gathered(self) -> None:
+        if self._membership is None and self._exit_code is None:
+            self.fail(StallError(f"{self._local_ranks.missing()} did not attach to the node of this machine (pid "
+                                 f"{os.getpid()}) within {self._settings.start_timeout_s:g} s."
+                                 f"{unreachable_hint(*self._scheduler)}"))
+
+    @property
+    def name(self) -> str:
+        """What this node is called in messages."""
+        return f"node {self._welcome.index}" if self._welcome else f"the node on {socket.gethostname()}"
+
+    def _role(self, welcome: messages.Welcome) -> str:
+        """Return what log lines call this node: a helper by its number among helpers."""
+        if welcome.nodes[welcome.index].ranks:
+            return self.name
+        return f"helper {welcome.index - sum(bool(node.ranks) for node in welcome.nodes)}"
+
+    def _close(self) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
+        if self._membership is not None:
+            self._membership.close()
+        self._local_listener.close()
+        self._peers.close()
+        self._data_listener.close()
+        self._runtime.stop()
+        if self._welcome is not None and self._membership is not None:
+            self._runtime.write_trace(self._welcome.nodes[self._welcome.index], self._membership.clock.points)
+        self._local_ranks.close()
+        self._runtime.close()
+        self._loop.close()
+
+    # -- what others may know of it -----------------------------------------------------------------------
+
+    def _export(self) -> None:
+        """Answer from now on who asks for numbers, or whether this node lives and is ready."""
+        settings = self._settings
+        if settings.metrics_port or settings.metrics_textfile:
+            # where all nodes are of one host its index says how many ports are taken; else `welcomed` does
+            n_before = max(0, settings.node_index) if is_loopback(self._scheduler[0]) else 0
+            self._exporter = metrics.Exporter(settings, self._loop, self._status, self._reading, self._progress,
+                                              n_before)
+
+    def _status(self) -> Status:
+        """Any thread."""
+        welcome, membership = self._welcome, self._membership
+        return Status(-1 if welcome is None else welcome.index, "" if welcome is None else welcome.job,
+                      self._why_not_ready(), membership is not None and membership.is_heard,
+                      time.monotonic() - self._ran_at)
+
+    def _why_not_ready(self) -> str:
+        scheduler = f"the scheduler at {self._scheduler[0]}:{self._scheduler[1]}"
+        if self.ending:
+            return "the job is over"
+        if self._membership is None:
+            return f"waits for ranks of this machine: {self._local_ranks.missing()} has not attached yet"
+        if self._welcome is None:
+            return (f"waits for others to join the job that {scheduler} gathers" if self._membership.is_heard
+                    else f"waits for {scheduler}")
+        if not self._runtime.connected:
+            return "connects to its peers"
+        if self.is_without_scheduler or not self._membership.is_heard:
+            return f"{scheduler} is lost: the job goes on, and waits for another one there"
+        return ""
+
+    def _progress(self) -> tuple[int, int]:
+        if not self._runtime.connected:
+            return 0, 0
+        counters = self._runtime.engine.counters()
+        return counters["sums"], counters["published_bytes"]
+
+    def _reading(self) -> Reading | None:
+        runtime, recovery, welcome = self._runtime, self._recovery, self._welcome
+        if welcome is None or not runtime.connected:
+            return None
+        return Reading(runtime.counters(), runtime.regions.nbytes_by_kind(),
+                       {index: link.kind for index, link in runtime.links.items()}, runtime.lags(owned=False),
+                       runtime.lags(owned=True), self._peers.members(), recovery.count, recovery.n_joined,
+                       max(welcome.epoch, recovery.epoch), self._generation)
+
+    # -- the scheduler's words ----------------------------------------------------------------------------
+
+    def _on_welcome(self, message: messages.Welcome) -> None:
+        self._welcome = message
+        self._scheduler_failover.welcomed(message)
+        logs.set_identity(self._role(message), message.job)
+        self._local_ranks.admitted(message.nodes[message.index])
+        self._epochs.begin(message.epoch)
+        self._peers.welcomed(message)
+        self._local_listener.know(message.index, self._epochs, self._runtime.shm_endpoint)
+        if self._exporter is not None:
+            me = message.nodes[message.index]
+            self._exporter.welcomed(message.index, sum(node.host == me.host for node in message.nodes[:message.index]))
+
+    def _on_commit(self, message: messages.Commit) -> None:
+        self._generation = message.generation
+        if not self._recovery.commit(message):
+            self._plans.commit(message)
+
+    def _on_refuse(self, message: messages.Refuse) -> None:
+        # A refused helper is no loss to the job, which goes on without it; with a node with ranks it cannot begin.
+        is_helper = not self._local_ranks.ranks and self._settings.local_size <= 0
+        self.fail(error_of(message.error, message.reason), tell=False, code=LEFT_BEHIND if is_helper else None)
+
+    def _on_abort(self, message: messages.Abort) -> None:
+        error = error_of(message.error, message.reason)
+        if message.goes_on:
+            if not self.ending:
+                log.warning("%s: %s", type(error).__name__, error)
+                self._leave(error, LEFT_BEHIND)
+            return
+        # Ranks say it themselves, and that the scheduler was stopped knows who stopped it.
+        quiet = self._local_ranks.is_heard or isinstance(error, ClosedError)
+        self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING, code=ABORTED)
+
+    def _on_finish(self, message: messages.Finish) -> None:
+        self.say(messages.Finished())
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._exit_code is None:
+            self._step_aside()
+            self._local_ranks.finish()
+            self._end(0)
+
+    def _on_stall_ask(self, message: messages.StallAsk) -> None:
+        stage, ranks, nodes = self._runtime.missing(message.part, message.round)
+        self.send(messages.StallReport(part=message.part, round=message.round, stage=stage, missing_ranks=ranks,
+                                       missing_nodes=nodes, gone_ranks=self._local_ranks.gone(ranks)))
+
+    def _on_lag_ask(self, message: messages.LagAsk) -> None:
+        self.send(messages.LagReport(number=message.number, local=self._runtime.lags(owned=False),
+                                     owned=self._runtime.lags(owned=True)))
+
+    def _on_answer(self, message: messages.StallAnswer | messages.LagAnswer | messages.Found) -> None:
+        if isinstance(message, messages.StallAnswer) and message.question == _OWN_QUESTION:
+            log.warning("rank %d has left the job, and waits for the others to leave it, too, for %.0f s so far: %s",
+                        message.rank, time.monotonic() - self._left_s, message.missing)
+            return
+        self._local_ranks.tell(message.rank, message)
+

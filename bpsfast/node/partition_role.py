@@ -1,0 +1,110 @@
+"""What a node has to do with the partitions of a plan: whether it pushes or owns them, and what memory that takes."""
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from ..orchestration.codec import width_of
+from ..orchestration.messages import NodeInfo, PartPlan, Plan, UnitPlan
+from ..orchestration.placement.partition import ITEM_NBYTES
+from .transport import Link, wire
+from .members import Members, members_of
+from .regions import page_round
+from .gpu_direct import GpuDirect
+from .parameter_stores import kept_nbytes
+
+
+class PartitionRole:
+    """Node *me* among *nodes*; *links* by node, which may change, *local*: the engine's sources of its ranks.
+    *straight*: what of it lies on a device.
+    """
+
+    def __init__(self, me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link], local: Sequence[int],
+                 gpu_direct: GpuDirect | None = None) -> None:
+        self._me = me
+        self._nodes = nodes
+        self._links = links
+        self._local = list(local)
+        self._gpu_direct = gpu_direct
+        self._members: dict[tuple[int, ...], Members] = {}  # by the ranks of units
+
+    def members_of(self, ranks: tuple[int, ...]) -> Members:
+        """Return who pushes what is of *ranks*."""
+        if ranks not in self._members:
+            self._members[ranks] = members_of(ranks, self._me, self._nodes, self._links, self._local)
+        return self._members[ranks]
+
+    def appears_here(self, unit: UnitPlan, part: PartPlan) -> bool:
+        """Whether the result of *part* is written into this node's memory."""
+        if part.owner == self._me.index:
+            return True
+        return bool(self.members_of(unit.ranks).local) and wire(self._links[part.owner]) is not None
+
+    def is_direct(self, unit: UnitPlan, part: PartPlan) -> bool:
+        """Whether *part* goes straight between a rank's device and a card, if that device's memory has room."""
+        return self._why_staged(unit, part) == ""
+
+    def count_direct(self, unit: UnitPlan, parts: Sequence[PartPlan], found: Collection[int]) -> None:
+        """Count *parts* of *unit*, of which those in *found* have places on a device; say why others have not."""
+        for part in parts:
+            reason = self._why_staged(unit, part)
+            if self._gpu_direct is not None and reason is not None:
+                no_room = "" if part.part in found else ("no piece of what the GPU shares is as large as the tensors "
+                                                         "that are sent together")
+                self._gpu_direct.count(unit, reason or no_room)
+
+    def _why_staged(self, unit: UnitPlan, part: PartPlan) -> str | None:
+        if self._gpu_direct is None or not self._gpu_direct.is_used:
+            return None
+        return self._gpu_direct.why_staged(unit, part, self._me.index, len(self.members_of(unit.ranks).local))
+
+    def written_to(self, ranks: tuple[int, ...], part: PartPlan) -> tuple[int, ...]:
+        """Return the nodes that get a partial or the result of *part*, of *ranks*, from this one over a wire."""
+        members = self.members_of(ranks)
+        if part.owner == self._me.index:
+            return members.wired
+        to_owner = members.local and wire(self._links[part.owner]) is not None
+        return (part.owner,) if to_owner else ()
+
+    def is_coded(self, unit: UnitPlan) -> bool:
+        """Whether *unit* is compressed: between nodes only."""
+        return unit.codec is not None and len(self.members_of(unit.ranks).nodes) > 1
+
+    def partial_nbytes(self, unit: UnitPlan, part: PartPlan) -> int:
+        """Return the bytes of memory for this node's partial of *part*, which may need none."""
+        local = self.members_of(unit.ranks).local
+        if part.owner == self._me.index or not local:
+            return 0
+        if self.is_coded(unit):
+            return part.wire_nbytes
+        return part.nbytes if len(local) > 1 else 0
+
+    def room(self, plan: Plan) -> dict[str, int]:
+        """Return the bytes of memory that *plan* needs here, by the kinds of `Regions`."""
+        room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store"), 0)
+        for unit in plan.units:
+            coded, members = self.is_coded(unit), self.members_of(unit.ranks)
+            for part in unit.parts:
+                is_owner = part.owner == self._me.index
+                wire_nbytes = page_round(part.wire_nbytes if coded else part.nbytes)
+                in_memory = self.appears_here(unit, part) and not self.is_direct(unit, part)
+                room["result"] += 2 * page_round(part.nbytes) * in_memory
+                room["partial"] += page_round(self.partial_nbytes(unit, part))
+                room["slot"] += wire_nbytes * len(members.wired) * is_owner
+                if coded and is_owner:
+                    room["frame"] += 2 * wire_nbytes
+                elif coded and self.appears_here(unit, part):
+                    room["slot"] += 2 * wire_nbytes
+                if is_owner and unit.unit == unit.store_unit:  # the first worker's, for all of them
+                    room["store"] += page_round(kept_nbytes(unit, part))
+                room["state"] += sum(page_round(nbytes) for nbytes in self.states_of(unit, part).values())
+        return room
+
+    def states_of(self, unit: UnitPlan, part: PartPlan) -> dict[str, int]:
+        """Return the bytes of each state of *part* here, by its name in `PartCodec`."""
+        if unit.codec is None or not self.is_coded(unit):
+            return {}
+        nbytes = part.nbytes // ITEM_NBYTES[unit.dtype] * width_of(unit.dtype)
+        has_local = bool(self.members_of(unit.ranks).local)
+        states = {"error": unit.codec.error_feedback and has_local, "momentum": unit.codec.momentum > 0 and has_local,
+                  "error_back": unit.codec.error_feedback and part.owner == self._me.index}
+        return {name: nbytes for name, is_here in states.items() if is_here}

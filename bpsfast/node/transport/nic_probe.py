@@ -1,0 +1,138 @@
+"""What a NIC carries, measured at the start over the connections that there are (setting nic_probe).
+
+In round r every node exchanges bytes with the one whose index differs in bit r, both ways at once: so nobody is in two
+exchanges at a time, and in about log2(n) rounds meets machines of all kinds. A pair measures the slower of its two
+NICs; the best of a node's rounds counts. Nodes on one host share memory and have nothing to measure; who has a limit
+takes no part. Python moves these bytes: a card of more than some 20 Gbit/s should tell its rate by itself.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from ...orchestration.messages import NodeInfo
+from .links import Link
+from .pacing import PAYLOAD_SHARE
+from .tcp import TcpLink
+
+log = logging.getLogger("bpsfast.node")
+
+_DURATION_S = 1.0
+#: Of the duration, at both ends, not counted: slow start, and pairs that do not begin at the same moment.
+_EDGE_SHARE = 0.25
+_CHUNK_NBYTES = 256 << 10
+#: Little enough that a slow link's queue does not overflow, which would cost one direction most of a short time.
+_SEND_BUFFER_NBYTES = 64 << 10
+_END = (0).to_bytes(8, "little")
+
+
+def partners(me: NodeInfo, nodes: Sequence[NodeInfo]) -> list[int]:
+    """Return whom *me* measures with, in the order of the rounds: both sides come to the same."""
+    found = []
+    for bit in range((len(nodes) - 1).bit_length()):
+        index = me.index ^ (1 << bit)
+        if index >= len(nodes):
+            continue
+        peer = nodes[index]
+        connected = bool(me.ranks or peer.ranks)
+        if connected and (me.probes or peer.probes) and not (me.nic_limit_bytes or peer.nic_limit_bytes):
+            found.append(index)
+    return found
+
+
+def measure(me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link], deadline: float) -> float:
+    """Return bytes per second, headers included, that this node's NIC carries each way; 0: with nobody to measure.
+
+    To be called until *deadline* (monotonic seconds), before streams are made of the links, which set the buffers that
+    they want: these leave small ones behind, and nothing else. A link over which that fails is ended, for there is no
+    telling what is still under way: who needs it finds that out, and makes another one if the peer lives.
+    """
+    best = 0.0
+    for index in partners(me, nodes):
+        link = links.get(index)
+        if isinstance(link, TcpLink):
+            try:
+                best = max(best, _exchange([link.sockets[number] for number in sorted(link.sockets)], deadline))
+            except OSError as exc:
+                log.warning("NICs were not measured with node %d (%s): %s", index, nodes[index].host,
+                            exc or type(exc).__name__)
+                for sock in link.sockets.values():
+                    sock.settimeout(None)
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+    return best / PAYLOAD_SHARE
+
+
+def _exchange(socks: Sequence[socket.socket], deadline: float) -> float:
+    """Return the bytes per second of the slower direction, which the other end has found as well."""
+    for sock in socks:
+        sock.settimeout(max(0.1, deadline - time.monotonic()))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)  # a stream sets its own
+    # both are here from now on
+    socks[0].sendall(b"\1")
+    _receive(socks[0], bytearray(1))
+    begin = time.monotonic()
+    counts = [0] * len(socks)
+    faults: list[OSError] = []
+
+    def guarded(function, *arguments) -> None:  # type: ignore[no-untyped-def]
+        try:
+            function(*arguments)
+        except OSError as exc:
+            faults.append(exc)
+
+    threads = [threading.Thread(target=guarded, args=arguments, name="bpsfast-probe", daemon=True)
+               for number, sock in enumerate(socks)
+               for arguments in ((_send, sock, begin), (_count, sock, begin, counts, number))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if faults:
+        raise faults[0]
+    received = sum(counts) / (_DURATION_S * (1 - 2 * _EDGE_SHARE))
+    socks[0].sendall(int(received).to_bytes(8, "little"))
+    theirs = bytearray(8)
+    _receive(socks[0], theirs)
+    for sock in socks:
+        sock.settimeout(None)
+    return min(received, float(int.from_bytes(theirs, "little")))
+
+
+def _send(sock: socket.socket, begin: float) -> None:
+    chunk = _CHUNK_NBYTES.to_bytes(8, "little") + bytes(_CHUNK_NBYTES)
+    while time.monotonic() < begin + _DURATION_S:
+        sock.sendall(chunk)
+    sock.sendall(_END)
+
+
+def _count(sock: socket.socket, begin: float, counts: list[int], number: int) -> None:
+    """Receive until the other end says so; count what comes in the middle of the time."""
+    first, last = begin + _DURATION_S * _EDGE_SHARE, begin + _DURATION_S * (1 - _EDGE_SHARE)
+    header, chunk = bytearray(8), bytearray(_CHUNK_NBYTES)
+    while True:
+        _receive(sock, header)
+        left = int.from_bytes(header, "little")
+        if left == 0:
+            return
+        view = memoryview(chunk)
+        while left:
+            n = sock.recv_into(view[:left])
+            if n == 0:
+                raise ConnectionResetError("the connection ended")
+            left -= n
+            if first <= time.monotonic() < last:
+                counts[number] += n
+
+
+def _receive(sock: socket.socket, into: bytearray) -> None:
+    view = memoryview(into)
+    while view:
+        n = sock.recv_into(view)
+        if n == 0:
+            raise ConnectionResetError("the connection ended")
+        view = view[n:]

@@ -1,0 +1,462 @@
+"""One node on its way to all its peers: dialling those before it, letting in those after it, choosing a transport each.
+
+A pair whose link ends later gets another one, by tcp (`seek`, `reunion`). A node that comes late dials all the others,
+which have been told to `expect` it.
+"""
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+from ...orchestration.errors import BpsError, ConfigError, StallError
+from ...orchestration.messages import NodeInfo, Outcome
+from ...orchestration.security import HandshakeResult, StreamHello
+from ...pyx.ring import MAX_PARTS
+from ...base.settings import Settings, parse_address
+from ...base.trace_records import limits
+from . import pacing, rdma, shm, tcp
+from .data_port import DataPort
+from .epochs import Epochs
+from .peer_shutdowns import PeerShutdowns
+from .links import Link
+from .rdma import handshake
+from .reconnector import SHUTDOWN_STREAM, RECONNECT_STREAM, PROBE_STREAM, Reconnector
+from ...base.encryption import Encryption, check as check_encryption, is_loopback, seals_of
+
+log = logging.getLogger("bpsfast.node")
+
+#: An aborted job does not wait for a peer that does not answer.
+_JOIN_S = 1.0
+#: After this part of `start_timeout_s` a helper that has not connected is lost: the job can still begin without it.
+_HELPERS_WAIT = 0.5
+
+
+def check(settings: Settings) -> None:
+    """Raise `ConfigError` if the setting asks for what cannot be."""
+    is_local = not settings.scheduler or is_loopback(parse_address(settings.scheduler)[0])
+    if settings.encryption == "on" or not is_local:
+        check_encryption(settings)
+    if settings.transport == "rdma":
+        rails = rdma.Rails(settings, 0)
+        try:
+            rails.towards(None, 1)
+        except rdma.NoRdmaError as exc:
+            raise ConfigError(f"transport='rdma' was asked for, but {exc}; or use transport=auto or tcp") from exc
+        finally:
+            rails.close()
+    if settings.transport == "shm" and not settings.allow_shm:
+        raise ConfigError("transport='shm' contradicts BYTEPS_ENABLE_IPC=0 (allow_shm=false): drop one of them")
+
+
+def shm_objection(settings: Settings) -> str:
+    """Return why shm is not even tried between nodes, "" if it is."""
+    if settings.transport in ("tcp", "rdma"):
+        return f"transport={settings.transport}"
+    return "" if settings.allow_shm else "allow_shm=false (BYTEPS_ENABLE_IPC=0)"
+
+
+def peers_of(me: NodeInfo, nodes: Sequence[NodeInfo], lost: Collection[int] = ()) -> list[NodeInfo]:
+    """Return the nodes that *me* exchanges gradients with, in node order: one of a pair has ranks, and none is *lost*.
+    """
+    return [node for node in nodes
+            if node.index != me.index and node.index not in lost and (node.ranks or me.ranks)]
+
+
+class Peering:
+    """Connects one node to all its peers, in threads of its own, so that the control loop goes on beating.
+
+    Parameters
+    ----------
+    epochs
+        Those that this node knows: they go on changing.
+    me, nodes, lost
+        This node, all of them in node order, and the indices of those who are not there.
+    listener
+        The socket that `NodeInfo.address` names. Accepts until `close`, which closes it.
+    doorstep, rails
+        What this node offers to peers that share memory with it, and to those that it reaches by RDMA.
+    notify
+        Called (from any of the threads) whenever `done`, `error` or `unreached` may have changed.
+    """
+
+    def __init__(
+        self, settings: Settings, key: bytes, epochs: Epochs, me: NodeInfo, nodes: Sequence[NodeInfo],
+        listener: socket.socket, shm_endpoint: shm.ShmEndpoint, rails: rdma.Rails, notify: Callable[[], None],
+        lost: Collection[int] = (), is_late: bool = False,
+    ) -> None:
+        self.links: dict[int, Link] = {}
+        self.reasons: dict[int, str] = {}
+        self.error: BpsError | None = None
+        self._settings = settings
+        self._encryption = Encryption.of(settings)
+        self._key = key
+        self._checks = settings.checksum == "on"
+        self._epochs = epochs
+        self._me = me
+        self._peers = {node.index: node for node in peers_of(me, nodes, lost)}
+        self._first = frozenset(self._peers)  # those of the start
+        self._shm_endpoint = shm_endpoint
+        self._rails = rails
+        self._paces = pacing.of(settings, len(self._peers))
+        self._n_nodes = 0 if is_late else len(nodes)  # at the start of the job
+        self._notify = notify
+        self._deadline = time.monotonic() + settings.start_timeout_s
+        self._accepting: dict[int, tcp.TcpLink] = {}
+        self._objections: dict[int, str] = {}
+        self._unreached: dict[int, str] = {}
+        self._meetings: dict[int, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._gathered = threading.Condition(self._lock)
+        self._closed = False
+        self._taken: set[int] = set()
+        self._threads: list[threading.Thread] = []
+        self._port = DataPort(listener, key, me.index, epochs, self._came, len(self._peers) * settings.n_connections,
+                              self._encryption)
+        self._reconnector = Reconnector(me, self._peers, key, epochs, settings.n_connections, settings.lease_s,
+                                  settings.start_timeout_s, self._offer_again, self._drop, notify, self._encryption,
+                                  self._checks)
+        #: Who has said that all its ranks have left.
+        self.peer_shutdowns = PeerShutdowns(me, self._peers, key, epochs, settings.lease_s, self._encryption, self._begin,
+                                   notify)
+
+    def start(self) -> None:
+        """Begin. Ends by itself within start_timeout_s."""
+        self._port.start()
+        self._begin(self._dial_all)
+        self._begin(self._await_all)
+
+    @property
+    def done(self) -> bool:
+        """Whether every peer of the start is connected."""
+        return self._first <= self.links.keys()
+
+    def describe(self) -> dict[str, str]:
+        """Return "node N" -> "transport: reason"."""
+        return {f"node {index}": f"{link.kind}: {self.reasons[index]}{self._guard_of(link)}"
+                for index, link in sorted(self.links.items())}
+
+    def _guard_of(self, link: Link) -> str:
+        """Say what protects the bytes of *link*; "" if nothing does."""
+        if link.is_encrypted:
+            return "; encrypted"
+        return "; with checksums" if link.kind == "tcp" and self._checks else ""
+
+    def expect(self, peer: NodeInfo) -> None:
+        """Let *peer*, which comes late, connect from now on: `links` has it then."""
+        with self._lock:
+            self._deadline = time.monotonic() + self._settings.start_timeout_s
+            self._peers[peer.index] = peer
+        self._reconnector.expect(peer.index)
+
+    def unreached(self) -> dict[int, str]:
+        """Return the helpers of the start that cannot be connected, and why: the job may go on without them."""
+        with self._lock:
+            return {index: why for index, why in self._unreached.items() if index in self._first}
+
+    def part_with(self, index: int) -> None:
+        """Connect to all peers of the start but node *index*, which is lost before that was done."""
+        with self._lock:
+            self._first -= {index}
+        self.forget(index)
+        self.give_up(index, "the job goes on without it")
+        self._tell_all()
+
+    def forget(self, index: int) -> None:
+        """Refuse node *index* from now on, which was to come late, or is lost: it does not come."""
+        with self._lock:
+            self._peers.pop(index, None)
+            half = self._accepting.pop(index, None)
+        if half is not None:
+            half.close()
+        self._drop(index)
+
+    def take(self, *only: int) -> dict[int, Link]:
+        """Hand over the links to the nodes *only* (default: of the start): from now on they are the caller's to close.
+        """
+        with self._lock:
+            taken = {index: link for index, link in self.links.items() if index in (only or self._first)}
+            self._taken |= taken.keys()
+            return taken
+
+    def seek(self, index: int, awaited: Callable[[], Mapping[int, int]], reason: str = "") -> None:
+        """Look for another link to node *index*, by tcp, in place of one that was taken and is closed now.
+
+        *awaited* (called from any thread) says what has not arrived over it, by part; *reason*, why it is by tcp if it
+        was not before. When there is one, `notify` is called and `links` has it, to be taken; `gone` says if there will
+        be none, `called` whose links are over as they say, and here not yet.
+        """
+        with self._lock:
+            self.reasons[index] = reason or self.reasons[index]
+        self._reconnector.seek(index, awaited)
+
+    def give_up(self, index: int, why: str) -> None:
+        """Have nothing more to do with node *index*, which is lost: what it dials from now on is refused."""
+        self._reconnector.give_up(index, why)
+
+    def visit(self, index: int, tell: Callable[[int, Outcome], None]) -> None:
+        """Find out whether node *index* answers at its data port; *tell* hears it, in a thread, as `Visited` says it.
+        """
+        peer = self._peers.get(index)
+        if peer is not None:
+            self._begin(lambda: tell(index, self._visited(peer)))
+
+    def _visited(self, peer: NodeInfo) -> Outcome:
+        patience_s = self._settings.lease_s / 4
+        try:
+            sock = tcp.reach_once(peer.address, patience_s)
+            hello = StreamHello(peer=self._me.index, stream=PROBE_STREAM, epoch=self._epochs.known,
+                                encrypted=self._encryption.covers(sock))
+            with sock:
+                tcp.prove_to(sock, self._key, hello, peer.index, patience_s, 0)  # alive in whatever epoch
+        except ConnectionRefusedError:
+            return "refused"
+        except (BpsError, OSError) as exc:
+            log.debug("node %d was visited, and did not answer: %s", peer.index, exc)
+            return "silent"
+        return "answers"
+
+    def refused(self) -> set[int]:
+        """Return the nodes that were found to refuse connections since this was asked last."""
+        return self._reconnector.refused()
+
+    def called(self) -> list[int]:
+        """Return the nodes that want another link, and with whose link this node has not parted."""
+        return self._reconnector.called()
+
+    def gone(self) -> dict[int, str]:
+        """Return the nodes to which there will be no other link, and why."""
+        return self._reconnector.gone()
+
+    def offer(self, link: Link, reason: str) -> None:
+        """Take an established link (the control loop brings those that were dialled to the local socket)."""
+        with self._lock:
+            if self._closed or link.index not in self._peers or link.index in self.links:
+                # a job may end while its nodes still connect: then it is nobody's fault
+                log.log(logging.DEBUG if self._closed else logging.WARNING, "node %d connected %s: refused", link.index,
+                        "too late" if self._closed else "twice, or is no peer")
+                link.close()
+                return
+            self.reasons[link.index] = reason
+            self.links[link.index] = link
+            self._gathered.notify_all()
+        self._notify()
+
+    def close(self) -> None:
+        """Stop connecting, and close what nobody took. A thread in the middle of a dial ends with the process."""
+        with self._lock:
+            self._closed = True
+            self._gathered.notify_all()
+        self._reconnector.close()
+        self._port.close()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(_JOIN_S)
+        with self._lock:
+            unused: list[Link] = [*self._accepting.values(),
+                                  *(link for index, link in self.links.items() if index not in self._taken)]
+            self._accepting.clear()
+            self.links = {}
+        for link in unused:
+            link.close()
+
+    # -- its threads --------------------------------------------------------------------------------------
+
+    def _begin(self, task: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._guard, args=(task,), name="bpsfast-peering", daemon=True)
+        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+        thread.start()
+
+    def _guard(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BpsError as exc:
+            self.error = self.error or exc
+        except OSError as exc:
+            self.error = self.error or BpsError(f"connecting to peers failed: {exc}")
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        with self._gathered:
+            self._gathered.notify_all()
+        self._notify()
+
+    def _dial_all(self) -> None:
+        """Dial all at once: a path that swallows RDMA packets costs seconds for each peer, until tcp is taken."""
+        threads = [threading.Thread(target=self._guard, args=(partial(self._dial, peer),), name="bpsfast-dial",
+                                    daemon=True) for index, peer in list(self._peers.items()) if index < self._me.index]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _dial(self, peer: NodeInfo) -> None:
+        reason = shm_objection(self._settings)
+        if not reason:
+            try:
+                name = b"\0" + peer.shm_name.encode()
+                link = shm.connect(self._key, name, self._me.index, peer.index, self._epochs.known, self._shm_endpoint,
+                                   self._left())
+                self.offer(link, "a memfd exchange over its local socket worked")
+                return
+            except (BpsError, OSError) as exc:
+                if self._settings.transport == "shm":
+                    raise ConfigError(f"transport='shm' was asked for, but node {peer.index} ({peer.host}) shares no "
+                                      f"memory with this node: {exc}") from exc
+                reason = f"no shared memory with it ({exc})"
+        if self._encryption is Encryption.ALL:
+            reason += "; no rdma: encryption=on" if self._settings.transport == "auto" else ""
+        elif self._settings.transport in ("auto", "rdma"):
+            try:
+                self._dial_rdma(peer, reason)
+                return
+            except (BpsError, OSError) as exc:
+                reason = self._without_rdma(peer, reason, exc)
+        self._dial_tcp(peer, reason)
+
+    def _dial_tcp(self, peer: NodeInfo, reason: str) -> None:
+        link = tcp.dial(peer.address, self._key, mine=self._me.index, peer=peer.index,
+                        n_streams=self._settings.n_connections, epochs=self._epochs, deadline=self._deadline,
+                        encryption=self._encryption)
+        self.offer(self._equip(link), reason)
+
+    def _dial_rdma(self, peer: NodeInfo, reason: str) -> None:
+        self._rails_towards(peer)  # without a device here nobody is bothered
+        sock, epoch = tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index,
+                                  number=handshake.STREAM, epochs=self._epochs, deadline=self._deadline,
+                                  encryption=self._encryption)
+        self.offer(self._meet(sock, peer, epoch), f"a first write passed both ways; {reason}")
+
+    def _meet(self, sock: socket.socket, peer: NodeInfo, epoch: int) -> rdma.RdmaLink:
+        settings = self._settings
+        tcp.end_when_silent(sock, settings.lease_s)
+        return handshake.meet(
+            sock, peer.index, lambda: self._rails_towards(peer), n_pairs=self._rails.n_pairs,
+            n_nodes=self._n_nodes_with(peer.index), epoch=epoch, n_slots=MAX_PARTS, limits=limits(settings),
+            deadline=self._deadline)
+
+    def _rails_towards(self, peer: NodeInfo) -> list[rdma.rails.Rail]:
+        return self._rails.towards(peer.address, len(self._peers), opens=peer.index in self._first)
+
+    def _without_rdma(self, peer: NodeInfo, reason: str, why: Exception) -> str:
+        """Return why *peer* is reached by tcp and not by rdma; raise if only rdma will do."""
+        if self._settings.transport == "rdma":
+            raise ConfigError(f"transport='rdma' was asked for, but node {peer.index} ({peer.host}) cannot be reached "
+                              f"by it: {why}") from why
+        if not isinstance(why, rdma.NoDeviceError):
+            log.warning("node %d (%s) is reached by tcp, not by rdma: %s", peer.index, peer.host, why)
+        return f"{reason}; no rdma: {why}"
+
+    def _equip(self, link: tcp.TcpLink) -> tcp.TcpLink:
+        settings = self._settings
+        link.n_nodes, link.checks = self._n_nodes_with(link.index), self._checks
+        link.send_buffer_nbytes = settings.tcp_sndbuf_bytes
+        link.n_streams = settings.tcp_streams
+        link.limits = limits(settings)
+        link.paces = self._paces
+        for sock in link.sockets.values():
+            tcp.end_when_silent(sock, settings.lease_s)
+        return link
+
+    def _n_nodes_with(self, index: int) -> int:
+        """Return what partitions are dealt to the connections of a pair by: on both sides the same, whoever is late."""
+        return max(self._n_nodes, self._me.index + 1, index + 1)
+
+    def _offer_again(self, link: tcp.TcpLink) -> None:
+        self.offer(self._equip(link), self.reasons[link.index])
+
+    def _drop(self, index: int) -> None:
+        """Forget the link to node *index*; close it if nobody took it."""
+        with self._lock:
+            link = self.links.pop(index, None)
+            taken = index in self._taken
+            self._taken.discard(index)
+        if link is not None and not taken:
+            link.close()
+
+    def _await_all(self) -> None:
+        """Wait for those who dial, by whatever transport; for helpers not as long as for nodes with ranks."""
+        for is_last in (False, True):
+            timeout_s = self._settings.start_timeout_s
+            left_s = self._left() - (0.0 if is_last else _HELPERS_WAIT * timeout_s)
+            with self._gathered:
+                self._gathered.wait_for(lambda: self._closed or self.error or not self._missing(), max(0.0, left_s))
+                missing = [self._peers[index] for index in self._missing()]
+                if not missing or self._closed or self.error:
+                    return
+                late = {peer.index: f"it did not connect to node {self._me.index} ({self._me.address}) within "
+                                    f"{_HELPERS_WAIT * timeout_s:g} s (half of start_timeout_s)"
+                        for peer in missing if not peer.ranks and self._me.ranks}
+                if not is_last:
+                    self._unreached |= late
+            self._notify()
+        names = ", ".join(f"node {peer.index} ({peer.address})" for peer in missing)
+        raise StallError(f"{names} did not connect to node {self._me.index} ({self._me.address}) within "
+                         f"{timeout_s:g} s: is a firewall between the machines?")
+
+    def _missing(self) -> list[int]:
+        return sorted(index for index in self._first if index > self._me.index and index not in self.links)
+
+    def _came(self, sock: socket.socket, greeted: HandshakeResult) -> None:
+        """Take in a connection that has proven itself."""
+        hello = greeted.hello
+        if hello.stream == SHUTDOWN_STREAM:
+            self.peer_shutdowns.hear(hello)
+        if hello.stream in (SHUTDOWN_STREAM, PROBE_STREAM):
+            sock.close()
+            return
+        if hello.link > 0 or hello.stream == RECONNECT_STREAM:
+            self._reconnector.came(sock, greeted)
+            return
+        if hello.stream == handshake.STREAM:
+            self._accept_rdma(sock, hello.peer, hello.epoch)
+            return
+        with self._lock:
+            half = self._accepting.setdefault(hello.peer, tcp.TcpLink(hello.peer, epoch=hello.epoch))
+            if (self._closed or hello.peer not in self._peers or hello.stream in half.sockets
+                    or hello.epoch != half.epoch or hello.peer in self.links):
+                log.log(self._refusal_level, "refused stream %d of node %d: not expected", hello.stream, hello.peer)
+                sock.close()
+                return
+            half.take(hello.stream, sock, seals_of(greeted.secret, dialled=False) if hello.encrypted else None)
+            whole = len(half.sockets) == self._settings.n_connections
+            if whole:
+                del self._accepting[hello.peer]
+        if whole:
+            meeting = self._meetings.get(hello.peer)
+            if meeting is not None:
+                meeting.join(_JOIN_S)  # it knows why the peer comes by tcp now, and is about to say so
+            reason = shm_objection(self._settings) or "it found no shared memory with this node"
+            self.offer(self._equip(half), self._objections.get(hello.peer) or reason)
+
+    @property
+    def _refusal_level(self) -> int:
+        """Of log lines: a node that ends may be met by others that do not know it yet."""
+        return logging.INFO if self._closed else logging.WARNING
+
+    def _accept_rdma(self, sock: socket.socket, index: int, epoch: int) -> None:
+        """Meet a node that wants RDMA, in the epoch that it has said. If that cannot be, it comes again by tcp."""
+        peer = self._peers.get(index)
+        if self._closed or peer is None or index in self.links:
+            log.log(self._refusal_level, "refused a connection for RDMA of node %d: not expected", index)
+            sock.close()
+            return
+        self._meetings[index] = threading.current_thread()
+        reason = shm_objection(self._settings) or "it found no shared memory with this node"
+        try:
+            self.offer(self._meet(sock, peer, epoch), f"a first write passed both ways; {reason}")
+        except (BpsError, OSError) as exc:
+            try:
+                self._objections[index] = self._without_rdma(peer, reason, exc)
+            except ConfigError as error:
+                if index not in self._first:  # the job can do without who comes late
+                    log.warning("%s", error)
+                    return
+                self.error = self.error or error
+                self._tell_all()
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()

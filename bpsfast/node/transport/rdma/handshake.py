@@ -1,0 +1,166 @@
+"""How two nodes come to a link: offers, queue pairs, and a write each way that proves it. A try, not a guess.
+
+The dialler opens one authenticated data connection as the stream number `STREAM`, which no tcp stream has; from then on
+both sides do the same. Any objection, on either side and at any step, is told to the other, so both give up with the
+same words.
+"""
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from ....base.message_socket import MessageSocket
+from ....orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ....base.trace_records import Limits
+from . import rdma_messages
+from .failures import NoRdmaError
+from .link import RdmaLink, RailPath
+from .rdma_messages import PairOffer, RailOffer, RdmaOffer, RdmaPairs, RdmaStep
+from .rails import Rail
+
+STREAM = 1000
+#: One step: the peer is just as far. A proof includes all retries of a write that nobody answers.
+STEP_TIMEOUT_S = 20.0
+PROOF_TIMEOUT_S = 10.0
+#: 0.54 s until a packet is sent again, six times: a peer or path is given up after about four seconds. Not seven:
+#: Soft-RoCE takes that for ever, as the specification does for rnr_retry.
+ACK_TIMEOUT, _RETRY_COUNT = 17, 6
+#: A receive request is always there; a few pauses of 0.64 ms cover what hardware may reorder.
+_MIN_RNR_TIMER, _RNR_RETRY = 12, 6
+
+M = TypeVar("M", RdmaOffer, RdmaPairs, RdmaStep)
+
+
+def meet(
+    sock: socket.socket, peer: int, find: Callable[[], list[Rail]], *, n_pairs: int, n_nodes: int, epoch: int,
+    n_slots: int, limits: Limits, deadline: float,
+) -> RdmaLink:
+    """Make a link to node *peer* over the authenticated connection *sock*, which is the link's from now on, or closed.
+
+    *find* returns this node's rails to the peer, or raises `NoRdmaError`. *deadline* in monotonic seconds. Blocks.
+
+    Raises
+    ------
+    NoRdmaError
+        Why there can be none; the peer knows, too.
+    BpsError
+        The peer went away, or broke the protocol.
+    """
+    with contextlib.ExitStack() as undo:
+        channel = undo.enter_context(MessageSocket(sock, rdma_messages.decode))
+        talk = _Talk(channel, peer, deadline)
+        rails: list[Rail] = []
+
+        def our_offer() -> RdmaOffer:
+            rails.extend(find())
+            return RdmaOffer(version=rdma_messages.VERSION, rails=tuple(rail.offer() for rail in rails), n_pairs=n_pairs)
+
+        theirs = talk.exchange(our_offer, RdmaOffer(version=rdma_messages.VERSION))
+        partners = _pair_up(rails, theirs, min(n_pairs, theirs.n_pairs), peer)
+        ways: list[RailPath] = []
+
+        def our_pairs() -> RdmaPairs:
+            for rail, _ in partners:
+                ways.append(RailPath.over(rail, epoch, n_slots, limits))
+                undo.callback(ways[-1].close)
+            return RdmaPairs(pairs=tuple(PairOffer(number=way.pair.number, psn=way.pair.psn) for way in ways))
+
+        their_pairs = talk.exchange(our_pairs, RdmaPairs()).pairs
+        if len(their_pairs) != len(ways):
+            raise ProtocolError(f"node {peer} made {len(their_pairs)} queue pairs, {len(ways)} were agreed on")
+
+        def connected() -> RdmaStep:
+            for way, (_, rail_there), there in zip(ways, partners, their_pairs):
+                _connect(way, rail_there, there)
+            return RdmaStep(step="connected")
+
+        def proven() -> RdmaStep:
+            for way in ways:
+                if not way.lane.prove(PROOF_TIMEOUT_S):
+                    raise NoRdmaError(_why_unproven(way, peer))
+            return RdmaStep(step="proven")
+
+        for step in (connected, proven):
+            talk.exchange(step, RdmaStep(step=step.__name__))
+        undo.pop_all()
+    return RdmaLink(peer, n_nodes, ways, channel)
+
+
+class _Talk:
+    """Messages in lockstep: each side sends one and reads one. Objections end it."""
+
+    def __init__(self, channel: MessageSocket, peer: int, deadline: float) -> None:
+        self._channel = channel
+        self._peer = peer
+        self._deadline = deadline
+
+    def exchange(self, make: Callable[[], M], blank: M) -> M:
+        """Send what *make* returns, or its objection in *blank*; return the peer's message of the same kind."""
+        cause: Exception | None = None
+        try:
+            mine = make()
+        except (BpsError, OSError, MemoryError) as exc:
+            cause = exc
+            words = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+            mine = msgspec.structs.replace(blank, objection=words or type(exc).__name__)
+        theirs = self._swap(mine)
+        if cause is not None:
+            raise NoRdmaError(mine.objection) from cause
+        if theirs.objection:
+            raise NoRdmaError(f"node {self._peer} says: {theirs.objection}")
+        return theirs
+
+    def _swap(self, mine: M) -> M:
+        """Send, then read: even with an objection, since what is left unread would cut off what we said."""
+        what = type(mine).__name__
+        try:
+            self._channel.send(mine, timeout_s=self._left())
+            theirs, _ = self._channel.recv(self._left())
+        except StallError as exc:
+            raise StallError(f"node {self._peer} did not answer {what} in time on the connection for RDMA") from exc
+        except PeerLostError as exc:
+            raise PeerLostError(f"node {self._peer} closed the connection for RDMA and did not answer {what}") from exc
+        if not isinstance(theirs, type(mine)):
+            raise ProtocolError(f"node {self._peer} answered {what} with {type(theirs).__name__}")
+        return theirs
+
+    def _left(self) -> float:
+        return min(STEP_TIMEOUT_S, max(0.1, self._deadline - time.monotonic()))
+
+
+def _pair_up(rails: list[Rail], theirs: RdmaOffer, n_pairs: int, peer: int) -> list[tuple[Rail, RailOffer]]:
+    """Return the rails of each lane: ports pair up by position, and the lanes take turns over them."""
+    if theirs.version != rdma_messages.VERSION:
+        raise NoRdmaError(f"node {peer} speaks version {theirs.version} of the rendezvous, this is {rdma_messages.VERSION}")
+    partners = list(zip(rails, theirs.rails))
+    for mine, there in partners:
+        ours = mine.offer()
+        if (ours.link_layer, ours.version) != (there.link_layer, there.version):
+            raise NoRdmaError(f"{mine.name} ({ours.link_layer}, GID {ours.version}) cannot speak to node {peer}'s "
+                              f"{there.device}/{there.port} ({there.link_layer}, GID {there.version}): choose GIDs of "
+                              "one kind with BPSFAST_RDMA_GID_INDEX, or other ports with BPSFAST_RDMA_DEVICES")
+    if not partners or n_pairs < 1:
+        raise NoRdmaError(f"node {peer} offers no port")
+    return partners * n_pairs
+
+
+def _connect(way: RailPath, rail: RailOffer, pair: PairOffer) -> None:
+    way.pair.to_rtr(
+        pair.number, pair.psn, **way.rail.chosen.path(rail.link_layer, rail.lid, rail.gid),
+        mtu=min(rail.mtu, way.rail.offer().mtu), min_rnr_timer=_MIN_RNR_TIMER,
+        traffic_class=way.rail.settings.rdma_traffic_class, sl=way.rail.settings.rdma_service_level,
+    )
+    way.pair.to_rts(timeout=ACK_TIMEOUT, retry_count=_RETRY_COUNT, rnr_retry=_RNR_RETRY)
+
+
+def _why_unproven(way: RailPath, peer: int) -> str:
+    gid = way.rail.chosen.gid
+    came_from = f"{way.rail.name}, GID {gid.index} ({gid.version} {gid.address})" if gid else way.rail.name
+    what = (way.describe(f"node {peer}") if way.lane.failure() is not None
+            else f"nothing came from node {peer} within {PROOF_TIMEOUT_S:g} s")
+    return f"queue pairs were connected, but a first write did not pass from {came_from}: {what}"

@@ -1,0 +1,237 @@
+"""The queue pairs to one peer, and the slots that are written over them in both directions.
+
+    bind     this node expects a partition: a receive request stands ready, and the peer is told where by `announce`
+    aim      the peer expects partitions: where to write them
+    fence    nothing passes any more; `bound` and `awaited` say what was to come, for whatever takes the link's place
+
+A partition always takes the same lane, on both sides and in both directions. The memory of slots is registered by
+`Rails` before it is bound, and stays until the link is closed.
+"""
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....base.message_socket import MessageSocket
+from ....orchestration.errors import CapacityError, PeerLostError, ProtocolError
+from ....pyx import rdma as native
+from ....pyx.engine import Engine
+from ....base.trace_records import Limits
+from . import failures
+from .rdma_messages import PeerSlots, Slot
+from .rails import Rail
+
+log = logging.getLogger("bpsfast.node")
+
+
+class LaneFullError(CapacityError):
+    """The queue pair of a partition to node `index` holds no more; over tcp there is no such limit."""
+
+    def __init__(self, index: int, text: str) -> None:
+        super().__init__(text)
+        self.index = index
+
+
+@dataclass
+class RailPath:
+    """One queue pair over one rail, and its native lane. The link's own."""
+
+    rail: Rail
+    pair: Any
+    lane: native.Lane
+    _closing: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def over(cls, rail: Rail, epoch: int, n_slots: int, limits: Limits) -> RailPath:
+        """Make one, in INIT."""
+        pair = rail.queue_pair()
+        try:
+            lane = native.Lane(rail.native, pair.handle, epoch=epoch, n_slots=n_slots, max_send=rail.depths.send,
+                               max_receive=rail.depths.receive, inline_nbytes=rail.settings.rdma_inline_bytes,
+                               signal_every=rail.settings.rdma_signal_every, keep=pair, **limits._asdict())
+        except BaseException:
+            pair.close()
+            raise
+        rail.join()
+        return cls(rail, pair, lane)
+
+    def describe(self, who: str) -> str:
+        """Return what ended the lane, in words."""
+        port = self.rail.port_now()  # first: what it notices may be the failure that others only follow from
+        return failures.describe(self.lane.failure(), who, self.rail.name, port)
+
+    def close(self) -> None:
+        """Destroy the queue pair: from then on nothing that the peer has under way reaches our memory.
+
+        Idempotent, from any thread: it is so on every return, whoever did it.
+        """
+        with self._closing:
+            if not self.pair.closed:
+                self.lane.close()
+                self.pair.close()
+                self.rail.leave()
+
+
+class RdmaLink:
+    """An established pair of nodes. The control loop's, but for `stream_of`, which the dispatcher calls too."""
+
+    kind = "rdma"
+    is_encrypted = False
+    is_wire = True
+    gone = "the connection of its rendezvous ended"
+
+    def __init__(self, index: int, n_nodes: int, ways: Sequence[RailPath], channel: MessageSocket) -> None:
+        self.index = index
+        self.channel = channel
+        self._n_nodes = n_nodes
+        self._ways = list(ways)
+        self._fresh: dict[int, Slot] = {}
+        self._n_exchanges = 0
+        #: part -> address of even rounds, of odd rounds, bytes, n_streams should the pair go over to tcp, whether they
+        #: are frames: what is expected from the peer.
+        self.bound: dict[int, tuple[int, int, int, int, bool]] = {}
+        self._anew: dict[int, int] = {}  # what was bound after the end, and the round that comes next of it
+        self.fenced = False
+
+    def start(self, engine: Engine, source: int) -> None:
+        """Let *engine* take arrivals as those of *source*. Before anything is bound."""
+        for way in self._ways:
+            way.lane.start(peer=source, engine=engine.handle, arrived=engine.arrived_address,
+                           notify=engine.notify_address, keep=engine)
+
+    # -- slots --------------------------------------------------------------------------------------------
+
+    def stream_of(self, part: int) -> native.Lane:
+        """Return the lane that *part* takes. Neighbours have different owners: they go to one lane together."""
+        return self._way(part).lane
+
+    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
+             first_round: int = 1) -> None:
+        """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; `announce` tells it.
+
+        *framed*, *first_round*: see `WireLink`.
+
+        Raises
+        ------
+        CapacityError
+            If the device sends no message of this size; `LaneFullError` if the queue pair holds no more slots.
+        """
+        if self.fenced:
+            self._anew[part] = first_round
+            self.bound[part] = even, odd, nbytes, n_streams, framed
+            return
+        way = self._way(part)
+        if nbytes > way.rail.port["max_msg_sz"]:
+            raise CapacityError(f"partition {part} has {nbytes} bytes, {way.rail.name} sends at most max_msg_sz="
+                                f"{way.rail.port['max_msg_sz']} at a time: lower BPSFAST_PARTITION_BYTES")
+        try:
+            way.lane.bind(part, even, odd, nbytes, framed, first_round)
+        except OSError as exc:
+            if exc.errno != errno.ENOSPC:
+                raise CapacityError(f"partition {part} cannot be expected from node {self.index} over "
+                                    f"{way.rail.name}: {exc.strerror}") from exc
+            limits = way.rail.attributes
+            raise LaneFullError(
+                self.index, f"partition {part} is one too many for its queue pair to node {self.index}: {exc.strerror} "
+                f"({way.rail.name} has max_qp_wr={limits['max_qp_wr']}, and max_cqe={limits['max_cqe']} for all peers; "
+                f"there are {len(self._ways)} queue pairs to this one). Raise BPSFAST_RDMA_QUEUE_PAIRS, or "
+                "BPSFAST_PARTITION_BYTES or BPSFAST_FUSION_BYTES so that there are fewer partitions") from exc
+        self._fresh[part] = Slot(part=part, even=even, odd=odd, rkey=way.rail.rkey(min(even, odd), nbytes),
+                                 nbytes=nbytes, framed=framed)
+        if even != odd and way.rail.rkey(max(even, odd), nbytes) != self._fresh[part].rkey:
+            raise ProtocolError(f"both copies of partition {part} lie in different segments: our bug")
+        self.bound[part] = even, odd, nbytes, n_streams, framed
+
+    def unbind(self, part: int) -> None:
+        """Expect nothing more of *part*: it was refused, or is retired and nothing of it is under way."""
+        self._fresh.pop(part, None)
+        self.bound.pop(part, None)
+        self._anew.pop(part, None)
+        if not self.fenced:
+            self._way(part).lane.unbind(part)
+
+    def announce(self, generation: int) -> None:
+        """Tell the peer where the parts lie that were bound since the last time: those of *generation*."""
+        self._n_exchanges += 1
+        self.tell(PeerSlots(generation=generation, slots=tuple(self._fresh.values())))
+        self._fresh.clear()
+
+    def aim(self, message: PeerSlots) -> None:
+        """Remember where the peer expects the parts of one generation; nothing if we are fenced, and it will be."""
+        self._n_exchanges += 1
+        if self.fenced:
+            return
+        for slot in message.slots:
+            try:
+                self.stream_of(slot.part).aim(slot.part, slot.even, slot.odd, slot.nbytes, slot.rkey, slot.framed)
+            except ValueError as exc:
+                raise ProtocolError(f"node {self.index} announced a slot that cannot be: {exc}") from exc
+
+    def tell(self, message: PeerSlots) -> None:
+        """Post *message*. That the peer is gone is said by the channel's end, not here."""
+        try:
+            self.channel.post(message)
+        except PeerLostError:
+            log.debug("node %d was gone before it could be told %s", self.index, type(message).__name__)
+
+    # -- its end ------------------------------------------------------------------------------------------
+
+    def why(self, code: int) -> str:
+        """Return in words why a lane was lost; *code* is the event's."""
+        who = f"node {self.index}"
+        found = [(way.describe(who), what) for way in self._ways if (what := way.lane.failure()) is not None]
+        found.sort(key=lambda each: failures.is_consequence(each[1]))  # of several, what tells the cause
+        return found[0][0] if found else f"closed (code {code})"
+
+    def fence(self) -> None:
+        """Cut the peer off for good: whatever it has under way, also when it was stopped meanwhile, reaches nothing.
+
+        What waits to be sent is dropped. Any thread of the node; idempotent.
+        """
+        self.fenced = True
+        for way in self._ways:
+            try:
+                way.close()
+            except (OSError, BufferError) as exc:  # the lane is shut all the same; the others have to be
+                log.warning("a queue pair to node %d stays open: %s", self.index, exc)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether `fence` was called and every queue pair is gone: only then the memory is nobody's but ours."""
+        return self.fenced and all(way.pair.closed for way in self._ways)
+
+    def next_round(self, part: int) -> int:
+        """Return the round of *part*, which is bound, that has not arrived whole."""
+        anew = self._anew.get(part)
+        return self.stream_of(part).next_round(part) if anew is None else anew
+
+    def awaited(self) -> dict[int, int]:
+        """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
+        return {part: self.next_round(part) for part in tuple(self.bound)}
+
+    def counters(self) -> dict[str, int]:
+        """Return the sum of the lanes' counters; `address_exchanges`: messages about slots, both ways.
+
+        No write is damaged: cards check what they receive, and ask for it again.
+        """
+        total = {"address_exchanges": self._n_exchanges, "queue_pairs": len(self._ways), "writes_damaged": 0}
+        for way in self._ways:
+            for name, value in way.lane.counters().items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    def traces(self) -> list[bytes]:
+        """Return the trace records of each lane."""
+        return [way.lane.trace() for way in self._ways]
+
+    def close(self) -> None:
+        """Close queue pairs and channel. Idempotent."""
+        self.fence()
+        self.channel.close()
+
+    def _way(self, part: int) -> RailPath:
+        return self._ways[part // self._n_nodes % len(self._ways)]

@@ -1,0 +1,298 @@
+"""The rails of one node: its RDMA ports in use, each opened once, and its segments registered with all of them.
+
+None is opened once anything is registered: who comes late is reached by those there are, or by tcp.
+
+A rail is device, protection domain, completion queue and one native thread (`bpsfast.pyx.rdma.Rail`); queue pairs to
+all peers share it. Memory is registered by the segment, once, when it is made; remote writes are allowed to slots and
+results only.
+"""
+from __future__ import annotations
+
+import bisect
+import contextlib
+import errno
+import logging
+import threading
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from ....hardware import rdma_route
+from ....hardware.affinity.device_threads import device_cores, on_cores
+from ....hardware.host import Host
+from ....orchestration.errors import BpsError, CapacityError
+from ....pyx import rdma as native
+from ....pyx.pages import Segment, Shadow
+from ....base.settings import Settings
+from ....hardware.verbs import provider
+from . import limits
+from .failures import NoDeviceError, NoRdmaError, PortNow
+from .rdma_messages import RailOffer
+
+log = logging.getLogger("bpsfast.node")
+
+#: What peers write into; everything else is only read by the device.
+_WRITTEN_BY_PEERS = frozenset({"slot", "result", "direct"})
+
+
+class Registered(NamedTuple):
+    """One segment on one rail."""
+
+    address: int
+    nbytes: int
+    rkey: int
+
+
+class Rail:
+    """One port, opened by *verbs* (`bpsfast.hardware.verbs`). The `Rails` own it; `users` is the number of lanes over it.
+
+    Its thread runs on *cores* only, if there are any.
+
+    Raises
+    ------
+    OSError, CapacityError
+        When the device cannot be opened, or its queues are too short for *n_peers* peers under *settings*.
+    """
+
+    def __init__(self, verbs: ModuleType, chosen: rdma_route.Rail, n_peers: int, settings: Settings,
+                 cores: frozenset[int] = frozenset()) -> None:
+        self.verbs = verbs
+        self.chosen = chosen
+        self.settings = settings
+        self.name = chosen.name
+        self.users = 0
+        self._users_lock = threading.Lock()
+        self.registered: list[Registered] = []
+        with contextlib.ExitStack() as undo:
+            self.device = undo.enter_context(verbs.Device(chosen.device))
+            self.attributes = self.device.attributes
+            self.port = self.device.port(chosen.port)
+            self.depths = limits.depths(chosen.device, self.attributes, n_peers, settings.rdma_queue_pairs,
+                                        settings.rdma_queue_depth)
+            self.domain = undo.enter_context(verbs.ProtectionDomain(self.device))
+            self.queue = undo.enter_context(verbs.CompletionQueue(self.device, self.depths.completions, events=True))
+            with on_cores(cores):  # a thread inherits them from whoever starts it
+                self.native = native.Rail(self.queue.handle, port=chosen.port, awake_us=settings.awake_us,
+                                          keep=self.queue)
+            undo.callback(self.native.close)
+            self._undo = undo.pop_all()
+
+    def offer(self) -> RailOffer:
+        """Return what a peer has to know of the port."""
+        gid = self.chosen.gid
+        return RailOffer(device=self.chosen.device, port=self.chosen.port, link_layer=self.port["link_layer"],
+                         gid=gid.value if gid else b"", version=gid.version if gid else "IB", lid=self.port["lid"],
+                         mtu=min(self.port["active_mtu"], self.settings.rdma_mtu or self.port["active_mtu"]))
+
+    def port_now(self) -> PortNow:
+        """Return what became of the port; what the device has reported by itself until now counts."""
+        gid, error_ns = self.chosen.gid, 0
+        try:
+            self.native.look()
+            error_ns = self.native.port_error_ns
+            port = self.device.port(self.chosen.port)
+            return PortNow(str(port["state"]), port["lid"] == self.port["lid"],
+                           port["link_layer"] != "Ethernet" or gid is None
+                           or self.device.gid(self.chosen.port, gid.index) == gid.value, error_ns)
+        except (OSError, ValueError):
+            return PortNow("gone with its device", error_ns=error_ns)
+
+    def queue_pair(self) -> Any:
+        """Return a new queue pair in INIT: receives may be posted, and the peer may write once it is connected."""
+        inline_nbytes = self.settings.rdma_inline_bytes
+        try:
+            pair = self.verbs.QueuePair(self.domain, self.queue, self.queue, max_send=self.depths.send,
+                                        max_recv=self.depths.receive, max_inline=inline_nbytes)
+        except OSError as exc:
+            if not inline_nbytes or exc.errno not in (errno.EINVAL, errno.ENOMEM):
+                raise
+            raise CapacityError(f"{exc.strerror}; BPSFAST_RDMA_INLINE_BYTES={inline_nbytes} may be more than "
+                                f"{self.chosen.device} carries inline: lower it") from exc
+        try:
+            pair.to_init(self.chosen.port)
+        except BaseException:
+            pair.close()
+            raise
+        return pair
+
+    def join(self) -> None:
+        """Count one lane more. Any thread, as `leave`."""
+        with self._users_lock:
+            self.users += 1
+
+    def leave(self) -> None:
+        """Count one lane less."""
+        with self._users_lock:
+            self.users -= 1
+
+    def adopt(self, region: Any) -> None:
+        """Keep *region* until the end; lanes may send from it, and peers be told of it."""
+        self._undo.callback(region.close)
+        self.native.know(region.address, region.nbytes, region.lkey)
+        bisect.insort(self.registered, Registered(region.address, region.nbytes, region.rkey))
+
+    def rkey(self, address: int, nbytes: int) -> int:
+        """Return the key that a peer needs to write there; LookupError if the memory is not registered."""
+        at = bisect.bisect(self.registered, (address, 1 << 64)) - 1
+        found = self.registered[at] if at >= 0 else None
+        if found is None or address + nbytes > found.address + found.nbytes:
+            raise LookupError(f"{nbytes} bytes at {address:#x} are not registered with {self.name}")
+        return found.rkey
+
+    def close(self) -> None:
+        """Deregister and close everything. BufferError while lanes are open. Idempotent."""
+        self._undo.close()
+
+
+class Rails:
+    """All rails of one node. Peers are connected from several threads; `settle` and what follows is one thread's.
+
+    Parameters
+    ----------
+    least_nbytes
+        Bytes that a node locks at the least, before any model is known.
+    allowed
+        CPUs that threads may run on, if this process keeps to less by itself.
+    """
+
+    def __init__(self, settings: Settings, least_nbytes: int, allowed: frozenset[int] = frozenset()) -> None:
+        self._allowed = allowed
+        self.n_pairs = settings.rdma_queue_pairs
+        self._settings = settings
+        self._host = Host()
+        self._least_nbytes = least_nbytes
+        self._limit: int | None = None
+        self._lock = threading.Lock()
+        self._open: dict[str, Rail] = {}
+        self._locked_nbytes = self._n_segments = self._n_registrations = 0
+        self._closed = False
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The RDMA devices by which peers are reached."""
+        return tuple(rail.chosen.device for rail in self._open.values())
+
+    @property
+    def used(self) -> bool:
+        """Whether any peer is reached by them."""
+        return bool(self._open)
+
+    def towards(self, address: str | None, n_peers: int, *, opens: bool = True) -> list[Rail]:
+        """Return the opened rails that lead to *address* ("host:port"; None: in general), of a job of *n_peers* peers.
+
+        Not *opens*: only if peers are reached by all of them already. Then memory is registered, or about to be, with
+        each; it may be more than can be registered with another one, and what is in use cannot wait for that.
+
+        Raises
+        ------
+        NoRdmaError
+            In words: no device, no usable port, a setting that names none, no library, no room in the device's queues
+            or in the memory that may be locked.
+        """
+        settings = self._settings
+        try:
+            with self._lock:  # around all: what is known of this machine is read once
+                host = self._host
+                if settings.nic_limit:
+                    raise NoDeviceError(f"nic_limit={settings.nic_limit:g} is kept on tcp connections only")
+                if not host.ports:
+                    raise NoDeviceError("there is no RDMA device here")
+                peer = rdma_route.peer_address(host, address.rpartition(":")[0]) if address else None
+                chosen = rdma_route.choose(host, devices=settings.rdma_devices, gid_index=settings.rdma_gid_index,
+                                      peer=peer).require()
+                if self._closed:
+                    raise NoRdmaError("the node is closing")
+                unused = [each.name for each in chosen
+                          if each.name not in self._open or not self._open[each.name].users]
+                if unused and not opens:
+                    raise NoRdmaError(f"no peer was reached by {', '.join(unused)} when the job began, so no memory is "
+                                      "registered there")
+                self._limit = limits.lockable()
+                limits.require(self._least_nbytes, 0, len(chosen), "a node", self._limit)
+                return [self._opened(each, n_peers) for each in chosen]
+        except NoRdmaError:
+            raise
+        except (BpsError, OSError) as exc:
+            raise NoRdmaError(exc.strerror or str(exc) if isinstance(exc, OSError) else str(exc)) from exc
+
+    def settle(self) -> None:
+        """Close the rails that no peer is reached by: nothing more is registered with them."""
+        with self._lock:
+            for name in [name for name, rail in self._open.items() if not rail.users]:
+                try:
+                    self._open.pop(name).close()
+                except (OSError, BufferError) as exc:  # nobody needs it any more
+                    log.warning("rail %s stays open: %s", name, exc)
+
+    # -- memory -------------------------------------------------------------------------------------------
+
+    def require(self, nbytes: int, purpose: str) -> None:
+        """Return if *nbytes* more in one segment can be registered; raises `CapacityError` with both numbers."""
+        if self._open:
+            limits.require(nbytes, self._locked_nbytes, len(self._open), purpose, self._limit)
+        for rail in self._open.values():
+            limits.require_regions(self._n_segments, rail.chosen.device, rail.attributes, nbytes)
+
+    def register(self, kind: str, segment: Segment | Shadow) -> None:
+        """Register *segment*, of the *kind* that `Regions` gives it, with every rail; it stays until `close`.
+
+        After that nobody in this process can read or write a device's memory, not even the host device's: whatever
+        tries is a bug that shall not go unseen.
+
+        Raises
+        ------
+        CapacityError
+            If a device refuses; it is then registered with none.
+        """
+        made: list[Any] = []
+        try:
+            for rail in self._open.values():
+                made.append(self._region(rail, segment, kind in _WRITTEN_BY_PEERS))
+            if isinstance(segment, Shadow):
+                segment.shut()
+        except OSError as exc:
+            for region in made:
+                region.close()
+            raise CapacityError(f"a segment of {segment.nbytes} bytes for {kind}s cannot be registered for RDMA beside "
+                                f"{self._locked_nbytes} bytes in {self._n_segments} segments: {exc.strerror}") from exc
+        for rail, region in zip(self._open.values(), made):
+            rail.adopt(region)
+        self._n_registrations += len(made)
+        if not isinstance(segment, Shadow) or segment.maps:
+            self._locked_nbytes += segment.nbytes
+        self._n_segments += 1
+
+    def _region(self, rail: Rail, segment: Segment | Shadow, remote_write: bool) -> Any:
+        region, relaxed = rail.verbs.MemoryRegion, self._settings.rdma_relaxed_ordering
+        if isinstance(segment, Shadow) and not segment.maps:
+            return region.of_dmabuf(rail.domain, segment.fileno(), segment.nbytes, segment.address,
+                                    remote_write=remote_write, relaxed_ordering=relaxed)
+        return region(rail.domain, segment, remote_write=remote_write, relaxed_ordering=relaxed)
+
+    def counters(self) -> dict[str, int]:
+        """Return the memory regions ever registered, the bytes they lock, and what the rails' threads did."""
+        found = {"rails": len(self._open), "registrations": self._n_registrations,
+                 "locked_nbytes": self._locked_nbytes * len(self._open)}
+        for rail in self._open.values():
+            for name in ("completions", "batches", "sleeps"):
+                found[name] = found.get(name, 0) + rail.native.counters()[name]
+        return found
+
+    def close(self) -> None:
+        """Close all rails; the memory that was registered may go afterwards. Once all links are closed. Idempotent."""
+        with self._lock:
+            self._closed = True
+            while self._open:
+                name, rail = self._open.popitem()
+                try:
+                    rail.close()
+                except BufferError as exc:  # a peer is just being tried: it ends with the process
+                    log.debug("rail %s stays open: %s", name, exc)
+                except OSError as exc:  # what could be closed of it is; so have the others to be
+                    log.warning("rail %s was not closed in order: %s", name, exc)
+
+    def _opened(self, chosen: rdma_route.Rail, n_peers: int) -> Rail:
+        if chosen.name not in self._open:
+            settings = self._settings
+            self._open[chosen.name] = Rail(provider(settings.verbs), chosen, n_peers, settings,
+                                           device_cores(self._host, chosen.device, settings.rdma_cores, self._allowed))
+        return self._open[chosen.name]

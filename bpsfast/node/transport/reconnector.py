@@ -1,0 +1,410 @@
+"""Pairs of nodes whose link has ended, on their way to a new one by tcp: who dials, who waits, what both tell.
+
+    notice   either side: its link failed. It parts with it, so what has arrived is known for good, then `seek`
+    dial     the node that dialled at the start opens all streams anew, and numbers them as the pair's next link
+    knock    the other one asks for that, if it was the first to notice: an authenticated connection, and its end
+    call     whoever is dialled or knocked at, and has not parted, does so first (`called`)
+    tell     first the node that was dialled, then the other: what each of them awaits, part by part
+
+Both have parted before either says what it awaits, so that is all there is to write again. A connection of a link with
+a lower number than the newest is refused: an attempt that is late harms nobody. So is one of an epoch that is over
+here: a peer that belongs to the job knows the next one already, or soon, and tries again (`epochs`). A peer that does
+not answer is tried again for `lease_s`. So is one that refuses: the end of its process looks like a firewall whose
+rules are changing. But that it does is said at once (`refused`), for the scheduler may know more: if it does not hear
+that node either, both signs together are the end.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ...orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ...orchestration.messages import NodeInfo
+from ...orchestration.security import HandshakeResult, StreamHello
+from ...pyx.ring import MAX_PARTS
+from ...pyx.seal import RECORD_NBYTES, TAG_NBYTES
+from ...pyx.tcp import crc32c
+from . import tcp
+from .epochs import Epochs
+from ...base.encryption import Encryption, seals_of
+
+log = logging.getLogger("bpsfast.node")
+
+#: The stream number of a knock, which no tcp stream has.
+RECONNECT_STREAM = 1001
+#: The number of a stream that is none: all ranks of the node that opens it have left the job.
+SHUTDOWN_STREAM = 1002
+#: And one that is none: the node that opens it only wants to know whether this one lives.
+PROBE_STREAM = 1003
+#: One attempt to connect: with a second packet, should the first be lost.
+_CONNECT_S = 1.5
+_PAUSE_S = 0.2
+#: So long after the first refusal a second one is worth telling: all others wait for that word when somebody has died.
+_REFUSED_S = 0.05
+#: A link that ended sooner than this is not followed by the next at once.
+_SHORT_LIFE_S = 1.0
+_JOIN_S = 1.0
+#: A part and a round take at most ten bytes, with five bytes for the list of both.
+_MAX_NBYTES = 16 * MAX_PARTS + 16
+
+Awaited = Callable[[], Mapping[int, int]]
+
+_DECODER = msgspec.msgpack.Decoder(dict[int, int])
+
+
+@dataclass
+class _Pair:
+    """What is known of one peer. `awaited`: of the link that was parted with, until there is a new one.
+
+    `made`, `over`, `newest`: numbers of the last link that came about, of the last that is over here, of the last that
+    anybody has tried. `heard`: when the peer has last proven that it lives.
+    """
+
+    awaited: Awaited | None = None
+    made: int = 0
+    over: int = -1
+    newest: int = 0
+    half: dict[int, tuple[socket.socket, bytes]] = field(default_factory=dict)
+    epoch: int = 0  # of `half`
+    called: bool = False
+    gone: str = ""
+    heard: float = 0.0
+    made_at: float = float("-inf")
+
+
+class Reconnector:
+    """All pairs of one node. `seek`, `called`, `gone`: the control loop's thread; `came`: threads of the data port.
+
+    Parameters
+    ----------
+    me, peers, key, epochs
+        As of `Peering`.
+    n_streams
+        Of each link.
+    lease_s, patience_s
+        How long a peer is tried that does not answer; how long one that does may take to part with a link.
+    offer, drop
+        Called with a new link; and with a node's index, when what was offered and not taken is to be closed. In one
+        order, one at a time.
+    notify
+        Called from any thread when `called`, `refused` or `gone` has changed.
+    encryption, checks
+        Which links are encrypted, and whether what travels over the others has checksums.
+    """
+
+    def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epochs: Epochs, n_streams: int,
+                 lease_s: float, patience_s: float, offer: Callable[[tcp.TcpLink], None], drop: Callable[[int], None],
+                 notify: Callable[[], None], encryption: Encryption = Encryption.NONE, checks: bool = False) -> None:
+        self._me = me
+        self._peers = peers
+        self._key = key
+        self._epochs = epochs
+        self._n_streams = n_streams
+        self._lease_s = lease_s
+        self._patience_s = patience_s
+        self._offer = offer
+        self._drop = drop
+        self._notify = notify
+        self._encryption = encryption
+        self._checks = checks
+        self._pairs = {index: _Pair() for index in peers}
+        self._refused: set[int] = set()
+        self._changed = threading.Condition()
+        self._busy: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    # -- the control loop's -------------------------------------------------------------------------------
+
+    def seek(self, index: int, awaited: Awaited) -> None:
+        """Look for a new link to node *index*, whose link is closed; *awaited* says what has not arrived over it.
+
+        Ends with `offer`, or with `gone`.
+        """
+        with self._changed:
+            pair = self._pairs[index]
+            self._drop(index)
+            pair.awaited, pair.over, pair.called, pair.gone = awaited, pair.made, False, ""
+            pair.heard = time.monotonic()
+            self._changed.notify_all()
+            if self._closed:
+                return
+            thread = threading.Thread(target=self._seek, args=(index, pair, awaited), name="bpsfast-reunion",
+                                      daemon=True)
+            self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+            thread.start()
+
+    def expect(self, index: int) -> None:
+        """Know node *index*, which *peers* has from now on."""
+        with self._changed:
+            self._pairs[index] = _Pair()
+
+    def give_up(self, index: int, why: str) -> None:
+        """Refuse node *index* from now on: it is lost, whatever it says."""
+        with self._changed:
+            pair = self._pairs.get(index)
+            if pair is None:  # neither of the two has ranks
+                return
+            pair.gone, pair.called = pair.gone or why, False
+            self._changed.notify_all()
+
+    def called(self) -> list[int]:
+        """Return whose link is over as they say; until `seek`."""
+        with self._changed:
+            return [index for index, pair in self._pairs.items() if pair.called]
+
+    def refused(self) -> set[int]:
+        """Return the nodes that were found to refuse connections since this was asked last."""
+        with self._changed:
+            refused, self._refused = self._refused, set()
+            return refused
+
+    def gone(self) -> dict[int, str]:
+        """Return with whom there will be no new link, and why."""
+        with self._changed:
+            return {index: pair.gone for index, pair in self._pairs.items() if pair.gone}
+
+    def close(self) -> None:
+        """Seek nobody any more. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            for pair in self._pairs.values():
+                self._close_half(pair)
+            for sock in self._busy:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+
+    # -- seeking ------------------------------------------------------------------------------------------
+
+    def _seek(self, index: int, pair: _Pair, awaited: Awaited) -> None:
+        peer = self._peers[index]
+        why, refused_at = "", float("inf")
+        with self._changed:
+            hurry = time.monotonic() - pair.made_at > _SHORT_LIFE_S
+            self._changed.wait_for(lambda: not self._is_wanted(pair, awaited), 0 if hurry else _PAUSE_S)
+        while self._is_wanted(pair, awaited):
+            try:
+                if index < self._me.index:
+                    self._dial(peer, pair, awaited)
+                else:
+                    self._connect(peer, pair, RECONNECT_STREAM, pair.over, self._epochs.known)[0].close()
+                refused_at = float("inf")
+            except (BpsError, OSError) as exc:
+                why, now = str(exc), time.monotonic()
+                log.debug("node %d was sought in vain: %s", index, why)
+                refused_at = min(refused_at, now) if isinstance(exc, ConnectionRefusedError) else float("inf")
+                if now - refused_at >= _REFUSED_S and self._is_wanted(pair, awaited):
+                    with self._changed:
+                        self._refused.add(index)
+                    self._notify()
+            with self._changed:
+                silent_s = time.monotonic() - pair.heard
+                if silent_s < self._lease_s:
+                    is_first = 0 <= time.monotonic() - refused_at < _REFUSED_S
+                    pause_s = min(_PAUSE_S, _REFUSED_S) if is_first else _PAUSE_S
+                    self._changed.wait_for(lambda: not self._is_wanted(pair, awaited), pause_s)
+            if silent_s >= self._lease_s:
+                self._give_up(pair, awaited, f"it was not reached at {peer.address} within lease_s = "
+                                             f"{self._lease_s:g} s ({why or 'no answer'})")
+
+    def _is_wanted(self, pair: _Pair, awaited: Awaited) -> bool:
+        return not self._closed and not pair.gone and pair.awaited is awaited
+
+    def _give_up(self, pair: _Pair, awaited: Awaited, why: str) -> None:
+        with self._changed:
+            if not self._is_wanted(pair, awaited):
+                return
+            pair.gone = why
+        self._notify()
+
+    def _connect(self, peer: NodeInfo, pair: _Pair, stream: int, number: int,
+                 epoch: int) -> tuple[socket.socket, bytes]:
+        left_s = self._lease_s - (time.monotonic() - pair.heard)
+        sock = tcp.reach_once(peer.address, min(_CONNECT_S, max(_PAUSE_S, left_s)))
+        hello = StreamHello(peer=self._me.index, stream=stream, epoch=epoch, link=number,
+                            encrypted=self._encryption.covers(sock))
+        try:
+            with self._at_work(sock):
+                secret = tcp.prove_to(sock, self._key, hello, peer.index, min(tcp.CHALLENGE_TIMEOUT_S, self._lease_s),
+                                      self._epochs.least_of(peer.index))
+        except BaseException:
+            sock.close()
+            raise
+        pair.heard = time.monotonic()
+        return sock, secret
+
+    def _dial(self, peer: NodeInfo, pair: _Pair, awaited: Awaited) -> None:
+        with self._changed:
+            pair.newest += 1
+            number = pair.newest
+        link = tcp.TcpLink(peer.index, number=number, epoch=self._epochs.known, checks=self._checks)
+        with contextlib.ExitStack() as undo:
+            undo.callback(link.close)
+            for stream in range(self._n_streams):
+                sock, secret = self._connect(peer, pair, stream, number, link.epoch)
+                link.take(stream, sock, seals_of(secret, dialled=True) if self._encryption.covers(sock) else None)
+            try:
+                link.awaited_there = self._told(link)
+                self._tell(link, awaited())
+            except (BpsError, OSError):
+                pair.heard = max(pair.heard, time.monotonic() - self._lease_s / 2)  # else the kernel had ended it
+                raise
+            self._made(pair, awaited, link)
+            undo.pop_all()
+
+    # -- being sought -------------------------------------------------------------------------------------
+
+    def came(self, sock: socket.socket, greeted: HandshakeResult) -> None:
+        """Take in a connection of a link after the first, or a knock; *sock* is this object's from now on."""
+        hello = greeted.hello
+        pair = self._pairs.get(hello.peer)
+        if pair is None:
+            log.warning("refused a data connection of node %d: it is no peer", hello.peer)
+            sock.close()
+        elif hello.stream == RECONNECT_STREAM:
+            sock.close()
+            self._knocked(pair, hello)
+        else:
+            self._gather(pair, sock, greeted)
+
+    def _knocked(self, pair: _Pair, hello: StreamHello) -> None:
+        with self._changed:
+            pair.heard = time.monotonic()
+            pair.called = pair.called or (pair.awaited is None and hello.link >= pair.made and not pair.gone)
+        self._notify()
+
+    def _gather(self, pair: _Pair, sock: socket.socket, greeted: HandshakeResult) -> None:
+        """Keep one stream of a new link until all of them are there, then go on with it."""
+        hello = greeted.hello
+        with self._changed:
+            pair.heard = time.monotonic()
+            if hello.link > pair.newest:
+                pair.newest = hello.link
+                self._close_half(pair)
+                self._changed.notify_all()  # an answer to the dial before it is not worth waiting for
+            if (self._closed or pair.gone or hello.peer < self._me.index or hello.link < pair.newest
+                    or hello.link <= pair.made or hello.stream in pair.half or not 0 <= hello.stream < self._n_streams
+                    or (pair.half and hello.epoch != pair.epoch)):
+                log.debug("refused stream %d of link %d of node %d: too late", hello.stream, hello.link, hello.peer)
+                sock.close()
+                return
+            pair.half[hello.stream], pair.epoch = (sock, greeted.secret), hello.epoch
+            if len(pair.half) < self._n_streams:
+                return
+            link = tcp.TcpLink(hello.peer, number=hello.link, epoch=hello.epoch, checks=self._checks)
+            for stream, (each, secret) in pair.half.items():
+                link.take(stream, each, seals_of(secret, dialled=False) if self._encryption.covers(each) else None)
+            pair.half = {}
+            pair.called = pair.awaited is None
+        self._notify()
+        try:
+            self._answer(pair, link)
+        except (BpsError, OSError) as exc:
+            log.debug("link %d to node %d did not come about: %s", link.number, link.index, exc)
+            link.close()
+            with self._changed:  # the peer may believe that it did: a knock says that it is over
+                pair.over = max(pair.over, link.number)
+
+    def _answer(self, pair: _Pair, link: tcp.TcpLink) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or pair.gone or pair.newest != link.number or pair.awaited is not None,
+                self._patience_s)
+            awaited = pair.awaited
+        if awaited is None or self._closed or pair.gone or pair.newest != link.number:
+            raise StallError("this node has not parted with the link before it, or another one was dialled")
+        self._tell(link, awaited())
+        link.awaited_there = self._told(link)
+        self._made(pair, awaited, link)
+
+    @staticmethod
+    def _close_half(pair: _Pair) -> None:
+        for sock, _ in pair.half.values():
+            sock.close()
+        pair.half = {}
+
+    # -- what both do -------------------------------------------------------------------------------------
+
+    def _made(self, pair: _Pair, awaited: Awaited, link: tcp.TcpLink) -> None:
+        with self._changed:
+            if not self._is_wanted(pair, awaited) or pair.newest != link.number:
+                raise StallError(f"link {link.number} came too late")
+            pair.awaited, pair.made, pair.called, pair.made_at = None, link.number, False, time.monotonic()
+            self._offer(link)
+            self._changed.notify_all()
+
+    def _tell(self, link: tcp.TcpLink, awaited: Mapping[int, int]) -> None:
+        data = msgspec.msgpack.encode(dict(awaited))
+        with self._at_work(link.sockets[0]) as sock:
+            sock.sendall(_said(link, len(data).to_bytes(4, "little")) + _said(link, data))
+
+    def _told(self, link: tcp.TcpLink) -> dict[int, int]:
+        """Return what the peer awaits, once it has parted with the link before this one."""
+        with self._at_work(link.sockets[0]) as sock:
+            nbytes = int.from_bytes(_heard(link, sock, 4), "little")
+            if nbytes > _MAX_NBYTES:
+                raise ProtocolError(f"node {link.index} says in {nbytes} bytes what it awaits: too many")
+            try:
+                return _DECODER.decode(_heard(link, sock, nbytes))
+            except msgspec.MsgspecError as exc:
+                raise ProtocolError(f"what node {link.index} says that it awaits cannot be read: {exc}") from exc
+
+    @contextlib.contextmanager
+    def _at_work(self, sock: socket.socket) -> Iterator[socket.socket]:
+        """Have `close` end what is done with *sock* meanwhile, its peer's silence, and our patience."""
+        with self._changed:
+            if self._closed:
+                raise StallError("the job has ended")
+            self._busy.add(sock)
+        try:
+            tcp.end_when_silent(sock, self._lease_s)
+            sock.settimeout(self._patience_s)
+            yield sock
+            sock.settimeout(None)
+        finally:
+            with self._changed:
+                self._busy.discard(sock)
+
+
+def _said(link: tcp.TcpLink, data: bytes) -> bytes:
+    """Return *data* as it travels over the first stream of *link*, before that is handed over."""
+    seals = link.seals.get(0)
+    if seals is None:
+        return data + crc32c(data).to_bytes(4, "little") if link.checks else data
+    pieces = range(0, len(data), RECORD_NBYTES)
+    return b"".join(seals.out.close(data[begin:begin + RECORD_NBYTES]) for begin in pieces)
+
+
+def _heard(link: tcp.TcpLink, sock: socket.socket, nbytes: int) -> bytes:
+    """Return what the other side has `_said`, of *nbytes*; raises `ProtocolError` if somebody else has."""
+    seals = link.seals.get(0)
+    if seals is None:
+        data = _receive(sock, nbytes)
+        if link.checks and crc32c(data) != int.from_bytes(_receive(sock, 4), "little"):
+            raise ProtocolError(f"what node {link.index} has said was changed on its way: its checksum is another one")
+        return data
+    try:
+        return b"".join(seals.incoming.open(_receive(sock, min(RECORD_NBYTES, nbytes - begin) + TAG_NBYTES))
+                        for begin in range(0, nbytes, RECORD_NBYTES))
+    except ValueError as exc:
+        raise ProtocolError(f"node {link.index} has not said what came over its connection: {exc}") from exc
+
+
+def _receive(sock: socket.socket, nbytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < nbytes:
+        piece = sock.recv(nbytes - len(data))
+        if not piece:
+            raise PeerLostError("the peer has closed the connection")
+        data += piece
+    return bytes(data)

@@ -1,0 +1,343 @@
+"""Two nodes over TCP: one to four authenticated connections per pair, handed to native streams.
+
+A node listens before it joins the job, so its address is good as soon as anybody knows it. The dialler opens
+its streams one after another; each answers the HMAC challenge of `orchestration.security` in both directions
+before it counts, and says which node, which stream and which epoch it is. From then on a native
+`bpsfast.pyx.tcp.Stream` owns the connection; a partition always takes the same stream (`TcpLink.stream_of`), so
+payload and announcement stay in order.
+"""
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...orchestration import security
+from ...orchestration.errors import ConfigError, MismatchError, StallError
+from ...pyx.engine import Engine
+from ...pyx.ring import MAX_PARTS
+from ...pyx.tcp import Stream
+from ...base.trace_records import Limits
+from .epochs import Epochs
+from .pacing import TcpPacing
+from ...base.encryption import Encryption, Seals, seals_of
+
+CONTEXT = "bpsfast data"
+#: A stranger on the data port holds up one accepting thread for at most this long.
+CHALLENGE_TIMEOUT_S = 5.0
+#: Send buffers that stay in the cache: bytes go through them once, and late urgent ones wait behind them. Between
+#: machines they also have to cover the round trip.
+_NEAR_BUFFER_NBYTES = 128 << 10
+_FAR_BUFFER_NBYTES = 512 << 10
+#: Linux probes no less often (MAX_TCP_KEEPIDLE, MAX_TCP_KEEPINTVL).
+_MOST_KEEPALIVE_S = 32_767
+
+
+def listen(host: str) -> socket.socket:
+    """Return a socket that listens for data connections on *host*, any port."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(128)
+    except (OSError, UnicodeError) as exc:  # UnicodeError: a name with a label that is empty or too long
+        listener.close()
+        raise ConfigError(f"cannot listen for data on {host!r}: {exc}; set BPSFAST_NODE_HOST to an address of this "
+                          "machine") from exc
+    return listener
+
+
+def _is_near(sock: socket.socket) -> bool:
+    """Whether the peer is on this host, as its address tells; False if the connection has ended meanwhile."""
+    try:
+        return sock.family == socket.AF_INET and sock.getsockname()[0] == sock.getpeername()[0]
+    except OSError:
+        return False
+
+
+_UNTRACED = Limits()
+
+
+@dataclass
+class TcpLink:
+    """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called.
+
+    *n_streams*: how many of them partitions take turns on that say nothing else (0: all). *bound*: what is expected
+    from the peer, as in `RdmaLink`. *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
+    *number*: which of the pair's links it is, *awaited_there*: what the peer has not got over those before. *seals*: of
+    the connections that are encrypted. *checks*: writes over the others have checksums. *epoch*: the one that its
+    dialler has said.
+    """
+
+    index: int
+    sockets: dict[int, socket.socket] = field(default_factory=dict)
+    seals: dict[int, Seals] = field(default_factory=dict)
+    streams: list[Stream] = field(default_factory=list)
+    n_nodes: int = 1
+    epoch: int = 1
+    n_slots: int = MAX_PARTS
+    send_buffer_nbytes: int = 0
+    limits: Limits = _UNTRACED
+    paces: TcpPacing | None = None
+    checks: bool = False
+    n_streams: int = 0
+    bound: dict[int, tuple[int, int, int, int, bool]] = field(default_factory=dict)
+    number: int = 0
+    awaited_there: Mapping[int, int] = field(default_factory=dict)
+    fenced: bool = False
+    _rounds: dict[int, int] = field(default_factory=dict)  # what comes next of what is bound, while no stream knows it
+    _n_streams_of: dict[int, int] = field(default_factory=dict)  # part -> what it says itself
+
+    is_encrypted: bool = False
+
+    kind = "tcp"
+    is_wire = True
+
+    def take(self, number: int, sock: socket.socket, seals: Seals | None) -> None:
+        """Have *sock* as stream *number*, encrypted with *seals* if there are any."""
+        self.sockets[number] = sock
+        if seals is not None:
+            self.seals[number] = seals
+            self.is_encrypted = True
+
+    def start(self, engine: Engine, source: int) -> None:
+        """Hand the connections to native streams, whose arrivals *engine* takes as those of *source*."""
+        for number in sorted(self.sockets):
+            sock = self.sockets[number]
+            nbytes = self.send_buffer_nbytes or (_NEAR_BUFFER_NBYTES if _is_near(sock) else _FAR_BUFFER_NBYTES)
+            pace_out, pace_in = (self.paces.out.address, self.paces.incoming.address) if self.paces else (0, 0)
+            seals = self.seals.pop(number, None)
+            seal_out, seal_in = (seals.out.address, seals.incoming.address) if seals else (0, 0)
+            if self.paces:
+                self.paces.prepare(sock)
+            stream = Stream(sock.fileno(), peer=source, engine=engine.handle,
+                            arrived=engine.arrived_address, notify=engine.notify_address, epoch=self.epoch,
+                            n_slots=self.n_slots, send_buffer_nbytes=nbytes,
+                            **self.limits._asdict(), pace_out=pace_out, pace_in=pace_in,
+                            seal_out=seal_out, seal_in=seal_in, checks=self.checks, keep=(engine, self.paces, seals))
+            self.streams.append(stream)
+            self.sockets.pop(number).detach()  # the stream owns the descriptor from here on
+        for part, bound in self.bound.items():
+            self._bind(part, *bound, next_round=self._rounds.get(part, 1))
+        for stream in self.streams:
+            stream.start()
+
+    def expect(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
+               next_round: int = 1) -> None:
+        """Do what `bind` does, before `start`: the peer may write *next_round* as soon as it is connected."""
+        self.bound[part] = even, odd, nbytes, n_streams, framed
+        self._rounds[part] = next_round
+
+    def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
+             first_round: int = 1) -> None:
+        """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; *framed*: see `WireLink`.
+
+        *first_round* is what comes next, and what is awaited should the link end before. From then on *part* takes one
+        of the first *n_streams* streams, on this side; the peer is told the same.
+        """
+        self.expect(part, even, odd, nbytes, n_streams, framed, first_round)
+        if not self.fenced:
+            self._bind(part, even, odd, nbytes, n_streams, framed, first_round)
+
+    def _bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int, framed: bool,
+              next_round: int = 1) -> None:
+        if n_streams:
+            self._n_streams_of[part] = n_streams
+        self.stream_of(part).bind(part, even, odd, nbytes, framed, next_round)
+
+    def unbind(self, part: int) -> None:
+        """Expect nothing more of *part*: it was refused, or is retired. Writes to it are errors."""
+        self.bound.pop(part, None)
+        self._rounds.pop(part, None)
+        if self.streams and not self.fenced:
+            self.stream_of(part).unbind(part)
+        self._n_streams_of.pop(part, None)
+
+    def fence(self) -> None:
+        """End it for good: nothing more arrives over it, and what has not is known. One thread, idempotent."""
+        if not self.fenced:
+            self._close_streams()
+            if self.streams:
+                self._rounds = {part: self.stream_of(part).next_round(part) for part in self.bound}
+            self.fenced = True
+
+    @property
+    def sealed(self) -> bool:
+        """Whether `fence` was called."""
+        return self.fenced
+
+    def next_round(self, part: int) -> int:
+        """Return the round of *part*, which is bound, that has not arrived whole."""
+        if self.fenced or not self.streams:
+            return self._rounds.get(part, 1)
+        return self.stream_of(part).next_round(part)
+
+    def awaited(self) -> dict[int, int]:
+        """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
+        return {part: self._rounds.get(part, 1) for part in tuple(self.bound)}
+
+    def why(self, code: int) -> str:
+        """Return in words why a stream was lost; *code* is the event's."""
+        if code == errno.EBADMSG:
+            return ("what came over it was not what the peer has sent: its memory, its card, the network or somebody "
+                    "there has changed it")
+        return os.strerror(code) if code else "closed"
+
+    def stream_of(self, part: int) -> Stream:
+        """Return the stream that *part* takes, the same one in both directions and on both sides.
+
+        Neighbouring parts have different owners: they go to one stream together, so that each stream carries partials
+        and results in both directions.
+        """
+        n = self._n_streams_of.get(part) or self.n_streams or len(self.streams)
+        return self.streams[part // self.n_nodes % min(n, len(self.streams))]
+
+    def counters(self) -> dict[str, int]:
+        """Return the sum of the streams' counters."""
+        total: dict[str, int] = {}
+        for stream in self.streams:
+            for name, value in stream.counters().items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    def traces(self) -> list[bytes]:
+        """Return the trace records of each stream."""
+        return [stream.trace() for stream in self.streams]
+
+    def close(self) -> None:
+        """Close all connections. Idempotent."""
+        self._close_streams()
+        for sock in self.sockets.values():
+            sock.close()
+        self.sockets.clear()
+
+    def _close_streams(self) -> None:
+        for stream in self.streams:
+            stream.close()
+
+
+def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epochs: Epochs, deadline: float,
+         encryption: Encryption = Encryption.NONE) -> TcpLink:
+    """Open *n_streams* authenticated connections to node *peer* at *address* ("host:port").
+
+    *epochs*: those that this node knows.
+
+    Raises
+    ------
+    BpsError
+        `StallError` when it could not be reached until *deadline* (monotonic seconds); `MismatchError` for
+        another job key, or an epoch that is over.
+    """
+    epoch = epochs.known
+    link = TcpLink(peer, epoch=epoch)
+    try:
+        for number in range(n_streams):
+            sock = _reach(address, peer, deadline)
+            hello = security.StreamHello(peer=mine, stream=number, epoch=link.epoch, encrypted=encryption.covers(sock))
+            secret = prove_to(sock, key, hello, peer, max(0.1, deadline - time.monotonic()), epochs.least_of(peer))
+            link.take(number, sock, seals_of(secret, dialled=True) if hello.encrypted else None)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epochs: Epochs, deadline: float,
+            pid: int = 0, encryption: Encryption = Encryption.NONE) -> tuple[socket.socket, int]:
+    """Open one authenticated connection, the stream *number*; return it, and the epoch that it was opened in.
+
+    Same errors as `dial`. *pid*: as in `StreamHello`.
+
+    *encryption*: of this job, on which both ends must agree. Nothing is sent over this connection that needs it.
+    """
+    sock = _reach(address, peer, deadline)
+    hello = security.StreamHello(peer=mine, stream=number, epoch=epochs.known, pid=pid,
+                                 encrypted=encryption.covers(sock))
+    # The acceptor may still be waiting for its own Welcome: it has until the deadline.
+    prove_to(sock, key, hello, peer, max(0.1, deadline - time.monotonic()), epochs.least_of(peer))
+    return sock, hello.epoch
+
+
+def greet(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float) -> socket.socket:
+    """As `prove_to`, where that one is in this epoch, or a later one; return *sock*."""
+    prove_to(sock, key, hello, peer, timeout_s, hello.epoch)
+    return sock
+
+
+def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float,
+             least_epoch: int) -> bytes:
+    """Prove to node *peer* at the other end of *sock* who we are, and have it do the same; return the secret of both.
+
+    That one has to know *least_epoch*, or a later one.
+
+    Raises
+    ------
+    BpsError
+        `MismatchError` for another job key, node or `encrypted`, or an epoch that is over; `StallError` after
+        *timeout_s*. *sock* is closed then.
+    """
+    try:
+        answer, secret = security.handshake_as_dialer(sock, key, CONTEXT, hello, timeout_s)
+        if answer.peer != peer or answer.epoch < least_epoch:
+            host, port = sock.getpeername()[:2]
+            raise MismatchError(f"{host}:{port} is node {answer.peer} of epoch {answer.epoch}, expected node {peer} of "
+                                f"epoch {least_epoch} or later")
+    except BaseException:
+        sock.close()
+        raise
+    return secret
+
+
+def accept(sock: socket.socket, key: bytes, *, mine: int, epochs: Epochs,
+           encryption: Encryption = Encryption.NONE) -> security.HandshakeResult:
+    """Challenge a connection that was just accepted and return who it is; raises `BpsError` if it cannot prove it."""
+    sock.setblocking(True)
+    greeted = security.handshake_as_acceptor(sock, key, CONTEXT, peer=mine, epoch=epochs.known, timeout_s=CHALLENGE_TIMEOUT_S,
+                                     encrypted=encryption.covers(sock))
+    hello, least = greeted.hello, epochs.least_of(greeted.hello.peer)
+    if hello.epoch < least:
+        raise MismatchError(f"node {hello.peer} dialled for epoch {hello.epoch}, the job goes on in epoch {least}: it "
+                            "was left behind, or tries again once it knows")
+    prepare(sock)
+    return greeted
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set what a data connection needs: headers leave at once."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def end_when_silent(sock: socket.socket, lease_s: float) -> None:
+    """Have the kernel end *sock* once its peer has acknowledged nothing for half of *lease_s*; idle ones are probed.
+
+    Without, a connection that the other machine knows nothing of any more is kept for a quarter of an hour, and for
+    ever if nothing is sent. The other half of the lease is there to connect anew. A peer that acknowledges and reads
+    nothing for so long (a zero window) is ended in the same way: that costs a new connection.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(500 * lease_s)))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(max(1, round(lease_s / 4)), _MOST_KEEPALIVE_S))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, min(max(1, round(lease_s / 8)), _MOST_KEEPALIVE_S))
+
+
+def reach_once(address: str, timeout_s: float) -> socket.socket:
+    """Return a connection to *address* ("host:port"), tried once; `OSError` if there is none within *timeout_s*."""
+    host, _, port = address.rpartition(":")
+    sock = socket.create_connection((host, int(port)), timeout=timeout_s)
+    sock.setblocking(True)
+    prepare(sock)
+    return sock
+
+
+def _reach(address: str, peer: int, deadline: float) -> socket.socket:
+    last: Exception | None = None
+    while (remaining := deadline - time.monotonic()) > 0:
+        try:
+            return reach_once(address, remaining)
+        except OSError as exc:
+            last = exc
+            time.sleep(min(0.1, max(0.0, deadline - time.monotonic())))
+    raise StallError(f"node {peer} could not be reached at {address} ({last}): is a firewall between the machines, or "
+                     "does BPSFAST_NODE_HOST there name an address that this machine cannot reach?")

@@ -1,0 +1,244 @@
+"""A plan's units put into this node's memory and engine, partition by partition.
+
+    owner            result here (both parities); a slot per wire peer with ranks of it; inputs in node order;
+                     weights and momentum, if it keeps them: once for the units of all workers
+    member           partial here if several of its ranks are local; the owner's result arrives here (a wire: tcp, rdma)
+                     or is read where the owner keeps it (shm)
+    neither          a node without a rank that pushes it, and which does not own it: nothing
+"""
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..orchestration.messages import Extent, NodeInfo, PartPlan, UnitPlan
+from ..orchestration.placement.partition import ITEM_NBYTES
+from ..orchestration.placement.rows import ROWS, part_rows
+from ..pyx.engine import Engine
+from .transport import Link, WireLink, wire
+from .transport.shm import ShmLink
+from .codec_state import CodedPart
+from .part_codec import PartCodec, part_codec
+from .generation import Generation, UnitResources
+from .regions import Arena, Place, Regions, page_round
+from .partition_role import PartitionRole
+from .parameter_stores import ParameterStore, ParameterStores
+
+
+class UnitInstaller:
+    """What becomes of one plan here. Lives while its generation is prepared; parameters are `PlanInstaller`'s, but for
+
+    *room*, bytes by kind of arena that will be allocated, and *purpose*, which errors name.
+
+    Raises
+    ------
+    CapacityError
+        If the machine cannot hold so much; nothing was allocated.
+    """
+
+    def __init__(self, me: NodeInfo, engine: Engine, regions: Regions, links: Mapping[int, Link],
+                 sources: Mapping[int, int], partition_role: PartitionRole, parameter_stores: ParameterStores, sums: bool, room: dict[str, int],
+                 purpose: str) -> None:
+        self._me = me
+        self._engine = engine
+        self._regions = regions
+        self._links = links
+        self._sources = sources
+        self._partition_role = partition_role
+        self._stores = parameter_stores
+        self._sums = sums
+        self._room = room  # what is not allocated yet
+        wanted = [(arena, room[arena.kind]) for arena in (regions.results, regions.partials, regions.slots,
+                                                          regions.frames, regions.states, regions.stores)]
+        shown = ", ".join(f"{kind}s {nbytes}" for kind, nbytes in room.items())
+        regions.require(wanted, f"{purpose} on node {me.index} ({shown} bytes)")
+
+    def put(self, unit: UnitPlan, generation: Generation, resources: UnitResources) -> None:
+        """Allocate for *unit*, bind what is written to this node, tell the engine; note all of it in *holding* at once:
+        what fails half way is given back like the rest.
+        """
+        resources.ranks = unit.ranks
+        resources.names = tuple(member.name for member in unit.members)
+        coded = self._partition_role.is_coded(unit)
+        if coded:
+            resources.codec, resources.dtype = unit.codec, unit.dtype
+        here = [part for part in unit.parts if self._partition_role.appears_here(unit, part)]
+        places = self._place_on_device(resources, [part for part in here if self._partition_role.is_direct(unit, part)])
+        straight = set(places)
+        self._partition_role.count_direct(unit, here, straight)
+        places |= self._side_by_side(resources, self._regions.results, [part for part in here if part.part not in places])
+        for part in unit.parts:
+            outputs = (0, 0)
+            if part.part in places:
+                even, odd = places[part.part]
+                outputs = even.address, odd.address
+                generation.extents[part.part] = Extent(node=self._me.index, segment=even.segment,
+                                                       offset_even=even.offset, offset_odd=odd.offset,
+                                                       nbytes=part.nbytes, on_device=part.part in straight)
+            if part.owner != self._me.index and not self._partition_role.members_of(unit.ranks).local:
+                continue
+            if part.owner == self._me.index:
+                arguments, store = self.owned(unit, part, outputs, resources, unit.first_round)
+                self._engine.add_owned(part.part, **arguments)
+                if store is not None:
+                    store.is_engaged = True
+            else:
+                self._engine.add_member(part.part, **self.member(unit, part, outputs, resources, unit.first_round))
+            resources.parts.append(part)
+
+    def _codec(self, unit: UnitPlan, part: PartPlan, resources: UnitResources) -> PartCodec:
+        """Return the codec of *part* with its state, which begins as zeros."""
+        assert unit.codec is not None, "only then it is coded"
+        states = dict.fromkeys(("error", "momentum", "error_back"), 0)
+        sizes = self._partition_role.states_of(unit, part)
+        for name, nbytes in sizes.items():
+            states[name] = self._allocate(resources, self._regions.states, nbytes).address
+            ctypes.memset(states[name], 0, nbytes)
+        resources.coded.append(CodedPart(part.part, part.offset, part.nbytes, part.owner == self._me.index,
+                                       tuple((states[name], nbytes) for name, nbytes in sizes.items())))
+        return part_codec(unit.codec, unit.dtype, part.nbytes // ITEM_NBYTES[unit.dtype])._replace(
+            error=states["error"], momentum=states["momentum"], error_back=states["error_back"])
+
+    def owned(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], resources: UnitResources, first_round: int
+              ) -> tuple[dict[str, Any], ParameterStore | None]:
+        """Return what `Engine.add_owned` needs for *part*, which is summed into *outputs*, and its store, if it has
+        one: allocated, and bound to the lanes of those who write here, from *first_round* on.
+        """
+        codec = self._codec(unit, part, resources) if self._partition_role.is_coded(unit) else None
+        if codec is not None:
+            codec = codec._replace(frames=self._frames(part, self._regions.frames, resources))
+        members = self._partition_role.members_of(unit.ranks)
+        before: list[tuple[int, int]] = []
+        after: list[tuple[int, int]] = []
+        for index in members.nodes:
+            if index == self._me.index:
+                continue
+            link = wire(self._links[index])
+            slot = 0
+            if link is not None:
+                nbytes = part.nbytes if codec is None else part.wire_nbytes
+                slot = self._allocate(resources, self._regions.slots, nbytes).address
+                resources.owned.setdefault(part.part, []).append((self._regions.slots, slot, nbytes))
+                bind(resources, link, unit, part, (slot, slot), codec is not None, first_round)
+            (before if index < self._me.index else after).append((self._sources[index], slot))
+        if not members.local:
+            resources.owned.setdefault(part.part, []).extend(
+                (self._regions.results, address, part.nbytes) for address in outputs)
+        store: ParameterStore | None = None
+        if unit.store is not None:
+            store = self._stores.take(unit, part, self._room["store"])
+            resources.parameter_stores.append(store)
+            if store.n_users == 1:  # made just now
+                self._room["store"] -= page_round(store.nbytes)
+        return dict(
+            nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
+            kernel=self._kernel(unit), divisor=members.n_ranks if unit.average else 1, before=before,
+            local=list(members.local), after=after, outputs=outputs, to_wire=bool(members.wired),
+            shm_peers=[self._sources[index] for index, link in sorted(self._links.items())
+                       if isinstance(link, ShmLink) and index in members.nodes],
+            codec=codec, rows=_rows(unit, part), store=store.handle if store is not None else 0,
+            first_round=unit.first_round,
+        ), store
+
+    def results(self, part: PartPlan, resources: UnitResources) -> tuple[int, int]:
+        """Return addresses of new memory for the result of *part*, by parity."""
+        nbytes = page_round(part.nbytes)
+        at = self._allocate(resources, self._regions.results, 2 * nbytes).address
+        return at, at + nbytes
+
+    def member(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], resources: UnitResources, first_round: int,
+               partial: Place | None = None) -> dict[str, Any]:
+        """Return what `Engine.add_member` needs for *part*, of which the result is read at *outputs*: allocated, but
+        for the *partial* if there is one, and from *first_round* on bound to the lane of the owner, if that is a wire.
+        """
+        codec = self._codec(unit, part, resources) if self._partition_role.is_coded(unit) else None
+        link = wire(self._links[part.owner])
+        arriving = outputs
+        if codec is not None and link is not None:
+            arriving = self._frames(part, self._regions.slots, resources)
+            codec = codec._replace(frames=arriving, results=outputs)
+        if link is not None:
+            bind(resources, link, unit, part, arriving, codec is not None, first_round)
+            resources.arriving[part.part] = arriving
+        nbytes = self._partition_role.partial_nbytes(unit, part)
+        if partial is None:
+            partial = self._allocate(resources, self._regions.partials, nbytes) if nbytes else Place(0, 0, 0)
+        if nbytes:
+            resources.partials[part.part] = partial
+        if codec is not None:
+            codec = codec._replace(frame=partial.address)
+        return dict(
+            nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
+            kernel=self._kernel(unit), local=list(self._partition_role.members_of(unit.ranks).local),
+            owner=self._sources[part.owner], partial=(partial.address, partial.segment, partial.offset), codec=codec,
+            rows=_rows(unit, part), first_round=unit.first_round,
+        )
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _allocate(self, resources: UnitResources, arena: Arena, nbytes: int) -> Place:
+        place, _ = arena.allocate(nbytes, self._room[arena.kind])
+        resources.places.append((arena, place, nbytes))
+        self._room[arena.kind] -= page_round(nbytes)
+        return place
+
+    def _side_by_side(self, resources: UnitResources, arena: Arena, parts: Sequence[PartPlan], at: Place | None = None
+                      ) -> dict[int, tuple[Place, Place]]:
+        """Return places for both results of *parts*, from *at* on if that was allocated: one run for each parity.
+        Neighbours stay neighbours, so a rank's view is few mappings.
+        """
+        even_nbytes = sum(page_round(part.nbytes) for part in parts)
+        if at is None and parts:
+            at = self._allocate(resources, arena, 2 * even_nbytes)
+        found, offset = {}, 0
+        for part in parts:
+            assert at is not None, "it was allocated"
+            found[part.part] = at.beyond(offset), at.beyond(offset + even_nbytes)
+            offset += page_round(part.nbytes)
+        return found
+
+    def _place_on_device(self, resources: UnitResources, parts: Sequence[PartPlan]) -> dict[int, tuple[Place, Place]]:
+        """As `_side_by_side`, in memory of a rank's device; nothing where that has no room in one piece."""
+        nbytes = 2 * sum(page_round(part.nbytes) for part in parts)
+        at = self._regions.direct.fit(nbytes) if parts else None
+        if at is None:
+            return {}
+        resources.places.append((self._regions.direct, at, nbytes))
+        return self._side_by_side(resources, self._regions.direct, parts, at)
+
+    def _frames(self, part: PartPlan, arena: Arena, resources: UnitResources) -> tuple[int, int]:
+        """Return addresses of memory for frames of the result of *part*, by parity."""
+        nbytes = page_round(part.wire_nbytes)
+        at = self._allocate(resources, arena, 2 * nbytes).address
+        return at, at + nbytes
+
+    def _kernel(self, unit: UnitPlan) -> int:
+        return kernel(unit.dtype, unit.op, self._sums)
+
+
+def kernel(dtype: str, op: str, sums: bool) -> int:
+    """Return the address of what adds up inputs of *dtype* by *op*; not *sums*: of what does nothing (`no_sum`)."""
+    from .. import kernels
+    from ..kernels import no_sum  # compiles: not before somebody needs a sum
+
+    return kernels.address(dtype, "sum" if op == ROWS else op) if sums else no_sum.address()
+
+
+def bind(resources: UnitResources, link: WireLink, unit: UnitPlan, part: PartPlan, at: tuple[int, int], coded: bool,
+         first_round: int) -> None:
+    """Expect *part* from *first_round* on over *link*, at these addresses by parity, and note it in *holding*."""
+    link.bind(part.part, *at, part.wire_nbytes if coded else part.nbytes, unit.n_streams, coded or unit.op == ROWS,
+              first_round)
+    resources.bound.append((link.index, part.part))
+
+
+def _rows(unit: UnitPlan, part: PartPlan) -> tuple[int, int, int, int] | None:
+    """Return what the engine has to know of the frames of *part*, if its unit is a table that is summed by rows."""
+    if unit.op != ROWS:
+        return None
+    n_rows, *row = unit.members[0].shape
+    n_elements = math.prod(row)
+    in_part = part_rows(n_rows, len(unit.parts), part.part - unit.parts[0].part)
+    return in_part, unit.frame_rows, n_elements, n_elements * ITEM_NBYTES[unit.dtype]

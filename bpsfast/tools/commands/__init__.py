@@ -1,0 +1,101 @@
+"""Commands of the command line that live in a file of their own, and the group that imports each when it is called.
+
+`COMMANDS` says, by name, which module here defines the command (a `click.Command` named ``command``) and its line on
+the help page, so that ``bpsfast --help`` imports none of them.
+
+Conventions of every command (`output.show`, `exits.exit_on_error`): results on standard output, log and complaints
+on standard error; ``--json`` prints one valid JSON document, also when the command fails; exit codes as in `exits`.
+"""
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from typing import Any
+
+import click
+
+from ...base import command_errors
+
+#: name -> (module below bpsfast.tools.commands, what the help page says)
+COMMANDS = {
+    "add": ("add", "Add workers to a running job that `bpsfast run --elastic --control FILE` has started."),
+    "bench": ("bench", "Measure this machine: figures of one run beside each other."),
+    "clean": ("clean", "Remove what killed jobs have left on this machine."),
+    "compare": ("compare", "Say which rows of a bench's result file are slower than in another, and how sure that is."),
+    "devices": ("devices", "List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link."),
+    "doctor": ("doctor", "Find what keeps RDMA from working, and say what to type."),
+    "explain": ("explain", "Say what an error code means and what to do about it."),
+    "gids": ("gids", "List the GID table, and which GID would be used."),
+    "info": ("info", "Show what is installed here and works, and why the rest does not."),
+    "ping": ("ping", "Try who reaches whom, over TCP and from each RDMA port to each."),
+    "plan": ("plan", "Predict communication and step time, and say which helpers pay."),
+    "simulate": ("simulate", "Time of a training step on machines that are not there, by simulated events."),
+    "report": ("report", "Make one archive for a bug report, without secrets and names."),
+    "run": ("run", "Run a program as a job of several ranks, here or on several hosts."),
+    "perf": ("perf", "Measure bandwidth or latency between two machines, as perftest does."),
+    "topo": ("topo", "Show what is inside a machine: GPUs, switches, sockets, cards, and the rate of each link."),
+    "top": ("top", "Watch a running job: bytes, sums and queue of nodes; steps, stalls and lag of ranks."),
+    "trace": ("trace", "Merge the traces of a job's processes, or say where the time of its steps went."),
+    "tune": ("tune", "Find better settings by measuring, within a budget of time."),
+}
+
+
+_TYPED = "bpsfast.typed"
+
+
+class LazyGroup(click.Group):
+    """A group whose commands in `COMMANDS` are imported when they run, not when the help page is shown."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted({*super().list_commands(ctx), *COMMANDS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command, importing its module if it is one of `COMMANDS`."""
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        return importlib.import_module(f"{__name__}.{COMMANDS[cmd_name][0]}").command
+
+    def resolve_command(self, ctx: click.Context,
+                        args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that *args* name; what is none is met with the nearest one."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as exc:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]}?" if near else "`bpsfast --help` lists all"
+            raise click.UsageError(f"no such command: {args[0]}; {hint}", ctx) from exc
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep what was typed: a command that cannot be understood is yet asked for JSON, or not."""
+        ctx.meta[_TYPED] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; if it was typed wrongly and with ``--json``, standard output gets a JSON document, too."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as exc:
+            typed = ctx.meta[_TYPED]
+            ours = typed[:typed.index("--")] if "--" in typed else typed
+            command = exc.ctx.command if exc.ctx is not None else self
+            if "--json" in ours and any(option.name == "as_json" for option in command.params):
+                click.echo(json.dumps({"error": {"class": type(exc).__name__, "text": exc.format_message()}}))
+            raise
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what exit codes mean."""
+        with formatter.section("Exit codes of every command (of run: that of the process that failed first)"):
+            formatter.write_dl([(str(code), words) for code, words in command_errors.WORDS.items()])
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing those in `COMMANDS`."""
+        rows = []
+        for name in self.list_commands(ctx):
+            if name in COMMANDS:
+                rows.append((name, COMMANDS[name][1]))
+            elif (own := super().get_command(ctx, name)) is not None and not own.hidden:
+                rows.append((name, own.get_short_help_str(limit=100)))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)

@@ -1,0 +1,67 @@
+"""``bpsfast clean``: remove what dead jobs have left on this machine."""
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from ...base import command_errors, output
+
+_HEAD = ("KIND", "NAME", "LEFT BY", "WHAT")
+
+
+@click.command()
+@click.option("--yes", "-y", "is_agreed", is_flag=True, help="Remove without asking.")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document; asks nothing, so it removes with --yes only.")
+@command_errors.exit_on_error
+def command(is_agreed: bool, dry_run: bool, as_json: bool) -> None:
+    """Remove what dead jobs have left here: their processes, network namespaces and temporary folders.
+
+    Only what provably is bpsfast's, this user's, and of an owner that has ended: a running job is never touched. Jobs
+    that end, or fail, leave nothing; this is for those whose launcher or bench was killed. Their memory and sockets
+    need no cleaning, they vanish with their processes. A control file (`bpsfast run --control FILE`) is replaced by the
+    next job.
+
+    Exit code 0 if nothing is left afterwards, 1 if something is, 3 if root would be needed.
+
+    \b
+    bpsfast clean --dry-run
+    bpsfast clean --yes --json
+    """
+    from ...launch import stale_resources
+
+    if is_agreed and dry_run:
+        raise click.UsageError("--yes and --dry-run: choose one")
+    found = stale_resources.find()
+    asks = found and not is_agreed and not dry_run and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
+    if found and not as_json:
+        click.echo(output.table([_HEAD, *((each.kind, each.name, f"pid {each.owner_pid}", each.about)
+                                            for each in found)]))
+    if asks:
+        is_agreed = click.confirm(f"Remove {_counted(len(found))}?")
+    reasons = {each: reason for each, reason in stale_resources.remove(found)} if is_agreed else {}
+    if as_json:
+        rows: list[dict[str, Any]] = [
+            {"kind": each.kind, "name": each.name, "owner_pid": each.owner_pid, "about": each.about,
+             "removed": reasons.get(each) == "", "reason": reasons.get(each, "")} for each in found]
+        output.show(output.OutputOptions(as_json=True), str, {"leftovers": rows})
+    elif not found:
+        click.echo("nothing is left of dead jobs here: no processes, network namespaces or temporary folders")
+    for each, reason in reasons.items():
+        if reason:
+            click.echo(f"bpsfast: {each.kind} {each.name} is still there: {reason}", err=True)
+    if is_agreed and not as_json and found:
+        click.echo(f"removed {_counted(sum(not reason for reason in reasons.values()))}")
+    if stale_resources.NEEDS_ROOT in reasons.values():
+        sys.exit(command_errors.ENVIRONMENT)
+    if any(reasons.values()):
+        sys.exit(command_errors.FAILED)
+    if found and not is_agreed and not dry_run:
+        click.echo("bpsfast: nothing was removed; with --yes it is", err=True)
+        sys.exit(command_errors.FAILED)
+
+
+def _counted(number: int) -> str:
+    return f"{number} thing{'' if number == 1 else 's'}"

@@ -1,0 +1,128 @@
+"""``bpsfast info``: what is installed here and works, and why the rest does not; or every setting and its origin."""
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from ...base import command_errors, output
+from .options import overrides, set_option, verbs_option
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ..inventory import Inventory, Machine, Part
+    from ...base.settings import Settings
+
+
+@click.command()
+@click.option("--effective", "as_settings", is_flag=True,
+              help="Show every setting with its value here and where that came from, instead (as `bpsfast env` does).")
+@verbs_option
+@set_option
+@output.options()
+@command_errors.exit_on_error
+def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], as_json: bool, path: str | None,
+            no_color: bool) -> None:
+    """Show what is installed here and works, and why the rest does not.
+
+    [X] works, [ ] does not, and says why. Frameworks are found by their packages' metadata and not imported. Exit code
+    3 if a compiled module of bpsfast does not load.
+
+    \b
+    bpsfast info
+    bpsfast info --json | jq '.transports[] | select(.works | not)'
+    bpsfast info --effective
+    """
+    from ...base import settings
+
+    chosen = output.form(as_json, path, no_color)
+    loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs))
+    if as_settings:
+        from . import settings_table
+
+        found = settings_table.effective(loaded, origins)
+        output.show(chosen, lambda: settings_table.text(found), found)
+        return
+    here = taken(loaded, origins)
+    output.show(chosen, lambda: text(here), here)
+    if not here.is_whole:
+        sys.exit(command_errors.ENVIRONMENT)
+
+
+def taken(loaded: Settings, origins: dict[str, str]) -> Inventory:
+    """Return what is here, under these settings."""
+    from .. import inventory
+    from ...hardware.host import Host
+    from .doctor import gather_facts
+
+    return inventory.take(gather_facts(Host(), loaded, origins, None, 1.0))
+
+
+def text(here: Inventory) -> str:
+    """Return what people read."""
+    machine, limits = here.machine, here.limits
+    lines = output.hanging("", f"bpsfast {here.version}, Python {here.python}, {machine.system}, kernel "
+                               f"{machine.kernel}")
+    lines += _pairs([("from", here.folder), ("python", here.interpreter), *_machine_rows(machine)])
+    whole = [part for part in here.modules if part.works]
+    lines += ["", f"Compiled modules: {len(whole)} of {len(here.modules)} load"]
+    lines += _parts(part for part in here.modules if not part.works)
+    lines += ["", "Transports", *_parts(here.transports)]
+    lines += ["", "RDMA", *_parts((here.verbs, *here.devices))]
+    lines += ["", "Frameworks", *_parts(here.frameworks)]
+    lines += ["", "GPUs", *_parts(here.gpus)]
+    lines += ["", "Packages", *_package_lines(here.packages)]
+    locked = f"{_size(limits.memlock_bytes)}, hard {_size(limits.memlock_hard_bytes)}"
+    lines += ["", "Limits", *_pairs([
+        ("memlock", f"{locked}{', lifted by CAP_IPC_LOCK' if limits.may_lock_all else ''}"),
+        ("nofile", f"{_number(limits.n_files)}, hard {_number(limits.n_files_hard)}"),
+        ("/dev/shm", "not there" if limits.shm_bytes is None else _size(limits.shm_bytes)),
+        ("max_map_count", "not told" if limits.max_map_count is None else str(limits.max_map_count))])]
+    return "\n".join(lines)
+
+
+def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
+    cpus = f"{machine.n_cpus} CPUs" + (f", {machine.n_cpus_allowed} of them for this process"
+                                       if machine.n_cpus_allowed != machine.n_cpus else "")
+    return [("cpu", f"{machine.cpu}, {machine.architecture}: {cpus}, {machine.n_numa_nodes} NUMA node"
+                    f"{'' if machine.n_numa_nodes == 1 else 's'}"),
+            ("memory", _size(machine.memory_bytes)), ("SIMD", " ".join(machine.simd) or "none known"),
+            ("sums for", f"{machine.kernels_for} (compiled by numba where they run)"),
+            ("container", machine.container or "none")]
+
+
+def _pairs(rows: list[tuple[str, str]]) -> list[str]:
+    width = max(len(name) for name, _ in rows)
+    return [line for name, value in rows for line in output.hanging(f"  {name:<{width}}  ", value)]
+
+
+def _parts(parts: Iterable[Part]) -> list[str]:
+    rows = list(parts)
+    width = max((len(part.name) for part in rows), default=0)
+    lines = []
+    for part in rows:
+        mark = click.style("[X]", fg="green") if part.works else "[ ]"
+        words = "; ".join(each for each in (part.found, part.reason) if each)
+        lines += output.hanging(f"  {mark} {part.name:<{width}}  ", words)
+    return lines
+
+
+def _package_lines(packages: tuple[Part, ...]) -> list[str]:
+    width = max(len(part.name) for part in packages)
+    return [line for part in packages for line in output.hanging(
+        f"  {part.name:<{width}}  ", f"{part.found or 'not installed':<14} {part.reason}")]
+
+
+def _size(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "unlimited"
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+def _number(limit: int | None) -> str:
+    return "unlimited" if limit is None else str(limit)

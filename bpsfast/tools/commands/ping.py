@@ -1,0 +1,158 @@
+"""``bpsfast ping``: who reaches whom, over TCP and from each RDMA port to each."""
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...base import command_errors, output
+from . import host_options
+from .options import overrides, set_option, verbs_option
+
+
+@click.command()
+@click.argument("hosts", nargs=-1, metavar="[HOST[:PORT]]...")
+@click.option("--listen", is_flag=True, help="Be the other side, until Ctrl-C.")
+@click.option("--all", "matrix", is_flag=True, help="Each host pings every other one: the whole matrix.")
+@click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+              help="More hosts, one a line: a hostfile as of `bpsfast run`.")
+@host_options.hosts_option
+@host_options.ssh_options
+@click.option("-p", "--port", type=click.IntRange(1, 65535), help="TCP port of the other side [default: 18520; with -H "
+              "a free one].")
+@click.option("-d", "--ib-dev", "device", metavar="DEV", help="Only this RDMA device here.")
+@click.option("-x", "--gid-index", type=click.IntRange(0), help="This row of the GID table.")
+@click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
+              help="Seconds to wait for a host to answer.")
+@verbs_option
+@set_option
+@output.options()
+@command_errors.exit_on_error
+def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path | None, port: int | None,
+            device: str | None, gid_index: int | None, wait_s: float, verbs: str | None, assignments: tuple[str, ...],
+            as_json: bool, path: str | None, no_color: bool, hosts_text: str | None, **ssh_options: Any) -> None:
+    """Try to reach hosts over TCP and from every RDMA port here to every one there.
+
+    Exit code 1 if a host cannot be reached, or by none of its RDMA ports.
+
+    \b
+    bpsfast ping --listen              on each host
+    bpsfast ping gpu01 gpu02           from here to each
+    bpsfast ping --all gpu01 gpu02     from each to each
+    bpsfast ping --all -H gpu01,gpu02  the same, the other side started over ssh
+    """
+    from ...base import settings
+    from ...launch import roles
+    from ...launch.remote_listeners import RemoteListeners
+    from ...orchestration import security
+    from ..perf import control as lines, ping_server, ping
+
+    form = output.form(as_json, path, no_color)
+    loaded = settings.load(overrides(assignments, rdma_devices=f"={device}" if device else None,
+                                     rdma_gid_index=gid_index, verbs=verbs))
+    there = host_options.hosts_of(hosts_text, None)
+    typed = host_options.given(ssh_options)
+    if typed and not there:
+        raise click.UsageError(f"{', '.join(typed)}: for which hosts? Name them by -H")
+    names = [*hosts, *_names(hostfile)]
+    if listen + bool(names) + bool(there) != 1:
+        raise click.UsageError("give hosts to ping, or --listen, or -H for hosts where the other side is to be started")
+    default_port = port or ping.DEFAULT_PORT
+    if listen:
+        place = lines.listen_address(loaded, loaded.node_host)
+        with lines.listen(default_port, place.host) as sock:
+            click.echo(f"bpsfast ping: listening on port {default_port}{place.remark}", err=True)
+            try:
+                ping_server.serve(sock, place.secret, loaded)
+            except KeyboardInterrupt:
+                sys.exit(130)
+        return
+    with contextlib.ExitStack() as stack:
+        where = [lines.host_and_port(name, default_port) for name in names]
+        if there:
+            drawn = roles.given_key(loaded) or secrets.token_hex(32)
+            key = security.job_key(drawn, "")
+            ssh = host_options.take_ssh(ssh_options)
+            started = stack.enter_context(RemoteListeners(there, ssh, ["ping", "--listen"], drawn, port))
+            where = started.addresses
+        else:
+            key = lines.secret_for(loaded, [host for host, _ in where]).key
+        if matrix:
+            found = [ping.ask_to_reach(source, target, key, wait_s) for source in where for target in where
+                     if source != target]
+        else:
+            found = [ping.reach(*target, key, loaded, wait_s) for target in where]
+        if there and any(each["error"] for each in found):
+            started.check()
+    output.show(form, lambda: text(found, where if matrix else []), found)
+    if not all(map(reached, found)):
+        sys.exit(command_errors.FAILED)
+
+
+def reached(found: dict[str, Any]) -> bool:
+    """Whether the host answered, and by RDMA too if both sides have ports for it."""
+    return found["error"] is None and (not found["pairs"] or any(not pair["error"] for pair in found["pairs"]))
+
+
+def text(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
+    """Return what was found for people; with *where* the matrix first."""
+    lines = [matrix_of(found, where), ""] if where else []
+    for each in found:
+        source = f"{each['source']} -> " if "source" in each else ""
+        name = f"{source}{each['host']}:{each['port']}"
+        if each["error"]:
+            lines.append(f"{name}  NOT REACHED  {each['error']}")
+            continue
+        lines.append(f"{name}  tcp {_time(each['tcp']['median_s'])}")
+        lines += [f"  {_rail(pair['own'])} -> {_rail(pair['peer'])}  {_verdict(pair)}" for pair in each["pairs"]]
+        for side, rejected in each["rejected"].items():
+            lines += [f"  {port} {side} is not tried: {reason}" for port, reason in rejected.items()]
+        if not each["pairs"]:
+            lines.append("  no RDMA: no port that can be used on both sides")
+    return "\n".join(lines)
+
+
+def matrix_of(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
+    """Return who reaches whom, and by how many of the pairs of RDMA ports."""
+    cells = {(each["source"], f"{each['host']}:{each['port']}"): _summary(each) for each in found}
+    names = [f"{host}:{port}" for host, port in where]
+    return output.columns([("from \\ to", *names),
+                           *((source, *(cells.get((source, target), "-") for target in names)) for source in names)])
+
+
+def _summary(found: dict[str, Any]) -> str:
+    if found["error"]:
+        return "NO"
+    good = [pair for pair in found["pairs"] if not pair["error"]]
+    if not found["pairs"]:
+        return f"tcp {_time(found['tcp']['median_s'])}"
+    if not good:
+        return f"tcp {_time(found['tcp']['median_s'])}, NO rdma"
+    return f"rdma {_time(min(pair['median_s'] for pair in good))} ({len(good)}/{len(found['pairs'])})"
+
+
+def _rail(rail: dict[str, Any]) -> str:
+    gid = f" GID {rail['gid_index']} {rail['gid']}" if rail["gid"] else ""
+    return f"{rail['device']}/{rail['port']}{gid}"
+
+
+def _verdict(pair: dict[str, Any]) -> str:
+    if pair["error"]:
+        return f"NO  {pair['error']}"
+    return f"ok  MTU {pair['mtu']}  {_time(pair['median_s'])} (least {_time(pair['min_s'])})"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _names(hostfile: Path | None) -> list[str]:
+    """Return the hosts of a hostfile as `bpsfast run` takes it; slots and users mean nothing here."""
+    from ...launch import host_list as hosts
+
+    return [] if hostfile is None else [f"[{name}]" if ":" in name else name for name in (
+        host.name.rpartition("@")[2] for host in hosts.read(hostfile))]

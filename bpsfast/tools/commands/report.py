@@ -1,0 +1,66 @@
+"""``bpsfast report``: one archive for a bug report, without secrets and names."""
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...base import command_errors, output
+
+
+@click.command()
+@click.argument("paths", metavar="[LOG]...", nargs=-1, type=click.Path(exists=True, path_type=Path))
+@click.option("-o", "--output", "path", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="The archive.  [default: bpsfast-report-DATE-TIME.tar.gz]")
+@click.option("--lines", "n_lines", type=click.IntRange(1), default=2000, show_default=True, metavar="N",
+              help="How many lines of each LOG, from its end.")
+@click.option("--hide", "words", multiple=True, metavar="NAME", help="Another host's name to replace; may be repeated.")
+@click.option("--dry-run", is_flag=True, help="Say what would go in, and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document: what is in it, and where it is.")
+@command_errors.exit_on_error
+def command(paths: tuple[Path, ...], path: Path | None, n_lines: int, words: tuple[str, ...], dry_run: bool,
+            as_json: bool) -> None:
+    """Make one archive for a bug report: this machine, its settings, and the LOGs you name (or all files in a folder).
+
+    In it: info, settings with their origins, doctor, devices, GIDs, topology, Python packages, variables of bpsfast
+    and its neighbours, limits and the kernel's files about cards. Secrets are left out; users, home folders, hosts,
+    IP, MAC and GID addresses are replaced, each by the same stand-in everywhere. Look into it before you send it.
+
+    \b
+    bpsfast report --dry-run
+    bpsfast report train.log out/logs   files and folders (--tee-dir, trace_dir)
+    bpsfast report --hide login1.example.org -o report.tar.gz
+    """
+    from .. import bug_report, bug_report_contents, redaction_rules, redaction
+
+    scrub = redaction.Redactor(redaction_rules.found(os.environ, redaction_rules.job_key_of(os.environ), words))
+    logs, skipped = bug_report_contents.named(paths)
+    files, left_out = bug_report.gather(bug_report_contents.entries(os.environ, logs, n_lines), scrub)
+    files.insert(0, bug_report.readme(files, left_out))
+    place = path or Path(time.strftime("bpsfast-report-%Y%m%d-%H%M%S.tar.gz"))
+    nbytes = None if dry_run else bug_report.write(place, files)
+    told: dict[str, Any] = {
+        "path": None if dry_run else str(place), "nbytes": nbytes,
+        "files": [{"name": file.name, "nbytes": len(file.content), "lines": file.n_lines, "about": file.about}
+                  for file in files],
+        "left_out": [{"name": each.name, "reason": each.reason} for each in (*skipped, *left_out)],
+        "replaced": dict(scrub.counts)}
+    output.show(output.OutputOptions(as_json), lambda: text(told), told)
+
+
+def text(told: dict[str, Any]) -> str:
+    """Return what people read."""
+    rows = [("FILE", "BYTES", "WHAT"),
+            *((each["name"], str(each["nbytes"]), each["about"]) for each in told["files"])]
+    lines = [output.table(rows, right=(1,))]
+    lines += [f"not in it: {each['name']}: {each['reason']}" for each in told["left_out"]]
+    counts = ", ".join(f"{number} {kind}" for kind, number in sorted(told["replaced"].items()) if number)
+    lines.append(f"replaced: {counts or 'nothing'}")
+    if told["path"] is None:
+        return "\n".join([*lines, "nothing was written (--dry-run)"])
+    return "\n".join([
+        *lines, "", f"{told['path']} ({told['nbytes']} bytes, readable by you alone). Look into it before you send it:",
+        f"  tar -xzOf {told['path']} | less", f"  tar -xzf {told['path']} -C /tmp      # folder /tmp/bpsfast-report"])

@@ -1,0 +1,165 @@
+"""``bpsfast run``: a whole job from one command, on this machine or on several hosts."""
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...base import logs, settings
+from ...orchestration.errors import ConfigError
+from . import host_options
+from ...base import output
+from .options import overrides, set_option
+from ...base.command_errors import WORDS_OF_RUN, exit_on_error
+
+if TYPE_CHECKING:
+    from ...launch.processes import Command
+
+_COUNT = click.IntRange(1)
+_VIRTUAL_DRIVERS = ("n_nodes", "ranks", "n_helpers", "netns", "rate")
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+_EXAMPLES = """
+
+    \b
+    bpsfast run -n 4 -- python train.py                  four ranks here
+    bpsfast run -H gpu01:2,gpu02:2 -- python train.py    on two hosts, by ssh
+    bpsfast run --hostfile FILE --helpers-on cpu01 -- python train.py
+    bpsfast run -n 4 --elastic --lost-worker wait -- python train.py
+"""
+_ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ranks": "--max-ranks",
+            "within_s": "--within", "max_replaced": "--max-replaced", "control": "--control"}
+
+
+class _Run(click.Command):
+    """Shows the exit codes that only a launcher has."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Exit codes: that of the process that failed first, or"):
+            formatter.write_dl([("128 + N", "signal N has ended that process, or the launcher"),
+                                *((str(code), words) for code, words in WORDS_OF_RUN.items())])
+
+
+@click.command(cls=_Run, context_settings={"allow_interspersed_args": False},
+               help="Run PROGRAM as a job of several ranks, here or (-H, --hostfile) on several hosts." + _EXAMPLES)
+@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT,
+              help="Ranks in all.  [default: 1; of hosts, all slots]")
+@click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")
+@click.option("--ranks", help="Ranks of each node instead, such as 2,3.")
+@click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Machines that only sum, played here.")
+@click.option("--restart-helpers", "restarts", type=click.IntRange(0), default=0, metavar="N",
+              help="Start lost helpers again, at most N times in all.")
+@click.option("--max-helpers", type=click.IntRange(0), metavar="N",
+              help="Helpers there may be at a time, with those that come later.  [default: as many as are started]")
+@click.option("--netns", is_flag=True, help="Each machine in its own network namespace (needs root).")
+@click.option("--rate", help="With --netns: rate of each link, both directions, such as 10gbit.")
+@host_options.job_options
+@click.option("--elastic", is_flag=True, help="Workers may be lost and added: PROGRAM uses bpsfast.elastic.")
+@click.option("--lost-worker", type=click.Choice(["abort", "shrink", "wait"]),
+              help="Then: end the job, go on without it, or start another one and wait for that.  [default: abort]")
+@click.option("--min-ranks", type=_COUNT, help="With fewer the job does not go on.  [default: 1]")
+@click.option("--max-ranks", type=_COUNT, help="More workers are not let in (bpsfast add).  [default: -n]")
+@click.option("--within", "within_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+              help="Workers must have come to their next job by then.  [default: 300]")
+@click.option("--max-replaced", type=click.IntRange(0), help="Lost workers for whom another is started.  [default: 10]")
+@click.option("--control", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="File to make, by which `bpsfast add` finds the job.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="End the job by then (seconds).")
+@click.option("--tee-dir", type=_FOLDER, help="Also write the output of every process here.")
+@click.option("--output-filename", "rank_dir", type=_FOLDER, metavar="DIR",
+              help="Also write that of each rank to DIR/rank.N/stdout and stderr.")
+@click.option("--prefix-output-with-timestamp", "stamped", is_flag=True, help="Head each line by its time, too.")
+@click.option("--dry-run", is_flag=True, help="Print the commands and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: as one JSON document, with the job's key.")
+@set_option
+@click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
+@exit_on_error
+def command(**options: Any) -> None:
+    """Run a program as a job."""
+    from ...launch import local_job, ssh_job
+    from ...launch.output import Output
+    from ...launch.supervisor import Limits
+
+    if options["rate"] is not None and not options["netns"]:
+        raise ConfigError("--rate shapes the links of --netns: give both, or neither")
+    if options["as_json"] and not options["dry_run"]:
+        raise ConfigError("--json shows what --dry-run would start: give it, too (what a job prints is its program's)")
+    chosen = _take_elastic(options)
+    plan = host_options.take_plan(options, _VIRTUAL_DRIVERS)
+    program, show_only = options["program"], options["dry_run"]
+    given = overrides(options["assignments"], max_helpers=options["max_helpers"])
+    loaded = settings.load(given, _without_place(os.environ))
+    logs.set_identity("launcher")
+    limits = Limits(job_s=options["timeout_s"])
+    out = Output(tee_dir=options["tee_dir"], rank_dir=options["rank_dir"], stamped=options["stamped"])
+    with contextlib.closing(out):
+        if plan is None:
+            shape = local_job.shape_of(options["n_ranks"] or 1, options["n_nodes"] or 1, options["n_helpers"] or 0,
+                                 options["ranks"])
+            if chosen is not None:
+                sys.exit(_run_elastic(shape, options, loaded, chosen, limits, out))
+            if show_only and options["as_json"]:
+                return _show_plan([("", os.getcwd(), [], local_job.planned(shape, program, loaded))])
+            if show_only:
+                return local_job.dry_run(shape, program, loaded, click.echo)
+            sys.exit(local_job.run(shape, program, loaded, netns=options["netns"], rate=options["rate"], limits=limits,
+                             output=out, restarts=options["restarts"]))
+        if show_only and options["as_json"]:
+            folder = plan.ssh.directory or os.getcwd()
+            return _show_plan([(host.name, folder, plan.ssh.argv(host), commands)
+                               for host, commands in ssh_job.planned(plan, program, loaded)])
+        if show_only:
+            return ssh_job.dry_run(plan, program, loaded, click.echo)
+        try:
+            sys.exit(ssh_job.run(plan, program, loaded, limits=limits, output=out, restarts=options["restarts"]))
+        except KeyboardInterrupt:  # while hosts were looked at; a job that runs ends by `Supervisor`
+            click.echo("bpsfast: interrupted before anything was started", err=True)
+            sys.exit(130)
+
+
+def _show_plan(hosts: list[tuple[str, str, list[str], list[Command]]]) -> None:
+    """Print as JSON what would be started: for each host its name ("" is this one), folder, agent, processes."""
+    output.show(output.OutputOptions(as_json=True), str, {"hosts": [{
+        "name": name, "folder": folder, "agent": agent,
+        "processes": [{"name": command.name, "kind": command.kind.value, "argv": list(command.argv),
+                       "environ": dict(command.environ)} for command in commands],
+    } for name, folder, agent, commands in hosts]})
+
+
+def _take_elastic(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Take the options of elastic jobs out of *options*; return those that were given, None without ``--elastic``."""
+    given = {name: value for name in _ELASTIC if (value := options.pop(name)) is not None}
+    if not options.pop("elastic"):
+        if given:
+            raise ConfigError(f"{', '.join(_ELASTIC[name] for name in given)}: for jobs with --elastic only")
+        return None
+    others = {"hosts_text": "-H", "hostfile": "--hostfile", "netns": "--netns", "n_helpers": "--helpers",
+              "max_helpers": "--max-helpers", "dry_run": "--dry-run"}
+    wrong = [typed for name, typed in others.items() if options.get(name)]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)} with --elastic: elastic jobs are started on this machine, and without "
+                          "helpers; over several machines use torchrun's elastic agent")
+    return given
+
+
+def _run_elastic(shape: Any, options: dict[str, Any], loaded: settings.Settings, chosen: dict[str, Any], limits: Any,
+                 out: Any) -> int:
+    from ...launch import elastic_job
+    from ...orchestration.elastic.coordinator import ElasticRules
+
+    control = chosen.pop("control", None)
+    rules = ElasticRules(**{"max_ranks": sum(shape.ranks), **chosen})
+    return elastic_job.run(shape, options["program"], loaded, rules, limits=limits, output=out, control=control)
+
+
+def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return *environ* without a place of another job: a launcher gives places, it has none."""
+    places = ("rank", "size", "local_rank", "local_size", "node_id", "node_index", "num_nodes", "num_helpers",
+              "num_servers", "scheduler", "muster", "member")
+    aliases = {alias for row in settings.table() if row.name in places for alias in (row.variable, *row.aliases)}
+    return {name: value for name, value in environ.items() if name not in aliases}

@@ -1,0 +1,94 @@
+"""``bpsfast simulate``: what a step would take on machines that are not there, by the simulator."""
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ...orchestration.errors import ConfigError
+from ..simulator.cluster import Cluster, Costs, uniform
+from ..simulator.layer_chains import MODELS, build
+from ..simulator.ring import Ring
+from ..simulator.simulation import Options, Outcome, simulate
+from ...base import command_errors, output
+
+_STRATEGIES = ("ring", "all-reduce", "ps", "colocated", "optimal")
+
+_EXAMPLES = """
+
+    \b
+    bpsfast simulate --model vgg16 -n 8 -k 4 --nic 25
+    bpsfast simulate --model bert-large -n 4096 -k 4096 --nic 100 --compute 490
+    bpsfast simulate --model gpt2 -n 8 --nic 10 --cross-barrier --json
+    bpsfast simulate --model vgg16 -n 8 --strategy ring --strategy all-reduce
+"""
+
+
+@click.command(help="Time of a training step by simulated events: a ring first come first (ring) or by urgency "
+               "(all-reduce), PS, colocated, optimal." + _EXAMPLES)
+@click.option("--model", required=True, type=click.Choice(sorted(MODELS)), help="Layers and gradients.")
+@click.option("-n", "--workers", type=int, required=True, help="Machines with ranks.")
+@click.option("-k", "--helpers", type=int, default=0, show_default=True, help="Machines that only sum.")
+@click.option("--nic", "nic_gbits", type=float, default=100.0, show_default=True, help="Rate of every NIC [Gbit/s].")
+@click.option("--compute", "compute_ms", type=float, default=300.0, show_default=True,
+              help="Forward and backward of one step [ms].")
+@click.option("--strategy", "strategies", multiple=True, type=click.Choice(_STRATEGIES),
+              help="May be repeated.  [default: all that have the machines they need]")
+@click.option("--gpus", type=int, default=1, show_default=True, help="Ranks of the ring on each machine.")
+@click.option("--overhead", "overhead_us", type=float, default=0.0, show_default=True, help="Of a message [us].")
+@click.option("--latency", "latency_us", type=float, default=0.0, show_default=True, help="Between machines [us].")
+@click.option("--sum-rate", "sum_gbits", type=float, default=float("inf"), show_default=True,
+              help="Inputs that an owner sums [Gbit/s].")
+@click.option("--inside-rate", "inside_gbits", type=float, default=float("inf"), show_default=True,
+              help="Reducing and broadcasting inside a machine [Gbit/s].")
+@click.option("--partition", "partition_nbytes", type=int, default=4_096_000, show_default=True, help="[bytes]")
+@click.option("--credit", "credit_nbytes", type=int, default=16_777_216, show_default=True,
+              help="Under way to one peer, or in the ring [bytes].")
+@click.option("--priority/--no-priority", default=True, show_default=True, help="Most urgent first, or first come.")
+@click.option("--cross-barrier", is_flag=True, help="A layer's forward waits for its own sums only.")
+@click.option("--interleave", is_flag=True, help="Place partitions in forward order; else the largest first.")
+@click.option("--fold/--full", default=None, help="One machine stands for its role, or every machine is simulated.  "
+              "[default: fold where the full simulation took minutes]")
+@click.option("--steps", "n_steps", type=int, default=4, show_default=True)
+@output.options(tabular=True)
+@command_errors.exit_on_error
+def command(as_json: bool, as_csv: bool, path: str | None, no_color: bool, **asked: Any) -> None:
+    """Simulate and show."""
+    form = output.form(as_json, path, no_color, as_csv)
+    rate = _bytes(asked["nic_gbits"], "--nic")
+    inside = _bytes(asked["inside_gbits"], "--inside-rate")
+    costs = Costs(asked["overhead_us"] / 1e6, asked["latency_us"] / 1e6, _bytes(asked["sum_gbits"], "--sum-rate"),
+                  reduce_rate=inside, broadcast_rate=inside)
+    options = Options(asked["priority"], asked["cross_barrier"], True, asked["interleave"],
+                      asked["credit_nbytes"], asked["partition_nbytes"], ring=Ring(asked["gpus"]), fold=asked["fold"])
+    cluster = uniform(asked["workers"], asked["helpers"], rate, costs)
+    job = build(asked["model"], asked["compute_ms"] / 1e3)
+    chosen = asked["strategies"] or [s for s in _STRATEGIES if s != "ps" or asked["helpers"]]
+    found = [simulate(job, _without_idle(cluster, strategy), strategy, options, asked["n_steps"])
+             for strategy in chosen]
+    rows = [("strategy", "step_ms", "efficiency", "simulated", "events"), *(
+        (o.strategy, f"{o.step_s * 1e3:.3f}", f"{o.efficiency:.3f}", "folded" if o.is_folded else "in full",
+         str(o.n_events)) for o in found)]
+    output.show(form, lambda: f"{asked['model']}: {job.nbytes / 1e6:.0f} MB of gradients, {asked['workers']} machines, "
+                f"{asked['helpers']} helpers, {asked['nic_gbits']:g} Gbit/s\n" + output.columns(rows, (1, 2, 4)),
+                {"model": asked["model"], "gradient_bytes": job.nbytes, "workers": asked["workers"],
+                 "helpers": asked["helpers"], "nic_rate_bytes_per_s": rate, "results": [_told(o) for o in found]}, rows)
+
+
+def _without_idle(cluster: Cluster, strategy: str) -> Cluster:
+    """Return the cluster that *strategy* uses: helpers stand idle beside colocated servers."""
+    if strategy != "colocated":
+        return cluster
+    return cluster._replace(machines=tuple(machine for machine in cluster.machines if machine.has_ranks))
+
+
+def _told(outcome: Outcome) -> dict[str, Any]:
+    return {"strategy": outcome.strategy, "step_s": outcome.step_s, "first_step_s": outcome.first_s,
+            "compute_s": outcome.compute_s, "efficiency": outcome.efficiency, "folded": outcome.is_folded,
+            "events": outcome.n_events, "steps": outcome.n_steps}
+
+
+def _bytes(gbits: float, option: str) -> float:
+    if not gbits > 0:
+        raise ConfigError(f"{option} is {gbits} Gbit/s; a rate must be above zero")
+    return gbits * 1e9 / 8

@@ -1,0 +1,176 @@
+"""``bpsfast top``: a running job, as its nodes tell of it."""
+from __future__ import annotations
+
+import itertools
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TextIO
+
+import click
+
+from ...base import command_errors
+from .options import overrides, set_option
+
+if TYPE_CHECKING:
+    from ..top.sample import Sample
+    from ..top.watch import MetricsAddress, Watch
+
+#: Where nodes are looked for if no setting says so; Prometheus' exporters have these ports.
+_DEFAULT_PORT = 9400
+_LEAST_INTERVAL_S = 0.2
+_ANY = ("0.0.0.0", "::", "")
+#: The last remarks stay on the screen.
+_N_REMARKS = 4
+
+
+@click.command()
+@click.argument("places", metavar="[HOST[:PORT]]...", nargs=-1)
+@click.option("-i", "--interval", "interval_s", type=click.FloatRange(_LEAST_INTERVAL_S), default=1.0,
+              show_default=True, metavar="S", help="Seconds between two samples.")
+@click.option("--once", is_flag=True, help="Show one sample and end.")
+@click.option("-n", "--samples", "n_samples", type=click.IntRange(1), metavar="N", help="End after N samples.")
+@click.option("--wait", "wait_s", type=click.FloatRange(0), default=0.0, metavar="S",
+              help="Wait up to S seconds for the job to begin, and after its end for the next one at the same place "
+                   "(as of an elastic job after a loss).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object for each sample, each in a line.")
+@click.option("--plain", is_flag=True, help="Plain tables, one below the other, on a terminal too.")
+@set_option
+@command_errors.exit_on_error
+def command(places: tuple[str, ...], interval_s: float, once: bool, n_samples: int | None, wait_s: float, as_json: bool,
+            plain: bool, assignments: tuple[str, ...]) -> None:
+    """Watch a running job: bytes, sums and queue of each node; steps, stalls and lag of each rank; who is lost.
+
+    The job was started with BPSFAST_METRICS_PORT=9400, and this command looks there: first on this machine, or on each
+    HOST, at this port (or by --set metrics_port=N) and the following ones, as several nodes of a host have them.
+    HOST:PORT is one node alone. Nodes are asked once per sample, and nothing else is done to the job.
+
+    Exit code 0 when the job has ended, 1 if there is none or a node with ranks was lost, 4 if nodes do not answer.
+
+    \b
+    BPSFAST_METRICS_PORT=9400 bpsfast run -n 4 -- python train.py
+    bpsfast top                     in another terminal
+    bpsfast top gpu01 gpu02 cpu01   of a job with BPSFAST_METRICS_HOST=0.0.0.0
+    bpsfast top --once --json | jq '.ranks[] | {rank, lag_s}'
+    bpsfast top --json --interval 10 >job.jsonl
+    """
+    from ...base import settings
+    from ..top import scrape, watch
+
+    if once and n_samples:
+        raise click.UsageError("--once is --samples 1: give one of them")
+    if as_json and plain:
+        raise click.UsageError("--json and --plain: choose one")
+    loaded = settings.load(overrides(assignments))
+    scrape.check()
+    host = "127.0.0.1" if loaded.metrics_host in _ANY else loaded.metrics_host
+    port = loaded.metrics_port or _DEFAULT_PORT
+    chosen = [metrics_address(text, port) for text in places] or [watch.MetricsAddress(host, port)]
+    with watch.Watch(chosen) as job:
+        job.find(wait_s)
+        samples = itertools.islice(sampled(job, interval_s, wait_s), 1 if once else n_samples)
+        try:
+            n_shown, last = _show(samples, as_json, plain or once)
+        except KeyboardInterrupt:
+            sys.exit(command_errors.OK)
+    _end(job, n_shown, last, ended=n_shown < (1 if once else n_samples or sys.maxsize))
+
+
+def metrics_address(text: str, port: int) -> MetricsAddress:
+    """Return where HOST or HOST:PORT is."""
+    from ...base import settings
+    from ..top.watch import MetricsAddress
+
+    if text.count(":") == 1 or text.startswith("["):
+        host, number = settings.parse_address(text, "HOST:PORT")
+        return MetricsAddress(host, number, is_one=True)
+    return MetricsAddress(text, port)
+
+
+def sampled(job: Watch, interval_s: float, wait_s: float = 0.0) -> Iterator[Sample]:
+    """Yield a sample every *interval_s* seconds until no node listens any more, nor does within *wait_s*."""
+    next_s = time.monotonic()
+    while True:
+        next_s = max(next_s + interval_s, time.monotonic())
+        time.sleep(max(0.0, next_s - time.monotonic()))
+        sample = job.sample()
+        if sample is not None:
+            yield sample
+        elif not wait_s or not job.find_next(wait_s):
+            return
+
+
+def _show(samples: Iterator[Sample], as_json: bool, plain: bool) -> tuple[int, Sample | None]:
+    """Show every sample; return how many, and the last one."""
+    if as_json:
+        return _lines(samples)
+    if plain or not sys.stdout.isatty() or not _has_rich():
+        return _plain(samples)
+    return _live(samples, sys.stdout)
+
+
+def _lines(samples: Iterator[Sample]) -> tuple[int, Sample | None]:
+    import msgspec
+
+    number, sample = 0, None
+    for sample in samples:
+        number += 1
+        click.echo(msgspec.json.encode(sample).decode())
+        sys.stdout.flush()
+    return number, sample
+
+
+def _plain(samples: Iterator[Sample]) -> tuple[int, Sample | None]:
+    from ..top import screen
+
+    number, sample = 0, None
+    for sample in samples:
+        number += 1
+        click.echo(("\n" if number > 1 else "") + screen.text(sample, shutil.get_terminal_size((120, 24)).columns))
+        sys.stdout.flush()
+    return number, sample
+
+
+def _live(samples: Iterator[Sample], out: TextIO) -> tuple[int, Sample | None]:
+    from rich.console import Console
+    from rich.live import Live
+
+    from ..top import screen
+
+    console = Console(file=out)
+    number, sample = 0, None
+    remarks: deque[str] = deque(maxlen=_N_REMARKS)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        for sample in samples:
+            number += 1
+            remarks += sample.remarks
+            size = console.size
+            live.update(screen.picture(sample, size.width, size.height, remarks), refresh=True)
+    if sample is not None:  # the screen is the shell's again: what was there last stays to be read
+        console.print(screen.picture(sample, console.size.width, sys.maxsize, remarks))
+    return number, sample
+
+
+def _has_rich() -> bool:
+    import importlib.util
+
+    if importlib.util.find_spec("rich") is not None:
+        return True
+    click.echo("bpsfast: plain tables, for rich is not installed: pip install 'bpsfast[cli]'", err=True)
+    return False
+
+
+def _end(job: Watch, n_shown: int, last: Sample | None, ended: bool) -> None:
+    """Say how it ended; exit with what that means."""
+    if ended:
+        click.echo(f"bpsfast: no node of the job listens any more, after {n_shown} samples: it has ended (its launcher "
+                   "says how)", err=True)
+    if job.missed:
+        names = ", ".join(f"node {node}" for node in sorted(job.missed))
+        click.echo(f"bpsfast: {names} had ranks and was gone while others went on", err=True)
+        sys.exit(command_errors.FAILED)
+    if last is not None and all(node.state == "silent" for node in last.nodes):
+        click.echo("bpsfast: the job's nodes listen and do not answer: are they stopped?", err=True)
+        sys.exit(command_errors.TIMEOUT)

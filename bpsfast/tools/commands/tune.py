@@ -1,0 +1,271 @@
+"""``bpsfast tune rdma``: find settings that move more bytes between these machines, and keep them if asked to.
+``bpsfast tune -- COMMAND``: let a job find better settings of its own while it trains."""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...base import command_errors, output
+from .options import overrides, set_option
+from .help_group import FullHelpGroup
+
+_LISTENER_WAIT_S, _DRIVER_WAIT_S = 600.0, 10.0
+
+
+class _Group(FullHelpGroup):
+    """What stands behind ``--`` is a job to be tuned, not a command of ours."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args and args[0] not in self.commands:
+            args = ["job", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Group)
+def command() -> None:
+    """Find better settings by measuring, within a budget of time: of RDMA, or (tune -- COMMAND) of a job that trains.
+
+    \b
+    bpsfast tune -- bpsfast run -n 4 --nodes 2 -- python train.py
+    bpsfast tune rdma                   on one machine, then on another:
+    bpsfast tune rdma HOST --budget 2m
+    """
+
+
+@command.command("job", context_settings={"allow_interspersed_args": False})
+@output.options()
+@click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
+@command_errors.exit_on_error
+def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
+    """Run PROGRAM, which starts a job, and let it find partition, fusion, credit and streams while it trains.
+
+    As long as every step of the job is of use: the weights are the same bits as without. What was found is used by
+    every later job with the same model and cluster that has the setting autotune.
+
+    \b
+    bpsfast tune -- bpsfast run -n 4 --nodes 2 -- python train.py
+    bpsfast tune --json -o found.json -- torchrun ... train.py
+    BPSFAST_AUTOTUNE=1 torchrun ... train.py        on machines without rank 0
+    """
+    from ...trainer import tuning_results
+    from ...base.process_mark import folder_prefix
+
+    form = output.form(as_json, path, no_color)
+    with tempfile.TemporaryDirectory(prefix=folder_prefix("tune")) as folder:
+        report = Path(folder) / "report.json"
+        variables = {"BPSFAST_AUTOTUNE": "1", "BPSFAST_AUTOTUNE_REPORT": str(report)}
+        try:
+            code = subprocess.run(program, env={**os.environ, **variables}, check=False).returncode
+        except OSError as exc:
+            raise click.UsageError(f"{program[0]} cannot be started: {exc.strerror}") from exc
+        result = tuning_results.read(report)
+    if result is None:
+        click.echo("bpsfast tune: nothing was measured: the program trained no model with bpsfast on several ranks, or "
+                   "for less than a dozen steps", err=True)
+        sys.exit(code or 1)
+    output.show(form, lambda: _table(result), tuning_results.plain(result))
+    sys.exit(code)
+
+
+def _table(result: Any) -> str:
+    """Return what was tried and chosen, for people."""
+    rows = [["partition", "fusion", "credit", "streams", "step [ms]", "steps", "why"]]
+    for point, step_s, n_steps, reason in result.trials:
+        shown = "cannot be had" if step_s is None else f"{1e3 * step_s:.2f}"
+        rows.append([*(f"{number:,}" for number in point), shown, str(n_steps),
+                     reason + (" <- chosen" if point == result.chosen else "")])
+    end = "" if result.is_over else "\nthe program ended before the search: train for 60 steps or more"
+    shown = output.columns(rows, right=(0, 1, 2, 3, 4, 5))
+    return f"{shown}\nchosen after {result.n_steps} steps: {result.chosen}{end}"
+
+
+class _Duration(click.ParamType):
+    """Seconds: 90, 90s, 2m."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m)?", str(value))
+        if not match or float(match[1]) <= 0:
+            self.fail(f"{value!r}: expected seconds such as 90 or 90s, or minutes such as 2m", param, ctx)
+        return float(match[1]) * (60 if match[2] == "m" else 1)
+
+
+class _Numbers(click.ParamType):
+    """Numbers up to a limit, with commas."""
+
+    name = "numbers"
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = value.split(",")
+        if not all(word.isdecimal() and int(word) <= self._most for word in words):
+            self.fail(f"{value!r}: expected numbers from 0 to {self._most}, with commas", param, ctx)
+        return tuple(map(int, words))
+
+
+@command.command("rdma")
+@click.argument("hosts", nargs=-1, metavar="[HOST[:PORT]]...")
+@click.option("-p", "--port", type=click.IntRange(1, 65535), help="TCP port of the other side [default: 18530].")
+@click.option("-d", "--ib-dev", "device", metavar="DEV", help="This side's RDMA device [default: the one on the route, "
+              "all are tried].")
+@click.option("-x", "--gid-index", type=click.IntRange(0), help="Its row of the GID table.")
+@click.option("--budget", "budget_s", type=_Duration(), default="120s", show_default=True,
+              help="How long to measure in all: 90s, 2m.")
+@click.option("--goal", type=click.Choice(["one-way", "two-way", "incast"]), help="What decides [default: two-way]. "
+              "All are shown; incast, several hosts that write to this one at once, needs several.")
+@click.option("--only", metavar="NAME,...", help="Try these settings only.")
+@click.option("--traffic-class", "traffic_classes", type=_Numbers(255), default=(), metavar="N,...",
+              help="Traffic classes (DSCP * 4) that the switches know, to be tried.")
+@click.option("--service-level", "service_levels", type=_Numbers(15), default=(), metavar="N,...",
+              help="Service levels to be tried.")
+@click.option("--profile", metavar="FILE", help="The profile to start from and to change [default: the setting "
+              "profile].")
+@click.option("--apply", "applies", is_flag=True, help="Write what was found to be better into the profile.")
+@click.option("--undo", "undoes", is_flag=True, help="Put the profile back to what it was before the last --apply.")
+@click.option("--seed", type=int, default=0, help="Of the order in which things are tried [default: 0].")
+@click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), help="Seconds to wait for the other side "
+              "[default: listening 600, else 10].")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True,
+              help="Seconds in which nothing moves until it is given up.")
+@set_option
+@output.options()
+@command_errors.exit_on_error
+def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, profile: str | None, **options: Any) \
+        -> None:
+    """Tune the settings of RDMA between this machine and HOSTs; without HOST, be measured from another one.
+
+    Settings are tried in turns with the present ones; those that are better by more than the noise are shown, and
+    written nowhere unless --apply says so.
+
+    \b
+    bpsfast tune rdma                                   listens, on the others
+    bpsfast tune rdma HOST --budget 2m                  tries, on one of them
+    bpsfast tune rdma HOST --apply --profile job.toml   keeps what is better
+    bpsfast tune rdma --undo --profile job.toml         takes that back
+    """
+    from ...base import profile as profiles, settings
+    from ..perf import control as lines
+    from ..tune import testbed as field
+
+    form = output.form(options.pop("as_json"), options.pop("path"), options.pop("no_color"))
+    device = options.pop("device")
+    chosen = overrides(options.pop("assignments"), rdma_devices=f"={device}" if device else None,
+                       rdma_gid_index=options.pop("gid_index"),
+                       profile=profile if profile and Path(profile).exists() else None)
+    loaded, origins = settings.load(chosen), settings.load_with_origins(chosen)[1]
+    file = profile or loaded.profile
+    if (applies or undoes) and not file:
+        raise click.UsageError("--apply and --undo change a profile: name it by --profile FILE or BPSFAST_PROFILE")
+    if undoes:
+        if hosts or applies:
+            raise click.UsageError("--undo measures nothing: give it without hosts and --apply")
+        change = profiles.undo(file)
+        output.show(form, lambda: undone(change), {"profile": change._asdict()})
+        return
+    default_port = port or field.DEFAULT_PORT
+    if hosts:
+        if applies:
+            profiles.writable(file)
+        where = [lines.host_and_port(name, default_port) for name in hosts]
+        options["only"] = _names(options["only"])
+        key = lines.secret_for(loaded, [host for host, _ in where]).key
+        _drive(form, where, key, loaded, origins, file if applies else "", options)
+    elif applies:
+        raise click.UsageError("--apply: nothing was measured; name the host to measure with")
+    else:
+        _listen(default_port, loaded, options["wait_s"])
+
+
+def _listen(port: int, loaded: Any, wait_s: float | None) -> None:
+    from ...hardware.host import Host
+    from ...hardware.rdma_route import choose
+    from ..perf import control as lines
+    from ..tune.tune_server import TuneServer
+
+    choose(Host(), devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index).require()
+    place = lines.listen_address(loaded, loaded.node_host)
+    with lines.listen(port, place.host) as listener:
+        click.echo(f"bpsfast tune rdma: listening on port {port}{place.remark}", err=True)
+        partner = TuneServer(listener, place.secret.key, loaded,
+                          lambda words: click.echo(f"bpsfast tune rdma: {words}", err=True))
+        try:
+            partner.serve(wait_s or _LISTENER_WAIT_S)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+
+def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes, loaded: Any, origins: dict[str, str],
+           file: str, options: dict[str, Any]) -> None:
+    from ...orchestration.errors import BpsError
+    from ..tune import tune_text as report
+    from ..tune.testbed import Testbed
+    from ..tune.tuning_run import TuningRun, network
+
+    def say(text: str) -> None:
+        """Show progress: on standard output where people read, else where it does no harm."""
+        click.echo(text, err=form.as_json or form.path is not None)
+
+    field = Testbed(where, key, loaded, options["wait_s"] or _DRIVER_WAIT_S, options["timeout_s"])
+    try:
+        session = TuningRun(field, where[0][0], loaded, options["goal"], options["budget_s"], options["timeout_s"],
+                          options["traffic_classes"], options["service_levels"], options["only"])
+        say(report.head(session))
+        outcome = session.search(lambda tried: say(report.step(tried)), options["seed"])
+        try:
+            field.ask("end")
+        except BpsError as exc:  # what was measured stands
+            click.echo(f"bpsfast: {exc}: end the other side there", err=True)
+    except KeyboardInterrupt:
+        click.echo("bpsfast: interrupted; nothing was changed", err=True)
+        sys.exit(130)
+    reading = network(loaded, origins)
+    change, words = _keep(outcome, origins, file)
+    output.show(form, lambda: report.text(session, outcome, reading, words),
+                report.data(session, outcome, reading, change))
+
+
+def _keep(outcome: Any, origins: dict[str, str], file: str) -> tuple[dict[str, Any] | None, list[str]]:
+    """Write what was found into the profile if asked to; return that for JSON, and in words."""
+    from ...base import profile as profiles
+    from ..tune.search import describe
+
+    found = describe(outcome.best, outcome.start)
+    if not found:
+        return None, ["nothing was changed" + (f": {file} is as it was" if file else "")]
+    if not file:
+        return None, ["nothing was changed: --apply --profile FILE writes this into a profile"]
+    change = profiles.apply(file, found, f"tune rdma: {outcome.words}")
+    words = [f"written to {change.path}; `bpsfast tune rdma --undo --profile {file}` takes it back",
+             f"jobs read it with BPSFAST_PROFILE={change.path}; all machines of a job need the same one"]
+    words += [f"{name} is set by {origins[name]}, which wins over the profile: take it away there"
+              for name in found if origins[name] not in ("default", f"profile {file}")]
+    return change._asdict(), words
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    """Return the settings that --only names; empty: all."""
+    from ..tune.perf_options import NAMES
+
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise click.UsageError(f"--only: {', '.join(unknown)} cannot be tuned; there is {', '.join(NAMES)}")
+    return names
+
+
+def undone(change: Any) -> str:
+    """Return in words what `--undo` did."""
+    what = "removed, there was none before" if change.removed else "put back to what it was"
+    return f"{change.path}: {what} before {change.date} ({change.reason})"

@@ -1,0 +1,173 @@
+"""RD05, RD07, RD18: under which address this machine is reached, and by which card it reaches its peer."""
+from __future__ import annotations
+
+import ipaddress
+
+from ...hardware import gids
+from ...hardware.rdma_route import Rail, on_route
+from .facts import Facts
+from .finding import Check, Outcome, Severity, Status, advice, failed, passed, skipped, told, warned
+from .peer_report import PeerPort
+
+
+def gid(facts: Facts) -> Outcome:
+    """RD05: is there a GID that reaches further than this wire, and does the peer have one of the same kind?"""
+    roce = [(device, port) for device, port in facts.host.ports if port.is_roce and port.is_active]
+    if not roce:
+        infiniband = any(port.link_layer == "InfiniBand" for _, port in facts.usable)
+        return (passed("InfiniBand: ports are addressed by LID") if infiniband
+                else skipped("no active RoCE port" if facts.host.devices else "no RDMA device"))
+    if facts.choice_error and "gid_index" in facts.choice_error:
+        return failed(facts.choice_error, job="unset BPSFAST_RDMA_GID_INDEX   # the row is chosen by its content",
+                      check="bpsfast gids")
+    empty = [f"{device.name}/{port.number} ({port.netdev or 'no interface'})" for device, port in roce
+             if not facts.host.gids(device.name, port)]
+    verdicts = [_judge(facts, rail) for rail in (*facts.choice.rails, *facts.choice.spare)
+                if rail.gid is not None and rail.gid.version != "IB"]
+    if not verdicts:
+        return failed(f"the GID table of {', '.join(empty)} is empty: the interface is down or has no address",
+                      host="sudo ip link set IFACE up && sudo ip addr add A.B.C.D/24 dev IFACE", check="bpsfast gids")
+    against_peer = _against_peer(facts)
+    if against_peer:
+        return against_peer
+    worst = max(verdicts, key=lambda verdict: (verdict.status is Status.FAIL, verdict.status is Status.WARN))
+    found = "\n".join([verdict.found for verdict in verdicts] + [f"{name}: empty GID table" for name in empty])
+    return Outcome(worst.status, found, worst.actions)
+
+
+def route(facts: Facts) -> Outcome:
+    """RD07: does the route to the peer leave by the card that would be used?"""
+    if not facts.host.devices:
+        return skipped("no RDMA device")
+    if not facts.choice.rails:
+        return skipped("no port can be used")
+    if facts.peer is None:
+        bare = [rail for rail in facts.choice.rails if rail.gid is not None and rail.gid.version != "IB"
+                and not _has_address(facts, rail)]
+        if bare:
+            return warned(f"{bare[0].netdev} ({bare[0].name}) has no IP address: peers find it by its GID alone",
+                          host=f"sudo ip addr add A.B.C.D/24 dev {bare[0].netdev}")
+        return skipped("needs --peer HOST: the card depends on the route to it")
+    if facts.route is None:
+        return failed(f"there is no route to {facts.peer_name} ({facts.peer})", check=f"ip route get {facts.peer}")
+    if facts.route.local:
+        return told(f"{facts.peer_name} ({facts.peer}) is this machine itself: nodes here share memory")
+    rail = facts.choice.rails[0]
+    if on_route(facts.host, rail.netdev, facts.route):
+        return passed(f"{facts.peer_name} ({facts.peer}) is reached by {facts.route.netdev}, the wire of {rail.name}")
+    others = [each for each in facts.choice.spare if on_route(facts.host, each.netdev, facts.route)]
+    job = f"BPSFAST_RDMA_DEVICES=={others[0].device}:{others[0].port}" if others else ""
+    return warned(f"{facts.peer_name} ({facts.peer}) is reached by {facts.route.netdev}, but {rail.name} is on "
+                  f"{rail.netdev or 'no interface'}: that is right only if the two networks both lead there",
+                  job=job, host=f"or give the peer's address on the network of {rail.netdev}",
+                  check=f"ip route get {facts.peer}")
+
+
+def hostname(facts: Facts) -> Outcome:
+    """RD18: would a peer be told 127.0.0.1?"""
+    own = {str(address) for card in facts.host.netdevs.values() for address in card.ips}
+    wanted = facts.settings.node_host
+    if wanted:
+        try:
+            addresses = [str(ipaddress.ip_address(wanted))]
+        except ValueError:
+            try:
+                addresses = list(map(str, facts.host.kernel.resolve(wanted)))
+            except OSError as exc:
+                return failed(f"BPSFAST_NODE_HOST = {wanted}: {exc.strerror}", job="unset BPSFAST_NODE_HOST")
+        if not own & set(addresses):
+            return failed(f"BPSFAST_NODE_HOST = {wanted} is no address of this machine, which has "
+                          f"{', '.join(sorted(own)) or 'none'}",
+                          job="unset BPSFAST_NODE_HOST   # the address on the route to the scheduler is used")
+        return passed(f"peers are told {wanted} (BPSFAST_NODE_HOST)")
+    try:
+        addresses = list(map(str, facts.host.kernel.resolve(facts.hostname)))
+    except OSError:
+        addresses = []
+    if any(ipaddress.ip_address(each).is_loopback for each in addresses):
+        return told(f"{facts.hostname} resolves to {addresses[0]}; bpsfast tells peers the address on the route to the "
+                    "scheduler, but gloo and torch.distributed may advertise the loopback",
+                    host=f"remove the line `{addresses[0]} {facts.hostname}` from /etc/hosts")
+    if not addresses:
+        return told(f"{facts.hostname} does not resolve; bpsfast does not need it, gloo and MPI do",
+                    host=f"add a line `ADDRESS {facts.hostname}` to /etc/hosts")
+    return passed(f"{facts.hostname} is {', '.join(addresses)}")
+
+
+CHECKS = (
+    Check("RD05", "GID", Severity.BLOCKS,
+          ("ibv_modify_qp failed with error Connection timed out (110)", "status=12 vendor err 129",
+           "Network is unreachable", "modify QP to RTR: Invalid argument (22)"),
+          "The row of the GID table is link-local (fe80::), of RoCE v1, or of another IP version than the peer's; or "
+          "there is no IPv4 row because the interface has no address.",
+          "The queue pair does not connect, or connects and every packet is lost.",
+          "NVIDIA/nccl#426, #769 and #1131, NVIDIA/nccl-tests#185 and #227", gid,
+          advice(host="sudo ip addr add A.B.C.D/24 dev IFACE   # makes the rows that RoCE v2 needs",
+                 job="BPSFAST_RDMA_GID_INDEX=3   # only if the choice by content is wrong",
+                 check="bpsfast gids --peer HOST")),
+    Check("RD07", "route", Severity.BLOCKS,
+          ("RDMA_CM_EVENT_ADDR_ERROR", "connects over the wrong network"),
+          "The address that was given belongs to another interface than the RDMA card.",
+          "Traffic takes the slow network, or none.", "bytedance/byteps#365, #394 and #397", route,
+          advice(host="give the peer's address on the card's own network", job="BPSFAST_RDMA_DEVICES==mlx5_1:1",
+                 check="ip route get PEER; bpsfast devices --peer PEER")),
+    Check("RD18", "own name", Severity.SLOW,
+          ("a peer tries to connect to 127.0.0.1", "gloo: connect 127.0.1.1: Connection refused"),
+          "The host name resolves to a loopback address, which some libraries then advertise.",
+          "bpsfast takes the source address of the route to the scheduler instead, other libraries do not.",
+          "aws-samples/aws-do-eks PR#50, #51 and #69", hostname,
+          advice(host="remove the line with the host name and 127.0.x.1 from /etc/hosts",
+                 check="getent hosts $(hostname)")),
+)
+
+
+def _judge(facts: Facts, rail: Rail) -> Outcome:
+    """Return a verdict on one port's GID."""
+    row = rail.gid
+    assert row is not None
+    shown = f"{rail.name} GID {row.index} RoCE {row.version} {row.address}"
+    pinned = facts.settings.rdma_gid_index >= 0
+    port = next(port for device, port in facts.host.ports if f"{device.name}/{port.number}" == rail.name)
+    better = gids.best(facts.host.gids(rail.device, port), facts.route)
+    if pinned and better is not None and better.index != row.index and (row.version == "v1" or row.is_link_local):
+        return failed(f"{shown}, by BPSFAST_RDMA_GID_INDEX ({facts.origins.get('rdma_gid_index', 'setting')}): row "
+                      f"{better.index} (RoCE {better.version} {better.address}) is the one that passes routers",
+                      job=f"use index {better.index}: BPSFAST_RDMA_GID_INDEX={better.index}, or unset it")
+    address = f"sudo ip addr add A.B.C.D/24 dev {rail.netdev or 'IFACE'}"
+    if row.version == "v1":
+        return failed(f"{shown}: RoCE v1 is not IP and passes no router; there is no RoCE v2 row", host=address,
+                      check="bpsfast gids")
+    if row.is_link_local:
+        return warned(f"{shown}: link-local, it reaches the same wire only ({rail.netdev} has no IP address)",
+                      host=address, check="bpsfast gids")
+    return passed(shown)
+
+
+def _against_peer(facts: Facts) -> Outcome | None:
+    """Return what is wrong between our ports and the peer's, pair by pair; None if nothing is."""
+    theirs = facts.peer_report.used if facts.peer_report else []
+    for ours, other in zip(facts.choice.rails, theirs):
+        mine = ours.gid
+        if mine is None or mine.version == "IB" or other.address is None:
+            if (mine is not None and mine.version != "IB") != (other.address is not None):
+                return failed(f"{ours.name} here and {other.name} at {facts.peer_name} are not of one link layer: one "
+                              "is InfiniBand, the other Ethernet", job="BPSFAST_RDMA_DEVICES names the right ones")
+            continue
+        if mine.version != other.gid_version or mine.address.version != other.address.version:
+            return failed(f"{ours.name} would use RoCE {mine.version} {mine.address}, {facts.peer_name} RoCE "
+                          f"{other.gid_version} {other.gid}: both ends must use the same version and IP version",
+                          job=_common_row(facts, ours, other), check="bpsfast gids   # on both machines")
+    return None
+
+
+def _common_row(facts: Facts, rail: Rail, other: PeerPort) -> str:
+    port = next(port for device, port in facts.host.ports if f"{device.name}/{port.number}" == rail.name)
+    for row in facts.host.gids(rail.device, port):
+        if other.address and row.version == other.gid_version and row.address.version == other.address.version:
+            return f"BPSFAST_RDMA_GID_INDEX={row.index} on this machine"
+    return "give both interfaces an IPv4 address"
+
+
+def _has_address(facts: Facts, rail: Rail) -> bool:
+    return any(facts.host.netdevs[name].ips for name in facts.host.family(rail.netdev or "")
+               if name in facts.host.netdevs)

@@ -1,0 +1,9 @@
+"""All checks, in the order of their numbers."""
+from __future__ import annotations
+
+from . import addressing, shared_cache, congestion, driver, fabric, memory, mtu, hardware, process, transports
+from .finding import Check
+
+CHECKS: tuple[Check, ...] = tuple(sorted(
+    (check for module in (addressing, shared_cache, congestion, driver, fabric, memory, mtu, hardware, process, transports)
+     for check in module.CHECKS), key=lambda check: check.code))

@@ -1,0 +1,167 @@
+"""RD01, RD02, RD20: limits of the kernel and the container on memory."""
+from __future__ import annotations
+
+from .facts import Facts
+from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, told, warned
+
+_MIB = 1 << 20
+#: The least that any job needs; a limit below it is a default that nobody chose.
+_LEAST_LOCKED_NBYTES = 64 * _MIB
+_LEAST_MAPS = 65_530
+_LEAST_REGIONS = 1024
+_LEAST_SHM_NBYTES = 1 << 30
+
+_MEMLOCK_HOST = (r"printf '* soft memlock unlimited\n* hard memlock unlimited\n' | sudo tee "
+                 "/etc/security/limits.d/90-rdma.conf   # then log in again; a systemd service: LimitMEMLOCK=infinity")
+_MEMLOCK_DOCKER = "docker run --ulimit memlock=-1 --cap-add IPC_LOCK ..."
+_MEMLOCK_K8S = ("set LimitMEMLOCK=infinity for the container runtime (systemctl edit containerd); "
+                "IPC_LOCK in securityContext.capabilities.add helps only a container that runs as root")
+_MEMLOCK_SLURM = "slurmd.service: LimitMEMLOCK=infinity; slurm.conf: PropagateResourceLimitsExcept=MEMLOCK"
+
+
+def locked_memory(facts: Facts) -> Outcome:
+    """RD01: may this process pin the memory that it registers?"""
+    soft, hard = facts.memlock_nbytes
+    actions = facts.variants(_MEMLOCK_HOST, _MEMLOCK_DOCKER, _MEMLOCK_K8S, _MEMLOCK_SLURM)
+    actions["check"] = "ulimit -l   # must print unlimited"
+    if soft is None or facts.can_lock_memory:
+        own = "unlimited" if soft is None else f"{_size(soft)}, lifted by CAP_IPC_LOCK"
+        others = _of_others(facts)
+        if others:
+            return told(f"{own} for root, but {others}{_registered(facts)}", **actions)
+        return passed(own + _registered(facts))
+    if not facts.capable:
+        less = ", less than RDMA needs (bpsfast explain RD01)" if soft < _LEAST_LOCKED_NBYTES else ""
+        return skipped(f"no device for it; the limit would be {_size(soft)}{less}")
+    found = f"{_size(soft)}"
+    if hard != soft:
+        found += f" (hard limit {'unlimited' if hard is None else _size(hard)})"
+    login = facts.login_memlock
+    if login is not None and (login[0] is None or login[0] > soft):
+        found += f", though {login[1]} gives {_size(login[0]) if login[0] else 'no limit'} to who logs in anew"
+    refused = _refused(facts)
+    if hard is None or hard > soft:
+        actions = {"now": f"ulimit -l {'unlimited' if hard is None else hard // 1024}   # this shell only"} | actions
+    if refused or soft < _LEAST_LOCKED_NBYTES:
+        need = f"{found}, need at least {_size(_LEAST_LOCKED_NBYTES)} and better no limit{_why(facts)}"
+        return failed("\n".join([need, *refused]), **actions)
+    return warned(f"{found}: a job registers every gradient buffer, several times the model's gradients{_why(facts)}",
+                  **actions)
+
+
+def registrations(facts: Facts) -> Outcome:
+    """RD02: may it have as many mappings and memory regions as it needs?"""
+    limit = facts.host.tree.number("proc/sys/vm/max_map_count")
+    maps = len((facts.host.tree.text("proc/self/maps") or "").splitlines())
+    soft, _ = facts.memlock_nbytes
+    refused = _refused(facts)
+    if refused and (soft is None or facts.can_lock_memory):
+        return failed("\n".join(["registration fails although locked memory is not limited", *refused]),
+                      host="sudo sysctl -w vm.max_map_count=1048576",
+                      check="dmesg | tail   # a card out of memory regions says so there")
+    low = {name: opened.attributes["max_mr"] for name, opened in _opened(facts).items()
+           if opened.attributes.get("max_mr", _LEAST_REGIONS) < _LEAST_REGIONS}
+    if low:
+        told_low = ", ".join(f"{name} {number}" for name, number in low.items())
+        return warned(f"few memory regions: max_mr {told_low} (bpsfast registers whole slabs, so this may suffice)",
+                      host="lower the number of processes that share the card, or use another one")
+    if limit is None:
+        return skipped("/proc/sys/vm/max_map_count cannot be read")
+    if limit < _LEAST_MAPS or maps > limit // 2:
+        return warned(f"vm.max_map_count {limit}, {maps} mappings in use here",
+                      **facts.variants("sudo sysctl -w vm.max_map_count=1048576   # lasting: in /etc/sysctl.d",
+                                       "on the host, not in the container: sudo sysctl -w vm.max_map_count=1048576",
+                                       "on the node: sysctl -w vm.max_map_count=1048576"))
+    regions = [opened.attributes["max_mr"] for opened in _opened(facts).values() if "max_mr" in opened.attributes]
+    return passed(f"vm.max_map_count {limit}" + (f", max_mr {min(regions)}" if regions else ""))
+
+
+def shared_memory(facts: Facts) -> Outcome:
+    """RD20: is /dev/shm large enough for those who need it?"""
+    nbytes = facts.host.kernel.shm_nbytes()
+    if nbytes is None:
+        return told("there is no /dev/shm; bpsfast shares memory without it, torch's data loaders do not",
+                    **facts.variants("sudo mount -t tmpfs shm /dev/shm", "docker run --ipc=host ...",
+                                     "mount an emptyDir with medium: Memory at /dev/shm"))
+    if nbytes < _LEAST_SHM_NBYTES:
+        return told(f"/dev/shm has {_size(nbytes)}: enough for bpsfast, which shares memory by memfd; "
+                    "torch's data loaders and NCCL want more",
+                    **facts.variants("sudo mount -o remount,size=50% /dev/shm",
+                                     "docker run --shm-size=8g ...   # or --ipc=host",
+                                     "mount an emptyDir with medium: Memory at /dev/shm"))
+    return passed(f"/dev/shm has {_size(nbytes)}")
+
+
+CHECKS = (
+    Check("RD01", "locked memory", Severity.BLOCKS,
+          ("ibv_reg_mr: Cannot allocate memory", "ibv_create_cq(cqe=4096) failed: Cannot allocate memory",
+           "NCCL falls back to sockets without a word"),
+          "RLIMIT_MEMLOCK is the distribution's default (64 KiB or 8 MiB). Registered memory is locked memory.",
+          "Without registered memory there is no RDMA: jobs end, or go on over TCP.",
+          "openucx/ucx#8229, bytedance/byteps#282 and #372, NVIDIA/nvidia-container-toolkit#2037", locked_memory,
+          advice(host=_MEMLOCK_HOST, docker=_MEMLOCK_DOCKER, k8s=_MEMLOCK_K8S, slurm=_MEMLOCK_SLURM,
+                 check="ulimit -l   # must print unlimited")),
+    Check("RD02", "registrations", Severity.BLOCKS,
+          ("ibv_reg_mr: Cannot allocate memory, although ulimit -l is unlimited",),
+          "Too many mappings for vm.max_map_count, or too many memory regions for the card (max_mr).",
+          "Registration fails after a while, mostly when a job grows.",
+          "openucx/ucx#6264, bytedance/byteps#295", registrations,
+          advice(host="sudo sysctl -w vm.max_map_count=1048576",
+                 check="cat /proc/sys/vm/max_map_count; ibv_devinfo -v | grep max_mr")),
+    Check("RD20", "/dev/shm", Severity.INFORMS,
+          ("Bus error in a container", "unable to open shared memory object"),
+          "A container's /dev/shm has 64 MiB unless it is told otherwise.",
+          "bpsfast does not use it, but data loaders and other libraries in the same process do.",
+          "the documentation of docker run --shm-size", shared_memory,
+          advice(docker="docker run --shm-size=8g ...   # or --ipc=host",
+                 k8s="mount an emptyDir with medium: Memory at /dev/shm", check="df -h /dev/shm")),
+)
+
+
+def _opened(facts: Facts) -> dict:
+    return facts.verbs.devices if facts.verbs else {}
+
+
+def _refused(facts: Facts) -> list[str]:
+    """Return what came of the trial registrations that failed, devices of one fate together."""
+    fates: dict[tuple[int, str], list[str]] = {}
+    for name, opened in _opened(facts).items():
+        if opened.registration_error:
+            fates.setdefault((opened.registered_nbytes, opened.registration_error), []).append(name)
+    return [f"{', '.join(names)} registered {_size(nbytes) if nbytes else 'nothing'}, then: {error}"
+            for (nbytes, error), names in fates.items()]
+
+
+def _registered(facts: Facts) -> str:
+    """Return what the trial came to, for a limit that is none."""
+    done: dict[int, list[str]] = {}
+    for name, opened in _opened(facts).items():
+        if not opened.error:
+            done.setdefault(opened.registered_nbytes, []).append(name)
+    return "".join(f"; {', '.join(names)} registered {_size(nbytes) if nbytes else 'nothing'}"
+                   for nbytes, names in done.items())
+
+
+def _of_others(facts: Facts) -> str:
+    """Return what keeps other users than root, as whom this process runs, from registering memory; "" if nothing."""
+    if facts.uid != 0 or not facts.capable:
+        return ""
+    nbytes, source = facts.login_memlock or (facts.memlock_nbytes[0], "as the limit here")
+    if nbytes is None or nbytes >= _LEAST_LOCKED_NBYTES:
+        return ""
+    return f"an ordinary user may lock {_size(nbytes)} ({source}), too little to register memory"
+
+
+def _why(facts: Facts) -> str:
+    """Return why CAP_IPC_LOCK does not lift the limit, where one would expect it to."""
+    if facts.container and facts.uid > 0:
+        return f" (CAP_IPC_LOCK is not effective: uid {facts.uid})"
+    return " (root, but CAP_IPC_LOCK is missing or of a user namespace)" if facts.uid == 0 else ""
+
+
+def _size(nbytes: int) -> str:
+    """Return "64 KiB", "8 MiB", "1.5 GiB"."""
+    for unit, name in ((1 << 30, "GiB"), (_MIB, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes} bytes"

@@ -1,0 +1,273 @@
+"""The doctor at the other end: ``bpsfast doctor --listen`` there answers ``bpsfast doctor --peer`` here.
+
+Both ends prove a key (`perf.control.secret_for`) in the handshake of data connections. Then the asker sends `Ask` and
+gets `Told`; for each pair of ports that would be used it sends the end of a queue pair and gets the other end, writes
+over it, and says when that is done. Each message is its length (4 bytes) and msgpack.
+"""
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from ... import __version__
+from ...hardware.kernel import Kernel
+from ...hardware.netlink import Address
+from ...hardware.rdma_route import Rail
+from ...orchestration import security
+from ...orchestration.errors import BpsError, ConfigError, PeerLostError, ProtocolError
+from ...orchestration.handshakes import HandshakeAcceptor
+from ...orchestration.unreadable import DECODE_ERRORS
+from ..perf.control import Secret
+from .facts import Facts
+from .peer_report import PeerReport, describe
+from .queue_pair_test import QueuePairAddress, QueuePairTest
+
+DEFAULT_PORT = 18619
+_CONTEXT = "bpsfast doctor"
+_MAX_NBYTES = 1 << 20
+#: Words about strangers that wait to be told; more are not kept.
+_MOST_UNTOLD = 64
+_HELLO = security.StreamHello(peer=0, stream=0, epoch=0)
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What the asker says first: its version, and the TCP port on which it waits for a connection back."""
+
+    version: str
+    back_port: int
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer."""
+
+    report: PeerReport
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """The asker's end of a queue pair, for the answerer's port in this place; no end: the conversation is over."""
+
+    end: QueuePairAddress | None = None
+    place: int = 0
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The other end, connected, or why there is none."""
+
+    end: QueuePairAddress | None = None
+    objection: str = ""
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """The asker has written what it wanted; both ends may close the queue pair."""
+
+
+Message = TypeVar("Message", Ask, Told, Offer, Answer, Done)
+
+
+def ask(facts: Facts, address: Address, port: int, secret: bytes, timeout_s: float, verbs: Any = None) -> None:
+    """Ask the doctor at *address* and put what it says into *facts*; silence is put there too, in words.
+
+    *verbs* is the provider for a queue pair; None: do not try one.
+    """
+    where = f"{facts.peer_name or address} port {port}"
+    try:
+        with socket.create_connection((str(address), port), timeout_s) as sock, _callback_listener(sock) as back_port:
+            security.plain_handshake_dialer(sock, secret, _CONTEXT, _HELLO, timeout_s)
+            sock.settimeout(timeout_s)
+            _send(sock, Ask(version=__version__, back_port=back_port))
+            facts.peer_report = _receive(sock, Told).report
+            _try(facts, sock, verbs, timeout_s)
+    except (OSError, BpsError) as exc:
+        reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
+        if facts.peer_report is None:
+            facts.peer_silence = f"no doctor answers at {where}: {reason}; type `bpsfast doctor --listen` there"
+        else:
+            facts.trial_error = f"the connection to {where} ended meanwhile: {reason}"
+
+
+class Listener:
+    """Answers doctors. *examine* makes fresh facts towards an asker's address. Owner thread only; context manager.
+
+    Parameters
+    ----------
+    secret
+        If everybody knows it, no connection back to an asker is tried.
+    verbs
+        The provider for queue pairs; None: object to them.
+    """
+
+    def __init__(self, host: str, port: int, secret: Secret, examine: Callable[[Address], Facts], verbs: Any = None,
+                 timeout_s: float = 10.0) -> None:
+        try:
+            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except (OSError, UnicodeError) as exc:
+            why = exc.strerror if isinstance(exc, OSError) else exc
+            raise ConfigError(f"cannot listen on port {port} of {host!r}: {why}; --listen PORT chooses another port, "
+                              "--host another address of this machine") from exc
+        self.port = listener.getsockname()[1]
+        self._secret, self._examine, self._verbs, self._timeout_s = secret, examine, verbs, timeout_s
+        self._visits: queue.Queue[socket.socket | str] = queue.Queue()  # who has come; in words: who was refused
+        self._door = HandshakeAcceptor(listener, self._greet, self._came, lambda exc: None,
+                          self._visits.put, name="bpsfast-doctor")
+        self._door.start()
+
+    def _came(self, sock: socket.socket, hello: security.StreamHello) -> None:
+        if self._visits.qsize() >= _MOST_UNTOLD:  # under a key that everybody knows there is no end of them
+            sock.close()
+            return
+        self._visits.put(sock)
+
+    def _greet(self, sock: socket.socket) -> security.StreamHello:
+        host = "somebody"
+        try:
+            host = sock.getpeername()[0]
+            return security.plain_handshake_acceptor(sock, self._secret.key, _CONTEXT, peer=0, epoch=0,
+                                             timeout_s=self._timeout_s)
+        except (OSError, BpsError) as exc:
+            if self._visits.qsize() < _MOST_UNTOLD:
+                self._visits.put(f"{host}: not answered: {exc}")
+            raise
+
+    def serve(self, timeout_s: float | None = None) -> str:
+        """Wait for one asker, answer it, return who it was and what came of it, in words.
+
+        Raises
+        ------
+        TimeoutError
+            Nobody asked within *timeout_s* (None: wait for ever).
+        """
+        try:
+            visit = self._visits.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError(f"no doctor asked within {timeout_s:g} s") from None
+        if isinstance(visit, str):
+            return visit
+        with visit as sock:
+            asker = "somebody"
+            try:
+                asker = sock.getpeername()[0]
+                return f"{asker}: {self._answer(sock, ipaddress.ip_address(asker.partition('%')[0]))}"
+            except (OSError, BpsError) as exc:
+                return f"{asker}: not answered: {exc}"
+
+    def _answer(self, sock: socket.socket, asker: Address) -> str:
+        sock.settimeout(self._timeout_s)
+        wanted = _receive(sock, Ask)
+        facts = self._examine(asker)
+        reached = "" if self._secret.is_public else Kernel().connect(asker, wanted.back_port, self._timeout_s)
+        used, spare = describe(facts.host, facts.choice, facts.path_mtus)
+        _send(sock, Told(report=PeerReport(
+            version=__version__, hostname=facts.hostname, transport=facts.settings.transport, used=used, spare=spare,
+            rejected=dict(facts.choice.rejected), reached=reached)))
+        told = ["told what there is here"]
+        sock.settimeout(2 * self._timeout_s)  # the asker's own limits come first
+        while (offer := _receive(sock, Offer)).end is not None:
+            told.append(self._meet(sock, facts, offer.end, offer.place))
+        return "; ".join(told)
+
+    def _meet(self, sock: socket.socket, facts: Facts, offered: QueuePairAddress, place: int) -> str:
+        """Make the other end of a queue pair, and keep it until the asker is done."""
+        if self._verbs is None or not 0 <= place < len(facts.choice.rails):
+            _send(sock, Answer(objection="there is no such port that could be used"))
+            return f"no port for a queue pair from {offered.port}"
+        try:
+            trial = QueuePairTest(self._verbs, facts.choice.rails[place])
+        except OSError as exc:
+            _send(sock, Answer(objection=str(exc)))
+            return f"no queue pair: {exc}"
+        with trial:
+            try:
+                trial.connect(offered)
+            except OSError as exc:
+                _send(sock, Answer(objection=str(exc)))
+                return f"the queue pair did not connect: {exc}"
+            _send(sock, Answer(end=trial.end))
+            _receive(sock, Done)
+        return f"queue pair from {offered.port} to {trial.end.port} was tried"
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._door.close()
+        while not self._visits.empty():
+            visit = self._visits.get()
+            if isinstance(visit, socket.socket):
+                visit.close()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _try(facts: Facts, sock: socket.socket, verbs: Any, timeout_s: float) -> None:
+    """Write over a queue pair for each pair of ports that would be used; put what came of it into *facts*."""
+    theirs = facts.peer_report.used if facts.peer_report else []
+    if verbs is not None and facts.choice.rails and theirs:
+        errors = [_try_one(rail, place, sock, verbs, timeout_s)
+                  for place, rail in enumerate(facts.choice.rails[:len(theirs)])]
+        facts.trial_error = "; ".join(filter(None, errors))
+    _send(sock, Offer())
+
+
+def _try_one(rail: Rail, place: int, sock: socket.socket, verbs: Any, timeout_s: float) -> str:
+    """Write from *rail* to the peer's port in this place; return "" or why that did not work."""
+    try:
+        trial = QueuePairTest(verbs, rail)
+    except OSError as exc:
+        return str(exc)
+    with trial:
+        _send(sock, Offer(end=trial.end, place=place))
+        answer = _receive(sock, Answer)
+        if answer.end is None:
+            return f"at the peer: {answer.objection}"
+        try:
+            trial.connect(answer.end)
+            error = trial.write(answer.end, timeout_s)
+        except OSError as exc:
+            error = str(exc)
+        _send(sock, Done())
+        return f"{rail.name} to {answer.end.port}: {error}" if error else ""
+
+
+@contextlib.contextmanager
+def _callback_listener(sock: socket.socket) -> Iterator[int]:
+    """Listen on the address of *sock* as long as the conversation lasts; yield the port."""
+    with socket.create_server((sock.getsockname()[0], 0), family=sock.family) as door:
+        yield door.getsockname()[1]
+
+
+def _send(sock: socket.socket, message: Any) -> None:
+    data = msgspec.msgpack.encode(message)
+    sock.sendall(len(data).to_bytes(4, "little") + data)
+
+
+def _receive(sock: socket.socket, kind: type[Message]) -> Message:
+    """Return one message; the socket's own time limit holds for the whole of it."""
+    deadline = time.monotonic() + (sock.gettimeout() or 10.0)
+    nbytes = int.from_bytes(_exactly(sock, 4, deadline), "little")
+    if nbytes > _MAX_NBYTES:
+        raise ProtocolError(f"the other doctor sent a message of {nbytes} bytes, at most {_MAX_NBYTES} are allowed")
+    try:
+        return msgspec.msgpack.decode(_exactly(sock, nbytes, deadline), type=kind)
+    except DECODE_ERRORS as exc:
+        raise ProtocolError(f"the other doctor's {kind.__name__} cannot be read: {exc}; another version?") from exc
+
+
+def _exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < nbytes:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the other doctor stopped in the middle of a message")
+        piece = sock.recv(nbytes - len(data))
+        if not piece:
+            raise PeerLostError("the other doctor closed the connection")
+        data += piece
+    return bytes(data)

@@ -1,0 +1,119 @@
+"""RD17, RD19, RD22: which transport the settings ask for, what TCP would be like, and what keeps strangers out."""
+from __future__ import annotations
+
+from ... import __version__
+from ...orchestration.errors import ConfigError
+from ...base.encryption import check_library
+from .facts import Facts
+from .finding import Check, Outcome, Severity, advice, failed, passed, told, warned
+
+_GOOD_BUFFER_NBYTES = 4 << 20
+#: From this rate on (Mbit/s) the kernel's defaults are not enough for one connection.
+_FAST_MBPS = 25_000
+
+
+def setting(facts: Facts) -> Outcome:
+    """RD17: do the settings ask for what the machine has?"""
+    wanted, origin = facts.settings.transport, facts.origins.get("transport", "default")
+    names = ", ".join(rail.name for rail in facts.choice.rails)
+    if facts.choice_error:
+        return failed(f"{facts.choice_error} (from {facts.origins.get('rdma_devices', 'the settings')})",
+                      job="unset BPSFAST_RDMA_DEVICES BPSFAST_RDMA_GID_INDEX", check="bpsfast devices")
+    peer = facts.peer_report
+    if peer is not None and peer.version != __version__:
+        return failed(f"bpsfast {__version__} here, {peer.version} at {facts.peer_name}: a job needs one version",
+                      host="pip install the same version on both machines")
+    if peer is not None and peer.transport != wanted:
+        return failed(f"transport {wanted} here (by {origin}), {peer.transport} at {facts.peer_name}: a job needs one",
+                      job="set BPSFAST_TRANSPORT alike on all machines, or nowhere")
+    if wanted == "rdma" and not names:
+        return failed(f"transport rdma is asked for (by {origin}), but no RDMA port can be used",
+                      job="BPSFAST_TRANSPORT=auto   # tcp where there is no RDMA")
+    if wanted in ("tcp", "shm") and names:
+        return warned(f"transport {wanted} (by {origin}) leaves {names} unused",
+                      job="BPSFAST_TRANSPORT=auto   # rdma where both ends can")
+    if wanted == "rdma":
+        return passed(f"rdma (by {origin}) over {names}")
+    if wanted == "auto" and names:
+        return passed(f"auto ({origin}): rdma over {names} where the peer can, else tcp")
+    return told(f"{wanted} ({origin}): tcp between machines") if wanted == "auto" else passed(f"{wanted} (by {origin})")
+
+
+def tcp(facts: Facts) -> Outcome:
+    """RD19: are the kernel's TCP settings enough for the card?"""
+    tree = facts.host.tree
+    read = [int(word) for word in (tree.text("proc/sys/net/ipv4/tcp_rmem") or "").split()]
+    write = [int(word) for word in (tree.text("proc/sys/net/ipv4/tcp_wmem") or "").split()]
+    control = tree.text("proc/sys/net/ipv4/tcp_congestion_control") or "unknown"
+    cards = [card for card in facts.host.netdevs.values() if card.is_card and card.state == "up"]
+    fastest = max((card.speed_mbps or 0 for card in cards), default=0)
+    found = f"{control}, buffers up to {_mib(read)} in, {_mib(write)} out, {facts.settings.tcp_streams} streams"
+    wrong, actions = [], {}
+    if fastest >= _FAST_MBPS:
+        if (read and read[-1] < _GOOD_BUFFER_NBYTES) or (write and write[-1] < _GOOD_BUFFER_NBYTES):
+            wrong.append(f"buffers are small for {fastest / 1000:g} Gb/s")
+            actions["host"] = ("sudo sysctl -w net.ipv4.tcp_rmem='4096 131072 16777216' "
+                               "net.ipv4.tcp_wmem='4096 65536 16777216'")
+        if facts.settings.tcp_streams < 2:
+            wrong.append(f"one stream does not fill {fastest / 1000:g} Gb/s")
+            actions["job"] = "BPSFAST_TCP_STREAMS=4"
+        single = [card.name for card in cards if (card.speed_mbps or 0) >= _FAST_MBPS and card.n_rx_queues == 1]
+        if single:
+            wrong.append(f"{', '.join(single)} has one receive queue, so one core takes all packets")
+            actions["check"] = f"ethtool -l {single[0]}   # then: sudo ethtool -L {single[0]} combined 8"
+    if wrong:
+        return warned(f"{found}: {'; '.join(wrong)}", **actions)
+    return passed(found + (f"; fastest card {fastest / 1000:g} Gb/s" if fastest else ""))
+
+
+def protection(facts: Facts) -> Outcome:
+    """RD22: do the settings keep strangers out of jobs and of their gradients?"""
+    settings, origins = facts.settings, facts.origins
+    if settings.insecure:
+        return warned(f"BPSFAST_INSECURE=1 (by {origins.get('insecure', 'the settings')}): whoever reaches a port of a "
+                      "job over several machines can join it, read and change its sums, and nothing is encrypted",
+                      job="unset BPSFAST_INSECURE; export BPSFAST_JOB_KEY=...   # everywhere: openssl rand -hex 32")
+    has_key = "a job key is given" if settings.job_key or settings.job_key_file else (
+        "no job key here (bpsfast run draws one)")
+    if settings.encryption == "off":
+        return told(f"encryption=off (by {origins.get('encryption', 'the settings')}): whoever is on the way between "
+                    f"machines reads and changes gradients; {has_key}",
+                    job="unset BPSFAST_ENCRYPTION   # auto: on over tcp")
+    try:
+        check_library()
+    except ConfigError as exc:
+        return failed(str(exc), host="sudo apt-get install libssl3", job="BPSFAST_ENCRYPTION=off   # on all machines")
+    what = "tcp between machines is encrypted" + ("" if settings.encryption == "on" else ", RDMA is not")
+    return passed(f"{what}; {has_key}")
+
+
+CHECKS = (
+    Check("RD22", "protection", Severity.INFORMS,
+          ("there is no job key, and without one whoever reaches its port could join the job",
+           "setting insecure differs", "setting encryption differs"),
+          "Jobs over several machines listen on the network: the job key tells members from strangers, and encryption "
+          "keeps those out who are on the way.",
+          "With BPSFAST_INSECURE=1 whoever reaches a port sees and alters sums; and a member can run code on all "
+          "machines of its job.",
+          "PyTorch's security policy: torch.distributed is for internal communication only, without authentication or "
+          "encryption", protection,
+          advice(job="export BPSFAST_JOB_KEY=...   # the same on all machines: openssl rand -hex 32",
+                 check="bpsfast info --effective")),
+    Check("RD17", "transport setting", Severity.SLOW,
+          ("only TCP is used although there is InfiniBand", "NCCL_IB_DISABLE", "UCX_TLS without rc"),
+          "A variable, a profile or a spelling leaves the card out.",
+          "The job runs, slowly, and nobody notices.", "rapidsai/ucx-py#245 and #361, openucx/ucx#4966 and #5320",
+          setting, advice(job="BPSFAST_TRANSPORT=rdma   # an error instead of TCP when RDMA cannot be used",
+                          check="bpsfast env; bpsfast devices")),
+    Check("RD19", "TCP", Severity.SLOW, ("TCP reaches 10 Gbit/s of 100",),
+          "Small socket buffers, one stream, or one receive queue for a fast card.",
+          "TCP is what every job falls back to, and what carries its control messages.",
+          "bytedance/byteps#163 and #237", tcp,
+          advice(host="sudo sysctl -w net.ipv4.tcp_rmem='4096 131072 16777216' "
+                      "net.ipv4.tcp_wmem='4096 65536 16777216'", job="BPSFAST_TCP_STREAMS=4",
+                 check="sysctl net.ipv4.tcp_rmem net.ipv4.tcp_wmem; ethtool -l IFACE")),
+)
+
+
+def _mib(limits: list[int]) -> str:
+    return f"{limits[-1] / (1 << 20):g} MiB" if limits else "unknown"

@@ -1,0 +1,296 @@
+"""Both sides of ``perf bw`` and ``perf lat``, step by step: the client visits the server.
+
+    client                                server
+    Propose(plan)              ->                             refused with Stop if the server was told otherwise
+                               <-         Agree
+    for each provider of verbs:
+      Offer                   <->         Offer               how the other end is reached; both connect
+      for each size:
+        Ready                 <->         Ready               receives are posted on both sides
+        the loop of either side, or none where the operation needs none (a read's or a write's target)
+        Done                  <->         Done                what was sent, how long it took, what the ports counted
+        Result                 ->                             the row, shown on both sides
+    Stop                       ->
+
+Each side measures what it sends. While a loop runs in a thread, the main one listens to the peer: whoever ends, for
+whatever reason, ends the other one too. A side that is only waiting is told every second that the peer still lives.
+"""
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ...hardware.host import Host
+from ...hardware.rdma_route import choose, peer_address
+from ...orchestration.errors import BpsError, PeerLostError, ProtocolError
+from ...base.settings import Settings
+from . import perf_plan as plans, samples
+from .control import Control
+from .messages import Agree, Done, Offer, Propose, Ready, Result, Sent, Stop
+from .perf_plan import Plan
+from .rdma import RdmaEnd, deltas
+from .shm import ShmEnd
+from .tcp import TcpEnd
+
+_ALIVE_S = 1.0
+_POLL_S = 0.05
+#: How long the words of a peer that closed a data connection may be under way.
+_REASON_S = 1.0
+
+
+class PerfRun:
+    """One run over *control*, from either side. `show` is called with each row as soon as it is known.
+
+    *key*: the job's, for data connections. The settings say which device and GID to use. *gather*, of a client: called
+    before each row, when both sides could begin; returns when they shall. *host*: what is known of this machine.
+    """
+
+    def __init__(self, control: Control, key: bytes, loaded: Settings, show: Callable[[dict[str, Any]], None],
+                 gather: Callable[[], None] = lambda: None, host: Host | None = None) -> None:
+        self._control, self._key, self._settings, self._show = control, key, loaded, show
+        self._gather = gather
+        self._device = ""
+        self._host = host or Host()
+        self.rows: list[dict[str, Any]] = []
+        self.places: dict[str, Any] = {}
+        self.plan: Plan | None = None
+        self._told: BaseException | None = None
+
+    # -- the two sides ----------------------------------------------------------------------------------------
+
+    def as_client(self, plan: Plan, began: Callable[[], None], device: str = "") -> None:
+        """Measure what *plan* says; *began* is called when both sides agree and are connected.
+
+        *device*: the server's port as "device:port"; else it chooses.
+
+        Raises
+        ------
+        BpsError, OSError
+            In words; the peer is told before.
+        """
+        with self._telling():
+            self.plan = plan
+            self._control.send(Propose(plan, {"host": os.uname().nodename}, device))
+            answer = self._control.receive(Agree, "the server's consent")
+            self._each_provider(answer.place, is_client=True, began=began)
+            self._control.stop()
+
+    def as_server(self, given: dict[str, Any], began: Callable[[], None]) -> None:
+        """Be measured as the client proposes, unless that contradicts *given*, this side's own options."""
+        with self._telling():
+            self.serve(self._control.receive(Propose, "what to measure"), given, began)
+
+    def serve(self, proposed: Propose, given: dict[str, Any], began: Callable[[], None]) -> None:
+        """Be measured as was *proposed*; the rest is as for `as_server`."""
+        with self._telling():
+            plans.check(proposed.plan)
+            plans.agree(proposed.plan, given)
+            self.plan, self._device = proposed.plan, proposed.device
+            self._control.timeout_s = proposed.plan.timeout_s
+            self._control.send(Agree({"host": os.uname().nodename}))
+            self._each_provider(proposed.place, is_client=False, began=began)
+            self._control.receive(Stop, "the end")
+
+    @contextlib.contextmanager
+    def _telling(self) -> Any:
+        """Tell the peer why, if this side fails: once, and before it sees what it measures over end."""
+        try:
+            yield
+        except (KeyboardInterrupt, BpsError, OSError, ValueError) as exc:
+            if exc is not self._told:
+                self._told = exc
+                interrupted = isinstance(exc, KeyboardInterrupt)
+                self._control.stop("it was interrupted (Ctrl-C)" if interrupted else f"{type(exc).__name__}: {exc}")
+            raise
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def _each_provider(self, peer_place: dict[str, Any], is_client: bool, began: Callable[[], None]) -> None:
+        assert self.plan is not None
+        for provider in self.plan.providers if self.plan.transport == "rdma" else ("",):
+            with contextlib.closing(self._end(provider, is_client)) as end, self._telling():
+                self._control.send(Offer(end.offer()))
+                end.connect(self._control.receive(Offer, "the address of its end").fields)
+                own = {"host": os.uname().nodename, **end.place()}
+                self._control.send(Agree(own))
+                theirs = {**peer_place, **self._control.receive(Agree, "its end's description").place}
+                first = not self.places
+                self.places = {"client": own if is_client else theirs, "server": theirs if is_client else own}
+                if first:
+                    began()
+                for nbytes in self.plan.sizes:
+                    self._measure(end, provider, nbytes, is_client)
+
+    def _end(self, provider: str, is_client: bool) -> Any:
+        plan, loaded = self.plan, self._settings
+        assert plan is not None
+        if plan.transport == "tcp":
+            return TcpEnd(plan, self._control, self._key, not is_client, loaded.awake_us / 1e6)
+        if plan.transport == "shm":
+            return ShmEnd(plan, loaded.awake_us / 1e6, loaded.nontemporal_bytes)
+        devices = f"={self._device}" if self._device and not is_client else loaded.rdma_devices
+        choice = choose(self._host, devices=devices, gid_index=loaded.rdma_gid_index,
+                        peer=peer_address(self._host, self._control.peer_host))
+        return RdmaEnd(plan, choice.require()[0], provider, self._host)
+
+    def _measure(self, end: Any, provider: str, nbytes: int, is_client: bool) -> None:
+        plan, control = self.plan, self._control
+        assert plan is not None
+        sends = is_client != plan.reversed or plan.both_ways
+        receives = plan.two_sided and (not sends or plan.both_ways or plan.verb == "lat")
+        end.prepare(nbytes, receives)
+        before = end.counters()
+        self._meet(f"{nbytes} bytes", is_client)
+        if plan.verb == "lat":
+            n = plan.n_warmup + plan.iterations
+            answers = is_client or plan.operation != "read"
+            run = (lambda: end.latency(n, is_client)) if answers else None
+        else:
+            by_time = plan.duration_s > 0
+            n_send = 0 if not sends else None if by_time else plan.iterations
+            n_receive = 0 if not receives else None if by_time else plan.iterations * plan.pairs
+            run = (lambda: end.bandwidth(n_send, n_receive, plan.duration_s)) if sends or receives else None
+        measured, theirs = self._run(end, run, sends, before)
+        row: dict[str, Any] = {"transport": plan.transport, "operation": plan.operation, "verbs": provider or None,
+                               "nbytes": nbytes, "iterations": plan.iterations}
+        if is_client:
+            if plan.verb == "lat":
+                row |= samples.latency(measured, plan.n_warmup, halves=plan.operation != "read")
+                row["n_warmup"] = plan.n_warmup
+                row["samples_s"] = [ns / (1e9 if plan.operation == "read" else 2e9)
+                                    for ns in memoryview(measured).cast("q")[plan.n_warmup:]]
+            else:
+                there = samples.bandwidth(nbytes, theirs.sent, theirs.seconds, theirs.peak)
+                own = there if plan.reversed else self._direction(nbytes, measured)
+                row |= samples.both(own, there) if plan.both_ways else own
+            row["counters"] = {"client": self._counted, "server": theirs.counters}
+            control.send(Result({name: value for name, value in row.items() if name != "samples_s"}))
+        else:
+            row = control.receive(Result, "the result").row
+        self.rows.append(row)
+        self._show(row)
+
+    @staticmethod
+    def _direction(nbytes: int, measured: Any) -> dict[str, Any]:
+        sent, _, seconds, posted_ns, completed_ns = measured
+        return samples.bandwidth(nbytes, sent, seconds, samples.peak_seconds(posted_ns, completed_ns))
+
+    def _meet(self, step: str, is_client: bool) -> None:
+        if not is_client:
+            self._control.send(Ready(step))
+        theirs = self._control.receive(Ready, step).step
+        if is_client:
+            self._gather()
+            self._control.send(Ready(step))
+        if theirs != step:
+            raise ProtocolError(f"{self._control.peer} is at {theirs!r}, this side at {step!r}")
+
+    def _run(self, end: Any, run: Callable[[], Any] | None, sends: bool, before: list[Any]) -> tuple[Any, Done]:
+        """Run the loop in a thread, listening to the peer meanwhile; return what it measured and the peer's `Done`."""
+        control, theirs = self._control, None
+        # by time and both ways, neither loop ends before it knows how much the other one sent
+        asked = self.plan is not None and self.plan.both_ways and self.plan.duration_s > 0
+        with _Beside(run, end.cancel) as beside:
+            beside.start()
+            while not (beside.ended and theirs is not None):
+                # a side that only lets it happen has counted everything when the other one is done
+                if beside.ended and not beside.told and (run is not None or theirs is not None):
+                    beside.told = True
+                    control.send(self._done(end, self._measured(beside), sends, before))
+                if asked and not beside.ended and end.all_sent is not None:
+                    asked = False
+                    control.send(Sent(end.all_sent))
+                message = control.receive((Done, Sent), "the end of its run", None if beside.ended else beside.fileno(),
+                                          pulse_s=_POLL_S if asked else _ALIVE_S)
+                if isinstance(message, Sent):
+                    end.expect(message.n)
+                elif message is not None:
+                    theirs = message
+                    if theirs.sent:
+                        end.expect(theirs.sent)
+            measured = self._measured(beside)
+            if not beside.told:
+                control.send(self._done(end, measured, sends, before))
+            return measured, theirs
+
+    def _measured(self, beside: _Beside) -> Any:
+        """Return what the loop measured. Raises what ended it, or why the peer says that it ended: that comes first."""
+        try:
+            return beside.value()
+        except (BpsError, OSError) as exc:
+            said = self._control.reason(_REASON_S if isinstance(exc, PeerLostError) else 0.0)
+            if said is not None:
+                raise said from exc
+            raise
+
+    def _done(self, end: Any, measured: Any, sends: bool, before: list[Any]) -> Done:
+        self._counted = [{"device": delta.device, "port": delta.port, "seconds": delta.seconds,
+                          "changes": dict(delta.changes), "line": delta.line(), "clean": delta.is_clean,
+                          "verdicts": delta.verdicts()} for delta in deltas(before, end.counters())]
+        if isinstance(measured, tuple) and sends:
+            sent, _, seconds, posted_ns, completed_ns = measured
+            return Done(sent, seconds, samples.peak_seconds(posted_ns, completed_ns), self._counted)
+        return Done(0, 0.0, None, self._counted)
+
+
+class _Beside:
+    """A function in a thread, and a descriptor that is readable once it ended; None ends at once.
+
+    `start` in the body of the `with`: Ctrl-C may interrupt it before it knows that there is a thread, which has to end
+    all the same.
+    """
+
+    def __init__(self, run: Callable[[], Any] | None, cancel: Callable[[], None]) -> None:
+        self._run, self._cancel = run, cancel
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._event = os.eventfd(0, os.EFD_CLOEXEC)
+        self._gate = threading.Lock()
+        self._runs = self._closed = False
+        self._thread = threading.Thread(target=self._main, name="bpsfast-perf") if run is not None else None
+        self.told, self.ended = False, run is None
+
+    def start(self) -> None:
+        """Let the function begin."""
+        if self._thread is not None:
+            self._thread.start()
+
+    def _main(self) -> None:
+        assert self._run is not None
+        with self._gate:
+            if self._closed:
+                return
+            self._runs = True
+        try:
+            self._value = self._run()
+        except BaseException as exc:
+            self._error = exc
+        self.ended = True
+        os.eventfd_write(self._event, 1)
+
+    def __enter__(self) -> _Beside:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self._gate:
+            self._closed = True
+        if self._runs:
+            assert self._thread is not None
+            if not self.ended:
+                self._cancel()
+            self._thread.join()
+        if exc[1] is not None and exc[1] is not self._error:
+            self._error = None  # cancelled because of the other one; its traceback would keep the loop's memory mapped
+        os.close(self._event)
+
+    def fileno(self) -> int:
+        return self._event
+
+    def value(self) -> Any:
+        """Return what the function returned, or raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._value

@@ -1,0 +1,137 @@
+"""What ``bpsfast ping`` finds out about one peer: by TCP, and by RDMA from every own port to every port of the peer.
+
+A pair of ports counts as reached when 32 writes with immediate went there and came back: a connection alone proves
+nothing, as each side's driver brings its queue pair up without asking the other one. So rail-only fabrics (port k
+reaches port k and no other), wrong GIDs and MTUs that some switch does not pass each show as what they are.
+"""
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from typing import Any
+
+from ...hardware.host import Host
+from ...hardware.rdma_route import Rail, choose, peer_address
+from ...orchestration.errors import BpsError, ConfigError
+from ...base.settings import Settings
+from . import control as lines, perf_plan as plans
+from .control import Control
+from .messages import Answer, Ask
+from .rdma import RdmaEnd
+
+DEFAULT_PORT = 18520
+_N_ECHOES = 10
+_TURNS = 32
+_SILENCE_S = 20.0
+#: How long a pair that does not answer holds up the others.
+_PAIR_S = 4.0
+
+
+def rails(host: Host, loaded: Settings, peer_host: str) -> tuple[list[Rail], dict[str, str]]:
+    """Return the ports to try towards *peer_host*, best first, and of every other one why not.
+
+    All usable ports; with the setting rdma_devices those that it names.
+    """
+    choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
+                    peer=peer_address(host, peer_host))
+    return [*choice.rails, *(() if loaded.rdma_devices else choice.spare)], dict(choice.rejected)
+
+
+def open_end(rail: Rail, host: Host, verbs: str) -> RdmaEnd:
+    """Return a queue pair on a port, by the implementation *verbs*, for a few small messages."""
+    plan = plans.make("lat", {"iterations": _TURNS, "depth": 16, "receive_depth": 64, "timeout_s": _PAIR_S})
+    return RdmaEnd(plan, rail, verbs, host)
+
+
+def described(rail: Rail) -> dict[str, Any]:
+    """Return a port in JSON's terms."""
+    gid = rail.gid
+    return {"device": rail.device, "port": rail.port, "gid_index": gid.index if gid else None,
+            "gid": str(gid.address) if gid else None, "gid_version": gid.version if gid else None,
+            "reason": rail.reason}
+
+
+def reach(name: str, port: int, key: bytes, loaded: Settings, wait_s: float) -> dict[str, Any]:
+    """Try to reach the listener at *name*:*port*; return what was found, errors in words included. Never raises them.
+
+    ``tcp``: least and median round trip in seconds. ``pairs``: for each of our ports and each of the peer's the same
+    with the MTU, or ``error``. ``rejected``: ports of either side that cannot be used, and why.
+    """
+    found: dict[str, Any] = {"host": name, "port": port, "error": None, "tcp": None, "pairs": [], "rejected": {}}
+    try:
+        with lines.connect(name, port, key, wait_s, _SILENCE_S) as control:
+            found["tcp"] = _echo(control)
+            _pairs(control, loaded, found)
+            control.stop()
+    except (BpsError, OSError) as exc:
+        found["error"] = f"{type(exc).__name__}: {exc}"
+    return found
+
+
+def _echo(control: Control) -> dict[str, float]:
+    times = []
+    for _ in range(_N_ECHOES):
+        before_s = time.perf_counter()
+        _ask(control, "echo", {})
+        times.append(time.perf_counter() - before_s)
+    return {"min_s": min(times), "median_s": statistics.median(times)}
+
+
+def _ask(control: Control, what: str, fields: dict[str, Any]) -> dict[str, Any]:
+    control.send(Ask(what, fields))
+    return control.receive(Answer, f"the answer to {what!r}").fields
+
+
+def _pairs(control: Control, loaded: Settings, found: dict[str, Any]) -> None:
+    host = Host()
+    try:
+        own, rejected = rails(host, loaded, control.peer_host)
+    except ConfigError as exc:
+        own, rejected = [], {"settings": str(exc)}
+    theirs = _ask(control, "rails", {})
+    found["name"] = theirs["host"]
+    found["rejected"] = {"here": rejected, "there": theirs["rejected"]}
+    for rail in own:
+        for number, peer in enumerate(theirs["rails"]):
+            pair: dict[str, Any] = {"own": described(rail), "peer": peer, "mtu": None, "min_s": None, "median_s": None,
+                                    "error": None}
+            try:
+                pair |= _pair(control, rail, number, host, loaded.verbs)
+            except (BpsError, OSError) as exc:
+                pair["error"] = f"{type(exc).__name__}: {exc}"
+            found["pairs"].append(pair)
+
+
+def _pair(control: Control, rail: Rail, number: int, host: Host, verbs: str) -> dict[str, Any]:
+    """Try one pair of ports; the peer's side of it ends with this one."""
+    with contextlib.closing(open_end(rail, host, verbs)) as end:
+        answer = _ask(control, "open", {"rail": number, "offer": end.offer()})
+        if answer.get("error"):
+            return {"error": f"there: {answer['error']}"}
+        end.connect(answer["offer"])
+        end.prepare(8, receives=True)
+        control.send(Ask("turns", {"n": _TURNS}))
+        error = None
+        try:
+            samples = memoryview(end.latency(_TURNS, first=True)).cast("q")
+        except (BpsError, OSError) as exc:
+            error = f"{type(exc).__name__}: {exc}"
+        answer = control.receive(Answer, "the end of its turns").fields
+        if error or answer.get("error"):
+            return {"error": error or f"there: {answer['error']}", "mtu": end.mtu}
+        # the first one also paid for whatever either side had to learn
+        return {"mtu": end.mtu, "min_s": min(samples[1:]) / 1e9, "median_s": statistics.median(samples[1:]) / 1e9}
+
+
+def ask_to_reach(source: tuple[str, int], target: tuple[str, int], key: bytes, wait_s: float) -> dict[str, Any]:
+    """Have the listener *source* reach the listener *target*; return what it found, with ``source``."""
+    found: dict[str, Any] = {"host": target[0], "port": target[1], "tcp": None, "pairs": [], "rejected": {},
+                             "error": None}
+    try:
+        with lines.connect(*source, key, wait_s, _SILENCE_S) as control:
+            found |= _ask(control, "reach", {"host": target[0], "port": target[1]})
+            control.stop()
+    except (BpsError, OSError) as exc:
+        found["error"] = f"the host that was to ping it: {type(exc).__name__}: {exc}"
+    return found | {"source": f"{source[0]}:{source[1]}"}

@@ -1,0 +1,214 @@
+"""One end of what ``perf`` measures over RDMA: device, memory, queue pairs, and the loop over them.
+
+The memory of a queue pair is a source, from where data leaves (or where what was read arrives), and a landing, where
+the peer's data arrives; all messages of a size use the same. The loop is native (`bpsfast.pyx.perf.VerbsLoop`)
+for our own verbs, and `python_loop.ProviderLoop` for others: what their callers get is what is measured.
+"""
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from typing import Any
+
+from ...hardware.affinity.device_threads import device_cores, on_cores
+from ...hardware.nic_counters import CounterDelta, CounterSnapshot, difference, snapshot
+from ...hardware.host import Host
+from ...hardware.rdma_route import Rail
+from ...orchestration.errors import BpsError, ConfigError, PeerLostError, StallError, UnsupportedError
+from ...pyx import perf as native
+from ...pyx.pages import Segment
+from ...hardware.verbs import completions, provider
+from .perf_plan import Plan
+from .python_loop import ProviderLoop
+
+#: Milliseconds as a rule; who has set a minute is not waited for.
+_LONGEST_LIFESPAN_S = 0.1
+#: What perftest inlines by default where latency is measured.
+_INLINE_NBYTES = 220
+_ALIGNMENT = 4096
+#: A receiver that merely takes completions and posts again sleeps after so long without any: data arrives without it.
+_IDLE_S = 100e-6
+_NAP_S = 10e-3
+
+
+class RdmaEnd:
+    """This side's queue pairs towards one peer on one port. Owner thread, but `expect` and `cancel`."""
+
+    def __init__(self, plan: Plan, rail: Rail, provider_name: str, host: Host) -> None:
+        self.plan, self.rail, self.host = plan, rail, host
+        self._is_native = provider_name == "native"
+        self._cores = device_cores(host, rail.device, plan.cores)
+        self._undo = contextlib.ExitStack()
+        self._loop: Any = None
+        try:
+            self._open(provider(provider_name))
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _open(self, verbs: Any) -> None:
+        plan, rail = self.plan, self.rail
+        keep = self._undo.enter_context
+        self.device = keep(verbs.Device(rail.device))
+        self.port = self.device.port(rail.port)
+        limits = self.device.attributes
+        self._max_reads = max(1, min(limits["max_qp_rd_atom"], limits["max_qp_init_rd_atom"], 255))
+        self.domain = keep(verbs.ProtectionDomain(self.device))
+        self._stride = -(-plan.largest_nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._memory = keep(Segment(2 * self._stride * plan.pairs, huge=plan.huge_pages))
+        self._region = keep(verbs.MemoryRegion(self.domain, self._memory, remote_read=plan.operation == "read",
+                                              relaxed_ordering=plan.relaxed_ordering))
+        depth, receive_depth = plan.depth * plan.pairs, plan.receive_depth * plan.pairs
+        events = plan.events or plan.verb == "bw"
+        self._send_cq = keep(verbs.CompletionQueue(self.device, depth, events=plan.events))
+        self._recv_cq = keep(verbs.CompletionQueue(self.device, receive_depth, events=events))
+        self._inline_nbytes = self._possible_inline(verbs)
+        self.pairs = [keep(self._pair(verbs, self._inline_nbytes)) for _ in range(plan.pairs)]
+
+    def _pair(self, verbs: Any, inline_nbytes: int) -> Any:
+        return verbs.QueuePair(self.domain, self._send_cq, self._recv_cq, max_send=self.plan.depth,
+                               max_recv=self.plan.receive_depth, max_inline=inline_nbytes)
+
+    def _possible_inline(self, verbs: Any) -> int:
+        """Return what -I asked for, or by default what pays for latency, unless the device refuses it."""
+        if self.plan.inline_nbytes >= 0:
+            return self.plan.inline_nbytes
+        if self.plan.verb != "lat" or self.plan.operation == "read":
+            return 0
+        try:
+            self._pair(verbs, _INLINE_NBYTES).close()
+        except OSError as exc:
+            if exc.errno not in (errno.EINVAL, errno.ENOMEM):
+                raise
+            return 0
+        return _INLINE_NBYTES
+
+    # -- connection -------------------------------------------------------------------------------------------
+
+    def offer(self) -> dict[str, Any]:
+        """Return what the peer has to know."""
+        return {
+            "link_layer": self.port["link_layer"], "lid": self.port["lid"], "mtu": self.port["active_mtu"],
+            "gid": self.rail.gid.value if self.rail.gid else b"", "reads": self._max_reads,
+            "numbers": [pair.number for pair in self.pairs], "psns": [pair.psn for pair in self.pairs],
+            "address": self._region.address, "stride": self._stride, "rkey": self._region.rkey,
+        }
+
+    def connect(self, peer: dict[str, Any]) -> None:
+        """Bring the queue pairs up towards what the peer offered, INIT -> RTR -> RTS.
+
+        Raises
+        ------
+        UnsupportedError
+            If one port is InfiniBand and the other one Ethernet.
+        ConfigError
+            If the MTU asked for is larger than a port's.
+        OSError
+            In words, if the device refuses.
+        """
+        if peer["link_layer"] != self.port["link_layer"]:
+            raise UnsupportedError(f"{self.rail.name} is {self.port['link_layer']}, the peer's port "
+                                   f"{peer['link_layer']}: there is no path between them; choose ports with -d")
+        self.mtu = self.plan.mtu or min(self.port["active_mtu"], peer["mtu"])
+        if self.mtu > min(self.port["active_mtu"], peer["mtu"]):
+            raise ConfigError(f"-m {self.mtu}: the active MTU of {self.rail.name} is {self.port['active_mtu']}, of the "
+                              f"peer's port {peer['mtu']}")
+        self._peer = peer
+        where = self.rail.path(peer["link_layer"], peer["lid"], peer["gid"])
+        reads = min(self._max_reads, peer["reads"])
+        for pair, number, psn in zip(self.pairs, peer["numbers"], peer["psns"]):
+            pair.to_init(self.rail.port, remote_write=True, remote_read=self.plan.operation == "read")
+            pair.to_rtr(number, psn, mtu=self.mtu, max_dest_rd_atomic=reads, traffic_class=self.plan.traffic_class,
+                        sl=self.plan.service_level, **where)
+            pair.to_rts(timeout=self.plan.ack_timeout, max_rd_atomic=reads)
+
+    def place(self) -> dict[str, Any]:
+        """Return what people want to know of this side, once connected."""
+        gid = self.rail.gid
+        return {"device": self.rail.device, "port": self.rail.port, "gid_index": gid.index if gid else None,
+                "gid": str(gid.address) if gid else None, "gid_version": gid.version if gid else None,
+                "mtu": self.mtu, "reason": self.rail.reason, "inline_nbytes": self._inline_nbytes}
+
+    # -- runs -------------------------------------------------------------------------------------------------
+
+    def prepare(self, nbytes: int, receives: bool) -> None:
+        """Make the loop for messages of *nbytes*, and post receives if the peer's operation takes them."""
+        plan = self.plan
+        pairs = [(pair.handle if self._is_native else pair, self._region.address + 2 * i * self._stride,
+                  self._region.address + (2 * i + 1) * self._stride, self._region.lkey,
+                  self._peer["address"] + (2 * i + 1) * self._peer["stride"], self._peer["rkey"])
+                 for i, pair in enumerate(self.pairs)]
+        only_receives = plan.verb == "bw" and receives and not plan.both_ways
+        options: dict[str, Any] = {
+            "operation": plan.operation, "nbytes": nbytes, "depth": plan.depth, "receive_depth": plan.receive_depth,
+            "receive_nbytes": self._stride, "receives": receives,
+            "moderation": 1 if plan.operation == "read" and plan.verb == "lat" else plan.moderation_at(nbytes),
+            "inlined": nbytes <= self._inline_nbytes and plan.operation != "read",
+            "idle_s": 0.0 if plan.events else _IDLE_S if only_receives else None, "stall_s": plan.timeout_s,
+        }
+        naps: dict[str, Any] = {"nap_s": _NAP_S} if only_receives and not plan.events else {}
+        is_first = self._loop is None
+        self._loop = (native.VerbsLoop(self._send_cq.handle, self._recv_cq.handle, pairs, keep=self, **naps,
+                                       **options)
+                      if self._is_native else ProviderLoop(self._send_cq, self._recv_cq, pairs, **options))
+        if is_first and receives:
+            self._loop.post_receives()
+
+    def bandwidth(self, n_send: int | None, n_receive: int | None, duration_s: float) -> tuple[Any, ...]:
+        """Run the loop; see `VerbsLoop.bandwidth`. In the plan's cores, errors in words."""
+        return self._in_words(lambda: self._loop.bandwidth(n_send, n_receive, duration_s))
+
+    def latency(self, n: int, first: bool) -> bytes:
+        """Run the loop; see `VerbsLoop.latency`. Errors in words."""
+        return self._in_words(lambda: self._loop.latency(n, first))
+
+    def _in_words(self, run: Any) -> Any:
+        try:
+            with on_cores(self._cores):
+                return run()
+        except OSError as exc:
+            what = f"{self.plan.operation} over {self.rail.name} to {self.pairs[0].peer}"
+            if exc.errno == errno.ETIMEDOUT:
+                raise StallError(f"{what}: nothing moved for {self.plan.timeout_s:g} s ({exc.strerror})") from exc
+            if exc.errno == errno.EIO and self._loop.failure is not None:
+                status, vendor_error, pair, is_receive = self._loop.failure
+                raise PeerLostError(f"{what}: a {'receive' if is_receive else 'send'} of queue pair "
+                                    f"{self.pairs[pair].number} completed with "
+                                    f"{completions.explain(status, vendor_error)}") from exc
+            if exc.errno == errno.EPROTO:
+                raise BpsError(f"{what}: data of another length than agreed arrived; please report this") from exc
+            raise
+
+    @property
+    def all_sent(self) -> int | None:
+        """Any thread: what this side sent in the run, once there will be no more."""
+        return self._loop.all_sent
+
+    def expect(self, n: int) -> None:
+        """Any thread: say how many messages the peer sent."""
+        self._loop.expect(n)
+
+    def cancel(self) -> None:
+        """Any thread: end the loop."""
+        if self._loop is not None:
+            self._loop.cancel()
+
+    def counters(self) -> list[CounterSnapshot]:
+        """Return what the port counted so far: all of it, after the time for which the driver answers from a cache."""
+        time.sleep(min(self._snapshot().lifespan_s, _LONGEST_LIFESPAN_S))
+        return [self._snapshot()]
+
+    def _snapshot(self) -> CounterSnapshot:
+        return snapshot(self.host.tree, self.rail.device, self.rail.port, netdev=self.rail.netdev,
+                        kernel=self.host.kernel)
+
+    def close(self) -> None:
+        """Destroy everything, in the right order. Idempotent."""
+        self._loop = None
+        self._undo.close()
+
+
+def deltas(before: list[CounterSnapshot], after: list[CounterSnapshot]) -> list[CounterDelta]:
+    """Return what was counted in between, by port."""
+    return [difference(first, last) for first, last in zip(before, after)]

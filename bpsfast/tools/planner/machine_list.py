@@ -1,0 +1,94 @@
+"""The machines a plan is for, as people write them: ``8``, ``4x25,4x10``, ``7x10,2.5``, ``4x25/8``."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from ...orchestration.errors import ConfigError
+from ...orchestration.placement.shares import Machine
+
+#: More machines than this are a slip of the finger: the model places keys on each of them.
+MOST_MACHINES = 4096
+#: No NIC has more (Gbit/s).
+MOST_GBPS = 10_000.0
+
+_GROUP = re.compile(r"(?:(?P<count>-?\d+)x)?(?P<rate>[^/x]+)(?:/(?P<sum>.+))?")
+
+
+def parse(text: str, has_ranks: bool, nic_gbps: float) -> list[Machine]:
+    """Return the machines of *text*: a number of them, all with *nic_gbps*, or rates in Gbit/s, each ``[COUNTx]RATE``.
+
+    A rate may be followed by ``/RATE``: how much input the machine sums (a quota, for a helper on a busy machine).
+
+    Raises
+    ------
+    ConfigError
+        If it is none of that, a count or a rate is no positive number, or there are absurdly many or fast machines.
+    """
+    option = "--workers" if has_ranks else "--helpers"
+    check_gbps(nic_gbps, "--nic")
+    if re.fullmatch(r"-?\d+", text.strip()):
+        return _several(int(text), Machine(has_ranks, _bytes(nic_gbps)), option, least=1 if has_ranks else 0)
+    machines: list[Machine] = []
+    for word in text.split(","):
+        match = _GROUP.fullmatch(word.strip())
+        if match is None:
+            raise ConfigError(f"{option} {text!r}: {word!r} is no rate; write a number of machines, or rates in Gbit/s "
+                              "such as 4x25,4x10 (25/8: a NIC of 25, sums of 8)")
+        rate = _gbps(match["rate"], f"{option} {text!r}")
+        sum_rate = _gbps(match["sum"], f"{option} {text!r}") if match["sum"] else 0.0
+        machines += _several(int(match["count"] or 1), Machine(has_ranks, _bytes(rate), _bytes(sum_rate)), option, 1)
+        if len(machines) > MOST_MACHINES:
+            break
+    return _several(1, machines, option, 1)
+
+
+def check_gbps(rate: float, what: str) -> None:
+    """Raise ConfigError unless *rate* is a possible rate of a NIC in Gbit/s."""
+    if not 0 < rate <= MOST_GBPS:
+        raise ConfigError(f"{what}: a rate of {rate:g} Gbit/s is impossible: it must be above 0 and at most "
+                          f"{MOST_GBPS:g}")
+
+
+def _several(count: int, machines: Machine | list[Machine], option: str, least: int) -> list[Machine]:
+    found = machines if isinstance(machines, list) else [machines] * max(0, min(count, MOST_MACHINES + 1))
+    if count < least:
+        raise ConfigError(f"{option}: {count} machines are impossible: there must be at least {least}")
+    if len(found) > MOST_MACHINES:
+        raise ConfigError(f"{option}: more than {MOST_MACHINES} machines are more than a plan is made for")
+    return found
+
+
+def describe(machines: Sequence[Machine], what: str) -> str:
+    """Return "7 workers at 10 Gbit/s, 1 worker at 2.5 Gbit/s"."""
+    return ", ".join(f"{count} {what}{'' if count == 1 else 's'} at {rate_of(machine)}"
+                     for machine, count in _runs(machines)) or f"no {what}s"
+
+
+def rate_of(machine: Machine) -> str:
+    """Return "25 Gbit/s", with the rate of its sums where that is bounded."""
+    text = f"{gbps(machine.rate):g} Gbit/s"
+    return f"{text} (sums {gbps(machine.sum_rate):g} Gbit/s)" if machine.sum_rate else text
+
+
+def gbps(rate: float) -> float:
+    """Return bytes/s as Gbit/s."""
+    return rate * 8 / 1e9
+
+
+def _runs(machines: Sequence[Machine]) -> Iterator[tuple[Machine, int]]:
+    return ((machine, len(list(group))) for machine, group in groupby(machines))
+
+
+def _gbps(text: str, what: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        raise ConfigError(f"{what}: {text!r} is no rate in Gbit/s") from None
+    check_gbps(rate, what)
+    return rate
+
+
+def _bytes(rate_gbps: float) -> float:
+    return rate_gbps * 1e9 / 8

@@ -1,0 +1,197 @@
+"""The plan: for each layout the formula's time, the time of real partitions, the step; what limits, what pays.
+
+The step is: forward; then backward, in which gradients appear layer by layer from the output on (each layer with
+weights takes as long as any other) and go through one link that needs the layout's time for all of them. The next
+forward pass waits for all sums. Which layer is sent first changes nothing about when the last has arrived.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from .model import Compute, Model
+from ...orchestration.codec import CodecSpec
+from ...orchestration.errors import ConfigError
+from ...orchestration.placement import forecast
+from ...orchestration.placement.layout import lay_out
+from ...orchestration.placement.partition import ITEM_NBYTES
+from ...orchestration.placement.assignment import machine_times_s, owned_by, step_time_s
+from ...orchestration.placement.reassignment import reassign
+from ...orchestration.placement.shares import Machine, capacities, least_time_s
+from . import machine_list
+from .codec_forecast import Compression, predict
+
+#: Layouts in the order they are shown; the last three are placements of the same name.
+LAYOUTS = ("ring", "ps", "colocated", "optimal")
+
+
+class Prediction(NamedTuple):
+    """One layout. `placed_s` is that of whole partitions with owners; None for a ring, `step_s` without compute."""
+
+    layout: str
+    formula_s: float
+    placed_s: float | None
+    n_parts: int | None
+    step_s: float | None
+
+
+class Bottleneck(NamedTuple):
+    """The machine that finishes last in the optimal layout's real partitions, and what of it: "NIC" or "sum"."""
+
+    machine: str
+    what: str
+    time_s: float
+    owned_nbytes: int
+
+
+class Loss(NamedTuple):
+    """The optimal layout once the helper whose loss costs most is gone: its sums move, and what the new optimum forces.
+    """
+
+    machine: str
+    placed_s: float
+    moved_nbytes: int
+
+
+class HelperCurve(NamedTuple):
+    """The optimal formula by number of helpers: the last that shortens communication, the last that does the step."""
+
+    times_s: dict[int, float]
+    last: int
+    last_for_step: int | None
+
+
+class Plan(NamedTuple):
+    """Everything that a report shows."""
+
+    model: Model
+    compute: Compute | None
+    machines: tuple[Machine, ...]
+    predictions: tuple[Prediction, ...]
+    bottleneck: Bottleneck | None
+    loss: Loss | None
+    helpers: HelperCurve
+    warnings: tuple[str, ...]
+    compression: Compression | None = None
+
+    @property
+    def n_workers(self) -> int:
+        """Count the machines with ranks."""
+        return sum(machine.has_ranks for machine in self.machines)
+
+
+def make(model: Model, machines: Sequence[Machine], *, compute: Compute | None = None, partition_nbytes: int = 4096000,
+         fusion_nbytes: int = 4096000, codec: CodecSpec | None = None, copy_rate: float = 0.0) -> Plan:
+    """Predict a step of *model* on *machines*, those with ranks first, whose rates are all known.
+
+    With *codec* also which tensors it pays for, with the optimal placement, where each machine's summing threads copy
+    *copy_rate* bytes/s together.
+
+    Raises
+    ------
+    ConfigError
+        If there are more machines than partitions, or a helper is too slow to sum one partition within the step.
+    UnsupportedError
+        If the model's tensors cannot be compressed.
+    """
+    k = sum(not machine.has_ranks for machine in machines)
+    n = len(machines) - k
+    found = [Prediction("ring", ring_s := forecast.ring_s(machines, model.nbytes), None, None,
+                        step_s(model, compute, ring_s))]
+    bottleneck = loss = None
+    for layout in LAYOUTS[1:]:
+        if layout == "ps" and not k:
+            continue
+        units = lay_out(model.specs(), machines, policy=layout, partition_nbytes=partition_nbytes,
+                        fusion_nbytes=fusion_nbytes)
+        parts = [(part.nbytes, part.owner) for unit in units for part in unit.parts]
+        formula_s = forecast.policy_s(machines, layout, model.nbytes)
+        assert formula_s is not None
+        if layout == "optimal" and n > 1:
+            _check_grain(parts, machines, model.nbytes, partition_nbytes)
+            bottleneck = _bottleneck(parts, machines)
+            loss = _loss(parts, machines)
+        owned = owned_by(parts, len(machines))
+        placed_s = max(machine_times_s(owned, machines))
+        found.append(Prediction(layout, formula_s, placed_s, len(parts), step_s(model, compute, placed_s)))
+    warnings = forecast.warnings(machines, "optimal")
+    if k:
+        warnings += forecast.warnings(machines, "ps")
+    compression = None if codec is None else predict(
+        model, machines, codec, copy_rate, partition_nbytes=partition_nbytes, fusion_nbytes=fusion_nbytes)
+    return Plan(model, compute, tuple(machines), tuple(found), bottleneck, loss, _curve(model, machines, compute),
+                tuple(warnings), compression)
+
+
+def step_s(model: Model, compute: Compute | None, comm_s: float) -> float | None:
+    """Return the time of a step whose communication takes *comm_s* alone; None if compute times are not known."""
+    if compute is None:
+        return None
+    layers: list[int] = []
+    for shape in model.shapes.values():
+        if len(shape) > 1 or not layers:
+            layers.append(0)
+        layers[-1] += prod(shape) * ITEM_NBYTES[model.dtype]
+    now_s = done_s = compute.forward_s
+    for nbytes in reversed(layers):
+        now_s += compute.backward_s / len(layers)
+        done_s = max(done_s, now_s) + comm_s * nbytes / model.nbytes
+    return done_s
+
+
+def _check_grain(parts: Sequence[tuple[int, int]], machines: Sequence[Machine], nbytes: int, partition_nbytes: int
+                 ) -> None:
+    if len(parts) < len(machines):
+        raise ConfigError(f"{len(machines)} machines are more than the {len(parts)} partitions of {nbytes} bytes: some "
+                          f"would own none; take fewer helpers, or smaller --partition-bytes (now {partition_nbytes})")
+    least = min(size for size, _ in parts)
+    time_s = least_time_s(machines, nbytes)
+    n = sum(machine.has_ranks for machine in machines)
+    for m, most in enumerate(capacities(machines, nbytes, time_s)):
+        if not machines[m].has_ranks and most < least:
+            raise ConfigError(
+                f"helper {m - n} ({machine_list.rate_of(machines[m])}) is slower than its share: in a step of "
+                f"{time_s * 1e3:.4g} ms it can sum {most:.0f} bytes, the smallest partition has {least}; leave it out")
+
+
+def _bottleneck(parts: Sequence[tuple[int, int]], machines: Sequence[Machine]) -> Bottleneck:
+    owned = owned_by(parts, len(machines))
+    times = machine_times_s(owned, machines)
+    worst = max(range(len(machines)), key=lambda m: (times[m], -m))
+    nic_s = machine_times_s(owned, [machine._replace(sum_rate=0.0) for machine in machines])[worst]
+    return Bottleneck(_name(worst, machines), "NIC" if nic_s >= times[worst] else "sum", times[worst], owned[worst])
+
+
+def _loss(parts: Sequence[tuple[int, int]], machines: Sequence[Machine]) -> Loss | None:
+    """Lose one helper of each kind in turn; return the worst loss, None without helpers."""
+    kinds = {machine: m for m, machine in reversed(list(enumerate(machines))) if not machine.has_ranks}
+    found = []
+    for lost in sorted(kinds.values()):
+        owners = reassign(parts, machines, lost)
+        moved = sum(nbytes for (nbytes, before), after in zip(parts, owners) if before != after)
+        placed = [(nbytes, owner - (owner > lost)) for (nbytes, _), owner in zip(parts, owners)]
+        survivors = [*machines[:lost], *machines[lost + 1 :]]
+        found.append(Loss(_name(lost, machines), step_time_s(placed, survivors), moved))
+    return max(found, key=lambda loss: loss.placed_s, default=None)
+
+
+def _name(machine: int, machines: Sequence[Machine]) -> str:
+    n = sum(each.has_ranks for each in machines)
+    return f"worker {machine}" if machine < n else f"helper {machine - n}"
+
+
+def _curve(model: Model, machines: Sequence[Machine], compute: Compute | None) -> HelperCurve:
+    k = sum(not machine.has_ranks for machine in machines)
+    last = forecast.last_helper_that_pays(machines, machine_list.MOST_MACHINES)
+
+    def time_s(k: int) -> float:
+        return least_time_s(forecast.with_helpers(machines, k), model.nbytes)
+
+    shown = sorted({0, k, last, last + 1, *(2**i for i in range(last.bit_length()))})
+    last_for_step = None
+    if compute is not None:
+        # gradients that appear last are exposed however fast the link is; beyond that, hidden bytes need no helper
+        steps = [step_s(model, compute, time_s(j)) or 0.0 for j in range(min(last, 256) + 1)]
+        last_for_step = next(j for j, each in enumerate(steps) if each <= steps[-1] * 1.001)
+    return HelperCurve({j: time_s(j) for j in shown}, last, last_for_step)

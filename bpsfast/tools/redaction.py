@@ -1,0 +1,235 @@
+"""Text without secrets, people, hosts and addresses: stand-ins take their place, the same one each time.
+
+So a report still tells that two lines speak of one machine. Networks keep their shape: addresses of one /24 (IPv6: /64)
+get stand-ins of one network.
+"""
+from __future__ import annotations
+
+import base64
+import ipaddress
+import json
+import re
+import urllib.parse
+from collections import Counter
+from typing import Any
+
+from .redaction_rules import RedactionRules, is_secret_name
+
+_HIDDEN = "(hidden)"
+#: Shapes of well-known tokens, wherever they stand.
+_TOKENS = re.compile(
+    r"hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|"
+    r"(?:AKIA|ASIA)[A-Z0-9]{16}|xox[abpr]-[\w-]{10,}|(?<![\w-])eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|"
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)|\b[0-9a-fA-F]{32,}\b", re.S)
+_BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)[\w.~+/=-]{8,}")
+_URL = re.compile(r"(?<=://)[^/\s@:]+(?::[^/\s@]*)?(?=@)")
+# A pattern begins where a word does: else each character of a long one is tried, which takes for ever.
+#: NAME=value, NAME: value, "NAME": "value", --name value
+_ASSIGNED = re.compile(r"""(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)(?P<between>["']?\s*[=:]\s*)"""
+                       r"""(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s,;"'}\])]+)""")
+_OPTION = re.compile(r"""(?<![\w-])(?P<name>--?[A-Za-z][\w-]*)(?P<between>\s+)"""
+                     r"""(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s-]\S*)""")
+_EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
+_ANY_HOME = re.compile(r"(?P<start>/(?:home|Users)/)(?P<user>[^/\s\"':,;)]+)")
+#: Names that programs of ours put behind a node or pid.
+_NAMED = re.compile(r"(?:\b(?:node|helper) \d+ \(|\(pid \d+ on )(?P<host>[A-Za-z][\w-]*(?:\.[\w-]+)*)\)")
+_DOMAIN = re.compile(r"(?<![\w.-])[\w-]+(?:\.[\w-]+)*\.(?:local|internal|intern|lan|corp|cluster|svc)\b")
+_IPV4 = re.compile(r"(?<![\w.-])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)")
+_IPV6 = re.compile(r"(?<![\w:.])(?=[0-9A-Fa-f]*:)[0-9A-Fa-f:.]{2,45}(?<!\.)(?![\w:])")
+_MAC = re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}(?![\w:])")
+_GUID = re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{4}:){3}[0-9a-fA-F]{4}(?![\w:])")
+_MOST_ROUNDS = 4
+
+
+class Leak(Exception):
+    """A secret is still there: the text must not be shown to anybody."""
+
+
+class Redactor:
+    """Hides what *hidden* names, and what looks like a token, an address or a home. One thread.
+
+    `counts` says how many of each kind were replaced.
+    """
+
+    def __init__(self, hidden: RedactionRules) -> None:
+        self._secrets = tuple(sorted({form for secret in hidden.secrets for form in _forms(secret)},
+                                     key=lambda form: (-len(form), form)))
+        self._homes = [re.compile(re.escape(home) + r"(?![\w.-])") for home in hidden.homes]
+        self._users: dict[str, str] = {}
+        self._hosts: dict[str, str] = {}
+        self._networks: dict[Any, tuple[int, dict[Any, int]]] = {}
+        self._cards: dict[str, str] = {}
+        self._guids: dict[str, str] = {}
+        self._domains = [re.compile(rf"(?<![\w-])(?:[\w-]+\.)*{re.escape(domain)}(?![\w-])")
+                         for domain in hidden.domains]
+        for user in hidden.users:
+            self._user(user)
+        for host in hidden.hosts:
+            self._host(host)
+        self.counts: Counter[str] = Counter()
+
+    def text(self, text: str, addresses: bool = True) -> str:
+        """Return *text* with stand-ins. *addresses* False: numbers with dots are versions there.
+
+        Raises
+        ------
+        Leak
+            A secret survives, for its stand-in and what is around it spell it.
+        """
+        done = self._lines(self._without_secrets(text), addresses)
+        for _ in range(_MOST_ROUNDS):
+            if not any(secret in done for secret in self._secrets):
+                break
+            done = self._without_secrets(done)
+        self.check(done)
+        return done
+
+    def check(self, text: str) -> None:
+        """Raise `Leak` if a secret is in *text*."""
+        if any(secret in text for secret in self._secrets):
+            raise Leak("a secret of the environment could not be taken out of it")
+
+    def data(self, data: Any, addresses: bool = True) -> Any:
+        """Return dicts and lists with stand-ins in every text, so that JSON stays JSON."""
+        if isinstance(data, dict):
+            return {self.text(key, addresses): (_HIDDEN if value and is_secret_name(key) and isinstance(value, str)
+                                                and value != "(set)" else self.data(value, addresses))
+                    for key, value in data.items()}
+        if isinstance(data, list | tuple):
+            return [self.data(value, addresses) for value in data]
+        return self.text(data, addresses) if isinstance(data, str) else data
+
+    # -- one kind after the other --------------------------------------------------------------------------
+
+    def _without_secrets(self, text: str) -> str:
+        for secret in self._secrets:
+            n_found = text.count(secret)
+            if n_found:
+                self.counts["secrets"] += n_found
+                text = text.replace(secret, _HIDDEN)
+        return text
+
+    def _lines(self, text: str, addresses: bool) -> str:
+        text = self._replaced(_TOKENS, "secrets", text, lambda found: _HIDDEN)
+        text = self._replaced(_BEARER, "secrets", text, lambda found: f"{found[1]}{found[2]}{_HIDDEN}")
+        text = self._replaced(_URL, "secrets", text, lambda found: _HIDDEN)
+        for pattern in (_ASSIGNED, _OPTION):
+            text = pattern.sub(self._assigned, text)
+        text = self._replaced(_EMAIL, "users", text, lambda found: "someone@example.com")
+        for home in self._homes:
+            text = self._replaced(home, "homes", text, lambda found: "~")
+        text = self._replaced(_ANY_HOME, "homes", text, lambda found: found["start"] + self._user(found["user"]))
+        text = self._names(text)
+        if addresses:
+            text = self._replaced(_MAC, "cards", text, lambda found: self._card(found[0]))
+            text = self._replaced(_GUID, "cards", text, lambda found: self._guid(found[0]))
+            text = self._replaced(_IPV6, "addresses", text, self._ipv6)
+            text = self._replaced(_IPV4, "addresses", text, self._ipv4)
+        return text
+
+    def _replaced(self, pattern: re.Pattern[str], kind: str, text: str, stand_in: Any) -> str:
+        def replace(found: re.Match[str]) -> str:
+            new = stand_in(found)
+            self.counts[kind] += new != found[0]
+            return str(new)
+
+        return pattern.sub(replace, text)
+
+    def _assigned(self, found: re.Match[str]) -> str:
+        bare = found["value"].strip("\"'")
+        if not is_secret_name(found["name"].replace("-", "_")) or not bare or bare.startswith(("(set", "(hidden")) or (
+                bare.isdecimal()):
+            return found[0]
+        self.counts["secrets"] += 1
+        quote = found["value"][0] if found["value"][0] in "\"'" else ""
+        return f"{found['name']}{found['between']}{quote}{_HIDDEN}{quote}"
+
+    def _names(self, text: str) -> str:
+        for found in _NAMED.finditer(text):
+            self._host(found["host"])
+        for pattern in (*self._domains, _DOMAIN):
+            text = self._replaced(pattern, "hosts", text, lambda found: self._host(found[0]))
+        for host, stand_in in sorted(self._hosts.items(), key=lambda each: -len(each[0])):
+            if host in text.lower():  # not within a longer word, nor before a dot and a word: vm.max_map_count
+                pattern = re.compile(rf"(?<![\w.-])(?<!/sys/){re.escape(host)}(?![\w-]|\.[A-Za-z_])", re.I)
+                text = self._replaced(pattern, "hosts", text, lambda found, name=stand_in: name)
+        for user, stand_in in self._users.items():
+            if user in text:
+                pattern = re.compile(rf"(?<![\w-]){re.escape(user)}(?![\w-])")
+                text = self._replaced(pattern, "users", text, lambda found, name=stand_in: name)
+        return text
+
+    # -- stand-ins -----------------------------------------------------------------------------------------
+
+    def _user(self, name: str) -> str:
+        if re.fullmatch(r"user-\d+", name):
+            return name
+        return self._users.setdefault(name, f"user-{len(self._users) + 1}")
+
+    def _host(self, name: str) -> str:
+        """Return the stand-in of a host; its name with a domain has the same one."""
+        name = name.lower()
+        if re.fullmatch(r"host-\d+", name) or name.startswith("localhost"):
+            return name
+        short = name.partition(".")[0]
+        if name not in self._hosts:
+            stand_in = self._hosts.get(short) or f"host-{len(set(self._hosts.values())) + 1}"
+            self._hosts[name] = self._hosts[short] = stand_in
+        return self._hosts[name]
+
+    def _ipv4(self, found: re.Match[str]) -> str:
+        try:
+            address = ipaddress.IPv4Address(found[0])
+        except ValueError:
+            return found[0]
+        return str(self._of_v4(address))
+
+    def _of_v4(self, address: ipaddress.IPv4Address) -> ipaddress.IPv4Address:
+        if address.is_loopback or address.is_unspecified or int(address) >> 24 == 255 or address.is_multicast:
+            return address
+        network, number = self._number(int(address) >> 8, 4, int(address) & 0xff)
+        return ipaddress.IPv4Address((10 << 24) | ((network % 65536) << 8) | (number % 256))
+
+    def _ipv6(self, found: re.Match[str]) -> str:
+        try:
+            address = ipaddress.IPv6Address(found[0])
+        except ValueError:
+            return found[0]
+        if address.is_loopback or address.is_unspecified or address.is_multicast or int(address) < 1 << 16:
+            return found[0]
+        if address.ipv4_mapped is not None:
+            new = ipaddress.IPv6Address((0xffff << 32) | int(self._of_v4(address.ipv4_mapped)))
+        elif int(address) >> 64 == 0xfe80 << 48:  # an interface of any network: the prefix says nothing
+            _, number = self._number("link", 6, int(address))
+            new = ipaddress.IPv6Address((0xfe80 << 112) | number)
+        else:
+            network, number = self._number(int(address) >> 64, 6, int(address))
+            new = ipaddress.IPv6Address((0xfd00 << 112) | (network << 64) | number)
+        return new.exploded if len(found[0]) == 39 else str(new)
+
+    def _number(self, network: Any, version: int, address: Any) -> tuple[int, int]:
+        """Return the numbers of a network and of an address in it, from 1 on, in the order of coming."""
+        key = version, network
+        if key not in self._networks:
+            self._networks[key] = sum(known[0] == version for known in self._networks) + 1, {}
+        number, members = self._networks[key]
+        return number, members.setdefault(address, len(members) + 1)
+
+    def _card(self, name: str) -> str:
+        if name.lower() in ("00:00:00:00:00:00", "ff:ff:ff:ff:ff:ff"):
+            return name
+        number = len(self._cards) + 1
+        return self._cards.setdefault(name.lower(), f"02:00:00:00:{number >> 8:02x}:{number & 255:02x}")
+
+    def _guid(self, name: str) -> str:
+        if not name.strip("0:"):
+            return name
+        return self._guids.setdefault(name.lower(), f"0200:0000:0000:{len(self._guids) + 1:04x}")
+
+
+def _forms(secret: str) -> set[str]:
+    """Return a secret as it may be written: as it is, quoted for JSON, Python, or a URL, in base64."""
+    quoted = {secret, secret.strip(), json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1],
+              repr(secret)[1:-1], urllib.parse.quote(secret), urllib.parse.quote(secret, safe=""),
+              urllib.parse.quote_plus(secret), base64.b64encode(secret.encode("utf-8", "surrogateescape")).decode()}
+    return {form for form in quoted if form}

@@ -1,0 +1,184 @@
+"""One simulated training job: a workload on a cluster under one strategy, and what a step costs."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...orchestration.errors import ConfigError
+from .all_reduce import ScheduledAllReduce
+from .event_clock import Clock
+from .cluster import Cluster
+from .push_pull import SimulatedPushPull
+from .partition_layout import folded, full, is_symmetric
+from .ring import Ring, RingAllReduce, check_ring
+from .worker import Worker
+from .workload import PartitionedWorkload, Workload, cut
+
+#: Strategy -> the placement policy it is ("ring" and "all-reduce" have none). Any other policy of `placement.assign` is
+#: its own name.
+POLICIES = {"optimal": "optimal", "colocated": "colocated", "ps": "ps"}
+#: A full simulation of more messages a step than this takes ten seconds and more; `fold` None folds then.
+FOLD_MESSAGES = 250_000
+
+
+class Options(NamedTuple):
+    """How a job communicates.
+
+    priority
+        Send what the next forward pass needs first; else, to each machine, what was there first.
+    cross_barrier
+        A layer's forward waits for its own sums only, not for all.
+    overlap
+        Communicate gradients as they are made; else (accelerators that cannot do both) after the backward pass.
+    interleave
+        Place partition by partition in forward order, not the largest first: owners of any stretch of the gradients
+        are then as mixed as those of all of them.
+    credit_nbytes, partition_nbytes, fusion_nbytes
+        As the job's settings of these names; fusion 0: every tensor alone. Not used by "ring", which has its own.
+    optimizer_s
+        Time between a step's last sum and the next forward.
+    ring
+        How "ring" works; of "all-reduce" its members, slices and links.
+    fold
+        Let one machine stand for its role (`layout.folded`). None: if it saves much time, and only the grain is lost.
+    """
+
+    priority: bool = True
+    cross_barrier: bool = False
+    overlap: bool = True
+    interleave: bool = False
+    credit_nbytes: int = 16_777_216
+    partition_nbytes: int = 4_096_000
+    fusion_nbytes: int = 0
+    optimizer_s: float = 0.0
+    ring: Ring = Ring()
+    fold: bool | None = None
+
+
+DEFAULTS = Options()
+
+
+class Outcome(NamedTuple):
+    """What a simulation found. `first_s`: the first step, from the first forward to its last sum or the next forward.
+
+    `wire_nbytes`: bytes that each simulated machine's card sent and received over all steps (for a ring, one worker's).
+    """
+
+    strategy: str
+    step_s: float
+    first_s: float
+    compute_s: float
+    wire_nbytes: tuple[tuple[float, float], ...]
+    summed_nbytes: float
+    n_steps: int
+    n_events: int
+    is_folded: bool
+
+    @property
+    def efficiency(self) -> float:
+        """Return the share of a step that is computing: speed against linear scaling."""
+        return self.compute_s / self.step_s if self.step_s else 1.0
+
+
+def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options: Options = DEFAULTS,
+             n_steps: int = 4) -> Outcome:
+    """Let *job* run *n_steps* steps on *cluster*.
+
+    *strategy*: "ring" (Horovod's all-reduce, first come first), "all-reduce" (`bpsfast.torch.schedule`'s, by urgency),
+    or a placement of summation services.
+
+    `Outcome.step_s` is the mean over the steps but the first and the last, if there are four or more: the first finds
+    no sums under way, the last is followed by no forward.
+
+    Raises
+    ------
+    ConfigError
+        If the strategy is unknown or cannot work on this cluster, or an option makes no sense.
+    """
+    if n_steps < 1:
+        raise ConfigError(f"a simulation needs one step or more, got {n_steps}")
+    _check(options)
+    if strategy in ("ring", "all-reduce"):
+        return _simulate_without_services(job, cluster, strategy, options, n_steps)
+    policy = POLICIES.get(strategy, strategy)
+    plan = cut(job, options.partition_nbytes, options.fusion_nbytes)
+    n_messages = 2 * cluster.n_workers * sum(len(unit.parts) for unit in plan.units)
+    fold = options.fold
+    if fold is None:
+        fold = n_messages > FOLD_MESSAGES and is_symmetric(cluster, policy)
+    layout = folded(cluster, plan, policy) if fold else full(cluster, plan, policy, options.interleave)
+    clock = Clock()
+    workers: list[Worker] = []
+    exchange = SimulatedPushPull(clock, layout, cluster.costs, credit_nbytes=options.credit_nbytes, priority=options.priority,
+                        done=lambda worker, unit: workers[worker].unit_done(unit))
+    workers += _workers(clock, layout.n_workers, job, plan, options, n_steps, exchange.gradient_ready)
+    _run(clock, workers)
+    wire = tuple((card.tx.nbytes, card.rx.nbytes) for card in exchange.network.cards)
+    return _outcome(strategy, job, workers, wire, exchange.summed_nbytes, n_steps, clock.n_events, fold)
+
+
+def _simulate_without_services(job: Workload, cluster: Cluster, strategy: str, options: Options,
+                               n_steps: int) -> Outcome:
+    check_ring(options.ring)
+    clock = Clock()
+    workers: list[Worker] = []
+
+    def done(worker: int, unit: int) -> None:
+        workers[worker].unit_done(unit)
+
+    exchange: RingAllReduce | ScheduledAllReduce
+    if strategy == "ring":
+        plan = cut(job, 1 << 62)  # a ring cuts by itself: every tensor is one unit of one partition, or of two
+        exchange = RingAllReduce(clock, cluster, options.ring, [unit.nbytes for unit in plan.units], done)
+    else:
+        plan = cut(job, options.partition_nbytes, options.fusion_nbytes)
+        exchange = ScheduledAllReduce(clock, cluster, options.ring, plan, credit_nbytes=options.credit_nbytes,
+                                      priority=options.priority, done=done)
+    workers += _workers(clock, 1, job, plan, options, n_steps, exchange.gradient_ready)
+    _run(clock, workers)
+    return _outcome(strategy, job, workers, ((exchange.wire_nbytes, exchange.wire_nbytes),), 0.0, n_steps,
+                    clock.n_events, False)
+
+
+def _workers(clock: Clock, n_workers: int, job: Workload, plan: PartitionedWorkload, options: Options, n_steps: int,
+             gradient_ready: Callable[[int, int], None]) -> list[Worker]:
+    layers_left = [list(plan.layers_of_unit) for _ in range(n_workers)]
+
+    def made(worker: int, layer: int) -> None:
+        layers = [layer] if options.overlap else [] if layer else range(len(job.layers) - 1, -1, -1)
+        left = layers_left[worker]
+        for made_layer in layers:
+            for unit in reversed(plan.units_of_layer[made_layer]):
+                left[unit] -= 1
+                if not left[unit]:
+                    left[unit] = plan.layers_of_unit[unit]
+                    gradient_ready(worker, unit)
+
+    return [Worker(clock, index, job.layers, plan.units_of_layer, n_steps, options.cross_barrier, made,
+                   options.optimizer_s) for index in range(n_workers)]
+
+
+def _run(clock: Clock, workers: list[Worker]) -> None:
+    for worker in workers:
+        clock.at(0.0, worker.begin)
+    clock.run()
+
+
+def _outcome(strategy: str, job: Workload, workers: list[Worker], wire: tuple[tuple[float, float], ...], summed: float,
+             n_steps: int, n_events: int, is_folded: bool) -> Outcome:
+    # every worker began n_steps times and ended once: a sum that never comes would leave nothing planned
+    assert all(len(worker.began_s) == n_steps + 1 for worker in workers), "a worker waits for a sum that never comes"
+    first_s = max(worker.began_s[1] for worker in workers)
+    if n_steps >= 4:
+        step_s = max((worker.began_s[-2] - worker.began_s[1]) / (n_steps - 2) for worker in workers)
+    else:
+        step_s = max(worker.began_s[-1] for worker in workers) / n_steps
+    return Outcome(strategy, step_s, first_s, job.compute_s, wire, summed, n_steps, n_events, is_folded)
+
+
+def _check(options: Options) -> None:
+    for name in ("credit_nbytes", "fusion_nbytes", "optimizer_s"):
+        if not getattr(options, name) >= 0:
+            raise ConfigError(f"{name} must not be negative, got {getattr(options, name)}")
+    if options.partition_nbytes < 4096:
+        raise ConfigError(f"partition_nbytes must be a page of 4096 bytes or more, got {options.partition_nbytes}")

@@ -1,0 +1,107 @@
+"""What is trained: layers in forward order, with the time each takes and the tensors whose gradients it makes."""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ...orchestration.errors import ConfigError
+from ...orchestration.messages import TensorSpec, UnitPlan
+from ...orchestration.placement.partition import plan_units
+
+
+class Layer(NamedTuple):
+    """One link of the chain. Its gradients are ready when its backward is over; its forward needs their sums."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+    tensors: tuple[str, ...]
+
+
+class Workload(NamedTuple):
+    """One training step of one worker: a chain of layers, and each tensor's shape."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: str = "float32"
+
+    @property
+    def compute_s(self) -> float:
+        """Return the time of a step without communication."""
+        return sum(layer.forward_s + layer.backward_s for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all gradients."""
+        return sum(tensor_nbytes(self.shapes[name], self.dtype) for layer in self.layers for name in layer.tensors)
+
+
+def tensor_nbytes(shape: Sequence[int], dtype: str) -> int:
+    """Return the bytes of one tensor of float32 or float16."""
+    return math.prod(shape) * (2 if dtype in ("float16", "bfloat16") else 4)
+
+
+def workload(name: str, layers: Sequence[Layer], shapes: Mapping[str, tuple[int, ...]],
+             dtype: str = "float32") -> Workload:
+    """Return a checked workload.
+
+    Raises
+    ------
+    ConfigError
+        If there is no layer, a time is no number of seconds, or a tensor has no shape or two layers.
+    """
+    if not layers:
+        raise ConfigError(f"workload {name!r} has no layers: there is nothing to compute")
+    seen: set[str] = set()
+    for layer in layers:
+        for what, time_s in (("forward", layer.forward_s), ("backward", layer.backward_s)):
+            if not (time_s >= 0 and math.isfinite(time_s)):
+                raise ConfigError(f"layer {layer.name!r} of {name!r} has a {what} time of {time_s} s; it must be zero "
+                                  "or more")
+        for tensor in layer.tensors:
+            if tensor not in shapes:
+                raise ConfigError(f"layer {layer.name!r} of {name!r} makes the gradient of {tensor!r}, which has no "
+                                  "shape")
+            if tensor in seen:
+                raise ConfigError(f"tensor {tensor!r} of {name!r} belongs to two layers; its gradient is ready once")
+            seen.add(tensor)
+    return Workload(name, tuple(layers), dict(shapes), dtype)
+
+
+def one_bulk(nbytes: int, n_tensors: int = 1) -> Workload:
+    """Return a workload without computing whose *n_tensors* gradients of *nbytes* in all are ready at once."""
+    if nbytes < 4 * n_tensors or n_tensors < 1:
+        raise ConfigError(f"{nbytes} bytes cannot be spread over {n_tensors} tensors of float32")
+    n = nbytes // 4
+    sizes = [n // n_tensors + (i < n % n_tensors) for i in range(n_tensors)]
+    shapes = {f"t{i:05}": (size,) for i, size in enumerate(sizes)}
+    return workload("bulk", [Layer("all", 0.0, 0.0, tuple(shapes))], shapes)
+
+
+class PartitionedWorkload(NamedTuple):
+    """The job's own plan of a workload: units with partitions, and the layers that make and need each unit."""
+
+    units: list[UnitPlan]
+    units_of_layer: list[list[int]]
+    layers_of_unit: list[int]
+
+
+def cut(job: Workload, partition_nbytes: int, fusion_nbytes: int = 0) -> PartitionedWorkload:
+    """Pack and cut the tensors by `partition.plan_units`, as the scheduler does.
+
+    *fusion_nbytes* 0: every tensor stands alone, as in BytePS; else small ones are one declared group.
+    """
+    group = "small" if fusion_nbytes else None
+    names = [tensor for layer in job.layers for tensor in layer.tensors]
+    specs = [TensorSpec(name=name, dtype=job.dtype, shape=tuple(job.shapes[name]), group=group) for name in names]
+    units = plan_units(specs, 0, 0, partition_nbytes, fusion_nbytes)
+    unit_of = {member.name: unit.unit for unit in units for member in unit.members}
+    units_of_layer = [sorted({unit_of[tensor] for tensor in layer.tensors} - {u.unit for u in units if not u.parts})
+                      for layer in job.layers]
+    layers_of_unit = [0] * len(units)
+    for of_layer in units_of_layer:
+        for unit in of_layer:
+            layers_of_unit[unit] += 1
+    return PartitionedWorkload(units, units_of_layer, layers_of_unit)

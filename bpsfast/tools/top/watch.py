@@ -1,0 +1,206 @@
+"""The nodes of one job: found by their exporters, asked at the same time, missed when they are gone."""
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from ...orchestration.errors import PeerLostError, StallError
+from .sample import NodeSample, Sample, State, node_sample, rank_samples
+from .scrape import Scrape, scrape
+
+_N_THREADS = 16
+#: A node with ranks that has not listened for so many samples, while others did, is missed: at their end all stop
+#: within one.
+_N_MISSED = 3
+
+
+class MetricsAddress(NamedTuple):
+    """Where nodes may listen: from `port` on, one after the other, or at `port` alone (`is_one`)."""
+
+    host: str
+    port: int
+    is_one: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}{'' if self.is_one else ' and the next ports'}"
+
+
+class _Seen(NamedTuple):
+    """What is known of an address: the last scrape, the one before, what came of the last try, since how many."""
+
+    now: Scrape | None = None
+    before: Scrape | None = None
+    state: State = "up"
+    n_missing: int = 0
+
+
+class Watch:
+    """Asks the nodes of the job at *places*; one thread owns it, helpers ask. `close` it.
+
+    If nodes of several jobs answer, those of the first one count.
+    """
+
+    def __init__(self, places: Sequence[MetricsAddress], timeout_s: float = 2.0) -> None:
+        self._places = places
+        self._timeout_s = timeout_s
+        self._executor = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="bpsfast-top")
+        self._seen: dict[tuple[str, int], _Seen] = {}
+        self._last_s = time.monotonic()
+        self._job = self._version = ""
+        self._remarked: dict[int, State] = {}
+        #: nodes with ranks that were missed while others answered
+        self.missed: set[int] = set()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads: none waits for longer than the time of one scrape."""
+        self._executor.shutdown()
+
+    def find(self, wait_s: float = 0.0) -> None:
+        """Ask all places for the first time, again and again for *wait_s* seconds.
+
+        Raises
+        ------
+        PeerLostError
+            Nobody listens: the text names the settings that let nodes do so.
+        StallError
+            Somebody listens and does not answer.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            failures = self._scan()
+            if self._job:
+                return
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+        silent = [str(failure) for failure in failures if isinstance(failure, TimeoutError)]
+        where = ", ".join(map(str, self._places))
+        if silent:
+            raise StallError(f"no numbers within {self._timeout_s:g} s at {where}: {silent[0]}; the job is starting, "
+                             "or its nodes are stopped")
+        raise PeerLostError(
+            f"no node of a job tells its numbers at {where} ({failures[0] if failures else 'nobody listens'}). "
+            "Nodes do so if the job was started with BPSFAST_METRICS_PORT=9400 (and, to be read from other machines, "
+            "BPSFAST_METRICS_HOST=0.0.0.0): the same port here by --set metrics_port=N, or HOST:PORT")
+
+    def find_next(self, wait_s: float) -> bool:
+        """Forget the job, which has ended, and find another one at the same places; whether there is one in time."""
+        self._seen.clear()
+        self._remarked.clear()
+        self._job = ""
+        try:
+            self.find(wait_s)
+        except (PeerLostError, StallError):
+            return False
+        return True
+
+    def sample(self) -> Sample | None:
+        """Ask all nodes; return what has happened since the last time, None if none of the job listens any more."""
+        begin, self._last_s = self._last_s, time.monotonic()
+        self._scan()
+        ours = {address: seen for address, seen in self._seen.items() if seen.now is not None}
+        if all(seen.state == "gone" for seen in ours.values()):
+            return None
+        nodes = self._nodes(ours)
+        self.missed |= {node.node for node in nodes if node.state in ("gone", "lost") and not node.is_helper
+                        and self._is_missed(node.node, ours)}
+        pairs = {seen.now.node: (seen.before, seen.now) for seen in ours.values()
+                 if seen.now is not None and seen.before is not None and seen.state == "up"}
+        return Sample(time=time.time(), seconds=self._last_s - begin, job=self._job, version=self._version, nodes=nodes,
+                      ranks=rank_samples(pairs), remarks=self._remarks(nodes))
+
+    def _is_missed(self, node: int, ours: dict[tuple[str, int], _Seen]) -> bool:
+        return any(seen.n_missing >= _N_MISSED for seen in ours.values() if seen.now and seen.now.node == node)
+
+    # -- asking --------------------------------------------------------------------------------------------
+
+    def _scan(self) -> list[OSError]:
+        """Ask every known node and, if the job may have more, where they may be; return why nobody is known there."""
+        known, asked = list(self._seen), set(self._seen)
+        for address, answer in zip(known, self._executor.map(self._ask, known)):
+            self._heard(address, answer)
+        failures: list[OSError] = []
+        while len(self._seen) < self._n_members or not self._job:
+            new = [address for place in self._places for address in self._candidates(place) if address not in asked]
+            if not new:
+                break
+            asked |= set(new)
+            for address, answer in zip(new, self._executor.map(self._ask, new)):
+                if isinstance(answer, Scrape):
+                    self._heard(address, answer)
+                else:
+                    failures.append(answer)
+        return failures
+
+    def _candidates(self, place: MetricsAddress) -> list[tuple[str, int]]:
+        n_ports = 1 if place.is_one else max(self._n_members, 1)
+        return [(place.host, port) for port in range(place.port, min(65536, place.port + n_ports))]
+
+    @property
+    def _n_members(self) -> int:
+        """How many nodes the job has had, as far as those that answer know: so many ports may be theirs."""
+        return max((len(seen.now.all("bpsfast_member_up")) for seen in self._seen.values() if seen.now), default=0)
+
+    def _ask(self, address: tuple[str, int]) -> Scrape | OSError:
+        try:
+            return scrape(*address, self._timeout_s)
+        except OSError as exc:
+            return exc
+
+    def _heard(self, address: tuple[str, int], answer: Scrape | OSError) -> None:
+        seen = self._seen.get(address, _Seen())
+        if isinstance(answer, Scrape):
+            if not self._job:
+                self._job, self._version = answer.job, answer.version
+            if answer.job != self._job:  # another job's, or the next one's at the same port
+                if seen.now is not None:
+                    self._seen[address] = seen._replace(state="gone", n_missing=seen.n_missing + 1)
+                return
+            self._seen[address] = _Seen(answer, seen.now)
+        else:  # what is no end of a connection (no route, no time) says nothing of the node
+            state: State = "gone" if isinstance(answer, ConnectionError) else "silent"
+            self._seen[address] = seen._replace(state=state, n_missing=seen.n_missing + 1)
+
+    # -- what came of it -----------------------------------------------------------------------------------
+
+    def _nodes(self, ours: dict[tuple[str, int], _Seen]) -> tuple[NodeSample, ...]:
+        found: dict[int, NodeSample] = {}
+        for (host, port), seen in ours.items():
+            assert seen.now is not None, "those without were left out"
+            node = node_sample(seen.before if seen.state == "up" else None, seen.now, f"{host}:{port}")
+            if seen.state != "up":
+                node = NodeSample(node=node.node, state=seen.state, is_helper=node.is_helper, host=node.host,
+                                  address=node.address)
+            found[node.node] = node
+        for seen in ours.values():
+            if seen.state != "up" or seen.now is None:
+                continue
+            for member in seen.now.all("bpsfast_member_up"):
+                index, is_helper = int(member.labels["member"]), member.labels["kind"] == "helper"
+                if member.value and index not in found:  # it is not asked: nobody has said where it listens
+                    found[index] = NodeSample(node=index, state="unseen", is_helper=is_helper,
+                                              host=member.labels["host"])
+                elif not member.value and (index not in found or found[index].state != "up"):
+                    found[index] = NodeSample(node=index, state="lost", is_helper=is_helper,
+                                              host=member.labels["host"], address=found[index].address
+                                              if index in found else "")
+        return tuple(node for _, node in sorted(found.items()))
+
+    def _remarks(self, nodes: Sequence[NodeSample]) -> tuple[str, ...]:
+        """Return in words which nodes have changed."""
+        words = {"up": "is there", "silent": "does not answer", "gone": "does not listen any more",
+                 "lost": "is lost: the job goes on without it",
+                 "unseen": "is there, but tells no numbers where it was asked"}
+        now = {node.node: node.state for node in nodes}
+        before, self._remarked = self._remarked, now
+        return tuple(f"{'helper' if node.is_helper else 'node'} {node.node} ({node.host}) {words[node.state]}"
+                     for node in nodes if before and before.get(node.node) != node.state)
+

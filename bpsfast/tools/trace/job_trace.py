@@ -1,0 +1,130 @@
+"""All process files of a job as one trace: one clock, arrows, priority inversions marked."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...orchestration.errors import ConfigError
+from ...base import trace_chrome, trace_file
+from . import clocks as clock, flows, inversions as urgency
+from .clocks import Clocks
+from ...base.trace_file import Process
+from ...base.trace_records import Part, Span
+
+FORMAT = "bpsfast trace 1"
+
+
+class Job(NamedTuple):
+    """The processes of a job, nodes first, their spans by the scheduler's clock; what all partitions are called."""
+
+    processes: list[Process]
+    clocks: Clocks
+    parts: dict[int, Part]
+
+
+def merge(folder: str | Path, out_path: str | Path) -> int:
+    """Join all process files of *folder* into one trace at *out_path* and return its number of events.
+
+    The first moment of the job is time 0. All spans are held in memory at once.
+
+    Raises
+    ------
+    ConfigError
+        If there is no trace in *folder*, or a file that cannot be read or is none of ours.
+    """
+    return dump(load(folder), out_path)
+
+
+def load(folder: str | Path) -> Job:
+    """Read all process files of *folder* and bring them to one clock. Raises as `merge`."""
+    paths = sorted(Path(folder).glob(trace_file.PATTERN))
+    if not paths:
+        raise ConfigError(f"no {trace_file.PATTERN} in {folder}: run the job with BPSFAST_TRACE_DIR set, on all "
+                          "machines, and gather what each of them wrote")
+    processes = [trace_file.read(path) for path in paths]
+    who: dict[tuple[int, int], Path] = {}
+    for process, path in zip(processes, paths):
+        other = who.setdefault((process.node, process.rank), path)
+        if other is not path:
+            raise ConfigError(f"{other.name} and {path.name} in {folder} are both of {process.role}: traces of two "
+                              "jobs lie there; give each job a folder of its own")
+    processes.sort(key=lambda process: (process.rank >= 0, process.rank, process.node, process.path))
+    clocks = clock.align(processes)
+    for process, its_clock in zip(processes, clocks.of):
+        process.spans = [its_clock.shift(span) for span in process.spans]
+    return Job(processes, clocks, _parts(processes))
+
+
+def _parts(processes: list[Process]) -> dict[int, Part]:
+    """Put together what each process knows: nodes know the urgency, ranks may know names that no node has traced."""
+    found: dict[int, Part] = {}
+    for process in processes:
+        for number, row in process.parts.items():
+            part = Part(*row)
+            if number not in found or found[number].urgency < 0:
+                found[number] = part
+    return found
+
+
+def dump(job: Job, out_path: str | Path) -> int:
+    """Write *job* to *out_path*; return the number of events."""
+    base_ns = min((span.begin_ns for process in job.processes for span in process.spans), default=0)
+    placed: list[tuple[Process, trace_chrome.Slice]] = []
+    titles: list[dict[str, Any]] = []
+    for pid, process in enumerate(job.processes, start=1):
+        slices, rows = trace_chrome.place(process.spans, pid)
+        placed += [(process, slice_) for slice_ in slices]
+        titles += trace_chrome.titles(pid, process.role, rows)
+    found = list(trace_chrome.events((slice_ for _, slice_ in placed), job.parts, base_ns, full=True))
+    arrows = flows.arrows(placed, job.parts, base_ns)
+    examined = urgency.examine((process, process.spans) for process in job.processes)
+    found += [*arrows.events, *_marks(job, examined.inversions, base_ns)]
+    return trace_chrome.dump(Path(out_path), [*titles, *trace_chrome.in_order(found)], {
+        "format": FORMAT, "clocks": job.clocks.number, "clock_uncertainty_us": trace_chrome.micros(job.clocks.uncertainty_ns),
+        "clock_unknown": job.clocks.unknown, "arrows": arrows.drawn, "arrows_left_out": arrows.impossible,
+        "inversions": len(examined.inversions),
+        "processes": [{"role": process.role, "node": process.node, "rank": process.rank, "full": process.full,
+                       "credit_nbytes": process.credit_nbytes} for process in job.processes],
+        "parts": job.parts})
+
+
+def _marks(job: Job, inversions: list[urgency.Inversion], base_ns: int) -> Iterator[dict[str, Any]]:
+    pids = {process.node: pid for pid, process in enumerate(job.processes, start=1) if process.rank < 0}
+    for each in inversions:
+        urgent, by = (job.parts[span.key[0]].title if span.key[0] in job.parts else f"part {span.key[0]}"
+                      for span in (each.urgent, each.by))
+        yield {"name": f"priority inversion: {urgent} waits, {by} leaves", "cat": "inversion", "ph": "i", "s": "p",
+               "pid": pids[each.node], "tid": 0, "ts": trace_chrome.micros(each.at_ns - base_ns),
+               "args": {"urgent": urgent, "by": by, "peer": each.peer, "ahead_nbytes": each.ahead_nbytes,
+                        "round": each.urgent.args["round"]}}
+
+
+def reload(path: Path) -> Job:
+    """Return the job that `dump` wrote to *path*.
+
+    Raises
+    ------
+    ConfigError
+        If the file is no whole trace of ours.
+    """
+    document = trace_file.decode(path)
+    try:
+        other = document["otherData"]
+        if other["format"] != FORMAT:
+            raise ValueError(f"its format is {other['format']!r}, expected {FORMAT!r}")
+        spans: dict[int, list[Span]] = {}
+        by_pid: dict[int, list[dict[str, Any]]] = {}
+        for event in document["traceEvents"]:
+            by_pid.setdefault(event["pid"], []).append(event)
+        for pid, events in by_pid.items():
+            spans[pid] = list(trace_file.spans_of(events, 0))
+        processes = [Process(format=trace_file.FORMAT, role=row["role"], pid=pid, base_ns=0, node=row["node"],
+                             rank=row["rank"], clock=(), clock_id="", credit_nbytes=row["credit_nbytes"],
+                             full=row["full"], parts={}, spans=spans.get(pid, []), path=str(path))
+                     for pid, row in enumerate(other["processes"], start=1)]
+        clocks = Clocks([], other["clocks"], round(other["clock_uncertainty_us"] * 1000), other["clock_unknown"])
+        return Job(processes, clocks, {int(number): Part(*row) for number, row in other["parts"].items()})
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise ConfigError(f"{path} is no trace of bpsfast: {trace_file.words(exc)}; give a folder of process "
+                          "files, or what `bpsfast trace merge` made of one") from exc

@@ -1,0 +1,289 @@
+"""Search for better settings, one knob after the other, within a budget of time and against noise.
+
+Each knob's values are measured in turns with the settings as they are, in random order. Values that fall behind are
+given up early; the best one is taken only if it also wins a second series of its own, by more than the noise: the first
+one chose it, and the luckiest of several is never as good as it looked. At the end the settings at the start and those
+found are measured once more, in turns, and only that decides.
+
+Nothing here knows what is measured: a function does it, and says how long by the clock that is passed in.
+"""
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ...orchestration.errors import ConfigError
+from .comparison import LEAST_GAIN, Comparison, compare, noise_of
+
+_NOISE_SAMPLES = 6
+_ROUNDS, _LEAST_ROUNDS = 4, 2
+_CONFIRM_PAIRS = 6
+_FINAL_PAIRS = 6
+_PASSES = 3
+
+Config = dict[str, Any]
+#: (settings, load) -> a value that is better the higher it is; raises `ConfigRefusedError`.
+Measure = Callable[[Config, str], float]
+
+
+class ConfigRefusedError(Exception):
+    """These settings cannot be measured: the words say why. The search goes on without them."""
+
+
+class Tunable(NamedTuple):
+    """A setting, the values to try beside the present one, and the load under which they are compared."""
+
+    name: str
+    values: tuple[Any, ...]
+    load: str
+
+
+class TuneStep(NamedTuple):
+    """One value that was tried: `was` is the one it was compared with, `words` what came of it."""
+
+    knob: str
+    value: Any
+    was: Any
+    taken: bool
+    words: str
+
+
+@dataclass
+class Outcome:
+    """What was found. `best` is `start` unless `changed`; `after` is empty if nothing promised to be better.
+
+    `before`, `after`: values by load, in turns. `untried`: knobs for which the budget did not last.
+    """
+
+    start: Config
+    best: Config
+    changed: bool = False
+    words: str = ""
+    steps: list[TuneStep] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
+    noise: dict[str, float] = field(default_factory=dict)
+    before: dict[str, list[float]] = field(default_factory=dict)
+    after: dict[str, list[float]] = field(default_factory=dict)
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    n_measured: int = 0
+    seconds: float = 0.0
+
+
+class Search:
+    """One search. Owner thread.
+
+    Parameters
+    ----------
+    loads
+        What is measured at the end; the knobs' own loads are among them.
+    effective
+        Settings -> what really differs, hashable: values that change nothing under the other settings are left out.
+    """
+
+    def __init__(self, start: Config, knobs: Sequence[Tunable], loads: Sequence[str], measure: Measure, *,
+                 clock: Callable[[], float], budget_s: float, rng: random.Random,
+                 effective: Callable[[Config, str], Any], report: Callable[[TuneStep], None] = lambda step: None) -> None:
+        self._knobs, self._loads, self._measure = list(knobs), tuple(loads), measure
+        self._clock, self._budget_s, self._rng, self._effective = clock, budget_s, rng, effective
+        self._report = report
+        self._cost: dict[str, float] = {}
+        self._config = dict(start)
+        self._known: set[Any] = set()
+        self.outcome = Outcome(dict(start), dict(start))
+
+    def run(self) -> Outcome:
+        """Search, and return what was found.
+
+        Raises
+        ------
+        ConfigError
+            If the budget does not even suffice to measure the settings at the start.
+        Exception
+            What *measure* raises but `ConfigRefusedError`; and that one, for the settings at the start.
+        """
+        self._began = self._clock()
+        for load in self._loads:
+            self._take(self._config, load)  # also pays for what either side learns once
+        self._require_budget()
+        for load in dict.fromkeys(knob.load for knob in self._knobs):
+            series = [self._take(self._config, load) for _ in range(_NOISE_SAMPLES)]
+            self.outcome.noise[load] = noise_of(series)
+        try:
+            for _ in range(_PASSES):
+                self._rng.shuffle(self._knobs)
+                if not any([self._turn(knob) for knob in self._knobs]):
+                    break
+            self._finish()
+        except ConfigRefusedError as exc:
+            if self._config == self.outcome.start:
+                raise
+            self._config = dict(self.outcome.start)
+            for measured in (self.outcome.before, self.outcome.after, self.outcome.comparisons):
+                measured.clear()
+            self._finish()
+            self.outcome.words = f"what was found is not possible any more: {exc}"
+        self.outcome.seconds = self._clock() - self._began
+        return self.outcome
+
+    # -- measuring within the budget ----------------------------------------------------------------------------
+
+    def _take(self, config: Config, load: str) -> float:
+        before_s = self._clock()
+        value = self._measure(dict(config), load)
+        self._cost[load] = max(self._clock() - before_s, 0.8 * self._cost.get(load, 0.0))
+        self.outcome.n_measured += 1
+        if not value > 0:
+            raise ConfigRefusedError(f"{load} gave {value}")
+        return value
+
+    @property
+    def _reserve_s(self) -> float:
+        return 2 * _FINAL_PAIRS * sum(self._cost.values())
+
+    def _affords(self, n: int, load: str) -> bool:
+        return self._clock() - self._began + n * self._cost[load] + self._reserve_s <= self._budget_s
+
+    def _require_budget(self) -> None:
+        loads = {knob.load for knob in self._knobs}
+        least_s = (self._clock() - self._began) + self._reserve_s + _NOISE_SAMPLES * sum(
+            self._cost[load] for load in loads)
+        if least_s > self._budget_s:
+            raise ConfigError(f"--budget {self._budget_s:g}s is too short: before and after alone, {_FINAL_PAIRS} "
+                              f"times each for {', '.join(self._loads)}, take {least_s:.0f} s here; nothing was "
+                              "changed")
+
+    # -- one knob -----------------------------------------------------------------------------------------------
+
+    def _turn(self, knob: Tunable) -> bool:
+        """Try the values of a knob; whether one was taken."""
+        present = self._config[knob.name]
+        live: dict[Any, list[float]] = {}
+        for value in knob.values:
+            seen = self._effective(self._with(knob, value), knob.load)
+            if value != present and seen != self._effective(self._config, knob.load) and self._new(seen, knob.load):
+                live[value] = []
+        if not live:
+            return False
+        if not self._affords((len(live) + 1) * _LEAST_ROUNDS + 2 * _CONFIRM_PAIRS, knob.load):
+            if knob.name not in self.outcome.untried and not any(s.knob == knob.name for s in self.outcome.steps):
+                self.outcome.untried.append(knob.name)
+            return False
+        if knob.name in self.outcome.untried:
+            self.outcome.untried.remove(knob.name)
+        own = self._rounds(knob, live)
+        if not live:
+            return False
+        best = max(live, key=lambda value: _gain(own, live[value]))
+        if _gain(own, live[best]) <= LEAST_GAIN:
+            for value in live:
+                self._tell(knob, value, False, f"{100 * _gain(own, live[value]):+.1f} %: no gain")
+            return False
+        for value in live:
+            if value != best:
+                self._tell(knob, value, False, f"{100 * _gain(own, live[value]):+.1f} %: less than {best}")
+        return self._confirm(knob, best)
+
+    def _rounds(self, knob: Tunable, live: dict[Any, list[float]]) -> list[float]:
+        """Measure all values and the present one in turns; give up early those that fall behind. Changes *live*."""
+        own: list[float] = []
+        margin = max(LEAST_GAIN, 2 * self.outcome.noise[knob.load])
+        for number in range(_ROUNDS):
+            if number >= _LEAST_ROUNDS and not self._affords(len(live) + 1 + 2 * _CONFIRM_PAIRS, knob.load):
+                break
+            order = [*live, None]
+            self._rng.shuffle(order)
+            for value in order:
+                if value is None:
+                    own.append(self._take(self._config, knob.load))
+                else:
+                    self._try(knob, value, live)
+            if number + 1 >= _LEAST_ROUNDS:
+                for value in [value for value in live if _gain(own, live[value]) < -margin]:
+                    self._tell(knob, value, False, f"{100 * _gain(own, live.pop(value)):+.1f} %: given up early")
+            if not live:
+                break
+        return own
+
+    def _try(self, knob: Tunable, value: Any, live: dict[Any, list[float]]) -> None:
+        try:
+            live[value].append(self._take(self._with(knob, value), knob.load))
+        except ConfigRefusedError as exc:
+            del live[value]
+            self._tell(knob, value, False, f"not possible: {exc}")
+
+    def _confirm(self, knob: Tunable, value: Any) -> bool:
+        try:
+            own, new = self._pairs(self._config, self._with(knob, value), knob.load, _CONFIRM_PAIRS)
+        except ConfigRefusedError as exc:
+            self._tell(knob, value, False, f"not possible: {exc}")
+            return False
+        found = compare(own, new, self.outcome.noise[knob.load])
+        taken = found.verdict == "better"
+        self._tell(knob, value, taken, f"{found}: {'taken' if taken else 'within the noise'}")
+        if taken:
+            self._config = self._with(knob, value)
+        return taken
+
+    def _pairs(self, one: Config, other: Config, load: str, n: int) -> tuple[list[float], list[float]]:
+        """Measure two settings in turns, who goes first by chance."""
+        values: tuple[list[float], list[float]] = ([], [])
+        for _ in range(n):
+            for which in self._rng.sample((0, 1), 2):
+                values[which].append(self._take((one, other)[which], load))
+        return values
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        outcome = self.outcome
+        if self._config == outcome.start:
+            for load in self._loads:
+                outcome.before[load] = [self._take(outcome.start, load) for _ in range(_FINAL_PAIRS)]
+            outcome.words = "nothing was better by more than the noise"
+            return
+        for load in self._loads:
+            outcome.before[load], outcome.after[load] = self._pairs(outcome.start, self._config, load, _FINAL_PAIRS)
+            outcome.comparisons[load] = compare(outcome.before[load], outcome.after[load],
+                                                self.outcome.noise.get(load, 0.0))
+        worse = [load for load, found in outcome.comparisons.items() if found.verdict == "worse"]
+        # a load for which nothing was changed decides nothing: it may only not become worse
+        changed = describe(self._config, outcome.start)
+        decisive = dict.fromkeys(knob.load for knob in self._knobs if knob.name in changed)
+        better = [load for load in decisive if outcome.comparisons[load].verdict == "better"]
+        if worse:
+            outcome.words = f"what was found makes {', '.join(worse)} worse"
+        elif not better:
+            outcome.words = "measured again, what was found is not better by more than the noise"
+        else:
+            outcome.changed, outcome.best = True, dict(self._config)
+            outcome.words = f"{', '.join(better)} better by more than the noise, nothing worse"
+
+    def _with(self, knob: Tunable, value: Any) -> Config:
+        return {**self._config, knob.name: value}
+
+    def _new(self, seen: Any, load: str) -> bool:
+        """Whether these settings were not yet compared with the present ones."""
+        pair = (self._effective(self._config, load), seen, load)
+        if pair in self._known:
+            return False
+        self._known.add(pair)
+        return True
+
+    def _tell(self, knob: Tunable, value: Any, taken: bool, words: str) -> None:
+        step = TuneStep(knob.name, value, self._config[knob.name], taken, words)
+        self.outcome.steps.append(step)
+        self._report(step)
+
+
+def _gain(own: Sequence[float], values: Sequence[float]) -> float:
+    """Return the median gain over the present settings, round by round."""
+    return math.expm1(statistics.median(math.log(new / old) for old, new in zip(own, values)))
+
+
+def describe(config: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that differ from *start*."""
+    return {name: value for name, value in config.items() if value != start[name]}

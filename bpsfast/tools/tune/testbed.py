@@ -1,0 +1,168 @@
+"""The machines between which settings are tried, and one measurement among them: one or more visits of `perf` at once.
+
+Each way, a pair of rails between this machine and another one, is a visit over a connection of its own; all begin
+together. Nothing is kept between measurements, so a machine that died is found by the next one.
+"""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ...hardware.host import Host
+from ...orchestration.errors import BpsError, PeerLostError, StallError
+from ..perf import control as lines
+from ..perf.control import Control
+from ..perf.messages import Answer, Ask
+from ..perf.perf_plan import Plan
+from ..perf.perf_run import PerfRun
+from ...base.settings import Settings
+from .capabilities import RailCapabilities, HostCapabilities
+from .search import ConfigRefusedError
+
+DEFAULT_PORT = 18530
+#: A machine that answered before answers within this, or is gone.
+_AGAIN_S = 10.0
+_LOOK_S = 0.2
+_LAST_WORDS_S = 10.0
+#: A visit has so many waits of its own, at most, each with the deadline of silence.
+_STEPS = 6
+
+
+class RailPair(NamedTuple):
+    """One visit: to which machine (its place in the list), from which rail here to which rail there."""
+
+    partner: int
+    own: RailCapabilities
+    their: RailCapabilities
+
+
+class Testbed:
+    """The other machines, each listening. One thread.
+
+    *wait_s*: how long to wait for one to listen; *timeout_s*: silence after which it counts as stalled.
+    """
+
+    def __init__(self, where: Sequence[tuple[str, int]], key: bytes, loaded: Settings, wait_s: float,
+                 timeout_s: float) -> None:
+        self._where, self._key, self._settings = list(where), key, loaded
+        self._wait_s, self._timeout_s = wait_s, timeout_s
+        #: this machine, read once: that takes longer than many a measurement
+        self.own = Host()
+
+    def ask(self, what: str) -> list[HostCapabilities]:
+        """Ask every machine for its "facts", or tell it the "end"; return the answers' facts.
+
+        Raises
+        ------
+        BpsError
+            A machine does not answer, or objects.
+        """
+        found = []
+        for host, port in self._where:
+            with lines.connect(host, port, self._key, self._wait_s, self._timeout_s) as control:
+                control.send(Ask(what, {}))
+                answer = control.receive(Answer, f"its answer to {what}").fields
+                control.stop()
+            if answer.get("error"):
+                raise BpsError(f"{host}: {answer['error']}")
+            if what == "facts":
+                found.append(msgspec.convert(answer, HostCapabilities))
+        return found
+
+    def measure(self, plan: Plan, ways: Sequence[RailPair]) -> list[dict[str, Any]]:
+        """Run *plan* on all *ways* at once; return the row of each.
+
+        Raises
+        ------
+        ConfigRefusedError
+            These settings cannot be measured, but every machine is still there.
+        PeerLostError
+            One is not.
+        """
+        controls: list[Control] = []
+        try:
+            for way in ways:
+                controls.append(self._connect(way.partner, self._wait_s))
+            return self._together(plan, ways, controls)
+        finally:
+            for control in controls:
+                control.close()
+
+    def _connect(self, partner: int, wait_s: float) -> Control:
+        host, port = self._where[partner]
+        try:
+            return lines.connect(host, port, self._key, wait_s, self._timeout_s)
+        except (BpsError, OSError) as exc:
+            raise PeerLostError(f"{host}:{port} listens no more: {exc}") from exc
+
+    def _together(self, plan: Plan, ways: Sequence[RailPair], controls: Sequence[Control]) -> list[dict[str, Any]]:
+        barrier = threading.Barrier(len(ways))
+        rows: list[dict[str, Any] | None] = [None] * len(ways)
+        errors: list[tuple[int, Exception]] = []
+
+        def meet() -> None:
+            try:
+                barrier.wait(self._timeout_s)
+            except threading.BrokenBarrierError:
+                raise _OthersError("another machine of the same measurement failed") from None
+
+        def run(number: int) -> None:
+            way = ways[number]
+            own = msgspec.structs.replace(self._settings, rdma_devices=f"={way.own.name}")
+            try:
+                visit = PerfRun(controls[number], self._key, own, lambda row: None, meet, self.own)
+                visit.as_client(plan, lambda: None, way.their.name)
+                rows[number] = visit.rows[0]
+            except Exception as exc:  # told below, in the thread that asked
+                errors.append((number, exc))
+                barrier.abort()
+
+        threads = [threading.Thread(target=run, args=(number,), name=f"bpsfast-tune-{number}", daemon=True)
+                   for number in range(len(ways))]
+        for thread in threads:
+            thread.start()
+        limit_s = plan.duration_s + _STEPS * self._timeout_s
+        deadline = time.monotonic() + limit_s
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(_LOOK_S)
+                    if time.monotonic() > deadline:
+                        hosts = ", ".join(host for host, _ in self._where)
+                        raise StallError(f"a measurement with {hosts} did not end within {limit_s:g} s. Nothing "
+                                         "was changed")
+        except BaseException as exc:
+            for control in controls:
+                control.cut(f"it was interrupted ({exc})" if str(exc) else "it was interrupted (Ctrl-C)")
+            for thread in threads:
+                thread.join(_LAST_WORDS_S)
+            raise
+        if errors:
+            self._explain(ways, errors)
+        return [row for row in rows if row is not None]
+
+    def _explain(self, ways: Sequence[RailPair], errors: Sequence[tuple[int, Exception]]) -> None:
+        """Raise what an error means: settings that cannot be, or a machine that is gone."""
+        number, error = next((each for each in errors if not isinstance(each[1], _OthersError)), errors[0])
+        if not isinstance(error, BpsError | OSError | ValueError):
+            raise error
+        host = self._where[ways[number].partner][0]
+        words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        for partner in sorted({way.partner for way in ways}):
+            try:
+                with self._connect(partner, _AGAIN_S) as control:
+                    control.send(Ask("facts", {}))
+                    control.receive(Answer, "a sign of life")
+                    control.stop()
+            except (BpsError, OSError) as exc:
+                raise PeerLostError(f"the measurement with {host} ended: {words}; and then {exc}. Nothing was "
+                                    "changed") from exc
+        raise ConfigRefusedError(words) from error
+
+
+class _OthersError(BpsError):
+    """A visit that only ends because another one of the same measurement failed."""

@@ -1,0 +1,140 @@
+"""One run of ``bpsfast tune rdma``, from the side that drives it: what to try, measuring it, what the cards counted."""
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..doctor import congestion
+from ..doctor.examination import examine
+from ..doctor.facts import Facts
+from ..doctor.finding import Outcome as Reading
+from ...hardware.nic_counters import CounterDelta
+from ...hardware.host import Host
+from ...orchestration.errors import BpsError, ConfigError
+from ..perf.perf_plan import Plan
+from ...base.settings import Settings
+from . import capabilities, tunables
+from .testbed import Testbed, RailPair
+from .search import Config, Outcome, ConfigRefusedError, Search, TuneStep
+from .perf_options import INCAST, LATENCY, NAMES, ONE_WAY, TWO_WAY, plan_of, rails_of
+
+#: A sample takes so much of the budget: some hundreds of them have to fit.
+_SHARE = 400
+_SHORTEST_S, _LONGEST_S = 0.1, 1.0
+
+
+class TuningRun:
+    """What is known of the machines, and what was measured. One thread.
+
+    Raises
+    ------
+    BpsError, OSError
+        A machine cannot be reached, or has no port that can be used.
+    """
+
+    def __init__(self, field: Testbed, towards: str, loaded: Settings, goal: str | None, budget_s: float,
+                 timeout_s: float, traffic_classes: Sequence[int] = (), service_levels: Sequence[int] = (),
+                 only: Sequence[str] = ()) -> None:
+        self.budget_s, self._timeout_s = budget_s, timeout_s
+        self.sample_s = min(_LONGEST_S, max(_SHORTEST_S, budget_s / _SHARE))
+        self._field = field
+        self.own = capabilities.gather(field.own, loaded, towards)
+        self.own.require()
+        self.partners = field.ask("facts")
+        for partner in self.partners:
+            partner.require()
+        self.start: Config = {name: getattr(loaded, name) for name in NAMES}
+        several = len(self.partners) > 1
+        self.loads = (ONE_WAY, TWO_WAY, *((INCAST,) if several else ()), LATENCY)
+        self.goal = goal or TWO_WAY
+        if self.goal not in self.loads:
+            raise ConfigError(f"--goal {self.goal}: several hosts have to send for that; name two or more")
+        self.choice = tunables.choose(self.start, self.own, self.partners, self.goal, traffic_classes, service_levels,
+                                   only)
+        if not self.choice.knobs:
+            raise ConfigError("there is nothing to try: " + "; ".join(
+                f"{name}: {reason}" for name, reason in self.choice.untried.items()))
+        #: (settings, load, {(host, device/port): what it counted}) of every measurement
+        self._counted: list[tuple[Config, str, dict[tuple[str, str], dict[str, int]]]] = []
+
+    # -- measuring ------------------------------------------------------------------------------------------
+
+    def search(self, report: Callable[[TuneStep], None], seed: int) -> Outcome:
+        """Look for better settings; *report* is told each step.
+
+        Raises
+        ------
+        BpsError
+            A machine is gone, or the present settings cannot be measured at all.
+        """
+        search = Search(self.start, self.choice.knobs, self.loads, self.measure, clock=time.monotonic,
+                        budget_s=self.budget_s, rng=random.Random(seed), effective=self.effective, report=report)
+        try:
+            return search.run()
+        except ConfigRefusedError as exc:
+            raise BpsError(f"the present settings cannot be measured, so nothing can be compared with them: {exc}") \
+                from exc
+
+    def ways(self, config: Config, load: str) -> list[RailPair]:
+        """Return the pairs of rails of a measurement: all rails to the first machine, for incast to all of them.
+
+        A partner uses the rails of its own settings, unless another choice of rails is being tried: that has the same
+        names everywhere.
+        """
+        own = rails_of(self.own, config["rdma_devices"])
+        named = "" if config["rdma_devices"] == self.start["rdma_devices"] else config["rdma_devices"]
+        found = []
+        for number, partner in enumerate(self.partners if load == INCAST else self.partners[:1]):
+            pairs = list(zip(own, rails_of(partner, named)))
+            found += [RailPair(number, *pair) for pair in (pairs[:1] if load == LATENCY else pairs)]
+        return found
+
+    def effective(self, config: Config, load: str) -> tuple[Plan, tuple[RailPair, ...]]:
+        """Return what is measured with these settings: the same for different ones means that they do not differ."""
+        ways = self.ways(config, load)
+        rails = [rail for way in ways for rail in (way.own, way.their)]
+        n_rails = sum(way.partner == 0 for way in ways)
+        plan = plan_of(config, load, rails, n_rails, self.sample_s, self._timeout_s)
+        return plan, tuple(ways)
+
+    def measure(self, config: Config, load: str) -> float:
+        """Return bytes per second of all ways together, or for a latency its inverse (1/s)."""
+        plan, ways = self.effective(config, load)
+        rows = self._field.measure(plan, ways)
+        self._counted.append((config, load, self._counters(ways, rows)))
+        if load == LATENCY:
+            return 1.0 / rows[0]["typical_s"] if rows[0]["typical_s"] > 0 else 0.0
+        seconds = max(row["seconds"] for row in rows)
+        return sum(row["messages"] * row["nbytes"] for row in rows) / seconds if seconds > 0 else 0.0
+
+    def _counters(self, ways: Sequence[RailPair], rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, int]]:
+        """Return what each port counted; a port of several ways counted the same for each of them."""
+        found: dict[tuple[str, str], dict[str, int]] = {}
+        for way, row in zip(ways, rows):
+            for side, host in (("client", self.own.host), ("server", self.partners[way.partner].host)):
+                for port in row["counters"][side]:
+                    into = found.setdefault((host, f"{port['device']}/{port['port']}"), {})
+                    for name, value in port["changes"].items():
+                        into[name] = max(into.get(name, 0), value)
+        return found
+
+    # -- what the cards say -----------------------------------------------------------------------------------
+
+    def counted(self, config: Config, load: str) -> list[CounterDelta]:
+        """Return what the ports counted in all measurements of *load* with these settings."""
+        total: dict[tuple[str, str], dict[str, int]] = {}
+        for measured, under, ports in self._counted:
+            if (measured, under) == (config, load):
+                for where, changes in ports.items():
+                    into = total.setdefault(where, {})
+                    for name, value in changes.items():
+                        into[name] = into.get(name, 0) + value
+        return [CounterDelta(f"{host} {port.partition('/')[0]}", int(port.partition("/")[2]), 0.0, changes, False, False)
+                for (host, port), changes in total.items()]
+
+
+def network(loaded: Settings, origins: dict[str, str]) -> Reading:
+    """Return the doctor's reading of this machine's flow control: PFC, ECN, DCQCN, and what to do (check RD09)."""
+    return examine(Facts(Host(), loaded, origins), congestion.CHECKS)[0].outcome

@@ -1,0 +1,177 @@
+"""Calls of a group with tensors on a GPU: carried out on twins in shared memory, in the order of the GPU's streams.
+
+    when called    copies to the twins are enqueued, after what the caller's stream has before
+    in its turn    the call waits for them, and is made as of CPU tensors
+    at its end     copies back are enqueued; `Work.wait` lets the stream that is current there wait for them
+
+So the host waits for no copy, and the caller's stream for no host, unless the program waits for a sum.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from ...gpu import locations
+from ...gpu.device import Event
+from ...gpu.host import host_device
+from ...trainer.gpu.staging_buffers import StagingBuffer
+from ...orchestration.errors import UnsupportedError
+from ...trainer.session import Session
+
+
+class _StagedTensor:
+    """A tensor on a device, what stands for it, and whether it is read and written."""
+
+    def __init__(self, tensor: torch.Tensor, twin: StagingBuffer | None, stand_in: torch.Tensor) -> None:
+        self.tensor, self.twin, self.stand_in = tensor, twin, stand_in
+        self.is_read = self.is_written = False
+
+
+class Call:
+    """One call, from when it is made until its results were copied back. One thread at a time."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._pairs: dict[tuple[int, tuple[int, ...], torch.dtype], _StagedTensor] = {}
+        self._done: list[tuple[StagingBuffer, Event]] = []
+        self.is_under_way = False  # whether somebody else than the caller carries it out, and ends it
+
+    def stand_in(self, tensor: torch.Tensor, is_read: bool, is_written: bool) -> torch.Tensor:
+        """Return what stands for *tensor*.
+
+        Raises
+        ------
+        UnsupportedError
+            If it is not contiguous.
+        """
+        key = tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+        pair = self._pairs.get(key)
+        if pair is None:
+            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                raise UnsupportedError(f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} on "
+                                       f"{tensor.device} is not contiguous: use tensor.contiguous()")
+            pair = self._pairs[key] = self._pair(tensor)
+        pair.is_read |= is_read
+        pair.is_written |= is_written
+        return pair.stand_in
+
+    def _pair(self, tensor: torch.Tensor) -> _StagedTensor:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes == 0:
+            return _StagedTensor(tensor, None, torch.empty(tensor.shape, dtype=tensor.dtype))
+        place = locations.of_torch(tensor) if tensor.is_cuda else host_device().place()
+        twin = StagingBuffer(self._session.devices.twins, place, tensor.data_ptr(), nbytes, tensor)
+        flat = torch.from_numpy(twin.region.array[:nbytes])
+        return _StagedTensor(tensor, twin, flat.view(tensor.dtype).view(tensor.shape))
+
+    def begin(self) -> None:
+        """Enqueue the copies to what stands for tensors that are read."""
+        for pair in self._pairs.values():
+            if pair.twin is not None and pair.is_read:
+                pair.twin.fetch()
+
+    def arrive(self, timeout_s: float) -> None:
+        """Wait for those copies, so long at most. Raises as `StagingBuffer.wait`."""
+        deadline = time.monotonic() + timeout_s
+        for pair in self._pairs.values():
+            if pair.twin is not None:
+                pair.twin.wait(deadline)
+
+    def leave(self) -> None:
+        """Enqueue the copies back of what was written."""
+        self._done = [(pair.twin, pair.twin.restore()) for pair in self._pairs.values()
+                      if pair.twin is not None and pair.is_written]
+
+    def originals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that *tensors* stand for."""
+        tensor_of = {id(pair.stand_in): pair.tensor for pair in self._pairs.values()}
+        return [tensor_of.get(id(tensor), tensor) for tensor in tensors]
+
+    def join(self) -> None:
+        """Let the streams that are current now find the results."""
+        for twin, event in self._done:
+            twin.place.caller().wait(event)
+
+    @contextlib.contextmanager
+    def found(self) -> Iterator[None]:
+        """Be where results are found: inside, the current streams are some that wait for them."""
+        with contextlib.ExitStack() as stack:
+            for pair in self._pairs.values():
+                if pair.tensor.is_cuda:
+                    stack.enter_context(torch.cuda.stream(torch.cuda.Stream(pair.tensor.device)))
+            self.join()
+            yield
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The GPUs of its tensors, as futures want to know them."""
+        return sorted({pair.tensor.device for pair in self._pairs.values() if pair.tensor.is_cuda}, key=str)
+
+    def end(self) -> None:
+        """Give the memory back. Once; the call is over."""
+        for pair in self._pairs.values():
+            twin, pair.twin = pair.twin, None
+            if twin is not None:
+                twin.release()
+
+
+_current: ContextVar[Call | None] = ContextVar("bpsfast_call", default=None)
+
+
+def current() -> Call | None:
+    """Return the call that is being made in this thread, if its tensors are on a device."""
+    return _current.get()
+
+
+def afar(reads: tuple[int, ...], writes: tuple[int, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a method of a group, whose arguments number *reads* are read and *writes* written, take tensors on devices.
+
+    They are tensors, or (nested) sequences of them.
+    """
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def made(self: Any, *arguments: Any, **options: Any) -> Any:
+            session: Session = self.session
+            numbers = sorted({*reads, *writes} & set(range(len(arguments))))
+            if _current.get() is not None or not any(_is_on_device(arguments[number], session) for number in numbers):
+                return method(self, *arguments, **options)
+            call = Call(session)
+            stand_ins = list(arguments)
+            try:
+                for number in numbers:
+                    stand_ins[number] = _replaced(arguments[number], call, number in reads, number in writes)
+                token = _current.set(call)
+                try:
+                    call.begin()
+                    return method(self, *stand_ins, **options)
+                finally:
+                    _current.reset(token)
+            except BaseException:
+                if not call.is_under_way:
+                    call.end()
+                raise
+
+        return made
+
+    return decorate
+
+
+def _is_on_device(value: Any, session: Session) -> bool:
+    if isinstance(value, torch.Tensor):
+        is_dense = value.layout == torch.strided
+        return is_dense and (value.is_cuda or (session.settings.host_device and value.device.type == "cpu"))
+    return isinstance(value, list | tuple) and any(_is_on_device(each, session) for each in value)
+
+
+def _replaced(value: Any, call: Call, is_read: bool, is_written: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return call.stand_in(value, is_read, is_written)
+    if isinstance(value, list | tuple):
+        return [_replaced(each, call, is_read, is_written) for each in value]
+    return value

@@ -1,0 +1,205 @@
+"""OuterOptimizer: many local steps, then one of all ranks together, whose momentum the owners keep (DiLoCo).
+
+After every `sync_every` steps of the user's optimizer each rank pushes how far its parameters have moved from the
+outer weights; the owners average that, make a step of Nesterov's momentum, and answer with the new outer weights
+(Douillard et al., arXiv 2311.08105). Parameters may do so in fragments, each at steps of its own, and train on while
+theirs are under way (Streaming DiLoCo, arXiv 2501.18512).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
+from ..orchestration.store import StoreSpec, check
+from ..trainer import process
+from .fragments import Fragment, Named, cut
+from .optimizer_wrapper import trained_parameters, user_step, derive, members_of, refuse_unknown
+
+
+class Outer:
+    """The outer steps of one optimizer's *named* parameters. Owner: the optimizer; all ranks alike."""
+
+    def __init__(self, named: list[Named], spec: StoreSpec, sync_every: int, n_fragments: int, overlap: int, mix: float,
+                 root_rank: int) -> None:
+        self._every, self._overlap, self._mix, self._root = sync_every, overlap, mix, root_rank
+        self.parameters = dict(named)
+        self.n_steps = 0
+        prefix = process.current().tensors.unnamed("OuterStep")
+        runs = cut(named, n_fragments)
+        self.fragments = [
+            Fragment(f"{prefix}.{number}" + (".double" if is_double else ""), list(alike), spec,
+                     number * sync_every // len(runs), -number)
+            for number, run in enumerate(runs)
+            for is_double, alike in groupby(sorted(run, key=_is_double), key=_is_double)]
+        for fragment in self.fragments:
+            fragment.start_seed(root_rank)
+        for fragment in self.fragments:
+            fragment.seed(root_rank)
+
+    def after_step(self) -> None:
+        """Count an inner step; send and take over what is due."""
+        self.n_steps += 1
+        for fragment in self.fragments:
+            if self.n_steps % self._every == fragment.offset:
+                fragment.send(self.n_steps + self._overlap)
+        for fragment in self.fragments:
+            if fragment.due == self.n_steps:
+                fragment.take_over(self._mix if self._overlap else 0.0)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a later job needs to go on with the same bits, on all ranks together."""
+        return {"n_steps": self.n_steps, "sync_every": self._every, "overlap": self._overlap,
+                "fragments": [fragment.state() for fragment in self.fragments]}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise `MismatchError` if a saved *state* is of other parameters, fragments or numbers of steps."""
+        if set(state) != {"n_steps", "sync_every", "overlap", "fragments"}:
+            raise MismatchError(f"the saved state has {sorted(state)} of outer steps, not what OuterOptimizer saves")
+        ours = {"sync_every": self._every, "overlap": self._overlap}
+        for name, value in ours.items():
+            if state[name] != value:
+                raise MismatchError(f"the saved state has {name}={state[name]}, this optimizer {value}: outer steps "
+                                    "would come at other times")
+        if len(state["fragments"]) != len(self.fragments):
+            raise MismatchError(f"the saved state has {len(state['fragments'])} fragments, this optimizer "
+                                f"{len(self.fragments)}: use the same n_fragments and parameters")
+        for fragment, saved in zip(self.fragments, state["fragments"]):
+            fragment.check(saved)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned and `check` lets pass, on all ranks together."""
+        pairs = list(zip(self.fragments, state["fragments"]))
+        for fragment, saved in pairs:
+            fragment.start_anew(saved, self._root)
+        for fragment, saved in pairs:
+            fragment.load(saved, self._root)
+        self.n_steps = state["n_steps"]
+
+
+class _OuterOptimizer(torch.optim.Optimizer):
+    """What is mixed into the user's optimizer class (see `OuterOptimizer`)."""
+
+    _base: type[torch.optim.Optimizer]
+    _outer: Outer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a local step; every so many of them, an outer one with all ranks.
+
+        Raises
+        ------
+        UnsupportedError
+            On this rank, if a parameter has a gradient that did not require one, or was not there, when this was made;
+            or requires none any more.
+        StallError, PeerLostError
+            As `bpsfast.push_pull`, if an outer step is due.
+        """
+        parameters = self._outer.parameters
+        def check() -> None:
+            refuse_unknown(self, parameters.values())
+
+        check()
+        frozen = [name for name, p in parameters.items() if not p.requires_grad]
+        if frozen:
+            raise UnsupportedError(f"{', '.join(frozen[:4])} required gradients when the optimizer was wrapped, and do "
+                                   "not now, but the outer momentum would move them on: make the optimizer anew, and "
+                                   "wrap that")
+        result = user_step(self, closure, check)
+        self._outer.after_step()
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state, and under "outer" weights, momentum, counts and this rank's parameters.
+
+        On all ranks together, after the same step; ranks between outer steps differ, so each saves its own.
+        """
+        return {**self._base.state_dict(self), "outer": self._outer.state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this rank, on all ranks together; the model's parameters too.
+
+        Raises
+        ------
+        MismatchError
+            If there is no outer state in it, or one of other parameters; nothing has changed.
+        ValueError
+            From the inner optimizer, if its part of the state is of other groups; nothing has changed.
+        """
+        if "outer" not in state_dict:
+            raise MismatchError("the saved state has no outer weights: it is not an OuterOptimizer's")
+        self._outer.check(state_dict["outer"])
+        self._base.load_state_dict(self, {key: value for key, value in state_dict.items() if key != "outer"})
+        self._outer.load(state_dict["outer"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: all ranks agreed on the parameters when the optimizer was wrapped."""
+        raise UnsupportedError("add the parameter group before OuterOptimizer wraps the optimizer")
+
+
+_MEMBERS = members_of(_OuterOptimizer, "step", "state_dict", "load_state_dict", "add_param_group")
+
+
+def OuterOptimizer(
+    optimizer: torch.optim.Optimizer, parameters: torch.nn.Module | Iterable[Named], sync_every: int, *,
+    outer_lr: float = 0.7, outer_momentum: float = 0.9, n_fragments: int = 1, overlap: int = 0, mix: float = 0.5,
+    root_rank: int = 0,
+) -> torch.optim.Optimizer:
+    """Return *optimizer* as one that trains locally, and after every *sync_every* steps makes an outer one (DiLoCo).
+
+    Waits until all ranks have come here, and gives all of them rank *root_rank*'s parameters. The result is of a class
+    derived from the optimizer's own; the original must not be used any more. Gradients are not exchanged, buffers (as
+    of BatchNorm) are each rank's own.
+
+    Parameters
+    ----------
+    parameters
+        The model, or (name, parameter) of all parameters of the optimizer in forward order; only trained ones travel,
+        halves as float32.
+    outer_lr, outer_momentum
+        Of the outer step, which is ``torch.optim.SGD(nesterov=True)``'s, with the mean over all ranks of how far
+        parameters have moved as gradient. The owners keep the momentum.
+    n_fragments
+        Exchange the parameters in so many parts of about the same size, each at steps of its own: so a link carries
+        that much less at a time.
+    overlap
+        Take an answer over so many steps later, below *sync_every*; the steps until then hide its way.
+    mix
+        With *overlap*: how much of the parameters as they are then is kept, the rest is the answer's.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is not possible, or names are missing.
+    StallError
+        If a rank does not come.
+    """
+    counts = {"sync_every": sync_every, "n_fragments": n_fragments, "overlap": overlap, "root_rank": root_rank}
+    for what, count in counts.items():
+        if not isinstance(count, int):
+            raise ConfigError(f"OuterOptimizer with {what}={count!r}: expected int, got {type(count).__name__}")
+    for what, number in {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "mix": mix}.items():
+        if not isinstance(number, int | float):
+            raise ConfigError(f"OuterOptimizer with {what}={number!r}: expected a number, got {type(number).__name__}")
+    if sync_every < 1 or n_fragments < 1 or not 0 <= overlap < sync_every or not 0 <= mix < 1:
+        raise ConfigError(f"OuterOptimizer with sync_every={sync_every}, n_fragments={n_fragments}, overlap={overlap}, "
+                          f"mix={mix:g}: the first two are at least 1, 0 <= overlap < sync_every, 0 <= mix < 1")
+    if n_fragments > sync_every:
+        raise ConfigError(f"OuterOptimizer with n_fragments={n_fragments} and sync_every={sync_every}: each fragment "
+                          "has a step of its own")
+    spec = StoreSpec(rule="nesterov", learning_rate=outer_lr, momentum=outer_momentum)
+    check(spec)
+    given = parameters.named_parameters() if isinstance(parameters, torch.nn.Module) else parameters
+    named = trained_parameters(optimizer, given)
+    for name, p in named:
+        if not p.is_floating_point():
+            raise UnsupportedError(f"parameter {name!r} is {p.dtype}: outer steps are made of floats")
+    wrapped = derive(optimizer, _MEMBERS)
+    wrapped._outer = Outer(named, spec, sync_every, n_fragments, overlap, mix, root_rank)
+    return wrapped  # type: ignore[no-any-return]
+
+
+def _is_double(named: Named) -> bool:
+    return named[1].dtype == torch.float64

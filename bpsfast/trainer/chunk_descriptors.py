@@ -1,0 +1,40 @@
+"""Leg: one partition's way from where its input is to where its result goes, as `Port.pipelined_transfer` takes many of."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .input_memory import Region
+    from .unit import Unit
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.void]]
+Offsets = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+
+#: `convey.h: bps_leg`.
+CHUNK_DTYPE = np.dtype([
+    ("source", "<u8"), ("destination", "<u8"), ("nbytes", "<u8"), ("staging", "<u8"), ("result", "<u8"),
+    ("offset", "<u8"), ("part", "<u4"), ("round", "<u4"), ("segment", "<u2"), ("flags", "<u2"), ("pad", "<u4")])
+
+assert CHUNK_DTYPE.itemsize == 64, "convey.h says so"
+
+
+def chunk_table(unit: Unit, region: Region, places: Offsets) -> Array:
+    """Return a leg for each partition of *unit*, whose inputs lie in *region* at *places*, without what is conveyed."""
+    chunks = np.zeros(unit.n_parts, CHUNK_DTYPE)
+    chunks["staging"] = places + np.uint64(region.address)
+    chunks["offset"] = places + np.uint64(region.offset)
+    chunks["segment"] = region.segment
+    chunks["part"] = np.arange(unit.first_part, unit.first_part + unit.n_parts)
+    return chunks
+
+
+def offsets(unit: Unit) -> Offsets:
+    """Return where in *unit* each of its partitions begins."""
+    return np.arange(unit.n_parts, dtype=np.uint64) * np.uint64(unit.stride)
+
+
+def results(unit: Unit) -> Offsets:
+    """Return where the result of each partition lies in this process, of shape (2, partitions): even and odd rounds."""
+    return np.array([[unit.result_address(parity, int(at)) for at in offsets(unit)] for parity in (0, 1)], np.uint64)

@@ -1,0 +1,185 @@
+"""Memory that this rank and its node share: the segments that the node has shown, and the input memory in them."""
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..base.free_list import FreeList
+from ..orchestration.errors import BpsError, CapacityError, ProtocolError, StallError
+from ..orchestration.messages import Allocate, Allocated, Refuse, SegmentShared
+from ..pyx.pages import Segment
+from .attachment import error_of
+from .mailbox import Mailbox
+
+
+@dataclass(frozen=True)
+class Region:
+    """Input memory of this rank: `array` is writable uint8 over it; `segment`, `offset` are how the node calls it."""
+
+    array: np.ndarray[Any, Any]
+    segment: int
+    offset: int
+    address: int
+
+    def part(self, offset: int, nbytes: int) -> Region:
+        """Return *nbytes* of this region from *offset* on."""
+        return Region(self.array[offset : offset + nbytes], self.segment, self.offset + offset, self.address + offset)
+
+
+class Memory:
+    """What *rank* has mapped, and its input memory: given out, taken back. Any thread.
+
+    Parameters
+    ----------
+    timeout_s
+        How long the node may take to answer a request.
+    require_open
+        Raises `ClosedError` when the session is closed, or is another process's.
+    mailbox
+        Returns the way to the node; it delivers what `receive` takes.
+    """
+
+    def __init__(self, rank: int, timeout_s: float, require_open: Callable[[], None],
+                 mailbox: Callable[[], Mailbox]) -> None:
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._require_open = require_open
+        self._mailbox = mailbox
+        self._lock = threading.RLock()
+        self._receiving = threading.RLock()  # of the answers: nobody waits for the node with it
+        #: By owner ("rank" or whose results they hold) and number.
+        self.segments: dict[tuple[str, int], Segment] = {}
+        #: Why a segment is missing, once one could not be mapped.
+        self.unmapped: CapacityError | None = None
+        self._not_mapped: dict[tuple[str, int], tuple[SegmentShared, int]] = {}  # with their descriptors
+        self._inputs: list[tuple[int, Segment]] = []
+        self._free: dict[int, FreeList] = {}  # by input segment: what was released
+        self._requests = 0
+        self._asked: dict[int, int] = {}  # bytes of requests that have no answer yet: they are answered in order
+        self._answers: dict[int, list[Allocated | BpsError]] = {}  # of the requests that somebody still waits for
+        self._unclaimed: deque[tuple[Allocated, int]] = deque()  # with their bytes: nobody has waited for them so long
+
+    # -- input memory ----------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Region:
+        """Return *nbytes* of page-aligned input memory, zeros unless some of it was released before.
+
+        It stays this rank's until the session ends, or until it is released.
+
+        Raises
+        ------
+        CapacityError
+            If the machine cannot hold it.
+        """
+        self._require_open()
+        with self._lock:
+            while self._unclaimed:
+                late, late_nbytes = self._unclaimed.popleft()
+                if ("rank", late.segment) in self.segments:  # it may not have been mapped
+                    self._free.setdefault(late.segment, FreeList()).give(late.offset, _rounded(late_nbytes))
+            for number, holes in self._free.items():
+                offset = holes.take(_rounded(nbytes))
+                if offset is not None:
+                    return self._region(number, offset, nbytes)
+            self._requests += 1
+            request = self._requests
+            self._asked[request] = nbytes
+            answers = self._answers[request] = []
+            self._mailbox().send(Allocate(request=request, nbytes=nbytes))
+        try:
+            self._mailbox().wait(lambda: answers[0] if answers else None, self._timeout_s)
+        finally:
+            with self._receiving:
+                del self._answers[request]
+        answer = answers[0] if answers else None
+        if answer is None:
+            raise StallError(f"the node did not answer a request for {nbytes} bytes within {self._timeout_s:g} s")
+        if isinstance(answer, BpsError):
+            raise answer
+        segment = self.segments.get(("rank", answer.segment))
+        if segment is None:
+            raise self.unmapped or ProtocolError(f"the node answered with segment {answer.segment}, which it has not "
+                                                 "shared")
+        return self._region(answer.segment, answer.offset, nbytes)
+
+    def _region(self, number: int, offset: int, nbytes: int) -> Region:
+        segment = self.segments["rank", number]
+        array = np.frombuffer(segment, np.uint8, nbytes, offset)  # type: ignore[call-overload]
+        return Region(array, number, offset, segment.address + offset)
+
+    def release(self, region: Region) -> None:
+        """Take back what `allocate` returned: nobody writes there any more, and all rounds pushed from it are over."""
+        with self._lock:
+            self._free.setdefault(region.segment, FreeList()).give(region.offset, _rounded(region.array.nbytes))
+
+    def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """Return (segment, offset) if these bytes lie in one of this rank's input segments."""
+        for number, segment in self._inputs:
+            if segment.address <= address and address + nbytes <= segment.address + segment.nbytes:
+                return number, address - segment.address
+        return None
+
+    # -- segments --------------------------------------------------------------------------------------------------
+
+    def receive(self, message: SegmentShared | Allocated | Refuse, fds: tuple[int, ...]) -> None:
+        """Enter what the node says. Called by the mailbox, one message at a time."""
+        match message:
+            case SegmentShared():
+                self._map(message, fds[0])
+            case Allocated():
+                self._answer(message.request, message)
+            case Refuse():
+                self._answer(next(iter(self._asked)), error_of(message.error, message.reason))
+
+    def _answer(self, request: int, answer: Allocated | BpsError) -> None:
+        nbytes = self._asked.pop(request)
+        with self._receiving:
+            if request in self._answers:
+                self._answers[request].append(answer)
+            elif isinstance(answer, Allocated):
+                self._unclaimed.append((answer, nbytes))
+
+    def _map(self, message: SegmentShared, fd: int) -> None:
+        """Map a segment; if that fails, whoever needs it gets the error, which may be another thread than this."""
+        try:
+            segment = Segment.attach(fd, writable=message.owner == "rank")
+        except OSError as exc:
+            if message.owner == "rank":  # who has asked for it is told
+                os.close(fd)
+            else:
+                self._not_mapped[message.owner, message.segment] = message, fd
+            self.unmapped = CapacityError(f"rank {self._rank} cannot map a segment of {message.nbytes} bytes that its "
+                                          f"node shares with it: {exc}; raise the limit of its address space "
+                                          "(ulimit -v), or push less")
+            return
+        self.segments[message.owner, message.segment] = segment
+        if message.owner == "rank":
+            self._inputs = [*self._inputs, (message.segment, segment)]
+
+    def map_again(self) -> None:
+        """Try what could not be mapped before: there may be room now."""
+        again, self._not_mapped, self.unmapped = self._not_mapped, {}, None
+        for message, fd in again.values():
+            self._map(message, fd)
+
+    def forget(self) -> list[Segment]:
+        """Drop everything: the session is closed. Returns the segments, which are the caller's to close."""
+        self._inputs = []
+        self._free.clear()
+        segments, self.segments = list(self.segments.values()), {}
+        for _, fd in self._not_mapped.values():
+            os.close(fd)
+        self._not_mapped.clear()
+        return segments
+
+
+def _rounded(nbytes: int) -> int:
+    """Return *nbytes* as whole pages, which is what the node gives."""
+    return -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,254 @@
+"""The tensors of a rank: declared under names, committed by the job as units, pushed for the first time in between.
+
+A push of a name that other ranks have not declared yet is deferred, and started by whichever thread of this rank
+first sees the commit: while it waits for anything else, or asks for the unit.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import msgspec
+
+from ..orchestration.errors import BpsError, BusyError, ConfigError, MismatchError
+from ..orchestration.messages import Declare, TensorSpec
+from .stall_query import StallQuery
+from .mailbox import Mailbox
+from .stall_timer import StallTimer
+from .stall_inspector import StallInspector, Subject
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+T = TypeVar("T")
+
+_written, _read = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(TensorSpec)
+
+
+class TensorRegistry:
+    """What *rank* of *size* declared, and what became of it. Any thread.
+
+    Parameters
+    ----------
+    timeout_s
+        How long waits last that are given no time.
+    require_open
+        Raises `ClosedError` when the session is closed, or is another process's.
+    mailbox
+        Returns the way to the node.
+    inquiry
+        Knows who is missing.
+    inspector
+        Told of waits that take long.
+    """
+
+    def __init__(self, rank: int, size: int, timeout_s: float, require_open: Callable[[], None],
+                 mailbox: Callable[[], Mailbox], inquiry: StallQuery, inspector: StallInspector) -> None:
+        self._rank, self._size = rank, size
+        self._timeout_s = timeout_s
+        self._require_open = require_open
+        self._mailbox = mailbox
+        self._inquiry = inquiry
+        self._inspector = inspector
+        self._lock = threading.RLock()
+        self._specs: dict[str, TensorSpec] = {}
+        self._units: dict[str, Unit] = {}
+        self._failed: dict[str, BpsError] = {}
+        self._deferred: dict[str, Callable[[], None]] = {}
+        self._unnamed: dict[str, int] = {}
+        self._editions: dict[str, int] = {}  # name -> how many models of the trainer have had it
+
+    # -- what the node says: called by the mailbox, one message at a time --------------------------------------------
+
+    def committed(self, unit: Unit) -> None:
+        """Enter that all ranks have declared the members of *unit*."""
+        for name in unit.members:
+            self._units[name] = unit
+
+    def refused(self, names: Sequence[str], error: BpsError) -> None:
+        """Enter that the job refused to sum *names*."""
+        for name in names:
+            self._failed[name] = error
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def declare(self, specs: Sequence[TensorSpec], lenient: bool = False) -> None:
+        """Tell the job about tensors. Returns at once; they may be pushed when all ranks have declared them.
+
+        Ranks may declare in any order. Declaring the same again changes nothing; *lenient*: also with other priorities,
+        of which the first count.
+
+        Raises
+        ------
+        ConfigError
+            If a field is of a type that it cannot have. The node would not read it, and the job would end.
+        MismatchError
+            If this rank declared one of the names differently before; what the ranks could not agree on stays refused.
+        """
+        self._require_open()
+        with self._lock:
+            new = [spec for spec in specs if self._is_new(spec, lenient)]
+            for spec in new:
+                _check_types(spec)
+            for spec in new:
+                self._specs[spec.name] = spec
+        if new:
+            self._mailbox().send(Declare(rank=self._rank, tensors=tuple(new)))
+
+    def retire(self, names: Sequence[str]) -> None:
+        """Forget *names*, whose units are retired."""
+        with self._lock:
+            for name in names:
+                del self._specs[name], self._units[name]
+
+    def is_relayout(self, names: Sequence[str]) -> bool:
+        """Whether the tensors *names* of one unit are an edition of something."""
+        return any(name in self._specs and bool(self._specs[name].edition_of) for name in names)
+
+    def knows(self, spec: TensorSpec) -> bool:
+        """Return whether this was declared before, wherever it lies: the short way of a repeated push."""
+        known = self._specs.get(spec.name)
+        return known == spec or (known is not None and known.on_device != spec.on_device
+                                 and msgspec.structs.replace(known, on_device=spec.on_device) == spec)
+
+    def _is_new(self, spec: TensorSpec, lenient: bool) -> bool:
+        if spec.name in self._failed:
+            raise self._failed[spec.name]
+        known = self._specs.get(spec.name)
+        if known is None:
+            return True
+        for field in ("shape", "dtype", "average", "group", "priority", "partition_nbytes", "fusion_nbytes",
+                      "n_streams", "edition_of", "op", "ranks", "codec", "max_rows", "store", "islands"):
+            before, now = getattr(known, field), getattr(spec, field)
+            if before != now and not (field == "priority" and (lenient or now is None)):
+                raise MismatchError(f"{field} of tensor {spec.name!r} differs: it was {before!r} when rank "
+                                    f"{self._rank} first used the name, now {now!r}; use one name for one kind of "
+                                    "tensor")
+        return False
+
+    def unnamed(self, prefix: str) -> str:
+        """Return the next automatic name that begins with *prefix*: prefix.0, prefix.1, ... on this rank."""
+        with self._lock:
+            number = self._unnamed.get(prefix, 0)
+            self._unnamed[prefix] = number + 1
+        return f"{prefix}.{number}"
+
+    def edition(self, names: Iterable[str]) -> int:
+        """Return the number of a new model that calls its tensors *names*: above that of every earlier model on this
+        rank with one of them. Ranks that make such models in one order get the same numbers, whatever has become of the
+        earlier ones, which ranks may forget at different times.
+        """
+        with self._lock:
+            names = list(names)
+            number = max([0, *(self._editions.get(name, 0) for name in names)])
+            self._editions.update(dict.fromkeys(names, number + 1))
+        return number
+
+    # -- units -----------------------------------------------------------------------------------------------------
+
+    def unit(self, name: str, timeout_s: float | None = None) -> Unit:
+        """Return the unit that tensor *name* is part of, waiting until all ranks have declared it.
+
+        Raises
+        ------
+        StallError
+            If it was not committed in time: some rank has not declared the name.
+        MismatchError
+            Or whatever the job refused the declaration with.
+        """
+        self._require_open()
+        found = self._units.get(name)
+        if found is not None and name not in self._deferred:
+            return found
+        spec = self._specs.get(name)
+        who = f"ranks {spec.ranks}" if spec is not None and spec.ranks else f"all {self._size} ranks"
+        answer = self.wait(lambda: self._units.get(name) or self._failed.get(name), timeout_s,
+                           f"for tensor {name!r} to be declared by {who}", name)
+        if isinstance(answer, BpsError):
+            raise answer
+        return cast("Unit", answer)
+
+    def unit_nowait(self, name: str) -> Unit | None:
+        """Return the unit that tensor *name* is part of, or None if it is not committed yet."""
+        self._require_open()
+        if name not in self._units or name in self._deferred:
+            try:
+                self._mailbox().pump()
+            except BpsError as exc:
+                raise self._failed.get(name, exc) from None  # why the name failed may be why the job ended
+            self._start_deferred()
+        failed = self._failed.get(name)
+        if failed is not None:
+            raise failed
+        return self._units.get(name)
+
+    def units(self) -> set[Unit]:
+        """Return all units that were committed."""
+        return set(self._units.values())
+
+    # -- pushes before the commit ----------------------------------------------------------------------------------
+
+    def defer(self, name: str, start: Callable[[], None]) -> None:
+        """Call *start* in whichever thread first sees that *name* is committed. *start* raises nothing."""
+        with self._lock:
+            if name in self._deferred:
+                raise BusyError(f"{name!r} is pushed again, but its first push was not waited for: synchronize the "
+                                "handle first, or use another name")
+            self._deferred[name] = start
+        self._start_deferred()
+
+    def start_committed(self) -> bool:
+        """Start deferred pushes whose commit has arrived; return whether some are left."""
+        if self._deferred:
+            self._require_open()  # before any lock: a forked child may have inherited it locked
+            self._mailbox().pump()
+            self._start_deferred()
+        return bool(self._deferred)
+
+    def wait(self, ready: Callable[[], T | None], timeout_s: float | None, what: str, name: str) -> T:
+        """Wait as the mailbox does for *what* other ranks do: they may wait for one of our deferred pushes before.
+
+        Raises
+        ------
+        StallError
+            If it did not come in time, or cannot come any more; the job is asked about *name*.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        with StallTimer(f"rank {self._rank}", timeout_s, self._inquiry, self._inspector, what) as patience:
+            while True:
+                self._mailbox().wait(lambda: ready() or self._startable(), patience.rest_s)
+                self._start_deferred()
+                found = ready()
+                if found is not None:
+                    patience.succeeded = not isinstance(found, BpsError)
+                    return found
+                patience.look(lambda: (Subject(name), self._inquiry.ask_about(name)), lambda: ready() is not None)
+
+    def _start_deferred(self) -> None:
+        while self._deferred:
+            with self._lock:
+                known = self._startable()
+                start = self._deferred.pop(known) if known is not None else None
+            if start is None:
+                return
+            start()
+
+    def _startable(self) -> str | None:
+        """Return a name whose deferred push can go out."""
+        with self._lock:
+            return next((name for name in self._deferred if name in self._units or name in self._failed), None)
+
+    def forget(self) -> None:
+        """Drop all units and what was deferred. The session is closed: nothing comes in any more."""
+        for unit in self.units():
+            unit.forget()
+        self._units.clear()
+        self._deferred.clear()
+
+
+def _check_types(spec: TensorSpec) -> None:
+    try:
+        _read.decode(_written.encode(spec))
+    except (msgspec.MsgspecError, TypeError, OverflowError, UnicodeEncodeError) as exc:
+        raise ConfigError(f"tensor {spec.name!r} cannot be declared: {exc}") from exc

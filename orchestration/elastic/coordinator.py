@@ -1,0 +1,306 @@
+"""Who trains next: the muster of an elastic job. Decisions only; `bpsfast.launch.elastic_service` carries them out.
+
+A job's members are fixed. When one of them is lost, or others want to join, the job ends and the next one is formed of
+those who have come to the muster. Processes are *members*, numbered in the order in which they were started; a *seat*
+is what a member has in a job, and its place in the list is its rank.
+
+    policy    a lost member               the next job is complete when                    else, by the deadline
+    abort     ends everything             (no member is lost, and all have come)           -
+    shrink    is left out                 all others have come; they are a majority        who has not come is ended
+    wait      another takes its seat      every seat is taken                              StallError
+
+*Majority* is of the last job's voters: its nodes with ranks, and the muster itself. The muster is one process, which
+all must reach, so two halves of a job can never both go on; a majority is asked for since a job that has lost most
+of itself should not silently train on. Under every policy somebody must be left who has the state.
+
+Jobs may end though nobody is lost: a link fails, a limit is too low. What fails so again and again, with no commit in
+between, will not go away by another job: after `MOST_FRUITLESS` of them there is none.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+LostWorker = Literal["abort", "shrink", "wait"]
+#: So many jobs in a row may have failed without a lost member and without a commit.
+MOST_FRUITLESS = 3
+_MOST_NAMES = 8
+
+
+class ElasticRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user wants. `within_s`: how long a muster may take, from the last loss on (or the first arrival).
+
+    `max_replaced`: so many lost workers get a replacement, of all that are lost while the program runs.
+    """
+
+    lost_worker: LostWorker = "abort"
+    min_ranks: int = 1
+    max_ranks: int
+    within_s: float = 300.0
+    max_replaced: int = 10
+
+
+class RankHolder(NamedTuple):
+    """Who has a place in a job, and on which node ("": nobody knows before the first job)."""
+
+    member: int
+    node: str
+
+
+class Form(NamedTuple):
+    """The next job: its number, and its members by rank."""
+
+    number: int
+    members: tuple[int, ...]
+
+
+class Fail(NamedTuple):
+    """There will be no next job: the name of a class of `errors`, and the reason."""
+
+    error: str
+    reason: str
+
+
+class Exclude(NamedTuple):
+    """These have not come in time: end them. Once they have ended they are lost."""
+
+    members: tuple[int, ...]
+
+
+class ElasticCoordinator:
+    """Who is there, who was lost, who comes next. Times are seconds of one clock, given by the caller.
+
+    Parameters
+    ----------
+    members
+        Those that the first job is to have, by rank.
+    """
+
+    def __init__(self, rules: ElasticRules, members: Sequence[int]) -> None:
+        self.rules = rules
+        self.number = 0  # of the job that was formed last
+        self.seats = tuple(RankHolder(member, "") for member in members)
+        self.is_running = False
+        self.is_over = False  # a rank has ended its training, together with all others
+        self.failure: Fail | None = None
+        self.n_replaced = 0
+        self._come: dict[int, str] = {}  # and wait: member -> its node
+        self._lost: dict[int, str] = {}  # of the seats: how it ended
+        self._left: set[int] = set()  # of the seats, those that ended well
+        self._instead: dict[int, int] = {}  # a lost member of a seat -> who was started for it
+        self._began_s: float | None = None
+        self._with_state: set[int] = set()  # of those who live
+        self._has_begun = False  # somebody has had a state that must not be lost
+        self._n_commits = 0  # of the training, as far as those who have come have said
+        self._n_commits_before = 0  # when the last job was formed
+        self._failed: dict[int, str] = {}  # of the seats: why the last job has failed, as they say
+        self._n_fruitless = 0  # jobs in a row
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def came(self, member: int, node: str, now_s: float, has_state: bool = False, n_commits: int = 0,
+             reason: str = "") -> None:
+        """*member* has come from *node*, and waits for the next job.
+
+        *has_state*: it has what the training has come to, which are *n_commits* commits. *reason*: why its last job
+        has failed, if it has.
+        """
+        self._come[member] = node
+        self._n_commits = max(self._n_commits, n_commits)
+        if reason and self.has_seat(member):
+            self._failed[member] = reason
+        if has_state:
+            self._with_state.add(member)
+            self._has_begun = True
+        if self.has_seat(member):
+            self.is_running = False
+        if self._began_s is None and not self.is_running:
+            self._began_s = now_s
+
+    def ended(self, member: int, how: str, now_s: float) -> None:
+        """*member*'s process was lost: *how* in words."""
+        self._come.pop(member, None)
+        self._with_state.discard(member)
+        self._instead = {seat: other for seat, other in self._instead.items() if other != member}
+        if self.has_seat(member):
+            self._lost[member] = how
+            self.is_running = False
+            self._began_s = now_s
+
+    def left(self, member: int) -> None:
+        """*member*'s process has ended well: nobody waits for it. If all have, there is nothing left to be joined."""
+        self._come.pop(member, None)
+        if self.has_seat(member):
+            self._left.add(member)
+            self.is_over = self.is_over or all(seat.member in self._left for seat in self.seats)
+
+    def done(self) -> None:
+        """The training has ended, on all ranks together: there is no next job, and nobody is missed any more."""
+        self.is_over = True
+
+    def replaced(self, member: int, by: int, now_s: float) -> None:
+        """*by* was started for the lost *member*."""
+        self._instead[member] = by
+        self._began_s = now_s
+        self.n_replaced += 1
+
+    # -- what follows ----------------------------------------------------------------------------------------------
+
+    def has_seat(self, member: int) -> bool:
+        """Whether *member* is of the job that was formed last, or is to be of the first."""
+        return any(seat.member == member for seat in self.seats)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Those who have come and have no job."""
+        return tuple(sorted(self._come))
+
+    @property
+    def awaited(self) -> str:
+        """What those who wait, wait for: whose coming, or that a job lets them in."""
+        if self.is_running:
+            return f"job {self.number}, of {len(self.seats)} ranks, runs and has let nobody in (State.commit or check)"
+        places = self._places()
+        absent = [seat.member for seat in self._survivors() if seat.member not in self._come]
+        if absent or None in places:
+            return self._who_is_missing(absent, places.count(None))
+        return f"{len(places) + len(self._joining())} ranks have come, and min_ranks is {self.rules.min_ranks}"
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """Those who have come, had no seat in the last job, and were not started for one of it; as many as may join."""
+        meant = set(self._instead.values())
+        found = [member for member in self.waiting if not self.has_seat(member) and member not in meant]
+        return tuple(found[: max(0, self.rules.max_ranks - len(self._places()))])
+
+    @property
+    def to_replace(self) -> tuple[int, ...]:
+        """Lost members for whom somebody shall be started now."""
+        if self.rules.lost_worker != "wait" or self.is_over or self.failure is not None:
+            return ()
+        found = [member for member in self._lost if member not in self._instead]
+        return tuple(found[: max(0, self.rules.max_replaced - self.n_replaced)])
+
+    @property
+    def due_s(self) -> float:
+        """When `decide` says something at the latest, whoever has come by then."""
+        if self.is_running or self.is_over or self.failure is not None or self._began_s is None:
+            return float("inf")
+        return self._began_s + self.rules.within_s
+
+    def decide(self, now_s: float) -> Form | Fail | Exclude | None:
+        """Return what is to be done; None: nothing yet. A `Form` is entered here, a `Fail` is for good."""
+        if self.is_running or self.is_over or self.failure is not None or self._began_s is None:
+            return None
+        found = self._hopeless() or self._verdict(now_s >= self.due_s)
+        if isinstance(found, Fail):
+            self.failure = found
+        elif isinstance(found, Form):
+            self._enter(found)
+        return found
+
+    def _hopeless(self) -> Fail | None:
+        """Return why no next job can be complete, whoever may still come."""
+        if not self._lost:
+            return None
+        if self.rules.lost_worker == "abort":
+            return Fail("PeerLostError", f"{self._losses()}; the policy for lost workers is abort")
+        survivors = self._survivors()
+        if self.number == 0:  # nobody has any state yet
+            return None if survivors or self.rules.lost_worker == "wait" else Fail("PeerLostError", self._losses())
+        if not survivors:
+            return Fail("PeerLostError", f"no quorum: {self._losses()}: nobody is left who has the state")
+        if self._has_begun and all(seat.member in self._come and seat.member not in self._with_state
+                                   for seat in survivors):
+            return Fail("PeerLostError", f"no quorum: {self._losses()}: the others were not given the state yet")
+        before, after = ({seat.node for seat in seats} for seats in (self.seats, survivors))
+        if self.rules.lost_worker == "shrink" and 2 * (len(after) + 1) <= len(before) + 1:
+            return Fail("PeerLostError", f"no quorum: {self._losses()}; ranks are left on {len(after)} of "
+                                         f"{len(before)} nodes, which with the launcher are {len(after) + 1} of "
+                                         f"{len(before) + 1} voters, and more than half are needed")
+        return None
+
+    def _verdict(self, is_due: bool) -> Form | Fail | Exclude | None:
+        places = self._places()
+        absent = tuple(seat.member for seat in self._survivors() if seat.member not in self._come)
+        open_seats = places.count(None)
+        if absent or open_seats:
+            if not is_due:
+                return None
+            if absent and self.rules.lost_worker == "shrink" and self.number:
+                return Exclude(absent)
+            return Fail("StallError", f"the muster was not complete within {self.rules.within_s:g} s: "
+                                      f"{self._who_is_missing(absent, open_seats)}")
+        order = tuple(member for member in places if member is not None) + self._joining()
+        if len(order) < max(1, self.rules.min_ranks):
+            return Fail("StallError", f"no quorum: {len(order)} ranks have come within {self.rules.within_s:g} s, "
+                                      f"min_ranks is {self.rules.min_ranks} ({self._losses()})") if is_due else None
+        if self._n_fruitless + self._was_fruitless(order) > MOST_FRUITLESS:
+            return Fail("StallError", f"{self._n_fruitless + 1} jobs in a row have failed, the last one number "
+                                      f"{self.number}, though no worker was lost, and without a commit: " + _listed(
+                f"worker {member}: {why}" for member, why in sorted(self._failed.items())))
+        return Form(self.number + 1, order)
+
+    def _was_fruitless(self, order: Sequence[int]) -> bool:
+        """Whether the last job has failed, and the next one, of *order*, would be no better by what is known."""
+        return (bool(self._failed) and not self._lost and all(self.has_seat(member) for member in order)
+                and self._n_commits <= self._n_commits_before)
+
+    def _enter(self, form: Form) -> None:
+        self._n_fruitless = self._n_fruitless + 1 if self._was_fruitless(form.members) else 0
+        self._n_commits_before = self._n_commits
+        self._failed.clear()
+        self.number, self.is_running, self._began_s = form.number, True, None
+        self.seats = tuple(RankHolder(member, self._come.pop(member)) for member in form.members)
+        self._lost.clear()
+        self._left.clear()
+        self._instead.clear()
+
+    def _places(self) -> list[int | None]:
+        """Return who takes each seat that is not given up; None: nobody has come who could."""
+        spare = [member for member in self.waiting if not self.has_seat(member)
+                 and member not in self._instead.values()]
+        places: list[int | None] = []
+        for member, _ in self.seats:
+            if member in self._left:
+                continue
+            if member not in self._lost:
+                places.append(member)
+            elif self.rules.lost_worker == "wait":
+                meant = self._instead.get(member)
+                if meant in self._come:
+                    places.append(meant)
+                else:  # whoever has come by himself will do, if nobody was started
+                    places.append(spare.pop(0) if meant is None and spare else None)
+        return places
+
+    def _joining(self) -> tuple[int, ...]:
+        """Return those who come after all seats."""
+        taken = self._places()
+        return tuple(member for member in self.waiting if member not in taken
+                     and member not in self._instead.values())[: max(0, self.rules.max_ranks - len(taken))]
+
+    def _survivors(self) -> list[RankHolder]:
+        return [seat for seat in self.seats if seat.member not in self._lost and seat.member not in self._left]
+
+    def _losses(self) -> str:
+        if not self._lost:
+            return "none is lost"
+        rank_of = {seat.member: rank for rank, seat in enumerate(self.seats)}
+        return _listed(f"rank {rank_of[member]} (worker {member}) {how}" for member, how in self._lost.items())
+
+    def _who_is_missing(self, absent: Sequence[int], open_seats: int) -> str:
+        said = []
+        if absent:
+            said.append(f"{_listed(f'worker {member}' for member in absent)} has not come")
+        if open_seats:
+            said.append(f"{open_seats} of {len(self.seats)} seats are not taken again ({self._losses()}; "
+                        f"{self.n_replaced} replacements were started, {self.rules.max_replaced} may be)")
+        return "; ".join(said)
+
+
+def _listed(texts: Iterable[str]) -> str:
+    found = list(texts)
+    return ", ".join(found[:_MOST_NAMES]) + (" and others" if len(found) > _MOST_NAMES else "")

@@ -1,0 +1,261 @@
+"""What one node knows of its job: a scheduler that has lost its memory, or another one, learns it from all nodes. Pure.
+
+The node enters what it hears from the scheduler and what it says to it, and `account` says it all again: what was
+committed by its outcome, what was not answered as it was said. So nothing of a scheduler's is in its memory only.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from .. import messages as m
+
+#: Units in one message: each may have thousands of partitions, and a message has a longest size.
+_UNITS_AT_ONCE = 256
+
+
+@dataclass
+class _Declaration:
+    """What a rank declared at once and has not been answered; `first`: its place in all that it has declared."""
+
+    rank: int
+    first: int
+    tensors: tuple[m.TensorSpec, ...]
+    waiting: set[str]
+
+
+class ControlLog:
+    """Owner thread only. *package* and *settings*: what this node has said of itself when it joined."""
+
+    def __init__(self, package: str, settings: Mapping[str, str]) -> None:
+        self._package = package
+        self._settings = dict(settings)
+        self._welcome: m.Welcome | None = None
+        self._rates: tuple[float, ...] = ()
+        self._measured = -1.0
+        self._epoch = 0
+        self._nodes: tuple[m.NodeInfo, ...] = ()
+        self._lost: set[int] = set()
+        self._joining: set[int] = set()
+        self._frozen = False
+        self._committed = self._seen = self._next_unit = 0
+        self._prepared: m.Plan | m.Recover | None = None
+        self._units: dict[int, m.UnitPlan] = {}
+        self._lent: dict[int, m.Succession] = {}
+        self._gone_from: dict[int, set[int]] = {}
+        self._failed: dict[str, tuple[str, str, str]] = {}
+        self._barrier = 0
+        self._ownable_nbytes = -2
+        self._n_declared: dict[int, int] = {}
+        self._declarations: list[_Declaration] = []
+        self._retiring: dict[int, set[int]] = {}  # unit -> ranks of this node
+        self._entered: dict[int, m.BarrierEnter] = {}
+        self._left: dict[int, m.RankLeft] = {}
+        self._asked: dict[tuple[int, int], m.Message] = {}  # by rank and question
+        self._published: dict[tuple[int, str], m.Publish] = {}
+        self._credit: dict[int, m.Credit] = {}
+        self._lost_said: dict[str, m.Lost] = {}
+        self._farewells: set[int] = set()
+        self._on_heard: dict[type, Callable[..., None]] = {
+            m.Welcome: self._welcomed, m.Rates: self._rated, m.Plan: self._planned, m.Recover: self._planned,
+            m.Commit: self._commit, m.Freeze: self._freeze, m.Retired: self._retired, m.Resume: self._resumed,
+            m.Joined: self._expect, m.NotComing: self._not_coming,
+            m.DeclareFailed: self._declare_failed, m.BarrierDone: self._barrier_done, m.StallAnswer: self._answered,
+            m.LagAnswer: self._answered, m.Found: self._answered,
+        }
+        self._on_said: dict[type, Callable[..., None]] = {
+            m.Measured: self._has_measured, m.Declare: self._declare, m.Retire: self._retire, m.Lost: self._lose,
+            m.BarrierEnter: self._enter, m.RankLeft: self._leave, m.Stalled: self._ask, m.LagQuestion: self._ask,
+            m.Lookup: self._ask, m.Publish: self._publish, m.Withdraw: self._withdraw, m.Credit: self._set_credit,
+            m.PrepareFailed: self._unprepared, m.Ready: self._has_room, m.Room: self._has_room,
+        }
+
+    @property
+    def left(self) -> set[int]:
+        """The ranks of this node that have left."""
+        return set(self._left)
+
+    @property
+    def lost(self) -> set[int]:
+        """The nodes that the job goes on without."""
+        return set(self._lost)
+
+    def heard(self, message: m.Message) -> None:
+        """Enter what the scheduler has said, before it is acted on."""
+        enter = self._on_heard.get(type(message))
+        if enter is not None:
+            enter(message)
+
+    def said(self, message: m.Message) -> None:
+        """Enter what this node says to the scheduler, for its ranks or itself."""
+        enter = self._on_said.get(type(message))
+        if enter is not None:
+            enter(message)
+
+    def record_peer_left(self, node: int) -> None:
+        """Enter that all ranks of *node* have left, as it says itself."""
+        self._farewells.add(node)
+
+    def account(self, recall: int = 0) -> Iterator[m.Message]:
+        """Yield all that is to be said to a scheduler that asks by *recall* (0: has not asked). Once welcomed."""
+        assert self._welcome is not None
+        plan = self._prepared
+        yield m.Rejoin(
+            version=m.VERSION, package=self._package, settings=self._settings, job=self._welcome.job,
+            index=self._welcome.index, nodes=self._nodes, is_late=self._welcome.is_late,
+            joining=tuple(sorted(self._joining)), recall=recall, n_units=len(self._units),
+            rates=self._rates, measured=self._measured, epoch=self._epoch, lost=tuple(sorted(self._lost)),
+            frozen=self._frozen, committed=self._committed, prepared=plan.generation if plan is not None else 0,
+            prepared_units=tuple(unit.unit for unit in plan.units) if isinstance(plan, m.Plan) else (),
+            seen=self._seen, next_unit=self._next_unit, lent=tuple(self._lent.values()),
+            gone_from=tuple((first, tuple(sorted(ranks))) for first, ranks in sorted(self._gone_from.items())),
+            failed=tuple(self._failed.values()), barrier=self._barrier, n_declared=sum(self._n_declared.values()),
+            ownable_nbytes=self._ownable_nbytes, farewells=tuple(sorted(self._farewells)))
+        units = list(self._units.values())
+        for begin in range(0, len(units), _UNITS_AT_ONCE):
+            yield m.Kept(units=tuple(units[begin:begin + _UNITS_AT_ONCE]))
+        yield from self._credit.values()
+        for said in self._declarations:
+            at = [i for i, spec in enumerate(said.tensors) if spec.name in said.waiting]
+            yield m.Declare(rank=said.rank, tensors=tuple(said.tensors[i] for i in at),
+                            positions=tuple(said.first + i for i in at))
+        for unit, ranks in self._retiring.items():
+            yield from (m.Retire(rank=rank, units=(unit,)) for rank in sorted(ranks))
+        yield from self._published.values()
+        yield from (asked for asked in self._asked.values() if not isinstance(asked, m.Publish))
+        yield from (entered for entered in self._entered.values() if entered.sequence > self._barrier)
+        yield from self._left.values()
+        yield from self._lost_said.values()
+        yield m.Recounted()
+
+    # -- what is heard ------------------------------------------------------------------------------------
+
+    def _welcomed(self, message: m.Welcome) -> None:
+        self._welcome, self._epoch, self._nodes = message, message.epoch, message.nodes
+        self._lost = set(message.lost)
+
+    def _expect(self, message: m.Joined) -> None:
+        self._nodes += (message.node,)
+        self._joining.add(message.node.index)
+
+    def _not_coming(self, message: m.NotComing) -> None:
+        self._joining.discard(message.node)
+        self._lost.add(message.node)
+
+    def _rated(self, message: m.Rates) -> None:
+        self._rates = message.nic_rate_bytes
+
+    def _planned(self, message: m.Plan | m.Recover) -> None:
+        self._prepared, self._seen = message, max(self._seen, message.generation)
+        self._next_unit = max([self._next_unit, *(unit.unit + 1 for unit in message.units)])
+
+    def _commit(self, message: m.Commit) -> None:
+        plan, self._prepared = self._prepared, None
+        if plan is None or plan.generation != message.generation:
+            return  # whoever acts on it says so
+        self._committed = message.generation
+        self._units |= {unit.unit: unit for unit in plan.units}
+        if isinstance(plan, m.Recover):
+            self._frozen = False
+            self._lent |= {each.part: each for each in plan.successions if each.lacking}
+            for each in plan.successions:
+                if each.giver >= 0:  # as in `Generations.succeeded`
+                    self._lent.pop(each.part, None)
+            return
+        for said in self._declarations:
+            said.waiting -= {member.name for unit in plan.units for member in unit.members}
+        self._declarations = [said for said in self._declarations if said.waiting]
+
+    def _freeze(self, message: m.Freeze) -> None:
+        self._epoch, self._frozen, self._prepared = message.epoch, True, None
+        self._lost = (self._lost | set(message.lost)) - set(message.joined)
+        self._joining -= {*message.lost, *message.joined}
+        for node in message.lost:
+            self._lost_said.pop(f"node {node}", None)
+
+    def _resumed(self, message: m.Resume) -> None:
+        self._prepared = None
+        self._nodes += message.missed
+        self._lost.update(node.index for node in message.missed)
+
+    def _retired(self, message: m.Retired) -> None:
+        plan = self._prepared
+        if isinstance(plan, m.Recover):  # retired after that commit, of which this node is still to hear
+            self._prepared = msgspec.structs.replace(plan, units=tuple(
+                unit for unit in plan.units if unit.unit not in message.units))
+        for number in message.units:
+            unit = self._units.pop(number, None)
+            self._retiring.pop(number, None)
+            if unit is not None:
+                for part in unit.parts:
+                    self._lent.pop(part.part, None)
+                if unit.store is not None:
+                    self._gone_from.setdefault(unit.store_unit, set()).update(unit.ranks)
+        alive = {unit.store_unit for unit in self._units.values()}
+        self._gone_from = {first: ranks for first, ranks in self._gone_from.items() if first in alive}
+
+    def _declare_failed(self, message: m.DeclareFailed) -> None:
+        names = set(message.names)
+        self._failed |= {name: (name, message.error, message.reason) for name in message.names}
+        for said in self._declarations:
+            said.waiting -= names
+        self._declarations = [said for said in self._declarations if said.waiting]
+        plan = self._prepared
+        if isinstance(plan, m.Plan) and names & {member.name for unit in plan.units for member in unit.members}:
+            self._prepared = None
+
+    def _barrier_done(self, message: m.BarrierDone) -> None:
+        self._barrier = max(self._barrier, message.sequence)
+
+    def _answered(self, message: m.StallAnswer | m.LagAnswer | m.Found) -> None:
+        question = self._asked.pop((message.rank, message.question), None)
+        if isinstance(question, m.Publish) and isinstance(message, m.Found) and message.error:
+            self._published.pop((question.rank, question.key), None)
+
+    # -- what is said -------------------------------------------------------------------------------------
+
+    def _has_measured(self, message: m.Measured) -> None:
+        self._measured = message.nic_rate_bytes
+
+    def _declare(self, message: m.Declare) -> None:
+        first = self._n_declared.get(message.rank, 0)
+        self._n_declared[message.rank] = first + len(message.tensors)
+        self._declarations.append(_Declaration(message.rank, first, message.tensors,
+                                               {spec.name for spec in message.tensors}))
+
+    def _retire(self, message: m.Retire) -> None:
+        for number in message.units:
+            self._retiring.setdefault(number, set()).add(message.rank)
+
+    def _enter(self, message: m.BarrierEnter) -> None:
+        self._entered[message.rank] = message
+
+    def _leave(self, message: m.RankLeft) -> None:
+        self._left[message.rank] = message
+        self._asked = {key: asked for key, asked in self._asked.items() if key[0] != message.rank}
+
+    def _ask(self, message: m.Stalled | m.LagQuestion | m.Lookup) -> None:
+        self._asked[message.rank, message.question] = message
+
+    def _publish(self, message: m.Publish) -> None:
+        self._published[message.rank, message.key] = message
+        self._asked[message.rank, message.question] = message
+
+    def _withdraw(self, message: m.Withdraw) -> None:
+        self._published = {key: notice for key, notice in self._published.items()
+                           if key[0] != message.rank or not key[1].startswith(message.prefix)}
+
+    def _set_credit(self, message: m.Credit) -> None:
+        self._credit[message.rank] = message
+
+    def _lose(self, message: m.Lost) -> None:
+        self._lost_said[message.who] = message
+
+    def _has_room(self, message: m.Ready | m.Room | m.PrepareFailed) -> None:
+        self._ownable_nbytes = message.ownable_nbytes
+
+    def _unprepared(self, message: m.PrepareFailed) -> None:
+        self._has_room(message)
+        self._prepared = None

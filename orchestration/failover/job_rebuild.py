@@ -1,0 +1,297 @@
+"""A scheduler without a memory learns from the nodes what the one before it knew. Pure, as `Job` is.
+
+Everybody tells all it knows (`ControlLog.account`); what follows is `merge_reports`'s. A recovery that was under way begins
+anew, in a new epoch.
+
+Nothing is decided before a majority of the nodes with ranks has spoken (`is_majority`). So of two schedulers of one
+job, on two sides of a cut, one at most decides anything.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .. import messages as m
+from ..errors import BpsError, MismatchError, PeerLostError, ProtocolError, StallError
+from ..job.admission import difference
+from ..job.snapshot import JobSnapshot
+from ..job.node_probes import NodeProbes
+from ..roster import describe_node, is_majority
+from .node_reports import NodeReport, NodeReports
+from .state_merge import merge_reports
+
+Outgoing = list[tuple[bytes, m.Message]]
+
+#: After any other message there is nothing to be concluded that was not before.
+_MATTERS = (m.Join, m.Rejoin, m.Recounted, m.RankLeft, m.Lost, m.Visited)
+
+
+class JobRebuild:
+    """One rebuilding of one job, from the first account to the last one. Owner thread only; *now* as for `Job`.
+
+    Parameters
+    ----------
+    recall
+        The number of the `Recall` that accounts answer. Who dials anew answers none.
+    known
+        The nodes that have been recalled, and when each was heard, by sender.
+    job, nodes
+        That job's name and nodes; "" if it is not known which one it is, and the first account says it.
+    fingerprint
+        The settings that all must have; None: those of the first account.
+    """
+
+    def __init__(self, package: str, *, heartbeat_s: float, lease_s: float, timeout_s: float, now: float,
+                 recall: int = 0, known: Mapping[bytes, tuple[int, float]] | None = None,
+                 nodes: Sequence[m.NodeInfo] = (), job: str = "",
+                 fingerprint: Mapping[str, str] | None = None) -> None:
+        self.recall = recall
+        self.aborted: BpsError | None = None
+        self._package, self._fingerprint = package, fingerprint
+        self._heartbeat_s, self._lease_s, self._timeout_s = heartbeat_s, lease_s, timeout_s
+        self._began = self._last_tick = self._next_heartbeat = now
+        self._n_heartbeats = 0
+        self._heard = {sender: heard for sender, (_, heard) in (known or {}).items()}
+        self._known: dict[int, list[bytes]] = {}
+        for sender, (index, _) in (known or {}).items():
+            self._known.setdefault(index, []).append(sender)
+        self._accounts = NodeReports(tuple(nodes))
+        self._joins: dict[bytes, m.Join] = {}
+        self._all_left: set[int] = set()  # nodes with ranks that have said so before they went
+        self._first = m.Rejoin(version=m.VERSION, package=package, settings={}, job=job, index=0,
+                               nodes=tuple(nodes)) if job else None
+        self._majority_since: float | None = None
+        self._signs = NodeProbes(lease_s, timeout_s, now)
+        #: Whether anything has come since the last look at `finished`, `aborted` and `past` that may have changed them.
+        self.is_due = True
+
+    # -- what comes in ------------------------------------------------------------------------------------
+
+    def receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
+        """Take one message; return what is to be answered."""
+        account = self._accounts.get(sender)
+        self.is_due |= isinstance(message, _MATTERS)
+        if isinstance(message, m.Heartbeat):
+            if sender in self._heard:
+                self._heard[sender] = now
+        elif isinstance(message, m.Rejoin):
+            return self._rejoin(now, sender, message)
+        elif isinstance(message, m.Join):
+            if message.version != m.VERSION:
+                return [(sender, _refusal(MismatchError(f"protocol version differs: {message.version} on host "
+                                                        f"{message.host}, {m.VERSION} on the scheduler")))]
+            self._heard[sender] = now
+            self._joins[sender] = message
+            self._match()
+        elif isinstance(message, m.Visited):
+            if account is not None and account.ranks:
+                self._signs.visited(now, message)
+        elif account is not None:
+            self._heard[sender] = now
+            self._accounts.enter(account, message)
+            if isinstance(message, m.Recounted) and len(account.units) != account.rejoin.n_units:
+                self.aborted = ProtocolError(
+                    f"{describe_node(self._nodes, account.index)} has {account.rejoin.n_units} committed units, and "
+                    f"has told {len(account.units)}: after a loss of the scheduler the job cannot be rebuilt")
+            if account.ranks and account.left >= set(account.ranks):
+                self._all_left.add(account.index)
+        return []
+
+    def unreadable(self, sender: bytes, error: BpsError) -> Outgoing:
+        """Decide what follows from a message of *sender* that cannot be read, because of *error*: as `Job`."""
+        account = self._accounts.get(sender)
+        index = account.index if account is not None else next(
+            (index for index, senders in self._known.items() if sender in senders), -1)
+        if index < 0:
+            return [(sender, _refusal(error))]
+        self.is_due = True
+        words = f"a message of {describe_node(self._nodes, index)} cannot be read: {error}"
+        if self._nodes[index].ranks:
+            self.aborted = ProtocolError(words)
+            return []
+        self.unreachable(sender)
+        self._accounts.called.add(index)
+        return [(sender, m.Abort(error="PeerLostError", goes_on=True, reason=words))]
+
+    def unreachable(self, sender: bytes) -> None:
+        """Forget what *sender* has said, whose connection is gone: it says it again if it lives."""
+        self._heard.pop(sender, None)
+        self._joins.pop(sender, None)
+        self._accounts.drop(sender)
+        self.is_due = True
+
+    def _rejoin(self, now: float, sender: bytes, rejoin: m.Rejoin) -> Outgoing:
+        if sender in self._heard and rejoin.recall != self.recall:
+            return []  # its answer to this recall is on its way
+        refused = self._objection(rejoin)
+        if refused is not None:
+            return [(sender, _refusal(refused))]
+        if self._first is None:
+            self._first = rejoin
+        if self._fingerprint is None:
+            self._fingerprint = rejoin.settings
+        if rejoin.index in self._accounts.lost:
+            return [(sender, m.Abort(error="PeerLostError", goes_on=True,
+                                     reason="the job goes on without this node, which it has lost"))]
+        self._heard[sender] = now
+        self._accounts.begin(sender, NodeReport(rejoin))
+        self._match()
+        return []
+
+    def _objection(self, rejoin: m.Rejoin) -> BpsError | None:
+        if rejoin.version != m.VERSION or (self._package and rejoin.package != self._package):
+            return MismatchError(f"node {rejoin.index} has version {rejoin.package} (protocol {rejoin.version}), the "
+                                 f"scheduler {self._package} (protocol {m.VERSION}); install one version everywhere")
+        first = self._first
+        if not 0 <= rejoin.index < len(rejoin.nodes):
+            return ProtocolError(f"a node says that it is node {rejoin.index} of {len(rejoin.nodes)}")
+        if first is not None and rejoin.job != first.job:
+            return PeerLostError(f"the scheduler of this job is gone: at its address is that of another one (job "
+                                 f"{first.job}, of {len(first.nodes)} nodes, not {rejoin.job})")
+        differs = difference(rejoin.settings, self._fingerprint) if self._fingerprint is not None else None
+        if differs is not None:
+            field, theirs, ours = differs
+            return MismatchError(f"setting {field} differs: {theirs} on {describe_node(rejoin.nodes, rejoin.index)}, "
+                                 f"{ours} where the job's new scheduler was started; all roles of a job must agree")
+        return None
+
+    def _match(self) -> None:
+        """Find out which nodes those are that were never welcomed: they know nothing."""
+        first = self._first
+        if first is None:
+            return
+        nodes = self._nodes
+        for sender, join in list(self._joins.items()):
+            index = self._accounts.find_node(join)
+            if index is not None and index not in self._accounts.joining:  # those begin anew
+                del self._joins[sender]
+                self._accounts.begin(sender, NodeReport(
+                    m.Rejoin(version=m.VERSION, package=join.package, settings=join.settings, job=first.job,
+                             index=index, nodes=nodes), is_complete=True, join=join))
+
+    # -- what follows -------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> Outgoing:
+        """Return what the time leads to: heartbeats. Look at `finished`, `aborted` and `past` afterwards."""
+        self.is_due = True
+        slept_s, self._last_tick = now - self._last_tick, now
+        if slept_s > self._lease_s / 2:
+            self._heard = {sender: heard + slept_s for sender, heard in self._heard.items()}
+            self._began += slept_s
+            self._majority_since = self._majority_since + slept_s if self._majority_since is not None else None
+        if now - self._began >= self._timeout_s:
+            self.aborted = StallError(f"the scheduler was lost, and {self._timeout_s:g} s (start_timeout_s) after "
+                                      f"another one began too few nodes have told it what they know: "
+                                      f"{self._describe()}")
+        out = self._look_for(now)
+        if now < self._next_heartbeat:
+            return out
+        self._next_heartbeat = now + self._heartbeat_s
+        self._n_heartbeats += 1
+        return out + [(sender, m.Heartbeat(sequence=self._n_heartbeats)) for sender in self.senders]
+
+    def _look_for(self, now: float) -> Outgoing:
+        """Have those with ranks who have told all visit the others, of whom nothing is heard."""
+        if self._majority_since is None:
+            return []
+        told = [(index, sender) for index in sorted(self._accounts.complete & self._accounts.workers)
+                if (sender := self._accounts.sender_of(index)) is not None]
+        missing = set(range(len(self._nodes))) - self._accounts.indices - self._accounts.lost
+        return [each for index in sorted(missing)
+                for each in self._signs.ask(now, index, self._heard_at(index), lambda: told)]
+
+    @property
+    def senders(self) -> list[bytes]:
+        """Who is to hear how it ends."""
+        return list(dict.fromkeys([*self.speakers, *self._joins, *self._heard]))
+
+    @property
+    def newcomers(self) -> list[tuple[bytes, m.Join]]:
+        """Who has joined, and never was in the job."""
+        return list(self._joins.items())
+
+    @property
+    def speakers(self) -> list[bytes]:
+        """Who has begun to say what it knows, or is known to be in the job."""
+        return [sender for sender, _ in self._accounts]
+
+    @property
+    def another(self) -> m.Join | None:
+        """How the first node has joined that has ranks and is in no node's account: another job gathers here."""
+        if self._first is None:
+            return None
+        return next((join for join in self._joins.values() if join.ranks), None)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a majority has spoken, though some may not have said all."""
+        return is_majority(self._accounts.indices, self._accounts.workers)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all ranks of the job have left."""
+        return self._first is not None and self._all_left | self._accounts.farewells >= self._accounts.workers
+
+    def past(self, now: float) -> JobSnapshot | None:
+        """Return what has become of the job once everybody has said what it knows, or is lost.
+
+        Raises
+        ------
+        PeerLostError
+            If somebody is lost without whom it cannot go on.
+        ProtocolError
+            If what nodes say contradicts what schedulers do.
+        """
+        if self._first is None:
+            return None
+        nodes, lost, left_behind = self._nodes, self._accounts.lost, self._accounts.left_behind
+        told = self._accounts.complete - lost - left_behind
+        if not is_majority(told, self._accounts.workers):
+            self._majority_since = None
+            return None
+        self._majority_since = now if self._majority_since is None else self._majority_since
+        missing = set(range(len(nodes))) - told - lost
+        if any(not self._is_given_up(now, index) for index in missing - left_behind):
+            return None
+        if missing & self._accounts.workers:
+            names = "; ".join(describe_node(nodes, index) for index in sorted(missing & self._accounts.workers))
+            raise PeerLostError(f"{names} did not come back within lease_s = {self._lease_s:g} s, after the scheduler "
+                                "was lost")
+        senders = {index: sender for index in sorted(told) if (sender := self._accounts.sender_of(index)) is not None}
+        accounts = {index: account for index, sender in senders.items()
+                    if (account := self._accounts.get(sender)) is not None}
+        return merge_reports(nodes, accounts, senders, lost, sorted(missing))
+
+    @property
+    def _nodes(self) -> tuple[m.NodeInfo, ...]:
+        return self._accounts.nodes
+
+    def _is_given_up(self, now: float, index: int) -> bool:
+        """Whether node *index*, which has not told all, is lost: called so by one with ranks, or silent."""
+        only_sums = not self._nodes[index].ranks
+        called = index in self._accounts.called or self._signs.is_refused(now, index)
+        if only_sums and called and not self._speakers_of(index):
+            return True
+        heard = self._heard_at(index)
+        return now - heard >= self._lease_s and (only_sums or not self._signs.lives(now, index, heard))
+
+    def _speakers_of(self, index: int) -> list[bytes]:
+        """Return from where node *index* speaks, or is known to have spoken, over connections that have not closed."""
+        speaker = self._accounts.sender_of(index)
+        return ([] if speaker is None else [speaker]) + [
+            sender for sender in self._known.get(index, ()) if sender in self._heard]
+
+    def _heard_at(self, index: int) -> float:
+        """Return when node *index* was heard last, but not before there was a majority."""
+        return max([self._majority_since or self._began,
+                    *(self._heard.get(sender, 0.0) for sender in self._speakers_of(index))])
+
+    def _describe(self) -> str:
+        if self._first is None:
+            return "none was ever welcomed"
+        over = self._accounts.complete | self._accounts.lost
+        missing = [describe_node(self._nodes, node.index) for node in self._nodes if node.index not in over]
+        return f"missing {'; '.join(missing) or 'nobody'}"
+
+
+def _refusal(error: BpsError) -> m.Refuse:
+    return m.Refuse(error=type(error).__name__, reason=str(error))

@@ -1,0 +1,268 @@
+"""The scheduler process: a ZeroMQ ROUTER around `succession.tenure.SchedulerState`. It carries decisions, never tensor bytes.
+
+Clients must know the scheduler's CURVE key to be understood, and own the job's client key to be let in (ZAP, answered
+in the same loop). Both follow from the job key: whoever has another one gets no byte back, and runs into its deadline.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import secrets
+import time
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from .. import messages as m
+from ..zmq_connections import ZmqHandshakeLimiter
+from ..errors import ClosedError, ConfigError, MismatchError, ProtocolError
+from ..job.job import Outgoing
+from ..job.job_settings import JobSettings
+from ..pulses import ConnectionActivity
+from ..security import curve_pair
+from .scheduler_state import SchedulerState
+from ..unreadable import DECODE_ERRORS
+
+log = logging.getLogger("bpsfast.scheduler")
+
+#: Where libzmq asks, within one context, whether a client may connect (ZeroMQ RFC 27).
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+
+#: Messages of one node that wait here until they are read; then its connection is not read.
+_MOST_UNREAD = 10_000
+#: So long after a try the scheduler looks again whether its port has become free.
+_PORT_RETRY_S = 0.1
+
+
+class _Versioned(msgspec.Struct):
+    """What is read of a message of another version: all versions have these fields of a `Join`."""
+
+    version: int
+    type: str = ""
+    ranks: Any = ()
+
+
+class Scheduler:
+    """One job's scheduler. `run` in any one thread; only `stop` may be called from others.
+
+    Parameters
+    ----------
+    bind_host, port : where to listen; port 0 takes a free one, see `port`.
+    farewell_s : how long to go on after an abort, so that latecomers hear why. After a good end it goes on until all
+        have closed their connections, for at most `lease_s`: a node that has lost its own comes back for the news.
+    tick_s : longest time between two looks at the clock.
+
+    Raises
+    ------
+    ConfigError
+        If the address cannot be bound: at once, or after `lease_s` if another process has the port as long as that.
+    """
+
+    def __init__(self, settings: JobSettings, key: bytes, *, bind_host: str = "*", port: int = 0,
+                 farewell_s: float = 1.0, tick_s: float = 0.2) -> None:
+        self._job = SchedulerState(dataclasses.replace(settings, name=settings.name or secrets.token_hex(8)), time.monotonic())
+        self._farewell_s = farewell_s
+        self._lease_s = settings.lease_s
+        self._tick_s = tick_s
+        self._stop_reason = ""
+        self._is_abort_told = False
+        self._n_unreadable = 0
+        self._client_key = curve_pair(key, "node")[0]
+        self._context = zmq.Context()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._zap = self._context.socket(zmq.REP)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._doorkeeper = ZmqHandshakeLimiter(self._router)
+        self._pulses = ConnectionActivity()
+        try:
+            self._zap.bind(_ZAP_ADDRESS)
+            self.port = self._listen(key, bind_host, port)
+        except BaseException:
+            self.close()
+            raise
+        self._poller = zmq.Poller()
+        for source in (self._zap, self._router, self._doorkeeper.monitor, self._wake):
+            self._poller.register(source, zmq.POLLIN)
+
+    def _listen(self, key: bytes, host: str, port: int) -> int:
+        router = self._router
+        router.curve_server = True
+        router.curve_publickey, router.curve_secretkey = curve_pair(key, "scheduler")
+        router.zap_domain = b"bpsfast"
+        router.router_mandatory = True  # a send to somebody who is gone must fail, not vanish
+        # Before `bind`, whose value every connection keeps: by default one that breaks while the socket closes waits
+        # for ever to deliver what is left (libzmq 4.3.5, issue 2733; once in 5000 closings beside other work).
+        router.linger = 1000
+        router.sndhwm = 0
+        router.rcvhwm = _MOST_UNREAD
+        router.maxmsgsize = m.LONGEST_NBYTES
+        if ":" in host:
+            router.ipv6 = True
+            host = f"[{host.strip('[]')}]"
+        self._bind(f"tcp://{host}:{port or '*'}")
+        return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    def _bind(self, address: str) -> None:
+        """Listen on *address*; for `lease_s` after a restart the scheduler of the job before may still have it."""
+        deadline = time.monotonic() + self._lease_s
+        while True:
+            try:
+                self._router.bind(address)
+                return
+            except zmq.ZMQError as exc:
+                why = "Set"
+                if exc.errno == zmq.EADDRINUSE:
+                    if time.monotonic() < deadline:
+                        log.info("waiting for %s, which another process has", address)
+                        time.sleep(_PORT_RETRY_S)
+                        continue
+                    why = f"Another program has that port, and still had it after {self._lease_s:g} s (lease_s): set"
+                raise ConfigError(
+                    f"the scheduler cannot listen on {address}: {exc}. {why} another MASTER_PORT (under torchrun the "
+                    "scheduler's port follows from it), or BPSFAST_SCHEDULER to host:port of a free one, on all roles"
+                ) from exc
+
+    def run(self) -> int:
+        """Serve until the job is over; return the exit code: 0 if all ranks left, 1 if the job was aborted.
+
+        Ends within `start_timeout_s` (with `JobSettings.awaits_ranks` after the first node with ranks has come),
+        `lease_s` or `stop`. Closes everything.
+        """
+        try:
+            while not self._job.over:
+                self._turn()
+            until = time.monotonic() + (self._farewell_s if self._job.aborted is not None else self._lease_s)
+            while self._is_waited_for() and not self._stop_reason and time.monotonic() < until:
+                self._turn()
+            self._log_abort()
+            return 0 if self._job.finished else 1
+        finally:
+            self.close()
+
+    def _log_abort(self) -> None:
+        """Say why the job was aborted: as an error only if there was nobody to tell, whose ranks say it, too."""
+        aborted = self._job.aborted
+        if aborted is not None:
+            is_said = self._is_abort_told or bool(self._stop_reason)  # whoever stopped it knows
+            log.log(logging.INFO if is_said else logging.ERROR, "the job is aborted: %s: %s", aborted.error,
+                    aborted.reason)
+
+    @property
+    def aborted(self) -> m.Abort | None:
+        """Return what ended the job, if it did not end well."""
+        return self._job.aborted
+
+    @property
+    def job_name(self) -> str:
+        """Return the name of the job, "" before its nodes know it (after a restart it has the name it had before)."""
+        return self._job.job.name if self._job.job.admitted else ""
+
+    def stop(self, reason: str = "the scheduler was stopped") -> None:
+        """Abort the job with *reason* and make `run` return at once. Any thread, signal handlers too."""
+        self._stop_reason = reason
+        if not self._context.closed:
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Send what is still to be sent, for a second at most, and free the sockets. Calling it again does nothing."""
+        if self._context.closed:
+            return
+        self._zap.close(linger=0)
+        self._doorkeeper.close()
+        self._router.close()
+        self._context.term()
+        os.close(self._wake)
+
+    def _is_waited_for(self) -> bool:
+        """Whether somebody may still come, now that all is over, to hear how it ended."""
+        return self._job.aborted is not None or not self._job.is_known_to_be_over or self._doorkeeper.n_known > 0
+
+    def _turn(self) -> None:
+        """Wait for one tick at most, then read everything before looking at the clock: what was said in time counts.
+
+        But not for longer than a tick: who never stops talking must not keep heartbeats and deadlines waiting.
+        Everybody is read in turn, so nobody seems silent for that.
+        """
+        ready = dict(self._poller.poll(int(self._tick_s * 1000)))
+        if self._zap in ready:
+            self._admit()
+        if self._router not in ready or self._read_all():
+            self._doorkeeper.look()  # else those who wait to be read might seem to be strangers
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+            self._send(self._job.abort(ClosedError(self._stop_reason)))
+        now = time.monotonic()
+        for sender in self._job.quiet(now):
+            silence_s = self._pulses.silence_s(sender)
+            self._job.pulse(sender, None if silence_s is None else now - silence_s)
+        self._send(self._job.tick(now))
+        for remark in self._job.take_remarks():
+            log.warning("%s", remark)
+
+    def _admit(self) -> None:
+        """Answer libzmq's question whether a client's CURVE key is the job's."""
+        version, request, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
+        expected = z85.decode(self._client_key)
+        known = mechanism == b"CURVE" and credentials == [expected]
+        status = (b"200", b"OK", b"node") if known else (b"400", b"not the job's key", b"")
+        self._zap.send_multipart([version, request, *status, b""])
+
+    def _read_all(self) -> bool:
+        """Take all messages that have come; return False if a tick has passed before."""
+        until = time.monotonic() + self._tick_s
+        while time.monotonic() < until:
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return True
+            fd = self._doorkeeper.knows(frames[-1])
+            sender, *rest = (frame.bytes for frame in frames)
+            self._pulses.knows(sender, fd)
+            try:
+                if len(rest) != 1:
+                    raise ProtocolError(f"{len(rest)} frames came from a node where a control message is one")
+                message = m.decode(rest[0], "node")
+            except (ProtocolError, *DECODE_ERRORS) as exc:
+                self._unreadable(sender, rest[0] if rest else b"", exc if isinstance(exc, ProtocolError) else
+                                 ProtocolError(f"{len(rest[0])} bytes from a node are no control message: "
+                                               f"{type(exc).__name__}"))
+                continue
+            self._send(self._job.receive(time.monotonic(), sender, message))
+            if isinstance(message, m.Lost) and message.who.startswith("rank ") and self._job.aborted is not None:
+                self._is_abort_told = True  # the rank has said it, or whoever started it says what has ended it
+        return False
+
+    def _unreadable(self, sender: bytes, data: bytes, error: ProtocolError) -> None:
+        """Have the job decide what *data* of *sender*, which cannot be read, costs whom; blame the version if it
+        differs.
+        """
+        reason: ProtocolError | MismatchError = error
+        has_ranks = False
+        with contextlib.suppress(*DECODE_ERRORS):
+            said = msgspec.msgpack.decode(data, type=_Versioned)
+            has_ranks = said.type == "Join" and bool(said.ranks)
+            if said.version != m.VERSION:
+                reason = MismatchError(f"protocol version differs: {said.version} on a node, {m.VERSION} on the "
+                                       "scheduler; install one version of bpsfast everywhere")
+        self._n_unreadable += 1
+        if self._n_unreadable <= 8 or self._n_unreadable & (self._n_unreadable - 1) == 0:  # a flood would fill the disk
+            log.warning("a message from %s cannot be read: %s", self._pulses.address(sender), reason)
+        self._send(self._job.unreadable(time.monotonic(), sender, reason, has_ranks))
+
+    def _send(self, outgoing: Outgoing) -> None:
+        """Send in order; a destination that is gone is reported to the job, whose conclusions are sent too."""
+        pending = list(outgoing)
+        while pending:
+            destination, message = pending.pop(0)
+            try:
+                self._router.send_multipart([destination, m.encode(message)], zmq.NOBLOCK)
+                self._is_abort_told |= isinstance(message, m.Abort | m.Refuse) and self._job.aborted is not None
+            except zmq.ZMQError as exc:
+                if exc.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                    raise
+                pending += self._job.unreachable(time.monotonic(), destination)

@@ -1,0 +1,221 @@
+"""What one scheduler decides from its start to its end: of a new job, or of one that another scheduler began. Pure.
+
+    first a Join       a new `Job`
+    first a Rejoin     its scheduler was lost: `JobRebuild`, then a `Job` that goes on where that one left off
+    later a Rejoin     a node was cut off, or this scheduler was stopped, and either may have missed something:
+                       everybody is recalled, and the job is rebuilt as if this scheduler had lost its memory
+    both               nodes with ranks join that no `Rejoin` knows: another job gathers, and the earlier one's are
+                       refused, unless a majority of it lives
+    no majority        is heard any more: the same, so nothing is decided until it is
+
+So there is one way back, whatever has happened, and every way to it is the one that a lost scheduler takes.
+"""
+from __future__ import annotations
+
+from .. import messages as m
+from ..errors import BpsError, MismatchError, PeerLostError
+from ..job.admission import find_node
+from ..job.job import Job
+from ..job.job_settings import JobSettings
+from .job_rebuild import JobRebuild
+
+Outgoing = list[tuple[bytes, m.Message]]
+
+
+class SchedulerState:
+    """See the module, and `Job` for its methods. Owner thread only; *now* is any clock that only moves forward."""
+
+    def __init__(self, settings: JobSettings, now: float) -> None:
+        self.job = Job(settings, now)
+        self._settings = settings
+        self._rebuilding: JobRebuild | None = None
+        self._n_recalls = 0
+        self._n_dialled: dict[bytes, int] = {}  # by process
+
+    @property
+    def over(self) -> bool:
+        """Tell whether nothing more will be decided."""
+        return self.job.over
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether all ranks have left."""
+        return self.job.finished
+
+    @property
+    def is_known_to_be_over(self) -> bool:
+        """Tell whether all nodes have read that the job has finished."""
+        return self.job.is_known_to_be_over
+
+    @property
+    def aborted(self) -> m.Abort | None:
+        """Return what ended the job, if it did not end well."""
+        return self.job.aborted
+
+    def receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
+        """Decide what *message* from *sender* leads to.
+
+        A node may dial anew before it was answered, and connections are read in any order: what is read of an earlier
+        one after the first word of a later one counts no more. The node says it again over the later one.
+        """
+        process, number = m.dialled_as(sender)
+        if number < self._n_dialled.get(process, 0):
+            return []
+        self._n_dialled[process] = number
+        return self._receive(now, sender, message)
+
+    def _receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
+        if self._rebuilding is not None and not self.over:
+            return self._rebuilding.receive(now, sender, message) + self._rebuilt(now)
+        if isinstance(message, m.Rejoin):
+            return self._rejoin(now, sender, message)
+        if isinstance(message, m.Join) and self._is_cut_off(sender, message):
+            return self._begin(now) + self._receive(now, sender, message)
+        return self.job.receive(now, sender, message)
+
+    def unreadable(self, now: float, sender: bytes, error: BpsError, has_ranks: bool = False) -> Outgoing:
+        """Decide what follows from a message of *sender* that cannot be read; as `Job.unreadable`."""
+        if self._rebuilding is not None and not self.over:
+            return self._rebuilding.unreadable(sender, error) + self._rebuilt(now)
+        return self.job.unreadable(now, sender, error, has_ranks)
+
+    def take_remarks(self) -> list[str]:
+        """Return, once, what is to be logged as warnings."""
+        remarks, self.job.remarks = self.job.remarks, []
+        return remarks
+
+    def unreachable(self, now: float, sender: bytes) -> Outgoing:
+        """Decide what follows from *sender*'s connection being gone."""
+        if self.over:
+            return []
+        if self._rebuilding is not None:
+            self._rebuilding.unreachable(sender)
+            is_over = not self._rebuilding.speakers and not self.job.admitted
+            return self._gather(now, None) if is_over else []
+        return self.job.closed(now, sender)
+
+    def tick(self, now: float) -> Outgoing:
+        """Decide what the time leads to. Call it several times a heartbeat."""
+        if self.over:
+            return []
+        if self._rebuilding is not None:
+            return self._rebuilding.tick(now) + self._rebuilt(now)
+        out = self.job.tick(now)
+        return out + self._begin(now) if self.job.is_deposed else out
+
+    def quiet(self, now: float) -> list[bytes]:
+        """Return the nodes of which `pulse` wants to be told before the next `tick`."""
+        return self.job.quiet(now) if self._rebuilding is None else []
+
+    def pulse(self, sender: bytes, at: float | None) -> None:
+        """Note when the last byte of *sender*'s connection came; None: nobody knows."""
+        self.job.pulse(sender, at)
+
+    def abort(self, error: BpsError, *, but: tuple[bytes, ...] | list[bytes] = ()) -> Outgoing:
+        """End the job with *error* on everybody except *but*."""
+        if self._rebuilding is None or self.over:
+            return self.job.abort(error, but=but)
+        self.job.abort(error)
+        assert self.job.aborted is not None
+        return [(sender, self.job.aborted) for sender in self._rebuilding.senders if sender not in but]
+
+    # -- rebuilding ---------------------------------------------------------------------------------------
+
+    def _rejoin(self, now: float, sender: bytes, rejoin: m.Rejoin) -> Outgoing:
+        if self.job.aborted is not None:
+            return [(sender, self.job.aborted)]
+        if self.job.finished:
+            return self.job.finish_again(sender, rejoin.index)
+        if self.job.admitted and rejoin.job != self.job.name:
+            return [(sender, _refusal(PeerLostError(
+                "the scheduler of this node's job is gone: at its address is that of another job")))]
+        strangers = [join for join in self.job.joins.values() if join.ranks and find_node(join, rejoin.nodes) is None]
+        if strangers:
+            return [(sender, _refusal(_another(strangers[0])))]
+        if rejoin.version != m.VERSION:
+            return [(sender, _refusal(MismatchError(f"protocol version differs: {rejoin.version} on a node, "
+                                                    f"{m.VERSION} on the scheduler")))]
+        if rejoin.index in self.job.lost:
+            return [(sender, _left_behind())]
+        if sender in self.job.heard:
+            return []  # the answer to a recall that is over
+        out = self._begin(now)
+        return out + self._receive(now, sender, rejoin)
+
+    def _is_cut_off(self, sender: bytes, join: m.Join) -> bool:
+        """Whether a node of the job has dialled anew before it has read that it was welcome."""
+        if self.over or not self.job.admitted or sender in self.job.heard:
+            return False
+        node = find_node(join, self.job.nodes)
+        return node is not None and node.index not in self.job.absent
+
+    def _begin(self, now: float) -> Outgoing:
+        """Ask everybody to say all it knows."""
+        settings, joins, known = self._settings, self.job.joins, self.job.heard
+        n_known = 1 + max((index for index, _ in known.values()), default=-1)  # whoever just comes, nobody waits for
+        self._n_recalls += 1
+        self._rebuilding = JobRebuild(
+            settings.package, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
+            timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=known,
+            nodes=self.job.nodes[:n_known], job=self.job.name if self.job.admitted else "",
+            fingerprint=settings.fingerprint)
+        for sender, join in joins.items():
+            self._rebuilding.receive(now, sender, join)
+        return [*((sender, _left_behind()) for sender in self.job.coming),
+                *((sender, m.Recall(number=self._n_recalls)) for sender in known)]
+
+    def _rebuilt(self, now: float) -> Outgoing:
+        """Go on with the job if it is rebuilt, or has ended meanwhile."""
+        rebuilding = self._rebuilding
+        assert rebuilding is not None
+        if not rebuilding.is_due:
+            return []
+        rebuilding.is_due = False
+        another = None if self.job.admitted else rebuilding.another
+        if rebuilding.finished:
+            if another is not None:
+                return self._gather(now, m.Finish())
+            return self.job.finish(rebuilding.senders)
+        try:
+            if rebuilding.aborted is not None:
+                raise rebuilding.aborted
+            past = rebuilding.past(now)
+        except BpsError as exc:
+            return self.abort(exc) if another is None else self._gather(now, _refusal(exc))
+        if past is None:
+            if another is None or rebuilding.is_alive:
+                return []
+            return self._gather(now, _refusal(_another(another)))
+        self._rebuilding = None
+        newcomers = rebuilding.newcomers
+        known = {*past.roster.senders, *(sender for sender, _ in newcomers)}
+        out: Outgoing = [(sender, _left_behind()) for sender in rebuilding.senders if sender not in known]
+        self.job = Job(self._settings, now)
+        out += self.job.resume(now, past)
+        for sender, join in newcomers:
+            out += self.job.receive(now, sender, join)
+        return out
+
+    def _gather(self, now: float, last_word: m.Message | None) -> Outgoing:
+        """Gather a new job of those who have joined; *last_word* goes to those of the earlier one."""
+        rebuilding, self._rebuilding = self._rebuilding, None
+        assert rebuilding is not None
+        self.job = Job(self._settings, now)
+        out: Outgoing = [(sender, last_word) for sender in rebuilding.speakers] if last_word is not None else []
+        for sender, join in rebuilding.newcomers:
+            out += self.job.receive(now, sender, join)
+        return out
+
+
+def _another(join: m.Join) -> PeerLostError:
+    return PeerLostError(f"the scheduler of this node's job is gone: at its address another job gathers, of which the "
+                         f"node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks) has come")
+
+
+def _refusal(error: BpsError) -> m.Refuse:
+    return m.Refuse(error=type(error).__name__, reason=str(error))
+
+
+def _left_behind() -> m.Abort:
+    return m.Abort(error="PeerLostError", goes_on=True, reason="the job goes on without this node, which it has lost, "
+                                                               "or had not taken in when the scheduler was")

@@ -1,0 +1,191 @@
+"""Who of a job is lost, who is only called so, and the change of epoch under way. Pure; `Job` tells it what happens.
+
+A node that only sums can be done without: it is left out of the roster, and a `EpochChange` begins. So it does for nodes
+that have come late: then they get their share of the sums. A node with ranks cannot be done without; but a helper that
+calls one lost may be wrong, for it may have been cut off itself: that one is doubted until it is heard, and then the
+helper is done without, or until it is gone.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from .. import messages as m
+from ..errors import BpsError, PeerLostError, StallError
+from ..roster import Roster, is_majority
+from .generations import Generations
+from .snapshot import JobSnapshot
+from .recovery import EpochChange
+
+Outgoing = list[tuple[bytes, m.Message]]
+
+#: The first epoch; each recovery begins the next.
+FIRST_EPOCH = 1
+
+#: A node that is heard again so long after a helper has called it lost lives: it may have said before what comes first.
+_ALIVE_S = 0.1
+
+
+class NodeLosses:
+    """The losses of one job. Parameters are the `Job`'s own, which go on changing; *timeout_s*: for each recovery."""
+
+    def __init__(self, roster: Roster, generations: Generations, timeout_s: float) -> None:
+        self._roster = roster
+        self._generations = generations
+        self._timeout_s = timeout_s
+        self._epoch = FIRST_EPOCH
+        #: The last epoch that was committed: what connections of nodes that come late begin with.
+        self.committed_epoch = FIRST_EPOCH
+        self._withdrawn: Sequence[m.TensorSpec] = ()  # in flight when a change began
+        #: By a node with ranks, and a helper that has called it lost: when, and why.
+        self._doubts: dict[bytes, dict[bytes, tuple[float, PeerLostError]]] = {}
+        self._owed: set[int] = set()  # newcomers that take part, but have not got their share
+        #: The change under way.
+        self.recovery: EpochChange | None = None
+
+    # -- who is lost --------------------------------------------------------------------------------------
+
+    def is_worker(self, sender: bytes) -> bool:
+        """Whether ranks belong to the node behind *sender*, so that the job cannot go on without it."""
+        return bool(self._roster.nodes[self._roster.index_of(sender)].ranks)
+
+    def doubt(self, now: float, lost: bytes, helper: bytes, error: PeerLostError) -> None:
+        """Note that *helper* calls *lost*, a node with ranks, lost for *error*."""
+        self._doubts.setdefault(lost, {}).setdefault(helper, (now, error))
+
+    def settle(self, now: float, sender: bytes) -> list[tuple[bytes, PeerLostError]]:
+        """Return the helpers that have called *sender* lost, which is heard, and why: they do not reach each other."""
+        doubts = self._doubts.get(sender, {})
+        due = [helper for helper, (since, _) in doubts.items() if now - since >= _ALIVE_S]
+        return [(helper, doubts.pop(helper)[1]) for helper in due]
+
+    def lose(self, now: float, sender: bytes, error: PeerLostError) -> Outgoing:
+        """Do without the helper behind *sender*: begin a recovery, or begin anew the one under way."""
+        index, before = self._roster.index_of(sender), self.recovery
+        self._roster.lost.add(index)
+        self._owed.discard(index)
+        self._withdrawn = self._generations.lose(index) or self._withdrawn
+        lost, reason = {index}, str(error)
+        if before is not None and before.lost:
+            lost, reason = {index, *before.lost}, f"{before.reason}; {error}"
+        abort = m.Abort(error="PeerLostError", goes_on=True, reason=f"the job goes on without this node: {error}")
+        return [(sender, abort), *self._begin(now, reason, lost)]
+
+    def has_majority(self, but: Sequence[bytes]) -> bool:
+        """Whether the nodes with ranks but those behind *but* are enough to decide anything."""
+        workers = self._roster.workers
+        return is_majority([index for index in workers if self._roster.senders[index] not in but], workers)
+
+    def resume(self, now: float, past: JobSnapshot) -> Outgoing:
+        """Go on where another scheduler has left off: with a recovery, if one was under way or somebody is lost by now.
+        """
+        self._epoch = self.committed_epoch = past.epoch  # if it was not committed, a next one comes before any newcomer
+        if not past.absent and not past.frozen:
+            return []
+        names = ", ".join(map(self._roster.describe_node, sorted(self._roster.lost)))
+        return self._begin(now, f"{names or 'nobody'} was lost beside the scheduler, or when that was lost",
+                           self._roster.lost)
+
+    # -- who comes late -----------------------------------------------------------------------------------
+
+    def take_in(self, now: float, newcomers: Collection[int]) -> Outgoing:
+        """Let *newcomers* take part, and give them their share, as well as those whom a loss has kept from it."""
+        self._roster.joining.difference_update(newcomers)
+        self._owed.update(newcomers)
+        if not self._owed:
+            return []
+        self._withdrawn = self._generations.withdraw() or self._withdrawn
+        names = "; ".join(map(self._roster.describe_node, sorted(self._owed)))
+        return self._begin(now, f"{names} has come" if len(self._owed) == 1 else f"{names} have come",
+                           joined=self._owed)
+
+    def leave_as_it_is(self, now: float, why: str) -> Outgoing:
+        """Begin anew the change under way, in which newcomers were to get their share: they get none, because of *why*.
+        """
+        assert self.recovery is not None and not self.recovery.lost
+        self._owed.clear()
+        return self._begin(now, f"{self.recovery.reason}, but gets nothing that others sum: {why}")
+
+    def gets_too_much(self, node: int, room_nbytes: int) -> bool:
+        """Note that *node* has no memory for what it was to own in place of the lost ones, but for about *room_nbytes*;
+        False if it was to own nothing.
+        """
+        assert self.recovery is not None
+        changed = {each.part for each in self.recovery.successions}
+        given = sum(part.wire_nbytes for unit in self.recovery.units for part in unit.parts
+                    if part.part in changed and part.owner == node)
+        if given:
+            self._generations.limit(node, room_nbytes, given)
+        return given > 0
+
+    def begin_anew(self, now: float) -> Outgoing:
+        """Begin anew the change under way, which somebody cannot prepare for."""
+        assert self.recovery is not None
+        return self._begin(now, self.recovery.reason, self.recovery.lost)
+
+    def overdue_newcomers(self, now: float) -> list[tuple[bytes, StallError]]:
+        """Return the newcomers that keep all others waiting for too long, and are to be done without."""
+        recovery = self.recovery
+        if recovery is None or now < recovery.deadline:
+            return []
+        return [(self._roster.senders[index], StallError(
+            f"{self._roster.describe_node(index)} did not answer within start_timeout_s = {self._timeout_s:g} s, when "
+            "it was to get its share of the sums")) for index in recovery.missing if index in self._owed]
+
+    # -- the change under way -----------------------------------------------------------------------------
+
+    def frozen(self, node: int, message: m.Frozen) -> Outgoing:
+        """Take the word of *node* that it has stopped; after the last one, tell everybody what changes hands.
+
+        Raises
+        ------
+        BpsError
+            If nobody can go on with what was lost, or nodes contradict each other.
+        """
+        recovery = self.recovery
+        if recovery is None or not recovery.frozen(node, message):
+            return []
+        try:
+            if recovery.joined:
+                units, successions = self._generations.share(
+                    recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.lent))
+            else:
+                units, successions = self._generations.succeed(
+                    recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.lent))
+        except BpsError as exc:
+            then = "" if recovery.joined else "and the job cannot go on without it: "
+            raise type(exc)(f"{recovery.reason}; {then}{exc}") from exc
+        recovery.generation, recovery.units, recovery.successions = self._generations.number, units, successions
+        return self._to_all(m.Recover(epoch=recovery.epoch, generation=recovery.generation, units=tuple(units),
+                                      successions=tuple(successions)))
+
+    def ready(self, node: int, generation: int) -> Outgoing:
+        """Take the word of *node* that it is prepared; after the last one, end the change with its commit."""
+        recovery = self.recovery
+        if recovery is None or not recovery.ready(node, generation):
+            return []
+        self.recovery, self.committed_epoch = None, recovery.epoch
+        self._owed -= recovery.joined
+        return self._to_all(self._generations.succeeded(recovery.units, recovery.successions))
+
+    def overdue(self, now: float) -> StallError | None:
+        """Return what ends the job if the change has not ended in time."""
+        if self.recovery is None or now < self.recovery.deadline:
+            return None
+        names = "; ".join(map(self._roster.describe_node, self.recovery.missing))
+        what = "without what it has lost" if self.recovery.lost else "with others summing"
+        return StallError(f"{names} did not answer within start_timeout_s = {self._timeout_s:g} s, when the job was to "
+                          f"go on {what}: {self.recovery.reason}")
+
+    def take_withdrawn(self) -> Sequence[m.TensorSpec]:
+        """Return, once, what was in flight when a change began: it is to be proposed anew."""
+        withdrawn, self._withdrawn = self._withdrawn, ()
+        return withdrawn
+
+    def _begin(self, now: float, reason: str, lost: Collection[int] = (), joined: Collection[int] = ()) -> Outgoing:
+        self._epoch += 1
+        self.recovery = EpochChange(self._epoch, lost, self._roster.alive, reason, now + self._timeout_s, joined)
+        return self._to_all(m.Freeze(epoch=self._epoch, lost=tuple(sorted(lost)), joined=tuple(sorted(joined)),
+                                     reason=reason))
+
+    def _to_all(self, message: m.Message) -> Outgoing:
+        return [(sender, message) for sender in self._roster.alive_senders]

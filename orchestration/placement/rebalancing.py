@@ -1,0 +1,102 @@
+"""What newcomers sum of what others do: as much as makes a step shorter, by moving as few bytes as that takes. Pure."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .assignment import interleaved, times_of
+from .shares import Machine
+
+
+def shared(sizes: Sequence[int], owners: Sequence[int], candidates_of: Sequence[tuple[int, ...]],
+           machines: Sequence[Machine], owned: Sequence[int], policy: str = "optimal") -> list[int]:
+    """Return the owner of each partition once newcomers have got their share; most keep the one that they have.
+
+    Again and again whoever is done last gives the largest partition by which it is done sooner, and the newcomer that
+    gets it is done sooner than it was, too. With "optimal" until whoever is done last has none, for then the step is
+    not shorter; else until nobody has one. With "ps" machines with ranks give all that they own first; with
+    "colocated" nothing moves.
+
+    Parameters
+    ----------
+    sizes, owners, candidates_of
+        Of each partition that can move: its bytes, its owner, the newcomers that can own it.
+    machines, owned
+        All nodes in node order, and the bytes that each owns, these partitions included.
+    """
+    found = list(owners)
+    if policy == "colocated":
+        return found
+    sharing = _Sharing(sizes, found, candidates_of, machines, owned)
+    if policy == "ps":
+        for position in sorted(range(len(sizes)), key=lambda p: (-sizes[p], p)):
+            if machines[found[position]].has_ranks:
+                sharing.move(position, sharing.best(position))
+    sharing.balance(until_last=policy == "optimal")
+    return _spread(sizes, owners, candidates_of, found)
+
+
+class _Sharing:
+    """The state of it: `found` changes, and with it what each machine owns, and when it is done."""
+
+    def __init__(self, sizes: Sequence[int], found: list[int], candidates_of: Sequence[tuple[int, ...]],
+                 machines: Sequence[Machine], owned: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._found = found
+        self._candidates_of = candidates_of
+        self._own = list(owned)
+        self._time_of = times_of(machines, sum(owned))
+        newcomers = {node for candidates in candidates_of for node in candidates}
+        #: By owner: what it can give, by size and candidates: who gives one of them gives the last.
+        self._kinds: dict[int, dict[tuple[int, tuple[int, ...]], list[int]]] = {}
+        for position, owner in enumerate(found):
+            if owner not in newcomers:
+                kind = sizes[position], candidates_of[position]
+                self._kinds.setdefault(owner, {}).setdefault(kind, []).append(position)
+
+    def best(self, position: int) -> int:
+        """Return the newcomer that would be done first with partition *position*."""
+        return self._best(self._sizes[position], self._candidates_of[position])[1]
+
+    def move(self, position: int, to: int) -> None:
+        """Give partition *position* to newcomer *to*, unless that has no memory for it."""
+        nbytes, owner = self._sizes[position], self._found[position]
+        if self._time_of(to, self._own[to] + nbytes) == float("inf"):
+            return
+        self._own[owner] -= nbytes
+        self._own[to] += nbytes
+        self._found[position] = to
+        self._kinds[owner][nbytes, self._candidates_of[position]].remove(position)
+
+    def balance(self, until_last: bool) -> None:
+        """Move what makes who is done last, or (not *until_last*) anybody who gives, be done sooner."""
+        givers = {owner for owner, kinds in self._kinds.items() if any(kinds.values())}
+        while givers:
+            among = range(len(self._own)) if until_last else sorted(givers)
+            last = max(among, key=lambda m: (self._time_of(m, self._own[m]), -m))
+            if last not in givers or not self._give_one(last):
+                if until_last:
+                    return
+                givers.discard(last)
+
+    def _give_one(self, owner: int) -> bool:
+        now_s = self._time_of(owner, self._own[owner])
+        for (nbytes, candidates), positions in sorted(self._kinds[owner].items(), reverse=True):
+            if not positions or self._time_of(owner, self._own[owner] - nbytes) >= now_s:
+                continue
+            then_s, to = self._best(nbytes, candidates)
+            if then_s < now_s:
+                self.move(positions[-1], to)
+                return True
+        return False
+
+    def _best(self, nbytes: int, candidates: tuple[int, ...]) -> tuple[float, int]:
+        then_s, _, to = min((self._time_of(m, self._own[m] + nbytes), self._own[m], m) for m in candidates)
+        return then_s, to
+
+
+def _spread(sizes: Sequence[int], owners: Sequence[int], candidates_of: Sequence[tuple[int, ...]],
+            found: Sequence[int]) -> list[int]:
+    """Return *found* exchanged among partitions that are alike, so that each owner has its share of every stretch."""
+    kinds: dict[tuple[object, ...], int] = {}
+    kind_of = [kinds.setdefault((owners[p], sizes[p], candidates_of[p]), len(kinds)) for p in range(len(sizes))]
+    return interleaved(kind_of, found)

@@ -1,0 +1,161 @@
+"""Who stands in a ZeroMQ server's door: connections that have not proved the key yet, and what they may cost us.
+
+libzmq lets everybody connect, and reads a handshake's message of any length up to ZMQ_MAXMSGSIZE, which is that of our
+longest message. So somebody without the key could have it hold that much for each connection, of which there may be
+any number. A real handshake has less than a kilobyte: who has sent much more is cut off. So is, of too many, whoever
+`HandshakeLimiter` says has to go.
+"""
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+import termios
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from .handshakes import HandshakeLimiter, host_of
+
+#: A stranger's connection has so long to prove the key: libzmq closes it then.
+HANDSHAKE_MS = 5000
+#: What may come from one before its first message was read: the handshake, a `Join`, heartbeats.
+PENDING_MAX_NBYTES = 256 << 10
+#: There are fewer at a time. Who belongs here and is cut off connects again by himself.
+MAX_PENDING_HANDSHAKES = 256
+
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+#: Of `struct tcp_info`: tcpi_bytes_received, since Linux 4.1.
+_BYTES_RECEIVED_AT = 128
+
+
+class ZmqHandshakeLimiter:
+    """Watches the connections of *server*, a bound or unbound TCP socket. Thread: the server's own.
+
+    Poll `monitor` beside the server; call `knows` with every message's frame, and `look` once all have been read.
+    """
+
+    def __init__(self, server: zmq.Socket[bytes]) -> None:
+        server.handshake_ivl = HANDSHAKE_MS
+        self.monitor = server.get_monitor_socket(_EVENTS)
+        self.n_cut = 0
+        self._server = server
+        self._strangers: dict[int, Any] = {}  # descriptor -> the other end's address, which tells whose it is
+        self._limiter: HandshakeLimiter[int] = HandshakeLimiter(MAX_PENDING_HANDSHAKES, grace_s=0.0)
+        self._known: set[int] = set()
+        self._is_blind = False
+
+    @property
+    def n_strangers(self) -> int:
+        """Connections that have not said anything under the key yet, as `look` has found them."""
+        return len(self._strangers)
+
+    @property
+    def n_known(self) -> int:
+        """Connections over which something was read, and which `look` has not seen end."""
+        return len(self._known)
+
+    def knows(self, frame: zmq.Frame) -> int | None:
+        """Note that *frame*, received without a copy, came over a connection: it has proved the key.
+
+        Returns the connection's descriptor, which stays libzmq's; None if that does not tell.
+        """
+        try:
+            fd = int(frame.get(zmq.SRCFD))
+        except (zmq.ZMQError, KeyError):  # a libzmq that does not tell any more: better nobody is cut off
+            self._is_blind = True
+            return None
+        if fd not in self._known:
+            self._hear()  # that it came was said before what it has sent could be read
+            if self._forget(fd):  # else it has ended, and this was still to be read
+                self._known.add(fd)
+        return fd
+
+    def look(self) -> None:
+        """Hear who came and went; cut off who costs too much."""
+        self._hear()
+        if self._is_blind:
+            return
+        while (surplus := self._limiter.one_to_go(time.monotonic())) is not None:
+            self._cut_off(surplus)
+        greedy = [fd for fd in self._limiter if self._says_too_much(fd)]
+        # What libzmq has taken of a member begins with a message that is there to be read: on a busy machine not yet.
+        if greedy and not int(self._server.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            for fd in greedy:
+                self._cut_off(fd)
+
+    def close(self) -> None:
+        """Watch no more. Before the server is closed. Idempotent."""
+        if not self.monitor.closed:
+            self._server.disable_monitor()
+            self.monitor.close(linger=0)
+
+    def _hear(self) -> None:
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+            fd = event["value"]
+            self._forget(fd)
+            self._known.discard(fd)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                with contextlib.suppress(OSError), view(fd) as sock:
+                    self._strangers[fd] = address = sock.getpeername()
+                    self._limiter.add(fd, host_of(address[0]), time.monotonic())
+
+    def _forget(self, fd: int) -> bool:
+        """Take *fd* for a stranger no more; return whether it was one."""
+        return self._strangers.pop(fd, None) is not None and self._limiter.remove(fd)
+
+    def _says_too_much(self, fd: int) -> bool:
+        """Whether libzmq has taken more of *fd* than a handshake; or it is gone, which will be heard, too."""
+        try:
+            with view(fd) as sock:
+                return sock.getpeername() == self._strangers[fd] and _nbytes_taken(sock) > PENDING_MAX_NBYTES
+        except OSError:
+            return True
+
+    def _cut_off(self, fd: int) -> None:
+        with contextlib.suppress(OSError), view(fd) as sock:
+            # Another one may have that descriptor by now. Should it get it after this line, a newcomer is cut off, who
+            # connects again.
+            if sock.getpeername() == self._strangers[fd]:
+                sock.shutdown(socket.SHUT_RDWR)
+                self.n_cut += 1
+        self._forget(fd)
+
+
+def interface(host: str) -> str:
+    """Return where to bind for those who connect to *host*: that address alone if this machine has it, else "*".
+
+    In brackets if it is of IPv6. A name says nothing: other machines may know another address by it.
+    """
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except (ValueError, OSError):
+        return "*"
+    return f"[{host}]" if ":" in host else host
+
+
+@contextlib.contextmanager
+def view(fd: int) -> Iterator[socket.socket]:
+    """Look at the connection *fd*, which stays libzmq's; raises OSError if there is none. Needs no free descriptor."""
+    sock = socket.socket(fileno=fd)
+    try:
+        yield sock
+    finally:
+        sock.detach()
+
+
+def _nbytes_taken(sock: socket.socket) -> int:
+    """Return how many bytes were read of *sock*: those that came, but for those that still lie in the kernel."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED_AT + 8)
+    if len(info) < _BYTES_RECEIVED_AT + 8:
+        return 0
+    waiting = struct.unpack("i", fcntl.ioctl(sock, termios.FIONREAD, bytes(4)))[0]
+    return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]) - waiting
