@@ -60,12 +60,12 @@ if TYPE_CHECKING:
     from .trainer.sparse_table import push_pull_rows as push_pull_rows
 
 _HOME = {
-    "trainer.current": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier"),
+    "trainer.process": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier"),
     "trainer.stats": ("counters", "get_pushpull_speed", "stalls", "stats"),
     "trainer.handle": ("Handle", "push_pull", "push_pull_async", "poll", "synchronize", "declare", "empty"),
     "trainer.async_weights": ("AsyncWeights",),
     "trainer.broadcaster": ("broadcast",),
-    "trainer.table": ("push_pull_rows",),
+    "trainer.sparse_table": ("push_pull_rows",),
     "trainer.gradients": ("Gradients",),
     "orchestration.errors": (
         "BpsError", "BusyError", "CapacityError", "ClosedError", "ConfigError", "DeviceError", "LackingError",

@@ -12,7 +12,7 @@ import pytest
 from bpsfast.base import settings
 from bpsfast.orchestration.errors import BpsError, PeerLostError, StallError
 from bpsfast.tools.perf import control as lines, perf_plan as plans
-from bpsfast.tools.tune.testbed import Testbed, RailPair
+from bpsfast.tools.tune.testbed import TuneTestbed, RailPair
 from bpsfast.tools.tune.tune_server import TuneServer
 from bpsfast.tools.tune.search import ConfigRefusedError
 from tests.test_knobs import rail
@@ -53,7 +53,7 @@ class Served(threading.Thread):
 
 
 def field(where, timeout_s=10.0):
-    return Testbed(where, KEY, LOADED, 5.0, timeout_s)
+    return TuneTestbed(where, KEY, LOADED, 5.0, timeout_s)
 
 
 def ways(n):
@@ -91,7 +91,7 @@ def test_a_machine_that_is_gone_is_named():
         gone = ("127.0.0.1", free.getsockname()[1])
         free.close()
         with pytest.raises(PeerLostError, match=rf"127.0.0.1:{gone[1]} listens no more: .*nobody answers"):
-            Testbed([*where, gone], KEY, LOADED, 0.3, 5.0).measure(PLAN, ways(2))
+            TuneTestbed([*where, gone], KEY, LOADED, 0.3, 5.0).measure(PLAN, ways(2))
         assert threads[0].is_alive()
 
 
@@ -107,7 +107,7 @@ def test_one_that_dies_in_the_middle_ends_the_others_too():
         dying.start()
         began_s = time.monotonic()
         with pytest.raises(PeerLostError, match=r"the measurement with 127\.0\.0\.1 ended: .*Nothing was changed"):
-            Testbed([*where, sock.getsockname()[:2]], KEY, LOADED, 5.0, 10.0).measure(PLAN, ways(2))
+            TuneTestbed([*where, sock.getsockname()[:2]], KEY, LOADED, 5.0, 10.0).measure(PLAN, ways(2))
         dying.join(10)
         assert time.monotonic() - began_s < 30
         assert field(where).measure(PLAN, ways(1))
@@ -128,7 +128,7 @@ def test_an_interruption_ends_all_of_it():
 
 def test_another_key_is_another_job():
     with listening(1) as (where, _), pytest.raises(BpsError, match="key"):
-        Testbed(where, b"x" * 32, LOADED, 5.0, 5.0).ask("facts")
+        TuneTestbed(where, b"x" * 32, LOADED, 5.0, 5.0).ask("facts")
 
 
 # -- the side that listens -------------------------------------------------------------------------------------------

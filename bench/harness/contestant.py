@@ -21,14 +21,14 @@ from typing import Any, Protocol
 
 #: Kind -> module and class. Imported by the contestant alone: a bench without MPI needs no mpi4py.
 KINDS = {
-    "bpsfast": ("ranks", "Ranks"),
-    "gloo": ("peers", "Gloo"),
-    "mpi": ("peers", "Mpi"),
-    "trainer": ("schedule.training.trainer", "Trainer"),
+    "bpsfast": ("harness.bpsfast_rank", "Ranks"),
+    "gloo": ("harness.peers", "Gloo"),
+    "mpi": ("harness.peers", "Mpi"),
+    "trainer": ("schedule.trainer", "Trainer"),
     "training": ("training.rank", "TrainingRank"),
     "ddp": ("ddp.member", "Member"),
     "device": ("device.rank", "DeviceRank"),
-    "raw": ("raw_sockets", "RawSockets"),
+    "raw": ("harness.raw_sockets", "RawSockets"),
 }
 
 

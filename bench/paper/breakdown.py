@@ -25,7 +25,7 @@ from bpsfast.base import command_errors
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.bench.paper import simulated_breakdown as simulated, osdi20
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 #: Part of the design -> the row of `bench schedule` that has it and all parts before it.
 WAYS = dict(zip((part.name for part in simulated.PARTS),
                 ("DDP gloo", "fifo, no credit", "priority", "priority, crossing")))

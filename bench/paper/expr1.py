@@ -27,7 +27,7 @@ from bpsfast.tools.simulator.cluster import Costs, cluster
 from bpsfast.tools.simulator.simulation import Options, simulate
 from bpsfast.tools.simulator.workload import Layer, workload
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 #: File name -> what `bench optimum` is asked for.
 PIECES: dict[str, dict[str, str]] = {
     "2": {"sets": "equal", "workers": "2"}, "4": {"sets": "equal", "workers": "4"},

@@ -25,7 +25,7 @@ from bpsfast.bench.paper.calibration import Fit
 from bpsfast.bench.paper.figures import Constants, Row
 from bpsfast.bench.paper.intra_machine import IntraMachine
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 _PERCENT = f"{100 * figure_14.TOLERANCE:.0f} %"
 
 

@@ -20,7 +20,7 @@ from bpsfast.bench.paper import claim_tables
 from bpsfast.bench.paper.calibration import Fit, calibrate, mean_error
 from bpsfast.bench.paper.figures import Constants, Row, figure_12, figure_13, figures_15_16, workload_of
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 _TITLES = {
     "12": "Figure 12: goodput of communication alone, 8 machines of one GPU (fitted: three numbers)",
     "13": "Figure 13: speed over all-reduce, 64 GPUs, k helpers (predicted)",

@@ -37,15 +37,15 @@ class Piece:
 #: In the order of the issue's names; what they are called here where that differs is in bench/README.md.
 PIECES = (
     Piece("kernels", "kernels"),
-    Piece("summation", "summation"),
+    Piece("summation", "paper.summation"),
     Piece("post", "post"),
     Piece("push_pull", "push_pull", {"compare": "gloo"}),
     Piece("push_pull_nodes", "push_pull", {"n_nodes": 2, "compare": "gloo", "sizes": "64K,1M,16M,64M"}),
-    Piece("saturation", "saturation", {"curves": "size", "compare": "gloo"}),
+    Piece("saturation", "paper.saturation", {"curves": "size", "compare": "gloo"}),
     Piece("ddp", "ddp", lacking=_needs_torch),
     Piece("model", "training", {"model": "resnet50", "backend": "bpsfast,gloo"}, lacking=_needs_torch),
     Piece("codecs", "codecs"),
-    Piece("optimum", "optimum", {"sets": "equal", "workers": "4"}, lacking=netns.missing),
+    Piece("optimum", "paper.optimum", {"sets": "equal", "workers": "4"}, lacking=netns.missing),
     Piece("schedule", "schedule", lacking=lambda: _needs_torch() or netns.missing()),
 )
 

@@ -12,11 +12,11 @@ from ..orchestration.errors import UnsupportedError
 from .gradient_set import GradientSet
 
 #: Keras's backends, and the module that sums tensors of each.
-_EXCHANGES = {"jax": "jax_exchange", "tensorflow": "tensorflow_exchange", "torch": "torch_exchange"}
+_EXCHANGES = {"jax": "jax_backend", "tensorflow": "tensorflow_backend", "torch": "torch_backend"}
 
 
 class TensorBackend(Protocol):
-    """What the modules `jax_exchange`, `tensorflow_exchange` and `torch_exchange` have."""
+    """What the modules `jax_backend`, `tensorflow_backend` and `torch_backend` have."""
 
     def init(self, **settings: object) -> None:
         """Join the job."""

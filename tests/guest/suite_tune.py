@@ -16,7 +16,7 @@ import pytest
 from bpsfast.base import settings
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.tools.perf import control as lines
-from bpsfast.tools.tune.testbed import Testbed
+from bpsfast.tools.tune.testbed import TuneTestbed
 from bpsfast.tools.tune.tune_server import TuneServer
 from bpsfast.tools.tune.search import ConfigRefusedError
 from bpsfast.tools.tune.tuning_run import TuningRun
@@ -41,14 +41,14 @@ def listening(n):
         try:
             yield where
         finally:
-            Testbed(where, KEY, loaded, 10.0, 60.0).ask("end")
+            TuneTestbed(where, KEY, loaded, 10.0, 60.0).ask("end")
             for thread in threads:
                 thread.join(30)
             assert not any(thread.is_alive() for thread in threads)
 
 
 def session(where, goal=None, **more):
-    field = Testbed(where, KEY, OWN, 30.0, 60.0)
+    field = TuneTestbed(where, KEY, OWN, 30.0, 60.0)
     return TuningRun(field, "127.0.0.1", OWN, goal, 40.0, 60.0, **more)
 
 
@@ -184,4 +184,4 @@ def test_a_machine_that_dies_is_an_error_in_words_and_changes_nothing(tmp_path):
 
 def test_a_field_without_a_listener_is_told():
     with pytest.raises(BpsError, match="nobody answers"):
-        Testbed([("127.0.0.1", 1)], KEY, OWN, 0.5, 5.0).ask("facts")
+        TuneTestbed([("127.0.0.1", 1)], KEY, OWN, 0.5, 5.0).ask("facts")

@@ -17,27 +17,27 @@ import click
 
 from ...base import command_errors
 
-#: name -> (module below bpsfast.tools.commands, what the help page says)
+#: name -> (module, what the help page says). The names of bench's modules are text only: tools import no bench.
 COMMANDS = {
-    "add": ("add", "Add workers to a running job that `bpsfast run --elastic --control FILE` has started."),
-    "bench": ("bench", "Measure this machine: figures of one run beside each other."),
-    "clean": ("clean", "Remove what killed jobs have left on this machine."),
-    "compare": ("compare", "Say which rows of a bench's result file are slower than in another, and how sure that is."),
-    "devices": ("devices", "List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link."),
-    "doctor": ("doctor", "Find what keeps RDMA from working, and say what to type."),
-    "explain": ("explain", "Say what an error code means and what to do about it."),
-    "gids": ("gids", "List the GID table, and which GID would be used."),
-    "info": ("info", "Show what is installed here and works, and why the rest does not."),
-    "ping": ("ping", "Try who reaches whom, over TCP and from each RDMA port to each."),
-    "plan": ("plan", "Predict communication and step time, and say which helpers pay."),
-    "simulate": ("simulate", "Time of a training step on machines that are not there, by simulated events."),
-    "report": ("report", "Make one archive for a bug report, without secrets and names."),
-    "run": ("run", "Run a program as a job of several ranks, here or on several hosts."),
-    "perf": ("perf", "Measure bandwidth or latency between two machines, as perftest does."),
-    "topo": ("topo", "Show what is inside a machine: GPUs, switches, sockets, cards, and the rate of each link."),
-    "top": ("top", "Watch a running job: bytes, sums and queue of nodes; steps, stalls and lag of ranks."),
-    "trace": ("trace", "Merge the traces of a job's processes, or say where the time of its steps went."),
-    "tune": ("tune", "Find better settings by measuring, within a budget of time."),
+    "add": (".add", "Add workers to a running job that `bpsfast run --elastic --control FILE` has started."),
+    "bench": ("bpsfast.bench.cli", "Measure this machine: figures of one run beside each other."),
+    "clean": (".clean", "Remove what killed jobs have left on this machine."),
+    "compare": ("bpsfast.bench.compare", "Say which rows of a bench's result file are slower than in another, and how sure that is."),
+    "devices": (".rdma_devices", "List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link."),
+    "doctor": (".doctor", "Find what keeps RDMA from working, and say what to type."),
+    "explain": (".explain", "Say what an error code means and what to do about it."),
+    "gids": (".gids", "List the GID table, and which GID would be used."),
+    "info": (".info", "Show what is installed here and works, and why the rest does not."),
+    "ping": (".ping", "Try who reaches whom, over TCP and from each RDMA port to each."),
+    "plan": (".plan", "Predict communication and step time, and say which helpers pay."),
+    "simulate": (".simulate", "Time of a training step on machines that are not there, by simulated events."),
+    "report": (".report", "Make one archive for a bug report, without secrets and names."),
+    "run": (".run", "Run a program as a job of several ranks, here or on several hosts."),
+    "perf": (".perf", "Measure bandwidth or latency between two machines, as perftest does."),
+    "topo": (".topo", "Show what is inside a machine: GPUs, switches, sockets, cards, and the rate of each link."),
+    "top": (".top", "Watch a running job: bytes, sums and queue of nodes; steps, stalls and lag of ranks."),
+    "trace": (".trace", "Merge the traces of a job's processes, or say where the time of its steps went."),
+    "tune": (".tune", "Find better settings by measuring, within a budget of time."),
 }
 
 
@@ -55,7 +55,7 @@ class LazyGroup(click.Group):
         """Return the command, importing its module if it is one of `COMMANDS`."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
-        return importlib.import_module(f"{__name__}.{COMMANDS[cmd_name][0]}").command
+        return importlib.import_module(COMMANDS[cmd_name][0], __name__).command
 
     def resolve_command(self, ctx: click.Context,
                         args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:

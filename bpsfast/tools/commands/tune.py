@@ -210,14 +210,14 @@ def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes,
            file: str, options: dict[str, Any]) -> None:
     from ...orchestration.errors import BpsError
     from ..tune import tune_text as report
-    from ..tune.testbed import Testbed
+    from ..tune.testbed import TuneTestbed
     from ..tune.tuning_run import TuningRun, network
 
     def say(text: str) -> None:
         """Show progress: on standard output where people read, else where it does no harm."""
         click.echo(text, err=form.as_json or form.path is not None)
 
-    field = Testbed(where, key, loaded, options["wait_s"] or _DRIVER_WAIT_S, options["timeout_s"])
+    field = TuneTestbed(where, key, loaded, options["wait_s"] or _DRIVER_WAIT_S, options["timeout_s"])
     try:
         session = TuningRun(field, where[0][0], loaded, options["goal"], options["budget_s"], options["timeout_s"],
                           options["traffic_classes"], options["service_levels"], options["only"])

@@ -40,7 +40,7 @@ class RailPair(NamedTuple):
     their: RailCapabilities
 
 
-class Testbed:
+class TuneTestbed:
     """The other machines, each listening. One thread.
 
     *wait_s*: how long to wait for one to listen; *timeout_s*: silence after which it counts as stalled.

@@ -16,7 +16,7 @@ from ...orchestration.errors import BpsError, ConfigError
 from ..perf.perf_plan import Plan
 from ...base.settings import Settings
 from . import capabilities, tunables
-from .testbed import Testbed, RailPair
+from .testbed import TuneTestbed, RailPair
 from .search import Config, Outcome, ConfigRefusedError, Search, TuneStep
 from .perf_options import INCAST, LATENCY, NAMES, ONE_WAY, TWO_WAY, plan_of, rails_of
 
@@ -34,7 +34,7 @@ class TuningRun:
         A machine cannot be reached, or has no port that can be used.
     """
 
-    def __init__(self, field: Testbed, towards: str, loaded: Settings, goal: str | None, budget_s: float,
+    def __init__(self, field: TuneTestbed, towards: str, loaded: Settings, goal: str | None, budget_s: float,
                  timeout_s: float, traffic_classes: Sequence[int] = (), service_levels: Sequence[int] = (),
                  only: Sequence[str] = ()) -> None:
         self.budget_s, self._timeout_s = budget_s, timeout_s
