@@ -5,11 +5,11 @@ from typing import Any
 
 import click
 
-from . import cli_options
-from ..tools.commands import host_options
-from ..tools.commands.options import overrides, set_option
 from ..base.command_errors import exit_on_error
+from ..tools.commands import host_options
 from ..tools.commands.help_group import FullHelpGroup
+from ..tools.commands.options import overrides, set_option
+from . import cli_options
 
 _COUNT = click.IntRange(1)
 
@@ -100,8 +100,8 @@ def bench_codecs(**options: Any) -> None:
 @exit_on_error
 def bench_push_pull(**options: Any) -> None:
     """Time and bandwidth of push_pull by size, with the bound and how near it comes; between hosts without a bound."""
-    from .push_pull import attach
     from . import push_pull
+    from .push_pull import attach
 
     if options["attach"] is not None:
         attach.run(options)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bpsfast.bench.harness import machine_info, table
-from bpsfast.kernels.codecs import flags, codec_kernels, codec_reference
+from bpsfast.kernels.codecs import codec_kernels, codec_reference, flags
 from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, frame_nbytes
 
 Array = np.ndarray[Any, Any]

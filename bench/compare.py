@@ -9,8 +9,8 @@ import click
 from ..base import command_errors, output
 
 if TYPE_CHECKING:
-    from .regression import Regression
     from .harness.result_file import ResultFile
+    from .regression import Regression
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 #: Cores that are so many times as far apart as in another run share no cache there.

@@ -15,8 +15,8 @@ from typing import Any
 
 import click
 
-from bpsfast.bench.harness import plots
 from bpsfast.base import command_errors
+from bpsfast.bench.harness import plots
 from bpsfast.orchestration.errors import ConfigError
 
 RESULTS = Path(__file__).parent / "results"

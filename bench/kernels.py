@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from bpsfast.base import dtypes
 from bpsfast import kernels
+from bpsfast.base import dtypes
 from bpsfast.bench.harness import machine_info, native
 from bpsfast.bench.harness.cold_memory import PARTITION_NBYTES, Pool, cold_nbytes, last_level_nbytes
 from bpsfast.pyx.tcp import crc32c

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from bpsfast.base import value_formats
-from bpsfast.bench.harness import machine_info, table
 from bpsfast.bench import rdma_perf
+from bpsfast.bench.harness import machine_info, table
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.rdma_perf import Contestant
 

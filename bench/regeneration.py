@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import click
 
-from bpsfast.bench import claims
-from bpsfast.bench.paper import expr1
-from bpsfast.bench.harness.option_lists import parse_names
-from bpsfast.launch.namespaces import netns
 from bpsfast.base import command_errors
+from bpsfast.bench import claims
+from bpsfast.bench.harness.option_lists import parse_names
+from bpsfast.bench.paper import expr1
+from bpsfast.launch.namespaces import netns
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("bench/results")

@@ -32,15 +32,6 @@ if TYPE_CHECKING:
     )
     from .trainer.async_weights import AsyncWeights as AsyncWeights
     from .trainer.broadcaster import broadcast as broadcast
-    from .trainer.process import (
-        barrier as barrier,
-        init as init,
-        local_rank as local_rank,
-        local_size as local_size,
-        rank as rank,
-        shutdown as shutdown,
-        size as size,
-    )
     from .trainer.gradients import Gradients as Gradients
     from .trainer.handle import (
         Handle as Handle,
@@ -51,13 +42,22 @@ if TYPE_CHECKING:
         push_pull_async as push_pull_async,
         synchronize as synchronize,
     )
+    from .trainer.process import (
+        barrier as barrier,
+        init as init,
+        local_rank as local_rank,
+        local_size as local_size,
+        rank as rank,
+        shutdown as shutdown,
+        size as size,
+    )
+    from .trainer.sparse_table import push_pull_rows as push_pull_rows
     from .trainer.stats import (
         counters as counters,
         get_pushpull_speed as get_pushpull_speed,
         stalls as stalls,
         stats as stats,
     )
-    from .trainer.sparse_table import push_pull_rows as push_pull_rows
 
 _HOME = {
     "trainer.process": ("init", "shutdown", "rank", "size", "local_rank", "local_size", "barrier"),

@@ -12,12 +12,11 @@ from typing import Any
 import click
 
 from . import __version__
-from .base import logs, settings
-from .tools.commands import LazyGroup, settings_table
-from .base import output
-from .tools.commands.options import overrides, set_option
+from .base import logs, output, settings
 from .base.command_errors import exit_on_error
 from .orchestration.errors import ConfigError
+from .tools.commands import LazyGroup, settings_table
+from .tools.commands.options import overrides, set_option
 
 _COUNT = click.IntRange(1)
 

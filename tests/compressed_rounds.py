@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from bpsfast.base import reference_sum
-from bpsfast.kernels.codecs.codec_reference import ReferenceJob
 from bpsfast.base.dtypes import TABLE
+from bpsfast.kernels.codecs.codec_reference import ReferenceJob
 from bpsfast.orchestration.codec import CodecSpec
 
 Array = np.ndarray[Any, Any]

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 import bpsfast
-from bpsfast.gpu.host import HostArray, host_device
 from bpsfast.base.dtypes import TABLE
+from bpsfast.gpu.host import HostArray, host_device
 from tests.device_memory import LIMIT_S
 
 

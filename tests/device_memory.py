@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bpsfast.gpu.host import HostDevice, HostStream
 from bpsfast.gpu.copies import CopyThread
+from bpsfast.gpu.host import HostDevice, HostStream
 from bpsfast.gpu.partition_copy import DeviceRange, PartitionCopy, cut
 from bpsfast.orchestration.errors import ClosedError
 

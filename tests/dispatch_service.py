@@ -9,11 +9,11 @@ import time
 import pytest
 
 from bpsfast.node.dispatch import Dispatcher
+from bpsfast.node.transport.tcp import TcpLink
 from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.trace import Limits, SendLog
-from bpsfast.node.transport.tcp import TcpLink
 
 HEADER = struct.Struct("<IIIIIIQ")  # wire.h
 NBYTES = 100

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bpsfast.kernels.codecs import codec_reference
-from bpsfast.orchestration import messages, security
-from bpsfast.tools.perf.messages import Message as PerfMessage
 from bpsfast.collectives.p2p import frames
+from bpsfast.kernels.codecs import codec_reference
 from bpsfast.node.transport import shm
 from bpsfast.node.transport.rdma import rdma_messages
+from bpsfast.orchestration import messages, security
+from bpsfast.tools.perf.messages import Message as PerfMessage
 from tests.compression_kernels import CODECS
 from tests.fuzzed_parsers import TABLE
 

@@ -1,7 +1,7 @@
 """Machines by formula: the paper's two, and their relatives."""
 from __future__ import annotations
 
-from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology
+from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology
 
 GIGA = 1e9
 #: Which GPUs of a DGX-1 NVLinks join: two squares with diagonals, corner to corner.

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from bpsfast.base.settings import Settings, load
 from bpsfast.elastic import coordinator_client as client_module
 from bpsfast.elastic.coordinator_client import CoordinatorClient
 from bpsfast.launch.elastic_service import ElasticService, elastic_key
 from bpsfast.orchestration.elastic import protocol
 from bpsfast.orchestration.elastic.coordinator import ElasticRules
-from bpsfast.base.settings import Settings, load
 from bpsfast.trainer import process
 from tests.line_ends import receive
 from tests.test_muster_service import Worker

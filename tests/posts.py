@@ -6,9 +6,9 @@ import threading
 import time
 from types import SimpleNamespace
 
-from bpsfast.orchestration.errors import ClosedError, StallError
-from bpsfast.collectives.p2p import P2PEndpoint
 from bpsfast.base.settings import load
+from bpsfast.collectives.p2p import P2PEndpoint
+from bpsfast.orchestration.errors import ClosedError, StallError
 
 KEY = bytes(range(32))
 

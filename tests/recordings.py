@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import zmq
 
 from bpsfast.base.message_socket import attach_proof
+from bpsfast.node.transport import shm, tcp
 from bpsfast.orchestration import messages, security
 from bpsfast.orchestration.job.node_losses import FIRST_EPOCH
 from bpsfast.orchestration.scheduler_client import SchedulerClient
-from bpsfast.node.transport import shm, tcp
 
 LIMIT_S = 20.0
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import psutil
 
+from bpsfast.base.settings import load
 from bpsfast.launch.rendezvous import Store, place
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.base.settings import load
-from bpsfast.trainer.joining import join, leave
 from bpsfast.trainer.exit_handling import ExitWatch
+from bpsfast.trainer.joining import join, leave
 from tests.directory_store import DirectoryStore
 
 FOLDER, RANK, SIZE, KIND = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

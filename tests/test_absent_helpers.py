@@ -11,11 +11,11 @@ import zmq
 
 import bpsfast
 from bpsfast.base import settings
+from bpsfast.base.settings import fingerprint
 from bpsfast.launch.supervisor import Kind
+from bpsfast.node.transport import tcp
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.scheduler_client import SchedulerClient
-from bpsfast.base.settings import fingerprint
-from bpsfast.node.transport import tcp
 from tests.jobs import Job
 from tests.lossy_training import changes, joined, train
 

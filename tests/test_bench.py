@@ -7,14 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from bpsfast.bench.push_pull import one_machine, steady_state, two_nodes
-from bpsfast.bench.harness import pattern, samples, size_list, table
 from bpsfast.bench import push_pull
+from bpsfast.bench.harness import pattern, samples, size_list, table
 from bpsfast.bench.harness.contestant import Operation, Timer
 from bpsfast.bench.harness.contestant_group import Group, Turn
+from bpsfast.bench.push_pull import one_machine, steady_state, two_nodes
 from bpsfast.bench.push_pull.options import Plan
-from bpsfast.tools.doctor.shared_cache import CacheLineLatency
 from bpsfast.orchestration.errors import ConfigError
+from bpsfast.tools.doctor.shared_cache import CacheLineLatency
 
 
 class NamedGroup(Group):

@@ -11,8 +11,8 @@ from bpsfast.bench.compressed import report, step
 from bpsfast.bench.compressed.report import UNCOMPRESSED, Found
 from bpsfast.bench.harness.samples import Row
 from bpsfast.launch.namespaces import netns
-from bpsfast.tools.planner import catalog
 from bpsfast.orchestration.errors import ConfigError
+from bpsfast.tools.planner import catalog
 from tests.test_bench import NamedGroup
 
 TOPK = "topk:k=0.01,error_feedback"

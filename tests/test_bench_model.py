@@ -16,13 +16,13 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch", reason="torch")
 
 from bpsfast.bench import training  # noqa: E402
+from bpsfast.bench.cli import command  # noqa: E402
 from bpsfast.bench.harness.samples import Row  # noqa: E402
 from bpsfast.bench.training import backends, samples  # noqa: E402
 from bpsfast.bench.training.models import MODELS, Shape, shape_of  # noqa: E402
 from bpsfast.bench.training.speed import Speed  # noqa: E402
-from bpsfast.bench.cli import command  # noqa: E402
-from bpsfast.tools.planner import catalog  # noqa: E402
 from bpsfast.orchestration.errors import ConfigError  # noqa: E402
+from bpsfast.tools.planner import catalog  # noqa: E402
 
 #: torchvision's, transformers' (BertForPreTraining, GPT2LMHeadModel), and what bpsfast/models count from the sources.
 PUBLISHED = {"resnet50": 25_557_032, "vgg16": 138_357_544, "bert-large": 336_226_108, "gpt2": 124_439_808,

@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch", reason="torch")
 
 from bpsfast.bench import schedule  # noqa: E402
 from bpsfast.bench.harness.samples import Row  # noqa: E402
-from bpsfast.bench.schedule import report, methods  # noqa: E402
-from bpsfast.bench.schedule.timed_network import TimedLayer, data, network  # noqa: E402
+from bpsfast.bench.schedule import methods, report  # noqa: E402
 from bpsfast.bench.schedule.methods import Setup, divided  # noqa: E402
+from bpsfast.bench.schedule.timed_network import TimedLayer, data, network  # noqa: E402
 from bpsfast.launch.namespaces import netns  # noqa: E402
 from bpsfast.orchestration.errors import ConfigError  # noqa: E402
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from bpsfast import kernels
-from bpsfast.kernels import sum_ir
 from bpsfast.bench.harness import plots
-from bpsfast.bench.paper import summation
 from bpsfast.bench.harness.cold_memory import PARTITION_NBYTES
+from bpsfast.bench.paper import summation
 from bpsfast.bench.paper.summation import instructions, lines, operations, updates
+from bpsfast.kernels import sum_ir
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import port
 

@@ -8,7 +8,10 @@ import typing
 import pytest
 
 from bpsfast.base import settings
+from bpsfast.base.settings import Settings, load_with_origins
+from bpsfast.base.trace_records import limits
 from bpsfast.node import copy_rate
+from bpsfast.node.transport import pacing, tcp
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import encode
 from bpsfast.orchestration.priority.nic_queue import NicQueue
@@ -16,9 +19,6 @@ from bpsfast.pyx import engine as native, ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.perf import Mailbox
-from bpsfast.base.settings import Settings, load_with_origins
-from bpsfast.base.trace_records import limits
-from bpsfast.node.transport import pacing, tcp
 from tests.job_table import join
 from tests.streams import mailbox, pair, stream
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bpsfast.bench.paper import breakdown, expr2
 from bpsfast.bench.harness import result_file
+from bpsfast.bench.paper import breakdown, expr2, simulated_breakdown as simulated
 from bpsfast.launch.namespaces import netns
-from bpsfast.bench.paper import simulated_breakdown as simulated
 
 SAMPLES_S = {"DDP gloo": 8.0, "fifo, no credit": 6.4, "priority": 6.4, "priority, crossing": 5.0}
 

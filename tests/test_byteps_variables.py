@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from bpsfast.base import byteps_variables
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.base.settings import Settings, load, load_with_origins
+from bpsfast.orchestration.errors import ConfigError
 
 
 @pytest.mark.parametrize(

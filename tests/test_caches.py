@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.tools.doctor import shared_cache
-from bpsfast.tools.doctor.shared_cache import CacheLineLatency
-from bpsfast.tools.doctor.finding import Status
 from bpsfast.hardware.host import Host
 from bpsfast.pyx.perf import handover_ns
+from bpsfast.tools.doctor import shared_cache
+from bpsfast.tools.doctor.finding import Status
+from bpsfast.tools.doctor.shared_cache import CacheLineLatency
 from tests.sysfs_trees.machine import Machine, commands
 
 

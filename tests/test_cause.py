@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from bpsfast.base.exit_codes import ABORTED
 from bpsfast.base import end_reports
-from bpsfast.launch.first_failure import Failures
-from bpsfast.launch.processes import Command, Kind, EndReport
 from bpsfast.base.end_reports import End, Report, Reports
+from bpsfast.base.exit_codes import ABORTED
+from bpsfast.launch.first_failure import Failures
+from bpsfast.launch.processes import Command, EndReport, Kind
 
 #: Of each way to fail, with --thorough: the issue was seen in one of two runs.
 _N_THOROUGH = 100

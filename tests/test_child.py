@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from bpsfast.launch.processes import LocalProcess, Command, Kind, Pipe
+from bpsfast.launch.processes import Command, Kind, LocalProcess, Pipe
 
 
 class Echo:

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from bpsfast import __version__
-from bpsfast.cli import cli
 from bpsfast.base.settings import table
+from bpsfast.cli import cli
 
 
 def invoke(*arguments: str, **variables: str):

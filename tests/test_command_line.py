@@ -15,14 +15,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from bpsfast.base import exit_codes, settings
-from bpsfast.tools import inventory
+from bpsfast.base import command_errors, exit_codes, settings
 from bpsfast.bench.drawn import RESULTS
 from bpsfast.cli import cli
-from bpsfast.base import command_errors
-from bpsfast.tools.commands.settings_table import SettingRow
-from bpsfast.tools import bug_report_contents
 from bpsfast.hardware.topology.graph import Topology
+from bpsfast.tools import bug_report_contents, inventory
+from bpsfast.tools.commands.settings_table import SettingRow
 from tests import json_schemas as schemas, measurement_schemas
 from tests.sysfs_trees.machine import Machine
 from tests.terminal import on_terminal

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bpsfast.base.dtypes import TABLE
+from bpsfast.base.reference_sum import reduce
 from bpsfast.compression import where_it_pays
 from bpsfast.kernels.codecs.codec_reference import ReferenceJob, publish
-from bpsfast.base.dtypes import TABLE
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.base.reference_sum import reduce
 from bpsfast.trainer import process
 
 pytestmark = pytest.mark.matrix

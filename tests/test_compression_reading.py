@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.base import dtypes, reference_sum
-from bpsfast.kernels.codecs.codec_reference import Generator, ReferenceJob, Partition, add, decode, encode
+from bpsfast.kernels.codecs.codec_reference import Generator, Partition, ReferenceJob, add, decode, encode
 from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, frame_nbytes
 
 ONEBIT = CodecSpec(kind="onebit")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bpsfast.pyx import port as native
-from bpsfast.pyx.port import ABORTED, DIFFERENT, DONE, NODE_DIED, FINGERPRINT, TIMED_OUT
+from bpsfast.pyx.port import ABORTED, DIFFERENT, DONE, FINGERPRINT, NODE_DIED, TIMED_OUT
 from bpsfast.trainer.chunk_descriptors import CHUNK_DTYPE
 from tests.port_node import Node, alarms, interrupt, mortal
 

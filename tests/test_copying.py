@@ -4,8 +4,8 @@ from __future__ import annotations
 import os
 import time
 
-from bpsfast.node import copy_rate
 from bpsfast.base.settings import Settings
+from bpsfast.node import copy_rate
 
 
 def test_as_many_threads_as_the_engine_has():

@@ -1,10 +1,10 @@
 """Counters: flat, integers, and the process's own memory apart from segments."""
 from __future__ import annotations
 
+from bpsfast.base.settings import Settings
 from bpsfast.node import counters
 from bpsfast.node.runtime import NodeRuntime
 from bpsfast.pyx.pages import Segment
-from bpsfast.base.settings import Settings
 
 
 def test_all_counters_are_integers_under_flat_names():

@@ -5,9 +5,9 @@ import types
 
 import pytest
 
+from bpsfast.launch.elastic_service import Replace, Start
 from bpsfast.launch.processes import Command, Kind
 from bpsfast.launch.worker_pool import WorkerPool, member_of, worker
-from bpsfast.launch.elastic_service import Replace, Start
 
 
 class Heard:

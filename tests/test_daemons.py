@@ -14,11 +14,11 @@ import time
 import pytest
 import zmq
 
+from bpsfast.base.settings import Settings, load_with_origins
 from bpsfast.launch import daemons
 from bpsfast.launch.restarter import N_RESTARTS
 from bpsfast.launch.roles import detect
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.base.settings import Settings, load_with_origins
 
 #: A rank that starts its daemons and never attaches.
 _STARTER = """

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
+from bpsfast.node.transport import Epochs, tcp
+from bpsfast.node.transport.data_port import DataPort
 from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.orchestration.handshakes import MAX_PENDING_HANDSHAKES
 from bpsfast.orchestration.security import StreamHello
-from bpsfast.node.transport import Epochs, tcp
-from bpsfast.node.transport.data_port import DataPort
 
 KEY = bytes(range(16))
 HELLO = StreamHello(peer=1, stream=2, epoch=7, link=3)

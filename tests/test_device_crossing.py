@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.trainer.gpu.device_round import DeviceRound
-from bpsfast.trainer.gpu.devices import DeviceBytes
-from bpsfast.gpu.host import HostArray, host_device
 from bpsfast.gpu.copies import DeviceCopy
+from bpsfast.gpu.host import HostArray, host_device
 from bpsfast.orchestration.errors import BusyError, StallError
 from bpsfast.trainer import process
+from bpsfast.trainer.gpu.device_round import DeviceRound
+from bpsfast.trainer.gpu.devices import DeviceBytes
 from bpsfast.trainer.tensor_input import tensor_input
 from tests.device_memory import LIMIT_S, deadline, held
 

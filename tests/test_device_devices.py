@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.trainer.gpu.devices import DeviceBytes, Devices
 from bpsfast.gpu.host import HostArray, HostDevice, host_device
 from bpsfast.orchestration.errors import BpsError, ClosedError, DeviceError
 from bpsfast.trainer import process
+from bpsfast.trainer.gpu.devices import DeviceBytes, Devices
 from bpsfast.trainer.tensor_input import from_array, tensor_input
 from tests.device_memory import LIMIT_S, deadline, eventually, held
 

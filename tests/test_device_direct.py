@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast.trainer.gpu.gpu_direct import GpuDirectMemory
+from bpsfast.base.settings import Settings
 from bpsfast.gpu.host import HostDevice
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
 from bpsfast.orchestration.messages import DeviceShared, TensorSpec
-from bpsfast.base.settings import Settings
+from bpsfast.trainer.gpu.gpu_direct import GpuDirectMemory
 
 MIB = 1 << 20
 

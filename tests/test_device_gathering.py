@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.trainer.gpu.device_path import DevicePath
 from bpsfast.gpu.host import HostArray, HostDevice, host_device
 from bpsfast.orchestration.errors import UnsupportedError
 from bpsfast.trainer import process
+from bpsfast.trainer.gpu.device_path import DevicePath
 from bpsfast.trainer.gradients import Gradients
 from bpsfast.trainer.tensor_input import from_array, tensor_input
 from tests.device_memory import LIMIT_S, deadline, held

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.trainer.tuning_point import TuningPoint
 from bpsfast.gpu.host import HostArray, host_device
 from bpsfast.trainer.gradients import Gradients
 from bpsfast.trainer.tensor_input import tensor_input
+from bpsfast.trainer.tuning_point import TuningPoint
 from tests.device_arrays import Stream, same, values
 from tests.device_memory import LIMIT_S, Slow, eventually, held
 from tests.test_tuner import CUTS, Tour

@@ -6,7 +6,7 @@ import pytest
 
 import bpsfast
 from bpsfast.collectives import islands
-from bpsfast.collectives.island_routes import Route, IslandRoutes
+from bpsfast.collectives.island_routes import IslandRoutes, Route
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.trainer import process
 

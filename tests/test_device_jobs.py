@@ -6,8 +6,8 @@ import pytest
 
 import bpsfast
 from bpsfast import compression
-from bpsfast.gpu.host import HostArray
 from bpsfast.base.dtypes import TABLE
+from bpsfast.gpu.host import HostArray
 from bpsfast.trainer import process
 from bpsfast.trainer.gradients import Gradients
 from tests.device_arrays import Stream, same, values

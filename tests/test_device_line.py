@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from bpsfast.gpu.host import HostDevice
 from bpsfast.gpu.copies import CopyThread, DeviceCopy
+from bpsfast.gpu.host import HostDevice
 from bpsfast.orchestration.errors import ClosedError, DeviceError, PeerLostError, StallError
 from tests.device_memory import LIMIT_S, deadline, eventually, held
 

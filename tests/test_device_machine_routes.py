@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
+from bpsfast.base.settings import Settings
 from bpsfast.collectives.machine_routes import _Member, _routes
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.base.settings import Settings
 
 HERE = [_Member(4, 1, 0, ""), _Member(5, 1, 1, "")]
 

@@ -8,13 +8,13 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 import bpsfast
+from bpsfast.base.dtypes import TABLE
+from bpsfast.base.reference_sum import reduce
+from bpsfast.collectives.machine_routes import island_group
 from bpsfast.gpu.communicator import DTYPES, IslandRange
 from bpsfast.gpu.host import host_device
-from bpsfast.collectives.machine_routes import island_group
 from bpsfast.gpu.shared_device import SharedCommunicator, slot_ranges
-from bpsfast.base.dtypes import TABLE
 from bpsfast.orchestration.errors import BpsError
-from bpsfast.base.reference_sum import reduce
 from bpsfast.trainer import process
 
 

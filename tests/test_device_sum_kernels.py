@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bpsfast.gpu.communicator import DTYPES
-from bpsfast.gpu.sum_kernels import SOURCE
 from bpsfast.base.dtypes import TABLE
 from bpsfast.base.reference_sum import reduce
+from bpsfast.gpu.communicator import DTYPES
+from bpsfast.gpu.sum_kernels import SOURCE
 
 #: One thread does it all.
 _PRELUDE = """

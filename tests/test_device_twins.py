@@ -9,9 +9,9 @@ import pytest
 
 import bpsfast
 from bpsfast.gpu.host import HostArray, HostDevice, HostStream, host_device
-from bpsfast.trainer.gpu.staging_buffers import StagingBuffer
 from bpsfast.orchestration.errors import ClosedError, DeviceError, StallError
 from bpsfast.trainer import process
+from bpsfast.trainer.gpu.staging_buffers import StagingBuffer
 from bpsfast.trainer.tensor_input import tensor_input
 from tests.device_memory import LIMIT_S, deadline, eventually, held
 

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bpsfast.cli import cli
-from bpsfast.tools.commands import rdma_devices, gids, verbs_answers
 from bpsfast.hardware.rdma_route import choose
 from bpsfast.pyx import verbs
+from bpsfast.tools.commands import gids, rdma_devices, verbs_answers
 from tests.sysfs_trees import NAMES
 from tests.sysfs_trees.machine import Machine
 

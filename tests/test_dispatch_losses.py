@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from bpsfast.node import dispatch
+from bpsfast.node.transport.tcp import TcpLink
 from bpsfast.orchestration.errors import StallError
 from bpsfast.pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT
-from bpsfast.node.transport.tcp import TcpLink
 from tests.dispatch_service import HEADER, NBYTES, alone, service as service
 
 

@@ -10,13 +10,13 @@ from click.testing import CliRunner, Result
 
 from bpsfast.base import settings
 from bpsfast.cli import cli
+from bpsfast.hardware.host import Host
+from bpsfast.hardware.netlink import Address
+from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.commands import doctor as command
 from bpsfast.tools.doctor import peer as other
 from bpsfast.tools.doctor.checks import CHECKS
 from bpsfast.tools.doctor.facts import Facts
-from bpsfast.hardware.host import Host
-from bpsfast.hardware.netlink import Address
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.perf.control import secret_for
 from tests.sysfs_trees import NAMES
 from tests.sysfs_trees.machine import Machine

@@ -10,8 +10,13 @@ import time
 import pytest
 import zmq
 
-from bpsfast.orchestration.zmq_connections import MAX_PENDING_HANDSHAKES, PENDING_MAX_NBYTES, ZmqHandshakeLimiter, interface
 from bpsfast.orchestration.security import curve_pair
+from bpsfast.orchestration.zmq_connections import (
+    MAX_PENDING_HANDSHAKES,
+    PENDING_MAX_NBYTES,
+    ZmqHandshakeLimiter,
+    interface,
+)
 from tests.hung_up import is_over
 
 KEY = secrets.token_bytes(32)

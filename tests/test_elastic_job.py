@@ -11,10 +11,10 @@ import pytest
 
 from bpsfast.base import settings
 from bpsfast.launch import elastic_job
-from bpsfast.launch.local_job import JobShape
 from bpsfast.launch.elastic_service import ElasticService
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.launch.local_job import JobShape
 from bpsfast.orchestration.elastic.coordinator import ElasticRules
+from bpsfast.orchestration.errors import ConfigError
 
 
 def cli(*arguments):

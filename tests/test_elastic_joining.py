@@ -8,8 +8,8 @@ import pytest
 
 from bpsfast.elastic.coordinator_client import CoordinatorClient, _Store
 from bpsfast.launch import rendezvous
-from bpsfast.orchestration.errors import PeerLostError, StallError
 from bpsfast.orchestration.elastic.protocol import Come, Formed, Void
+from bpsfast.orchestration.errors import PeerLostError, StallError
 from bpsfast.trainer import process
 from tests.musters import (  # fixtures
     LIMIT_S,

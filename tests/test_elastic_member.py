@@ -11,10 +11,10 @@ from datetime import timedelta
 
 import pytest
 
+from bpsfast.base.settings import load
 from bpsfast.elastic import coordinator_client as client_module
-from bpsfast.elastic.coordinator_client import CoordinatorClient, TrainingOver, open_client, current_client
+from bpsfast.elastic.coordinator_client import CoordinatorClient, TrainingOver, current_client, open_client
 from bpsfast.launch import elastic_service
-from bpsfast.orchestration.errors import BpsError, CapacityError, ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.orchestration.elastic import protocol
 from bpsfast.orchestration.elastic.protocol import (
     Come,
@@ -28,7 +28,7 @@ from bpsfast.orchestration.elastic.protocol import (
     Void,
     Want,
 )
-from bpsfast.base.settings import load
+from bpsfast.orchestration.errors import BpsError, CapacityError, ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.trainer import process
 from tests.musters import (  # fixtures
     KEY,

@@ -8,9 +8,9 @@ import pytest
 
 import bpsfast
 from bpsfast import elastic
-from bpsfast.elastic.coordinator_client import TrainingOver, open_client, current_client
-from bpsfast.orchestration.errors import PeerLostError, StallError
+from bpsfast.elastic.coordinator_client import TrainingOver, current_client, open_client
 from bpsfast.orchestration.elastic.protocol import Add, Added, Come, Done, Over
+from bpsfast.orchestration.errors import PeerLostError, StallError
 from bpsfast.trainer import process
 from tests.musters import KEY, RealMuster, ends, settings_of, until
 

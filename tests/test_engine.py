@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast import kernels
+from bpsfast.base.reference_sum import reduce
 from bpsfast.pyx import engine as native, ring
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT
-from bpsfast.base.reference_sum import reduce
 from tests.vertex import PART, N, Vertex
 
 

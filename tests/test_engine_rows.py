@@ -9,11 +9,11 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast import kernels
 from bpsfast.base.dtypes import NAMES, TABLE
+from bpsfast.base.reference_sum import reduce_rows
 from bpsfast.orchestration.placement.rows import HEADER_NBYTES, frame_nbytes
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT
-from bpsfast.base.reference_sum import reduce_rows
 from bpsfast.trainer.row_frames import RowFrames
 from tests.vertex import PART, Vertex
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.kernels import stores
 from bpsfast.base.dtypes import TABLE
+from bpsfast.kernels import stores
 from bpsfast.orchestration.errors import UnsupportedError
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.port import TIMED_OUT

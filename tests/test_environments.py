@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bpsfast.launch.namespaces import Cluster
-from bpsfast.launch import roles
 from bpsfast.base.reference_sum import reduce
 from bpsfast.base.settings import load_with_origins
+from bpsfast.launch import roles
+from bpsfast.launch.namespaces import Cluster
 from tests import recorded_environment
 
 pytestmark = pytest.mark.matrix

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from bpsfast.node.transport import Epochs, tcp
 from bpsfast.orchestration.errors import MismatchError, ProtocolError
 from bpsfast.orchestration.security import StreamHello
-from bpsfast.node.transport import Epochs, tcp
 from tests.test_reunion import KEY, WAIT_S, Side, sides as sides
 
 pytestmark = pytest.mark.timeout(60)
@@ -82,8 +82,8 @@ def test_who_was_left_behind_finds_nobody_who_dials_it(sides: list[Side]):
 
 
 def test_shared_memory_is_offered_to_nobody_who_was_left_behind(monkeypatch):
-    from bpsfast.orchestration.messages import VERSION
     from bpsfast.node.transport import shm
+    from bpsfast.orchestration.messages import VERSION
 
     monkeypatch.setattr(shm, "check", lambda key, hello, link: None)
     hello = shm.PeerHello(version=VERSION, source=1, target=0, epoch=1, pid=1, proof=b"")

@@ -13,8 +13,8 @@ import pytest
 
 from bpsfast.base import exit_codes
 from bpsfast.base.exit_codes import ABORTED, ENVIRONMENT, FAILED, LEFT_BEHIND, TIMEOUT, USAGE, code_of, code_of_daemon
-from bpsfast.launch.processes import Command, Kind
 from bpsfast.launch.output import Output
+from bpsfast.launch.processes import Command, Kind
 from bpsfast.launch.supervisor import Limits, Supervisor
 from bpsfast.orchestration import errors
 

@@ -7,11 +7,11 @@ import pytest
 from click.testing import CliRunner
 
 from bpsfast.cli import cli
+from bpsfast.hardware.verbs import completions
+from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.commands import explanations
 from bpsfast.tools.doctor import errnos
 from bpsfast.tools.doctor.checks import CHECKS
-from bpsfast.orchestration.errors import ConfigError
-from bpsfast.hardware.verbs import completions
 
 
 def heads(text: str) -> list[str]:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bpsfast.bench.paper import expr2
-from bpsfast.orchestration.errors import ConfigError
-from bpsfast.bench.paper import figure_14
+from bpsfast.bench.paper import expr2, figure_14
 from bpsfast.bench.paper.figures import Row
+from bpsfast.orchestration.errors import ConfigError
 
 pytest.importorskip("scipy", reason="scipy is not installed")
 RESULT = expr2.RESULTS / "expr2.json"

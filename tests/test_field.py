@@ -12,9 +12,9 @@ import pytest
 from bpsfast.base import settings
 from bpsfast.orchestration.errors import BpsError, PeerLostError, StallError
 from bpsfast.tools.perf import control as lines, perf_plan as plans
-from bpsfast.tools.tune.testbed import TuneTestbed, RailPair
-from bpsfast.tools.tune.tune_server import TuneServer
 from bpsfast.tools.tune.search import ConfigRefusedError
+from bpsfast.tools.tune.testbed import RailPair, TuneTestbed
+from bpsfast.tools.tune.tune_server import TuneServer
 from tests.test_knobs import rail
 
 KEY = b"k" * 32

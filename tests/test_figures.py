@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.bench.paper import expr3
-from bpsfast.bench.paper import claim_tables, osdi20
+from bpsfast.bench.paper import claim_tables, expr3, osdi20
 from bpsfast.bench.paper.calibration import Fit, least, mean_error
 from bpsfast.bench.paper.figures import Constants, Row, figure_12, figure_13, figures_15_16
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from bpsfast.base import logs
-from bpsfast.launch.duplicate_output import Folder, DuplicateOutput
+from bpsfast.launch.duplicate_output import DuplicateOutput, Folder
 from bpsfast.launch.output import Output
 
 _BLAME = b"bpsfast.PeerLostError: rank 2 is lost: KeyError: 'x' (ended in train.py, line 3)"

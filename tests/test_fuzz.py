@@ -7,10 +7,10 @@ import subprocess
 import numpy as np
 import pytest
 
-from bpsfast.orchestration import messages, security
-from bpsfast.orchestration.errors import ProtocolError
 from bpsfast.node.transport import shm
 from bpsfast.node.transport.rdma import rdma_messages
+from bpsfast.orchestration import messages, security
+from bpsfast.orchestration.errors import ProtocolError
 from tests import fuzz_seeds, fuzzing, sanitized
 from tests.fuzzed_frames import damage
 from tests.fuzzed_parsers import PARSERS

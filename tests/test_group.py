@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.collectives import group_factory, chunk_stream
+from bpsfast.collectives import chunk_stream, group_factory
 from bpsfast.collectives.chunk_stream import ChunkSize
 from bpsfast.orchestration.errors import ClosedError, ConfigError, MismatchError, StallError, UnsupportedError
 from bpsfast.trainer import process

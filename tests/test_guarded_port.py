@@ -12,8 +12,8 @@ from bpsfast.orchestration.errors import ClosedError, PeerLostError, StallError
 from bpsfast.orchestration.messages import StallAnswer
 from bpsfast.pyx import ring
 from bpsfast.pyx.port import FINGERPRINT, Port
-from bpsfast.trainer.guarded_port import GuardedPort
 from bpsfast.trainer.chunk_descriptors import CHUNK_DTYPE
+from bpsfast.trainer.guarded_port import GuardedPort
 from bpsfast.trainer.stall_inspector import StallInspector
 
 

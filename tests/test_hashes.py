@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration import placement_policy
+from bpsfast.orchestration.errors import ConfigError
 
 KEYS = (0, 1, 65536, 65537, (160 << 16) + 24, (1 << 32) + 7)
 

@@ -8,8 +8,8 @@ import socket
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.launch import host_list
 from bpsfast.base import addresses
+from bpsfast.launch import host_list
 from bpsfast.launch.host_list import Host
 from bpsfast.launch.ssh import Ssh
 from bpsfast.orchestration.errors import ConfigError

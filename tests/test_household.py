@@ -11,8 +11,8 @@ import pytest
 
 from bpsfast.base.message_socket import MessageSocket
 from bpsfast.node.event_loop import EventLoop
-from bpsfast.node.local_ranks import LocalRanks
 from bpsfast.node.local_rank import LocalRank
+from bpsfast.node.local_ranks import LocalRanks
 from bpsfast.node.regions import Regions
 from bpsfast.orchestration import messages
 

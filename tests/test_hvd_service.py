@@ -207,7 +207,7 @@ def test_a_fork_is_told_that_it_is_one(pair):
 
 
 def test_who_cannot_note_what_is_executed_harms_nobody(caplog):
-    from bpsfast.hvd.service import Operation, NegotiationService
+    from bpsfast.hvd.service import NegotiationService, Operation
     from bpsfast.orchestration.priority.negotiation import Request
 
     service = NegotiationService((0,), 0, None, lambda response, operations: None, lambda: True, fusion_nbytes=0, warn_s=0.0,

@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bpsfast import __version__
-from bpsfast.tools import inventory
+from bpsfast.base.settings import table
 from bpsfast.cli import cli
+from bpsfast.tools import inventory
 from bpsfast.tools.commands.settings_table import SettingRow
 from bpsfast.tools.inventory import Inventory
-from bpsfast.base.settings import table
 
 
 def invoke(*arguments: str, **variables: str) -> Result:

@@ -13,9 +13,9 @@ import bpsfast
 from bpsfast.base.message_socket import MessageSocket
 from bpsfast.orchestration.messages import StallAnswer, Stalled
 from bpsfast.trainer import process
-from bpsfast.trainer.stall_query import StallQuery
 from bpsfast.trainer.mailbox import Mailbox
 from bpsfast.trainer.node_requests import NodeRequests
+from bpsfast.trainer.stall_query import StallQuery
 
 
 def total(name="x"):

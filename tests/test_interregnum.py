@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from bpsfast.base.settings import Settings
 from bpsfast.node import scheduler_failover
 from bpsfast.node.scheduler_failover import SchedulerFailover
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.failover.control_log import ControlLog
-from bpsfast.base.settings import Settings
 from tests.job_table import spec, welcomed
 from tests.two_nodes import End, connect
 

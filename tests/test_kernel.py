@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from bpsfast.hardware import ping, ethtool
-from bpsfast.hardware.ping import PingResult
+from bpsfast.hardware import ethtool, ping
 from bpsfast.hardware.kernel import Kernel
+from bpsfast.hardware.ping import PingResult
 
 LOCAL = ipaddress.ip_address("127.0.0.1")
 

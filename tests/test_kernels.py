@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.base import dtypes, reference_sum
 from bpsfast import kernels
+from bpsfast.base import dtypes, reference_sum
 from bpsfast.orchestration.errors import MismatchError, UnsupportedError
 from bpsfast.orchestration.placement.partition import BITWISE_OPS, OPS
 

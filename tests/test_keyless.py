@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.launch.namespaces import Cluster
-from bpsfast.launch import roles
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.base.settings import load_with_origins
+from bpsfast.launch import roles
+from bpsfast.launch.namespaces import Cluster
+from bpsfast.orchestration.errors import ConfigError
 from tests import recorded_environment
 from tests.test_environments import clean, hosts_file
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from bpsfast.base.settings import load_with_origins
 from bpsfast.launch.environments.kubernetes import PORT
 from bpsfast.launch.roles import ProcessRole, detect, scheduler_port
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.base.settings import load_with_origins
 
 _EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "kubernetes"
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}

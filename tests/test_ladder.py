@@ -17,10 +17,10 @@ from bpsfast.bench.paper.ladder import control, device, report, run, shares
 from bpsfast.bench.paper.ladder.rungs import OURS, RUNGS, TCP, VANILLA
 from bpsfast.bench.paper.ladder.shares import Model
 from bpsfast.bench.paper.ladder.worker import Row
-from bpsfast.tools.planner.catalog import MODELS, n_elements
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
 from bpsfast.tools.perf.control import secret_for
+from bpsfast.tools.planner.catalog import MODELS, n_elements
 
 PARTITION_NBYTES = 4_096_000
 

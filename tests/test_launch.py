@@ -12,11 +12,11 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
+from bpsfast.base.settings import Settings, load_with_origins
 from bpsfast.launch import local_job as launch
 from bpsfast.launch.processes import Kind
 from bpsfast.launch.roles import detect
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.base.settings import Settings, load_with_origins
 
 _BPSFAST = [sys.executable, "-m", "bpsfast"]
 _SHOW = """

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from bpsfast.launch import remote_hosts as fleets, remote_host
-from bpsfast.launch.remote_hosts import RemoteHosts
+from bpsfast.launch import remote_host, remote_hosts as fleets
 from bpsfast.launch.host_list import Host
 from bpsfast.launch.output import Output
+from bpsfast.launch.remote_hosts import RemoteHosts
 from bpsfast.launch.ssh import Ssh
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.tools.planner import catalog
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.placement.layout import lay_out
 from bpsfast.orchestration.placement.assignment import step_time_s
+from bpsfast.orchestration.placement.layout import lay_out
 from bpsfast.orchestration.placement.shares import Machine, optimal_shares
+from bpsfast.tools.planner import catalog
 
 SIZES = {"partition_nbytes": 4096000, "fusion_nbytes": 4096000}
 MACHINES = [Machine(True, 1.0)] * 8 + [Machine(False, 1.0)] * 4

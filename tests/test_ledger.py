@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.store import StoreSpec
 from bpsfast.orchestration.failover.control_log import ControlLog
+from bpsfast.orchestration.store import StoreSpec
 from tests.job_table import ALL, spec, welcomed
 
 

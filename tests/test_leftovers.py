@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from bpsfast.launch import stale_resources
-from bpsfast.cli import cli
-from bpsfast.launch.namespaces import netns
 from bpsfast.base import process_mark
+from bpsfast.cli import cli
+from bpsfast.launch import stale_resources
+from bpsfast.launch.namespaces import netns
 from tests.terminal import on_terminal
 from tests.test_guardian import guardian_of
 

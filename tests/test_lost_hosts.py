@@ -13,10 +13,10 @@ import pytest
 
 from bpsfast.base.exit_codes import LOST_HOST
 from bpsfast.launch import supervisor as supervisors
-from bpsfast.launch.processes import LocalProcesses, Command, Kind
-from bpsfast.launch.remote_hosts import RemoteHosts
 from bpsfast.launch.host_list import Host
 from bpsfast.launch.output import Output
+from bpsfast.launch.processes import Command, Kind, LocalProcesses
+from bpsfast.launch.remote_hosts import RemoteHosts
 from bpsfast.launch.ssh import SILENT_HOST_S, Ssh
 from bpsfast.launch.supervisor import Limits, Supervisor
 

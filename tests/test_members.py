@@ -9,8 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.node.generation import Generation, is_of
 from bpsfast.node.members import Members, members_of
-from bpsfast.orchestration.messages import NodeInfo, Plan, UnitPlan
 from bpsfast.node.transport.tcp import TcpLink
+from bpsfast.orchestration.messages import NodeInfo, Plan, UnitPlan
 
 #: Ranks 0 and 1, 2, 3 and 4 on three nodes, and a helper. Ranks of a node need not follow one another.
 NODES = [NodeInfo(index=i, host="a", pid=1, address="", shm_name="", ranks=ranks, nic_rate_bytes=0.0)

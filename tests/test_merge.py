@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from bpsfast import trace
+from bpsfast.base.trace_records import RECORD
 from bpsfast.orchestration.clock_offset import Point
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.trace import Origin, Part
-from bpsfast.base.trace_records import RECORD
 from tests import perfetto, trace_format
 from tests.trace_records import change, gather, job, record, send
 

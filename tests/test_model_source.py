@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.tools.planner import catalog
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.tools.planner import model_source
+from bpsfast.tools.planner import catalog, model_source
 
 MODULE = '''
 class Parameter:

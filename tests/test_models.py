@@ -5,9 +5,9 @@ from math import prod
 
 import pytest
 
+from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.planner import catalog
 from bpsfast.tools.planner.ugatit import ugatit
-from bpsfast.orchestration.errors import ConfigError
 
 
 @pytest.mark.parametrize(("name", "n_tensors", "n_parameters"), [

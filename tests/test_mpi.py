@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from bpsfast.base.settings import load_with_origins
 from bpsfast.launch.roles import ProcessRole, detect, scheduler_port
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.base.settings import load_with_origins
 
 NAMES = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",

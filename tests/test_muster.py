@@ -4,7 +4,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.orchestration.elastic.coordinator import MOST_FRUITLESS, Exclude, Fail, Form, ElasticCoordinator, ElasticRules
+from bpsfast.orchestration.elastic.coordinator import (
+    MOST_FRUITLESS,
+    ElasticCoordinator,
+    ElasticRules,
+    Exclude,
+    Fail,
+    Form,
+)
 
 
 def muster(policy="shrink", n=3, nodes=None, **values):

@@ -8,7 +8,6 @@ import time
 import msgspec
 import pytest
 
-from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError
 from bpsfast.orchestration.elastic import protocol
 from bpsfast.orchestration.elastic.protocol import (
     Add,
@@ -29,6 +28,7 @@ from bpsfast.orchestration.elastic.protocol import (
     listen,
     stored_nbytes,
 )
+from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError
 from tests.line_ends import look, receive
 
 KEY = secrets.token_bytes(32)

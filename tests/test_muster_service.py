@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from bpsfast.base.settings import load, parse_address
 from bpsfast.elastic.coordinator_client import CoordinatorClient
-from bpsfast.launch.elastic_service import End, ElasticService, Replace, Start, Stop, elastic_key
-from bpsfast.orchestration.errors import CapacityError, StallError
+from bpsfast.launch.elastic_service import ElasticService, End, Replace, Start, Stop, elastic_key
 from bpsfast.orchestration.elastic import protocol
 from bpsfast.orchestration.elastic.coordinator import ElasticRules
 from bpsfast.orchestration.elastic.protocol import (
@@ -30,7 +30,7 @@ from bpsfast.orchestration.elastic.protocol import (
     Wait,
     Want,
 )
-from bpsfast.base.settings import load, parse_address
+from bpsfast.orchestration.errors import CapacityError, StallError
 
 KEY = b"k" * 32
 

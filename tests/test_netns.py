@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.launch.namespaces import Cluster, netns
 from bpsfast.base import process_mark
+from bpsfast.launch.namespaces import Cluster, netns
 from bpsfast.orchestration.errors import ConfigError
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")

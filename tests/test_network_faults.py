@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 import bpsfast
-from bpsfast.launch.namespaces import FaultyLink, faulty_link
 from bpsfast.base.exit_codes import LEFT_BEHIND
+from bpsfast.launch.namespaces import FaultyLink, faulty_link
 from tests.checked_training import train
 from tests.jobs import Job
 

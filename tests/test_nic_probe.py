@@ -14,9 +14,9 @@ import pytest
 
 import bpsfast
 from bpsfast.launch.namespaces import Cluster
-from bpsfast.orchestration.messages import NodeInfo
 from bpsfast.node.transport import nic_probe
 from bpsfast.node.transport.tcp import TcpLink
+from bpsfast.orchestration.messages import NodeInfo
 
 #: One of three machines in a row; each listens to those behind it. Prints what its NIC carries.
 _MACHINE = """

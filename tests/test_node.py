@@ -17,9 +17,9 @@ import pytest
 import bpsfast
 from bpsfast.base import message_socket
 from bpsfast.base.exit_codes import ABORTED, FAILED, TIMEOUT, USAGE
-from bpsfast.node import main as node, local_listener
-from bpsfast.orchestration.messages import VERSION, Attach, Refuse
 from bpsfast.base.settings import Settings, fingerprint
+from bpsfast.node import local_listener, main as node
+from bpsfast.orchestration.messages import VERSION, Attach, Refuse
 
 KEY = secrets.token_bytes(16)
 

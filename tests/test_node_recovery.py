@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from bpsfast.node.recovery import Recovery
+from bpsfast.node.transport import Epochs
 from bpsfast.orchestration.errors import CapacityError, ProtocolError
 from bpsfast.orchestration.messages import Freeze, Frozen, PrepareFailed, Recover
-from bpsfast.node.transport import Epochs
 
 
 @pytest.fixture

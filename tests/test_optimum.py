@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast.bench.paper import optimum
 from bpsfast.bench.harness.launcher import ContestantLauncher
-from bpsfast.bench.paper.optimum import cells, formulas, report
-from bpsfast.bench.paper.optimum.measurement import Ground, Measured
-from bpsfast.bench.paper.optimum.cells import Cell, Layout
 from bpsfast.bench.harness.samples import Row
+from bpsfast.bench.paper import optimum
+from bpsfast.bench.paper.optimum import cells, formulas, report
+from bpsfast.bench.paper.optimum.cells import Cell, Layout
+from bpsfast.bench.paper.optimum.measurement import Ground, Measured
 from bpsfast.launch.namespaces import Cluster, netns
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
 from bpsfast.orchestration.placement.shares import Machine

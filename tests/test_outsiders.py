@@ -19,11 +19,11 @@ import pytest
 
 import bpsfast
 from bpsfast.base import message_socket, reference_sum
+from bpsfast.base.settings import environment, load
+from bpsfast.node.transport import shm
 from bpsfast.orchestration import messages, security
 from bpsfast.orchestration.errors import StallError
 from bpsfast.orchestration.scheduler_client import SchedulerClient
-from bpsfast.base.settings import environment, load
-from bpsfast.node.transport import shm
 from tests import listening_sockets, rank_messages, recordings
 
 NAME = "a-name-that-nobody-else-may-learn"

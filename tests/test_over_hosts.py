@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from bpsfast.bench.push_pull import over_hosts
 from bpsfast.bench import push_pull
+from bpsfast.bench.push_pull import over_hosts
 from bpsfast.bench.push_pull.options import Plan
 from bpsfast.launch import ssh_job
 from bpsfast.launch.host_list import Host

@@ -9,11 +9,11 @@ import time
 import numpy as np
 import pytest
 
+from bpsfast.base.settings import Settings
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.launch.namespaces import Cluster
-from bpsfast.pyx.pace import Pace
-from bpsfast.base.settings import Settings
 from bpsfast.node.transport import pacing, rdma, tcp
+from bpsfast.pyx.pace import Pace
 
 MEGABYTE = 10**6
 #: What idle time may bring at once, in seconds of the rate: the burst, and one piece.

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from bpsfast.orchestration import security
+from bpsfast.pyx import verbs
 from bpsfast.tools.doctor import peer
 from bpsfast.tools.doctor.facts import Facts
-from bpsfast.orchestration import security
 from bpsfast.tools.perf.control import Secret
-from bpsfast.pyx import verbs
 from tests.sysfs_trees.machine import Machine
 
 LOCAL = ipaddress.ip_address("127.0.0.1")

@@ -5,10 +5,10 @@ import socket
 
 import pytest
 
-from bpsfast.orchestration.messages import NodeInfo
 from bpsfast.base.settings import Settings
 from bpsfast.node.transport import Epochs, Peering, tcp
 from bpsfast.node.transport.rdma import NoRdmaError
+from bpsfast.orchestration.messages import NodeInfo
 
 
 def node(index, ranks=()):

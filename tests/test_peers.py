@@ -10,9 +10,9 @@ import pytest
 from bpsfast.base import settings
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.peers import Peers
+from bpsfast.node.transport import Epochs
 from bpsfast.orchestration.errors import CapacityError, PeerLostError
 from bpsfast.orchestration.messages import NodeInfo, NotComing, Welcome
-from bpsfast.node.transport import Epochs
 
 #: Source ids, and what is behind them.
 HELPER, RANK = 3, 4

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from bpsfast.base.settings import load
 from bpsfast.orchestration.errors import (
     BpsError,
     ConfigError,
@@ -17,7 +18,6 @@ from bpsfast.orchestration.errors import (
 )
 from bpsfast.tools.perf import control as lines
 from bpsfast.tools.perf.messages import Agree, Alive, Done, Ready, Stop
-from bpsfast.base.settings import load
 
 KEY = b"k" * 32
 

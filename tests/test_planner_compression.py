@@ -4,11 +4,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.tools.planner import catalog
 from bpsfast.orchestration import codec as codecs
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
 from bpsfast.orchestration.placement.shares import Machine
+from bpsfast.tools.planner import catalog
 from bpsfast.tools.planner.codec_forecast import describe, parse, predict
 
 

@@ -9,8 +9,8 @@ import pytest
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.generation import Generation
 from bpsfast.node.plans import Plans
-from bpsfast.orchestration.messages import Plan, PrepareFailed, Ready
 from bpsfast.node.transport.rdma import LaneFullError
+from bpsfast.orchestration.messages import Plan, PrepareFailed, Ready
 
 TIMEOUT_S = 0.2
 

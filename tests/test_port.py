@@ -4,10 +4,10 @@ import threading
 import numpy as np
 import pytest
 
+from bpsfast.base.trace_records import RECORD
 from bpsfast.pyx import port as native
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import ABORTED, DONE, NODE_DIED, TIMED_OUT, Port, copy
-from bpsfast.base.trace_records import RECORD
 from tests.port_node import Node, alarms, interrupt, mortal
 
 

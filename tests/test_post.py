@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.launch.namespaces import netns
 from bpsfast.collectives.p2p.frames import EAGER_NBYTES
+from bpsfast.launch.namespaces import netns
 from tests.rank_messages import SIZES, pattern, post, receive, ring, send
 
 # -- sizes and order -----------------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from bpsfast.collectives.p2p import frames
+from bpsfast.collectives.p2p.connector import JOINED, Address
+from bpsfast.collectives.p2p.frames import Frame
+from bpsfast.collectives.p2p.send_credit import N_ANNOUNCED, ROOM_NBYTES
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ClosedError, PeerLostError, ProtocolError, StallError
 from bpsfast.orchestration.handshakes import MAX_PENDING_HANDSHAKES
-from bpsfast.collectives.p2p import frames
-from bpsfast.collectives.p2p.send_credit import N_ANNOUNCED, ROOM_NBYTES
-from bpsfast.collectives.p2p.frames import Frame
-from bpsfast.collectives.p2p.connector import JOINED, Address
 from tests.posts import KEY, Office
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.collectives.p2p import peer as peers, cross_memory
+from bpsfast.collectives.p2p import cross_memory, peer as peers
 from tests.rank_messages import post, receive, send
 
 

@@ -5,8 +5,8 @@ import resource
 
 import pytest
 
-from bpsfast.orchestration.errors import CapacityError
 from bpsfast.node.transport.rdma import limits
+from bpsfast.orchestration.errors import CapacityError
 
 MLX5 = {"max_qp": 131072, "max_qp_wr": 32768, "max_cqe": 4194303, "max_mr": 16777216, "max_mr_size": 1 << 64}
 RXE = {"max_qp": 1048560, "max_qp_wr": 1048576, "max_cqe": 32767, "max_mr": 524287, "max_mr_size": 1 << 64}

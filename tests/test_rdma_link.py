@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from bpsfast.node.transport.rdma.link import LaneFullError, RailPath, RdmaLink
 from bpsfast.orchestration.errors import CapacityError
-from bpsfast.node.transport.rdma.link import LaneFullError, RdmaLink, RailPath
 
 
 class Pair:

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
+from bpsfast.node.transport.rdma import rdma_messages
 from bpsfast.orchestration import messages
 from bpsfast.orchestration.errors import ProtocolError
-from bpsfast.node.transport.rdma import rdma_messages
 
 RAIL = rdma_messages.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", gid=bytes(range(16)), version="v2", lid=0,
                        mtu=4096)

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from bpsfast.base.message_socket import MessageSocket
+from bpsfast.node.transport.rdma import NoRdmaError, handshake, rdma_messages
 from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from bpsfast.trace import Limits
-from bpsfast.node.transport.rdma import NoRdmaError, rdma_messages, handshake
 
 RAIL = rdma_messages.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", gid=bytes(16), version="v2", lid=0, mtu=4096)
 

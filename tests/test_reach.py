@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from bpsfast.base import addresses
+from bpsfast.base.settings import load_with_origins
 from bpsfast.orchestration import host_lookup
 from bpsfast.orchestration.errors import ConfigError, StallError
-from bpsfast.base.settings import load_with_origins
 
 _AS_ROOT = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="mount namespaces need root")]
 

@@ -15,12 +15,12 @@ from bpsfast.base import message_socket
 from bpsfast.node import local_listener as door_of
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.local_listener import LocalListener, bind
+from bpsfast.node.transport import Epochs, shm
 from bpsfast.orchestration import security
 from bpsfast.orchestration.handshakes import MAX_PENDING_HANDSHAKES
 from bpsfast.orchestration.messages import VERSION, Refuse
 from bpsfast.pyx import ring
 from bpsfast.pyx.pages import Segment
-from bpsfast.node.transport import Epochs, shm
 from tests.hung_up import is_over
 
 KEY = bytes(range(16))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bpsfast.hardware import recorded_host
-from bpsfast.hardware.ping import PingResult
 from bpsfast.hardware.kernel import Kernel
+from bpsfast.hardware.ping import PingResult
 from bpsfast.hardware.recorded_host import RecordedKernel
 from bpsfast.orchestration.errors import ConfigError
 from tests.sysfs_trees.machine import Machine

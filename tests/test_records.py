@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.base.settings import Settings
-from bpsfast.trace import KINDS, Limits, Part, limits
 from bpsfast.base.trace_records import DETAILS, RECORD, Span, spans
+from bpsfast.trace import KINDS, Limits, Part, limits
 from tests.trace_records import record
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.tools.planner import catalog
 from bpsfast.orchestration.messages import TensorSpec
+from bpsfast.orchestration.placement.assignment import assign, step_time_s
 from bpsfast.orchestration.placement.layout import lay_out
 from bpsfast.orchestration.placement.partition import plan_units
-from bpsfast.orchestration.placement.assignment import assign, step_time_s
 from bpsfast.orchestration.placement.refinement import LEAST_NBYTES, refine
 from bpsfast.orchestration.placement.shares import Machine, optimal_shares
+from bpsfast.tools.planner import catalog
 
 PART = 4096000
 

@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from bpsfast.bench import drawn, regeneration
+from bpsfast.bench.cli import command as benches
 from bpsfast.bench.regeneration import PIECES, RESULTS, ROOT, Piece, regenerate
 from bpsfast.launch.namespaces import netns
-from bpsfast.bench.cli import command as benches
 from tests.guest.__main__ import _parser as guest_parser
 
 TEXTS = ("README.md", "DESIGN.md", "bench/README.md")

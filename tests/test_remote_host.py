@@ -11,10 +11,10 @@ import time
 import pytest
 
 from bpsfast.launch import remote_host
-from bpsfast.launch.processes import Command, Kind
-from bpsfast.launch.remote_hosts import RemoteHosts
 from bpsfast.launch.host_list import Host
 from bpsfast.launch.output import Output
+from bpsfast.launch.processes import Command, Kind
+from bpsfast.launch.remote_hosts import RemoteHosts
 from bpsfast.launch.ssh import Ssh
 
 _TIMEOUT_S = 30.0

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from bpsfast.launch.namespaces import Cluster
-from bpsfast.launch import rendezvous
 from bpsfast.base.job_key import machine_secret
+from bpsfast.base.settings import load_with_origins
+from bpsfast.launch import rendezvous
+from bpsfast.launch.namespaces import Cluster
 from bpsfast.launch.roles import ProcessRole, job_key
 from bpsfast.orchestration.errors import BpsError, ConfigError, MismatchError, StallError
-from bpsfast.base.settings import load_with_origins
 from tests.directory_store import DirectoryStore
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

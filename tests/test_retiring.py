@@ -10,7 +10,7 @@ import bpsfast
 from bpsfast.orchestration.errors import ClosedError
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.trainer import process
-from bpsfast.trainer.gradient_layout import LayoutSizes, GradientLayout
+from bpsfast.trainer.gradient_layout import GradientLayout, LayoutSizes
 from tests.editions import editions
 
 

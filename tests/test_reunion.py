@@ -9,13 +9,13 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from bpsfast.orchestration.errors import BpsError, MismatchError
-from bpsfast.orchestration.messages import NodeInfo
-from bpsfast.orchestration.security import StreamHello
+from bpsfast.base.encryption import Encryption, Seals, seals_of
 from bpsfast.node.transport import Epochs, reconnector, tcp
 from bpsfast.node.transport.data_port import DataPort
 from bpsfast.node.transport.reconnector import RECONNECT_STREAM, Reconnector
-from bpsfast.base.encryption import Encryption, Seals, seals_of
+from bpsfast.orchestration.errors import BpsError, MismatchError
+from bpsfast.orchestration.messages import NodeInfo
+from bpsfast.orchestration.security import StreamHello
 
 KEY = bytes(range(16))
 N_STREAMS = 2

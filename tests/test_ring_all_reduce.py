@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.tools.simulator.event_clock import Clock
 from bpsfast.tools.simulator.cluster import Costs, cluster, uniform
+from bpsfast.tools.simulator.event_clock import Clock
 from bpsfast.tools.simulator.ring import Ring, RingAllReduce, reduce_s, wire_nbytes
 
 

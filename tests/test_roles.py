@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from bpsfast.base.settings import load_with_origins, parse_address
 from bpsfast.launch.roles import ProcessRole, detect, format_address, is_loopback, job_key, scheduler_port
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.base.settings import load_with_origins, parse_address
 
 KEY = "ab" * 32
 EXPLICIT = {

@@ -17,12 +17,12 @@ import zmq
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import ConfigError, StallError
-from bpsfast.orchestration.job.job_settings import JobSettings
-from bpsfast.orchestration.scheduler_client import SchedulerClient
-from bpsfast.orchestration.messages import TensorSpec
-from bpsfast.orchestration.failover.scheduler import Scheduler
 from bpsfast.orchestration.failover.control_log import ControlLog
+from bpsfast.orchestration.failover.scheduler import Scheduler
 from bpsfast.orchestration.failover.scheduler_state import SchedulerState
+from bpsfast.orchestration.job.job_settings import JobSettings
+from bpsfast.orchestration.messages import TensorSpec
+from bpsfast.orchestration.scheduler_client import SchedulerClient
 
 KEY = secrets.token_bytes(32)  # of this process alone: a test beside this one may get a port that was just ours
 LIMIT_S = 20.0

@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.tools import bug_report, bug_report_contents, redaction_rules
 from bpsfast.tools.bug_report_contents import Entry
-from bpsfast.tools.redaction_rules import RedactionRules
 from bpsfast.tools.redaction import Redactor
+from bpsfast.tools.redaction_rules import RedactionRules
 
 _SECRET = st.one_of(
     st.text(min_size=4, max_size=24),

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.errors import MismatchError, PeerLostError
-from bpsfast.collectives.p2p.frames import DATA, Frame
-from bpsfast.collectives.p2p.frame_socket import FrameSocket
+from bpsfast.base.encryption import Encryption, seals_of
 from bpsfast.collectives.p2p.connector import Address
 from bpsfast.collectives.p2p.encrypted_socket import EncryptedSocket
+from bpsfast.collectives.p2p.frame_socket import FrameSocket
+from bpsfast.collectives.p2p.frames import DATA, Frame
+from bpsfast.orchestration.errors import MismatchError, PeerLostError
 from bpsfast.pyx.seal import RECORD_NBYTES, TAG_NBYTES
-from bpsfast.base.encryption import Encryption, seals_of
 from tests.posts import Office
 from tests.rank_messages import pattern
 from tests.streams import pair

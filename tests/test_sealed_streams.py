@@ -9,11 +9,11 @@ import time
 import numpy as np
 import pytest
 
+from bpsfast.base.encryption import seals_of
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.pace import Pace
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.seal import RECORD_NBYTES, TAG_NBYTES
-from bpsfast.base.encryption import seals_of
 from tests.streams import NBYTES, bound, events, header, mailbox, pair, receive, stream
 
 SECRET = bytes(range(32))

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
+from bpsfast.base import encryption as seals
 from bpsfast.base.addresses import default_route_host
+from bpsfast.base.encryption import seals_of
+from bpsfast.base.settings import Settings
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.security import direction_key
-from bpsfast.base.settings import Settings
-from bpsfast.base import encryption as seals
-from bpsfast.base.encryption import seals_of
 
 SECRET = bytes(range(32))
 

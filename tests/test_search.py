@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings as limits, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.tools.tune.search import Tunable, ConfigRefusedError, Search, describe
+from bpsfast.tools.tune.search import ConfigRefusedError, Search, Tunable, describe
 
 KNOBS = (Tunable("a", (1, 2, 4, 8), "bw"), Tunable("b", (0, 1), "bw"), Tunable("c", (10, 20, 30), "lat"))
 START = {"a": 1, "b": 0, "c": 10}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from bpsfast.base import settings
-from bpsfast.hardware.affinity import environment, cores, locality
+from bpsfast.hardware.affinity import cores, environment, locality
 from bpsfast.hardware.affinity.locality import NicLocality
 from tests.sysfs_trees.machine import Machine
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from bpsfast.hardware import numa
+from bpsfast.hardware.affinity import memory, refusal_warning
+from bpsfast.hardware.affinity.memory import NumaMemory
 from bpsfast.hardware.sysfs import Tree
 from bpsfast.pyx import pages
 from bpsfast.pyx.pages import Segment
-from bpsfast.hardware.affinity import memory, refusal_warning
-from bpsfast.hardware.affinity.memory import NumaMemory
 from tests.refused_calls import can_refuse
 
 _CPU = min(os.sched_getaffinity(0))

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.hardware.affinity import cores, locality
 from bpsfast.hardware.affinity.cores import Cores
-from bpsfast.hardware.affinity.plan import Rank, CpuAffinity, AffinityOptions, plan_node, plan_ranks
+from bpsfast.hardware.affinity.plan import AffinityOptions, CpuAffinity, Rank, plan_node, plan_ranks
+from bpsfast.orchestration.errors import ConfigError
 from tests.sysfs_trees.machine import Machine
 
 Machines = Callable[[str], Machine]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from bpsfast.base import settings
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.base.settings import Settings, environment, fingerprint, load_with_origins, parse_address, table
+from bpsfast.orchestration.errors import ConfigError
 
 
 def read(environ=None, **overrides):

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.placement.assignment import assign, machine_times_s, owned_by
-from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 from bpsfast.orchestration.placement.rebalancing import shared
+from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 
 
 @st.composite

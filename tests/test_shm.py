@@ -14,10 +14,10 @@ from collections.abc import Callable
 import pytest
 
 from bpsfast.base.message_socket import MessageSocket
+from bpsfast.node.transport import Epochs, shm
 from bpsfast.orchestration.errors import PeerLostError, ProtocolError
 from bpsfast.pyx import ring
 from bpsfast.pyx.pages import Segment
-from bpsfast.node.transport import Epochs, shm
 
 KEY = bytes(range(16))
 PAGE_NBYTES = 65536

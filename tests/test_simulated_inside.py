@@ -4,12 +4,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.bench.paper import machines
 from bpsfast.bench.paper.figure_14 import TRAFFIC, nvlink_way, pcie_way
 from bpsfast.bench.paper.intra_machine import inside, n_slices
-from bpsfast.tools.simulator.ring import Ring
 from bpsfast.hardware.topology.strategy_solver import choose
+from bpsfast.orchestration.errors import ConfigError
+from bpsfast.tools.simulator.ring import Ring
 from tests.gpu_machines import switched
 
 pytest.importorskip("scipy", reason="scipy is not installed")

@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 from bpsfast.bench.paper import machines, osdi20
-from bpsfast.hardware.topology.copies import islands_of, switch_of
-from bpsfast.hardware.topology.graph import PartKind, LinkKind
 from bpsfast.hardware.topology.connections import joint
+from bpsfast.hardware.topology.copies import islands_of, switch_of
+from bpsfast.hardware.topology.graph import LinkKind, PartKind
 
 
 def test_pcie_only() -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.tools.simulator.event_clock import Clock
 from bpsfast.tools.simulator.cluster import FREE, Costs
+from bpsfast.tools.simulator.event_clock import Clock
 from bpsfast.tools.simulator.network import Load, Network
 
 

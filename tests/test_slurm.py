@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
+from bpsfast.base.settings import load_with_origins
 from bpsfast.launch.roles import ProcessRole, detect
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.base.settings import load_with_origins
 
 JOB = {"SLURM_JOB_ID": "100", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2,1(x2)"}
 TASK = JOB | {

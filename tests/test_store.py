@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bpsfast.trainer import tuning_results
-from bpsfast.trainer.tuning_trials import Trial
 from bpsfast.trainer.tuning_point import TuningPoint
+from bpsfast.trainer.tuning_trials import Trial
 
 TRIALS = Trial(TuningPoint(1, 2, 3, 2), 0.5, 3, "present"), Trial(TuningPoint(4, 5, 6, 1), None, 0, "default")
 RESULT = tuning_results.Result(chosen=TuningPoint(1, 2, 3, 2), trials=TRIALS, n_steps=9, is_over=True)

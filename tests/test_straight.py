@@ -5,16 +5,16 @@ import os
 
 import pytest
 
+from bpsfast.base.settings import Settings
 from bpsfast.gpu.host import HostDevice
-from bpsfast.node.regions import Regions
 from bpsfast.node.gpu_direct import GpuDirect
+from bpsfast.node.regions import Regions
+from bpsfast.node.transport.rdma import RdmaLink
+from bpsfast.node.transport.tcp import TcpLink
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import CapacityError, ConfigError, UnsupportedError
 from bpsfast.orchestration.messages import MemberPlan, PartPlan, ShareDevice, UnitPlan
 from bpsfast.pyx.pages import Shadow
-from bpsfast.base.settings import Settings
-from bpsfast.node.transport.rdma import RdmaLink
-from bpsfast.node.transport.tcp import TcpLink
 
 MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("no_leaks")

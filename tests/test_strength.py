@@ -1,8 +1,8 @@
 """What a node says of itself: what was set counts, what was not is looked up or measured."""
 from __future__ import annotations
 
-from bpsfast.node import capacity
 from bpsfast.base.settings import Settings
+from bpsfast.node import capacity
 
 
 def test_what_is_set_counts():

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from bpsfast.base.settings import Settings
 from bpsfast.node import owner_changes as module
 from bpsfast.orchestration.messages import Recover, Succession
 from bpsfast.pyx.port import DONE
-from bpsfast.base.settings import Settings
 from tests.two_nodes import End, connect, declare, order_of
 
 

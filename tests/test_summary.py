@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from bpsfast import trace
-from bpsfast.trace import Origin, Part
 from bpsfast.tools.trace.summary import length, union, without
+from bpsfast.trace import Origin, Part
 from tests.trace_records import gather, job, record, send
 
 _INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)).map(lambda t: (t[0], t[0] + t[1])), max_size=8)

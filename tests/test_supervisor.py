@@ -16,8 +16,8 @@ import time
 import pytest
 
 from bpsfast.base.exit_codes import LEFT_BEHIND
-from bpsfast.launch.processes import Command, Kind
 from bpsfast.launch.output import Output
+from bpsfast.launch.processes import Command, Kind
 from bpsfast.launch.supervisor import Limits, Supervisor
 
 _FAST = Limits(job_s=60.0, after_failure_s=0.3, after_ranks_s=0.3, after_sigterm_s=1.5)

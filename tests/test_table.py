@@ -7,8 +7,8 @@ import pytest
 
 import bpsfast
 from bpsfast.base.dtypes import NAMES, TABLE
-from bpsfast.orchestration.errors import BusyError, MismatchError, UnsupportedError
 from bpsfast.base.reference_sum import reduce_rows
+from bpsfast.orchestration.errors import BusyError, MismatchError, UnsupportedError
 from bpsfast.trainer import process
 from bpsfast.trainer.sparse_table import table_of
 

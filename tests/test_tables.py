@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 from click.testing import CliRunner
 
-from bpsfast.cli import cli
 from bpsfast.base import output
+from bpsfast.cli import cli
 from tests.sysfs_trees.machine import Machine
 
 ROWS = [("NAME", "STATE", "WORDS", "EMPTY"), ("one", "up", "a b c d e f", ""), ("two", "down", "x" * 30, "")]

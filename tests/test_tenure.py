@@ -8,9 +8,9 @@ import pytest
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import ProtocolError
-from bpsfast.orchestration.job.generations import Generations
 from bpsfast.orchestration.failover.control_log import ControlLog
 from bpsfast.orchestration.failover.scheduler_state import SchedulerState
+from bpsfast.orchestration.job.generations import Generations
 from tests.court import NODES, RANKS, Court, court as court
 from tests.job_table import join, spec
 

@@ -20,10 +20,10 @@ from click.testing import CliRunner, Result
 
 import bpsfast
 from bpsfast.cli import cli
-from bpsfast.tools.commands import top as command
 from bpsfast.launch import daemons
 from bpsfast.node.metrics_collector import Collector, Member, Reading, Status
 from bpsfast.orchestration.errors import StallError
+from bpsfast.tools.commands import top as command
 from bpsfast.tools.top import screen
 from bpsfast.tools.top.sample import NodeSample, RankSample, Sample
 from bpsfast.tools.top.scrape import NotBpsfastError, scrape

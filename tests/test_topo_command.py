@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bpsfast.cli import cli
-from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology, to_json
+from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology, to_json
 from tests.sysfs_trees import INSIDES, NAMES
 from tests.sysfs_trees.machine import Machine
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.hardware.topology.loads import LinkLoads, Traffic
 from bpsfast.hardware.topology.copies import copies
 from bpsfast.hardware.topology.linear_program import LinearProgram
+from bpsfast.hardware.topology.loads import LinkLoads, Traffic
 from tests.gpu_machines import GIGA, load, switched
 
 

@@ -6,14 +6,14 @@ import itertools
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.errors import ConfigError
-from bpsfast.hardware.topology.loads import Traffic
-from bpsfast.hardware.topology.strategy_solver import islands_by_size, choose, paper_rule
 from bpsfast.hardware.topology.copies import islands_of
-from bpsfast.hardware.topology.gpu_direct import possible
 from bpsfast.hardware.topology.discovery import discover
+from bpsfast.hardware.topology.gpu_direct import possible
 from bpsfast.hardware.topology.graph import PartKind
+from bpsfast.hardware.topology.loads import Traffic
 from bpsfast.hardware.topology.lower_bound import optimum
+from bpsfast.hardware.topology.strategy_solver import choose, islands_by_size, paper_rule
+from bpsfast.orchestration.errors import ConfigError
 from tests.gpu_machines import GIGA, dgx1, load, switched
 from tests.sysfs_trees import INSIDES, NAMES
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.hardware.topology.copies import between_gpus, copies, islands_of, socket_of, switch_of
-from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology
+from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology
+from bpsfast.orchestration.errors import ConfigError
 from tests.gpu_machines import GIGA, dgx1, switched
 
 

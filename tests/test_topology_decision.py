@@ -7,12 +7,12 @@ import sys
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.base.settings import Settings
 from bpsfast.hardware.topology import decision
-from bpsfast.hardware.topology.strategy_solver import islands_by_size, choose, rule
 from bpsfast.hardware.topology.decision import forced, strategy_of
 from bpsfast.hardware.topology.nearest_socket import plain
+from bpsfast.hardware.topology.strategy_solver import choose, islands_by_size, rule
+from bpsfast.orchestration.errors import ConfigError
 from tests.gpu_machines import dgx1, switched
 from tests.test_topology_choice import EIGHT
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.base.settings import Settings
-from bpsfast.hardware.topology.copies import switch_of
-from bpsfast.hardware.topology.gpu_direct import GpuNicPair, nearest, pairs, possible, why_not, wished
-from bpsfast.hardware.topology.discovery import discover
-from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology
 from bpsfast.hardware.topology.connections import joint
+from bpsfast.hardware.topology.copies import switch_of
+from bpsfast.hardware.topology.discovery import discover
+from bpsfast.hardware.topology.gpu_direct import GpuNicPair, nearest, pairs, possible, why_not, wished
+from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology
+from bpsfast.orchestration.errors import ConfigError
 from tests.gpu_machines import GIGA, dgx1, switched
 from tests.test_topology_choice import machines
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.hardware.topology import discovery
 from bpsfast.hardware.topology.copies import socket_of
-from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Topology, from_json, to_json
+from bpsfast.hardware.topology.graph import Link, LinkKind, PartKind, Topology, from_json, to_json
+from bpsfast.orchestration.errors import ConfigError
 from tests.sysfs_trees import INSIDES, NAMES
 from tests.sysfs_trees.machine import Machine
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology, from_json, to_json
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology, from_json, to_json
 
 PCIE, NVLINK, SOCKETS = LinkKind.PCIE, LinkKind.NVLINK, LinkKind.SOCKETS
 #: two sockets, a switch with two GPUs at the first, a card at the second; an NVLink beside the switch

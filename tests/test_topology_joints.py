@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology
 from bpsfast.hardware.topology.connections import WORDS, joint
+from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology
 
 PCIE, NVLINK = LinkKind.PCIE, LinkKind.NVLINK
 MACHINE = Topology(

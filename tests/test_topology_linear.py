@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from bpsfast.orchestration.errors import BpsError, ConfigError
 from bpsfast.hardware.topology.linear_program import LinearProgram
+from bpsfast.orchestration.errors import BpsError, ConfigError
 
 
 def test_the_second_goal_is_looked_for_among_the_best_of_the_first():

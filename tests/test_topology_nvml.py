@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.hardware.topology import nvml
-from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind
-from bpsfast.hardware.topology.nvml import NvmlAnswer, Gpu, NvLinks
+from bpsfast.hardware.topology.graph import Link, LinkKind, PartKind
+from bpsfast.hardware.topology.nvml import Gpu, NvLinks, NvmlAnswer
+from bpsfast.orchestration.errors import ConfigError
 
 NAMES = {"a": "gpu0", "b": "gpu1", "c": "gpu2"}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.errors import ConfigError
+from bpsfast.hardware.topology.graph import Part, PartKind, Topology
 from bpsfast.hardware.topology.loads import Traffic
-from bpsfast.hardware.topology.graph import PartKind, Part, Topology
 from bpsfast.hardware.topology.lower_bound import optimum
+from bpsfast.orchestration.errors import ConfigError
 from tests.gpu_machines import GIGA, dgx1, switched
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.errors import ConfigError
-from bpsfast.hardware.topology.loads import Traffic
-from bpsfast.hardware.topology.strategy_solver import choose, rule
 from bpsfast.hardware.topology.discovery import discover
-from bpsfast.hardware.topology.graph import PartKind, Link, LinkKind, Part, Topology
+from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology
+from bpsfast.hardware.topology.loads import Traffic
 from bpsfast.hardware.topology.nearest_socket import plain
+from bpsfast.hardware.topology.strategy_solver import choose, rule
+from bpsfast.orchestration.errors import ConfigError
 from tests.gpu_machines import GIGA, dgx1, load, switched
 from tests.sysfs_trees import INSIDES, NAMES
 from tests.test_topology_choice import EIGHT, machines

@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.hardware.topology.loads import LinkLoads, Traffic
 from bpsfast.hardware.topology.graph import LinkKind
+from bpsfast.hardware.topology.loads import LinkLoads, Traffic
 from bpsfast.hardware.topology.reduction import reduce_to
 from tests.gpu_machines import dgx1, load, switched
 

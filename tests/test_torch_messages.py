@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from bpsfast.collectives import group_factory
-from bpsfast.orchestration.errors import StallError
 from bpsfast.collectives.p2p.send_credit import N_ANNOUNCED, ROOM_NBYTES, cost
+from bpsfast.orchestration.errors import StallError
 from bpsfast.torch.backend.messages import Messages
 from bpsfast.torch.backend.operands import operand
 from bpsfast.trainer import process

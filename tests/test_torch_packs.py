@@ -17,7 +17,7 @@ import bpsfast.torch as bps
 import bpsfast.torch.backend  # noqa: F401
 from bpsfast.orchestration.errors import MismatchError
 from bpsfast.torch.hooks import CompressionState, int8_hook, onebit_hook
-from bpsfast.torch.packs import Gradient, BucketCompletion, _cut
+from bpsfast.torch.packs import BucketCompletion, Gradient, _cut
 from bpsfast.trainer.tensor_input import TensorInput
 from tests.packed_training import SHAPE, again, group, made, train, weights
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 import pytest
 
 from bpsfast import trace
-from bpsfast.orchestration.clock_offset import Point
-from bpsfast.trace import Origin
-from bpsfast.tools.trace.clocks import align
 from bpsfast.base.trace_file import Process
+from bpsfast.orchestration.clock_offset import Point
+from bpsfast.tools.trace.clocks import align
+from bpsfast.trace import Origin
 from tests.trace_records import change, record
 
 

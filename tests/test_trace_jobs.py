@@ -13,8 +13,8 @@ import pytest
 
 import bpsfast
 from bpsfast import trace
-from bpsfast.launch import local_job as launch
 from bpsfast.base.trace_records import CREDIT
+from bpsfast.launch import local_job as launch
 
 _AHEAD_S = 40_000
 

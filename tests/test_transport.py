@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from bpsfast.node import transport
+from bpsfast.base.settings import Settings
 from bpsfast.kernels.codecs import codec_reference
+from bpsfast.node import transport
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import ABORTED, DONE, TIMED_OUT
-from bpsfast.base.settings import Settings
 from bpsfast.trace import Limits
 from tests.two_nodes import KEY, End, connect, declare, order_of
 

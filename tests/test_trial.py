@@ -4,9 +4,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
+from bpsfast.base.settings import Settings
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
 from bpsfast.tools.perf import perf_plan as plans
-from bpsfast.base.settings import Settings
 from bpsfast.tools.tune.perf_options import INCAST, LATENCY, NAMES, ONE_WAY, TWO_WAY, plan_of, rails_of
 from tests.test_knobs import rail, side
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import msgspec
 
-from bpsfast.tools.doctor.finding import passed, skipped, warned
 from bpsfast.hardware.nic_counters import CounterDelta
+from bpsfast.tools.doctor.finding import passed, skipped, warned
 from bpsfast.tools.tune import tunables, tune_text
 from bpsfast.tools.tune.comparison import compare
-from bpsfast.tools.tune.testbed import RailPair
-from bpsfast.tools.tune.search import Tunable, Outcome, TuneStep
 from bpsfast.tools.tune.perf_options import INCAST, LATENCY, ONE_WAY, TWO_WAY
+from bpsfast.tools.tune.search import Outcome, Tunable, TuneStep
+from bpsfast.tools.tune.testbed import RailPair
 from tests import measurement_schemas as schemas
 from tests.test_knobs import rail, side
 

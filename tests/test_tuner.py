@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.trainer.tuning_trials import Decision
-from bpsfast.trainer.tuning_point import TuningPoint
 from bpsfast.trainer import process
 from bpsfast.trainer.gradients import Gradients
+from bpsfast.trainer.tuning_point import TuningPoint
+from bpsfast.trainer.tuning_trials import Decision
 
 pytestmark = pytest.mark.matrix
 

@@ -9,7 +9,15 @@ import msgspec
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, ProtocolError
-from bpsfast.orchestration.priority.group_channel import Begun, Failed, FollowerChannel, Hello, LeaderChannel, Left, Turns
+from bpsfast.orchestration.priority.group_channel import (
+    Begun,
+    Failed,
+    FollowerChannel,
+    Hello,
+    LeaderChannel,
+    Left,
+    Turns,
+)
 from bpsfast.orchestration.priority.turns import Entry
 from tests.line_ends import receive
 

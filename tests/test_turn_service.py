@@ -15,6 +15,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from bpsfast.collectives.turn_service import TurnService
 from bpsfast.orchestration.errors import (
     BusyError,
     ClosedError,
@@ -26,7 +27,6 @@ from bpsfast.orchestration.errors import (
 )
 from bpsfast.orchestration.priority.turns import Entry
 from bpsfast.orchestration.security import curve_pair
-from bpsfast.collectives.turn_service import TurnService
 
 LIMIT_S = 30.0
 

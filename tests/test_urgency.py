@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.priority.credit_queue import CreditQueue
 from bpsfast.base.trace_file import FORMAT, Process
 from bpsfast.base.trace_records import Span
+from bpsfast.orchestration.priority.credit_queue import CreditQueue
 from bpsfast.tools.trace.inversions import examine
 from tests.trace_records import send
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from bpsfast.base.settings import Settings
 from bpsfast.orchestration.messages import Plan, TensorSpec
 from bpsfast.orchestration.placement.partition import plan_units
 from bpsfast.orchestration.store import StoreSpec
-from bpsfast.base.settings import Settings
 from tests.two_nodes import End, connect
 
 MIB = 1 << 20

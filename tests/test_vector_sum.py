@@ -16,9 +16,9 @@ import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
+from bpsfast import kernels
 from bpsfast.base import dtypes, reference_sum
 from bpsfast.kernels import element_ir, sum_ir
-from bpsfast import kernels
 from bpsfast.orchestration import errors
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from bpsfast.base import settings
-from bpsfast.orchestration.errors import ConfigError
-from bpsfast.pyx import verbs as native
 from bpsfast.hardware.verbs import PROVIDERS, provider, pyverbs_provider
 from bpsfast.hardware.verbs.completion_error import CompletionError, raise_failure
 from bpsfast.hardware.verbs.pyverbs_provider import library
 from bpsfast.hardware.verbs.pyverbs_provider.posted_work import RECV, PostedWork, QueueCapacity, Work, WorkQueue
+from bpsfast.orchestration.errors import ConfigError
+from bpsfast.pyx import verbs as native
 
 STUB = Path(__file__).resolve().parents[1] / "pyx" / "verbs.pyi"
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.tools.doctor import verbs_report
-from bpsfast.tools.doctor.verbs_report import OpenedDevice
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import verbs
+from bpsfast.tools.doctor import verbs_report
+from bpsfast.tools.doctor.verbs_report import OpenedDevice
 
 
 def test_this_machine_s_library_or_why_there_is_none() -> None:

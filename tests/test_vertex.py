@@ -8,12 +8,12 @@ import time
 import msgspec
 import pytest
 
+from bpsfast.base.settings import Settings
 from bpsfast.node.runtime import NodeRuntime
+from bpsfast.node.transport.tcp import TcpLink
 from bpsfast.orchestration.errors import StallError
 from bpsfast.orchestration.messages import Recover, Succession
 from bpsfast.pyx.port import DONE
-from bpsfast.base.settings import Settings
-from bpsfast.node.transport.tcp import TcpLink
 from tests.two_nodes import End, connect, declare, order_of
 
 

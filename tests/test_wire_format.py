@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
+from bpsfast.node.transport.rdma import rdma_messages  # whose messages stand there
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.messages import VERSION, Message, Record
 from bpsfast.orchestration.store import StoreSpec
-from bpsfast.node.transport.rdma import rdma_messages  # whose messages stand there
 
 HEADER = Path(__file__).resolve().parents[1] / "pyx" / "wire.h"
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.node.generation import Generation, UnitResources
-from bpsfast.node.regions import Regions
 from bpsfast.node.plan_installer import PlanInstaller
+from bpsfast.node.regions import Regions
+from bpsfast.node.transport.shm import PeerExtents
+from bpsfast.node.transport.tcp import TcpLink
 from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.orchestration.messages import (
     Extent,
@@ -17,8 +19,6 @@ from bpsfast.orchestration.messages import (
     Succession,
     UnitPlan,
 )
-from bpsfast.node.transport.shm import PeerExtents
-from bpsfast.node.transport.tcp import TcpLink
 
 
 @pytest.fixture

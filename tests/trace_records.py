@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bpsfast.trace import Origin, Part, write
 from bpsfast.base.trace_records import KINDS, RECORD, Span
+from bpsfast.trace import Origin, Part, write
 
 NUMBERS = {name: number for number, (name, _) in KINDS.items()}
 

@@ -9,17 +9,17 @@ import threading
 import msgspec
 
 from bpsfast.base.message_socket import MessageSocket
+from bpsfast.base.settings import Settings
 from bpsfast.node.event_loop import EventLoop
-from bpsfast.node.local_rank import LocalRank
 from bpsfast.node.local_listener import LocalListener, bind
+from bpsfast.node.local_rank import LocalRank
 from bpsfast.node.runtime import NodeRuntime
+from bpsfast.node.transport import Epochs, Peering, tcp
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.messages import VERSION, Allocate, Attach, NodeInfo, Plan, TensorSpec, Welcome
-from bpsfast.orchestration.priority.credit_queue import rank_parts
 from bpsfast.orchestration.placement.partition import plan_units
+from bpsfast.orchestration.priority.credit_queue import rank_parts
 from bpsfast.pyx.port import Port
-from bpsfast.base.settings import Settings
-from bpsfast.node.transport import Epochs, Peering, tcp
 
 KEY = bytes(range(16))
 

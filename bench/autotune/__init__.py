@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bpsfast.base.process_mark import folder_prefix
 from bpsfast.bench.harness import table
 from bpsfast.launch.namespaces import netns
-from bpsfast.base.process_mark import folder_prefix
 from bpsfast.orchestration.errors import ConfigError, LackingError, PeerLostError, StallError
 
 STARTS = (64_000, 65_536_000)

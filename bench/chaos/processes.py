@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from bpsfast.base import settings
-from bpsfast.launch.namespaces import FaultyLink
 from bpsfast.launch import daemons, local_job
+from bpsfast.launch.namespaces import FaultyLink
 from bpsfast.launch.processes import Command, Kind
 
 #: Where the scheduler listens on a machine of its own, on which every port is free.

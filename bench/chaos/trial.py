@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from bpsfast.launch.namespaces import FaultyLink, faulty_link
 from bpsfast.base.exit_codes import LEFT_BEHIND
+from bpsfast.launch.namespaces import FaultyLink, faulty_link
 from bpsfast.orchestration.errors import StallError
-from bpsfast.orchestration.scheduler_client import SchedulerClient
 from bpsfast.orchestration.messages import VERSION, Refuse
+from bpsfast.orchestration.scheduler_client import SchedulerClient
 
 from . import elastic_trial
 from .gradients import PARTITION_NBYTES

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import click
 
+from bpsfast.base import command_errors
 from bpsfast.bench import drawn
 from bpsfast.bench.claims import readme, tables
 from bpsfast.bench.claims.claim import Claim
-from bpsfast.base import command_errors
 from bpsfast.orchestration.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,19 +12,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from bpsfast.bench.harness import table
+from bpsfast.base.settings import Settings
 from bpsfast.bench.compressed import report
 from bpsfast.bench.compressed.report import PARTITION_NBYTES, UNCOMPRESSED, Found
 from bpsfast.bench.compressed.step import variant
+from bpsfast.bench.harness import table
 from bpsfast.bench.harness.contestant_group import Group
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row, take_turns
 from bpsfast.launch.namespaces import Cluster, netns
-from bpsfast.tools.planner import catalog
 from bpsfast.node import copy_rate
 from bpsfast.orchestration.errors import ConfigError, LackingError
+from bpsfast.tools.planner import catalog
 from bpsfast.tools.planner.codec_forecast import parse
-from bpsfast.base.settings import Settings
 
 CODECS = ("topk:k=0.01,error_feedback", "randomk:k=0.01,error_feedback", "onebit", "onebit:error_feedback",
           "int8:error_feedback", "float16")

@@ -1,10 +1,10 @@
 """One rank of a process group of torch, by any backend."""
 from __future__ import annotations
 
-from bpsfast.bench.harness import pattern
-from bpsfast.bench.harness.contestant import Operation
 from bpsfast.bench.ddp.collectives import COLLECTIVES, expected
 from bpsfast.bench.ddp.models import MODELS, batch, network
+from bpsfast.bench.harness import pattern
+from bpsfast.bench.harness.contestant import Operation
 
 
 class Member:

@@ -16,10 +16,10 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from bpsfast.bench.harness import table
 from bpsfast.bench.device import report
 from bpsfast.bench.device.parts import PARTS, record
 from bpsfast.bench.device.plan import Plan
+from bpsfast.bench.harness import table
 from bpsfast.bench.harness.option_lists import parse_names
 from bpsfast.bench.harness.size_list import parse_sizes
 from bpsfast.orchestration.errors import ConfigError

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bpsfast.bench.harness.contestant import Operation
 from bpsfast.bench.device.hardware import Hardware, Pinned
+from bpsfast.bench.harness.contestant import Operation
 
 AFTER, BOTH, OUT, IN = "out, then in", "out and in at once", "out", "in"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bpsfast.base.process_mark import folder_prefix
 from bpsfast.bench.device import overlap
 from bpsfast.bench.device.copies import AFTER, BOTH, IN, OUT
 from bpsfast.bench.device.footprint import WAYS
@@ -14,7 +15,6 @@ from bpsfast.bench.device.plan import LEAST_OF_BOUND, MOST_OF_ALONE, Plan
 from bpsfast.bench.device.rank import COPIES, SUMS
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row, take_turns
-from bpsfast.base.process_mark import folder_prefix
 
 Records = list[dict[str, Any]]
 #: Of a rank's answer that is no measurement.

@@ -4,11 +4,11 @@ from __future__ import annotations
 from typing import Any
 
 import bpsfast
-from bpsfast.bench.harness.contestant import Operation
 from bpsfast.bench.device import sums
 from bpsfast.bench.device.beside import Beside
 from bpsfast.bench.device.copies import Copies
 from bpsfast.bench.device.hardware import hardware
+from bpsfast.bench.harness.contestant import Operation
 
 #: What variants of `DeviceRank` begin with: "push_pull of 8", "copies of 8, out" and so on.
 SUMS, COPIES = "push_pull of ", "copies of "

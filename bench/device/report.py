@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from bpsfast.bench.harness import table
 from bpsfast.bench.device.plan import LEAST_OF_BOUND, MOST_OF_ALONE
+from bpsfast.bench.harness import table
 
 Records = Sequence[dict[str, Any]]
 

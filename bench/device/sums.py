@@ -1,9 +1,9 @@
 """push_pull of arrays on a device, in place: one, or several under way at once; until the stream finds the sums."""
 from __future__ import annotations
 
+from bpsfast.bench.device.hardware import Hardware
 from bpsfast.bench.harness import pattern
 from bpsfast.bench.harness.contestant import Operation
-from bpsfast.bench.device.hardware import Hardware
 
 
 def operation(hardware: Hardware, rank: int, size: int, nbytes: int, n: int) -> Operation:

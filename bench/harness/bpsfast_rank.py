@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 import bpsfast
-from bpsfast.bench.push_pull import memory_bound
-from bpsfast.bench.harness import pattern
 from bpsfast.bench.compressed import step
+from bpsfast.bench.harness import memory_bound, pattern
 from bpsfast.bench.harness.contestant import Operation
 from bpsfast.bench.post import ping_pong
 from bpsfast.tools.planner import catalog

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from bpsfast.launch.namespaces import CpuMeter
 from bpsfast.launch.daemons import end, tie_to_parent
+from bpsfast.launch.namespaces import CpuMeter
 from bpsfast.orchestration.errors import PeerLostError, StallError
 
 START_TIMEOUT_S = 300.0

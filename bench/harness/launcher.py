@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from bpsfast.base import settings
-from bpsfast.bench.harness.contestant_group import START_TIMEOUT_S, Group, Start
-from bpsfast.launch.namespaces import Cluster
-from bpsfast.launch import local_job as launch
-from bpsfast.launch.processes import Command, Kind
-from bpsfast.launch.daemons import clean_environment, reserve_port
 from bpsfast.base.process_mark import folder_prefix
+from bpsfast.bench.harness.contestant_group import START_TIMEOUT_S, Group, Start
+from bpsfast.launch import local_job as launch
+from bpsfast.launch.daemons import clean_environment, reserve_port
+from bpsfast.launch.namespaces import Cluster
+from bpsfast.launch.processes import Command, Kind
 
 _LOOPBACK = "127.0.0.1"
 #: In a cluster's namespaces every port is free; each contestant takes the next one of its kind.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bpsfast.bench.harness.contestant_group import Group
-from bpsfast.tools.doctor import shared_cache
 from bpsfast.hardware.host import Host
+from bpsfast.tools.doctor import shared_cache
 
 _BATCH_NBYTES = 192 << 20
 _MAX_BATCH = 200

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bpsfast.bench.harness.table import finish, plain
 from bpsfast.base.process_mark import folder_prefix
+from bpsfast.bench.harness.table import finish, plain
 from bpsfast.orchestration.errors import StallError
 
 from ..chaos.processes import Processes

@@ -25,8 +25,8 @@ import psutil
 from bpsfast.bench.harness import table
 from bpsfast.bench.harness.contestant_group import Group, cpu_s_of
 from bpsfast.bench.harness.launcher import ContestantLauncher
-from bpsfast.launch.namespaces import CpuMeter
 from bpsfast.launch.daemons import tie_to_parent
+from bpsfast.launch.namespaces import CpuMeter
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
 
 #: What the issue of quotas promises.

@@ -18,12 +18,12 @@ from typing import Any
 
 import click
 
-from bpsfast.bench.harness import plots, table
-from bpsfast.bench import schedule
-from bpsfast.bench.paper.expr2 import constants
 from bpsfast.base import command_errors
+from bpsfast.bench import schedule
+from bpsfast.bench.harness import plots, table
+from bpsfast.bench.paper import osdi20, simulated_breakdown as simulated
+from bpsfast.bench.paper.expr2 import constants
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.bench.paper import simulated_breakdown as simulated, osdi20
 
 RESULTS = Path(__file__).parents[1] / "results"
 #: Part of the design -> the row of `bench schedule` that has it and all parts before it.

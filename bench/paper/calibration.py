@@ -9,9 +9,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ...tools.simulator.workload import one_bulk
 from . import osdi20
 from .figures import BULK_NBYTES, OVERHEADS, Constants, Row, run, workload_of
-from ...tools.simulator.workload import one_bulk
 
 #: A search halves its interval until it is this part of where it began.
 _TOLERANCE = 1 / 256

@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from . import osdi20
 from ...tools.simulator.cluster import uniform
-from .figures import Constants, Row, run, workload_of
 from ...tools.simulator.layer_chains import MODELS, build
 from ...tools.simulator.simulation import Options, simulate
 from ...tools.simulator.workload import Workload
+from . import osdi20
+from .figures import Constants, Row, run, workload_of
 
 #: Milliseconds of a step on one V100 at batch 32, and the backward share of it (the authors' slides).
 _SLIDES = {"resnet50": (96.0, 64 / 96), "vgg16": (149.0, 100 / 149)}

@@ -14,15 +14,14 @@ from typing import Any
 
 import click
 
-from bpsfast.bench.paper import optimum
+from bpsfast.base import command_errors
+from bpsfast.base.settings import Settings
+from bpsfast.bench.paper import optimum, osdi20
 from bpsfast.bench.paper.optimum.cells import Cell
 from bpsfast.launch.namespaces import netns
-from bpsfast.base import command_errors
-from bpsfast.tools.planner.model import Model
 from bpsfast.orchestration.placement.shares import Machine, least_time_s
 from bpsfast.tools.planner import prediction as plan
-from bpsfast.base.settings import Settings
-from bpsfast.bench.paper import osdi20
+from bpsfast.tools.planner.model import Model
 from bpsfast.tools.simulator.cluster import Costs, cluster
 from bpsfast.tools.simulator.simulation import Options, simulate
 from bpsfast.tools.simulator.workload import Layer, workload

@@ -19,11 +19,11 @@ import click
 
 from bpsfast import __version__
 from bpsfast.base import command_errors
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.bench.paper import figure_14
 from bpsfast.bench.paper.calibration import Fit
 from bpsfast.bench.paper.figures import Constants, Row
 from bpsfast.bench.paper.intra_machine import IntraMachine
+from bpsfast.orchestration.errors import ConfigError
 
 RESULTS = Path(__file__).parents[1] / "results"
 _PERCENT = f"{100 * figure_14.TOLERANCE:.0f} %"

@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...hardware.topology.loads import Traffic
-from ...hardware.topology.strategy_solver import islands_by_size, choose, islands_of
 from ...hardware.topology.graph import PartKind, Topology
+from ...hardware.topology.loads import Traffic
 from ...hardware.topology.strategy import Strategy
-from . import machines, osdi20
-from .calibration import Fit
+from ...hardware.topology.strategy_solver import choose, islands_by_size, islands_of
 from ...tools.simulator.cluster import Costs, uniform
-from .figures import Constants, Row, run, workload_of
-from .intra_machine import IntraMachine, inside
 from ...tools.simulator.layer_chains import build
 from ...tools.simulator.ring import Ring
 from ...tools.simulator.simulation import Options, simulate
 from ...tools.simulator.workload import Workload
+from . import machines, osdi20
+from .calibration import Fit
+from .figures import Constants, Row, run, workload_of
+from .intra_machine import IntraMachine, inside
 
 #: Machines; no helpers, so each sums an eighth.
 N = 8

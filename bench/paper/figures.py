@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from . import osdi20 as paper
 from ...tools.simulator.cluster import Costs, uniform
 from ...tools.simulator.layer_chains import build
 from ...tools.simulator.ring import Ring
 from ...tools.simulator.simulation import Options, Outcome, simulate
 from ...tools.simulator.workload import Workload, one_bulk
+from . import osdi20 as paper
 
 #: Bytes of the microbenchmark of figure 12, which the paper does not say.
 BULK_NBYTES = 2_048_000_000

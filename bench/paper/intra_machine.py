@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ...orchestration.errors import ConfigError
-from ...hardware.topology.loads import Traffic
 from ...hardware.topology.copies import socket_of
-from ...hardware.topology.graph import PartKind, Link, LinkKind, Topology
+from ...hardware.topology.graph import Link, LinkKind, PartKind, Topology
+from ...hardware.topology.loads import Traffic
 from ...hardware.topology.strategy import Strategy
+from ...orchestration.errors import ConfigError
 from ...tools.simulator.ring import Ring
 
 #: A load below this, in sizes of the gradient, is rounding.

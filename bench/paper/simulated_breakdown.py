@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...orchestration.placement.shares import Machine, optimal_shares
 from ...hardware.topology.loads import Traffic
-from . import machines, osdi20
+from ...orchestration.placement.shares import Machine, optimal_shares
 from ...tools.simulator.cluster import Costs, cluster
+from ...tools.simulator.ring import Ring
+from ...tools.simulator.simulation import Options, simulate
+from . import machines, osdi20
 from .figure_14 import nvlink_way
 from .figures import Constants, run, workload_of
 from .intra_machine import IntraMachine, inside
-from ...tools.simulator.ring import Ring
-from ...tools.simulator.simulation import Options, simulate
 
 N, K = 32, 16
 MODELS = tuple(each.model for each in osdi20.JOBS)

@@ -11,9 +11,9 @@ from typing import Any
 
 from bpsfast.bench.harness import peers, table
 from bpsfast.bench.harness.launcher import ContestantLauncher
-from bpsfast.bench.post.ping_pong import VARIANT
 from bpsfast.bench.harness.samples import Row, find, take_turns
 from bpsfast.bench.harness.size_list import parse_sizes
+from bpsfast.bench.post.ping_pong import VARIANT
 from bpsfast.orchestration.errors import ConfigError
 
 _SIZES, _QUICK_SIZES = "8,4K,64K,1M,16M,64M", "8,1M"

@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from bpsfast.bench.push_pull import one_machine, over_hosts, two_nodes
 from bpsfast.bench.harness import peers, table
 from bpsfast.bench.harness.option_lists import parse_names
-from bpsfast.bench.push_pull.options import Plan
 from bpsfast.bench.harness.size_list import parse_sizes
+from bpsfast.bench.push_pull import one_machine, over_hosts, two_nodes
+from bpsfast.bench.push_pull.options import Plan
 from bpsfast.launch import ssh_job
 from bpsfast.orchestration.errors import ConfigError
 

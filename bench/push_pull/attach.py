@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bpsfast.base.settings import parse_address
 from bpsfast.bench.harness import table
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
-from bpsfast.base.settings import parse_address
 from bpsfast.tools.top.scrape import NotBpsfastError, Scrape, check, scrape
 
 _SECONDS = 10.0

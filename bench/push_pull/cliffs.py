@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bpsfast.bench.push_pull import memory_bound
+from bpsfast.bench.harness import memory_bound
 from bpsfast.tools.doctor import shared_cache
 
 LEAST_SHARE = 0.8

@@ -19,12 +19,12 @@ import numpy as np
 import psutil
 
 import bpsfast
+from bpsfast.base.settings import parse_address
 from bpsfast.bench.harness import samples
+from bpsfast.bench.harness.bpsfast_rank import Ranks
 from bpsfast.bench.harness.contestant import Timer
 from bpsfast.bench.harness.peers import Gloo
-from bpsfast.bench.harness.bpsfast_rank import Ranks
 from bpsfast.launch.daemons import reserve_port
-from bpsfast.base.settings import parse_address
 
 #: What the line of the rows begins with; libraries may print others.
 ROWS_MARK = "bpsfast bench rows: "

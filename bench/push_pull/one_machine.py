@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bpsfast.bench.push_pull import cliffs, memory_bound, steady_state
-from bpsfast.bench.harness import peers, table
+from bpsfast.bench.harness import memory_bound, peers, table
 from bpsfast.bench.harness.contestant_group import Group
 from bpsfast.bench.harness.launcher import ContestantLauncher
-from bpsfast.bench.push_pull.options import Plan
 from bpsfast.bench.harness.samples import Row, best, bound_s, find, take_turns
+from bpsfast.bench.push_pull import cliffs, steady_state
+from bpsfast.bench.push_pull.options import Plan
 from bpsfast.tools.planner import catalog
 
 _LATENCY_NBYTES = 4 << 10

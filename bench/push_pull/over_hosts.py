@@ -7,9 +7,9 @@ from typing import Any
 from bpsfast.base import settings
 from bpsfast.bench.harness import table
 from bpsfast.bench.harness.contestant_group import Group
+from bpsfast.bench.harness.samples import Row, best
 from bpsfast.bench.push_pull.host_rank import ROWS_MARK
 from bpsfast.bench.push_pull.options import Plan
-from bpsfast.bench.harness.samples import Row, best
 from bpsfast.launch import ssh_job
 from bpsfast.launch.output import Output, Sink
 from bpsfast.orchestration.errors import PeerLostError

@@ -4,10 +4,10 @@ from __future__ import annotations
 from typing import Any
 
 from bpsfast.bench.harness import raw_sockets, table
-from bpsfast.bench.push_pull.cliffs import SILENT
 from bpsfast.bench.harness.launcher import ContestantLauncher
-from bpsfast.bench.push_pull.options import Plan
 from bpsfast.bench.harness.samples import Row, best, bound_s, take_turns
+from bpsfast.bench.push_pull.cliffs import SILENT
+from bpsfast.bench.push_pull.options import Plan
 from bpsfast.bench.push_pull.steady_state import python_s_per_partition
 from bpsfast.launch.namespaces import Cluster, netns
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from bpsfast.bench.harness.contestant_group import Group
 from bpsfast.bench.harness.launcher import ContestantLauncher
-from bpsfast.tools.planner import catalog
 from bpsfast.orchestration.placement.shares import Machine, least_time_s
+from bpsfast.tools.planner import catalog
 from bpsfast.tools.simulator.layer_chains import build
 from bpsfast.tools.simulator.workload import Workload, workload
 

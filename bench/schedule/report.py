@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bpsfast.base.settings import Settings
 from bpsfast.bench.harness import table
-from bpsfast.bench.paper.optimum.measurement import MOST_BUSY, busiest
 from bpsfast.bench.harness.samples import Row
+from bpsfast.bench.paper.optimum.measurement import MOST_BUSY, busiest
 from bpsfast.bench.schedule.methods import GLOO_CREDIT_NBYTES, GLOO_PARTITION_NBYTES, PARTITION_NBYTES, WAYS, Setup
 from bpsfast.launch.namespaces import netns
-from bpsfast.base.settings import Settings
 from bpsfast.tools.simulator.cluster import Costs, uniform
 from bpsfast.tools.simulator.ring import Ring
 from bpsfast.tools.simulator.simulation import Options, simulate

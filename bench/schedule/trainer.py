@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from bpsfast.bench.harness.contestant import Operation
-from bpsfast.bench.schedule.timed_network import TimedLayer, data, network
 from bpsfast.bench.schedule.methods import divided
+from bpsfast.bench.schedule.timed_network import TimedLayer, data, network
 from bpsfast.tools.simulator.workload import Workload
 
 _LEARNING_RATE, _MOMENTUM = 0.5, 0.9

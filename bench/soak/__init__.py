@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 
-from bpsfast.bench.harness.table import finish, plain
 from bpsfast.base.process_mark import folder_prefix
+from bpsfast.bench.harness.table import finish, plain
 
-from ..harness.cpu_load import CpuLoad
 from ..chaos.processes import Processes
+from ..harness.cpu_load import CpuLoad
 
 #: The first part of the time, in which caches fill and memory is touched for the first time.
 _WARM_UP = 0.2

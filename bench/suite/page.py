@@ -5,8 +5,8 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bpsfast.bench.push_pull import cliffs
 from bpsfast.bench.harness import plots
+from bpsfast.bench.push_pull import cliffs
 from bpsfast.bench.suite.pieces import Outcome
 from bpsfast.bench.suite.verdicts import Verdict
 

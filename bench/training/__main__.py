@@ -6,10 +6,10 @@ import time
 
 import click
 
+from bpsfast.base import command_errors
 from bpsfast.bench import training
 from bpsfast.bench.training import backends
 from bpsfast.bench.training.models import MODELS, SIZES
-from bpsfast.base import command_errors
 
 
 @click.command()

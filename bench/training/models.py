@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from bpsfast.tools.planner import catalog
 from bpsfast.orchestration.errors import ConfigError
+from bpsfast.tools.planner import catalog
 
 if TYPE_CHECKING:
     from torch import nn

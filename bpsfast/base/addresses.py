@@ -8,10 +8,10 @@ import socket
 import time
 from collections.abc import Iterable
 
+from ..launch.process_role import format_address, is_loopback
 from ..orchestration.errors import ConfigError, StallError
 from ..orchestration.host_lookup import Lookup, is_address, resolve
 from .settings import Settings
-from ..launch.process_role import format_address, is_loopback
 
 _log = logging.getLogger("bpsfast.reach")
 _TIMEOUT_S = 2.0

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
+from ..orchestration.errors import BpsError
 from . import logs
 from .exit_codes import ENVIRONMENT, FAILED, OK, TIMEOUT, USAGE, WORDS, WORDS_OF_RUN, code_of, words_of
-from ..orchestration.errors import BpsError
 
 __all__ = ["ENVIRONMENT", "FAILED", "OK", "TIMEOUT", "USAGE", "WORDS", "WORDS_OF_RUN", "code_of", "exit_on_error",
            "words_of"]

@@ -18,13 +18,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from . import logs, profile as profiles, value_formats
-from .byteps_variables import ALIASES, Translated, clamped, report, translate
 from ..hardware import numa
-from . import rdma_device_list
 from ..hardware.rdma_devices import PATH_MTUS
 from ..orchestration.errors import ConfigError
 from ..orchestration.placement.assignment import check_policy
+from . import logs, profile as profiles, rdma_device_list, value_formats
+from .byteps_variables import ALIASES, Translated, clamped, report, translate
 
 PREFIX = "BPSFAST_"
 _KEY = "BPSFAST_JOB_KEY"

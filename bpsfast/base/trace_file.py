@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .process_identity import boot_id
 from ..orchestration.clock_offset import Point
 from ..orchestration.errors import ConfigError
 from . import trace_chrome
+from .process_identity import boot_id
 from .trace_records import DETAILS, Part, Span, spans
 
 FORMAT = "bpsfast process 1"

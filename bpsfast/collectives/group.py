@@ -25,16 +25,16 @@ from ..orchestration.errors import (
     UnsupportedError,
 )
 from ..orchestration.placement.partition import OPS
-from .p2p import message_collectives
 from ..pyx.port import copy
 from ..trainer.chunk_descriptors import CHUNK_DTYPE
 from ..trainer.tensor_input import TensorInput
 from .chunk_stream import TICKETS, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
+from .p2p import message_collectives
 
 if TYPE_CHECKING:
-    from .p2p.endpoint import P2PEndpoint
     from ..trainer.session import Session
     from ..trainer.unit import Unit
+    from .p2p.endpoint import P2PEndpoint
 
 #: Bytes of what each member called that are shown to all after a mismatch.
 _SAID_NBYTES = 128

@@ -19,24 +19,24 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .byte_strings import broadcast_bytes
-from ..orchestration.errors import BpsError, DeviceError
-from ..orchestration.priority.turns import Entry
-from .turn_service import Finish, TurnService
-from ..gpu.copy_to_device import CopyToDevice
 from ..gpu.communicator import IslandRange, communicator
-from ..trainer.gpu.device_round import DeviceRound
+from ..gpu.copies import DeviceCopy, ResultCopy
+from ..gpu.copy_to_device import CopyToDevice
 from ..gpu.copy_to_host import CopyToHost
 from ..gpu.device import Device, Event, Stream
-from ..gpu.copies import ResultCopy, DeviceCopy
-from .machine_routes import agree, island_group
 from ..gpu.partition_copy import PartitionCopy, cut
+from ..orchestration.errors import BpsError, DeviceError
+from ..orchestration.priority.turns import Entry
+from ..trainer.gpu.device_round import DeviceRound
+from .byte_strings import broadcast_bytes
 from .island_routes import IslandRoutes
+from .machine_routes import agree, island_group
+from .turn_service import Finish, TurnService
 
 if TYPE_CHECKING:
+    from ..trainer.gpu.devices import DeviceBytes, Devices
     from ..trainer.session import Session
     from ..trainer.unit import Unit
-    from ..trainer.gpu.devices import DeviceBytes, Devices
 
 log = logging.getLogger("bpsfast.gpu")
 _NO_CREDIT = 1 << 62  # turns are only an order: the island's stream keeps what is enqueued

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .byte_strings import all_gather_bytes, broadcast_bytes
-from .group import Group
-from ..orchestration.errors import BpsError, ConfigError, error_of
+from ..gpu.device import Device
+from ..gpu.host import HostDevice
 from ..hardware.topology import discovery
 from ..hardware.topology.decision import strategy_of
 from ..hardware.topology.graph import PartKind
 from ..hardware.topology.subsets import of_host, with_gpus
-from ..gpu.device import Device
-from ..gpu.host import HostDevice
+from ..orchestration.errors import BpsError, ConfigError, error_of
+from .byte_strings import all_gather_bytes, broadcast_bytes
+from .group import Group
 from .island_routes import IslandRoutes, routes, shared_routes
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from datetime import timedelta
 import msgspec
 
 from ..base.process_identity import network_id
+from ..base.settings import Settings, parse_address
 from ..launch import rendezvous
 from ..launch.elastic_service import elastic_key
 from ..launch.process_role import given_key
 from ..orchestration import errors, security
-from ..orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, StallError
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.protocol import (
     Come,
@@ -36,7 +36,7 @@ from ..orchestration.elastic.protocol import (
     Want,
     connect,
 )
-from ..base.settings import Settings, parse_address
+from ..orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, StallError
 from ..trainer import process
 
 _log = logging.getLogger("bpsfast.elastic")

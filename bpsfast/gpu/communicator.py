@@ -10,9 +10,9 @@ from .device import Device, Event, Stream
 from .host import HostDevice
 
 if TYPE_CHECKING:
+    from ..base.settings import Settings
     from ..collectives.group import Group
     from ..orchestration.codec import CodecSpec
-    from ..base.settings import Settings
 
 #: ncclDataType_t of what islands sum; others have none.
 DTYPES = {"int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}

@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
+from .copies import CopyThread, ResultCopy
 from .device import Device, Event, OwnStream, Stream
-from .copies import ResultCopy, CopyThread
 from .partition_copy import PartitionCopy
 
 #: Where nothing is complete the thread waits for the oldest partition, so long, before it looks for others.

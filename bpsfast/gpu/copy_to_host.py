@@ -13,9 +13,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from .copies import CopyThread, DeviceCopy
 from .copy_to_device import CopyToDevice
 from .device import Device, Event, Stream
-from .copies import CopyThread, DeviceCopy
 from .partition_copy import PartitionCopy
 
 #: So much is in the air at once, and at least so many partitions: one lands while the other flies.

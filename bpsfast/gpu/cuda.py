@@ -15,7 +15,7 @@ from typing import Any
 
 from ..orchestration.errors import DeviceError, UnsupportedError
 from . import cuda_driver
-from .device import Event, DeviceLocation, SharedMemory
+from .device import DeviceLocation, Event, SharedMemory
 
 _TO_DEVICE, _TO_HOST, _WITHIN = 1, 2, 3  # cudaMemcpyKind
 _PORTABLE, _READ_ONLY = 0x01, 0x08  # cudaHostRegister flags

@@ -19,7 +19,7 @@ import numpy as np
 from ..orchestration.errors import DeviceError
 from ..pyx.pages import Segment
 from ..pyx.port import copy
-from .device import Event, DeviceLocation, SharedMemory, Stream
+from .device import DeviceLocation, Event, SharedMemory, Stream
 
 #: How long `close` waits for a stream's thread, which may be inside the user's work.
 _CLOSE_S = 5.0

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import numpy as np
 
-from ..collectives.byte_strings import all_gather_bytes
 from ..base.dtypes import TABLE
+from ..base.reference_sum import reduce
+from ..collectives.byte_strings import all_gather_bytes
 from ..orchestration.errors import DeviceError, StallError
 from ..pyx.port import copy
-from ..base.reference_sum import reduce
 from .cuda import CudaDevice, CudaStream, cupy
 from .device import Stream
 from .host import HostStream

@@ -4,9 +4,9 @@ from __future__ import annotations
 from functools import cached_property
 
 from . import gids, interfaces, numa
-from .rdma_devices import Port, RdmaDevice, rdma_devices
-from .kernel import Kernel
 from .interfaces import Netdev
+from .kernel import Kernel
+from .rdma_devices import Port, RdmaDevice, rdma_devices
 from .sysfs import Tree
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from . import ping, ethtool, netlink
+from . import ethtool, netlink, ping
 from .netlink import Address, Route
 
 Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface

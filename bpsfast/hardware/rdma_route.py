@@ -19,13 +19,13 @@ import ipaddress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..base import rdma_device_list
 from ..orchestration.errors import ConfigError, UnsupportedError
 from . import gids
-from ..base import rdma_device_list
-from .rdma_devices import Port, RdmaDevice
 from .gids import Gid
 from .host import Host
 from .netlink import Address, Route
+from .rdma_devices import Port, RdmaDevice
 from .sysfs import natural
 
 #: driver -> what cannot be done with it, for devices that are no RC devices although they are RDMA devices

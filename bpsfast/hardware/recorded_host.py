@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from ..orchestration.errors import ConfigError
-from .ping import PingResult
 from .host import Host
 from .kernel import Interface, Kernel
 from .netlink import Address, Route
+from .ping import PingResult
 from .sysfs import Tree
 
 ANSWERS = "answers.json"

@@ -20,7 +20,7 @@ import torch
 
 from ..orchestration.errors import BusyError, UnsupportedError
 from ..torch.compression import CompressionLike
-from ..torch.exchange import Exchange, retire_unused, retire_later, is_reduced_by_another
+from ..torch.exchange import Exchange, is_reduced_by_another, retire_later, retire_unused
 from ..torch.gradient_hooks import unfrozen
 from ..trainer.gradients import Gradients
 from . import runtime

@@ -15,7 +15,7 @@ import torch
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..torch.compression import parted
 from ..torch.local_momentum import has_momentum
-from ..torch.optimizer_wrapper import OptimizerWrapper, user_step, check_passes, members_of, owned, parameters_of, wrap
+from ..torch.optimizer_wrapper import OptimizerWrapper, check_passes, members_of, owned, parameters_of, user_step, wrap
 from . import runtime
 from .compression import Compression
 from .gradient_exchange import DenseExchange

@@ -15,7 +15,7 @@ from ..trainer import process
 from ..trainer.session import Session
 from .errors import NotInitializedError
 from .meeting import meet
-from .service import Operation, NegotiationService
+from .service import NegotiationService, Operation
 from .timeline import Timeline
 
 if TYPE_CHECKING:

@@ -10,17 +10,6 @@ Operations are matched by name, in whatever order each rank begins its own.
 from __future__ import annotations
 
 from .allgather_ops import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from .collective_ops import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
 from .alltoall_ops import alltoall, alltoall_async
 from .basics import (
     ccl_built,
@@ -47,6 +36,17 @@ from .basics import (
     stop_timeline,
 )
 from .broadcast_ops import broadcast, broadcast_, broadcast_async, broadcast_async_
+from .collective_ops import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
 from .compression import Compression
 from .errors import HorovodInternalError
 from .handle import poll, synchronize

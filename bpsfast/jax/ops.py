@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..compression.choice import Choice, check_choice, chosen, chosen_among
 from ..base.dtypes import wire_name
+from ..compression.choice import Choice, check_choice, chosen, chosen_among
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import process
-from ..trainer.bundle import Leaf
 from ..trainer.arguments import averages
+from ..trainer.bundle import Leaf
 from . import device_arrays, primitive
 from .leaf_names import names_of
 from .push_pull_call import PushPullCall

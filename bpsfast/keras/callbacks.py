@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from ..orchestration.errors import ConfigError
-from ..trainer import process, handle as operations
+from ..trainer import handle as operations, process
 from ..trainer.broadcaster import check_root
 from .learning_rate_callbacks import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,

@@ -8,8 +8,8 @@ import torch
 
 from ..torch.ops import device_tensor_memory, wire_dtype_name
 from ..trainer import process
-from ..trainer.process import barrier as barrier, init as init, shutdown as shutdown
 from ..trainer.gradients import Gradients
+from ..trainer.process import barrier as barrier, init as init, shutdown as shutdown
 from ..trainer.session import Session
 from ..trainer.tensor_input import TensorInput
 from .gradient_set import GradientSet

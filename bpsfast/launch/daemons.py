@@ -24,16 +24,15 @@ from pathlib import Path
 
 import msgspec
 
-from ..base import logs
+from ..base import logs, process_mark
 from ..base.exit_codes import FAILED, code_of_daemon
+from ..base.settings import Settings, environment, fingerprint, parse_address, take_job_key
+from ..hardware.affinity.binding import unbound_cpus
 from ..hardware.affinity.device_threads import on_cores
 from ..orchestration.errors import ConfigError, error_of
-from ..hardware.affinity.binding import unbound_cpus
-from ..base.settings import Settings, environment, fingerprint, parse_address, take_job_key
-from ..base import process_mark
-from .restarter import Restarter
-from .process_role import ProcessRole, is_loopback, job_key, default_node_id
 from .die_with_parent import VARIABLE as LAUNCHER_VARIABLE
+from .process_role import ProcessRole, default_node_id, is_loopback, job_key
+from .restarter import Restarter
 
 _log = logging.getLogger("bpsfast.daemons")
 
@@ -173,7 +172,7 @@ def run_node(settings: Settings, is_awaited: bool = False) -> int:
     *is_awaited*: by a rank that started it, and cannot end before.
     """
     # kernels and the engine: ranks and the launcher, which load this file too, do without them
-    from ..node import main as node, cpu_quota
+    from ..node import cpu_quota, main as node
 
     if not settings.scheduler:
         raise ConfigError("the node must know where the scheduler is: set BPSFAST_SCHEDULER (--scheduler host:port)")
@@ -188,9 +187,9 @@ def run_node(settings: Settings, is_awaited: bool = False) -> int:
 def run_scheduler(settings: Settings) -> int:
     """Be the scheduler until the job is over; return the exit code. SIGTERM and SIGINT abort the job in words."""
     from .. import __version__
-    from ..orchestration.zmq_connections import interface
-    from ..orchestration.job.job_settings import JobSettings
     from ..orchestration.failover.scheduler import Scheduler
+    from ..orchestration.job.job_settings import JobSettings
+    from ..orchestration.zmq_connections import interface
 
     if settings.num_nodes < 1 and settings.size < 1:
         raise ConfigError("the scheduler must know how many machines have ranks: set BPSFAST_NUM_NODES (--num-nodes), "

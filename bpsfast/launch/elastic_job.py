@@ -15,21 +15,21 @@ from pathlib import Path
 
 import msgspec
 
+from ..base.settings import Settings, environment, parse_address
 from ..orchestration import security
-from ..orchestration.errors import ConfigError, PeerLostError, StallError
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.coordinator import ElasticRules
 from ..orchestration.elastic.protocol import Add, Added, Hello
+from ..orchestration.errors import ConfigError, PeerLostError, StallError
 from ..orchestration.unreadable import DECODE_ERRORS
-from ..base.settings import Settings, environment, parse_address
-from .processes import Command, Kind, thread_defaults
-from .worker_pool import WorkerPool, worker
 from .daemons import clean_environment
-from .local_job import JobShape, check_program
 from .elastic_service import ElasticService, elastic_key
+from .local_job import JobShape, check_program
 from .output import Output
 from .process_role import given_key
+from .processes import Command, Kind, thread_defaults
 from .supervisor import Limits, Supervisor
+from .worker_pool import WorkerPool, worker
 
 _LOOPBACK = "127.0.0.1"
 

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..orchestration import security
-from ..orchestration.errors import ProtocolError
 from ..orchestration.elastic import protocol as line_of
-from ..orchestration.elastic.coordinator import Exclude, Fail, Form, ElasticCoordinator, ElasticRules
+from ..orchestration.elastic.coordinator import ElasticCoordinator, ElasticRules, Exclude, Fail, Form
 from ..orchestration.elastic.protocol import (
     Add,
     Added,
@@ -33,6 +32,7 @@ from ..orchestration.elastic.protocol import (
     Wait,
     Want,
 )
+from ..orchestration.errors import ProtocolError
 from .process_role import format_address
 
 _log = logging.getLogger("bpsfast.muster")

@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..base import logs
-from ..base.exit_codes import ABORTED
-from .processes import Kind, Process, EndReport
 from ..base.end_reports import End
+from ..base.exit_codes import ABORTED
 from .duplicate_output import CHAINED, TRACEBACK
 from .output import Transcript
+from .processes import EndReport, Kind, Process
 
 #: What a process says that ended only because another one did: it is not the cause, whatever it says after that.
 _CONSEQUENCE = re.compile(

@@ -18,15 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from ..base import logs
-from .namespaces.cluster import Cluster, Machine
-from ..orchestration.errors import ConfigError
-from ..base.settings import Settings, environment
-from . import roles
-from .processes import Command, Kind, thread_defaults
-from .daemons import clean_environment, reserve_master_port, reserve_port, run_node, run_scheduler
-from .restarter import N_RESTARTS
-from .output import Output
 from ..base.addresses import configured_host
+from ..base.settings import Settings, environment
+from ..orchestration.errors import ConfigError
+from . import roles
+from .daemons import clean_environment, reserve_master_port, reserve_port, run_node, run_scheduler
+from .namespaces.cluster import Cluster, Machine
+from .output import Output
+from .processes import Command, Kind, thread_defaults
+from .restarter import N_RESTARTS
 from .supervisor import Limits, Supervisor
 
 _KEY = "BPSFAST_JOB_KEY"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from ..base import logs
-from .duplicate_output import Folder, DuplicateOutput
+from .duplicate_output import DuplicateOutput, Folder
 from .output_stream import OutputStream, is_one
 
 _TAIL_LINES = 200

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
+from ..base.job_key import machine_secret
+from ..base.settings import Settings, parse_address
 from ..orchestration import security
 from ..orchestration.errors import ConfigError
-from ..base.settings import Settings, parse_address
-from ..base.job_key import machine_secret
 
 _log = logging.getLogger("bpsfast.roles")
 _ANY_NODE = Settings().node_id

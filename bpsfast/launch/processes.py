@@ -20,9 +20,9 @@ from typing import IO, Any, NamedTuple, Protocol
 import msgspec
 
 from ..base import process_mark
+from ..base.end_reports import Reports
 from . import die_with_parent
 from .daemons import clean_environment, describe_exit, tie_to_parent
-from ..base.end_reports import Reports
 from .output import Sink
 
 #: How long what was sent SIGKILL may take to end; then it is given up: it is another user's, or waits in the kernel.

@@ -30,9 +30,9 @@ from ..base.exit_codes import NOT_EXECUTABLE
 from ..orchestration.errors import ProtocolError
 from ..orchestration.host_lookup import resolve
 from . import remote_protocol as messages
-from .processes import LocalProcess, LocalProcesses, Command, Kind, Process, thread_defaults, watch
 from .daemons import clean_environment, reserve_master_port, reserve_port
 from .pipe_connection import PipeConnection
+from .processes import Command, Kind, LocalProcess, LocalProcesses, Process, thread_defaults, watch
 
 #: After which the launcher counts as gone; it, or the connection to it, may be stopped for so long.
 SILENCE_S = 60.0

@@ -17,11 +17,11 @@ from .. import __version__
 from ..base.exit_codes import LOST_HOST
 from ..orchestration.errors import BpsError, MismatchError, ProtocolError, StallError
 from . import remote_protocol as messages, ssh as ssh_
-from .processes import AFTER_SIGKILL_S, Command, EndReport, watch
 from .daemons import describe_exit, tie_to_parent
 from .host_list import Host
-from .pipe_connection import PipeConnection
 from .output import Output, Sink
+from .pipe_connection import PipeConnection
+from .processes import AFTER_SIGKILL_S, Command, EndReport, watch
 from .remote_agent import PULSE_S
 from .ssh import Ssh
 

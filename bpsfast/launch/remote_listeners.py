@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 
 from ..orchestration.errors import PeerLostError, StallError
-from .processes import Command, Kind, Process
-from .remote_hosts import RemoteHosts
 from .host_list import Host
 from .output import Output, Sink
+from .processes import Command, Kind, Process
+from .remote_hosts import RemoteHosts
 from .ssh import Ssh
 
 _NO_NEWS_S = 60.0

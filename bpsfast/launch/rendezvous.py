@@ -28,15 +28,15 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from ..base.addresses import configured_host, default_route_host, route_source
+from ..base.job_key import machine_secret
 from ..base.process_identity import network_id
+from ..base.settings import Settings, parse_address
 from ..orchestration import errors, security
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
 from ..orchestration.unreadable import DECODE_ERRORS
-from ..base.settings import Settings, parse_address
 from .daemons import reserve_port
-from ..base.job_key import machine_secret
 from .process_role import ProcessRole, check_insecure, format_address, given_key, is_loopback, job_key, local_key
-from ..base.addresses import configured_host, default_route_host, route_source
 
 log = logging.getLogger("bpsfast.roles")
 

@@ -37,9 +37,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ..base.addresses import configured_host
+from ..base.settings import Settings
 from ..orchestration import security
 from ..orchestration.errors import ConfigError
-from ..base.settings import Settings
 from .environments import slurm
 from .environments.byteps import BYTEPS, is_local_job as is_local_job
 from .environments.environment import Environment
@@ -56,7 +57,6 @@ from .process_role import (
     job_key as job_key,
     scheduler_port as scheduler_port,
 )
-from ..base.addresses import configured_host
 
 _log = logging.getLogger("bpsfast.roles")
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from ..orchestration.errors import ConfigError
 from ..base.settings import Settings
+from ..orchestration.errors import ConfigError
 from . import local_job
-from .processes import Command
 from .daemons import clean_environment
-from .remote_hosts import RemoteHosts
 from .host_list import Host
 from .output import Output
 from .process_role import given_key
+from .processes import Command
+from .remote_hosts import RemoteHosts
 from .ssh import Ssh
 from .supervisor import Limits, Supervisor
 

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import msgspec
 
-from .namespaces import netns
 from ..base import process_mark
-from .die_with_parent import VARIABLE
 from ..orchestration.errors import BpsError
+from .die_with_parent import VARIABLE
+from .namespaces import netns
 
 _FOLDER = re.compile(r"bpsfast-[a-z]+-(\d+\.\d+\.[0-9a-f]{8})-\w+")
 #: Why a namespace is still there.

@@ -20,12 +20,12 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ..base.exit_codes import FAILED, JOB_TIMEOUT, LEFT_BEHIND, OK
-from .first_failure import Failures, traceback_of
-from .processes import AFTER_SIGKILL_S, LocalProcesses, Command, Kind, ProcessHost, Process, watch
-from .worker_pool import WorkerPool, member_of
 from .elastic_service import End, Order, Stop
+from .first_failure import Failures, traceback_of
 from .output import Output, Sink, Transcript
+from .processes import AFTER_SIGKILL_S, Command, Kind, LocalProcesses, Process, ProcessHost, watch
 from .ssh import SILENT_HOST_S
+from .worker_pool import WorkerPool, member_of
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: How long a launcher that was told to end waits for the reader of its last lines.

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from .processes import Command, Process
 from .elastic_service import ElasticService, Order, Replace, Start
+from .processes import Command, Process
 
 _MEMBER = "BPSFAST_MEMBER"
 _NODE = "BPSFAST_NODE_ID"

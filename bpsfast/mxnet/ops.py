@@ -10,7 +10,7 @@ from ..compression import from_byteps
 from ..compression.choice import Choice
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import UnsupportedError
-from ..trainer import process, handle as operations
+from ..trainer import handle as operations, process
 from ..trainer.broadcaster import broadcast
 from .memory import memory_of
 

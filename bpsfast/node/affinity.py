@@ -5,14 +5,14 @@ import logging
 import os
 from collections.abc import Sequence
 
+from ..base.settings import Settings
 from ..hardware import numa
+from ..hardware.affinity import cores, locality
+from ..hardware.affinity.binding import ThreadBinding
+from ..hardware.affinity.memory import NumaMemory
+from ..hardware.affinity.plan import AffinityOptions, CpuAffinity, Rank, plan_node, plan_ranks, with_allowed_memory
 from ..hardware.host import Host
 from ..orchestration.messages import Attach
-from ..hardware.affinity import cores, locality
-from ..hardware.affinity.memory import NumaMemory
-from ..hardware.affinity.binding import ThreadBinding
-from ..hardware.affinity.plan import Rank, CpuAffinity, AffinityOptions, with_allowed_memory, plan_node, plan_ranks
-from ..base.settings import Settings
 
 log = logging.getLogger("bpsfast.node")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+from ..base.settings import Settings
 from ..hardware import nic_speed
 from ..hardware.host import Host
-from ..base.settings import Settings
 from . import copy_rate
 
 log = logging.getLogger("bpsfast.node")

@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from ..pyx.port import copy
 from ..base.settings import Settings
+from ..pyx.port import copy
 
 #: Of each buffer: a partition's, which the caches keep from one copy to the next, as they keep what was just summed.
 _NBYTES = 4 << 20

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from ..base.settings import Settings
 from ..hardware import numa
 from ..hardware.affinity.device_threads import for_each_thread
 from ..hardware.sysfs import Tree
 from ..orchestration.errors import ConfigError
-from ..base.settings import Settings
 
 log = logging.getLogger("bpsfast.node")
 

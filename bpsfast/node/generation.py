@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from ..orchestration.codec import CodecSpec
 from ..orchestration.messages import Extent, PartPlan, Plan, UnitPlan, UnitReady
 from .codec_state import CodedPart
-from .regions import Arena, Place, page_round
 from .parameter_stores import ParameterStore
+from .regions import Arena, Place, page_round
 
 
 def is_of(unit: UnitPlan, ranks: Sequence[int]) -> bool:

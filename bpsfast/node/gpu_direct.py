@@ -11,16 +11,16 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from ..base.settings import Settings
+from ..hardware.topology import discovery
+from ..hardware.topology.gpu_direct import why_not
 from ..orchestration.errors import BpsError, CapacityError, ConfigError, UnsupportedError
 from ..orchestration.messages import PartPlan, ShareDevice, UnitPlan
 from ..orchestration.placement.rows import ROWS
 from ..pyx.pages import Shadow
-from ..base.settings import Settings
-from ..hardware.topology import discovery
-from ..hardware.topology.gpu_direct import why_not
+from .regions import Chunk, Regions
 from .transport import Link
 from .transport.rdma import Rails, RdmaLink
-from .regions import Chunk, Regions
 
 log = logging.getLogger("bpsfast.node")
 

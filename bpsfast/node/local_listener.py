@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable
 
 from ..base import message_socket
-from ..base.message_socket import MAX_NBYTES, MessageSocket
 from ..base.exit_codes import FAILED, OK, code_of_daemon
+from ..base.message_socket import MAX_NBYTES, MessageSocket
+from ..base.rate_limited_log import RateLimitedLog
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.handshakes import RECHECK_S, HandshakeLimiter
 from ..pyx.pages import Segment
-from ..base.rate_limited_log import RateLimitedLog
-from .transport import Epochs, shm
 from .event_loop import EventLoop
 from .local_rank import check_proof, check_user
+from .transport import Epochs, shm
 
 log = logging.getLogger("bpsfast.node")
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..base import message_socket
 from ..base.message_socket import MessageSocket
+from ..hardware.affinity.plan import CpuAffinity
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, ProtocolError
 from ..pyx import ring
 from ..pyx.pages import Segment
-from ..hardware.affinity.plan import CpuAffinity
 from .regions import Arena, Chunk, Regions
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..base.message_socket import MessageSocket
+from ..base.settings import Settings
 from ..hardware import numa
 from ..orchestration import messages
 from ..orchestration.errors import (
@@ -18,12 +19,11 @@ from ..orchestration.errors import (
     PeerLostError,
     ProtocolError,
 )
-from ..base.settings import Settings
+from .affinity import NodeAffinity
 from .event_loop import EventLoop
 from .generation import Generation
-from .local_rank import LocalRank, check_attach
 from .local_listener import refuse
-from .affinity import NodeAffinity
+from .local_rank import LocalRank, check_attach
 from .plan_installer import PlanInstaller
 
 if TYPE_CHECKING:

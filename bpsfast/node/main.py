@@ -24,32 +24,31 @@ import zmq
 
 from .. import __version__
 from ..base import logs
-from . import transport
-from ..base.exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
-from ..base.end_reports import report
-from ..launch.process_role import is_loopback
 from ..base.addresses import local_host, unreachable_hint
+from ..base.end_reports import report
+from ..base.exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
+from ..base.settings import Settings, fingerprint, parse_address
 from ..hardware.host import Host
+from ..launch.process_role import is_loopback
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
-from ..orchestration.scheduler_client import SchedulerClient
 from ..orchestration.failover.control_log import ControlLog
-from ..base.settings import Settings, fingerprint, parse_address
+from ..orchestration.scheduler_client import SchedulerClient
 from ..trainer.attachment import error_of
-from .transport import Epochs, tcp
-from . import metrics, local_listener, capacity
+from . import capacity, local_listener, metrics, transport
+from .affinity import NodeAffinity
 from .counters import told
 from .event_loop import EventLoop
 from .local_ranks import LocalRanks
-from .scheduler_failover import SchedulerFailover
+from .metrics_collector import Reading, Status
 from .peers import GRACE_S, Peers
 from .plans import Plans
-from .metrics_collector import Reading, Status
 from .recovery import Recovery
 from .regions import PAGE_NBYTES
-from .affinity import NodeAffinity
-from .stop_signals import StopSignals
 from .runtime import NodeRuntime
+from .scheduler_failover import SchedulerFailover
+from .stop_signals import StopSignals
+from .transport import Epochs, tcp
 
 log = logging.getLogger("bpsfast.node")
 

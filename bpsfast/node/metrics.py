@@ -23,8 +23,8 @@ from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 
-from ..orchestration.errors import ConfigError
 from ..base.settings import Settings
+from ..orchestration.errors import ConfigError
 from .event_loop import EventLoop
 from .metrics_collector import Collector, Reading, Status
 

@@ -21,13 +21,13 @@ from ..orchestration.placement.rows import ROWS
 from ..orchestration.rounds import after
 from ..pyx.engine import NOBODY, Engine
 from ..pyx.pages import Segment
-from .transport import Link, WireLink, wire
-from .transport.shm import ShmLink
 from .dispatch import ResultResend
 from .generation import Generation, UnitResources
-from .unit_installer import UnitInstaller, bind
-from .regions import Place, Regions, page_round
 from .partition_role import PartitionRole
+from .regions import Place, Regions, page_round
+from .transport import Link, WireLink, wire
+from .transport.shm import ShmLink
+from .unit_installer import UnitInstaller, bind
 
 #: Of what has not come an error names so many.
 _N_NAMED = 4

@@ -39,7 +39,7 @@ class PartCodec(NamedTuple):
 
 def part_codec(spec: CodecSpec, dtype: str, n_elements: int) -> PartCodec:
     """Return the codec of a partition of *n_elements* of *dtype*, without memory. Compiles its kernels if need be."""
-    from ..kernels.codecs import flags, codec_kernels
+    from ..kernels.codecs import codec_kernels, flags
 
     width = codec.width_of(dtype)
     at = codec_kernels.addresses(spec, dtype)

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from ..orchestration.codec import width_of
 from ..orchestration.messages import NodeInfo, PartPlan, Plan, UnitPlan
 from ..orchestration.placement.partition import ITEM_NBYTES
-from .transport import Link, wire
-from .members import Members, members_of
-from .regions import page_round
 from .gpu_direct import GpuDirect
+from .members import Members, members_of
 from .parameter_stores import kept_nbytes
+from .regions import page_round
+from .transport import Link, wire
 
 
 class PartitionRole:

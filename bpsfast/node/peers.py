@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..base.settings import Settings
 from ..orchestration import messages
 from ..orchestration.errors import PeerLostError, ProtocolError
 from ..orchestration.placement import forecast, rates
 from ..pyx.engine import NOBODY
-from ..base.settings import Settings
-from .transport import Epochs, Link, Peering, TalkingLink, nic_probe, shm, talking
-from .reconnects import Reconnects
 from .event_loop import EventLoop
 from .local_ranks import LocalRanks
-from .plans import Plans
 from .metrics_collector import Member
+from .plans import Plans
+from .reconnects import Reconnects
+from .transport import Epochs, Link, Peering, TalkingLink, nic_probe, shm, talking
 
 if TYPE_CHECKING:
     from .main import Node

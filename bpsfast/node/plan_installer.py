@@ -16,17 +16,17 @@ from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, Recover, 
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
 from ..trace import Part
-from .transport import Link, wire
-from .transport.rdma import PeerSlots, RdmaLink
-from .transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
 from .codec_state import CodedState
 from .generation import Generation, UnitResources
-from .unit_installer import UnitInstaller, kernel
-from .regions import Chunk, Regions
-from .partition_role import PartitionRole
 from .gpu_direct import GpuDirect
 from .owner_changes import SharedMemoryTakeover, Succession
 from .parameter_stores import ParameterStores
+from .partition_role import PartitionRole
+from .regions import Chunk, Regions
+from .transport import Link, wire
+from .transport.rdma import PeerSlots, RdmaLink
+from .transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
+from .unit_installer import UnitInstaller, kernel
 
 log = logging.getLogger("bpsfast.node")
 

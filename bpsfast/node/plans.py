@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..orchestration import messages
 from ..orchestration.errors import CapacityError, ProtocolError
-from .transport import TalkingLink
-from .transport.rdma import LaneFullError
 from .event_loop import EventLoop
 from .generation import Generation
 from .local_ranks import LocalRanks
 from .owner_changes import Succession
 from .runtime import NodeRuntime
+from .transport import TalkingLink
+from .transport.rdma import LaneFullError
 
 if TYPE_CHECKING:
     from .main import Node

@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any
 
 from ..base.settings import Settings
+from .event_loop import EventLoop
+from .runtime import NodeRuntime
 from .transport import Peering
 from .transport.rdma import RdmaLink
 from .transport.tcp import TcpLink
-from .event_loop import EventLoop
-from .runtime import NodeRuntime
 
 log = logging.getLogger("bpsfast.node")
 

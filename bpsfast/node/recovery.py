@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from ..orchestration import messages
 from ..orchestration.errors import CapacityError, ProtocolError
-from .transport import Epochs
 from .generation import Generation
-from .plans import Plans
 from .owner_changes import Succession
+from .plans import Plans
 from .runtime import NodeRuntime
+from .transport import Epochs
 
 if TYPE_CHECKING:
     from .main import Node

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ..base.free_list import FreeList
+from ..hardware.affinity.memory import NumaMemory
 from ..orchestration.errors import CapacityError
 from ..pyx.pages import Segment, Shadow, pool_nbytes
-from ..hardware.affinity.memory import NumaMemory
 from . import memory_limits
 
 #: This machine's. Partitions are cut at the largest page in the job, and results lie at multiples of ours: then ranks

@@ -10,27 +10,27 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+from ..base.settings import Settings
 from ..orchestration.clock_offset import Point
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from ..orchestration.messages import LagRow, Message, NodeInfo, ShareDevice, Stage, Welcome
 from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
-from ..base.settings import Settings
 from ..trainer.attachment import error_of
-from .transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
-from .transport.rdma import limits
 from . import stages
+from .affinity import NodeAffinity
 from .copy_rate import n_threads
 from .dispatch import Dispatcher
 from .generation import Generation
-from .local_rank import LocalRank
-from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
-from .affinity import NodeAffinity
 from .gpu_direct import GpuDirect
+from .local_rank import LocalRank
 from .owner_changes import Succession
-from .tracing import Tracing
 from .plan_installer import PlanInstaller
+from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
+from .tracing import Tracing
+from .transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
+from .transport.rdma import limits
 
 log = logging.getLogger("bpsfast.node")
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..base.settings import Settings
+from ..base.trace_records import RECORD
 from ..orchestration.clock_offset import Point
 from ..pyx.engine import Engine
-from ..base.settings import Settings
 from ..trace import Origin, Part, SendLog, limits, write
-from ..base.trace_records import RECORD
 from .transport import WireLink
 
 

@@ -17,14 +17,14 @@ from ..orchestration.messages import Extent, NodeInfo, PartPlan, UnitPlan
 from ..orchestration.placement.partition import ITEM_NBYTES
 from ..orchestration.placement.rows import ROWS, part_rows
 from ..pyx.engine import Engine
+from .codec_state import CodedPart
+from .generation import Generation, UnitResources
+from .parameter_stores import ParameterStore, ParameterStores
+from .part_codec import PartCodec, part_codec
+from .partition_role import PartitionRole
+from .regions import Arena, Place, Regions, page_round
 from .transport import Link, WireLink, wire
 from .transport.shm import ShmLink
-from .codec_state import CodedPart
-from .part_codec import PartCodec, part_codec
-from .generation import Generation, UnitResources
-from .regions import Arena, Place, Regions, page_round
-from .partition_role import PartitionRole
-from .parameter_stores import ParameterStore, ParameterStores
 
 
 class UnitInstaller:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..orchestration.errors import UnsupportedError
-from ..trainer import process, object_broadcast
+from ..trainer import object_broadcast, process
 from ..trainer.array_broadcast import broadcast_arrays
 from ..trainer.broadcaster import check_root
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..trainer import process
-from ..trainer.gradients import Gradients
 from ..trainer.arguments import Average, averages
+from ..trainer.gradients import Gradients
 from .memory import Array, address_of, array_of, empty, tensor_of, wire_dtype
 from .tape import names_of
 

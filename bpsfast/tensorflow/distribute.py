@@ -16,8 +16,8 @@ from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import process
 from ..trainer.arguments import Average, averages
-from .tensor_sums import reduced
 from .memory import wire_dtype
+from .tensor_sums import reduced
 
 __all__ = ["MirroredStrategy"]
 

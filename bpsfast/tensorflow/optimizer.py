@@ -8,9 +8,9 @@ import tensorflow as tf
 from ..orchestration.errors import ConfigError
 from ..trainer.arguments import Average, averages
 from .compression import BF16Compressor, Compression, CompressionLike, FP16Compressor, parted
-from .tensor_sums import reduced
 from .passes import PassAccumulator
 from .tape import names_of
+from .tensor_sums import reduced
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: bool = False, device_dense: str = "",

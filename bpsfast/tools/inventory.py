@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from .. import __version__
-from .doctor import examination
-from .doctor.facts import Facts
 from ..hardware import numa
 from ..orchestration.errors import ConfigError
+from .doctor import examination
+from .doctor.facts import Facts
 
 #: Instructions that sums, copies or encryption gain by; names as in /proc/cpuinfo.
 _SIMD = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "aes",

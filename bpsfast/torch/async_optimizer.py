@@ -15,7 +15,7 @@ from ..orchestration.store import Worker
 from ..trainer import process
 from ..trainer.async_weights import AsyncWeights
 from .exchange import tensor_over
-from .optimizer_wrapper import trained_parameters, user_step, derive, members_of, refuse_unknown
+from .optimizer_wrapper import derive, members_of, refuse_unknown, trained_parameters, user_step
 
 
 class _AsyncOptimizer(torch.optim.Optimizer):

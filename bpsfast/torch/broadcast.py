@@ -9,11 +9,11 @@ import torch
 
 from ..orchestration.errors import MismatchError, UnsupportedError
 from ..trainer import process
-from ..trainer.broadcaster import check_root
 from ..trainer.broadcast_manifest import Manifest, difference
+from ..trainer.broadcaster import check_root
 from ..trainer.object_broadcast import broadcast_object
-from .optimizer_extras import load_user_state_dict, user_state_dict
 from .ops import REACHED
+from .optimizer_extras import load_user_state_dict, user_state_dict
 
 
 class _Tensor(NamedTuple):

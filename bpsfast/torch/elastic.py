@@ -19,8 +19,8 @@ from ..trainer.object_broadcast import broadcast_object
 from .broadcast import broadcast_optimizer_state, broadcast_parameters
 from .cross_barrier import settle_all_updates
 from .elastic_sampler import ElasticSampler
-from .optimizer_extras import load_user_state_dict, user_state_dict
 from .optimizer import abandon, rejoin
+from .optimizer_extras import load_user_state_dict, user_state_dict
 from .parallel import DistributedDataParallel
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "WorkersJoined", "run"]

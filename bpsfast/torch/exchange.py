@@ -32,11 +32,11 @@ from ..trainer import process
 from ..trainer.gradients import Gradients
 from ..trainer.tensor_input import TensorInput
 from .compression import CompressionLike, cast_dtype, parted
-from .optimizer_extras import KEY, TUNED, OptimizerExtras, point_of_state, state_of_point
+from .gradient_hooks import UsedParameters
 from .learning_rates import LearningRates
 from .local_momentum import LocalMomentum, momenta
 from .ops import REACHED, device_tensor_memory, wire_dtype_name
-from .gradient_hooks import UsedParameters
+from .optimizer_extras import KEY, TUNED, OptimizerExtras, point_of_state, state_of_point
 
 
 class Exchange:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from ..base.dtypes import NAMES
 from ..compression.choice import Choice, chosen
 from ..gpu import locations
-from ..base.dtypes import NAMES
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..trainer import process, handle as operations
-from ..trainer.handle import Handle
+from ..trainer import handle as operations, process
 from ..trainer.arguments import flag
+from ..trainer.handle import Handle
 from ..trainer.tensor_input import TensorInput
 from .basics import (  # BytePS's programs import them from here, too
     init as init,

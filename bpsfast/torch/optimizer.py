@@ -17,8 +17,17 @@ from .compression import Compression, CompressionLike, check_compression
 from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange
 from .local_momentum import has_momentum, warn_of_momentum
+from .optimizer_wrapper import (
+    OptimizerWrapper,
+    check_idle,
+    check_passes,
+    members_of,
+    owned,
+    parameters_of,
+    user_step,
+    wrap,
+)
 from .sparse_exchange import SparseExchange
-from .optimizer_wrapper import OptimizerWrapper, user_step, check_idle, check_passes, members_of, owned, parameters_of, wrap
 
 
 class _DistributedOptimizer(OptimizerWrapper):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..trainer.tuning_point import TuningPoint
 from ..orchestration.errors import MismatchError
 from ..trainer.gradients import Gradients
+from ..trainer.tuning_point import TuningPoint
 from .local_momentum import LocalMomentum
 
 #: Their names in a state_dict, beside "state" and "param_groups".

@@ -17,7 +17,7 @@ from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ..orchestration.store import StoreSpec, check
 from ..trainer import process
 from .fragments import Fragment, Named, cut
-from .optimizer_wrapper import trained_parameters, user_step, derive, members_of, refuse_unknown
+from .optimizer_wrapper import derive, members_of, refuse_unknown, trained_parameters, user_step
 
 
 class Outer:

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.settings import load_with_origins
+from ..collectives.turn_service import Finish, TurnService
 from ..launch.roles import given_key, is_loopback
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..orchestration.priority.turns import Entry
 from ..orchestration.security import job_key
-from ..base.settings import load_with_origins
-from ..collectives.turn_service import Finish, TurnService
 
 _PARTITION_NBYTES = 4 << 20
 _CREDIT_NBYTES = 16 << 20

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..orchestration.errors import MismatchError
 from . import process
-from .broadcaster import broadcast_bytes, check_root
 from .broadcast_manifest import difference
+from .broadcaster import broadcast_bytes, check_root
 
 Array = np.ndarray[Any, Any]
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..base import message_socket as channels
-from ..base.message_socket import MessageSocket
-from ..base.end_reports import report
 from ..base.addresses import unreachable_hint
-from ..launch.roles import ProcessRole
+from ..base.end_reports import report
+from ..base.message_socket import MessageSocket
+from ..base.settings import Settings, fingerprint
 from ..hardware import numa
+from ..hardware.affinity import environment
+from ..hardware.affinity.binding import ThreadBinding
+from ..launch.roles import ProcessRole
 from ..orchestration.errors import PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.messages import VERSION, Attach, Attached, Refuse
 from ..pyx.pages import Segment
-from ..hardware.affinity import environment
-from ..hardware.affinity.binding import ThreadBinding
-from ..base.settings import Settings, fingerprint
 
 #: The node and the scheduler know who is missing; a rank's own deadline comes this much after theirs.
 _GRACE_S = 5.0

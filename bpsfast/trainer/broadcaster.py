@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .gpu.broadcasts import broadcast as broadcast_afar
 from ..base.dtypes import TABLE
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError
 from ..orchestration.messages import TensorSpec
 from ..orchestration.rounds import after
 from ..pyx.port import copy
 from . import process
+from .gpu.broadcasts import broadcast as broadcast_afar
 from .tensor_input import tensor_input
 from .unit import Unit
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException, extract_tb
 from types import TracebackType
 
-from ..launch.daemons import Daemons
 from ..base.end_reports import report
+from ..launch.daemons import Daemons
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
 
 

@@ -20,22 +20,22 @@ from typing import Any
 
 import numpy as np
 
-from .tuning_point import TuningPoint
+from ..base.dtypes import wire_name
 from ..compression.choice import Choice, chosen_among
 from ..gpu import arrays
 from ..gpu.communicator import sums_in_island
-from .gpu.device_path import DevicePath
-from ..base.dtypes import wire_name
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import MismatchError
 from ..orchestration.messages import TensorSpec
 from ..pyx.port import copy
-from . import process, learning_rate as rates
-from .gradient_layout import LayoutSizes, GradientLayout
+from . import learning_rate as rates, process
+from .gpu.device_path import DevicePath
+from .gradient_layout import GradientLayout, LayoutSizes
 from .input_memory import Region
 from .step_progress import StepProgress
 from .tensor_input import TensorInput, tensor_input
 from .tuner import Tuner
+from .tuning_point import TuningPoint
 from .unit import Unit
 
 

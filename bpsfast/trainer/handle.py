@@ -13,17 +13,17 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from ..base.dtypes import TABLE, wire_name
 from ..compression.choice import Choice, chosen
 from ..gpu import arrays
 from ..gpu.communicator import sums_in_island
-from .gpu.device_round import DeviceRound
-from .gpu.devices import DeviceBytes
 from ..gpu.host import HostArray
-from ..base.dtypes import TABLE, wire_name
 from ..orchestration.errors import ConfigError, MismatchError, StallError, UnsupportedError
 from ..orchestration.messages import TensorSpec
-from . import process, learning_rate as rates
+from . import learning_rate as rates, process
 from .arguments import flag
+from .gpu.device_round import DeviceRound
+from .gpu.devices import DeviceBytes
 from .repeated_push import RepeatedPush
 from .session import Session
 from .tensor_input import TensorInput, tensor_input

@@ -13,11 +13,11 @@ import os
 from collections.abc import Callable
 
 from .. import __version__
+from ..base.end_reports import report
+from ..base.settings import Settings, take_job_key
 from ..launch import daemons
 from ..launch.daemons import Daemons
-from ..base.end_reports import report
 from ..launch.roles import ProcessRole
-from ..base.settings import Settings, take_job_key
 from . import attachment
 from .exit_handling import ExitWatch
 from .session import Session

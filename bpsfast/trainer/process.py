@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from ..base import logs
 from ..orchestration.errors import BpsError, ClosedError
-from .joining import abandon as abandon_job, join, leave
 from .exit_handling import ExitWatch, shorten_tracebacks
+from .joining import abandon as abandon_job, join, leave
 from .session import Session
 
 if TYPE_CHECKING:
-    from ..launch.process_role import ProcessRole
     from ..base.settings import Settings
+    from ..launch.process_role import ProcessRole
 
 _current: Session | None = None
 _watch: ExitWatch | None = None
@@ -41,8 +41,8 @@ def init(**settings: object) -> None:
     """
     if session() is not None:
         return
-    from ..launch import roles
     from ..base.settings import load
+    from ..launch import roles
 
     found = load(settings)
     logs.configure(found.log_level, "rank")

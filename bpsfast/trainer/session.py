@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .gpu.devices import Devices
-from ..base.end_reports import report
 from ..base.addresses import local_host
+from ..base.end_reports import report
+from ..base.settings import Settings
+from ..base.trace_records import RECORD, limits
 from ..orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, ProtocolError
 from ..orchestration.messages import (
     Allocated,
@@ -45,17 +46,16 @@ from ..orchestration.messages import (
     UnitReady,
 )
 from ..pyx.port import Port
-from ..base.settings import Settings
-from ..base.trace_records import RECORD, limits
 from .attachment import Attachment, error_of
+from .codec_state import States
+from .gpu.devices import Devices
 from .guarded_port import GuardedPort
-from .stall_query import StallQuery
-from .mailbox import Mailbox
 from .input_memory import Memory
 from .key_value_client import KeyValueClient
+from .mailbox import Mailbox
 from .node_requests import NodeRequests
 from .stall_inspector import StallInspector
-from .codec_state import States
+from .stall_query import StallQuery
 from .step_clock import StepClock
 from .tensor_registry import TensorRegistry
 from .unit import Unit

@@ -8,8 +8,8 @@ from types import TracebackType
 from ..base.end_reports import report
 from ..orchestration.errors import StallError
 from ..orchestration.messages import StallAnswer
-from .stall_query import DOUBT_S, StallQuery
 from .stall_inspector import StallInspector, Subject
+from .stall_query import DOUBT_S, StallQuery
 
 
 class StallTimer:

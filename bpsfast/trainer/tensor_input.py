@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from ..base.dtypes import NAMES, TABLE, wire_name
 from ..gpu import locations
 from ..gpu.device import DeviceLocation
-from ..base.dtypes import NAMES, TABLE, wire_name
 from ..orchestration.errors import UnsupportedError
 
 _CPU_DEVICES = {1, 3, 11, 13}  # kDLCPU, kDLCUDAHost, kDLROCMHost, kDLCUDAManaged: the CPU may read all of them

@@ -13,10 +13,10 @@ import msgspec
 
 from ..orchestration.errors import BpsError, BusyError, ConfigError, MismatchError
 from ..orchestration.messages import Declare, TensorSpec
-from .stall_query import StallQuery
 from .mailbox import Mailbox
-from .stall_timer import StallTimer
 from .stall_inspector import StallInspector, Subject
+from .stall_query import StallQuery
+from .stall_timer import StallTimer
 
 if TYPE_CHECKING:
     from .unit import Unit

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .tuning_point import TuningPoint
 from ..orchestration.errors import BpsError, ProtocolError
 from ..orchestration.messages import TensorSpec
-from .gradient_layout import LayoutSizes, GradientLayout
+from .gradient_layout import GradientLayout, LayoutSizes
+from .tuning_point import TuningPoint
 
 if TYPE_CHECKING:
-    from .tuning_trials import Decision
     from .session import Session
+    from .tuning_trials import Decision
 
 log = logging.getLogger("bpsfast.tuner")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from .tuning_trials import Trial
 from .tuning_point import TuningPoint
+from .tuning_trials import Trial
 
 log = logging.getLogger("bpsfast.tuner")
 

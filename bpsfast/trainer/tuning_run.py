@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..base.settings import Settings
 from ..orchestration.messages import TensorSpec
 from ..orchestration.placement.partition import nbytes_of
 from ..orchestration.placement.shares import Machine
-from ..base.settings import Settings
 from . import tuning_results
 from .tuning_model import expectation
-from .tuning_trials import Decision, TrialRunner
 from .tuning_point import TuningPoint
 from .tuning_search import STREAMS, Search
+from .tuning_trials import Decision, TrialRunner
 
 if TYPE_CHECKING:
     from .session import Session

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..gpu.device_segments import DeviceSegment
 from ..base.dtypes import TABLE
+from ..base.trace_records import Part
+from ..gpu.device_segments import DeviceSegment
 from ..orchestration.errors import BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.rounds import after
 from ..pyx.pages import Segment, Window
-from ..base.trace_records import Part
 from .device_input import DeviceInput
 from .result_runs import ResultRun, runs
 from .sliding_window import SlidingWindow, is_worth, n_slots

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from .. import messages as m
 from ..errors import BpsError, MismatchError, PeerLostError, ProtocolError, StallError
 from ..job.admission import difference
-from ..job.snapshot import JobSnapshot
 from ..job.node_probes import NodeProbes
+from ..job.snapshot import JobSnapshot
 from ..roster import describe_node, is_majority
 from .node_reports import NodeReport, NodeReports
 from .state_merge import merge_reports

@@ -19,14 +19,14 @@ import zmq
 from zmq.utils import z85
 
 from .. import messages as m
-from ..zmq_connections import ZmqHandshakeLimiter
 from ..errors import ClosedError, ConfigError, MismatchError, ProtocolError
 from ..job.job import Outgoing
 from ..job.job_settings import JobSettings
 from ..pulses import ConnectionActivity
 from ..security import curve_pair
-from .scheduler_state import SchedulerState
 from ..unreadable import DECODE_ERRORS
+from ..zmq_connections import ZmqHandshakeLimiter
+from .scheduler_state import SchedulerState
 
 log = logging.getLogger("bpsfast.scheduler")
 

@@ -7,17 +7,17 @@ import msgspec
 
 from ..errors import CapacityError
 from ..messages import Commit, NodeInfo, Plan, Succession, TensorSpec, UnitPlan
-from ..priority.credit_queue import rank_parts
 from ..placement import codec_choice
+from ..placement.assignment import assign, assign_among, owned_by
 from ..placement.layout import lay_out
 from ..placement.partition import MAX_PARTS, has_state
-from ..placement.assignment import assign, assign_among, owned_by
 from ..placement.rates import bound_remark, bounded, machines_of, ownable
-from ..placement.shares import Machine
 from ..placement.rebalancing import shared
+from ..placement.shares import Machine
+from ..priority.credit_queue import rank_parts
 from ..store import workers_of
-from .snapshot import JobSnapshot
 from .recovery import PartitionMove
+from .snapshot import JobSnapshot
 
 
 class Generations:

@@ -26,15 +26,15 @@ from .admission import Admission, ExpectedNodes
 from .barriers import Barriers
 from .declarations import Declarations
 from .generations import Generations
-from .rank_queries import RankQueries
 from .job_settings import JobSettings as JobSettings
 from .late_joins import LateJoins
-from .node_losses import FIRST_EPOCH, NodeLosses
-from .nic_rates import NicRates
-from .snapshot import JobSnapshot
-from .planning import GenerationPlanner
-from .node_probes import DEAD_S, NodeProbes
 from .liveness import HeartbeatMonitor
+from .nic_rates import NicRates
+from .node_losses import FIRST_EPOCH, NodeLosses
+from .node_probes import DEAD_S, NodeProbes
+from .planning import GenerationPlanner
+from .rank_queries import RankQueries
+from .snapshot import JobSnapshot
 
 Outgoing = list[tuple[bytes, m.Message]]
 

@@ -13,8 +13,8 @@ from .. import messages as m
 from ..errors import BpsError, PeerLostError, StallError
 from ..roster import Roster, is_majority
 from .generations import Generations
-from .snapshot import JobSnapshot
 from .recovery import EpochChange
+from .snapshot import JobSnapshot
 
 Outgoing = list[tuple[bytes, m.Message]]
 

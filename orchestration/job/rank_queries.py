@@ -12,9 +12,9 @@ from ..roster import Roster
 from .barriers import Barriers
 from .declarations import Declarations
 from .generations import Generations
+from .key_value_store import KeyValueStore
 from .lags import LagQueries
 from .node_losses import NodeLosses
-from .key_value_store import KeyValueStore
 from .stalls import StallFinding, StallQueries
 
 Outgoing = list[tuple[bytes, m.Message]]

@@ -8,8 +8,8 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from ..errors import ConfigError
 from .. import placement_policy
+from ..errors import ConfigError
 from .shares import Machine, rates_of, sum_rates_of
 
 _NEVER = float("inf")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import msgspec
 
 from ..messages import TensorSpec, UnitPlan
-from .partition import plan_units
 from .assignment import assign
+from .partition import plan_units
 from .rates import bounded
 from .refinement import refine
 from .rows import ROWS

@@ -12,8 +12,8 @@ from collections.abc import Container, Sequence
 import msgspec
 
 from ..messages import UnitPlan
-from .partition import MAX_PARTS, part_of, round_up
 from .assignment import assign, machine_times_s
+from .partition import MAX_PARTS, part_of, round_up
 from .shares import Machine, optimal_shares
 
 #: A placement this near the bound is left alone: what is measured on real links differs by more.

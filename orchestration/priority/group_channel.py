@@ -16,10 +16,10 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ..zmq_connections import ZmqHandshakeLimiter, interface
 from ..errors import ConfigError, PeerLostError, ProtocolError
 from ..security import curve_pair
 from ..unreadable import DECODE_ERRORS
+from ..zmq_connections import ZmqHandshakeLimiter, interface
 from .turns import Entry
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import msgspec
 
-from .negotiation import Request, Response
 from .group_channel import (
     Failed as Failed,
     FollowerChannel as FollowerChannel,
@@ -11,6 +10,7 @@ from .group_channel import (
     LeaderChannel as LeaderChannel,
     Left as Left,
 )
+from .negotiation import Request, Response
 
 
 class Requests(msgspec.Struct, tag=True, frozen=True):

@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import bpsfast  # noqa: E402
 import bpsfast.torch as bps  # noqa: E402
-from bpsfast.orchestration.errors import UnsupportedError  # noqa: E402
-from bpsfast.hardware.topology.gpu_direct import possible  # noqa: E402
 from bpsfast.hardware.topology.discovery import discover  # noqa: E402
+from bpsfast.hardware.topology.gpu_direct import possible  # noqa: E402
+from bpsfast.orchestration.errors import UnsupportedError  # noqa: E402
 from tests.jobs import Job  # noqa: E402
 
 pytestmark = pytest.mark.cuda

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from bpsfast.pyx.verbs import VerbsMissing
 from bpsfast.hardware.verbs import PROVIDERS, provider
+from bpsfast.pyx.verbs import VerbsMissing
 from tests.guest.sender import ITEMS, Sender
 from tests.guest.suites import Suites
 from tests.portions import EMULATED

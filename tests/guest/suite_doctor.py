@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from bpsfast.cli import cli
-from bpsfast.pyx.verbs import VerbsMissing
 from bpsfast.hardware.verbs import PROVIDERS, provider
+from bpsfast.pyx.verbs import VerbsMissing
 from tests.guest.hosts import DEVICES, GID_INDEX, HOSTS, MTU
 
 DOCTOR = [sys.executable, "-m", "bpsfast", "doctor"]

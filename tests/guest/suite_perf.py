@@ -15,13 +15,13 @@ import pytest
 from bpsfast.base import settings
 from bpsfast.hardware.host import Host
 from bpsfast.hardware.rdma_route import choose
+from bpsfast.hardware.verbs import provider
 from bpsfast.orchestration.errors import BpsError, ConfigError, PeerLostError
+from bpsfast.pyx.verbs import VerbsMissing
 from bpsfast.tools.perf import control as lines, perf_plan as plans
+from bpsfast.tools.perf.perf_run import PerfRun
 from bpsfast.tools.perf.python_loop import ProviderLoop
 from bpsfast.tools.perf.rdma import RdmaEnd
-from bpsfast.tools.perf.perf_run import PerfRun
-from bpsfast.pyx.verbs import VerbsMissing
-from bpsfast.hardware.verbs import provider
 
 KEY = b"k" * 32
 OPERATIONS = ("write_imm", "write", "send", "read")

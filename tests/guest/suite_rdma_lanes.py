@@ -9,9 +9,9 @@ import errno
 import numpy as np
 import pytest
 
+from bpsfast.node.transport.rdma.failures import PortNow, describe
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.rdma import Lane
-from bpsfast.node.transport.rdma.failures import PortNow, describe
 from tests.guest.lane_side import EPOCH, MAX_RECEIVE, N_SLOTS, NBYTES, aim, connected, prove, wait_for
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from bpsfast.base.settings import Settings
 from bpsfast.node import transport
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import DONE
-from bpsfast.base.settings import Settings
 from tests.guest.lane_side import wait_for
 from tests.guest.suite_rdma_trouble import port_down
 from tests.test_transport import (  # noqa: F401  the contract's tests, collected here with our `ends`

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.orchestration.errors import ConfigError
 from bpsfast.base.settings import Settings
+from bpsfast.orchestration.errors import ConfigError
 from tests.two_nodes import End, connect
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from bpsfast.base import settings
+from bpsfast.hardware import recorded_host
+from bpsfast.hardware.host import Host
+from bpsfast.hardware.rdma_route import peer_address
 from bpsfast.tools.doctor import verbs_report
 from bpsfast.tools.doctor.facts import Facts
 from bpsfast.tools.doctor.finding import Outcome
 from bpsfast.tools.doctor.peer_report import PeerReport
-from bpsfast.hardware import recorded_host
-from bpsfast.hardware.host import Host
-from bpsfast.hardware.rdma_route import peer_address
 from tests.sysfs_trees import unpack
 
 

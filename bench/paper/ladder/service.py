@@ -8,6 +8,7 @@ import time
 import numpy as np
 
 from bpsfast.base import settings
+from bpsfast.base.process_identity import boot_id
 from bpsfast.bench.harness import machine_info
 from bpsfast.bench.paper.ladder import control, shares
 from bpsfast.bench.paper.ladder.contestant import Side, Streams, Writes, accept
@@ -15,10 +16,9 @@ from bpsfast.bench.paper.ladder.control import Control
 from bpsfast.bench.paper.ladder.device import Port, usable
 from bpsfast.bench.paper.ladder.memory import Area
 from bpsfast.bench.paper.ladder.rungs import BY_NAME, LadderVariant
-from bpsfast.base.process_identity import boot_id
-from bpsfast.tools.planner.catalog import MODELS
 from bpsfast.orchestration.errors import BpsError, MismatchError, ProtocolError
 from bpsfast.tools.perf.control import listen_address
+from bpsfast.tools.planner.catalog import MODELS
 
 _MEMCPY_NBYTES = 64 << 20
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bpsfast.bench.harness.pattern import Array
-from bpsfast.tools.planner.catalog import MODELS, n_elements
 from bpsfast.orchestration.errors import ConfigError
+from bpsfast.tools.planner.catalog import MODELS, n_elements
 
 PAGE = 4096
 #: Bytes that an unaligned partition begins behind a page: a multiple of an element, of no cache line.

@@ -4,11 +4,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from bpsfast.tools.planner import catalog
+from bpsfast.base.settings import Settings
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.placement.shares import Machine
-from bpsfast.base.settings import Settings
+from bpsfast.tools.planner import catalog
 
 #: Of all links together, up to so many machines: what two cores can move and sum without being the limit.
 _TOTAL_BITS = {11: 0.8e9, 15: 0.5e9, 64: 0.4e9}

@@ -8,8 +8,8 @@ from types import TracebackType
 
 from bpsfast.bench.harness.contestant_group import Group
 from bpsfast.bench.harness.launcher import ContestantLauncher
-from bpsfast.bench.paper.optimum.cells import Cell, Layout
 from bpsfast.bench.harness.samples import Row, take_turns
+from bpsfast.bench.paper.optimum.cells import Cell, Layout
 from bpsfast.launch.namespaces import Cluster
 from bpsfast.orchestration.placement.shares import Machine
 

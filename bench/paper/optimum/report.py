@@ -4,15 +4,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bpsfast.base.settings import Settings
 from bpsfast.bench.harness import table
-from bpsfast.bench.paper.optimum import formulas
-from bpsfast.bench.paper.optimum.measurement import MOST_BUSY, Measured, busiest
-from bpsfast.bench.paper.optimum.cells import Cell, Layout
 from bpsfast.bench.harness.samples import Row
+from bpsfast.bench.paper.optimum import formulas
+from bpsfast.bench.paper.optimum.cells import Cell, Layout
+from bpsfast.bench.paper.optimum.measurement import MOST_BUSY, Measured, busiest
 from bpsfast.orchestration.placement import assignment
 from bpsfast.orchestration.placement.layout import lay_out
 from bpsfast.orchestration.placement.shares import Machine
-from bpsfast.base.settings import Settings
 
 
 def block(layout: Layout, measured: Sequence[Measured]) -> str:

@@ -15,8 +15,8 @@ from bpsfast.bench.harness import peers, plots, table
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.option_lists import parse_names
 from bpsfast.bench.harness.samples import take_turns
-from bpsfast.bench.paper.saturation.point import Point
 from bpsfast.bench.harness.size_list import parse_sizes
+from bpsfast.bench.paper.saturation.point import Point
 from bpsfast.orchestration.errors import ConfigError
 
 CURVES = ("size", "ranks", "nodes", "partition", "credit")

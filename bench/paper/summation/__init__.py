@@ -19,8 +19,8 @@ from bpsfast import kernels
 from bpsfast.bench.harness import plots, table
 from bpsfast.bench.harness.cold_memory import PARTITION_NBYTES, cold_nbytes
 from bpsfast.bench.paper.summation import instructions, lines, operations
-from bpsfast.bench.paper.summation.thread_team import ThreadTeam, n_usable
 from bpsfast.bench.paper.summation.operations import SUM_DTYPES, Row
+from bpsfast.bench.paper.summation.thread_team import ThreadTeam, n_usable
 from bpsfast.orchestration.errors import ConfigError
 
 LINES = "10,25,100,400"

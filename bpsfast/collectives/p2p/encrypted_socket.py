@@ -11,8 +11,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from ...pyx.seal import RECORD_NBYTES, TAG_NBYTES
 from ...base.encryption import Seals
+from ...pyx.seal import RECORD_NBYTES, TAG_NBYTES
 
 _LENGTH_NBYTES = 4
 

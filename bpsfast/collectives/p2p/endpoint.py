@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, StallError
-from . import frames, cross_memory
-from .receiver import MessageReceiver
+from . import cross_memory, frames
 from .connector import JOINED, PeerConnector
 from .message import Outgoing
-from .peer import Peer, CompetingConnection
+from .peer import CompetingConnection, Peer
 from .progress_engine import ProgressEngine
+from .receiver import MessageReceiver
 from .transfer import Transfer
 
 if TYPE_CHECKING:

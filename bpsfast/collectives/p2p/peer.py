@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ...orchestration.errors import BpsError, PeerLostError, ProtocolError
-from . import frames, cross_memory
-from .send_credit import SendCredit, ReceiveCredit
-from .frames import Frame
-from .frame_socket import FrameSocket
-from .connector import CROSSED, REFUSED
+from . import cross_memory, frames
 from .address_view import view
+from .connector import CROSSED, REFUSED
+from .frame_socket import FrameSocket
+from .frames import Frame
 from .message import Arrival, Incoming, Outgoing
+from .send_credit import ReceiveCredit, SendCredit
 
 if TYPE_CHECKING:
     from .endpoint import P2PEndpoint

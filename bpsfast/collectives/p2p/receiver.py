@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...orchestration.errors import BpsError, CapacityError, MismatchError
-from . import frames, cross_memory
-from .send_credit import SendCredit, ReceiveCredit
-from .matching import Matching
+from . import cross_memory, frames
 from .address_view import view
+from .matching import Matching
 from .message import Arrival, Incoming, Outgoing
 from .progress_engine import ProgressEngine
+from .send_credit import ReceiveCredit, SendCredit
 from .transfer import Transfer
 
 if TYPE_CHECKING:

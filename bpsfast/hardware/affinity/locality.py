@@ -5,10 +5,10 @@ import ipaddress
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .. import recorded_host, rdma_route
-from ..host import Host
-from ...orchestration.errors import BpsError
 from ...base.settings import Settings
+from ...orchestration.errors import BpsError
+from .. import rdma_route, recorded_host
+from ..host import Host
 from ..topology import discovery, nvml
 from ..topology.graph import PartKind
 from ..topology.pcie import DEVICES

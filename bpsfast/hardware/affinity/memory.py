@@ -5,10 +5,10 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from .. import numa
-from .device_threads import on_cores
 from ...pyx import pages
 from ...pyx.pages import Segment
+from .. import numa
+from .device_threads import on_cores
 from .refusal_warning import refused
 
 

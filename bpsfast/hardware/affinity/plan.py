@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from .. import numa
-from ...orchestration.errors import ConfigError
 from ...base.settings import Settings
+from ...orchestration.errors import ConfigError
+from .. import numa
 from .cores import Cores
 
 #: With less than this part of its even share of cores nobody is put beside a device: a cpuset has left no more there,

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .graph import PartKind, LinkKind, Topology
+from .graph import LinkKind, PartKind, Topology
 
 #: Every word that `joint` uses, and what it means; NV# has the number of NVLinks in place of #.
 WORDS = {

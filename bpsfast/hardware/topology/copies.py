@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...orchestration.errors import ConfigError
-from .graph import PartKind, Link, LinkKind, Topology
+from .graph import Link, LinkKind, PartKind, Topology
 
 
 class Copy(NamedTuple):

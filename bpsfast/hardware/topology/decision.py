@@ -4,15 +4,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from ...orchestration.errors import ConfigError
 from ...base.settings import Settings
-from .loads import OWN, Traffic
-from .strategy_solver import ForcedStrategy, islands_by_size, choose, rule
+from ...orchestration.errors import ConfigError
 from .gpu_direct import GpuNicPair, wished
 from .graph import PartKind, Topology
 from .linear_program import MISSING, can_solve
+from .loads import OWN, Traffic
 from .nearest_socket import plain
 from .strategy import Strategy
+from .strategy_solver import ForcedStrategy, choose, islands_by_size, rule
 
 _log = logging.getLogger("bpsfast.hardware.topology")
 _told: set[str] = set()

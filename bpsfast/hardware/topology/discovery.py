@@ -16,8 +16,8 @@ from .. import recorded_host
 from ..host import Host
 from ..sysfs import Tree
 from . import nvml
+from .graph import Link, LinkKind, Part, PartKind, Topology
 from .network_cards import cards
-from .graph import PartKind, Link, LinkKind, Part, Topology
 from .pcie import DEFAULT_RATE_BYTES, DEVICES, PcieBranch, PcieLocation, hubs, place, rate_bytes
 from .sockets import Sockets
 

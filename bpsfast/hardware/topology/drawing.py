@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 from ...orchestration.errors import LackingError
-from .graph import PartKind, LinkKind, Part, Topology
+from .graph import LinkKind, Part, PartKind, Topology
 
 _COLORS = {PartKind.SOCKET: "#cfe2f3", PartKind.SWITCH: "#eeeeee", PartKind.GPU: "#d9ead3", PartKind.NIC: "#fff2cc",
            PartKind.NVSWITCH: "#b6d7a8"}

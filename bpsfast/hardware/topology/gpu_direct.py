@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from ...orchestration.errors import ConfigError
 from ...base.settings import Settings
+from ...orchestration.errors import ConfigError
 from .copies import switch_of
 from .graph import PartKind, Topology
 

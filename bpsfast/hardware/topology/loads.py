@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...orchestration.errors import ConfigError
 from .copies import Copy
 from .gpu_direct import GpuNicPair
-from .graph import PartKind, Link, LinkKind, Topology
+from .graph import Link, LinkKind, PartKind, Topology
 from .linear_program import LinearProgram
 
 Terms = dict[Hashable, float]

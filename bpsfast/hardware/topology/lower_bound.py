@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 
-from .loads import OWN, TIME, LinkLoads, Loads, Terms, Traffic
 from .copies import copies
 from .gpu_direct import GpuNicPair
 from .graph import PartKind, Topology
 from .linear_program import LinearProgram
+from .loads import OWN, TIME, LinkLoads, Loads, Terms, Traffic
 
 
 def optimum(topology: Topology, traffic: Traffic = OWN, direct: Collection[GpuNicPair] = ()) -> Loads:

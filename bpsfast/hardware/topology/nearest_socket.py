@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable
 
-from .loads import OWN, LinkLoads, Traffic
-from .strategy_solver import ForcedStrategy
 from .copies import Copy, socket_of
 from .graph import PartKind, Topology
 from .linear_program import LinearProgram
+from .loads import OWN, LinkLoads, Traffic
 from .reduction import reduce_to
 from .strategy import Strategy, StrategyShare
+from .strategy_solver import ForcedStrategy
 
 #: Less than this of a gradient is rounding.
 _NOTHING = 1e-9

@@ -10,8 +10,8 @@ import logging
 from dataclasses import dataclass, field
 
 from .. import interfaces
-from ..rdma_devices import RdmaDevice
 from ..host import Host
+from ..rdma_devices import RdmaDevice
 from .pcie import PcieLocation, place
 
 _log = logging.getLogger("bpsfast.hardware.topology")

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ...orchestration.errors import ConfigError
-from .graph import PartKind, Link, LinkKind, Part
+from .graph import Link, LinkKind, Part, PartKind
 
 _log = logging.getLogger("bpsfast.hardware.topology")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Sequence
 
-from .loads import LinkLoads
 from .copies import Copy, between_gpus, islands_of
-from .graph import PartKind, Link, LinkKind, Topology
+from .graph import Link, LinkKind, PartKind, Topology
+from .loads import LinkLoads
 
 
 def reduce_to(budget: LinkLoads, island: Sequence[str], root: str, variable: Hashable) -> None:

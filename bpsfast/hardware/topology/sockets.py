@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .. import numa
 from ..host import Host
 from ..sysfs import Tree
-from .graph import PartKind, Link, LinkKind, Part
+from .graph import Link, LinkKind, Part, PartKind
 
 #: (vendor, family, models) -> bytes/s per direction between two processors: links x transfers/s x bytes of payload.
 #: Figures are the vendors' (product briefs, "QPI/UPI speed" in Intel's ARK, AMD's architecture overviews), all of a

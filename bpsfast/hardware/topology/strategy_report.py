@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...base.settings import Settings
-from .loads import Loads, Traffic
-from .strategy_solver import choose, paper_rule
-from .decision import solve_forced, forced
+from .decision import forced, solve_forced
 from .gpu_direct import nearest, pairs, possible, wished
 from .graph import PartKind, Topology
+from .loads import Loads, Traffic
 from .lower_bound import optimum
 from .strategy import Strategy
+from .strategy_solver import choose, paper_rule
 
 #: So many of the busiest links and cards are shown.
 _N_BUSIEST_SHOWN = 5

@@ -9,11 +9,11 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...orchestration.errors import ConfigError
-from .loads import OWN, TIME, LinkLoads, Terms, Traffic
 from .copies import Copy, copies, islands_of, socket_of, switch_of
 from .gpu_direct import GpuNicPair
 from .graph import PartKind, Topology
 from .linear_program import LinearProgram
+from .loads import OWN, TIME, LinkLoads, Terms, Traffic
 from .reduction import reduce_to
 from .strategy import NOTHING, Strategy, StrategyShare
 

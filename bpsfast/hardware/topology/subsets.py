@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from .graph import PartKind, Link, LinkKind, Part, Topology
+from .graph import Link, LinkKind, Part, PartKind, Topology
 
 
 def with_gpus(topology: Topology, names: Collection[str]) -> Topology:

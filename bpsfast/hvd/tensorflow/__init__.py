@@ -37,8 +37,8 @@ from .basics import (
     shutdown,
 )
 from .broadcasts import broadcast, broadcast_, broadcast_object, broadcast_object_fn, broadcast_variables
-from .gathering import allgather, allgather_object, alltoall, grouped_allgather
 from .collective_ops import allreduce, grouped_allreduce, grouped_reducescatter, reducescatter
+from .gathering import allgather, allgather_object, alltoall, grouped_allgather
 from .training import DistributedGradientTape, DistributedOptimizer
 
 __all__ = [

@@ -13,8 +13,8 @@ from ...tensorflow.tape import DistributedGradientTape as _Tape
 from ...trainer import process
 from ..process_sets import ProcessSet, global_process_set
 from ..reduce_op import Average, Sum, chosen, factor
-from .negotiated import is_global
 from .collective_ops import grouped_allreduce, scaled
+from .negotiated import is_global
 
 
 class DistributedGradientTape(_Tape):

@@ -10,9 +10,9 @@ from typing import Any
 
 from numba import cfunc, types
 
-from bpsfast.kernels import element_ir, sum_ir
 from bpsfast import kernels
-from bpsfast.kernels.codecs import int8, float16, error_feedback, dithering, sparse_pairs, onebit
+from bpsfast.kernels import element_ir, sum_ir
+from bpsfast.kernels.codecs import dithering, error_feedback, float16, int8, onebit, sparse_pairs
 from bpsfast.kernels.codecs.elements import pointer_to
 
 _FUNCTIONS = {

@@ -8,8 +8,6 @@ import numpy as np
 from bpsfast.kernels.codecs.elias_codes import elias, finish, put, take_elias, window
 from bpsfast.kernels.codecs.flags import L2, NATURAL
 from bpsfast.kernels.codecs.helper import helper
-from bpsfast.kernels.codecs.lane_sums import sum_of_squares
-from bpsfast.kernels.codecs.magnitudes import largest
 from bpsfast.kernels.codecs.intrinsics import (  # fmt: skip
     counters_at,
     floats_at,
@@ -20,6 +18,8 @@ from bpsfast.kernels.codecs.intrinsics import (  # fmt: skip
     values_at,
     words_at,
 )
+from bpsfast.kernels.codecs.lane_sums import sum_of_squares
+from bpsfast.kernels.codecs.magnitudes import largest
 from bpsfast.kernels.codecs.random_draws import following, is_below
 from bpsfast.kernels.codecs.state import finite, quiet
 

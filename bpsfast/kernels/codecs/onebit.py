@@ -15,9 +15,9 @@ from numba.extending import intrinsic
 
 from bpsfast.kernels.codecs.elements import Elements, wide_name
 from bpsfast.kernels.codecs.flags import SCALED
+from bpsfast.kernels.codecs.intrinsics import floats_at, is_null, nbytes_of
 from bpsfast.kernels.codecs.lane_sums import N_LANES, LaneSum
 from bpsfast.kernels.codecs.magnitudes import largest
-from bpsfast.kernels.codecs.intrinsics import floats_at, is_null, nbytes_of
 from bpsfast.kernels.codecs.state import quiet
 from bpsfast.kernels.element_ir import I64, constant, shape
 

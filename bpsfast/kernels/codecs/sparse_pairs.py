@@ -6,8 +6,8 @@ import math
 import numpy as np
 
 from bpsfast.kernels.codecs.helper import helper
-from bpsfast.kernels.codecs.magnitudes import N_TOGETHER, largest, magnitude, reaching
 from bpsfast.kernels.codecs.intrinsics import counters_at, is_null, nbytes_of, trailing_zeros, values_at, words_at
+from bpsfast.kernels.codecs.magnitudes import N_TOGETHER, largest, magnitude, reaching
 from bpsfast.kernels.codecs.random_draws import following
 from bpsfast.kernels.codecs.state import finite, quiet
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import secrets
 
-from ...orchestration.errors import ConfigError
 from ...base.settings import Settings
+from ...orchestration.errors import ConfigError
 from ..process_role import ProcessRole, check_range, given_key, integer, job, local_key, node_id_or_default
 from .environment import Environ, Environment, are_set, are_unset
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import socket
 
-from ...orchestration.errors import ConfigError
 from ...base.settings import Settings
+from ...orchestration.errors import ConfigError
 from ..process_role import (
     ProcessRole,
     check_range,

@@ -11,9 +11,18 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ...orchestration.errors import ConfigError
 from ...base.settings import Settings
-from ..process_role import ProcessRole, check_range, format_address, integer, job, local_job, node_id_or_default, scheduler_port
+from ...orchestration.errors import ConfigError
+from ..process_role import (
+    ProcessRole,
+    check_range,
+    format_address,
+    integer,
+    job,
+    local_job,
+    node_id_or_default,
+    scheduler_port,
+)
 from .environment import Environ, Environment, are_set, are_unset, says
 
 _MASTER_PORT = "29500"  # torch's default

@@ -9,9 +9,18 @@ node, not rank 0, that starts the scheduler.
 """
 from __future__ import annotations
 
-from ...orchestration.errors import ConfigError
 from ...base.settings import Settings
-from ..process_role import ProcessRole, check_range, format_address, integer, job, local_job, node_id_or_default, scheduler_port
+from ...orchestration.errors import ConfigError
+from ..process_role import (
+    ProcessRole,
+    check_range,
+    format_address,
+    integer,
+    job,
+    local_job,
+    node_id_or_default,
+    scheduler_port,
+)
 from . import node_list
 from .environment import Environ, Environment, are_set, are_unset
 

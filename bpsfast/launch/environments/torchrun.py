@@ -2,7 +2,16 @@
 from __future__ import annotations
 
 from ...base.settings import Settings
-from ..process_role import ProcessRole, check_range, format_address, integer, job, local_job, node_id_or_default, scheduler_port
+from ..process_role import (
+    ProcessRole,
+    check_range,
+    format_address,
+    integer,
+    job,
+    local_job,
+    node_id_or_default,
+    scheduler_port,
+)
 from .environment import Environ, Environment, are_set, are_unset, says
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")

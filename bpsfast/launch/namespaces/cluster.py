@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from ..daemons import tie_to_parent
 from ...orchestration.errors import ConfigError, LackingError, PeerLostError, StallError
+from ..daemons import tie_to_parent
 from . import netns
 
 #: One rate for both directions of a link ("10gbit" or bits per second), or (from the machine, to the machine).

@@ -11,10 +11,19 @@ another.
 from __future__ import annotations
 
 from .epochs import Epochs
-from .links import WireStream, Link, TalkingLink, WireLink, talking, wire
+from .links import Link, TalkingLink, WireLink, WireStream, talking, wire
 from .peering import Peering, check, peers_of, shm_objection
 
 __all__ = [
-    "Epochs", "WireStream", "Link", "Peering", "TalkingLink", "WireLink", "check", "peers_of", "shm_objection", "talking",
+    "Epochs",
+    "Link",
+    "Peering",
+    "TalkingLink",
+    "WireLink",
+    "WireStream",
+    "check",
+    "peers_of",
+    "shm_objection",
+    "talking",
     "wire",
 ]

@@ -9,11 +9,11 @@ import socket
 import threading
 from collections.abc import Callable
 
+from ...base.encryption import Encryption
 from ...orchestration.handshakes import HandshakeAcceptor
 from ...orchestration.security import HandshakeResult
 from . import tcp
 from .epochs import Epochs
-from ...base.encryption import Encryption
 
 log = logging.getLogger("bpsfast.node")
 

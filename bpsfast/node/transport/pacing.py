@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from ...pyx.pace import Pace
 from ...base.settings import Settings
+from ...pyx.pace import Pace
 
 #: What is left for gradients of a link's bytes: headers of Ethernet, IP and TCP (1448 of 1514), acknowledgements of the
 #: other direction (one for every second packet).

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from ...base.encryption import Encryption
 from ...orchestration.errors import BpsError
 from ...orchestration.messages import NodeInfo
 from ...orchestration.security import StreamHello
 from . import tcp
 from .epochs import Epochs
 from .reconnector import SHUTDOWN_STREAM
-from ...base.encryption import Encryption
 
 log = logging.getLogger("bpsfast.node")
 

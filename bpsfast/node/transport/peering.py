@@ -12,20 +12,20 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
+from ...base.encryption import Encryption, check as check_encryption, is_loopback, seals_of
+from ...base.settings import Settings, parse_address
+from ...base.trace_records import limits
 from ...orchestration.errors import BpsError, ConfigError, StallError
 from ...orchestration.messages import NodeInfo, Outcome
 from ...orchestration.security import HandshakeResult, StreamHello
 from ...pyx.ring import MAX_PARTS
-from ...base.settings import Settings, parse_address
-from ...base.trace_records import limits
 from . import pacing, rdma, shm, tcp
 from .data_port import DataPort
 from .epochs import Epochs
-from .peer_shutdowns import PeerShutdowns
 from .links import Link
+from .peer_shutdowns import PeerShutdowns
 from .rdma import handshake
-from .reconnector import SHUTDOWN_STREAM, RECONNECT_STREAM, PROBE_STREAM, Reconnector
-from ...base.encryption import Encryption, check as check_encryption, is_loopback, seals_of
+from .reconnector import PROBE_STREAM, RECONNECT_STREAM, SHUTDOWN_STREAM, Reconnector
 
 log = logging.getLogger("bpsfast.node")
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ...base.encryption import Encryption, seals_of
 from ...orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from ...orchestration.messages import NodeInfo
 from ...orchestration.security import HandshakeResult, StreamHello
@@ -33,7 +34,6 @@ from ...pyx.seal import RECORD_NBYTES, TAG_NBYTES
 from ...pyx.tcp import crc32c
 from . import tcp
 from .epochs import Epochs
-from ...base.encryption import Encryption, seals_of
 
 log = logging.getLogger("bpsfast.node")
 

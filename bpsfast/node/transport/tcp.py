@@ -15,15 +15,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...base.encryption import Encryption, Seals, seals_of
+from ...base.trace_records import Limits
 from ...orchestration import security
 from ...orchestration.errors import ConfigError, MismatchError, StallError
 from ...pyx.engine import Engine
 from ...pyx.ring import MAX_PARTS
 from ...pyx.tcp import Stream
-from ...base.trace_records import Limits
 from .epochs import Epochs
 from .pacing import TcpPacing
-from ...base.encryption import Encryption, Seals, seals_of
 
 CONTEXT = "bpsfast data"
 #: A stranger on the data port holds up one accepting thread for at most this long.

@@ -3,12 +3,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...base import settings
+from ...base import output, settings
 from ...hardware import numa, recorded_host
-from ...orchestration.errors import ConfigError
 from ...hardware.affinity import cores, locality
-from ...hardware.affinity.plan import Rank, CpuAffinity, AffinityOptions, with_allowed_memory, plan_node, plan_ranks
-from ...base import output
+from ...hardware.affinity.plan import AffinityOptions, CpuAffinity, Rank, plan_node, plan_ranks, with_allowed_memory
+from ...orchestration.errors import ConfigError
 
 _HEAD = ("WHO", "CORES", "CPUS", "MEMORY ON NODE", "DEVICE")
 

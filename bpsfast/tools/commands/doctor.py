@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...orchestration.errors import ConfigError
 from ...base import command_errors, output
+from ...orchestration.errors import ConfigError
 from .options import overrides, set_option, verbs_option
 from .root_option import root_option
 
 if TYPE_CHECKING:
-    from ..doctor.facts import Facts
-    from ...hardware.netlink import Address
     from ...base.settings import Settings
+    from ...hardware.netlink import Address
+    from ..doctor.facts import Facts
 
 _DEFAULT_PORT = 18619
 #: Longest wait for one ping: several may remain without an answer, and none of them travels long.
@@ -52,8 +52,8 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
     With --peer both machines must have the same BPSFAST_JOB_KEY, or BPSFAST_INSECURE=1.
     """
     from ...base import settings
-    from ..doctor import examination, doctor_text
     from ...hardware.recorded_host import host
+    from ..doctor import doctor_text, examination
 
     chosen = output.form(as_json, path, no_color)
     machine = host(root)
@@ -74,10 +74,10 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
     """Return the facts about *host* and, if *peer* is given, what is there at the other end."""
     import msgspec
 
-    from ..doctor import shared_cache, facts, peer as other, verbs_report
-    from ..doctor.peer_report import PeerReport
-    from ...hardware.recorded_host import RecordedKernel
     from ...hardware.rdma_route import peer_address
+    from ...hardware.recorded_host import RecordedKernel
+    from ..doctor import facts, peer as other, shared_cache, verbs_report
+    from ..doctor.peer_report import PeerReport
     from ..perf.control import secret_for
 
     name, port = split(peer) if peer else ("", _DEFAULT_PORT)
@@ -97,9 +97,9 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
 
 def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once: bool, timeout_s: float) -> None:
     """Answer other doctors until interrupted, or the first one only."""
+    from ...hardware.host import Host
     from ..doctor import peer as other, verbs_report
     from ..doctor.facts import Facts
-    from ...hardware.host import Host
     from ..perf.control import listen_address
 
     place = listen_address(loaded, bind)

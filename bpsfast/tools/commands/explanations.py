@@ -6,16 +6,16 @@ import inspect
 import re
 from dataclasses import dataclass
 
+from ...base import command_errors, output
+from ...hardware.verbs import completions
+from ...hardware.verbs.completions import Completion
+from ...orchestration import errors
+from ...orchestration.errors import BpsError, ConfigError
 from ..doctor import errnos, error_texts
 from ..doctor.checks import CHECKS
 from ..doctor.errnos import ErrnoMeaning
-from ..doctor.finding import Check
 from ..doctor.error_texts import LogMessage
-from ...orchestration import errors
-from ...orchestration.errors import BpsError, ConfigError
-from ...hardware.verbs import completions
-from ...hardware.verbs.completions import Completion
-from ...base import command_errors, output
+from ..doctor.finding import Check
 
 _CLASSES = {name: value for name, value in vars(errors).items()
             if inspect.isclass(value) and issubclass(value, BpsError)}

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...orchestration.errors import ConfigError
 from ...base import command_errors, output
+from ...orchestration.errors import ConfigError
 from .options import overrides, set_option, verbs_option
 from .root_option import root_option
 
 if TYPE_CHECKING:
     from ...hardware.gids import Gid
     from ...hardware.host import Host
-    from ...hardware.rdma_route import RailChoice, Rail
+    from ...hardware.rdma_route import Rail, RailChoice
 
 _HEAD = ("DEV", "PORT", "INDEX", "GID", "IPv4", "VER", "DEV", "USE")
 

@@ -12,8 +12,8 @@ from .options import overrides, set_option, verbs_option
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ..inventory import Inventory, Machine, Part
     from ...base.settings import Settings
+    from ..inventory import Inventory, Machine, Part
 
 
 @click.command()
@@ -53,8 +53,8 @@ def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], 
 
 def taken(loaded: Settings, origins: dict[str, str]) -> Inventory:
     """Return what is here, under these settings."""
-    from .. import inventory
     from ...hardware.host import Host
+    from .. import inventory
     from .doctor import gather_facts
 
     return inventory.take(gather_facts(Host(), loaded, origins, None, 1.0))

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from ...orchestration.errors import BpsError
 from ...base import command_errors, output
+from ...orchestration.errors import BpsError
 from . import host_options
-from .options import overrides, set_option
 from .help_group import FullHelpGroup
+from .options import overrides, set_option
 
 _SERVER_WAIT_S, _CLIENT_WAIT_S = 300.0, 10.0
 

@@ -49,7 +49,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     from ...launch import roles
     from ...launch.remote_listeners import RemoteListeners
     from ...orchestration import security
-    from ..perf import control as lines, ping_server, ping
+    from ..perf import control as lines, ping, ping_server
 
     form = output.form(as_json, path, no_color)
     loaded = settings.load(overrides(assignments, rdma_devices=f"={device}" if device else None,

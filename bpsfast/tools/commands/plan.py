@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...orchestration.errors import ConfigError
 from ...base import command_errors, output
+from ...orchestration.errors import ConfigError
 
 if TYPE_CHECKING:
     from ..planner.model import Compute, Model
@@ -56,7 +56,7 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
         from ..planner import authors_table
 
         return output.show(chosen, authors_table.text, authors_table.data() if as_json else None, authors_table.rows(authors_table.lines()))
-    from ..planner import codec_forecast as compressing, machine_list, prediction as plans, plan_text
+    from ..planner import codec_forecast as compressing, machine_list, plan_text, prediction as plans
 
     if workers is None:
         raise ConfigError("--workers is missing: how many machines have ranks?")

@@ -11,9 +11,9 @@ from .options import overrides, set_option, verbs_option
 from .root_option import root_option
 
 if TYPE_CHECKING:
-    from ...hardware.rdma_devices import Port, RdmaDevice
     from ...hardware.host import Host
     from ...hardware.interfaces import Netdev, PcieLink
+    from ...hardware.rdma_devices import Port, RdmaDevice
     from ...hardware.rdma_route import RailChoice
 
 _HEAD = ("DEVICE", "PORT", "STATE", "RATE", "LINK", "NETDEV", "MTU", "NUMA", "PCIE", "DRIVER", "FIRMWARE", "USE")

@@ -34,7 +34,7 @@ def command(paths: tuple[Path, ...], path: Path | None, n_lines: int, words: tup
     bpsfast report train.log out/logs   files and folders (--tee-dir, trace_dir)
     bpsfast report --hide login1.example.org -o report.tar.gz
     """
-    from .. import bug_report, bug_report_contents, redaction_rules, redaction
+    from .. import bug_report, bug_report_contents, redaction, redaction_rules
 
     scrub = redaction.Redactor(redaction_rules.found(os.environ, redaction_rules.job_key_of(os.environ), words))
     logs, skipped = bug_report_contents.named(paths)

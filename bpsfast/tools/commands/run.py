@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...base import logs, settings
+from ...base import logs, output, settings
+from ...base.command_errors import WORDS_OF_RUN, exit_on_error
 from ...orchestration.errors import ConfigError
 from . import host_options
-from ...base import output
 from .options import overrides, set_option
-from ...base.command_errors import WORDS_OF_RUN, exit_on_error
 
 if TYPE_CHECKING:
     from ...launch.processes import Command

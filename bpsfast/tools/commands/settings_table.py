@@ -6,8 +6,7 @@ import textwrap
 
 import msgspec
 
-from ...base import settings
-from ...base import output
+from ...base import output, settings
 
 _INDENT = "    "
 _SECRET = "job_key"

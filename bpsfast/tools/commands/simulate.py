@@ -5,12 +5,12 @@ from typing import Any
 
 import click
 
+from ...base import command_errors, output
 from ...orchestration.errors import ConfigError
 from ..simulator.cluster import Cluster, Costs, uniform
 from ..simulator.layer_chains import MODELS, build
 from ..simulator.ring import Ring
 from ..simulator.simulation import Options, Outcome, simulate
-from ...base import command_errors, output
 
 _STRATEGIES = ("ring", "all-reduce", "ps", "colocated", "optimal")
 

@@ -90,8 +90,8 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
 
 def read(source: str) -> Topology:
     """Return the machine that the file *source* describes; raises `ConfigError` with what is wrong in which file."""
-    from ...orchestration.errors import ConfigError
     from ...hardware.topology import graph
+    from ...orchestration.errors import ConfigError
 
     with open(source, "rb") as file:
         content = file.read()
@@ -103,8 +103,8 @@ def read(source: str) -> Topology:
 
 def text(topology: Topology) -> str:
     """Return what people read: the matrix, what hangs where, what joins sockets, what the words mean."""
-    from ...hardware.topology.graph import PartKind, LinkKind
     from ...hardware.topology.connections import WORDS
+    from ...hardware.topology.graph import LinkKind, PartKind
 
     counts = [(len(topology.of(kind)), words) for kind, words in (
         (PartKind.SOCKET, "socket"), (PartKind.SWITCH, "PCIe switch"), (PartKind.GPU, "GPU"), (PartKind.NIC, "network card"))]
@@ -123,8 +123,8 @@ def text(topology: Topology) -> str:
 
 def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
     """Return the head and a row for each GPU and card: how it is joined to each, as ``nvidia-smi topo -m`` has it."""
-    from ...hardware.topology.graph import PartKind
     from ...hardware.topology.connections import joint
+    from ...hardware.topology.graph import PartKind
 
     names = [part.name for kind in (PartKind.GPU, PartKind.NIC) for part in topology.of(kind)]
     rows: list[tuple[str, ...]] = [("", *names)]
@@ -140,7 +140,7 @@ def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
 
 def part_rows(topology: Topology) -> list[tuple[str, ...]]:
     """Return the head and a row for each part, below what it hangs at; at the end what hangs nowhere."""
-    from ...hardware.topology.graph import PartKind, LinkKind
+    from ...hardware.topology.graph import LinkKind, PartKind
 
     rows: list[tuple[str, ...]] = [_HEAD]
     seen = set()

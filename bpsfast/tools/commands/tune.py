@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from ...base import command_errors, output
-from .options import overrides, set_option
 from .help_group import FullHelpGroup
+from .options import overrides, set_option
 
 _LISTENER_WAIT_S, _DRIVER_WAIT_S = 600.0, 10.0
 
@@ -54,8 +54,8 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
     bpsfast tune --json -o found.json -- torchrun ... train.py
     BPSFAST_AUTOTUNE=1 torchrun ... train.py        on machines without rank 0
     """
-    from ...trainer import tuning_results
     from ...base.process_mark import folder_prefix
+    from ...trainer import tuning_results
 
     form = output.form(as_json, path, no_color)
     with tempfile.TemporaryDirectory(prefix=folder_prefix("tune")) as folder:

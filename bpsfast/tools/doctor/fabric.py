@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...hardware.rdma_devices import Port, RdmaDevice
-from ...hardware.ping import PingResult
 from ...hardware.netlink import Address
+from ...hardware.ping import PingResult
+from ...hardware.rdma_devices import Port, RdmaDevice
 from ...hardware.rdma_route import Rail
 from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, told, warned

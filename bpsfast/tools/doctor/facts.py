@@ -5,12 +5,12 @@ import re
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ...hardware.rdma_devices import Port, RdmaDevice
+from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.netlink import Address, Route
+from ...hardware.rdma_devices import Port, RdmaDevice
 from ...hardware.rdma_route import RailChoice, choose, incapable
 from ...orchestration.errors import ConfigError
-from ...base.settings import Settings
 from .peer_report import PeerReport
 from .verbs_report import VerbsReport
 

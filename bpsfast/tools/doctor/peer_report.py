@@ -5,10 +5,10 @@ import ipaddress
 
 import msgspec
 
-from ...hardware.rdma_devices import roce_mtu
 from ...hardware.gids import Gid
 from ...hardware.host import Host
 from ...hardware.netlink import Address
+from ...hardware.rdma_devices import roce_mtu
 from ...hardware.rdma_route import RailChoice
 
 

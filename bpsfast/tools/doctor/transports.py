@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from ... import __version__
-from ...orchestration.errors import ConfigError
 from ...base.encryption import check_library
+from ...orchestration.errors import ConfigError
 from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, failed, passed, told, warned
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from ...orchestration.errors import ConfigError
 from ...hardware.verbs import provider as find_provider
+from ...orchestration.errors import ConfigError
 
 #: Sizes of the trial registrations, in bytes; the default limits of distributions (64 KiB, 8 MiB) lie in between.
 TRIALS = (1 << 20, 16 << 20, 64 << 20)

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ...base.settings import Settings
 from ...launch.process_role import format_address, given_key, is_loopback, job_key
 from ...orchestration import security
 from ...orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
 from ...orchestration.handshakes import HandshakeAcceptor
 from ...orchestration.unreadable import DECODE_ERRORS
-from ...base.settings import Settings
 from .messages import VERSION, Alive, Message, Stop
 
 DEFAULT_PORT = 18515

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ...orchestration.errors import ConfigError, MismatchError
 from ...hardware.verbs import PROVIDERS
+from ...orchestration.errors import ConfigError, MismatchError
 
 VERBS = ("bw", "lat")
 TRANSPORTS = ("rdma", "tcp", "shm")

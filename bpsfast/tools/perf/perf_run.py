@@ -23,10 +23,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.rdma_route import choose, peer_address
 from ...orchestration.errors import BpsError, PeerLostError, ProtocolError
-from ...base.settings import Settings
 from . import perf_plan as plans, samples
 from .control import Control
 from .messages import Agree, Done, Offer, Propose, Ready, Result, Sent, Stop

@@ -11,10 +11,10 @@ import statistics
 import time
 from typing import Any
 
+from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.rdma_route import Rail, choose, peer_address
 from ...orchestration.errors import BpsError, ConfigError
-from ...base.settings import Settings
 from . import control as lines, perf_plan as plans
 from .control import Control
 from .messages import Answer, Ask

@@ -11,9 +11,9 @@ import socket
 import threading
 from typing import Any
 
+from ...base.settings import Settings
 from ...hardware.host import Host
 from ...orchestration.errors import BpsError, ConfigError
-from ...base.settings import Settings
 from . import control as lines, ping
 from .control import Control, Secret
 from .messages import Alive, Answer, Ask

@@ -12,13 +12,13 @@ import time
 from typing import Any
 
 from ...hardware.affinity.device_threads import device_cores, on_cores
-from ...hardware.nic_counters import CounterDelta, CounterSnapshot, difference, snapshot
 from ...hardware.host import Host
+from ...hardware.nic_counters import CounterDelta, CounterSnapshot, difference, snapshot
 from ...hardware.rdma_route import Rail
+from ...hardware.verbs import completions, provider
 from ...orchestration.errors import BpsError, ConfigError, PeerLostError, StallError, UnsupportedError
 from ...pyx import perf as native
 from ...pyx.pages import Segment
-from ...hardware.verbs import completions, provider
 from .perf_plan import Plan
 from .python_loop import ProviderLoop
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...base import output
-from . import catalog
 from ...orchestration.placement.partition import ITEM_NBYTES
+from . import catalog
 
 _GBPS = 100.0
 #: A count may differ from another implementation's by so much: heads, biases, vocabularies.

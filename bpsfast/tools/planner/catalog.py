@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from ...orchestration.errors import ConfigError
-from . import bert, gpt2, inception, resnet, transformer, ugatit, model_shapes
+from . import bert, gpt2, inception, model_shapes, resnet, transformer, ugatit
 from .model import Compute, Model, Shapes
 
 _HARDWARE = "V100"

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from .model import Model
 from ...orchestration import codec as codecs
 from ...orchestration.codec import CodecSpec
 from ...orchestration.errors import ConfigError
 from ...orchestration.placement.codec_choice import Choice, choose, loads_of
 from ...orchestration.placement.shares import Machine
+from .model import Model
 
 _OPTIONS = tuple(name for name in CodecSpec.__struct_fields__ if name not in ("kind", "auto"))
 

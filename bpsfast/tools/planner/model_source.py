@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import catalog
-from .model import Model, Shapes
 from ...orchestration.errors import ConfigError
 from ...orchestration.placement.partition import ITEM_NBYTES
+from . import catalog
+from .model import Model, Shapes
 
 #: A file with more than this is no list of shapes.
 _MOST_NBYTES = 64 << 20

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from .model import Compute, Model
 from ...orchestration.codec import CodecSpec
 from ...orchestration.errors import ConfigError
 from ...orchestration.placement import forecast
+from ...orchestration.placement.assignment import machine_times_s, owned_by, step_time_s
 from ...orchestration.placement.layout import lay_out
 from ...orchestration.placement.partition import ITEM_NBYTES
-from ...orchestration.placement.assignment import machine_times_s, owned_by, step_time_s
 from ...orchestration.placement.reassignment import reassign
 from ...orchestration.placement.shares import Machine, capacities, least_time_s
 from . import machine_list
 from .codec_forecast import Compression, predict
+from .model import Compute, Model
 
 #: Layouts in the order they are shown; the last three are placements of the same name.
 LAYOUTS = ("ring", "ps", "colocated", "optimal")

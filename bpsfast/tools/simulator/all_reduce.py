@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...orchestration.priority.turns import Entry, Leader
-from .event_clock import Clock
 from .cluster import Cluster
+from .event_clock import Clock
 from .ring import Ring, reduce_s, wire_nbytes
 from .workload import PartitionedWorkload
 

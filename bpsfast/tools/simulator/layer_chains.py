@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from math import prod
 
+from ...orchestration.errors import ConfigError
 from ..planner import catalog
 from ..planner.model import Shapes
-from ...orchestration.errors import ConfigError
 from .workload import Layer, Workload, workload
 
 #: Models of BytePS's figures, or like them.

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .event_clock import Clock
 from .cluster import Costs
+from .event_clock import Clock
 
 
 class Load(NamedTuple):

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...orchestration.errors import ConfigError
-from ...orchestration.priority.credit_queue import rank_parts
 from ...orchestration.placement.assignment import assign
 from ...orchestration.placement.shares import Machine, optimal_shares
+from ...orchestration.priority.credit_queue import rank_parts
 from .cluster import Cluster
 from .network import Load
 from .workload import PartitionedWorkload

@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...orchestration.priority.nic_queue import NicQueue
 from ...orchestration.priority.credit_queue import CreditQueue
+from ...orchestration.priority.nic_queue import NicQueue
 from ...orchestration.priority.write_order import ArrivalOrder, WriteOrder
-from .event_clock import Clock
 from .cluster import Costs
-from .partition_layout import Layout, LayoutPart
+from .event_clock import Clock
 from .network import Load, Network
+from .partition_layout import Layout, LayoutPart
 
 #: Called with (worker, unit) when the whole sum of a unit is on a worker.
 Done = Callable[[int, int], None]

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...orchestration.errors import ConfigError
-from .event_clock import Clock
 from .cluster import Cluster
+from .event_clock import Clock
 
 
 class Ring(NamedTuple):

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from ...orchestration.errors import ConfigError
 from .all_reduce import ScheduledAllReduce
-from .event_clock import Clock
 from .cluster import Cluster
-from .push_pull import SimulatedPushPull
+from .event_clock import Clock
 from .partition_layout import folded, full, is_symmetric
+from .push_pull import SimulatedPushPull
 from .ring import Ring, RingAllReduce, check_ring
 from .worker import Worker
 from .workload import PartitionedWorkload, Workload, cut

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...orchestration.clock_offset import Point, offset_at
 from ...base.trace_file import Process
 from ...base.trace_records import Span
+from ...orchestration.clock_offset import Point, offset_at
 
 
 class Clock(NamedTuple):

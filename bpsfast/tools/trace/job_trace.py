@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...orchestration.errors import ConfigError
 from ...base import trace_chrome, trace_file
-from . import clocks as clock, flows, inversions as urgency
-from .clocks import Clocks
 from ...base.trace_file import Process
 from ...base.trace_records import Part, Span
+from ...orchestration.errors import ConfigError
+from . import clocks as clock, flows, inversions as urgency
+from .clocks import Clocks
 
 FORMAT = "bpsfast trace 1"
 

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from . import inversions as urgency
-from .job_trace import Job
 from ...base.trace_file import Process
 from ...base.trace_records import CREDIT, Span, printable
+from . import inversions as urgency
+from .job_trace import Job
 
 #: What a rank waits for: kinds of spans, the most telling first; "inputs" that others have not given yet come last.
 CAUSES = {"sum": "sums", "wire": "the wire", CREDIT: "credit or more urgent writes", "queue": "a free summing thread",

@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
+from ...base.settings import Settings
 from ...hardware import numa
 from ...hardware.host import Host
-from ...orchestration.errors import UnsupportedError
-from ..perf import ping
-from ...pyx.pages import huge_page_nbytes
-from ...base.settings import Settings
 from ...hardware.verbs import provider
+from ...orchestration.errors import UnsupportedError
+from ...pyx.pages import huge_page_nbytes
+from ..perf import ping
 
 
 class RailCapabilities(msgspec.Struct, frozen=True, kw_only=True):

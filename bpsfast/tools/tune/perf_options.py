@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...base import rdma_device_list
+from ...node.transport.rdma.handshake import ACK_TIMEOUT
 from ...orchestration.errors import ConfigError
 from ..perf.perf_plan import Plan
-from ...node.transport.rdma.handshake import ACK_TIMEOUT
-from .capabilities import RailCapabilities, HostCapabilities
+from .capabilities import HostCapabilities, RailCapabilities
 
 ONE_WAY, TWO_WAY, INCAST, LATENCY = "one-way", "two-way", "incast", "latency"
 #: What is too small for anything but its latency to matter: an empty contribution, a few scalars.

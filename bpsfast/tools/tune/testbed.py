@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ...base.settings import Settings
 from ...hardware.host import Host
 from ...orchestration.errors import BpsError, PeerLostError, StallError
 from ..perf import control as lines
@@ -19,8 +20,7 @@ from ..perf.control import Control
 from ..perf.messages import Answer, Ask
 from ..perf.perf_plan import Plan
 from ..perf.perf_run import PerfRun
-from ...base.settings import Settings
-from .capabilities import RailCapabilities, HostCapabilities
+from .capabilities import HostCapabilities, RailCapabilities
 from .search import ConfigRefusedError
 
 DEFAULT_PORT = 18530

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...hardware.rdma_devices import PATH_MTUS
-from .capabilities import RailCapabilities, HostCapabilities
-from .search import Config, Tunable
+from .capabilities import HostCapabilities, RailCapabilities
 from .perf_options import LATENCY, rails_of
+from .search import Config, Tunable
 
 _MIB = 1 << 20
 _LEAST_MTU = 1024

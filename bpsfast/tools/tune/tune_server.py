@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import msgspec
 
+from ...base.settings import Settings
 from ...hardware.host import Host
 from ...orchestration.errors import BpsError, PeerLostError, StallError
 from ..perf import control as lines
 from ..perf.control import Control
 from ..perf.messages import Answer, Ask, Propose
 from ..perf.perf_run import PerfRun
-from ...base.settings import Settings
 from . import capabilities
 
 _log = logging.getLogger("bpsfast")

@@ -8,9 +8,9 @@ from typing import Any
 from ...base.output import columns
 from ..doctor.finding import Outcome as Reading, Status
 from .comparison import spread
+from .perf_options import LATENCY
 from .search import Config, Outcome, TuneStep, describe
 from .tuning_run import TuningRun
-from .perf_options import LATENCY
 
 
 def head(session: TuningRun) -> str:

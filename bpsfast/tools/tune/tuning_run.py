@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...base.settings import Settings
+from ...hardware.host import Host
+from ...hardware.nic_counters import CounterDelta
+from ...orchestration.errors import BpsError, ConfigError
 from ..doctor import congestion
 from ..doctor.examination import examine
 from ..doctor.facts import Facts
 from ..doctor.finding import Outcome as Reading
-from ...hardware.nic_counters import CounterDelta
-from ...hardware.host import Host
-from ...orchestration.errors import BpsError, ConfigError
 from ..perf.perf_plan import Plan
-from ...base.settings import Settings
 from . import capabilities, tunables
-from .testbed import TuneTestbed, RailPair
-from .search import Config, Outcome, ConfigRefusedError, Search, TuneStep
 from .perf_options import INCAST, LATENCY, NAMES, ONE_WAY, TWO_WAY, plan_of, rails_of
+from .search import Config, ConfigRefusedError, Outcome, Search, TuneStep
+from .testbed import RailPair, TuneTestbed
 
 #: A sample takes so much of the budget: some hundreds of them have to fit.
 _SHARE = 400

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...collectives.serial_executor import SerialExecutor
 from ...collectives.group import Group
+from ...collectives.serial_executor import SerialExecutor
 from ...orchestration.errors import BpsError
 from ...trainer.session import Session
 from . import torch_compat, worlds

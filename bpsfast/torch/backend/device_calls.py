@@ -20,8 +20,8 @@ import torch
 from ...gpu import locations
 from ...gpu.device import Event
 from ...gpu.host import host_device
-from ...trainer.gpu.staging_buffers import StagingBuffer
 from ...orchestration.errors import UnsupportedError
+from ...trainer.gpu.staging_buffers import StagingBuffer
 from ...trainer.session import Session
 
 

@@ -15,9 +15,9 @@ from urllib.parse import parse_qsl, urlsplit
 import torch.distributed as dist
 
 from ...base import logs
+from ...base.settings import load, parse_address
 from ...launch import roles
 from ...orchestration.errors import ClosedError, MismatchError
-from ...base.settings import load, parse_address
 from ...trainer import process
 from ...trainer.session import Session
 

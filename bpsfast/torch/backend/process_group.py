@@ -15,10 +15,9 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from ...collectives import group_factory
 from ...orchestration.errors import BpsError, ConfigError, UnsupportedError
-from . import torch_compat, sparse, worlds
-from .device_calls import afar
+from . import sparse, torch_compat, worlds
 from .base_group import BaseGroup
-from .overloads import forms
+from .device_calls import afar
 from .operands import (
     Operand,
     Reduction,
@@ -34,6 +33,7 @@ from .operands import (
     split,
     write,
 )
+from .overloads import forms
 from .work import Work, torch_error
 
 Tensor = torch.Tensor

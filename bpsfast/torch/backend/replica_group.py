@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError
 from ...base.settings import parse_address
+from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError
 from . import worlds
 from .named_group import NamedGroup
 from .process_group import ProcessGroup, group_in

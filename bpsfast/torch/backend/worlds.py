@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...base import logs
+from ...base.settings import load
 from ...launch import rendezvous, roles
 from ...orchestration.errors import ConfigError
-from ...base.settings import load
 from ...trainer import process
-from ...trainer.joining import join, leave
 from ...trainer.exit_handling import ExitWatch
+from ...trainer.joining import join, leave
 from ...trainer.session import Session
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ...gpu import arrays
 from ...pyx.port import copy
 from ..tensor_input import TensorInput, tensor_input
-from ...gpu import arrays
 from .staging_buffers import StagingBuffer
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...gpu.device import Stream
+from ...gpu.partition_copy import DeviceRange
 from ...orchestration.errors import UnsupportedError
 from .device_round import DeviceRound
-from ...gpu.device import Stream
 from .devices import DeviceBytes
-from ...gpu.partition_copy import DeviceRange
 
 if TYPE_CHECKING:
     from ..session import Session

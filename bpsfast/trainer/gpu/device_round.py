@@ -4,9 +4,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from ...orchestration.errors import BpsError
+from ...gpu.copies import DeviceCopy, ResultCopy
 from ...gpu.device import Stream
-from ...gpu.copies import ResultCopy, DeviceCopy
+from ...orchestration.errors import BpsError
 
 if TYPE_CHECKING:
     from ..session import Session

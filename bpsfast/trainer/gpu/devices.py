@@ -8,21 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...orchestration.errors import BpsError, DeviceError
-from ...pyx.pages import Segment
 from ...gpu.copy_to_device import CopyToDevice, ToDeviceCopier
-from .device_round import DeviceRound
 from ...gpu.copy_to_host import CopyToHost, ToHostCopier
 from ...gpu.device import Device, Event
-from .gpu_direct import GpuDirectMemory
 from ...gpu.partition_copy import DeviceRange, PartitionCopy, cut
+from ...orchestration.errors import BpsError, DeviceError
+from ...pyx.pages import Segment
+from .device_round import DeviceRound
+from .gpu_direct import GpuDirectMemory
 from .staging_buffers import StagingBuffers
 
 if TYPE_CHECKING:
+    from ...collectives.islands import Islands
     from ..session import Session
     from ..tensor_input import TensorInput
     from ..unit import Unit
-    from ...collectives.islands import Islands
 
 log = logging.getLogger("bpsfast.gpu")
 

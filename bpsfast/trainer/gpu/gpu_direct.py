@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...base.dtypes import TABLE
-from ...orchestration.errors import ConfigError, error_of
-from ...orchestration.messages import ShareDevice
 from ...gpu.communicator import sums_in_island
 from ...gpu.device import Device
 from ...gpu.device_segments import DeviceRegion, DeviceSegment
+from ...orchestration.errors import ConfigError, error_of
+from ...orchestration.messages import ShareDevice
 
 if TYPE_CHECKING:
-    from ...orchestration.messages import TensorSpec
     from ...base.settings import Settings
+    from ...orchestration.messages import TensorSpec
     from ..session import Session
 
 _PAGE_NBYTES = 4096

@@ -11,8 +11,8 @@ import time
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...gpu.device import DeviceLocation, Event, OwnStream, Stream
 from ...orchestration.errors import StallError
-from ...gpu.device import Event, OwnStream, DeviceLocation, Stream
 
 if TYPE_CHECKING:
     from ..input_memory import Region

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from . import pointers
 from .device import Device, readable
 from .library import module, told, words
-from .resource import VerbsResource
 from .posted_work import RECV, QueueCapacity
+from .resource import VerbsResource
 
 if TYPE_CHECKING:
     from .queue_pair import QueuePair

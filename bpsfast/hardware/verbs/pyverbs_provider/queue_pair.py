@@ -10,8 +10,8 @@ from . import pointers
 from .completion_queue import CompletionQueue
 from .device import ProtectionDomain
 from .library import module, told, words
-from .resource import VerbsResource
 from .posted_work import RECV, PostedWork, Work, WorkQueue
+from .resource import VerbsResource
 
 _RC = 2
 _STATES = ("RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR")

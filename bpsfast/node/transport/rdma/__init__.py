@@ -10,11 +10,11 @@ Nothing is exchanged in steady state: addresses and keys go to the peer once per
 """
 from __future__ import annotations
 
-from . import limits, failures, link, rdma_messages, rails, handshake
+from . import failures, handshake, limits, link, rails, rdma_messages
 from .failures import NoDeviceError, NoRdmaError
 from .link import LaneFullError, RdmaLink
-from .rdma_messages import PeerSlots
 from .rails import Rails
+from .rdma_messages import PeerSlots
 
 __all__ = [
     "LaneFullError", "NoDeviceError", "NoRdmaError", "PeerSlots", "Rails", "RdmaLink", "budget", "failure", "link",

@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ....orchestration.errors import UnsupportedError
 from ....hardware.verbs import completions
+from ....orchestration.errors import UnsupportedError
 
 
 class NoRdmaError(UnsupportedError):

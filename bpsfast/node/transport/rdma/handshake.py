@@ -15,13 +15,13 @@ from typing import TypeVar
 import msgspec
 
 from ....base.message_socket import MessageSocket
-from ....orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from ....base.trace_records import Limits
+from ....orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
 from . import rdma_messages
 from .failures import NoRdmaError
-from .link import RdmaLink, RailPath
-from .rdma_messages import PairOffer, RailOffer, RdmaOffer, RdmaPairs, RdmaStep
+from .link import RailPath, RdmaLink
 from .rails import Rail
+from .rdma_messages import PairOffer, RailOffer, RdmaOffer, RdmaPairs, RdmaStep
 
 STREAM = 1000
 #: One step: the peer is just as far. A proof includes all retries of a write that nobody answers.

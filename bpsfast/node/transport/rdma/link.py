@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....base.message_socket import MessageSocket
+from ....base.trace_records import Limits
 from ....orchestration.errors import CapacityError, PeerLostError, ProtocolError
 from ....pyx import rdma as native
 from ....pyx.engine import Engine
-from ....base.trace_records import Limits
 from . import failures
-from .rdma_messages import PeerSlots, Slot
 from .rails import Rail
+from .rdma_messages import PeerSlots, Slot
 
 log = logging.getLogger("bpsfast.node")
 

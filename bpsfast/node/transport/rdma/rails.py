@@ -16,14 +16,14 @@ import threading
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from ....base.settings import Settings
 from ....hardware import rdma_route
 from ....hardware.affinity.device_threads import device_cores, on_cores
 from ....hardware.host import Host
+from ....hardware.verbs import provider
 from ....orchestration.errors import BpsError, CapacityError
 from ....pyx import rdma as native
 from ....pyx.pages import Segment, Shadow
-from ....base.settings import Settings
-from ....hardware.verbs import provider
 from . import limits
 from .failures import NoDeviceError, NoRdmaError, PortNow
 from .rdma_messages import RailOffer
