@@ -66,15 +66,15 @@ $(VENV)-site/.gpu: $(sources)
 # The examples for Lightning, Accelerate, Transformers, Ray and torchft, which take 700 MB and some minutes to install.
 test-ecosystem: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[ecosystem,test]
-	$(bin)/pytest -q --durations=10 tests/test_ecosystem.py
+	$(bin)/pytest -q --durations=10 tests/ecosystem/test_ecosystem.py
 
 # What uses torch, with other versions of it: 5 GB each from PyPI, one at a time (CPU builds from TORCH_INDEX: 1 GB).
 test-torch-versions: $(stamp)
-	$(bin)/python -m tests.torch_versions $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(TORCH_VERSIONS)
+	$(bin)/python -m tests.support.torch_versions $(if $(TORCH_INDEX),--index $(TORCH_INDEX)) $(TORCH_VERSIONS)
 
 # What is tested with other frameworks than torch, which take some hundred MB to install.
-framework_tests := tests/test_jax_*.py tests/test_tensorflow*.py tests/test_hvd_tensorflow.py tests/test_keras*.py \
-  tests/test_bench_frameworks.py tests/test_api.py
+framework_tests := tests/jax tests/tensorflow tests/hvd/test_hvd_tensorflow.py tests/keras \
+  tests/bench/test_bench_frameworks.py tests/project/test_api.py
 test-frameworks: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[jax,keras,tensorflow,test]
 	$(bin)/pytest -q --durations=10 --numprocesses=2 --dist=loadfile $(framework_tests) $(PYTEST)
@@ -84,7 +84,7 @@ mxnet := $(VENV)/mxnet
 test-mxnet: $(stamp)
 	test -x $(mxnet)/bin/pip || $(PYTHON) -m venv $(mxnet)
 	$(mxnet)/bin/pip install --quiet --editable . "mxnet==1.9.1" "numpy<1.24" "scikit-learn<1.6" pytest pytest-timeout hypothesis
-	$(mxnet)/bin/pytest -q --durations=10 tests/test_mxnet.py tests/test_mxnet_digits.py
+	$(mxnet)/bin/pytest -q --durations=10 tests/mxnet/test_mxnet.py tests/mxnet/test_mxnet_digits.py
 
 # Style and types. mypy is shown the package as it is imported, with bpsfast.orchestration and bpsfast.pyx inside.
 view := $(VENV)/view
@@ -101,13 +101,13 @@ lint: $(stamp)
 # out/coverage. The compiled modules are built twice for it.
 coverage: $(stamp) sshd mpi guest
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[coverage,test]
-	$(bin)/python -m tests.covered --pytest="$(THOROUGH) $(PYTEST)"
+	$(bin)/python -m tests.support.covered --pytest="$(THOROUGH) $(PYTEST)"
 
 # An sdist and wheels for these interpreters, into dist/, each tried without a compiler: two minutes for each.
 PYTHONS ?= $(PYTHON)
 wheels: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[release,test]
-	$(bin)/python -m tests.wheels $(PYTHONS)
+	$(bin)/python -m tests.support.wheels $(PYTHONS)
 
 # Pages and API reference, below out/docs. A warning fails it. The docstrings of frameworks that are not installed are read, too.
 docs: $(stamp)
@@ -118,16 +118,16 @@ docs: $(stamp)
 
 # Threads under ThreadSanitizer: C programs of tests/native, then our compiled modules. SECONDS of each program.
 races: $(stamp)
-	$(bin)/python -m tests.races $(SECONDS)
+	$(bin)/python -m tests.support.races $(SECONDS)
 
 # What reads a peer's bytes, fuzzed for so many SECONDS in all (600). What crashed is kept in out/fuzz.
 fuzz: $(stamp) fuzzers
-	$(bin)/python -m tests.fuzzing $(SECONDS)
+	$(bin)/python -m tests.support.fuzzing $(SECONDS)
 
 # Strangers say so many messages to each kind of socket that a training job listens on: a million in some ten minutes.
 MESSAGES ?= 1000000
 strangers: $(stamp)
-	$(bin)/pytest -q tests/test_strangers.py -o faulthandler_timeout=0 --strangers-messages=$(MESSAGES)
+	$(bin)/pytest -q tests/end_to_end/test_strangers.py -o faulthandler_timeout=0 --strangers-messages=$(MESSAGES)
 
 bench: $(stamp)
 	$(bin)/bpsfast bench kernels --quick

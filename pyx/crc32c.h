@@ -2,7 +2,7 @@
  *
  * Processors with an instruction for it (SSE4.2's crc32, ARMv8's crc32cx) begin one of eight bytes each cycle, and take
  * three until it is done: so three lanes of BPS_CRC_LANE bytes are worked at once, and put together by a table that says
- * what so many zeros make of a remainder. Others take eight bytes a step by tables (`tests/test_checksum.py`).
+ * what so many zeros make of a remainder. Others take eight bytes a step by tables (`tests/pyx/test_checksum.py`).
  */
 #ifndef BPS_CRC32C_H
 #define BPS_CRC32C_H

@@ -5,7 +5,7 @@
  * much as we read, and never their size. Structs that we allocate are declared whole, except `bps_ibv_port_attr`:
  * the plain symbol ibv_query_port fills what stands here and no more.
  * All of it is pinned below for 64-bit Linux (x86-64 and aarch64 agree: no struct that we measure holds a mutex), and
- * by tests/test_verbs_header.py against <infiniband/verbs.h> where that is installed. Names begin with bps_ or BPS_,
+ * by tests/pyx/test_verbs_header.py against <infiniband/verbs.h> where that is installed. Names begin with bps_ or BPS_,
  * so both may be included in one file.
  */
 #ifndef BPS_VERBS_ABI_H

@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 
 from bpsfast.base import logs
-from tests.every_shape import SHAPES, SturdyJob
-from tests.forked import start_server
-from tests.jobs import Job
-from tests.portions import pytest_collection_modifyitems, pytest_report_header, takes_all  # noqa: F401 - hooks
+from tests.support.every_shape import SHAPES, SturdyJob
+from tests.support.forked import start_server
+from tests.support.jobs import Job
+from tests.support.portions import pytest_collection_modifyitems, pytest_report_header, takes_all  # noqa: F401 - hooks
 from tests.sysfs_trees.machine import Machine
 
 
@@ -86,11 +86,11 @@ def shared_job(request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
 
 @pytest.fixture(scope="module")
 def torch_ranks() -> Iterator[Callable[..., Any]]:
-    """Up to four ranks that make their groups themselves: ``torch_ranks(4, nodes=2)``; see `tests.torch_ranks`.
+    """Up to four ranks that make their groups themselves: ``torch_ranks(4, nodes=2)``; see `tests.support.torch_ranks`.
 
     Their processes stay for a module; where one has died, or has not answered, all are started anew.
     """
-    from tests.torch_ranks import Processes, TorchRanks
+    from tests.support.torch_ranks import Processes, TorchRanks
 
     started: list[Processes] = []
 
@@ -119,7 +119,7 @@ def three(shared_job: Callable[..., Job]) -> Job:
 
 @pytest.fixture(scope="session", params=SHAPES, ids=lambda ranks: "+".join(map(str, ranks)))
 def everywhere(request: pytest.FixtureRequest) -> Iterator[SturdyJob]:
-    """Each of the shapes of jobs in turn, for all tests that want it: see `tests.every_shape`."""
+    """Each of the shapes of jobs in turn, for all tests that want it: see `tests.support.every_shape`."""
     job = SturdyJob(lambda: Job(ranks=request.param, forked=True), request.param)
     yield job
     job.close()
@@ -187,7 +187,7 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add our options."""
-    parser.addoption("--thorough", action="store_true", help="run all cases of all tests (see tests/portions.py)")
+    parser.addoption("--thorough", action="store_true", help="run all cases of all tests (see tests/support/portions.py)")
     parser.addoption("--write-golden", action="store_true",
                      help="write tests/golden/* from what the code says now; read the difference before you commit it")
     parser.addoption("--strangers-messages", type=int, default=3000,
@@ -216,8 +216,8 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture
 def vertex():
-    """Return a factory of vertices (`tests.vertex`), all closed at the end."""
-    from tests.vertex import Vertex
+    """Return a factory of vertices (`tests.support.engine_node`), all closed at the end."""
+    from tests.support.engine_node import Vertex
 
     made = []
 

@@ -1,6 +1,6 @@
 """``python -m bpsfast.docs.settings_page``: writes the tables of ``settings.md`` anew, from the table of the code.
 
-What stands between the two marks of each table is generated; the words around it are not. `tests/test_docs.py` fails
+What stands between the two marks of each table is generated; the words around it are not. `tests/project/test_docs.py` fails
 where the page is not up to date.
 """
 from __future__ import annotations

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.every_shape import SturdyJob
+from tests.support.every_shape import SturdyJob
 from tests.gpu import place
 from tests.gpu.ranks import start_ranks
 

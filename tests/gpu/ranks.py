@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.gpu.place import REHEARSES
-from tests.jobs import Job
+from tests.support.jobs import Job
 
 
 def start_ranks(*ranks: int, **values: Any) -> Job:

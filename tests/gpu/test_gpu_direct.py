@@ -13,7 +13,7 @@ import bpsfast.torch as bps  # noqa: E402
 from bpsfast.hardware.topology.discovery import discover  # noqa: E402
 from bpsfast.hardware.topology.gpu_direct import possible  # noqa: E402
 from bpsfast.orchestration.errors import UnsupportedError  # noqa: E402
-from tests.jobs import Job  # noqa: E402
+from tests.support.jobs import Job  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 

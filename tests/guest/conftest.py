@@ -14,7 +14,7 @@ from bpsfast.hardware.verbs import PROVIDERS, provider
 from bpsfast.pyx.verbs import VerbsMissing
 from tests.guest.sender import ITEMS, Sender
 from tests.guest.suites import Suites
-from tests.portions import EMULATED
+from tests.support.portions import EMULATED
 
 _SLACK_S = 60.0  # the guest's own time limits come first
 _TIMEOUT_S = pytest.StashKey[float]()

@@ -16,8 +16,8 @@ from bpsfast.pyx.rdma import Rail
 from tests.guest.hosts import GID_INDEX
 from tests.guest.suite_rdma_trouble import port_down
 from tests.guest.verbs_end import until
-from tests.test_transport import push, settings_for
-from tests.two_nodes import End, connect, declare, order_of
+from tests.node.test_transport import push, settings_for
+from tests.support.two_nodes import End, connect, declare, order_of
 
 NBYTES = 5000
 

@@ -1,4 +1,4 @@
-"""The contract of every transport (tests/test_transport.py), over rdma: one device each, and several of both.
+"""The contract of every transport (tests/node/test_transport.py), over rdma: one device each, and several of both.
 
 Runs in the guest.
 """
@@ -18,7 +18,7 @@ from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostErr
 from bpsfast.pyx.port import DONE
 from tests.guest.lane_side import wait_for
 from tests.guest.suite_rdma_trouble import port_down
-from tests.test_transport import (  # noqa: F401  the contract's tests, collected here with our `ends`
+from tests.node.test_transport import (  # noqa: F401  the contract's tests, collected here with our `ends`
     SIZES,
     push,
     settings_for,
@@ -32,7 +32,7 @@ from tests.test_transport import (  # noqa: F401  the contract's tests, collecte
     test_the_next_generation_waits_for_the_local_commit,
     test_who_is_missing_is_known,
 )
-from tests.two_nodes import KEY, End, connect, declare, order_of
+from tests.support.two_nodes import KEY, End, connect, declare, order_of
 
 pytestmark = pytest.mark.timeout(400)  # who first needs a codec's kernels compiles them: here that takes two minutes
 

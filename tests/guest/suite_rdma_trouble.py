@@ -17,7 +17,7 @@ import pytest
 
 from bpsfast.base.settings import Settings
 from bpsfast.orchestration.errors import ConfigError
-from tests.two_nodes import End, connect
+from tests.support.two_nodes import End, connect
 
 
 def settings_for(kind: str, **changes: object) -> Settings:

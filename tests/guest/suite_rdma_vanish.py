@@ -18,8 +18,8 @@ from bpsfast.pyx import verbs
 from bpsfast.pyx.port import DONE
 from tests.guest import spare_device
 from tests.guest.verbs_end import kernel_objects, until
-from tests.test_transport import push, settings_for
-from tests.two_nodes import End, connect, declare, order_of
+from tests.node.test_transport import push, settings_for
+from tests.support.two_nodes import End, connect, declare, order_of
 
 NBYTES = 5000
 

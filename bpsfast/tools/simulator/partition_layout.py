@@ -2,7 +2,7 @@
 
 A *folded* layout lets one worker and one helper stand for all of theirs: every partition is spread over all owners by
 their optimal shares, so that machines of a role do the same at the same time, and one transfer stands for those to all
-peers. A step of 4,096 machines then costs as many events as one of two. `tests/test_simulated_layout.py` holds it
+peers. A step of 4,096 machines then costs as many events as one of two. `tests/tools/simulator/test_simulated_layout.py` holds it
 against the full simulation of small systems. Where all owners are of one role it is within 3 % if partitions are fine:
 what more urgent layers overtake before each owner has its next partition from all workers is moved in vain for the
 time being, which folded it is not: 14 % of a step with 8 partitions an owner and layer, 2 % with 32. With some helpers

@@ -1,0 +1,160 @@
+"""A scheduler without a memory: when it knows enough, whom it believes, and what thousands of nodes cost it."""
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from bpsfast.orchestration import messages as m
+from bpsfast.orchestration.errors import PeerLostError
+from bpsfast.orchestration.failover.control_log import ControlLog
+from bpsfast.orchestration.failover.job_rebuild import JobRebuild
+from tests.support.job_table import Table, join
+
+SETTINGS = {"transport": "tcp"}
+
+
+def accounts(n_workers, n_helpers=0):
+    """What each node of a job has to say, by index."""
+    table = Table(num_nodes=n_workers, num_helpers=n_helpers, name="this job")
+    n_nodes = n_workers + n_helpers
+    for index in range(n_nodes):
+        table.say(b"%d" % index, join(f"h{index}", int(index < n_workers)))
+    said = []
+    for index in range(n_nodes):
+        ledger = ControlLog("1.0", SETTINGS)
+        for message in table.inbox[b"%d" % index]:
+            ledger.heard(message)
+        said.append(list(ledger.account()))
+    return said
+
+
+def begin(**fields):
+    return JobRebuild(**{"package": "", "heartbeat_s": 1.0, "lease_s": 10.0, "timeout_s": 60.0, "now": 0.0, **fields})
+
+
+def tell(rebuilding, index, said, now=0.0, sender=None):
+    return [answer for message in said
+            for answer in rebuilding.receive(now, sender or b"%d" % index, message)]
+
+
+def test_the_job_of_thousands_is_rebuilt_in_moments():
+    """Time grows with their number, but for a little: with its cube these would take minutes."""
+    said = accounts(1000, 500)
+    rebuilding = begin()
+    begun = time.monotonic()
+    for index, each in enumerate(said):
+        for message in each:
+            rebuilding.receive(0.0, b"%d" % index, message)
+            if rebuilding.is_due:
+                rebuilding.is_due = False
+                assert not rebuilding.finished
+                past = rebuilding.past(0.0)
+        assert (past is not None) == (index == len(said) - 1)
+    assert time.monotonic() - begun < 20.0
+    assert past.roster.senders == [b"%d" % index for index in range(1500)]
+
+
+def test_heartbeats_go_to_all_and_a_lease_begins_with_the_majority():
+    said = accounts(3, 1)
+    rebuilding = begin()
+    tell(rebuilding, 0, said[0])
+    assert rebuilding.tick(1.0) == [(b"0", m.Heartbeat(sequence=1))] and not rebuilding.tick(1.5)
+    tell(rebuilding, 1, said[1], 30.0)
+    tell(rebuilding, 2, said[2], 30.0)
+    assert rebuilding.past(30.0) is None and rebuilding.past(39.9) is None
+    assert list(rebuilding.past(40.0).absent) == [3]
+
+
+def test_who_is_heard_and_has_not_told_all_is_waited_for():
+    said = accounts(1, 1)
+    rebuilding = begin()
+    tell(rebuilding, 0, said[0])
+    tell(rebuilding, 1, said[1][:1])
+    for now in (5.0, 10.0, 15.0):
+        rebuilding.tick(now)
+        rebuilding.receive(now, b"1", m.Heartbeat(sequence=1))
+        assert rebuilding.past(now) is None
+    assert list(rebuilding.past(25.0).absent) == [1]
+
+
+def test_a_scheduler_that_was_stopped_waits_as_long_as_if_it_had_not_been():
+    said = accounts(1, 1)
+    rebuilding = begin()
+    tell(rebuilding, 0, said[0])
+    rebuilding.past(0.0)
+    rebuilding.tick(1000.0)
+    assert rebuilding.aborted is None and rebuilding.past(1000.0) is None
+    rebuilding.tick(1004.0)
+    rebuilding.tick(1008.0)
+    rebuilding.tick(1009.9)
+    assert rebuilding.past(1009.9) is None and rebuilding.past(1010.0) is not None
+
+
+def test_the_deadline_names_who_is_missing():
+    said = accounts(4)
+    rebuilding = begin(timeout_s=10.0)
+    tell(rebuilding, 2, said[2])
+    for now in range(1, 11):
+        assert rebuilding.aborted is None
+        rebuilding.tick(float(now))
+    assert "missing node 0 (host h0, rank 0); node 1 (host h1, rank 1); node 3" in str(rebuilding.aborted)
+
+
+def test_a_node_that_dials_anew_has_one_account():
+    said = accounts(2)
+    rebuilding = begin()
+    tell(rebuilding, 0, said[0])
+    tell(rebuilding, 0, said[0], sender=b"0 again")
+    tell(rebuilding, 1, said[1])
+    rebuilding.unreachable(b"0")
+    past = rebuilding.past(0.0)
+    assert past.roster.senders == [b"0 again", b"1"] and rebuilding.speakers == [b"0 again", b"1"]
+    rebuilding.unreachable(b"1")
+    assert rebuilding.past(0.0) is None or rebuilding.past(0.0).absent
+
+
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({"version": 1}, "MismatchError", "(protocol 1), the scheduler"),
+    ({"index": 3}, "ProtocolError", "says that it is node 3 of 3"),
+    ({"settings": {"transport": "shm"}}, "MismatchError", "transport differs: shm on node 1 (host h1, rank 1), tcp"),
+    ({"settings": {}}, "MismatchError", "setting transport differs: (not sent) on node 1 (host h1, rank 1), tcp"),
+    ({"job": "that job"}, "PeerLostError", "another one (job this job, of 3 nodes, not that job)"),
+])
+def test_who_is_refused_is_told_why(change, error, words):
+    said = accounts(3)
+    rebuilding = begin()
+    tell(rebuilding, 0, said[0])
+    ((sender, refuse),) = tell(rebuilding, 1, [msgspec.structs.replace(said[1][0], **change), *said[1][1:]])
+    assert sender == b"1" and refuse.error == error and words in refuse.reason
+    assert rebuilding.speakers == [b"0"]
+
+
+@pytest.mark.parametrize(("half", "decides"), [((0, 1), True), ((0, 3), True), ((2, 3), False), ((1, 2, 3), True)])
+def test_of_two_schedulers_that_each_hear_half_one_decides(half, decides):
+    """It ends the job, for the others do not come; the other one waits."""
+    said = accounts(4, 1)
+    rebuilding = begin()
+    for index in (*half, 4):
+        tell(rebuilding, index, said[index])
+    assert rebuilding.past(0.0) is None and rebuilding.is_alive == decides
+    if decides:
+        with pytest.raises(PeerLostError, match="did not come back within lease_s = 10 s"):
+            rebuilding.past(10.0)
+    else:
+        assert rebuilding.past(59.0) is None
+
+
+def test_settings_are_those_of_the_scheduler_where_it_knows_them():
+    said = accounts(1)
+    ((_, refuse),) = tell(begin(fingerprint={"transport": "rdma"}), 0, said[0])
+    assert refuse.error == "MismatchError" and "tcp on node 0 (host h0, rank 0), rdma where" in refuse.reason
+    assert not tell(begin(fingerprint=SETTINGS), 0, said[0])
+
+
+def test_an_account_that_is_cut_short_is_not_believed():
+    said = accounts(1)[0]
+    rebuilding = begin()
+    tell(rebuilding, 0, [msgspec.structs.replace(said[0], n_units=2), *said[1:]])
+    assert "node 0 (host h0, rank 0) has 2 committed units, and has told 0" in str(rebuilding.aborted)

@@ -1,0 +1,211 @@
+"""Who may import whom: found by walking the syntax trees of every file, not by importing what happens to be used."""
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STDLIB = sys.stdlib_module_names
+
+
+class Layer(NamedTuple):
+    """A folder, or one file: other packages its modules import at once, and those they import inside functions only."""
+
+    folder: str
+    at_once: frozenset[str]
+    when_used: frozenset[str] = frozenset()
+
+
+_CORE = frozenset({"numpy", "numba", "llvmlite", "ml_dtypes", "msgspec", "psutil", "click", "zmq", "bpsfast"})
+_SHOW = frozenset({"rich", "matplotlib", "sklearn", "scipy"})
+LAYERS = [  # the most special folder first
+    Layer("bpsfast/torch_autoload.py", _CORE, frozenset({"torch"})),
+    Layer("bpsfast/torch", _CORE | {"torch"}, frozenset({"cloudpickle"})),
+    Layer("bpsfast/device", _CORE, frozenset({"cupy"})),
+    Layer("bpsfast/hvd/keras", _CORE | {"keras"}),
+    Layer("bpsfast/hvd/tensorflow", _CORE | {"tensorflow"}),
+    Layer("bpsfast/hvd", _CORE | {"torch"}),
+    Layer("bpsfast/jax", _CORE | {"jax", "optax"}),
+    Layer("bpsfast/keras/jax_backend.py", _CORE | {"jax"}),
+    Layer("bpsfast/keras/tensorflow_backend.py", _CORE | {"tensorflow"}),
+    Layer("bpsfast/keras/torch_backend.py", _CORE | {"torch"}),
+    Layer("bpsfast/keras", _CORE | {"keras"}),
+    Layer("bpsfast/docs", _CORE | {"pygments", "sphinx"}),
+    Layer("bpsfast/mxnet", _CORE | {"mxnet"}),
+    Layer("bpsfast/tensorflow", _CORE | {"tensorflow"}),
+    Layer("bpsfast/trainer/object_broadcast.py", _CORE, frozenset({"cloudpickle"})),
+    Layer("bpsfast", _CORE, _SHOW | {"tomli", "prometheus_client", "pynvml"}),
+    Layer("orchestration", frozenset({"zmq", "msgspec"})),
+    Layer("pyx", frozenset()),
+    Layer("bench/schedule/training", _CORE | {"torch"}),
+    Layer("bench/frameworks/jax_rows.py", _CORE | {"jax"}),
+    Layer("bench/frameworks/tensorflow_rows.py", _CORE | {"tensorflow"}),
+    Layer("bench/training/__init__.py", _CORE, frozenset({"torch"})),
+    Layer("bench/training/backends.py", _CORE, frozenset({"torch", "horovod"})),
+    Layer("bench/training/models.py", _CORE),
+    Layer("bench/training/speed.py", _CORE),
+    Layer("bench/training", _CORE | {"torch"}, frozenset({"PIL"})),  # ranks, which train
+    Layer("bench", _CORE, _SHOW | {"torch", "mpi4py"}),
+]
+
+
+class Import(NamedTuple):
+    """One imported module: its name ("" for the package itself), its dots, its line, whether a function holds it."""
+
+    name: str
+    level: int
+    line: int
+    in_function: bool
+
+
+def imports_of(tree: ast.AST, in_function: bool = False) -> Iterator[Import]:
+    """Yield every import below *tree*, apart from those for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, 0, node.lineno, in_function)
+        elif isinstance(node, ast.ImportFrom):
+            yield Import(node.module or "", node.level, node.lineno, in_function)
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for branch in node.orelse:
+                yield from imports_of(ast.Module([branch], []), in_function)
+        else:
+            inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from imports_of(node, inside)
+
+
+def forbidden(path: Path, layer: Layer, found: Import) -> str | None:
+    """Return what is wrong with an import in the file *path*, if anything is."""
+    top = found.name.split(".")[0]
+    if found.level:
+        # a relative import may climb to the top of its own package, not out of it
+        depth = len(path.relative_to(ROOT / layer.folder.split("/")[0]).parts)
+        return None if found.level <= depth else "leaves its package by dots"
+    if top in STDLIB or top in layer.at_once:
+        return None
+    if top in layer.when_used:
+        return None if found.in_function else f"imports {top} at once, not where it is used"
+    return f"imports {top}"
+
+
+def python_files() -> list[tuple[Path, Layer]]:
+    """Return every Python file of the package with its layer."""
+    files = {path: layer for layer in reversed(LAYERS) for path in _files(ROOT / layer.folder)}
+    return sorted(files.items())
+
+
+def _files(place: Path) -> list[Path]:
+    return [place] if place.is_file() else sorted(place.rglob("*.py"))
+
+
+def test_no_module_imports_what_its_layer_may_not() -> None:
+    files = python_files()
+    assert len(files) > 40
+    wrong = [
+        f"{path.relative_to(ROOT)}:{found.line} {reason}"
+        for path, layer in files
+        for found in imports_of(ast.parse(path.read_text()))
+        if (reason := forbidden(path, layer, found))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("file", "source", "reason"), [
+    ("orchestration/x.py", "import numpy", "imports numpy"),
+    ("orchestration/x.py", "from .. import node", "leaves its package by dots"),
+    ("orchestration/x.py", "import bpsfast.node", "imports bpsfast"),
+    ("orchestration/x.py", "from . import errors", None),
+    ("bpsfast/x.py", "import torch", "imports torch"),
+    ("bpsfast/x.py", "if x:\n    import rich", "imports rich at once, not where it is used"),
+    ("bpsfast/x.py", "def f():\n    import rich", None),
+    ("bpsfast/x.py", "class A:\n    def f(self):\n        import torch", "imports torch"),
+    ("bpsfast/x.py", "if TYPE_CHECKING:\n    import torch", None),
+    ("bpsfast/torch/x.py", "import torch\nfrom ..orchestration import errors", None),
+    ("bench/x.py", "def f():\n    import torch", None),
+    ("bench/training/x.py", "import torch", None),
+])
+def test_rule(file: str, source: str, reason: str | None) -> None:
+    path = ROOT / file
+    layer = next(layer for layer in LAYERS if file.startswith(layer.folder + "/"))
+    reasons = [forbidden(path, layer, found) for found in imports_of(ast.parse(source))]
+    assert [r for r in reasons if r] == ([reason] if reason else [])
+
+
+#: Of the control plane: whom each folder may know beside what stands at the top.
+KNOWN = {"placement": set(), "order": set(), "muster": {"order"}, "job": {"placement", "order"},
+         "succession": {"job", "placement", "order"}}
+
+
+def test_folders_of_the_control_plane_know_no_higher_ones() -> None:
+    folders = {path.parent.name for path in (ROOT / "orchestration").glob("*/__init__.py")}
+    assert folders == set(KNOWN)
+    for folder in folders:
+        for path in (ROOT / "orchestration" / folder).glob("*.py"):
+            known = {found.name.partition(".")[0] for found in imports_of(ast.parse(path.read_text()))
+                     if found.level == 2} & folders
+            assert known <= KNOWN[folder], path.name
+
+
+def test_cython_modules_import_c_and_the_standard_library_only() -> None:
+    files = sorted((ROOT / "pyx").glob("*.p[yx][xd]"))
+    assert files
+    statement = re.compile(
+        r"^\s*(?:from\s+(?P<source>[\w.]+)\s+(?P<kind>c?import)\s|(?P<plain>c?import)\s+(?P<name>[\w.]+)\s*$)", re.M)
+    for path in files:
+        for match in statement.finditer(path.read_text()):
+            top = (match["source"] or match["name"]).split(".")[0]
+            c_level = (match["kind"] or match["plain"]) == "cimport"
+            # our own .pxd files hold `extern` declarations only, which cost nothing at run time
+            allowed = {"cpython", "libc", "posix", "cython", "pyx"} if c_level else STDLIB
+            assert top in allowed, f"{path.name}: {match[0].strip()}"
+
+
+def loaded_after(code: str, cwd: Path) -> dict[str, list[str]]:
+    """Run *code* in a fresh interpreter; return the modules it loaded, and the files it made below *cwd*."""
+    program = f"import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=True)
+    return {"modules": json.loads(done.stdout.splitlines()[-1]), "files": [str(p) for p in cwd.rglob("*")]}
+
+
+FRAMEWORKS = {
+    "torch", "tensorflow", "jax", "mxnet", "cupy", "numba", "llvmlite", "scipy", "matplotlib", "rich", "sklearn",
+    "pynvml"}
+
+
+def test_import_loads_no_framework_and_compiles_nothing(tmp_path: Path) -> None:
+    found = loaded_after("import bpsfast", tmp_path)
+    loaded = {name.split(".")[0] for name in found["modules"]}
+    assert not loaded & (FRAMEWORKS | {"numpy", "zmq"})
+    assert not [name for name in found["modules"] if name.startswith("bpsfast.pyx")]
+    assert not found["files"]
+
+
+def test_everything_a_rank_uses_loads_no_framework_and_no_compiler(tmp_path: Path) -> None:
+    found = loaded_after("import bpsfast\nfor name in bpsfast.__all__:\n    getattr(bpsfast, name)", tmp_path)
+    assert {name.split(".")[0] for name in found["modules"]} & FRAMEWORKS == set()
+    assert "bpsfast.trainer.session" in found["modules"]
+
+
+@pytest.mark.parametrize("layer", ["torch", "hvd.torch"])
+def test_torch_layers_load_no_compiler_of_ours(tmp_path: Path, layer: str) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    found = loaded_after(f"import bpsfast.{layer}", tmp_path)
+    assert {"torch", f"bpsfast.{layer.partition('.')[0]}.optimizer"} <= set(found["modules"])
+    assert not {"numba", "llvmlite"} & set(found["modules"])
+
+
+def test_jax_layer_loads_no_compiler_of_ours_and_no_torch(tmp_path: Path) -> None:
+    pytest.importorskip("jax", reason="jax is not installed")
+    pytest.importorskip("optax", reason="optax is not installed")
+    found = loaded_after("import bpsfast.jax", tmp_path)
+    assert {"jax", "optax", "bpsfast.jax.optimizer"} <= set(found["modules"])
+    assert not {"numba", "llvmlite", "torch"} & set(found["modules"])

@@ -1,0 +1,48 @@
+"""When waits stay awake, for how long and where, and who is woken: `tests/native/linger.c`, which fails if not so."""
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import sanitized
+
+
+def run(folder: Path, headers: Path = sanitized.ROOT / "pyx") -> subprocess.CompletedProcess[str]:
+    """Build the program against *headers* and run it; skip without a compiler."""
+    program = folder / "linger"
+    try:
+        compiler = sanitized.compiler()
+    except sanitized.Unavailable as exc:
+        pytest.skip(str(exc))
+    sanitized.build([compiler, "-std=gnu11", "-D_GNU_SOURCE", "-I", headers, sanitized.NATIVE / "linger.c", "-o",
+                     program, "-lpthread"])
+    return subprocess.run([program], capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_the_rules_hold(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("header", "right", "wrong"), [
+    ("crowd.h", ">= BPS_MANY_MET || pause_ns == 0", ">= 0"),
+    ("crowd.h", "2 * __atomic_load_n(&crowd->pause_ns", "200 * __atomic_load_n(&crowd->pause_ns"),
+    ("port.h", "return all_long ? port->awake_ns", "return !all_long ? port->awake_ns"),
+    ("port.h", "? n + 1 : n;", "? BPS_LONG : n;"),
+    ("futex.h", "!= seen\n        &&", "== seen\n        &&"),
+    ("futex.h", "if (is_awake\n", "if (0\n"),
+    ("port.h", "if (bps_load(&port->lane->tail) !=", "if (bps_load(&port->lane->tail) <="),
+    ("apart.h", "(waiting >> cpu & 1) == 0)", "(waiting >> cpu & 1) != 0)"),
+    ("apart.h", "now_ns < __atomic", "0 * now_ns < 0 * __atomic"),
+    ("apart.h", "if (sched_setaffinity(0, sizeof *all, all) != 0)", "if (0)"),
+    ("apart.h", "others |= __atomic_fetch_or(waiting", "__atomic_fetch_or(waiting"),
+], ids=["never longer", "not doubled", "the other way round", "one is enough", "nobody told", "two awake",
+        "rings always", "beside another", "each time", "bound", "both"])
+def test_a_rule_spoilt_on_purpose_is_found(header: str, right: str, wrong: str, tmp_path: Path) -> None:
+    if header == "apart.h" and len(os.sched_getaffinity(0) & set(range(64))) < 2:
+        pytest.skip("there is one CPU, or none of the first 64: nobody can move")
+    done = run(tmp_path, sanitized.spoilt_headers(tmp_path, header, right, wrong))
+    assert "Assertion" in done.stderr

@@ -1,0 +1,137 @@
+"""Musters and workers' ends of them, in the process of the test: real ones, and a muster whose words are the test's."""
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+
+from bpsfast.base.settings import Settings, load
+from bpsfast.elastic import coordinator_client as client_module
+from bpsfast.elastic.coordinator_client import CoordinatorClient
+from bpsfast.launch.elastic_service import ElasticService, elastic_key
+from bpsfast.orchestration.elastic import protocol
+from bpsfast.orchestration.elastic.coordinator import ElasticRules
+from bpsfast.trainer import process
+from tests.support.channel_ends import receive
+from tests.launch.test_elastic_service import Worker
+
+KEY = secrets.token_bytes(32)  # of this process alone: ports come back
+LIMIT_S = 20.0
+
+
+class Puppet:
+    """A muster whose every word is the test's."""
+
+    def __init__(self) -> None:
+        self._line = protocol.listen(elastic_key(KEY), "127.0.0.1")
+        self.address = f"127.0.0.1:{self._line.port}"
+
+    def hear(self, n: int) -> list[Any]:
+        """Return the next *n* messages, and no more."""
+        return receive(self._line, n)
+
+    def say(self, *spoken: msgspec.Struct) -> None:
+        """Say that to all who are there."""
+        for message in spoken:
+            assert self._line.tell(message) == []
+
+    def close(self) -> None:
+        """Be gone. Idempotent."""
+        self._line.close()
+
+
+class RealMuster:
+    """A muster of *n* seats that answers, and whoever speaks to it without training."""
+
+    def __init__(self, n: int, **rules: Any) -> None:
+        self.service = ElasticService(ElasticRules(**{"max_ranks": n, "within_s": LIMIT_S, **rules}), range(n), KEY,
+                                     "127.0.0.1")
+        self.address = self.service.address
+        self._speakers: list[Worker] = []
+        self.service.start()
+
+    def speaker(self, number: int) -> Worker:
+        """Return a worker that only speaks."""
+        self._speakers.append(Worker(self.service, number, KEY))
+        return self._speakers[-1]
+
+    def close(self) -> None:
+        """End all that was made."""
+        for speaker in self._speakers:
+            speaker.close()
+        self.service.close()
+
+
+def settings_of(address: str, number: int = 0, **values: Any) -> Settings:
+    """Return what worker *number* is told."""
+    return load({"muster": address, "job_key": KEY.hex(), "member": number, "start_timeout_s": LIMIT_S, **values}, {})
+
+
+@contextlib.contextmanager
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoordinatorClient]]:
+    """Make ends of the muster; in the end they are closed, and this process has no session."""
+    monkeypatch.setattr(process, "_has_left", False)
+    monkeypatch.setattr(client_module, "_member", None)
+    made: list[CoordinatorClient] = []
+
+    def make(address: str, number: int = 0, **values: Any) -> CoordinatorClient:
+        made.append(CoordinatorClient(settings_of(address, number, **values)))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        process.shutdown()
+        if client_module._member is not None:
+            made.append(client_module._member)
+        for each in made:
+            if each._quiet_fd >= 0:
+                each._line._socket.linger = 0  # nobody may be there any more
+            each.close()
+
+
+@pytest.fixture
+def end(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoordinatorClient]]:
+    """A way to make workers' ends: see `ends`."""
+    with ends(monkeypatch) as make:
+        yield make
+
+
+@pytest.fixture
+def muster(no_leaks: None) -> Iterator[Callable[..., RealMuster]]:
+    """A way to make real musters."""
+    with contextlib.ExitStack() as stack:
+        def make(n: int, **rules: Any) -> RealMuster:
+            made = RealMuster(n, **rules)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@contextlib.contextmanager
+def meanwhile(others: Callable[[], None]) -> Iterator[None]:
+    """Let *others* do their part in a thread of its own; it has to come to its end."""
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(others)
+        yield
+        future.result(LIMIT_S)
+
+
+def until(member: CoordinatorClient, is_so: Callable[[], object]) -> None:
+    """Let *member* listen until *is_so*."""
+    deadline = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {LIMIT_S} s"
+        member._listen(0.1)
+
+
+def until_connected(member: CoordinatorClient) -> None:
+    """Let *member* listen until it is understood by its muster."""
+    until(member, lambda: member._line.is_connected)

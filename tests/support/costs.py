@@ -1,0 +1,68 @@
+"""Which tests take long: `costly.txt`, as a whole run of the suite has measured it.
+
+    make test-thorough PYTEST="--junitxml=out/junit.xml"
+    python -m tests.support.costs out/junit.xml       # writes tests/support/costly.txt anew; of several reports the last one counts
+
+Of the tests that stand there a run takes a portion (see `tests.support.portions`); a test that does not is always run, so a new
+one is until the list is written again. Tests of the tree as a whole never do: a change anywhere can break them.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+#: A test is listed if one of its cases takes so long on average, on two cores that run two at a time.
+COSTLY_S = 1.0
+#: Tests of the tree as a whole.
+_OF_THE_TREE = ("tests/project/test_layers.py::",)
+_PATH = Path(__file__).with_name("costly.txt")
+
+
+def function_of(name: str) -> str:
+    """Return the node id of a case without the case's own values."""
+    return name.partition("[")[0]
+
+
+def read(path: Path = _PATH) -> frozenset[str]:
+    """Return the node ids of the test functions that are listed in *path*."""
+    return frozenset(line.split()[1] for line in path.read_text().splitlines() if line)
+
+
+def measured(reports: Iterable[Path]) -> dict[str, float]:
+    """Return for each test function of *reports*, in JUnit's format, how many seconds a case takes on average.
+
+    Of functions that are in several reports the last one counts.
+    """
+    averages: dict[str, float] = {}
+    for report in reports:
+        seconds: dict[str, list[float]] = defaultdict(list)
+        for case in ET.parse(report).getroot().iter("testcase"):
+            module, name = case.get("classname"), case.get("name")
+            if not module or not name or case.find("skipped") is not None:
+                continue
+            parts = module.split(".")
+            n_folders = next(i for i, part in enumerate(parts) if part.startswith(("test_", "suite_")))
+            path = "/".join(parts[:n_folders + 1]) + ".py"
+            seconds[function_of("::".join([path, *parts[n_folders + 1:], name]))].append(float(case.get("time", 0)))
+        averages |= {name: sum(times) / len(times) for name, times in seconds.items()}
+    return averages
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the list anew from the reports that are named."""
+    parser = argparse.ArgumentParser(prog="tests.support.costs", description=__doc__.partition("\n")[0])
+    parser.add_argument("reports", nargs="+", type=Path, help="of whole runs: pytest --junitxml")
+    parser.add_argument("--out", type=Path, default=_PATH)
+    chosen = parser.parse_args(arguments)
+    costs = measured(chosen.reports)
+    chosen.out.write_text("".join(f"{costs[name]:6.1f} {name}\n" for name in sorted(costs)
+                                  if costs[name] >= COSTLY_S and not name.startswith(_OF_THE_TREE)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

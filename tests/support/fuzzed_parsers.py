@@ -1,0 +1,200 @@
+"""What reads bytes of peers in Python, one function each: it takes any bytes, and refuses them with its own errors.
+
+``python -m tests.support.fuzzed_parsers NAME LIBFUZZER-OPTIONS`` fuzzes one, guided by coverage (atheris).
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import numpy as np
+
+from bpsfast.base import message_socket
+from bpsfast.collectives.p2p import frame_socket, frames, message, peer
+from bpsfast.kernels.codecs import codec_kernels, codec_reference
+from bpsfast.kernels.codecs.flags import flags_of
+from bpsfast.node.transport import shm
+from bpsfast.node.transport.rdma import rdma_messages
+from bpsfast.orchestration import messages, security
+from bpsfast.orchestration.codec import count
+from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError
+from bpsfast.orchestration.placement.rows import frame_nbytes
+from bpsfast.tools.perf.control import Control
+from bpsfast.tools.perf.messages import Message
+from bpsfast.trainer.row_frames import RowFrames
+from tests.support.codec_kernel_calls import CODECS, DECODE
+from tests.support.guarded_memory import GuardedMemory
+
+TABLE = RowFrames(n_rows=20, row_shape=(2,), dtype=np.dtype(np.float32), n_parts=2, frame_rows=4,
+                stride=-(-frame_nbytes(4, 8) // 64) * 64)
+_MOST_ELEMENTS = 255
+_MOST_FRAME_NBYTES = 4096
+
+
+@contextlib.contextmanager
+def _said(data: bytes, family: socket.AddressFamily = socket.AF_UNIX) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yield our end and the other one, which has said *data* and says no more."""
+    if family == socket.AF_UNIX:
+        ours, theirs = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            theirs = socket.create_connection(server.getsockname())
+            ours, _ = server.accept()
+    with ours, theirs:
+        theirs.sendall(data[:_MOST_FRAME_NBYTES])
+        theirs.shutdown(socket.SHUT_WR)
+        yield ours, theirs
+
+
+def control_messages(data: bytes) -> None:
+    """Decode a message of the control plane; what was taken is written and taken again."""
+    sender = ("node", "scheduler", "local")[data[0] % 3 if data else 0]
+    with contextlib.suppress(ProtocolError):
+        message = messages.decode(data[1:], sender)
+        again = messages.encode(message)
+        assert messages.encode(messages.decode(again, sender)) == again
+
+
+def local_channel(data: bytes) -> None:
+    """Take frames off a local channel."""
+    with _said(data) as (ours, _), message_socket.MessageSocket(ours, shm.decode) as line:
+        with contextlib.suppress(ProtocolError, PeerLostError):
+            while True:
+                line.recv(0.0)
+
+
+def rdma_offers(data: bytes) -> None:
+    """Decode what ranks tell each other before they meet over RDMA."""
+    with contextlib.suppress(ProtocolError):
+        rdma_messages.decode(data)
+
+
+def stream_hello(data: bytes) -> None:
+    """Accept a data connection of somebody who can prove that he has the key."""
+    with _said(security.MAGIC + data) as (ours, _), mock.patch.object(security, "verify", lambda *arguments: True):
+        with contextlib.suppress(BpsError):
+            security.plain_handshake_acceptor(ours, b"key", "context", peer=1, epoch=1, timeout_s=1.0)
+
+
+def perf_control(data: bytes) -> None:
+    """Take messages off the connection of ``bpsfast perf``."""
+    with _said(data, socket.AF_INET) as (ours, _):
+        control = Control(ours, 1.0)
+        with contextlib.suppress(BpsError):
+            while True:
+                control.receive((Message.__args__), "anything")  # type: ignore[attr-defined]
+
+
+def post_frames(data: bytes) -> None:
+    """Hear what another rank's post says, and want every payload that it announces: in front of the guarded page."""
+    office = mock.MagicMock(rank=0, job_error=lambda: None)
+    talker = peer.Peer(office, 1)
+
+    def arrived(_: int, arrival: message.Arrival) -> None:
+        assert arrival.data is None or len(arrival.data) == arrival.nbytes
+        if arrival.number and arrival.nbytes <= _MOST_FRAME_NBYTES:
+            place = _guarded()[0].take(arrival.nbytes)
+            talker.want(message.Incoming(mock.MagicMock(address=place.ctypes.data), arrival))
+
+    office.delivery.arrived = arrived
+    with _said(data) as (ours, _):
+        talker.link = frame_socket.FrameSocket(ours, talker)
+        with contextlib.suppress(ProtocolError, PeerLostError):
+            while talker.link is not None:
+                talker.link.read()
+
+
+def frame_headers(data: bytes) -> None:
+    """Read headers of posts wherever they are."""
+    for offset in range(0, len(data) - frames.HEADER.size + 1, 8):
+        with contextlib.suppress(ProtocolError):
+            frame = frames.unpack(data, offset)
+            assert frames.unpack(frame.pack(), 0) == frame
+
+
+def row_frames(data: bytes) -> None:
+    """Read the sum of a table from memory that says anything."""
+    memory = np.zeros(TABLE.stride * TABLE.n_parts, np.uint8)
+    memory[: min(len(data), memory.size)] = np.frombuffer(data[: memory.size], np.uint8)
+    with contextlib.suppress(ProtocolError):
+        TABLE.needed(memory)
+        indices, values = TABLE.read(memory)
+        assert ((indices >= 0) & (indices < TABLE.n_rows)).all() and len(indices) == len(values)
+
+
+@functools.cache
+def _guarded() -> tuple[GuardedMemory, ...]:
+    return tuple(GuardedMemory(32 * _MOST_ELEMENTS + (1 << 17)) for _ in range(3))
+
+
+def codec_frames(data: bytes) -> None:
+    """Decode a frame with the compiled kernel, in front of pages that nobody may touch, and compare with its reading.
+
+    The reading is what guides the fuzzer: it sees no compiled code.
+    """
+    if len(data) < 3:
+        return
+    codec, n, add = CODECS[data[0] % len(CODECS)], max(1, data[1] % _MOST_ELEMENTS), bool(data[2] & 1)
+    wide = "float64" if data[2] & 2 else "float32"
+    frame = data[3 : 3 + _MOST_FRAME_NBYTES]
+    dtype = codec_reference.wide_dtype(wide)
+    wires, outs, scratches = _guarded()
+    wire = wires.take(len(frame))
+    wire[:] = np.frombuffer(frame, np.uint8)
+    out = outs.take(n * dtype.itemsize).view(dtype)
+    out[:] = np.arange(n)
+    before = out.copy()
+    scratch = scratches.take(codec_kernels.scratch_nbytes(codec, n, wide))
+    scratch[:] = 0xFF
+    result = DECODE(_decoder(CODECS.index(codec), wide))(
+        out.ctypes.data, n, wire.ctypes.data, len(frame), count(codec, n), flags_of(codec), add, scratch.ctypes.data)
+    try:
+        want = codec_reference.add(codec, frame, before) if add else codec_reference.decode(codec, frame, n, wide)
+    except Exception:  # the reading trusts its frame: whatever it raises, the kernel has to refuse
+        want = None
+    assert result in (0, -1)
+    if want is not None and result == 0:
+        assert out.tobytes() == want.tobytes(), (codec, wide, n, add)
+
+
+@functools.cache
+def _decoder(index: int, wide: str) -> int:
+    return codec_kernels.addresses(CODECS[index], wide).decode
+
+
+PARSERS: dict[str, Callable[[bytes], None]] = {each.__name__: each for each in (
+    control_messages, local_channel, rdma_offers, stream_hello, perf_control, post_frames, frame_headers, row_frames,
+    codec_frames)}
+
+
+def main(name: str, options: list[str]) -> None:
+    """Fuzz one of them; ends the process."""
+    import atheris
+
+    parse = PARSERS[name]
+    if parse is codec_frames:  # compiled beforehand: else the first inputs count as slow ones
+        for index in range(2 * len(CODECS)):
+            _decoder(index // 2, ("float32", "float64")[index % 2])
+    for module in (message_socket, messages, security, frames, frame_socket, peer, rdma_messages, shm, codec_reference, sys.modules[RowFrames.__module__],
+                   sys.modules[Control.__module__]):
+        _instrument(atheris, module)
+    atheris.Setup([name, *options], parse)
+    atheris.Fuzz()
+
+
+def _instrument(atheris: object, module: object) -> None:
+    """Count the branches of all functions of *module* and of its classes."""
+    for owner in (module, *(each for each in vars(module).values() if isinstance(each, type))):
+        for key, value in list(vars(owner).items()):
+            if callable(value) and getattr(value, "__module__", None) == getattr(module, "__name__", "") and hasattr(
+                    value, "__code__"):
+                with contextlib.suppress(Exception):
+                    setattr(owner, key, atheris.instrument_func(value))  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,192 @@
+"""Real jobs on this machine, whose ranks run functions of test modules; started by the fixtures of conftest."""
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bpsfast.base import settings
+from bpsfast.launch import daemons, local_job as launch
+from bpsfast.launch.supervisor import Kind
+from tests.support.forked import ForkedRank
+
+_RANK_PROGRAM = str(Path(__file__).with_name("rank_process.py"))
+
+
+class RankError(AssertionError):
+    """A function raised on a rank; the text holds its traceback."""
+
+
+class Outcome:
+    """What became of a function on one rank: `value`, or the `error`'s class name and `text`."""
+
+    def __init__(self, kind: str, *fields: Any) -> None:
+        self.value = fields[0] if kind == "value" else None
+        self.error, self.text, self.traceback = fields if kind == "error" else ("", "", "")
+
+    def __repr__(self) -> str:
+        return f"<{self.error}: {self.text}>" if self.error else f"<{self.value!r}>"
+
+
+class Job:
+    """A real job on this machine: one scheduler, a node and its ranks for each entry of *ranks*, helpers.
+
+    The ranks' processes live as long as the job and run what `run` sends them. All processes are this object's
+    children; `close` ends the job in order and fails if something had to be killed. *forked*: see `tests.support.forked`.
+    """
+
+    def __init__(self, ranks: tuple[int, ...] = (2,), helpers: int = 0, transport: str = "auto", attach: bool = True,
+                 key: bytes = b"", forked: bool = False, **values: Any) -> None:
+        values = {"start_timeout_s": 40, "timeout_s": 40, "transport": transport} | values
+        shape = launch.JobShape(ranks=tuple(ranks), n_helpers=helpers)
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.key = key or secrets.token_bytes(32)
+        self._port = daemons.reserve_port("127.0.0.1")
+        self.ranks: list[subprocess.Popen | ForkedRank] = []
+        self.daemons: dict[str, subprocess.Popen] = {}
+        self._forked = forked
+        self._pipes: list[Connection] = []
+        self._commands: dict[str, Any] = {}
+        try:
+            commands = launch.plan(shape, [sys.executable, _RANK_PROGRAM], settings.load(values, {}), environ,
+                                   self._port.getsockname(), self.key.hex())
+            self._helpers = {command.name: command for command in commands if command.kind is Kind.HELPER}
+            for command in commands:
+                self._start(command, values)
+            if attach:
+                self.call("init")
+        except BaseException:
+            self.kill()
+            raise
+        self._attached = attach
+
+    def _start(self, command: Any, values: dict[str, Any]) -> None:
+        self._commands[command.name] = command
+        if command.kind is not Kind.RANK:
+            self.daemons[command.name] = subprocess.Popen(command.argv, env=command.environ, stdin=subprocess.DEVNULL)
+            return
+        self._start_rank(command.argv, command.environ)
+
+    def _start_rank(self, argv: list[str], environ: dict[str, str]) -> None:
+        ours, theirs = Pipe()
+        with theirs:
+            self.ranks.append(ForkedRank(environ, theirs) if self._forked else subprocess.Popen(
+                argv, env={**environ, "BPSTEST_FD": str(theirs.fileno())}, stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()]))
+        self._pipes.append(ours)
+
+    # -- what tests do ---------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Run *function*, a top-level function of a test module, on every rank; return the results by rank."""
+        return self._values(self.attempt(function, *arguments, timeout_s=timeout_s))
+
+    def attempt(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Outcome]:
+        """As `run`, but return what became of it on each rank; a rank that died has the error "died"."""
+        self.begin(function, *arguments)
+        return self.outcomes(timeout_s)
+
+    def begin(self, function: Callable[..., Any], *arguments: Any, only: tuple[int, ...] | None = None) -> None:
+        """Start *function* on every rank (or on *only* these) and return at once."""
+        self._send(inspect.getsourcefile(function), function.__name__, arguments, only)
+
+    def outcomes(self, timeout_s: float = 60.0, only: tuple[int, ...] | None = None) -> list[Outcome]:
+        """Wait for what `begin` started."""
+        deadline = time.monotonic() + timeout_s
+        chosen = range(self.size) if only is None else only
+        return [self._outcome(rank, deadline) for rank in chosen]
+
+    def call(self, name: str, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Call ``bpsfast.<name>`` on every rank."""
+        self._send(None, name, arguments, None)
+        return self._values(self.outcomes(timeout_s))
+
+    def kill_rank(self, rank: int) -> None:
+        """``kill -9`` one rank."""
+        self.ranks[rank].kill()
+        self.ranks[rank].wait(10)
+
+    def kill_daemon(self, name: str) -> None:
+        """``kill -9`` "scheduler", "node 1" or "helper 0"."""
+        self.daemons[name].kill()
+        self.daemons[name].wait(10)
+
+    def lose(self, *names: str) -> None:
+        """``kill -9`` daemons that the job goes on without: how they ended is not looked at in the end."""
+        lost = [self.daemons.pop(name) for name in names]
+        for process in lost:
+            process.kill()
+        for process in lost:
+            process.wait(10)
+
+    def restart(self, name: str) -> None:
+        """Start a daemon that was killed again, as it was started first."""
+        Job._start(self, self._commands[name], {})  # a subclass has put in it what it puts there
+
+    def add(self, *names: str, **environ: str) -> None:
+        """Start helpers while the job runs: lost ones again, or others like the first, with *environ* besides."""
+        for name in names:
+            like = self._helpers.get(name, next(iter(self._helpers.values())))
+            place = {"BPSFAST_NODE_ID": name.replace(" ", ""), "BPSFAST_NODE_INDEX": "-1"}
+            self.daemons[name] = subprocess.Popen(like.argv, env={**like.environ, **place, **environ},
+                                                  stdin=subprocess.DEVNULL)
+
+    # -- innards ---------------------------------------------------------------------------------------------------
+
+    def _send(self, path: str | None, name: str, arguments: tuple[Any, ...], only: tuple[int, ...] | None) -> None:
+        for rank in range(self.size) if only is None else only:
+            self._pipes[rank].send_bytes(pickle.dumps((path, name, arguments)))
+
+    def _outcome(self, rank: int, deadline: float) -> Outcome:
+        pipe = self._pipes[rank]
+        try:
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                return Outcome(*pickle.loads(pipe.recv_bytes()))
+        except (EOFError, OSError):  # also in the midst of an answer
+            return Outcome("error", "died", f"rank {rank} ended with {self.ranks[rank].wait(5)}", "")
+        raise RankError(f"rank {rank} did not answer in time")
+
+    @staticmethod
+    def _values(outcomes: list[Outcome]) -> list[Any]:
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error:
+                raise RankError(f"on rank {rank}: {outcome.traceback or outcome.text}")
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        """End the job in order; everything must end by itself, with exit code 0."""
+        try:
+            if self._attached:
+                self.call("shutdown", timeout_s=20)
+            for pipe in self._pipes:
+                pipe.close()
+            everything = {f"rank {rank}": process for rank, process in enumerate(self.ranks)} | self.daemons
+            codes = {name: process.wait(60) for name, process in everything.items()}
+        finally:
+            self.kill()
+        assert not any(codes.values()), f"exit codes after an orderly end: {codes}"
+
+    def kill(self) -> None:
+        """End everything at once. Idempotent."""
+        self._port.close()
+        for pipe in self._pipes:
+            pipe.close()
+        for process in [*self.ranks, *self.daemons.values()]:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait(10)

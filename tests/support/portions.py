@@ -1,0 +1,100 @@
+"""What a run of the suite leaves out, so that it ends in time on a small machine: most of what takes long.
+
+    pytestmark = pytest.mark.matrix     # of each test of three or more cases a twelfth, drawn by the commit
+    @pytest.mark.thorough               # nothing of it
+
+and a twelfth of the other tests that are listed as costly (see `tests.support.costs`). In the emulated machine all are costly:
+a sixth of them is run.
+
+Hooks of pytest, for conftest. ``--thorough`` (make test-thorough) leaves nothing out, nor does naming tests by ``::``.
+"""
+from __future__ import annotations
+
+import os
+import subprocess
+import zlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.costs import function_of, read
+from tests.guest.sender import ITEMS
+
+#: So many runs take all cases between them; those of the emulated machine, which are few, come round twice.
+N_PORTIONS = 12
+N_EMULATED = 6
+#: How files are called whose tests run in the emulated machine.
+EMULATED = "suite_"
+_FEW = 3
+
+
+def chosen(cases: Collection[str], portion: int, n_portions: int = N_PORTIONS) -> set[str]:
+    """Return one of *n_portions* of *cases*, not nothing of some: of each file, in an order that is not their axes'."""
+    ordered = sorted(cases, key=lambda case: (case.partition("::")[0], zlib.crc32(case.encode()), case))
+    return set(ordered[portion % min(n_portions, len(ordered) or 1)::n_portions])
+
+
+def portion_of_commit() -> int:
+    """Return 0 to 11 by the commit of this working tree; 0 if there is none."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
+                          check=False)
+    return int(done.stdout.strip() or "0", 16) % N_PORTIONS
+
+
+def left_out(names: Sequence[tuple[str, bool, bool]], portion: int, costly: Collection[str] = (),
+             emulated: Collection[str] = ()) -> set[int]:
+    """Return the indices of what a run leaves out of *names*: node ids, whether thorough, whether of a matrix.
+
+    *costly* and *emulated* are functions; of the latter nothing else matters, and what is of a matrix is thinned by
+    that alone.
+    """
+    matrices: dict[str, list[str]] = {}
+    long_ones, in_guest = [], []
+    for name, is_thorough, in_matrix in names:
+        function = function_of(name)
+        if is_thorough:
+            continue
+        if function in emulated:
+            in_guest.append(name)
+        elif in_matrix and "[" in name:
+            matrices.setdefault(function, []).append(name)
+        elif function in costly:
+            long_ones.append(name)
+    large = [cases for cases in matrices.values() if len(cases) >= _FEW]
+    thinned = {*long_ones, *in_guest, *(case for cases in large for case in cases)}
+    drawn = chosen(long_ones, portion) | chosen(in_guest, portion, N_EMULATED)
+    drawn = drawn.union(*(chosen(cases, portion) for cases in large))
+    return {index for index, (name, is_thorough, _) in enumerate(names)
+            if is_thorough or (name in thinned and name not in drawn)}
+
+
+def _takes_all(config: pytest.Config) -> bool:
+    """Tell whether nothing is left out, as in the emulated machine, which is told the names of those it is to run."""
+    return config.getoption("--thorough") or ITEMS in os.environ or any("::" in each for each in config.args)
+
+
+@pytest.fixture
+def takes_all(request: pytest.FixtureRequest) -> bool:
+    """Whether nothing is to be left out."""
+    return _takes_all(request.config)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say which tests are run."""
+    if _takes_all(config):
+        return "all cases"
+    portion = f"portion {portion_of_commit() + 1} of {N_PORTIONS}"
+    return f"{portion} of each matrix and of what takes long, drawn by the commit; --thorough takes all cases"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this run does."""
+    if _takes_all(config):
+        return
+    emulated = {function_of(item.nodeid) for item in items if item.path.name.startswith(EMULATED)}
+    out = left_out([(item.nodeid, item.get_closest_marker("thorough") is not None,
+                     item.get_closest_marker("matrix") is not None) for item in items],
+                   portion_of_commit(), read(), emulated)
+    config.hook.pytest_deselected(items=[items[index] for index in sorted(out)])
+    items[:] = [item for index, item in enumerate(items) if index not in out]

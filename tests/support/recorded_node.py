@@ -1,0 +1,25 @@
+"""A node that takes its machine for the one recorded below a folder; system calls may be refused to it.
+
+    recorded_node.py FOLDER [CALL...]
+"""
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+# as pytest's pythonpath: the daemons' environment keeps this folder out of it
+sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from bpsfast.base import settings
+from bpsfast.hardware import recorded_host
+from bpsfast.launch.process_role import job_key
+from bpsfast.node import main
+from tests.support.refused_calls import refuse
+
+if __name__ == "__main__":
+    loaded = settings.load()
+    refuse(*sys.argv[2:])
+    sys.exit(main.main(msgspec.structs.replace(loaded, job_key=job_key(loaded, loaded.scheduler).hex()),
+                          recorded_host.host(sys.argv[1])))
