@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..orchestration import security
 from ..orchestration.errors import ConfigError
+from .addresses import is_loopback
+from .settings import Settings, parse_address
+
+_log = logging.getLogger("bpsfast.roles")
+_ANY_NODE = Settings().node_id
 
 #: Where the secret may lie: the first of them in which this user has, or can have, a folder of its own. TMPDIR does not
 #: count, since not all processes of a job need have the same.
@@ -98,3 +105,74 @@ def _check_owner(fd: int) -> None:
         raise OSError(f"it belongs to user {found.st_uid}")
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise OSError(f"other users may use it (mode {stat.S_IMODE(found.st_mode):04o})")
+
+
+def given_key(settings: Settings) -> str:
+    """Return the job's secret as it was given (hex), "" if it was not; ConfigError if its file cannot be read."""
+    if settings.job_key or not settings.job_key_file:
+        return settings.job_key
+    try:
+        return Path(settings.job_key_file).read_text(encoding="utf-8-sig").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"BPSFAST_JOB_KEY_FILE = {settings.job_key_file!r} cannot be read: {exc}") from exc
+
+
+def job_key(settings: Settings, scheduler: str) -> bytes:
+    """Return the job's secret for the scheduler at *scheduler* ("host:port").
+
+    It is the given one; else, where only this machine reaches the scheduler, one that follows from this user's
+    `machine_secret`. Beyond that a job without a key is refused, unless BPSFAST_INSECURE=1 asks for it: then the key
+    follows from the address, and is no secret.
+
+    Raises
+    ------
+    ConfigError
+        There is no key, its file cannot be read, or it is too short or not hexadecimal.
+    """
+    host = parse_address(scheduler, "the scheduler")[0]
+    if given_key(settings) or is_loopback(host):
+        return local_key(settings, scheduler)
+    check_insecure(settings, f"could join the job of the scheduler at {scheduler}")
+    return security.job_key(None, f"bpsfast|{scheduler}")
+
+
+def local_key(settings: Settings, common: str) -> bytes:
+    """Return the secret of a job on one machine: the given one, or one that only this user's processes can derive.
+
+    *common* is what the processes of this job, and of no other on this machine, know.
+    """
+    given = given_key(settings)
+    if given:
+        return security.job_key(given, "")
+    return security.prove(machine_secret(), "bpsfast job key", common)
+
+
+def check_insecure(settings: Settings, danger: str) -> None:
+    """Raise `ConfigError` unless the user has asked to go without a key; warn if so.
+
+    *danger* completes "whoever reaches this port ...".
+    """
+    if not settings.insecure:
+        raise ConfigError(
+            f"there is no job key, and without one whoever reaches its port {danger}: set BPSFAST_JOB_KEY to the same "
+            "random hex on all machines (openssl rand -hex 32), or BPSFAST_JOB_KEY_FILE to a file with it, or "
+            "BPSFAST_INSECURE=1 on a network where everybody is trusted")
+    if settings.local_rank in (0, -1):
+        _log.warning("BPSFAST_INSECURE=1 and no job key: whoever reaches its port %s", danger)
+
+
+def default_node_id(settings: Settings, scheduler: str) -> str:
+    """Return the name of this machine's node in the job of the scheduler at *scheduler* ("host:port"): two jobs on one
+    machine may have one key.
+    """
+    return node_id_or_default(settings, f"machine of {scheduler.lower()}")
+
+
+def node_id_or_default(settings: Settings, name: str) -> str:
+    """Return *name*, which no other job on this host has, unless the user has named the node."""
+    return name if settings.node_id == _ANY_NODE else settings.node_id
+
+
+def elastic_key(key: bytes) -> bytes:
+    """Return the key of the line between an elastic job's workers and its coordinator, derived from the job's *key*."""
+    return security.prove(key, "muster")

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..base.addresses import local_hosts_among
+from ..base.addresses import is_loopback, local_hosts_among
 from ..orchestration.errors import ConfigError
-from .process_role import is_loopback
 
 #: No control characters; a leading dash would be an option of ssh.
 _WORD = r"[^@\s:,\[\]\x00-\x1f\x7f-\x9f-][^@\s:,\[\]\x00-\x1f\x7f-\x9f]*"

@@ -25,14 +25,14 @@ from typing import Any
 
 import psutil
 
-from .. import __version__
+from .._version import __version__
 from ..base.exit_codes import NOT_EXECUTABLE
 from ..orchestration.errors import ProtocolError
 from ..orchestration.host_lookup import resolve
 from . import remote_protocol as messages
 from .daemons import clean_environment, reserve_master_port, reserve_port
-from .pipe_connection import PipeConnection
-from .processes import Command, Kind, LocalProcess, LocalProcesses, Process, thread_defaults, watch
+from .processes import Command, Kind, LocalProcess, LocalProcesses, Process, set_watched, thread_defaults
+from .remote_protocol import PipeConnection
 
 #: After which the launcher counts as gone; it, or the connection to it, may be stopped for so long.
 SILENCE_S = 60.0
@@ -172,8 +172,9 @@ class Agent:
             self._pulse_s = now + PULSE_S
             self._tell(messages.Alive())
         waiting_nbytes = self._line.pending_nbytes
-        watch(self._selector, self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
-        watch(self._selector, self._outputs, selectors.EVENT_READ, self._hand_on, waiting_nbytes < _WAITING_NBYTES)
+        set_watched(self._selector, self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
+        set_watched(self._selector, self._outputs, selectors.EVENT_READ, self._hand_on,
+                    waiting_nbytes < _WAITING_NBYTES)
         for key, _ in self._selector.select(max(0.0, min(self._pulse_s, silent_s) - now)):
             key.data()
 

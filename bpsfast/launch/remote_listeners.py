@@ -83,7 +83,7 @@ class RemoteListeners:
             host.open(self._selector)
             argv = [python, "-m", "bpsfast", *arguments, "-p", str(port)]
             environ = {"BPSFAST_JOB_KEY": key, "PYTHONSAFEPATH": "1"}
-            announced.append(_Announced(self._output.aside(host.host.name)))
+            announced.append(_Announced(self._output.extra_stream(host.host.name)))
             host.start(Command(host.host.name, Kind.DAEMON, argv, environ), _Nowhere(), announced[-1])
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not all(each.has_come for each in announced) and not self._failed:

@@ -38,32 +38,21 @@ from collections.abc import Mapping
 import msgspec
 
 from ..base.addresses import configured_host
+from ..base.job_key import given_key
 from ..base.settings import Settings
 from ..orchestration import security
 from ..orchestration.errors import ConfigError
-from .environments import slurm
-from .environments.byteps import BYTEPS, is_local_job as is_local_job
-from .environments.environment import Environment
-from .environments.explicit import EXPLICIT
-from .environments.kubernetes import KUBERNETES
-from .environments.mpi import HOROVOD, OPEN_MPI, PMI
-from .environments.slurm import SLURM
-from .environments.torchrun import TORCHRUN
-from .process_role import (
-    ProcessRole as ProcessRole,
-    format_address as format_address,
-    given_key as given_key,
-    is_loopback as is_loopback,
-    job_key as job_key,
-    scheduler_port as scheduler_port,
-)
+from . import slurm
+from .environments import BYTEPS, EXPLICIT, HOROVOD, KUBERNETES, OPEN_MPI, PMI, TORCHRUN
+from .process_role import Environment, ProcessRole
+from .slurm import SLURM
 
 _log = logging.getLogger("bpsfast.roles")
 
 _ENVIRONMENTS = (EXPLICIT, TORCHRUN, BYTEPS, SLURM, OPEN_MPI, PMI, HOROVOD, KUBERNETES)
-#: Of a place that is only looked at: no key is derived, and nobody warned of that.
+#: Stands for the key in a role that is only compared, so that no key is derived and no warning logged.
 _NO_KEY = "00" * 32
-#: Half a set says who should have completed it.
+#: Who should have completed an incomplete set of variables.
 _ADVICE = {
     "slurm": "srun sets them all; they may be left of another step",
     "kubernetes": "Set them in the pods' template",
@@ -105,17 +94,17 @@ def _repeats(inner: Environment, is_complete: bool, around: Environment, setting
     if is_complete and inner.level == 0:
         return False
     try:
-        said = around.place(msgspec.structs.replace(settings, job_key=_NO_KEY), environ)
+        said = around.role(msgspec.structs.replace(settings, job_key=_NO_KEY), environ)
     except ConfigError:
         if is_complete:
             return False
         raise
-    return inner.echoes(said, environ)
+    return inner.repeats(said, environ)
 
 
 def _agreed(whole: list[Environment], settings: Settings, environ: Mapping[str, str]) -> ProcessRole:
     """Return the place that the first of *whole* says; the others must not say otherwise."""
-    places = [each.place(settings, environ) for each in whole]
+    places = [each.role(settings, environ) for each in whole]
     for environment, other in zip(whole[1:], places[1:]):
         for field in ("role", "rank", "size", "local_rank", "local_size"):
             mine, theirs = getattr(places[0], field), getattr(other, field)

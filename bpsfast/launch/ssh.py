@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from .. import __version__
+from .._version import __version__
 from ..orchestration.errors import BpsError, ConfigError, LackingError, MismatchError, PeerLostError, StallError
 from .daemons import describe_exit
 from .host_list import Host

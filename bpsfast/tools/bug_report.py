@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from .. import __version__
+from .._version import __version__
 from ..orchestration.errors import ConfigError
 from .bug_report_contents import Entry, Omission, as_text, had
 from .redaction import Leak, Redactor

@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from .. import __version__
+from .._version import __version__
 from ..base.end_reports import report
 from ..base.settings import Settings, take_job_key
 from ..launch import daemons
 from ..launch.daemons import Daemons
-from ..launch.roles import ProcessRole
+from ..launch.process_role import ProcessRole
 from . import attachment
 from .exit_handling import ExitWatch
 from .session import Session
@@ -40,7 +40,7 @@ def join(place: ProcessRole, settings: Settings,
     """
     started = daemons.start(place, settings)
     try:
-        attached = attachment.attach(started.place, started.place.settings(settings), __version__,
+        attached = attachment.attach(started.role, started.role.settings(settings), __version__,
                                      lambda: started.failure() or why_void())
         session = Session(attached, settings, started.failure)
         report("joined")

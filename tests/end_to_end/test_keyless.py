@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from bpsfast.base.addresses import format_address
 from bpsfast.base.settings import load_with_origins
 from bpsfast.launch import roles
 from bpsfast.launch.namespaces import Cluster
 from bpsfast.orchestration.errors import ConfigError
-from tests.support import recorded_environment
 from tests.end_to_end.test_environments import clean, hosts_file
+from tests.support import recorded_environment
 
 _TIMEOUT_S = 90.0
 _SEVERAL = [name for name in recorded_environment.names() if len(recorded_environment.read(name).machines) > 1]
@@ -136,7 +137,7 @@ class Job:
 def _scheduler(environ: dict[str, str], cluster: Cluster, numbers: dict[str, int]) -> str:
     """Return where the scheduler of the rank with *environ* listens, as other machines reach it."""
     host, port = roles.detect(load_with_origins({}, environ)[0], environ).scheduler
-    return roles.format_address(cluster[f"m{numbers[host]}"].address if host in numbers else host, port)
+    return format_address(cluster[f"m{numbers[host]}"].address if host in numbers else host, port)
 
 
 @pytest.mark.slow

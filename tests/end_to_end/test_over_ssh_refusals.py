@@ -95,7 +95,7 @@ def test_a_python_without_bpsfast(hosts, tmp_path):
 
 def test_another_version(hosts, tmp_path):
     older = tmp_path / "older"
-    older.write_text(f"#!/bin/sh\nexec {sys.executable} -c \"from bpsfast.launch import remote\n"
+    older.write_text(f"#!/bin/sh\nexec {sys.executable} -c \"from bpsfast.launch import remote_agent as remote\n"
                      "remote.__version__ = '0.0.9'\nremote.main()\"\n")
     older.chmod(0o755)
     text = refused(hosts, tmp_path, "--remote-python", str(older), code=1)

@@ -11,15 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from bpsfast.base.job_key import elastic_key
 from bpsfast.base.settings import Settings, load
 from bpsfast.elastic import coordinator_client as client_module
 from bpsfast.elastic.coordinator_client import CoordinatorClient
-from bpsfast.launch.elastic_service import ElasticService, elastic_key
+from bpsfast.launch.elastic_service import ElasticService
 from bpsfast.orchestration.elastic import protocol
 from bpsfast.orchestration.elastic.coordinator import ElasticRules
 from bpsfast.trainer import process
-from tests.support.channel_ends import receive
 from tests.launch.test_elastic_service import Worker
+from tests.support.channel_ends import receive
 
 KEY = secrets.token_bytes(32)  # of this process alone: ports come back
 LIMIT_S = 20.0

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...base import process_mark
+from ...base import process_identity
 from ...orchestration.errors import CapacityError, ConfigError, StallError
 
 _PREFIX = "bpsfast."
@@ -213,12 +213,12 @@ def _run(*command: str) -> str:
 
 
 def _owner_prefix() -> str:
-    return f"{_PREFIX}{process_mark.mark()}."
+    return f"{_PREFIX}{process_identity.mark()}."
 
 
 def _is_left(name: str) -> bool:
     """Whether *name* is of a namespace whose owner has ended; not if another container has made it in this folder."""
-    return name.startswith(_PREFIX) and process_mark.is_dead(".".join(name.removeprefix(_PREFIX).split(".")[:3]))
+    return name.startswith(_PREFIX) and process_identity.is_dead(".".join(name.removeprefix(_PREFIX).split(".")[:3]))
 
 
 def _kill(pid: int) -> None:

@@ -61,7 +61,7 @@ def job_options(function: Callable) -> Callable:
     return function
 
 
-def take_plan(options: dict[str, Any], played: Sequence[str]) -> ssh_job.Plan | None:
+def take_plan(options: dict[str, Any], played: Sequence[str]) -> ssh_job.SshPlan | None:
     """Take the options of `job_options` out of *options*; return what runs on which host, None if no host is named.
 
     *played*: names in *options* of those that play machines on this one, as which they make no sense with hosts.
@@ -88,7 +88,7 @@ def take_plan(options: dict[str, Any], played: Sequence[str]) -> ssh_job.Plan | 
                           "give one of them (helpers of hosts: --helpers-on)")
     ranks_on = host_lists.assign(hosts, options["n_ranks"])
     helpers = host_lists.helpers(helpers_on, ranks_on) if helpers_on else []
-    return ssh_job.Plan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=scheduler_host or "",
+    return ssh_job.SshPlan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=scheduler_host or "",
                          variables=ssh_job.variables(assigned))
 
 

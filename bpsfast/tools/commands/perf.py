@@ -106,7 +106,7 @@ def latency(**options: Any) -> None:
 def _run(verb: str, options: dict[str, Any]) -> None:
     """Measure as *options* say; with -H, start the other side first."""
     from ...base import settings
-    from ...launch import roles
+    from ...base.job_key import given_key
     from ...launch.remote_listeners import RemoteListeners
 
     there, typed = host_options.hosts_of(options.pop("hosts_text"), None), host_options.given(options)
@@ -117,7 +117,7 @@ def _run(verb: str, options: dict[str, Any]) -> None:
         return _measure(verb, options)
     if len(there) > 1 or options["host"] is not None:
         raise click.UsageError("-H: one host; what is measured is between here and there")
-    secret = roles.given_key(settings.load(overrides(options["assignments"]))) or secrets.token_hex(32)
+    secret = given_key(settings.load(overrides(options["assignments"]))) or secrets.token_hex(32)
     with RemoteListeners(there, ssh, ["perf", verb], secret, options["control_port"]) as started:
         address, options["control_port"] = started.addresses[0]
         try:

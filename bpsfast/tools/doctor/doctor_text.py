@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ... import __version__
+from ..._version import __version__
 from .examination import blocking
 from .facts import Facts
 from .finding import Finding, Status

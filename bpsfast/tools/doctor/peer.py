@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ... import __version__
+from ..._version import __version__
 from ...hardware.kernel import Kernel
 from ...hardware.netlink import Address
 from ...hardware.rdma_route import Rail
