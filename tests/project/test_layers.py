@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STDLIB = sys.stdlib_module_names
 
 
-#: The packages, lowest first: a package imports itself and packages that stand before it. `bpsfast` means the files at
-#: its top level (`__init__`, `cli`, ...), `orchestration` likewise; any other folder belongs to the package that it lies in.
+#: The packages, lowest first: a package imports itself and packages that stand before it. `orchestration` means the files
+#: at its top level; any other folder belongs to the package that it lies in.
 ORDER = (
     "pyx", "orchestration", "orchestration/placement", "orchestration/priority", "orchestration/elastic",
     "orchestration/job", "orchestration/failover", "bpsfast/base", "bpsfast/hardware", "bpsfast/kernels",
@@ -30,13 +30,13 @@ ORDER = (
     "bpsfast/elastic", "bpsfast/jax", "bpsfast/tensorflow", "bpsfast/mxnet", "bpsfast/torch", "bpsfast/keras",
     "bpsfast/hvd", "bpsfast/tools",
 )
-#: What stands above all packages and is none: nothing imports it.
+#: The files at the top level (`__init__`, `cli`, ...) stand above all packages: nothing imports them.
 TOP = "bpsfast"
 MOST_PACKAGES, MOST_LAYERS = 24, 10
 
 
 class Layer(NamedTuple):
-    """A folder, or one file: third-party packages its modules import at once, and those they import inside functions only."""
+    """A folder or file: third-party packages that its modules import at once, and those imported in functions only."""
 
     folder: str
     at_once: frozenset[str]
@@ -229,7 +229,8 @@ def circles(found: Iterable[tuple[Path, int, Path]]) -> list[list[str]]:
         pass
     while True:  # what imports nothing that is left, or is imported by nothing that is left, is in no circle
         targets = {target for several in left.values() for target in several}
-        kept = {path: several & left.keys() for path, several in left.items() if several & left.keys() and path in targets}
+        kept = {path: several & left.keys() for path, several in left.items()
+                if several & left.keys() and path in targets}
         if kept == left:
             return [sorted(str(path.relative_to(ROOT)) for path in left)]
         left = kept
