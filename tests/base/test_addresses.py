@@ -87,7 +87,7 @@ def test_what_the_resolver_has_said_is_the_reason_when_the_time_is_over(monkeypa
 
 _PRINTS_SOURCE = """
 import logging, sys
-from bpsfast.launch import reach
+from bpsfast.base import addresses as reach
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 print(reach.job_route_source("pod-0.example", 30.0), flush=True)
 """
