@@ -15,7 +15,7 @@ import numpy as np
 from ..base.dtypes import TABLE, wire_name
 from ..orchestration.errors import BusyError, MismatchError, UnsupportedError
 from ..orchestration.messages import TensorSpec
-from ..orchestration.placement.rows import ROWS
+from ..orchestration.placement.partition import ROWS
 from . import process
 from .arguments import flag
 from .row_frames import Array, RowFrames
