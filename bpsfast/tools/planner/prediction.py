@@ -16,7 +16,7 @@ from ...orchestration.placement import forecast
 from ...orchestration.placement.assignment import machine_times_s, owned_by, step_time_s
 from ...orchestration.placement.layout import lay_out
 from ...orchestration.placement.partition import ITEM_NBYTES
-from ...orchestration.placement.reassignment import reassign
+from ...orchestration.placement.rebalancing import reassign
 from ...orchestration.placement.shares import Machine, capacities, least_time_s
 from . import machine_list
 from .codec_forecast import Compression, predict

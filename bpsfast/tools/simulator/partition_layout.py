@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ...orchestration.errors import ConfigError
 from ...orchestration.placement.assignment import assign
 from ...orchestration.placement.shares import Machine, optimal_shares
-from ...orchestration.priority.credit_queue import rank_parts
+from ...orchestration.priority.send_queue import rank_parts
 from .cluster import Cluster
 from .network import Load
 from .workload import PartitionedWorkload
