@@ -139,8 +139,8 @@ def env(assignments: tuple[str, ...], as_json: bool, path: str | None, no_color:
     bpsfast env --set partition_bytes=1M --json
     """
     chosen = output.form(as_json, path, no_color)
-    found = settings_table.effective(*settings.load_with_origins(overrides(assignments)))
-    output.show(chosen, lambda: settings_table.text(found), found)
+    found = settings_table.setting_rows(*settings.load_with_origins(overrides(assignments)))
+    output.show(chosen, lambda: settings_table.settings_text(found), found)
 
 
 @cli.command()

@@ -15,7 +15,7 @@ from ...base.command_errors import FAILED, exit_on_error
 @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 @click.argument("control", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
 @exit_on_error
-def command(count: int, control: Path, as_json: bool) -> None:
+def add(count: int, control: Path, as_json: bool) -> None:
     """Add workers to the job whose FILE `bpsfast run --elastic --control FILE` has made.
 
     They join after a commit of the program. Exit code 1 if fewer than asked for are started.

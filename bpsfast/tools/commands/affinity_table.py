@@ -9,7 +9,7 @@ from ...hardware.affinity import cores, locality
 from ...hardware.affinity.plan import AffinityOptions, CpuAffinity, Rank, plan_node, plan_ranks, with_allowed_memory
 from ...orchestration.errors import ConfigError
 
-_HEAD = ("WHO", "CORES", "CPUS", "MEMORY ON NODE", "DEVICE")
+_AFFINITY_HEAD = ("WHO", "CORES", "CPUS", "MEMORY ON NODE", "DEVICE")
 
 
 class AffinityTable:
@@ -64,7 +64,7 @@ class AffinityTable:
             lines.append(f"This process may use CPUs {numa.format_cpus(self.allowed)}")
         if self.why_not:
             return "\n".join([*lines, "", f"Nobody is kept anywhere: {self.why_not}."])
-        rows = [_HEAD, self._row("node", self.node, ", ".join(self.cards.names))]
+        rows = [_AFFINITY_HEAD, self._row("node", self.node, ", ".join(self.cards.names))]
         for number, seat in enumerate(self.ranks):
             gpu = f"gpu{number}" if number < len(self._gpus) else ""
             rows.append(self._row(f"local rank {number}", seat, gpu))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...hardware.host import Host
     from ...hardware.rdma_route import Rail, RailChoice
 
-_HEAD = ("DEV", "PORT", "INDEX", "GID", "IPv4", "VER", "DEV", "USE")
+_GID_HEAD = ("DEV", "PORT", "INDEX", "GID", "IPv4", "VER", "DEV", "USE")
 
 
 @click.command()
@@ -27,7 +27,7 @@ _HEAD = ("DEV", "PORT", "INDEX", "GID", "IPv4", "VER", "DEV", "USE")
 @set_option
 @output.options(tabular=True)
 @command_errors.exit_on_error
-def command(name: str | None, peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...],
+def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...],
             as_json: bool, as_csv: bool, path: str | None, no_color: bool) -> None:
     """List the GID table, and which GID would be used.
 
@@ -49,10 +49,11 @@ def command(name: str | None, peer: str | None, verbs: str | None, root: str | N
     check_device(host, name)
     choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
                     peer=peer_address(host, peer) if peer else None)
-    found = table(host, name)
+    found = gid_table(host, name)
     library = verbs_answers.asked(verbs, root)
     said = None if library is None else verbs_answers.verdicts(library, found)
-    output.show(chosen, lambda: text(found, choice, said), data(found, choice, said), rows(found, choice, said))
+    output.show(chosen, lambda: gid_text(found, choice, said), gid_data(found, choice, said),
+                gid_rows(found, choice, said))
     if not host.devices:
         click.echo("bpsfast: no RDMA device here (/sys/class/infiniband is empty); `bpsfast doctor` says why", err=True)
         sys.exit(command_errors.ENVIRONMENT)
@@ -65,28 +66,28 @@ def check_device(host: Host, name: str | None) -> None:
         raise ConfigError(f"there is no RDMA device {name!r}; there is {', '.join(names)}")
 
 
-def table(host: Host, name: str | None = None) -> list[Gid]:
+def gid_table(host: Host, name: str | None = None) -> list[Gid]:
     """Return the rows in use, of all devices or the one named."""
     return [gid for device, port in host.ports if name in (None, device.name) for gid in host.gids(device.name, port)]
 
 
-def text(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> str:
+def gid_text(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> str:
     """Return the table for people; *said*: what libibverbs says of each row, None if it was not asked."""
     if not found:
         return "No GID in use."
-    lines = [output.table(rows(found, choice, said))]
+    lines = [output.table(gid_rows(found, choice, said))]
     lines += [line for rail in choice.rails for line in output.hanging(f"{rail.name}: ", rail.reason)]
     return "\n".join(lines)
 
 
-def rows(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[tuple[str, ...]]:
+def gid_rows(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[tuple[str, ...]]:
     """Return the head and one row for each GID, as show_gids prints them."""
-    head = _HEAD if said is None else (*_HEAD, "VERBS")
+    head = _GID_HEAD if said is None else (*_GID_HEAD, "VERBS")
     return [head, *((gid.device, str(gid.port), str(gid.index), gid.text, str(gid.ipv4 or "-"), gid.version,
                      gid.netdev or "-", _mark(gid, choice), *(() if said is None else (said[gid],))) for gid in found)]
 
 
-def data(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[dict[str, Any]]:
+def gid_data(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[dict[str, Any]]:
     """Return what JSON shows."""
     return [{"device": gid.device, "port": gid.port, "index": gid.index, "gid": gid.text,
              "ipv4": str(gid.ipv4) if gid.ipv4 else None, "version": gid.version, "netdev": gid.netdev,

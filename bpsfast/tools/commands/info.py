@@ -42,8 +42,8 @@ def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], 
     if as_settings:
         from . import settings_table
 
-        found = settings_table.effective(loaded, origins)
-        output.show(chosen, lambda: settings_table.text(found), found)
+        found = settings_table.setting_rows(loaded, origins)
+        output.show(chosen, lambda: settings_table.settings_text(found), found)
         return
     here = taken(loaded, origins)
     output.show(chosen, lambda: text(here), here)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...hardware.rdma_devices import Port, RdmaDevice
     from ...hardware.rdma_route import RailChoice
 
-_HEAD = ("DEVICE", "PORT", "STATE", "RATE", "LINK", "NETDEV", "MTU", "NUMA", "PCIE", "DRIVER", "FIRMWARE", "USE")
+_DEVICE_HEAD = ("DEVICE", "PORT", "STATE", "RATE", "LINK", "NETDEV", "MTU", "NUMA", "PCIE", "DRIVER", "FIRMWARE", "USE")
 _CARD_HEAD = ("NETDEV", "STATE", "SPEED", "MTU", "NUMA", "PCIE", "DRIVER", "ADDRESSES")
 
 
@@ -27,7 +27,7 @@ _CARD_HEAD = ("NETDEV", "STATE", "SPEED", "MTU", "NUMA", "PCIE", "DRIVER", "ADDR
 @set_option
 @output.options(tabular=True)
 @command_errors.exit_on_error
-def command(peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...], as_json: bool,
+def devices(peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...], as_json: bool,
             as_csv: bool, path: str | None, no_color: bool) -> None:
     """List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link.
 
@@ -51,17 +51,18 @@ def command(peer: str | None, verbs: str | None, root: str | None, assignments: 
                     peer=peer_address(host, peer) if peer else None)
     library = verbs_answers.asked(verbs, root)
     mtus = None if library is None else verbs_answers.active_mtus(library, host)
-    output.show(chosen, lambda: text(host, choice, mtus), data(host, choice, mtus), rows(host, choice, mtus))
+    output.show(chosen, lambda: device_text(host, choice, mtus), device_data(host, choice, mtus),
+                device_rows(host, choice, mtus))
     if not host.devices:
         click.echo("bpsfast: no RDMA device here (/sys/class/infiniband is empty); `bpsfast doctor` says why", err=True)
         sys.exit(command_errors.ENVIRONMENT)
 
 
-def text(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> str:
+def device_text(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> str:
     """Return the tables for people; *mtus*: what libibverbs says, by "device/port", None if it was not asked."""
     parts = []
     if host.devices:
-        parts.append(output.table(rows(host, choice, mtus)))
+        parts.append(output.table(device_rows(host, choice, mtus)))
         said = [(f"{rail.name} is used: ", rail.reason) for rail in choice.rails]
         said += [(f"{name} is not: ", reason) for name, reason in choice.rejected.items()]
         parts += [line for head, words in said for line in output.hanging(head, words)]
@@ -73,15 +74,15 @@ def text(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> 
     return "\n".join(parts)
 
 
-def rows(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> list[tuple[str, ...]]:
+def device_rows(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> list[tuple[str, ...]]:
     """Return the head and one row for each RDMA port."""
     if mtus is None:
-        return [_HEAD, *(_row(host, choice, device, port) for device, port in host.ports)]
-    return [(*_HEAD, "ACTIVE_MTU"), *((*_row(host, choice, device, port), mtus[f"{device.name}/{port.number}"])
+        return [_DEVICE_HEAD, *(_row(host, choice, device, port) for device, port in host.ports)]
+    return [(*_DEVICE_HEAD, "ACTIVE_MTU"), *((*_row(host, choice, device, port), mtus[f"{device.name}/{port.number}"])
                                       for device, port in host.ports)]
 
 
-def data(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> dict[str, Any]:
+def device_data(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> dict[str, Any]:
     """Return what JSON shows: base units, null where the kernel does not say."""
     uses = _uses(choice)
     return {

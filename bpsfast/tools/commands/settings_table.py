@@ -29,18 +29,18 @@ class SettingRow(msgspec.Struct, frozen=True):
     doc: str
 
 
-def effective(loaded: settings.Settings, origins: dict[str, str]) -> list[SettingRow]:
+def setting_rows(loaded: settings.Settings, origins: dict[str, str]) -> list[SettingRow]:
     """Return every setting, in the order of the table."""
-    return [SettingRow(row.name, row.variable, shown(row.name, getattr(loaded, row.name)), origins[row.name],
+    return [SettingRow(row.name, row.variable, _shown(row.name, getattr(loaded, row.name)), origins[row.name],
                       row.default, row.kind, row.unit, row.aliases, row.agree, row.doc) for row in settings.table()]
 
 
-def shown(name: str, value: bool | int | float | str) -> bool | int | float | str:
+def _shown(name: str, value: bool | int | float | str) -> bool | int | float | str:
     """Return *value*, but of a secret only whether it is set."""
     return "(set)" if name == _SECRET and value else value
 
 
-def text(found: list[SettingRow]) -> str:
+def settings_text(found: list[SettingRow]) -> str:
     """Return one line for each setting; on a terminal what it means stands below, as wide as that is."""
     cells = [(each.variable, "-" if each.value == "" else str(each.value), each.origin) for each in found]
     docs = [f"{each.kind}{f' [{each.unit}]' if each.unit else ''}: {each.doc}"

@@ -75,10 +75,10 @@ def loss(facts: Facts) -> Outcome:
     found = "\n".join(lines)
     netdev = next((port.netdev for port in [*lossy, *unprotected] if port.is_roce and port.netdev), None)
     if lossy:
-        return warned(found, **(_remedy(netdev) if netdev else {
+        return warned(found, **(_congestion_remedy(netdev) if netdev else {
             "host": "look at cables and transceivers: ibqueryerrors; ibdiagnet", "check": "perfquery -x"}))
     if unprotected:
-        return told(f"{found}\nnothing was lost yet, but nothing protects RoCE from loss either", **_remedy(netdev))
+        return told(f"{found}\nnothing was lost yet, but nothing protects RoCE from loss either", **_congestion_remedy(netdev))
     return passed(found)
 
 
@@ -97,7 +97,7 @@ def flow_control(facts: Facts, device: RdmaDevice, port: Port) -> FlowControl:
                        _enabled(facts, f"{ecn}/roce_rp/enable"), parameters)
 
 
-CHECKS = (
+MORE_CHECKS = (
     Check("RD09", "loss and congestion", Severity.SLOW,
           ("throughput falls to 0.x GB/s", "transport retry count exceeded", "local_ack_timeout_err grows"),
           "RoCE on a network without PFC and ECN, or with a traffic class that they do not cover.",
@@ -140,7 +140,7 @@ def _listed(priorities: tuple[int, ...]) -> str:
     return "all priorities" if len(priorities) == 8 else "priority " + ", ".join(map(str, priorities))
 
 
-def _remedy(netdev: str | None) -> dict[str, str]:
+def _congestion_remedy(netdev: str | None) -> dict[str, str]:
     return {
         "host": f"sudo dcb pfc set dev {netdev} prio-pfc all:off {_PRIORITY}:on && sudo dcb app add dev {netdev} "
                 f"dscp-prio 26:{_PRIORITY}   # MLNX_OFED: mlnx_qos -i {netdev} --pfc 0,0,0,1,0,0,0,0 --trust dscp",

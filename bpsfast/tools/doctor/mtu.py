@@ -41,7 +41,7 @@ def packet_size(facts: Facts) -> Outcome:
     return passed("\n".join(shown))
 
 
-CHECKS = (
+MORE_CHECKS = (
     Check("RD08", "MTU", Severity.SLOW,
           ("modify QP to RTR: Invalid argument, with path_mtu 4096", "small messages pass, large ones hang"),
           "The RoCE path MTU is the power of two below the interface's MTU: 1500 bytes leave 1024. Ends or switches "

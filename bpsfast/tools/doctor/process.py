@@ -42,7 +42,7 @@ def gpu_memory(facts: Facts) -> Outcome:
     return passed(f"the modules for it are loaded; {ours}")
 
 
-CHECKS = (
+MORE_CHECKS = (
     Check("RD10", "fork", Severity.SLOW,
           ("a DataLoader worker ends with a segmentation fault", "Work Request Flushed Error after a fork",
            "local protection error some time after os.fork()"),

@@ -76,7 +76,7 @@ def shared_cache(facts: Facts) -> Outcome:
                   check="bpsfast doctor   # again in a minute: where CPUs are not pinned it changes")
 
 
-CHECKS = (
+MORE_CHECKS = (
     Check("RD21", "shared cache", Severity.SLOW,
           ("a job is twice as slow as yesterday, on the same virtual machine", "benchmarks have two modes"),
           "A virtual machine's CPUs are threads of its host, which moves them between chips, or parts of a chip "

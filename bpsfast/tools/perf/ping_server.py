@@ -20,7 +20,7 @@ from .messages import Alive, Answer, Ask
 from .rdma import RdmaEnd
 
 _log = logging.getLogger("bpsfast")
-_SILENCE_S = 60.0
+_CLIENT_SILENCE_S = 60.0
 _ALIVE_S = 1.0
 _MOST_CLIENTS = 32
 
@@ -40,7 +40,7 @@ def serve(listener: socket.socket, secret: Secret, loaded: Settings) -> None:
             finally:
                 places.release()
 
-    door = lines.handshake_acceptor(listener.dup(), secret.key, _SILENCE_S, came, lambda exc: _log.info("ping: %s", exc),
+    door = lines.handshake_acceptor(listener.dup(), secret.key, _CLIENT_SILENCE_S, came, lambda exc: _log.info("ping: %s", exc),
                          lambda words: _log.warning("ping: %s", words), "bpsfast-ping")
     with contextlib.closing(door):
         door.start()

@@ -6,9 +6,9 @@ rounds to 110M and 340M.
 """
 from __future__ import annotations
 
-from .model import Shapes
+from .model_shapes import Shapes
 
-_WORDS, _POSITIONS, _SEGMENTS = 30522, 512, 2
+_BERT_WORDS, _BERT_POSITIONS, _BERT_SEGMENTS = 30522, 512, 2
 
 
 def bert_base() -> Shapes:
@@ -30,9 +30,9 @@ def _bert(n_layers: int, width: int) -> Shapes:
     def dense(name: str, n_out: int, n_in: int) -> None:
         shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (n_out, n_in), (n_out,)
 
-    shapes["embeddings.word.weight"] = (_WORDS, width)
-    shapes["embeddings.position.weight"] = (_POSITIONS, width)
-    shapes["embeddings.segment.weight"] = (_SEGMENTS, width)
+    shapes["embeddings.word.weight"] = (_BERT_WORDS, width)
+    shapes["embeddings.position.weight"] = (_BERT_POSITIONS, width)
+    shapes["embeddings.segment.weight"] = (_BERT_SEGMENTS, width)
     norm("embeddings.norm")
     for layer in range(n_layers):
         at = f"layer{layer}"
@@ -45,6 +45,6 @@ def _bert(n_layers: int, width: int) -> Shapes:
     dense("pooler", width, width)
     dense("words.transform", width, width)
     norm("words.norm")
-    shapes["words.bias"] = (_WORDS,)
+    shapes["words.bias"] = (_BERT_WORDS,)
     dense("next_sentence", 2, width)
     return shapes

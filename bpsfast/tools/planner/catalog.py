@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from ...orchestration.errors import ConfigError
 from . import bert, gpt2, inception, model_shapes, resnet, transformer, ugatit
-from .model import Compute, Model, Shapes
+from .model import Compute, Model
+from .model_shapes import Shapes
 
 _HARDWARE = "V100"
 

@@ -5,9 +5,8 @@ biases beside their normalisation.
 """
 from __future__ import annotations
 
-from .model import Shapes
+from .model_shapes import Shapes
 
-_CLASSES = 1000
 
 #: block -> channels of 1x1 (0: none), of the 3x3 and its reduction, of both double 3x3 and theirs, of the projection
 _INCEPTION = {

@@ -8,9 +8,6 @@ from math import prod
 from ...orchestration.messages import TensorSpec
 from ...orchestration.placement.partition import ITEM_NBYTES
 
-#: Name -> shape of every parameter, in forward order.
-Shapes = dict[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True)
 class Compute:

@@ -4,7 +4,8 @@
 """
 from __future__ import annotations
 
-from .model import Shapes
+#: Name -> shape of every parameter, in forward order.
+Shapes = dict[str, tuple[int, ...]]
 
 #: Channels of the convolutions.
 _VGG16 = (64, 64, 128, 128, *[256] * 3, *[512] * 6)

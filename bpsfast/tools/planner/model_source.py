@@ -14,7 +14,8 @@ from typing import Any
 from ...orchestration.errors import ConfigError
 from ...orchestration.placement.partition import ITEM_NBYTES
 from . import catalog
-from .model import Model, Shapes
+from .model import Model
+from .model_shapes import Shapes
 
 #: A file with more than this is no list of shapes.
 _MOST_NBYTES = 64 << 20

@@ -4,12 +4,11 @@
 """
 from __future__ import annotations
 
-from .model import Shapes
+from .model_shapes import Shapes
 
 _BLOCKS = ((64, 3), (128, 4), (256, 6), (512, 3))  # width, bottleneck blocks
 _BASIC_BLOCKS = ((64, 2), (128, 2), (256, 2), (512, 2))
 _EXPANSION = 4
-_CLASSES = 1000
 
 
 def resnet18() -> Shapes:

@@ -7,30 +7,30 @@ float32 bytes of 60.9M parameters, a third of "big".
 """
 from __future__ import annotations
 
-from .model import Shapes
+from .model_shapes import Shapes
 
-_WORDS, _WIDTH, _INNER, _N_LAYERS = 33708, 512, 2048, 6
+_TRANSFORMER_WORDS, _TRANSFORMER_WIDTH, _TRANSFORMER_INNER, _TRANSFORMER_N_LAYERS = 33708, 512, 2048, 6
 
 
 def transformer() -> Shapes:
     """Return name -> shape: the shared embedding, the encoder, the decoder."""
-    shapes: Shapes = {"embedding.weight": (_WORDS, _WIDTH)}
+    shapes: Shapes = {"embedding.weight": (_TRANSFORMER_WORDS, _TRANSFORMER_WIDTH)}
 
     def norm(name: str) -> None:
-        shapes[f"{name}.scale"] = shapes[f"{name}.bias"] = (_WIDTH,)
+        shapes[f"{name}.scale"] = shapes[f"{name}.bias"] = (_TRANSFORMER_WIDTH,)
 
     def attention(name: str) -> None:
         norm(f"{name}.norm")
         for part in ("query", "key", "value", "output"):
-            shapes[f"{name}.{part}"] = (_WIDTH, _WIDTH)
+            shapes[f"{name}.{part}"] = (_TRANSFORMER_WIDTH, _TRANSFORMER_WIDTH)
 
     for half, attentions in (("encoder", ("self",)), ("decoder", ("self", "encdec"))):
-        for layer in range(_N_LAYERS):
+        for layer in range(_TRANSFORMER_N_LAYERS):
             at = f"{half}{layer}"
             for each in attentions:
                 attention(f"{at}.{each}")
             norm(f"{at}.ffn.norm")
-            shapes[f"{at}.ffn.inner.weight"], shapes[f"{at}.ffn.inner.bias"] = (_WIDTH, _INNER), (_INNER,)
-            shapes[f"{at}.ffn.outer.weight"], shapes[f"{at}.ffn.outer.bias"] = (_INNER, _WIDTH), (_WIDTH,)
+            shapes[f"{at}.ffn.inner.weight"], shapes[f"{at}.ffn.inner.bias"] = (_TRANSFORMER_WIDTH, _TRANSFORMER_INNER), (_TRANSFORMER_INNER,)
+            shapes[f"{at}.ffn.outer.weight"], shapes[f"{at}.ffn.outer.bias"] = (_TRANSFORMER_INNER, _TRANSFORMER_WIDTH), (_TRANSFORMER_WIDTH,)
         norm(f"{half}.norm")
     return shapes

@@ -7,11 +7,11 @@ dense layers of 1.07 GB each, the largest tensors of all lists here.
 """
 from __future__ import annotations
 
-from .model import Shapes
+from .model_shapes import Shapes
 
-_CHANNELS, _N_BLOCKS, _PIXELS = 64, 4, 256
+_UGATIT_CHANNELS, _UGATIT_N_BLOCKS, _UGATIT_PIXELS = 64, 4, 256
 #: Layers of the global and of the local discriminators.
-_GLOBAL, _LOCAL = 7, 5
+_UGATIT_GLOBAL, _UGATIT_LOCAL = 7, 5
 
 
 def ugatit(light: bool = False) -> Shapes:
@@ -19,36 +19,36 @@ def ugatit(light: bool = False) -> Shapes:
     shapes: Shapes = {}
     for name in ("A2B", "B2A"):
         _generator(shapes, f"generator{name}", light)
-    for name, n_layers in (("GA", _GLOBAL), ("GB", _GLOBAL), ("LA", _LOCAL), ("LB", _LOCAL)):
+    for name, n_layers in (("GA", _UGATIT_GLOBAL), ("GB", _UGATIT_GLOBAL), ("LA", _UGATIT_LOCAL), ("LB", _UGATIT_LOCAL)):
         _discriminator(shapes, f"discriminator{name}", n_layers)
     return shapes
 
 
 def _generator(shapes: Shapes, at: str, light: bool) -> None:
-    width = 4 * _CHANNELS
-    shapes[f"{at}.down0"] = (_CHANNELS, 3, 7, 7)
-    shapes[f"{at}.down1"] = (2 * _CHANNELS, _CHANNELS, 3, 3)
-    shapes[f"{at}.down2"] = (width, 2 * _CHANNELS, 3, 3)
-    for block in range(_N_BLOCKS):
+    width = 4 * _UGATIT_CHANNELS
+    shapes[f"{at}.down0"] = (_UGATIT_CHANNELS, 3, 7, 7)
+    shapes[f"{at}.down1"] = (2 * _UGATIT_CHANNELS, _UGATIT_CHANNELS, 3, 3)
+    shapes[f"{at}.down2"] = (width, 2 * _UGATIT_CHANNELS, 3, 3)
+    for block in range(_UGATIT_N_BLOCKS):
         for i in (1, 2):
             shapes[f"{at}.down_block{block}.conv{i}"] = (width, width, 3, 3)
     _attention(shapes, at, width)
-    shapes[f"{at}.fc1"] = (width, width if light else (_PIXELS // 4) ** 2 * width)
+    shapes[f"{at}.fc1"] = (width, width if light else (_UGATIT_PIXELS // 4) ** 2 * width)
     for name in ("fc2", "gamma", "beta"):
         shapes[f"{at}.{name}"] = (width, width)
-    for block in range(_N_BLOCKS):
+    for block in range(_UGATIT_N_BLOCKS):
         for i in (1, 2):
             shapes[f"{at}.up_block{block}.conv{i}"] = (width, width, 3, 3)
             shapes[f"{at}.up_block{block}.norm{i}.rho"] = (1, width, 1, 1)
-    for i, n_out in ((1, 2 * _CHANNELS), (2, _CHANNELS)):
+    for i, n_out in ((1, 2 * _UGATIT_CHANNELS), (2, _UGATIT_CHANNELS)):
         shapes[f"{at}.up{i}"] = (n_out, 2 * n_out, 3, 3)
         for name in ("rho", "gamma", "beta"):
             shapes[f"{at}.up{i}.norm.{name}"] = (1, n_out, 1, 1)
-    shapes[f"{at}.up3"] = (3, _CHANNELS, 7, 7)
+    shapes[f"{at}.up3"] = (3, _UGATIT_CHANNELS, 7, 7)
 
 
 def _discriminator(shapes: Shapes, at: str, n_layers: int) -> None:
-    n_in, n_out = 3, _CHANNELS
+    n_in, n_out = 3, _UGATIT_CHANNELS
     for layer in range(n_layers - 1):
         shapes[f"{at}.conv{layer}.weight"], shapes[f"{at}.conv{layer}.bias"] = (n_out, n_in, 4, 4), (n_out,)
         n_in, n_out = n_out, 2 * n_out

@@ -9,7 +9,7 @@ from math import prod
 
 from ...orchestration.errors import ConfigError
 from ..planner import catalog
-from ..planner.model import Shapes
+from ..planner.model_shapes import Shapes
 from .workload import Layer, Workload, workload
 
 #: Models of BytePS's figures, or like them.

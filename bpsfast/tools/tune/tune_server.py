@@ -24,7 +24,6 @@ from . import capabilities
 
 _log = logging.getLogger("bpsfast")
 _SILENCE_S = 60.0
-_LOOK_S = 0.2
 _MOST_AT_ONCE = 64
 
 
