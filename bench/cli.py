@@ -5,10 +5,8 @@ from typing import Any
 
 import click
 
-from ..base.command_errors import exit_on_error
-from ..tools.commands import host_options
-from ..tools.commands.help_group import FullHelpGroup
-from ..tools.commands.options import overrides, set_option
+from ..base.exit_codes import exit_on_error
+from ..tools.commands.options import FullHelpGroup, job_options, overrides, set_option, take_plan
 from . import cli_options
 
 _COUNT = click.IntRange(1)
@@ -89,7 +87,7 @@ def bench_codecs(**options: Any) -> None:
 @click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT,
               help="Ranks in all.  [default: 2; of hosts, all slots]")
 @click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")
-@host_options.job_options
+@job_options
 @click.option("--compare", help="Peers in the same run: gloo, mpi.", metavar="NAME[,NAME]")
 @click.option("--sizes", help="Every power of two (4K:256M), or a list (4K,1M).", metavar="MIN:MAX|N,N")
 @click.option("--dtype", default="float32", show_default=True)
@@ -108,7 +106,7 @@ def bench_push_pull(**options: Any) -> None:
         return
     if options["seconds"] is not None:
         raise click.UsageError("--seconds says how long --attach looks: without it there is nothing to wait for")
-    plan = host_options.take_plan(options, ["n_nodes"])
+    plan = take_plan(options, ["n_nodes"])
     push_pull.run(options, plan)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..base import command_errors, output
+from ..base import exit_codes, output
 
 if TYPE_CHECKING:
     from .harness.result_file import ResultFile
@@ -30,7 +30,7 @@ _COLORS = {"slower": "red", "faster": "green"}
 @click.option("--any-bench", is_flag=True, help="Compare runs of two benches, by the names of rows.")
 @click.option("--any-machine", is_flag=True, help="Compare runs of two machines.")
 @output.options(tabular=True)
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(before_path: Path, after_path: Path, confidence: float, threshold: float, seed: int, fail_on_slower: bool,
             any_bench: bool, any_machine: bool, **form: Any) -> None:
     """Say which rows of result file B are slower than in A, with confidence intervals.
@@ -57,7 +57,7 @@ def command(before_path: Path, after_path: Path, confidence: float, threshold: f
                 [head, *([row.name, row.before_s, row.after_s, row.ratio, row.low, row.high, row.verdict]
                          for row in found.rows)])
     if fail_on_slower and any(row.verdict == regression.SLOWER for row in found.rows):
-        raise SystemExit(command_errors.FAILED)
+        raise SystemExit(exit_codes.FAILED)
 
 
 def _text(before: ResultFile, after: ResultFile, found: Regression) -> str:

@@ -13,9 +13,9 @@ import click
 
 from . import __version__
 from .base import logs, output, settings
-from .base.command_errors import exit_on_error
+from .base.exit_codes import exit_on_error
 from .orchestration.errors import ConfigError
-from .tools.commands import LazyGroup, settings_table
+from .tools.commands import LazyGroup, info
 from .tools.commands.options import overrides, set_option
 
 _COUNT = click.IntRange(1)
@@ -139,8 +139,8 @@ def env(assignments: tuple[str, ...], as_json: bool, path: str | None, no_color:
     bpsfast env --set partition_bytes=1M --json
     """
     chosen = output.form(as_json, path, no_color)
-    found = settings_table.setting_rows(*settings.load_with_origins(overrides(assignments)))
-    output.show(chosen, lambda: settings_table.settings_text(found), found)
+    found = info.setting_rows(*settings.load_with_origins(overrides(assignments)))
+    output.show(chosen, lambda: info.settings_text(found), found)
 
 
 @cli.command()

@@ -14,7 +14,7 @@ from bpsfast.bench.harness.contestant_group import Group, Turn
 from bpsfast.bench.push_pull import one_machine, steady_state, two_nodes
 from bpsfast.bench.push_pull.options import Plan
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.tools.doctor.shared_cache import CacheLineLatency
+from bpsfast.tools.doctor.facts import CacheLineLatency
 
 
 class NamedGroup(Group):

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ...base import command_errors, output
+from ...base import exit_codes, output
 
 _HEAD = ("KIND", "NAME", "LEFT BY", "WHAT")
 
@@ -15,7 +15,7 @@ _HEAD = ("KIND", "NAME", "LEFT BY", "WHAT")
 @click.option("--yes", "-y", "is_agreed", is_flag=True, help="Remove without asking.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document; asks nothing, so it removes with --yes only.")
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(is_agreed: bool, dry_run: bool, as_json: bool) -> None:
     """Remove what dead jobs have left here: their processes, network namespaces and temporary folders.
 
@@ -55,12 +55,12 @@ def command(is_agreed: bool, dry_run: bool, as_json: bool) -> None:
     if is_agreed and not as_json and found:
         click.echo(f"removed {_counted(sum(not reason for reason in reasons.values()))}")
     if stale_resources.NEEDS_ROOT in reasons.values():
-        sys.exit(command_errors.ENVIRONMENT)
+        sys.exit(exit_codes.ENVIRONMENT)
     if any(reasons.values()):
-        sys.exit(command_errors.FAILED)
+        sys.exit(exit_codes.FAILED)
     if found and not is_agreed and not dry_run:
         click.echo("bpsfast: nothing was removed; with --yes it is", err=True)
-        sys.exit(command_errors.FAILED)
+        sys.exit(exit_codes.FAILED)
 
 
 def _counted(number: int) -> str:

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...base import command_errors, output
+from ...base import exit_codes, output
 from ...orchestration.errors import ConfigError
-from .options import overrides, set_option, verbs_option
-from .root_option import root_option
+from .options import overrides, root_option, set_option, verbs_option
 
 if TYPE_CHECKING:
     from ...base.settings import Settings
@@ -34,7 +33,7 @@ _PING_S = 1.0
 @root_option
 @set_option
 @output.options()
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s: float, verbs: str | None,
             root: str | None, assignments: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
     """Find what keeps RDMA from working, and say what to type.
@@ -53,7 +52,7 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
     """
     from ...base import settings
     from ...hardware.recorded_host import host
-    from ..doctor import doctor_text, examination
+    from ..doctor import examination
 
     chosen = output.form(as_json, path, no_color)
     machine = host(root)
@@ -64,7 +63,7 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
         return listen(loaded, origins, bind, port, once, timeout_s)
     facts = gather_facts(machine, loaded, origins, peer, timeout_s)
     findings = examination.examine(facts)
-    output.show(chosen, lambda: doctor_text.text(facts, findings, output.terminal_width()), doctor_text.data(facts, findings))
+    output.show(chosen, lambda: examination.text(facts, findings, output.terminal_width()), examination.data(facts, findings))
     code = examination.exit_code(facts, findings)
     if code:
         sys.exit(code)
@@ -76,20 +75,19 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
 
     from ...hardware.rdma_route import peer_address
     from ...hardware.recorded_host import RecordedKernel
-    from ..doctor import facts, peer as other, shared_cache, verbs_report
-    from ..doctor.peer_report import PeerReport
+    from ..doctor import facts, hardware, peer as other
     from ..perf.control import secret_for
 
     name, port = split(peer) if peer else ("", _DEFAULT_PORT)
     address = peer_address(host, name) if peer else None
     answers = host.kernel.answers if isinstance(host.kernel, RecordedKernel) else None
-    said = verbs_report.recorded(answers.verbs) if answers else verbs_report.examine(loaded.verbs)
+    said = facts.recorded_verbs(answers.verbs) if answers else facts.ask_verbs(loaded.verbs)
     found = facts.Facts(host, loaded, origins, said, (name, address) if address else None, min(timeout_s, _PING_S))
     if answers is not None:
         if address is not None and answers.peer is not None:
-            found.peer_report = msgspec.convert(answers.peer, PeerReport)
+            found.peer_report = msgspec.convert(answers.peer, facts.PeerReport)
         return found
-    found.cache_latency = shared_cache.measure(host)
+    found.cache_latency = hardware.measure(host)
     if address is not None:
         other.ask(found, address, port, secret_for(loaded, [str(address)]).key, timeout_s, _provider(said))
     return found
@@ -98,13 +96,13 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
 def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once: bool, timeout_s: float) -> None:
     """Answer other doctors until interrupted, or the first one only."""
     from ...hardware.host import Host
-    from ..doctor import peer as other, verbs_report
-    from ..doctor.facts import Facts
+    from ..doctor import peer as other
+    from ..doctor.facts import Facts, ask_verbs
     from ..perf.control import listen_address
 
     place = listen_address(loaded, bind)
     host = place.host or "0.0.0.0"
-    said = verbs_report.examine(loaded.verbs)
+    said = ask_verbs(loaded.verbs)
 
     def examine(asker: Address) -> Facts:
         return Facts(Host(), loaded, origins, said, (str(asker), asker), timeout_s)

@@ -1,12 +1,20 @@
 """Settings on the command line: ``--set NAME=VALUE``, for every command that reads settings."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...orchestration.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ...launch import ssh_job
+    from ...launch.host_list import Host
+    from ...launch.ssh import Ssh
 
 
 def set_option(function: Callable) -> Callable:
@@ -41,3 +49,135 @@ def overrides(assignments: tuple[str, ...], **options: Any) -> dict[str, Any]:
                               "or put the key into a file and name that: --set job_key_file=PATH")
         given[name] = value
     return given | {name: value for name, value in options.items() if value is not None}
+
+
+def root_option(function: Callable) -> Callable:
+    """Add the option ``--root``; its value, None for this machine, arrives as the parameter *root*."""
+    return click.option(
+        "--root", type=click.Path(), metavar="DIR",
+        help="Look at a machine recorded below DIR (its /sys, /proc, /dev) instead of this one.")(function)
+
+_JOB = {"helpers_on": "--helpers-on", "scheduler_host": "--scheduler-host", "assigned": "-x"}
+_SSH = ("ssh_port", "identity_file", "ssh_options", "remote_python", "remote_dir")
+
+
+def hosts_option(function: Callable) -> Callable:
+    """Add ``-H``; it arrives as the parameter *hosts_text*."""
+    return click.option("-H", "--hosts", "hosts_text", metavar="HOST[:N],...",
+                        help="Hosts, reached by ssh (but for this one), and how many ranks on each.")(function)
+
+
+def ssh_options(function: Callable) -> Callable:
+    """Add the options that say how ssh reaches hosts, and what is run there; `take_ssh` reads them."""
+    options: list[Callable[[Any], Any]] = [
+        click.option("--ssh-port", type=click.IntRange(1, 65535), help="Port of sshd on all hosts."),
+        click.option("--identity-file", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+                     help="Private key for ssh."),
+        click.option("--ssh-option", "ssh_options", multiple=True, metavar="NAME=VALUE",
+                     help="Any option of ssh, as after its -o."),
+        click.option("--remote-python", metavar="PATH", help="Python that has bpsfast on the hosts.  [default: the "
+                     "path of the one here]"),
+        click.option("--remote-dir", metavar="PATH", help="Working directory on the hosts.  [default: as here]"),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def job_options(function: Callable) -> Callable:
+    """Add all that commands need which start a job on hosts; `take_plan` reads it."""
+    options: list[Callable[[Any], Any]] = [
+        hosts_option,
+        click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+                     help="Hosts instead, one a line: `host slots=N` or host:N; slots of several lines add up."),
+        click.option("--helpers-on", metavar="HOST,...", help="Hosts without ranks that sum."),
+        click.option("--scheduler-host", metavar="ADDRESS", help="Address by which all hosts reach the first one, "
+                     "where the scheduler runs.  [default: found out]"),
+        ssh_options,
+        click.option("-x", "assigned", multiple=True, metavar="NAME[=VALUE]",
+                     help="A variable for processes on hosts."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def take_plan(options: dict[str, Any], played: Sequence[str]) -> ssh_job.Plan | None:
+    """Take the options of `job_options` out of *options*; return what runs on which host, None if no host is named.
+
+    *played*: names in *options* of those that play machines on this one, as which they make no sense with hosts.
+
+    Raises
+    ------
+    ConfigError
+        If options of the two ways are mixed, or make no sense by themselves. ``n_ranks`` is left where it is.
+    """
+    from ...launch import host_list as host_lists, ssh_job
+
+    hosts = hosts_of(options.pop("hosts_text"), options.pop("hostfile"))
+    typed = given_ssh_options(options)
+    ssh = take_ssh(options)
+    helpers_on, scheduler_host, assigned = (options.pop(name) for name in _JOB)
+    if not hosts:
+        wrong = [*(_JOB[name] for name, value in zip(_JOB, (helpers_on, scheduler_host, assigned)) if value), *typed]
+        if wrong:
+            raise ConfigError(f"{', '.join(wrong)}: for which hosts? Name them by -H or --hostfile")
+        return None
+    wrong = [f"--{name.removeprefix('n_')}" for name in played if options[name]]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)}: machines are played on this one, but -H or --hostfile name real ones: "
+                          "give one of them (helpers of hosts: --helpers-on)")
+    ranks_on = host_lists.assign(hosts, options["n_ranks"])
+    helpers = host_lists.helpers(helpers_on, ranks_on) if helpers_on else []
+    return ssh_job.Plan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=scheduler_host or "",
+                         variables=ssh_job.variables(assigned))
+
+
+def take_ssh(options: dict[str, Any]) -> Ssh:
+    """Take the options of `ssh_options` out of *options*."""
+    from ...launch.ssh import Ssh
+
+    port, identity_file, more, python, directory = (options.pop(name) for name in _SSH)
+    return Ssh(port=port, identity_file=identity_file and os.path.abspath(identity_file), options=more,
+               python=python or sys.executable, directory=directory or os.getcwd(),
+               python_path=_absolute(os.environ.get("PYTHONPATH", "")))
+
+
+def given_ssh_options(options: Mapping[str, Any]) -> list[str]:
+    """Return those options of `ssh_options` that were given, as they are typed."""
+    typed = {"ssh_options": "--ssh-option"}
+    return [typed.get(name, "--" + name.replace("_", "-")) for name in _SSH if options.get(name)]
+
+
+def hosts_of(text: str | None, hostfile: Path | None) -> list[Host]:
+    """Return the hosts that -H or --hostfile name, this machine marked; none if neither was given.
+
+    Raises
+    ------
+    ConfigError
+        If both were, or what they say is no list of hosts.
+    """
+    from ...launch import host_list as hosts
+
+    if text is not None and hostfile is not None:
+        raise ConfigError(f"-H {text} and --hostfile {hostfile} both say which hosts: give one of them")
+    if text is not None:
+        return hosts.with_own(hosts.parse(text))
+    return [] if hostfile is None else hosts.with_own(hosts.read(hostfile))
+
+
+def _absolute(path: str) -> str:
+    """Return a PYTHONPATH that means the same from any folder."""
+    return os.pathsep.join(os.path.abspath(part) for part in path.split(os.pathsep) if part)
+
+_MOST_CHARACTERS = 200
+
+
+class FullHelpGroup(click.Group):
+    """A group with the first sentence of each of its commands."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=_MOST_CHARACTERS))
+                                for name in self.list_commands(ctx)])

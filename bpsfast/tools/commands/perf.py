@@ -8,11 +8,18 @@ from typing import Any
 
 import click
 
-from ...base import command_errors, output
+from ...base import exit_codes, output
 from ...orchestration.errors import BpsError
-from . import host_options
-from .help_group import FullHelpGroup
-from .options import overrides, set_option
+from .options import (
+    FullHelpGroup,
+    given_ssh_options,
+    hosts_of,
+    hosts_option,
+    overrides,
+    set_option,
+    ssh_options,
+    take_ssh,
+)
 
 _SERVER_WAIT_S, _CLIENT_WAIT_S = 300.0, 10.0
 
@@ -43,8 +50,8 @@ def _options(function: Callable) -> Callable:
     """Add the options that both commands share."""
     options: list[Callable[[Any], Any]] = [
         click.argument("host", required=False),
-        host_options.hosts_option,
-        host_options.ssh_options,
+        hosts_option,
+        ssh_options,
         click.option("-p", "--port", "control_port", type=click.IntRange(1, 65535), help="TCP port of the server "
                      "[default: 18515; with -H a free one]."),
         click.option("--transport", type=click.Choice(["rdma", "tcp", "shm"]), help="[default: rdma]"),
@@ -78,7 +85,7 @@ def _options(function: Callable) -> Callable:
     ]
     for option in reversed(options):
         function = option(function)
-    return command_errors.exit_on_error(function)
+    return exit_codes.exit_on_error(function)
 
 
 @command.command("bw", help="Bandwidth; without HOST, be the server for one client." + _EXAMPLES.format(verb="bw"))
@@ -109,8 +116,8 @@ def _run(verb: str, options: dict[str, Any]) -> None:
     from ...launch import roles
     from ...launch.remote_listeners import RemoteListeners
 
-    there, typed = host_options.hosts_of(options.pop("hosts_text"), None), host_options.given(options)
-    ssh = host_options.take_ssh(options)
+    there, typed = hosts_of(options.pop("hosts_text"), None), given_ssh_options(options)
+    ssh = take_ssh(options)
     if not there:
         if typed:
             raise click.UsageError(f"{', '.join(typed)}: for which host? Name it by -H")

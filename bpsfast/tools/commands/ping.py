@@ -9,9 +9,17 @@ from typing import Any
 
 import click
 
-from ...base import command_errors, output
-from . import host_options
-from .options import overrides, set_option, verbs_option
+from ...base import exit_codes, output
+from .options import (
+    given_ssh_options,
+    hosts_of,
+    hosts_option,
+    overrides,
+    set_option,
+    ssh_options,
+    take_ssh,
+    verbs_option,
+)
 
 
 @click.command()
@@ -20,8 +28,8 @@ from .options import overrides, set_option, verbs_option
 @click.option("--all", "matrix", is_flag=True, help="Each host pings every other one: the whole matrix.")
 @click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="More hosts, one a line: a hostfile as of `bpsfast run`.")
-@host_options.hosts_option
-@host_options.ssh_options
+@hosts_option
+@ssh_options
 @click.option("-p", "--port", type=click.IntRange(1, 65535), help="TCP port of the other side [default: 18520; with -H "
               "a free one].")
 @click.option("-d", "--ib-dev", "device", metavar="DEV", help="Only this RDMA device here.")
@@ -31,7 +39,7 @@ from .options import overrides, set_option, verbs_option
 @verbs_option
 @set_option
 @output.options()
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path | None, port: int | None,
             device: str | None, gid_index: int | None, wait_s: float, verbs: str | None, assignments: tuple[str, ...],
             as_json: bool, path: str | None, no_color: bool, hosts_text: str | None, **ssh_options: Any) -> None:
@@ -49,13 +57,13 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     from ...launch import roles
     from ...launch.remote_listeners import RemoteListeners
     from ...orchestration import security
-    from ..perf import control as lines, ping, ping_server
+    from ..perf import control as lines, ping
 
     form = output.form(as_json, path, no_color)
     loaded = settings.load(overrides(assignments, rdma_devices=f"={device}" if device else None,
                                      rdma_gid_index=gid_index, verbs=verbs))
-    there = host_options.hosts_of(hosts_text, None)
-    typed = host_options.given(ssh_options)
+    there = hosts_of(hosts_text, None)
+    typed = given_ssh_options(ssh_options)
     if typed and not there:
         raise click.UsageError(f"{', '.join(typed)}: for which hosts? Name them by -H")
     names = [*hosts, *_names(hostfile)]
@@ -67,7 +75,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
         with lines.listen(default_port, place.host) as sock:
             click.echo(f"bpsfast ping: listening on port {default_port}{place.remark}", err=True)
             try:
-                ping_server.serve(sock, place.secret, loaded)
+                ping.serve(sock, place.secret, loaded)
             except KeyboardInterrupt:
                 sys.exit(130)
         return
@@ -76,7 +84,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
         if there:
             drawn = roles.given_key(loaded) or secrets.token_hex(32)
             key = security.job_key(drawn, "")
-            ssh = host_options.take_ssh(ssh_options)
+            ssh = take_ssh(ssh_options)
             started = stack.enter_context(RemoteListeners(there, ssh, ["ping", "--listen"], drawn, port))
             where = started.addresses
         else:
@@ -90,7 +98,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
             started.check()
     output.show(form, lambda: text(found, where if matrix else []), found)
     if not all(map(reached, found)):
-        sys.exit(command_errors.FAILED)
+        sys.exit(exit_codes.FAILED)
 
 
 def reached(found: dict[str, Any]) -> bool:

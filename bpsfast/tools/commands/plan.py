@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...base import command_errors, output
+from ...base import exit_codes, output
 from ...orchestration.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..planner.model import Compute, Model
+    from ..planner.catalog import Compute, Model
 
 
 @click.command()
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
               "for --compression: kernels take so many times as long as a copy.")
 @click.option("--table", type=click.Choice(["models"]), help="Instead: the authors' table of models, recomputed.")
 @output.options(tabular=True)
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(workers: str | None, helpers: str, nic_gbps: float, model: str | None, torch_place: str | None,
             dtype: str | None, batch: int | None, forward_ms: float | None, backward_ms: float | None,
             partition_nbytes: int, compression: str | None, copy_gbytes: float,
@@ -56,7 +56,7 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
         from ..planner import authors_table
 
         return output.show(chosen, authors_table.text, authors_table.data() if as_json else None, authors_table.rows(authors_table.lines()))
-    from ..planner import codec_forecast as compressing, machine_list, plan_text, prediction as plans
+    from ..planner import machine_list, plan_text, prediction as compressing, prediction as plans
 
     if workers is None:
         raise ConfigError("--workers is missing: how many machines have ranks?")
@@ -70,15 +70,15 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
 
 
 def _model(name: str | None, torch_place: str | None, dtype: str | None) -> Model:
-    from ..planner import model_source
+    from ..planner import catalog
 
     if (name is None) == (torch_place is None):
         raise ConfigError("give --model or --from-torch" if name is None else "--model and --from-torch: choose one")
-    return model_source.named(name, dtype) if name is not None else model_source.from_torch(str(torch_place), dtype)
+    return catalog.named(name, dtype) if name is not None else catalog.from_torch(str(torch_place), dtype)
 
 
 def _compute(model: Model, batch: int | None, forward_ms: float | None, backward_ms: float | None) -> Compute | None:
-    from ..planner.model import Compute
+    from ..planner.catalog import Compute
 
     if (forward_ms is None) != (backward_ms is None):
         raise ConfigError("--forward-ms and --backward-ms: give both, or neither")

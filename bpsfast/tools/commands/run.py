@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...base import logs, output, settings
-from ...base.command_errors import WORDS_OF_RUN, exit_on_error
+from ...base.exit_codes import FAILED, WORDS_OF_RUN, exit_on_error
 from ...orchestration.errors import ConfigError
-from . import host_options
-from .options import overrides, set_option
+from .options import job_options, overrides, set_option, take_plan
 
 if TYPE_CHECKING:
     from ...launch.processes import Command
 
 _COUNT = click.IntRange(1)
-_VIRTUAL_DRIVERS = ("n_nodes", "ranks", "n_helpers", "netns", "rate")
+_SIMULATED = ("n_nodes", "ranks", "n_helpers", "netns", "rate")
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 _EXAMPLES = """
@@ -57,7 +56,7 @@ class _Run(click.Command):
               help="Helpers there may be at a time, with those that come later.  [default: as many as are started]")
 @click.option("--netns", is_flag=True, help="Each machine in its own network namespace (needs root).")
 @click.option("--rate", help="With --netns: rate of each link, both directions, such as 10gbit.")
-@host_options.job_options
+@job_options
 @click.option("--elastic", is_flag=True, help="Workers may be lost and added: PROGRAM uses bpsfast.elastic.")
 @click.option("--lost-worker", type=click.Choice(["abort", "shrink", "wait"]),
               help="Then: end the job, go on without it, or start another one and wait for that.  [default: abort]")
@@ -89,7 +88,7 @@ def command(**options: Any) -> None:
     if options["as_json"] and not options["dry_run"]:
         raise ConfigError("--json shows what --dry-run would start: give it, too (what a job prints is its program's)")
     chosen = _take_elastic(options)
-    plan = host_options.take_plan(options, _VIRTUAL_DRIVERS)
+    plan = take_plan(options, _SIMULATED)
     program, show_only = options["program"], options["dry_run"]
     given = overrides(options["assignments"], max_helpers=options["max_helpers"])
     loaded = settings.load(given, _without_place(os.environ))
@@ -162,3 +161,28 @@ def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
               "num_servers", "scheduler", "muster", "member")
     aliases = {alias for row in settings.table() if row.name in places for alias in (row.variable, *row.aliases)}
     return {name: value for name, value in environ.items() if name not in aliases}
+
+
+@click.command()
+@click.option("-n", "count", type=click.IntRange(1), default=1, show_default=True, help="How many.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+@click.argument("control", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
+@exit_on_error
+def add(count: int, control: Path, as_json: bool) -> None:
+    """Add workers to the job whose FILE `bpsfast run --elastic --control FILE` has made.
+
+    They join after a commit of the program. Exit code 1 if fewer than asked for are started.
+
+    \b
+    bpsfast run -n 2 --elastic --max-ranks 4 --control FILE -- python train.py
+    bpsfast add -n 2 FILE           in another terminal
+    """
+    from ...launch import elastic_job
+
+    added = elastic_job.add(control, count)
+    words = f"{added.count} workers are started" if added.count != 1 else "1 worker is started"
+    output.show(output.OutputOptions(as_json), lambda: words,
+                {"asked": count, "added": added.count, "reason": added.reason if added.count < count else ""})
+    if added.count < count:
+        click.echo(f"bpsfast: not {count}: {added.reason}", err=True)
+        sys.exit(FAILED)

@@ -5,12 +5,12 @@ from typing import Any
 
 import click
 
-from ...base import command_errors, output
+from ...base import exit_codes, output
 from ...orchestration.errors import ConfigError
-from ..simulator.cluster import Cluster, Costs, uniform
-from ..simulator.layer_chains import MODELS, build
-from ..simulator.ring import Ring
+from ..simulator.all_reduce import Ring
+from ..simulator.network import Cluster, Costs, uniform
 from ..simulator.simulation import Options, Outcome, simulate
+from ..simulator.workload import MODELS, build
 
 _STRATEGIES = ("ring", "all-reduce", "ps", "colocated", "optimal")
 
@@ -51,7 +51,7 @@ _EXAMPLES = """
               "[default: fold where the full simulation took minutes]")
 @click.option("--steps", "n_steps", type=int, default=4, show_default=True)
 @output.options(tabular=True)
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(as_json: bool, as_csv: bool, path: str | None, no_color: bool, **asked: Any) -> None:
     """Simulate and show."""
     form = output.form(as_json, path, no_color, as_csv)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from ...base import command_errors
+from ...base import exit_codes
 from .options import overrides, set_option
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _N_REMARKS = 4
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each sample, each in a line.")
 @click.option("--plain", is_flag=True, help="Plain tables, one below the other, on a terminal too.")
 @set_option
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(places: tuple[str, ...], interval_s: float, once: bool, n_samples: int | None, wait_s: float, as_json: bool,
             plain: bool, assignments: tuple[str, ...]) -> None:
     """Watch a running job: bytes, sums and queue of each node; steps, stalls and lag of each rank; who is lost.
@@ -74,7 +74,7 @@ def command(places: tuple[str, ...], interval_s: float, once: bool, n_samples: i
         try:
             n_shown, last = _show(samples, as_json, plain or once)
         except KeyboardInterrupt:
-            sys.exit(command_errors.OK)
+            sys.exit(exit_codes.OK)
     _end(job, n_shown, last, ended=n_shown < (1 if once else n_samples or sys.maxsize))
 
 
@@ -170,7 +170,7 @@ def _end(job: Watch, n_shown: int, last: Sample | None, ended: bool) -> None:
     if job.missed:
         names = ", ".join(f"node {node}" for node in sorted(job.missed))
         click.echo(f"bpsfast: {names} had ranks and was gone while others went on", err=True)
-        sys.exit(command_errors.FAILED)
+        sys.exit(exit_codes.FAILED)
     if last is not None and all(node.state == "silent" for node in last.nodes):
         click.echo("bpsfast: the job's nodes listen and do not answer: are they stopped?", err=True)
-        sys.exit(command_errors.TIMEOUT)
+        sys.exit(exit_codes.TIMEOUT)

@@ -12,9 +12,8 @@ from typing import Any
 
 import click
 
-from ...base import command_errors, output
-from .help_group import FullHelpGroup
-from .options import overrides, set_option
+from ...base import exit_codes, output
+from .options import FullHelpGroup, overrides, set_option
 
 _LISTENER_WAIT_S, _DRIVER_WAIT_S = 600.0, 10.0
 
@@ -42,7 +41,7 @@ def command() -> None:
 @command.command("job", context_settings={"allow_interspersed_args": False})
 @output.options()
 @click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
     """Run PROGRAM, which starts a job, and let it find partition, fusion, credit and streams while it trains.
 
@@ -141,7 +140,7 @@ class _Numbers(click.ParamType):
               help="Seconds in which nothing moves until it is given up.")
 @set_option
 @output.options()
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, profile: str | None, **options: Any) \
         -> None:
     """Tune the settings of RDMA between this machine and HOSTs; without HOST, be measured from another one.
@@ -192,7 +191,7 @@ def _listen(port: int, loaded: Any, wait_s: float | None) -> None:
     from ...hardware.host import Host
     from ...hardware.rdma_route import choose
     from ..perf import control as lines
-    from ..tune.tune_server import TuneServer
+    from ..tune.testbed import TuneServer
 
     choose(Host(), devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index).require()
     place = lines.listen_address(loaded, loaded.node_host)
@@ -209,7 +208,7 @@ def _listen(port: int, loaded: Any, wait_s: float | None) -> None:
 def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes, loaded: Any, origins: dict[str, str],
            file: str, options: dict[str, Any]) -> None:
     from ...orchestration.errors import BpsError
-    from ..tune import tune_text as report
+    from ..tune import tuning_run as report
     from ..tune.testbed import TuneTestbed
     from ..tune.tuning_run import TuningRun, network
 
@@ -256,7 +255,7 @@ def _keep(outcome: Any, origins: dict[str, str], file: str) -> tuple[dict[str, A
 
 def _names(text: str | None) -> tuple[str, ...]:
     """Return the settings that --only names; empty: all."""
-    from ..tune.perf_options import NAMES
+    from ..tune.tunables import NAMES
 
     names = tuple(name.strip() for name in text.split(",")) if text else ()
     unknown = [name for name in names if name not in NAMES]

@@ -1,12 +1,21 @@
 """Runs all checks. A check that raises is itself a finding: the others still run, and the reader learns what broke."""
 from __future__ import annotations
 
+import textwrap
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
-from .checks import CHECKS
+import click
+
+from ... import __version__
+from . import addressing, driver, fabric, hardware, memory, transports
 from .facts import Facts
 from .finding import Check, Finding, Outcome, Status, advice
+
+CHECKS: tuple[Check, ...] = tuple(sorted(
+    (check for module in (addressing, driver, fabric, hardware, memory, transports) for check in module.CHECKS),
+    key=lambda check: check.code))
 
 _ORDER = (Status.FAIL, Status.WARN, Status.INFO, Status.PASS, Status.SKIP)
 
@@ -37,3 +46,84 @@ def _run(check: Check, facts: Facts) -> Outcome:
         return Outcome(Status.WARN, f"the check itself broke: {type(exc).__name__}: {exc} "
                                     f"({place.filename.rsplit('/', 1)[-1]}:{place.lineno})",
                        advice(check="please report this with the output of `bpsfast doctor --json`"))
+
+_COLOURS = {Status.PASS: "green", Status.FAIL: "red", Status.WARN: "yellow", Status.INFO: "cyan", Status.SKIP: None}
+_TITLE_WIDTH = 20
+
+
+def text(facts: Facts, findings: Sequence[Finding], width: int | None = None) -> str:
+    """Return the report for people; coloured, which click strips where there is no terminal, whose *width* lines keep
+    to but for what is to be typed.
+    """
+    lines = _wrapped("", head(facts), width)
+    for finding in findings:
+        status = click.style(finding.status.value, fg=_COLOURS[finding.status])
+        first, *more = finding.outcome.found.split("\n")
+        lines += _wrapped(f"  {status}  {finding.check.code}  {finding.check.title:<{_TITLE_WIDTH}}  ", first, width)
+        lines += [part for line in more for part in _wrapped(" " * (_TITLE_WIDTH + 16), line, width)]
+    lines += _wrapped("", verdict(facts, findings), width)
+    for finding in findings:
+        if finding.outcome.actions and finding.status is not Status.PASS:
+            why = f": {finding.check.why}" if finding.status in (Status.FAIL, Status.WARN) else ""
+            lines += ["", *_wrapped("", f"[{finding.check.code}] {finding.check.title}{why}", width)]
+            lines += [f"  {action.where + ':':<8} {action.command}" for action in finding.outcome.actions]
+            lines.append(f"  {'more:':<8} bpsfast explain {finding.check.code}")
+    return "\n".join(lines)
+
+
+def _wrapped(start: str, words: str, width: int | None) -> list[str]:
+    """Return *start* and *words* in lines of *width*, those after the first below the words."""
+    indent = len(click.unstyle(start))
+    if width is None or width < indent + 30:
+        return [start + words]
+    first, *more = textwrap.wrap(words, width - indent, break_on_hyphens=False, break_long_words=False,
+                                 drop_whitespace=True) or [""]
+    return [start + first, *(" " * indent + line for line in more)]
+
+
+def head(facts: Facts) -> str:
+    """Return who was examined."""
+    place = f", in a {facts.container} container" if facts.container not in ("", "container") else (
+        ", in a container" if facts.container else "")
+    peer = f"   peer {facts.peer_name}" if facts.peer is not None else ""
+    return (f"bpsfast doctor {__version__}   host {facts.hostname}   kernel {facts.kernel_release}   user {facts.user} "
+            f"(uid {facts.uid}{place}){peer}")
+
+
+def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
+    """Return the sum of it, and which transport would be used now."""
+    bad = [each for each in findings if each.status in (Status.FAIL, Status.WARN)]
+    stops = blocking(findings)
+    if not bad:
+        words = "No problem found." if facts.capable else "No problem found, but no device for RDMA either."
+    else:
+        blocks = {0: "none of them blocks RDMA", 1: "1 of them blocks RDMA"}.get(
+            len(stops), f"{len(stops)} of them block RDMA")
+        words = (f"1 problem, it {'blocks' if stops else 'does not block'} RDMA." if len(bad) == 1
+                 else f"{len(bad)} problems, {blocks}.")
+    return f"{words} Transport that would be used now: {transport(facts, findings)}"
+
+
+def transport(facts: Facts, findings: Sequence[Finding]) -> str:
+    """Return the transport between machines that these findings lead to."""
+    streams = f"tcp ({facts.settings.tcp_streams} streams)"
+    if facts.settings.transport in ("tcp", "shm"):
+        return streams if facts.settings.transport == "tcp" else "shm (one machine only)"
+    if facts.choice.rails and not blocking(findings):
+        return "rdma (" + ", ".join(rail.name for rail in facts.choice.rails) + ")"
+    return streams if facts.settings.transport == "auto" else "none: transport rdma is asked for and cannot work"
+
+
+def data(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return what JSON shows."""
+    return {
+        "version": __version__, "host": facts.hostname, "kernel": facts.kernel_release, "user": facts.user,
+        "uid": facts.uid, "container": facts.container or None, "peer": facts.peer_name or None,
+        "transport": transport(facts, findings), "blocked": [each.check.code for each in blocking(findings)],
+        "findings": [{
+            "code": each.check.code, "title": each.check.title, "severity": each.check.severity.name.lower(),
+            "status": each.status.value, "found": each.outcome.found,
+            "why": each.check.why, "cause": each.check.cause,
+            "actions": [{"where": action.where, "command": action.command} for action in each.outcome.actions],
+        } for each in findings],
+    }

@@ -1,21 +1,164 @@
 """What all checks look at: the machine, the settings, what libibverbs said, the peer; and who we are on it."""
 from __future__ import annotations
 
+import ipaddress
+import mmap
+import os
 import re
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
+
+import msgspec
 
 from ...base.settings import Settings
+from ...hardware.gids import Gid
 from ...hardware.host import Host
 from ...hardware.netlink import Address, Route
-from ...hardware.rdma_devices import Port, RdmaDevice
+from ...hardware.rdma_devices import Port, RdmaDevice, roce_mtu
 from ...hardware.rdma_route import RailChoice, choose, incapable
+from ...hardware.verbs import provider as find_provider
 from ...orchestration.errors import ConfigError
-from .peer_report import PeerReport
-from .verbs_report import VerbsReport
 
-if TYPE_CHECKING:
-    from .shared_cache import CacheLineLatency
+
+class PeerPort(msgspec.Struct, frozen=True, kw_only=True):
+    """One port that could be used. `gid` is the row that would be (text of the address), with its version.
+
+    `mtu` is the interface's in bytes, 0 if unknown; `path_mtu` what the port would take for its packets, 0 if unknown.
+    """
+
+    name: str
+    link_layer: str
+    driver: str
+    netdev: str = ""
+    mtu: int = 0
+    path_mtu: int = 0
+    rate_gbps: float = 0.0
+    lid: int = 0
+    gid: str = ""
+    gid_version: str = ""
+
+    @property
+    def address(self) -> Address | None:
+        """The address that reaches the port, None on InfiniBand."""
+        return ipaddress.ip_address(self.gid) if self.gid and self.gid_version != "IB" else None
+
+
+class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine: the ports that would be used first, then those that could be; `rejected`, with reasons, the others.
+
+    `transport`: its setting. `reached`: what came of its own connection to the asking machine ("open" or a reason; ""
+    if it was not asked to try).
+    """
+
+    version: str
+    hostname: str
+    transport: str
+    used: list[PeerPort] = []
+    spare: list[PeerPort] = []
+    rejected: dict[str, str] = {}
+    reached: str = ""
+
+
+def describe_ports(host: Host, choice: RailChoice, path_mtus: dict[str, int]) -> tuple[list[PeerPort], list[PeerPort]]:
+    """Return the ports that *choice* uses and those it spares; *path_mtus* by port, as libibverbs says."""
+    ports = {f"{device.name}/{port.number}": (device, port) for device, port in host.ports}
+
+    def told(name: str, gid: Gid | None, netdev: str | None) -> PeerPort:
+        device, port = ports[name]
+        card = host.netdevs.get(netdev or "")
+        mtu = card.mtu if card else 0
+        return PeerPort(
+            name=name, link_layer=port.link_layer, driver=device.driver, netdev=netdev or "", mtu=mtu,
+            path_mtu=path_mtus.get(name) or (roce_mtu(mtu) if port.is_roce and mtu else 0),
+            rate_gbps=port.rate_gbps or 0.0, lid=port.lid,
+            gid=str(gid.address) if gid else "", gid_version=gid.version if gid else "")
+
+    return ([told(rail.name, rail.gid, rail.netdev) for rail in choice.rails],
+            [told(rail.name, rail.gid, rail.netdev) for rail in choice.spare])
+
+#: Sizes of the trial registrations, in bytes; the default limits of distributions (64 KiB, 8 MiB) lie in between.
+TRIALS = (1 << 20, 16 << 20, 64 << 20)
+
+
+@dataclass(frozen=True)
+class OpenedDevice:
+    """What came of opening one device: its limits, its ports by number, and how much memory it registered (bytes)."""
+
+    error: str = ""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    ports: dict[int, dict[str, Any]] = field(default_factory=dict)
+    registered_nbytes: int = 0
+    registration_error: str = ""
+
+
+@dataclass(frozen=True)
+class VerbsReport:
+    """What came of loading the library. `error` says why it could not be; then the rest is empty.
+
+    `fork`: "unneeded", "enabled" or "disabled: why", as `bpsfast.pyx.verbs.fork_safety` says.
+    """
+
+    provider: str
+    error: str = ""
+    version: str = ""
+    fork: str = ""
+    devices: dict[str, OpenedDevice] = field(default_factory=dict)
+
+
+def ask_verbs(provider: str = "native") -> VerbsReport:
+    """Load the library, open every device and register up to 64 MiB with each. OSError becomes words in the report."""
+    try:
+        verbs = find_provider(provider)
+        return VerbsReport(provider, version=verbs.version(), fork=verbs.fork_safety(),
+                           devices={name: _open(verbs, name) for name in verbs.devices()})
+    except OSError as exc:
+        return VerbsReport(provider, error=_words(exc))
+
+
+def recorded_verbs(answer: Any) -> VerbsReport | None:
+    """Return the report of a recorded machine, None if nobody asked libibverbs there.
+
+    Raises
+    ------
+    ConfigError
+        *answer* is no such report.
+    """
+    if answer is None:
+        return None
+    try:
+        return msgspec.convert(answer, VerbsReport, str_keys=True)
+    except msgspec.MsgspecError as exc:
+        raise ConfigError(f"what libibverbs said on the recorded machine cannot be read: {exc}") from exc
+
+
+def _open(verbs: Any, name: str) -> OpenedDevice:
+    try:
+        with verbs.Device(name) as device:
+            attributes = dict(device.attributes)
+            ports = {number: device.port(number) for number in range(1, attributes.get("phys_port_cnt", 1) + 1)}
+            with verbs.ProtectionDomain(device) as domain:
+                nbytes, error = _register(verbs, domain)
+    except OSError as exc:
+        return OpenedDevice(error=_words(exc))
+    return OpenedDevice("", attributes, ports, nbytes, error)
+
+
+def _register(verbs: Any, domain: Any) -> tuple[int, str]:
+    """Return the largest of `TRIALS` that could be registered, and why the next one could not."""
+    done = 0
+    for nbytes in TRIALS:
+        with mmap.mmap(-1, nbytes) as memory:
+            try:
+                verbs.MemoryRegion(domain, memory).close()
+            except OSError as exc:  # its own words name the device and the remedy, which the check does better
+                return done, f"ibv_reg_mr of {nbytes >> 20} MiB: {os.strerror(exc.errno or 0)}"
+        done = nbytes
+    return done, ""
+
+
+def _words(exc: OSError) -> str:
+    return exc.strerror or str(exc)
 
 _CAP_IPC_LOCK = 14
 #: distribution (ID or ID_LIKE of os-release) -> how to install libibverbs and its providers
@@ -27,6 +170,18 @@ _PACKAGES = {
     "arch": "sudo pacman -S rdma-core",
     "alpine": "apk add rdma-core-libs",
 }
+
+
+@dataclass(frozen=True)
+class CacheLineLatency:
+    """A cache line took *ns* from CPU *first* to CPU *second*, the farthest of those that are said to share a cache;
+    or why it was not measured.
+    """
+
+    first: int = -1
+    second: int = -1
+    ns: float = 0.0
+    error: str = ""
 
 
 class Facts:

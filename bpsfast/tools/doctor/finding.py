@@ -4,10 +4,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .facts import Facts
+from .facts import Facts
 
 
 class Severity(enum.Enum):

@@ -92,32 +92,6 @@ def shared_memory(facts: Facts) -> Outcome:
     return passed(f"/dev/shm has {_size(nbytes)}")
 
 
-CHECKS = (
-    Check("RD01", "locked memory", Severity.BLOCKS,
-          ("ibv_reg_mr: Cannot allocate memory", "ibv_create_cq(cqe=4096) failed: Cannot allocate memory",
-           "NCCL falls back to sockets without a word"),
-          "RLIMIT_MEMLOCK is the distribution's default (64 KiB or 8 MiB). Registered memory is locked memory.",
-          "Without registered memory there is no RDMA: jobs end, or go on over TCP.",
-          "openucx/ucx#8229, bytedance/byteps#282 and #372, NVIDIA/nvidia-container-toolkit#2037", locked_memory,
-          advice(host=_MEMLOCK_HOST, docker=_MEMLOCK_DOCKER, k8s=_MEMLOCK_K8S, slurm=_MEMLOCK_SLURM,
-                 check="ulimit -l   # must print unlimited")),
-    Check("RD02", "registrations", Severity.BLOCKS,
-          ("ibv_reg_mr: Cannot allocate memory, although ulimit -l is unlimited",),
-          "Too many mappings for vm.max_map_count, or too many memory regions for the card (max_mr).",
-          "Registration fails after a while, mostly when a job grows.",
-          "openucx/ucx#6264, bytedance/byteps#295", registrations,
-          advice(host="sudo sysctl -w vm.max_map_count=1048576",
-                 check="cat /proc/sys/vm/max_map_count; ibv_devinfo -v | grep max_mr")),
-    Check("RD20", "/dev/shm", Severity.INFORMS,
-          ("Bus error in a container", "unable to open shared memory object"),
-          "A container's /dev/shm has 64 MiB unless it is told otherwise.",
-          "bpsfast does not use it, but data loaders and other libraries in the same process do.",
-          "the documentation of docker run --shm-size", shared_memory,
-          advice(docker="docker run --shm-size=8g ...   # or --ipc=host",
-                 k8s="mount an emptyDir with medium: Memory at /dev/shm", check="df -h /dev/shm")),
-)
-
-
 def _opened(facts: Facts) -> dict:
     return facts.verbs.devices if facts.verbs else {}
 
@@ -165,3 +139,82 @@ def _size(nbytes: int) -> str:
         if nbytes >= unit:
             return f"{nbytes / unit:.4g} {name}"
     return f"{nbytes} bytes"
+
+#: The first kernel that copies pinned pages for the child, so that the parent keeps its own (copy on fork).
+_COPY_ON_FORK = (5, 12)
+#: The first kernel whose mlx5 registers GPU memory by dma-buf.
+_DMA_BUF = (5, 12)
+
+
+def fork(facts: Facts) -> Outcome:
+    """RD10: does registered memory survive a fork (data loaders, subprocess)?"""
+    report = facts.verbs
+    if report is None or report.error:
+        if not facts.host.devices:
+            return skipped("no RDMA device")
+        if facts.kernel_version >= _COPY_ON_FORK:
+            return passed(f"kernel {facts.kernel_release} copies pinned pages for the child")
+        return skipped("libibverbs was not asked")
+    if report.fork == "unneeded":
+        return passed("the kernel copies pinned pages for the child (ibv_fork_init is not needed)")
+    if report.fork == "enabled":
+        return passed("ibv_fork_init is on: registered pages stay with the parent")
+    return warned(f"fork safety is off ({report.fork}): a data loader that forks may corrupt or lose registered memory",
+                  host="RDMAV_FORK_SAFE=1 python train.py   # set before the process starts",
+                  job="DataLoader(..., multiprocessing_context='forkserver')")
+
+
+def gpu_memory(facts: Facts) -> Outcome:
+    """RD12: could the card reach GPU memory by itself?"""
+    if "nvidia" not in facts.modules and "amdgpu" not in facts.modules:
+        return skipped("no GPU driver is loaded")
+    ours = "bpsfast sums in host memory and registers no GPU memory"
+    if "nvidia" in facts.modules and not facts.modules & {"nvidia_peermem", "nv_peer_mem"}:
+        dma_buf = (", dma-buf may do (kernel " + facts.kernel_release + ")" if facts.kernel_version >= _DMA_BUF
+                   else f", nor has kernel {facts.kernel_release} dma-buf for it")
+        return told(f"nvidia_peermem is not loaded{dma_buf}; {ours}, but NCCL and perftest --use_cuda want it",
+                    **facts.variants("sudo modprobe nvidia-peermem", "on the host: modprobe nvidia-peermem",
+                                     "on the node: modprobe nvidia-peermem, or the GPU operator with rdma.enabled"))
+    return passed(f"the modules for it are loaded; {ours}")
+
+
+CHECKS = (
+    Check("RD01", "locked memory", Severity.BLOCKS,
+          ("ibv_reg_mr: Cannot allocate memory", "ibv_create_cq(cqe=4096) failed: Cannot allocate memory",
+           "NCCL falls back to sockets without a word"),
+          "RLIMIT_MEMLOCK is the distribution's default (64 KiB or 8 MiB). Registered memory is locked memory.",
+          "Without registered memory there is no RDMA: jobs end, or go on over TCP.",
+          "openucx/ucx#8229, bytedance/byteps#282 and #372, NVIDIA/nvidia-container-toolkit#2037", locked_memory,
+          advice(host=_MEMLOCK_HOST, docker=_MEMLOCK_DOCKER, k8s=_MEMLOCK_K8S, slurm=_MEMLOCK_SLURM,
+                 check="ulimit -l   # must print unlimited")),
+    Check("RD02", "registrations", Severity.BLOCKS,
+          ("ibv_reg_mr: Cannot allocate memory, although ulimit -l is unlimited",),
+          "Too many mappings for vm.max_map_count, or too many memory regions for the card (max_mr).",
+          "Registration fails after a while, mostly when a job grows.",
+          "openucx/ucx#6264, bytedance/byteps#295", registrations,
+          advice(host="sudo sysctl -w vm.max_map_count=1048576",
+                 check="cat /proc/sys/vm/max_map_count; ibv_devinfo -v | grep max_mr")),
+    Check("RD20", "/dev/shm", Severity.INFORMS,
+          ("Bus error in a container", "unable to open shared memory object"),
+          "A container's /dev/shm has 64 MiB unless it is told otherwise.",
+          "bpsfast does not use it, but data loaders and other libraries in the same process do.",
+          "the documentation of docker run --shm-size", shared_memory,
+          advice(docker="docker run --shm-size=8g ...   # or --ipc=host",
+                 k8s="mount an emptyDir with medium: Memory at /dev/shm", check="df -h /dev/shm")),
+    Check("RD10", "fork", Severity.SLOW,
+          ("a DataLoader worker ends with a segmentation fault", "Work Request Flushed Error after a fork",
+           "local protection error some time after os.fork()"),
+          "A fork marks all pages copy-on-write. On kernels before 5.12 the parent may then get the copy, while the "
+          "card still writes into the old page.",
+          "Data arrives in pages that nobody reads, or the child dies.",
+          "facebookincubator/gloo#340, aws/aws-ofi-nccl#69, linux-rdma/rdma-core PR#1431", fork,
+          advice(host="RDMAV_FORK_SAFE=1 python train.py",
+                 job="DataLoader(..., multiprocessing_context='forkserver')")),
+    Check("RD12", "GPU memory", Severity.SLOW,
+          ("Couldn't allocate MR, only with --use_cuda", "status 4 vendor error 0x51 with GPU buffers"),
+          "The module that lets the card reach GPU memory (nvidia_peermem) is not loaded, and dma-buf is not "
+          "supported.",
+          "Other libraries copy through host memory; bpsfast does so by design.",
+          "linux-rdma/perftest#126, #269 and #280", gpu_memory,
+          advice(host="sudo modprobe nvidia-peermem", check="lsmod | grep peermem")),
+)

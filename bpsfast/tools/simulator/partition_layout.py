@@ -18,8 +18,7 @@ from ...orchestration.errors import ConfigError
 from ...orchestration.placement.assignment import assign
 from ...orchestration.placement.shares import Machine, optimal_shares
 from ...orchestration.priority.credit_queue import rank_parts
-from .cluster import Cluster
-from .network import Load
+from .network import Cluster, Load
 from .workload import PartitionedWorkload
 
 
