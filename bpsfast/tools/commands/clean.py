@@ -13,18 +13,17 @@ _HEAD = ("KIND", "NAME", "LEFT BY", "WHAT")
 
 @click.command()
 @click.option("--yes", "-y", "is_agreed", is_flag=True, help="Remove without asking.")
-@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document; asks nothing, so it removes with --yes only.")
+@click.option("--dry-run", is_flag=True, help="List what would be removed, and remove nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document; removes only with --yes.")
 @exit_codes.exit_on_error
 def command(is_agreed: bool, dry_run: bool, as_json: bool) -> None:
-    """Remove what dead jobs have left here: their processes, network namespaces and temporary folders.
+    """Remove stale resources of dead jobs: processes, network namespaces and temporary folders.
 
-    Only what provably is bpsfast's, this user's, and of an owner that has ended: a running job is never touched. Jobs
-    that end, or fail, leave nothing; this is for those whose launcher or bench was killed. Their memory and sockets
-    need no cleaning, they vanish with their processes. A control file (`bpsfast run --control FILE`) is replaced by the
-    next job.
+    Removes only what bpsfast created for this user and whose owner has ended; it never touches a running job. A job
+    cleans up after itself unless its launcher or benchmark was killed. Memory and sockets vanish with their processes.
+    The next job replaces a control file (`bpsfast run --control FILE`).
 
-    Exit code 0 if nothing is left afterwards, 1 if something is, 3 if root would be needed.
+    Exit code 0 if nothing is left, 1 if something is left, 3 if root is needed.
 
     \b
     bpsfast clean --dry-run

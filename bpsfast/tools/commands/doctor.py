@@ -21,12 +21,12 @@ _PING_S = 1.0
 
 
 @click.command()
-@click.option("--peer", metavar="HOST[:PORT]", help="Also look at the way to HOST, and compare both ends.")
+@click.option("--peer", metavar="HOST[:PORT]", help="Also check the path to HOST, and compare both ends.")
 @click.option("--listen", "port", type=click.IntRange(0, 65535), is_flag=False, flag_value=_DEFAULT_PORT,
-              metavar="[PORT]", help=f"Answer the --peer of other machines on PORT ({_DEFAULT_PORT}).")
+              metavar="[PORT]", help=f"Answer `bpsfast doctor --peer` of other machines on PORT ({_DEFAULT_PORT}).")
 @click.option("--host", "bind", default="", metavar="ADDRESS",
-              help="With --listen: the address to listen on.  [default: all; without a key 127.0.0.1]")
-@click.option("--once", is_flag=True, help="With --listen: end after the first answer.")
+              help="With --listen: address to listen on.  [default: all; without a job key 127.0.0.1]")
+@click.option("--once", is_flag=True, help="With --listen: exit after the first answer.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
               metavar="S", help="Longest wait for the peer's doctor, and for the queue pair to it.")
 @verbs_option
@@ -36,19 +36,19 @@ _PING_S = 1.0
 @exit_codes.exit_on_error
 def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s: float, verbs: str | None,
             root: str | None, assignments: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
-    """Find what keeps RDMA from working, and say what to type.
+    """Find out why RDMA does not work, and print the commands that fix it.
 
-    Every check says PASS, FAIL, WARN, INFO or SKIP, and why; below the list stand the commands for what is not well.
-    Nothing on the machine is changed. Exit code 1 if a check failed, 3 if there is no RDMA device, else 0.
+    Every check reports PASS, FAIL, WARN, INFO or SKIP with its reason; the commands that fix a problem follow the list.
+    The machine is not changed. Exit code 1 if a check failed, 3 if there is no RDMA device, else 0.
 
     \b
     bpsfast doctor                        this machine
     bpsfast doctor --listen               on one machine, then on another:
-    bpsfast doctor --peer gpu08           both ends, the way, a real queue pair
+    bpsfast doctor --peer gpu08           both ends, the path, a queue pair
     bpsfast doctor --json -o report.json  for a bug report
     bpsfast explain RD05                  more about one check
 
-    With --peer both machines must have the same BPSFAST_JOB_KEY, or BPSFAST_INSECURE=1.
+    With --peer, both machines need the same BPSFAST_JOB_KEY, or BPSFAST_INSECURE=1.
     """
     from ...base import settings
     from ...hardware.recorded_host import host

@@ -24,10 +24,10 @@ from ..doctor.finding import Check
 @output.options()
 @exit_codes.exit_on_error
 def command(code: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
-    """Say what CODE means and what to do about it.
+    """Explain what CODE means and what to do about it.
 
-    CODE is a check of the doctor, a completion's status (with the vendor's error after a slash), an errno, one of
-    bpsfast's error classes, an exit code, or lines pasted from a log: of perftest, rdma-core, the kernel, UCX, NCCL.
+    CODE is a check of `bpsfast doctor`, the status of an RDMA completion (with the vendor error after a slash), an
+    errno, an error class of bpsfast, an exit code, or lines from a log of perftest, rdma-core, the kernel, UCX or NCCL.
 
     \b
     bpsfast explain RD05

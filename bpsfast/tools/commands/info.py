@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--effective", "as_settings", is_flag=True,
-              help="Show every setting with its value here and where that came from, instead (as `bpsfast env` does).")
+              help="Show every setting, its value and where that comes from, instead (as `bpsfast env` does).")
 @verbs_option
 @set_option
 @output.options()
 @exit_codes.exit_on_error
 def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], as_json: bool, path: str | None,
             no_color: bool) -> None:
-    """Show what is installed here and works, and why the rest does not.
+    """Show what is installed and works, and why the rest does not.
 
-    [X] works, [ ] does not, and says why. Frameworks are found by their packages' metadata and not imported. Exit code
+    [X] works; [ ] does not, with the reason. Frameworks are found by package metadata and are not imported. Exit code
     3 if a compiled module of bpsfast does not load.
 
     \b

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def set_option(function: Callable) -> Callable:
     """Add the option ``--set``; its values arrive as the parameter *assignments*."""
     return click.option("--set", "assignments", multiple=True, metavar="NAME=VALUE", shell_complete=_names,
-                        help="Any setting, such as --set partition_bytes=1000000 (`bpsfast env` lists them).")(function)
+                        help="Set a setting, such as --set partition_bytes=1M (`bpsfast env` lists them).")(function)
 
 
 def _names(context: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
@@ -33,7 +33,7 @@ def _names(context: click.Context, option: click.Parameter, incomplete: str) -> 
 def verbs_option(function: Callable) -> Callable:
     """Add the option ``--verbs``, the setting of that name; it arrives as the parameter *verbs*, None if not given."""
     return click.option("--verbs", type=click.Choice(["native", "pyverbs"]), metavar="native|pyverbs",
-                        help="Which implementation of RDMA verbs to use (native).")(function)
+                        help="Implementation of RDMA verbs to use (native).")(function)
 
 
 def overrides(assignments: tuple[str, ...], **options: Any) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def root_option(function: Callable) -> Callable:
     """Add the option ``--root``; its value, None for this machine, arrives as the parameter *root*."""
     return click.option(
         "--root", type=click.Path(), metavar="DIR",
-        help="Look at a machine recorded below DIR (its /sys, /proc, /dev) instead of this one.")(function)
+        help="Examine the machine recorded in DIR (its /sys, /proc, /dev) instead of this one.")(function)
 
 _JOB = {"helpers_on": "--helpers-on", "scheduler_host": "--scheduler-host", "assigned": "-x"}
 _SSH = ("ssh_port", "identity_file", "ssh_options", "remote_python", "remote_dir")
@@ -64,7 +64,7 @@ _SSH = ("ssh_port", "identity_file", "ssh_options", "remote_python", "remote_dir
 def hosts_option(function: Callable) -> Callable:
     """Add ``-H``; it arrives as the parameter *hosts_text*."""
     return click.option("-H", "--hosts", "hosts_text", metavar="HOST[:N],...",
-                        help="Hosts, reached by ssh (but for this one), and how many ranks on each.")(function)
+                        help="Hosts and the number of ranks on each; other hosts are reached by ssh.")(function)
 
 
 def ssh_options(function: Callable) -> Callable:
@@ -74,10 +74,10 @@ def ssh_options(function: Callable) -> Callable:
         click.option("--identity-file", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
                      help="Private key for ssh."),
         click.option("--ssh-option", "ssh_options", multiple=True, metavar="NAME=VALUE",
-                     help="Any option of ssh, as after its -o."),
-        click.option("--remote-python", metavar="PATH", help="Python that has bpsfast on the hosts.  [default: the "
-                     "path of the one here]"),
-        click.option("--remote-dir", metavar="PATH", help="Working directory on the hosts.  [default: as here]"),
+                     help="Option for ssh, as after its -o."),
+        click.option("--remote-python", metavar="PATH", help="Python with bpsfast on the hosts.  [default: the path "
+                     "of this one]"),
+        click.option("--remote-dir", metavar="PATH", help="Working directory on the hosts.  [default: this one]"),
     ]
     for option in reversed(options):
         function = option(function)
@@ -89,13 +89,13 @@ def job_options(function: Callable) -> Callable:
     options: list[Callable[[Any], Any]] = [
         hosts_option,
         click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-                     help="Hosts instead, one a line: `host slots=N` or host:N; slots of several lines add up."),
-        click.option("--helpers-on", metavar="HOST,...", help="Hosts without ranks that sum."),
-        click.option("--scheduler-host", metavar="ADDRESS", help="Address by which all hosts reach the first one, "
-                     "where the scheduler runs.  [default: found out]"),
+                     help="File with hosts instead of -H, one per line: `host slots=N` or host:N; repeats add up."),
+        click.option("--helpers-on", metavar="HOST,...", help="Hosts without ranks that only sum."),
+        click.option("--scheduler-host", metavar="ADDRESS", help="Address of the first host, where the scheduler "
+                     "runs, that all hosts can reach.  [default: detected]"),
         ssh_options,
         click.option("-x", "assigned", multiple=True, metavar="NAME[=VALUE]",
-                     help="A variable for processes on hosts."),
+                     help="Environment variable for processes on hosts."),
     ]
     for option in reversed(options):
         function = option(function)

@@ -37,7 +37,7 @@ _EXAMPLES = """
 
 @click.group(cls=FullHelpGroup)
 def command() -> None:
-    """Measure bandwidth or latency between two machines, with perftest's options and columns.
+    """Measure bandwidth or latency between two machines, with the options and columns of perftest.
 
     \b
     bpsfast perf bw                 on one machine
@@ -53,33 +53,33 @@ def _options(function: Callable) -> Callable:
         hosts_option,
         ssh_options,
         click.option("-p", "--port", "control_port", type=click.IntRange(1, 65535), help="TCP port of the server "
-                     "[default: 18515; with -H a free one]."),
+                     "[default: 18515; with -H a free port]."),
         click.option("--transport", type=click.Choice(["rdma", "tcp", "shm"]), help="[default: rdma]"),
         click.option("--op", "operation", type=click.Choice(["write_imm", "write", "send", "read"]),
-                     help="RDMA operation; write_imm is what jobs use [default: write_imm]."),
-        click.option("--verbs", "providers", metavar="NAME[,NAME]", help="Which implementation of RDMA verbs; "
-                     "native,pyverbs measures both side by side [default: the setting verbs]."),
-        click.option("-d", "--ib-dev", "device", metavar="DEV", help="This side's RDMA device [default: the one on "
+                     help="RDMA operation; jobs use write_imm [default: write_imm]."),
+        click.option("--verbs", "providers", metavar="NAME[,NAME]", help="Implementation of RDMA verbs; "
+                     "native,pyverbs measures both in turns [default: the setting verbs]."),
+        click.option("-d", "--ib-dev", "device", metavar="DEV", help="RDMA device of this side [default: the one on "
                      "the route]."),
-        click.option("-i", "--ib-port", "port", type=click.IntRange(1, 255), help="Its port."),
-        click.option("-x", "--gid-index", type=click.IntRange(0), help="Its row of the GID table (`bpsfast gids`)."),
+        click.option("-i", "--ib-port", "port", type=click.IntRange(1, 255), help="Port of that device."),
+        click.option("-x", "--gid-index", type=click.IntRange(0), help="Row of its GID table (`bpsfast gids`)."),
         click.option("-s", "--size", "nbytes", type=click.IntRange(1), metavar="BYTES", help="Size of a message."),
         click.option("-a", "--all", "all_sizes", is_flag=True, help="All sizes from 2 bytes to 8 MiB."),
         click.option("-n", "--iters", "iterations", type=click.IntRange(1), help="Messages on each queue pair."),
         click.option("-m", "--mtu", type=int, metavar="BYTES", help="RDMA path MTU [default: the smaller port's]."),
         click.option("-t", "--tx-depth", "depth", type=click.IntRange(1), help="Messages in flight on each queue pair "
-                     "[default: 128, tcp and shm 16]."),
-        click.option("-r", "--rx-depth", "receive_depth", type=click.IntRange(1), help="Receives kept posted "
+                     "[default: 128; tcp and shm 16]."),
+        click.option("-r", "--rx-depth", "receive_depth", type=click.IntRange(1), help="Receive requests kept posted "
                      "[default: 512]."),
         click.option("-I", "--inline_size", "inline_nbytes", type=click.IntRange(0), metavar="BYTES",
-                     help="Messages up to this size travel inside the work request."),
+                     help="Copy messages up to this size into the work request."),
         click.option("-u", "--qp-timeout", "ack_timeout", type=click.IntRange(1, 31), metavar="N",
-                     help="Send again what was not acknowledged within 4 us * 2^N [default: 14]."),
-        click.option("-e", "--events", is_flag=True, help="Sleep until a completion comes, instead of polling."),
+                     help="Resend what is not acknowledged within 4 us * 2^N [default: 14]."),
+        click.option("-e", "--events", is_flag=True, help="Block until a completion arrives, instead of polling."),
         click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), help="Seconds to wait for the other "
-                     "side to appear [default: server 300, client 10]."),
-        click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="Seconds in which nothing "
-                     "moves until it is given up [default: 30]."),
+                     "side to connect [default: server 300, client 10]."),
+        click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="Give up after this many "
+                     "seconds without progress [default: 30]."),
         set_option,
         output.options(tabular=True),
     ]
@@ -88,13 +88,13 @@ def _options(function: Callable) -> Callable:
     return exit_codes.exit_on_error(function)
 
 
-@command.command("bw", help="Bandwidth; without HOST, be the server for one client." + _EXAMPLES.format(verb="bw"))
+@command.command("bw", help="Measure bandwidth; without HOST, serve one client." + _EXAMPLES.format(verb="bw"))
 @click.option("-D", "--duration", "duration_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
-              help="Measure so long instead of -n.")
+              help="Measure for this long instead of -n messages.")
 @click.option("-q", "--qp", "pairs", type=click.IntRange(1), help="Queue pairs, or tcp streams [default: 1].")
-@click.option("-b", "--bidirectional", "both_ways", is_flag=True, help="Both ways at once; the sum is shown.")
+@click.option("-b", "--bidirectional", "both_ways", is_flag=True, help="Send both ways at once and show the sum.")
 @click.option("--reversed", is_flag=True, help="The server sends.")
-@click.option("-Q", "--cq-mod", "moderation", type=click.IntRange(1), help="Ask for a completion every so many sends "
+@click.option("-Q", "--cq-mod", "moderation", type=click.IntRange(1), help="Request a completion every N sends "
               "[default: 100 below 8 KiB, else 1].")
 @_options
 def bandwidth(**options: Any) -> None:
@@ -102,7 +102,7 @@ def bandwidth(**options: Any) -> None:
     _run("bw", options)
 
 
-@command.command("lat", help="Latency; without HOST, be the server for one client. One way, reads there and back."
+@command.command("lat", help="Measure latency (one way; of reads, the round trip); without HOST, serve one client."
                  + _EXAMPLES.format(verb="lat"))
 @_options
 def latency(**options: Any) -> None:

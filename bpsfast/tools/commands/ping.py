@@ -24,16 +24,16 @@ from .options import (
 
 @click.command()
 @click.argument("hosts", nargs=-1, metavar="[HOST[:PORT]]...")
-@click.option("--listen", is_flag=True, help="Be the other side, until Ctrl-C.")
-@click.option("--all", "matrix", is_flag=True, help="Each host pings every other one: the whole matrix.")
+@click.option("--listen", is_flag=True, help="Answer other hosts until Ctrl-C.")
+@click.option("--all", "matrix", is_flag=True, help="Let each host ping every other one, and show the matrix.")
 @click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help="More hosts, one a line: a hostfile as of `bpsfast run`.")
+              help="More hosts, one per line, as the hostfile of `bpsfast run`.")
 @hosts_option
 @ssh_options
 @click.option("-p", "--port", type=click.IntRange(1, 65535), help="TCP port of the other side [default: 18520; with -H "
-              "a free one].")
-@click.option("-d", "--ib-dev", "device", metavar="DEV", help="Only this RDMA device here.")
-@click.option("-x", "--gid-index", type=click.IntRange(0), help="This row of the GID table.")
+              "a free port].")
+@click.option("-d", "--ib-dev", "device", metavar="DEV", help="Use only this RDMA device of this host.")
+@click.option("-x", "--gid-index", type=click.IntRange(0), help="Use this row of the GID table.")
 @click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
               help="Seconds to wait for a host to answer.")
 @verbs_option
@@ -43,9 +43,9 @@ from .options import (
 def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path | None, port: int | None,
             device: str | None, gid_index: int | None, wait_s: float, verbs: str | None, assignments: tuple[str, ...],
             as_json: bool, path: str | None, no_color: bool, hosts_text: str | None, **ssh_options: Any) -> None:
-    """Try to reach hosts over TCP and from every RDMA port here to every one there.
+    """Test whether hosts can be reached over TCP, and from every RDMA port of this host to every port of theirs.
 
-    Exit code 1 if a host cannot be reached, or by none of its RDMA ports.
+    Exit code 1 if a host cannot be reached, or if none of its RDMA ports can.
 
     \b
     bpsfast ping --listen              on each host

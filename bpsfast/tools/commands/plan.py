@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--workers", metavar="N|RATES", help="Machines with ranks: how many, or their NICs in Gbit/s "
+@click.option("--workers", metavar="N|RATES", help="Machines with ranks: their number, or their NICs in Gbit/s "
               "(4x25,4x10).")
 @click.option("--helpers", "--servers", default="0", show_default=True, metavar="K|RATES",
-              help="Machines that only sum: how many, or NICs in Gbit/s; 25/8 has a quota of 8 for its sums.")
+              help="Machines that only sum: their number, or NICs in Gbit/s; 25/8 sums at most 8 Gbit/s.")
 @click.option("--nic", "nic_gbps", type=float, default=25.0, show_default=True, metavar="RATE",
-              help="NIC of machines that are only counted, Gbit/s each way.")
+              help="NIC of machines given by number only, Gbit/s each way.")
 @click.option("--model", metavar="NAME|FILE", help="Built-in model, or a file with lines NAME SHAPE (or JSON).")
-@click.option("--from-torch", "torch_place", metavar="MODULE:CALLABLE", help="A function that returns a torch module.")
-@click.option("--dtype", help="Gradients travel in this dtype instead of the model's.")
+@click.option("--from-torch", "torch_place", metavar="MODULE:CALLABLE", help="Function that returns a torch module.")
+@click.option("--dtype", help="Dtype of gradients on the wire, instead of the model's.")
 @click.option("--batch", type=click.IntRange(1), help="Scale the model's compute times to this batch.")
 @click.option("--forward-ms", type=click.FloatRange(0), help="Time of one forward pass.")
 @click.option("--backward-ms", type=click.FloatRange(0), help="Time of one backward pass.")
 @click.option("--partition-bytes", "partition_nbytes", default=4_096_000, show_default=True,
               type=click.IntRange(4096), help="Largest partition of a tensor.")
-@click.option("--compression", metavar="KIND[:OPTIONS]", help="What a codec would give, and for which tensors it pays, "
+@click.option("--compression", metavar="KIND[:OPTIONS]", help="Predict what a codec gains and for which tensors, "
               "such as topk:k=0.01,error_feedback.")
 @click.option("--copy-rate", "copy_gbytes", default=50.0, show_default=True, metavar="RATE",
-              type=click.FloatRange(0, min_open=True), help="GB/s that the summing threads of a machine copy together, "
-              "for --compression: kernels take so many times as long as a copy.")
-@click.option("--table", type=click.Choice(["models"]), help="Instead: the authors' table of models, recomputed.")
+              type=click.FloatRange(0, min_open=True), help="For --compression: GB/s that all summing threads of a "
+              "machine copy; the cost of codec kernels is measured in copies.")
+@click.option("--table", type=click.Choice(["models"]), help="Instead, recompute the models table of BytePS's authors.")
 @output.options(tabular=True)
 @exit_codes.exit_on_error
 def command(workers: str | None, helpers: str, nic_gbps: float, model: str | None, torch_place: str | None,
@@ -41,8 +41,8 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
             table: str | None, as_json: bool, as_csv: bool, path: str | None, no_color: bool) -> None:
     """Predict communication and step time for a ring, servers only, colocated servers and the optimal placement.
 
-    "formula" is the closed form, "placed" the time of whole partitions with the owners a job would give them. Nothing
-    is measured: NICs are taken to carry their rate both ways, sums to be free unless a quota is given.
+    "formula" is the closed form; "placed" is the time with whole partitions and the owners that a job would choose.
+    Nothing is measured: NICs are assumed to carry their rate both ways, and sums to cost nothing unless limited.
 
     \b
     bpsfast plan --workers 8 --helpers 4 --nic 25 --model vgg16

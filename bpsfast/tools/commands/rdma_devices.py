@@ -25,7 +25,7 @@ _CARD_HEAD = ("NETDEV", "STATE", "SPEED", "MTU", "NUMA", "PCIE", "DRIVER", "ADDR
 
 
 @click.command()
-@click.option("--peer", metavar="HOST", help="Mark what would be used towards HOST.")
+@click.option("--peer", metavar="HOST", help="Mark what would be used to reach HOST.")
 @verbs_option
 @root_option
 @set_option
@@ -35,8 +35,8 @@ def devices(peer: str | None, verbs: str | None, root: str | None, assignments: 
             as_csv: bool, path: str | None, no_color: bool) -> None:
     """List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link.
 
-    MTU is the interface's and, in brackets, the RoCE path MTU that fits it. With --verbs, ACTIVE_MTU is the path MTU
-    that libibverbs reports. Exit code 3 if there is no RDMA device.
+    MTU is that of the interface, with the RoCE path MTU that fits it in brackets. With --verbs, ACTIVE_MTU is the path
+    MTU that libibverbs reports. Exit code 3 if there is no RDMA device.
 
     \b
     bpsfast devices
@@ -179,8 +179,8 @@ _GID_HEAD = ("DEV", "PORT", "INDEX", "GID", "IPv4", "VER", "DEV", "USE")
 
 
 @click.command()
-@click.option("-d", "--device", "name", metavar="DEV", help="Only this device.")
-@click.option("--peer", metavar="HOST", help="Mark what would be used towards HOST.")
+@click.option("-d", "--device", "name", metavar="DEV", help="Show only this device.")
+@click.option("--peer", metavar="HOST", help="Mark what would be used to reach HOST.")
 @verbs_option
 @root_option
 @set_option
@@ -188,10 +188,10 @@ _GID_HEAD = ("DEV", "PORT", "INDEX", "GID", "IPv4", "VER", "DEV", "USE")
 @exit_codes.exit_on_error
 def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...],
             as_json: bool, as_csv: bool, path: str | None, no_color: bool) -> None:
-    """List the GID table, and which GID would be used.
+    """List the GID table and the GID that would be used.
 
-    "*" marks the row that would be used, "+" the best row of a port that is not. With --verbs, VERBS says whether
-    libibverbs has the same GID in each row. Exit code 3 without RDMA devices.
+    "*" marks the row that would be used, "+" the best row of an unused port. With --verbs, VERBS shows whether
+    libibverbs has the same GID in each row. Exit code 3 if there is no RDMA device.
 
     \b
     bpsfast gids

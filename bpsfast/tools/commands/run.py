@@ -46,34 +46,36 @@ class _Run(click.Command):
 @click.command(cls=_Run, context_settings={"allow_interspersed_args": False},
                help="Run PROGRAM as a job of several ranks, here or (-H, --hostfile) on several hosts." + _EXAMPLES)
 @click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT,
-              help="Ranks in all.  [default: 1; of hosts, all slots]")
-@click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")
-@click.option("--ranks", help="Ranks of each node instead, such as 2,3.")
-@click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Machines that only sum, played here.")
+              help="Number of ranks.  [default: 1; with hosts, all slots]")
+@click.option("--nodes", "n_nodes", type=_COUNT, help="Number of simulated machines on this host.  [default: 1]")
+@click.option("--ranks", help="Ranks of each node, such as 2,3, instead of -n.")
+@click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Number of simulated helpers on this host.")
 @click.option("--restart-helpers", "restarts", type=click.IntRange(0), default=0, metavar="N",
-              help="Start lost helpers again, at most N times in all.")
+              help="Restart lost helpers, at most N times in all.")
 @click.option("--max-helpers", type=click.IntRange(0), metavar="N",
-              help="Helpers there may be at a time, with those that come later.  [default: as many as are started]")
-@click.option("--netns", is_flag=True, help="Each machine in its own network namespace (needs root).")
-@click.option("--rate", help="With --netns: rate of each link, both directions, such as 10gbit.")
+              help="Most helpers at a time, including those that join later.  [default: the number started]")
+@click.option("--netns", is_flag=True, help="Run each machine in its own network namespace (needs root).")
+@click.option("--rate", help="With --netns: rate of each link in each direction, such as 10gbit.")
 @job_options
-@click.option("--elastic", is_flag=True, help="Workers may be lost and added: PROGRAM uses bpsfast.elastic.")
+@click.option("--elastic", is_flag=True, help="Allow workers to be lost and added; PROGRAM must use bpsfast.elastic.")
 @click.option("--lost-worker", type=click.Choice(["abort", "shrink", "wait"]),
-              help="Then: end the job, go on without it, or start another one and wait for that.  [default: abort]")
-@click.option("--min-ranks", type=_COUNT, help="With fewer the job does not go on.  [default: 1]")
-@click.option("--max-ranks", type=_COUNT, help="More workers are not let in (bpsfast add).  [default: -n]")
+              help="If a worker is lost: end the job, go on without it, or replace it.  [default: abort]")
+@click.option("--min-ranks", type=_COUNT, help="End the job if fewer ranks are left.  [default: 1]")
+@click.option("--max-ranks", type=_COUNT, help="Most ranks, with workers that `bpsfast add` adds.  [default: -n]")
 @click.option("--within", "within_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
-              help="Workers must have come to their next job by then.  [default: 300]")
-@click.option("--max-replaced", type=click.IntRange(0), help="Lost workers for whom another is started.  [default: 10]")
+              help="Longest wait for workers to join the next generation.  [default: 300]")
+@click.option("--max-replaced", type=click.IntRange(0), help="Most lost workers to replace.  [default: 10]")
 @click.option("--control", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="File to make, by which `bpsfast add` finds the job.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="End the job by then (seconds).")
-@click.option("--tee-dir", type=_FOLDER, help="Also write the output of every process here.")
+              help="File to create, by which `bpsfast add` finds the job.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+              help="End the job after this time.")
+@click.option("--tee-dir", type=_FOLDER, help="Also write the output of every process to this folder.")
 @click.option("--output-filename", "rank_dir", type=_FOLDER, metavar="DIR",
-              help="Also write that of each rank to DIR/rank.N/stdout and stderr.")
-@click.option("--prefix-output-with-timestamp", "stamped", is_flag=True, help="Head each line by its time, too.")
+              help="Also write the output of each rank to DIR/rank.N/stdout and stderr.")
+@click.option("--prefix-output-with-timestamp", "stamped", is_flag=True, help="Start each output line with its time.")
 @click.option("--dry-run", is_flag=True, help="Print the commands and start nothing.")
-@click.option("--json", "as_json", is_flag=True, help="With --dry-run: as one JSON document, with the job's key.")
+@click.option("--json", "as_json", is_flag=True,
+              help="With --dry-run: print one JSON document, which includes the job key.")
 @set_option
 @click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
 @exit_on_error
@@ -164,14 +166,14 @@ def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @click.command()
-@click.option("-n", "count", type=click.IntRange(1), default=1, show_default=True, help="How many.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+@click.option("-n", "count", type=click.IntRange(1), default=1, show_default=True, help="Number of workers.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.argument("control", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
 @exit_on_error
 def add(count: int, control: Path, as_json: bool) -> None:
-    """Add workers to the job whose FILE `bpsfast run --elastic --control FILE` has made.
+    """Add workers to a running elastic job; FILE is that of `bpsfast run --elastic --control FILE`.
 
-    They join after a commit of the program. Exit code 1 if fewer than asked for are started.
+    They join at the next commit of the program. Exit code 1 if fewer workers than requested were started.
 
     \b
     bpsfast run -n 2 --elastic --max-ranks 4 --control FILE -- python train.py

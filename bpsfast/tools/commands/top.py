@@ -30,24 +30,24 @@ _N_REMARKS = 4
 @click.argument("places", metavar="[HOST[:PORT]]...", nargs=-1)
 @click.option("-i", "--interval", "interval_s", type=click.FloatRange(_LEAST_INTERVAL_S), default=1.0,
               show_default=True, metavar="S", help="Seconds between two samples.")
-@click.option("--once", is_flag=True, help="Show one sample and end.")
-@click.option("-n", "--samples", "n_samples", type=click.IntRange(1), metavar="N", help="End after N samples.")
+@click.option("--once", is_flag=True, help="Show one sample and exit.")
+@click.option("-n", "--samples", "n_samples", type=click.IntRange(1), metavar="N", help="Exit after N samples.")
 @click.option("--wait", "wait_s", type=click.FloatRange(0), default=0.0, metavar="S",
-              help="Wait up to S seconds for the job to begin, and after its end for the next one at the same place "
-                   "(as of an elastic job after a loss).")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object for each sample, each in a line.")
-@click.option("--plain", is_flag=True, help="Plain tables, one below the other, on a terminal too.")
+              help="Wait up to S seconds for the job to start, and after its end for the next job at the same "
+                   "address (as an elastic job has after a loss).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line and sample.")
+@click.option("--plain", is_flag=True, help="Print plain tables one after the other, on a terminal, too.")
 @set_option
 @exit_codes.exit_on_error
 def command(places: tuple[str, ...], interval_s: float, once: bool, n_samples: int | None, wait_s: float, as_json: bool,
             plain: bool, assignments: tuple[str, ...]) -> None:
-    """Watch a running job: bytes, sums and queue of each node; steps, stalls and lag of each rank; who is lost.
+    """Watch a running job: traffic, sums and queue of each node; steps, stalls and lag of each rank; lost nodes.
 
-    The job was started with BPSFAST_METRICS_PORT=9400, and this command looks there: first on this machine, or on each
-    HOST, at this port (or by --set metrics_port=N) and the following ones, as several nodes of a host have them.
-    HOST:PORT is one node alone. Nodes are asked once per sample, and nothing else is done to the job.
+    Start the job with BPSFAST_METRICS_PORT=9400. This command scrapes that port (or --set metrics_port=N) and the
+    following ones, which further nodes of a host use, on this machine or on each HOST. HOST:PORT is a single node. Each
+    sample costs one request to each node.
 
-    Exit code 0 when the job has ended, 1 if there is none or a node with ranks was lost, 4 if nodes do not answer.
+    Exit code 0 when the job has ended, 1 if there is no job or a node with ranks was lost, 4 if nodes do not answer.
 
     \b
     BPSFAST_METRICS_PORT=9400 bpsfast run -n 4 -- python train.py

@@ -20,19 +20,19 @@ _HEAD = ("PART", "GB/s UP", "WIRE GB/s", "DEVICE", "ADDRESS", "MODEL", "CPUS")
 
 @click.command()
 @click.option("--read", "source", type=click.Path(dir_okay=False), metavar="FILE",
-              help="Show the machine that FILE describes, which --json has written, instead of this one.")
+              help="Show the machine described by FILE, written by --json, instead of this one.")
 @click.option("--svg", "picture_path", type=click.Path(dir_okay=False), metavar="FILE",
-              help="Draw it, too. Needs matplotlib.")
+              help="Also draw the topology. Needs matplotlib.")
 @click.option("--strategy", "as_strategy", is_flag=True,
-              help="Show how its GPUs' gradients are best summed, instead. Needs scipy.")
+              help="Show instead how to sum the gradients of its GPUs. Needs scipy.")
 @click.option("--service", type=click.FloatRange(min=0.0), default=0.0, metavar="X", show_default=True,
-              help="For --strategy: how much the machine sums for others, in sizes of the gradient.")
+              help="For --strategy: what the machine sums for others, in gradient sizes.")
 @click.option("--cores", "as_seats", is_flag=True,
-              help="Show which CPUs and memory the node and local ranks of a job get, instead.")
+              help="Show instead which CPUs and memory the node and local ranks of a job get.")
 @click.option("--ranks", "n_ranks", type=click.IntRange(1), metavar="N",
-              help="For --cores: local ranks. By default one for each GPU, else for each NUMA node.")
+              help="For --cores: number of local ranks.  [default: one per GPU, or per NUMA node]")
 @click.option("--nic", "nics", multiple=True, metavar="NAME",
-              help="For --cores: an RDMA device or interface that bytes go through; may be repeated.")
+              help="For --cores: RDMA device or interface that a job uses; may be repeated.")
 @root_option
 @set_option
 @output.options()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=FullHelpGroup)
 def command() -> None:
-    """Merge the traces of a job's processes, or say where the time of its steps went.
+    """Merge the traces of a job's processes, or summarize where the time of a step went.
 
     \b
     BPSFAST_TRACE_DIR=out bpsfast run -n 4 --nodes 2 -- python train.py
@@ -28,13 +28,13 @@ def command() -> None:
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("-o", "--output", "path", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="The merged trace.  [default: DIR/trace.json]")
-@click.option("--json", "as_json", is_flag=True, help="Say as one JSON document what was written.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as one JSON document.")
 @exit_codes.exit_on_error
 def merge(folder: Path, path: Path | None, as_json: bool) -> None:
-    """Join what all processes of a job wrote to its trace_dir into one trace, on the scheduler's clock.
+    """Merge the files in a job's trace_dir into one trace, on the scheduler's clock.
 
     Open it in ui.perfetto.dev. Arrows lead from a rank's gradient through its sums to the result; priority inversions
-    are marked. Of several machines, gather the files of all in DIR first.
+    are marked. If the job ran on several machines, copy all files to DIR first.
 
     \b
     bpsfast trace merge out -o trace.json
@@ -55,10 +55,10 @@ def merge(folder: Path, path: Path | None, as_json: bool) -> None:
 @output.options()
 @exit_codes.exit_on_error
 def summary(place: Path, as_json: bool, path: str | None, no_color: bool) -> None:
-    """Say in five lines where the time of a step went.
+    """Summarize in five lines where the time of a step went.
 
-    From a job's trace_dir, or from what `bpsfast trace merge` made of it. Times are of a step: computing, copying and
-    waiting are the mean of the ranks.
+    Reads a job's trace_dir, or the file that `bpsfast trace merge` wrote. Times are per step; computing, copying and
+    waiting are means over the ranks.
 
     \b
     bpsfast trace summary out
