@@ -1,4 +1,4 @@
-"""``bpsfast clean``: remove what dead jobs have left on this machine."""
+"""``bpsfast clean`` removes the stale resources of dead jobs from this machine."""
 from __future__ import annotations
 
 import sys
@@ -47,7 +47,7 @@ def command(is_agreed: bool, dry_run: bool, as_json: bool) -> None:
              "removed": reasons.get(each) == "", "reason": reasons.get(each, "")} for each in found]
         output.show(output.OutputOptions(as_json=True), str, {"leftovers": rows})
     elif not found:
-        click.echo("nothing is left of dead jobs here: no processes, network namespaces or temporary folders")
+        click.echo("no stale resources: no processes, network namespaces or temporary folders of dead jobs")
     for each, reason in reasons.items():
         if reason:
             click.echo(f"bpsfast: {each.kind} {each.name} is still there: {reason}", err=True)
@@ -58,7 +58,7 @@ def command(is_agreed: bool, dry_run: bool, as_json: bool) -> None:
     if any(reasons.values()):
         sys.exit(exit_codes.FAILED)
     if found and not is_agreed and not dry_run:
-        click.echo("bpsfast: nothing was removed; with --yes it is", err=True)
+        click.echo("bpsfast: nothing was removed; use --yes to remove", err=True)
         sys.exit(exit_codes.FAILED)
 
 

@@ -1,4 +1,4 @@
-"""``bpsfast doctor``: what keeps RDMA from working on this machine, or towards a peer, and what to type."""
+"""``bpsfast doctor`` finds out why RDMA does not work, on this machine or to a peer, and how to fix it."""
 from __future__ import annotations
 
 import sys
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..doctor.facts import Facts
 
 _DEFAULT_PORT = 18619
-#: Longest wait for one ping: several may remain without an answer, and none of them travels long.
+#: Longest wait for one ping, of which several may stay unanswered.
 _PING_S = 1.0
 
 
@@ -59,18 +59,19 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
     loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs), machine.kernel.environ)
     if port is not None:
         if peer or root or as_json:
-            raise click.UsageError("--listen answers others: it takes no --peer, --root or --json")
+            raise click.UsageError("--listen cannot be combined with --peer, --root or --json")
         return listen(loaded, origins, bind, port, once, timeout_s)
     facts = gather_facts(machine, loaded, origins, peer, timeout_s)
     findings = examination.examine(facts)
-    output.show(chosen, lambda: examination.text(facts, findings, output.terminal_width()), examination.data(facts, findings))
+    output.show(chosen, lambda: examination.text(facts, findings, output.terminal_width()),
+                examination.data(facts, findings))
     code = examination.exit_code(facts, findings)
     if code:
         sys.exit(code)
 
 
 def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str | None, timeout_s: float) -> Facts:
-    """Return the facts about *host* and, if *peer* is given, what is there at the other end."""
+    """Return the facts about *host* and, if *peer* is given, about the other end."""
     import msgspec
 
     from ...hardware.rdma_route import peer_address
@@ -94,7 +95,7 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
 
 
 def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once: bool, timeout_s: float) -> None:
-    """Answer other doctors until interrupted, or the first one only."""
+    """Answer the doctors of other machines until interrupted; with *once*, only the first one."""
     from ...hardware.host import Host
     from ..doctor import peer as other
     from ..doctor.facts import Facts, ask_verbs
@@ -131,7 +132,7 @@ def split(peer: str) -> tuple[str, int]:
 
 
 def _provider(said: Any) -> Any:
-    """Return the module of verbs to try a queue pair with, None where it does not load."""
+    """Return the verbs module for a test queue pair, None if it does not load."""
     if said.error or not said.devices:
         return None
     from ...hardware.verbs import provider

@@ -1,4 +1,4 @@
-"""``bpsfast explain``: what an error code means and what to do about it."""
+"""``bpsfast explain`` says what an error code or a line of a log means and what to do about it."""
 from __future__ import annotations
 
 import difflib

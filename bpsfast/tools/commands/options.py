@@ -1,4 +1,4 @@
-"""Settings on the command line: ``--set NAME=VALUE``, for every command that reads settings."""
+"""The options that several commands share: settings, hosts, recorded machines; and the help page of groups."""
 from __future__ import annotations
 
 import os
@@ -24,20 +24,20 @@ def set_option(function: Callable) -> Callable:
 
 
 def _names(context: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
-    """Return the settings that begin with what was typed."""
+    """Return the settings that start with *incomplete*."""
     from ...base.settings import table
 
     return [f"{row.name}=" for row in table() if row.name.startswith(incomplete.replace("-", "_"))]
 
 
 def verbs_option(function: Callable) -> Callable:
-    """Add the option ``--verbs``, the setting of that name; it arrives as the parameter *verbs*, None if not given."""
+    """Add the option ``--verbs``; it arrives as the parameter *verbs*, None if not given."""
     return click.option("--verbs", type=click.Choice(["native", "pyverbs"]), metavar="native|pyverbs",
                         help="Implementation of RDMA verbs to use (native).")(function)
 
 
 def overrides(assignments: tuple[str, ...], **options: Any) -> dict[str, Any]:
-    """Return what the command line sets: NAME=VALUE assignments and, over them, the options that were given."""
+    """Return the settings of the command line: *assignments* NAME=VALUE, overridden by the *options* that are given."""
     given: dict[str, Any] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
@@ -52,7 +52,7 @@ def overrides(assignments: tuple[str, ...], **options: Any) -> dict[str, Any]:
 
 
 def root_option(function: Callable) -> Callable:
-    """Add the option ``--root``; its value, None for this machine, arrives as the parameter *root*."""
+    """Add the option ``--root``; it arrives as the parameter *root*, None for this machine."""
     return click.option(
         "--root", type=click.Path(), metavar="DIR",
         help="Examine the machine recorded in DIR (its /sys, /proc, /dev) instead of this one.")(function)
@@ -68,8 +68,8 @@ def hosts_option(function: Callable) -> Callable:
 
 
 def ssh_options(function: Callable) -> Callable:
-    """Add the options that say how ssh reaches hosts, and what is run there; `take_ssh` reads them."""
-    options: list[Callable[[Any], Any]] = [
+    """Add the options of ssh and of the processes that it starts; `take_ssh` reads them."""
+    return with_options(function, [
         click.option("--ssh-port", type=click.IntRange(1, 65535), help="Port of sshd on all hosts."),
         click.option("--identity-file", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
                      help="Private key for ssh."),
@@ -78,15 +78,12 @@ def ssh_options(function: Callable) -> Callable:
         click.option("--remote-python", metavar="PATH", help="Python with bpsfast on the hosts.  [default: the path "
                      "of this one]"),
         click.option("--remote-dir", metavar="PATH", help="Working directory on the hosts.  [default: this one]"),
-    ]
-    for option in reversed(options):
-        function = option(function)
-    return function
+    ])
 
 
 def job_options(function: Callable) -> Callable:
-    """Add all that commands need which start a job on hosts; `take_plan` reads it."""
-    options: list[Callable[[Any], Any]] = [
+    """Add the options of commands that start a job on hosts; `take_plan` reads them."""
+    return with_options(function, [
         hosts_option,
         click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
                      help="File with hosts instead of -H, one per line: `host slots=N` or host:N; repeats add up."),
@@ -96,21 +93,25 @@ def job_options(function: Callable) -> Callable:
         ssh_options,
         click.option("-x", "assigned", multiple=True, metavar="NAME[=VALUE]",
                      help="Environment variable for processes on hosts."),
-    ]
+    ])
+
+
+def with_options(function: Callable, options: Sequence[Callable[[Any], Any]]) -> Callable:
+    """Add *options* to a command; its help page lists them in this order."""
     for option in reversed(options):
         function = option(function)
     return function
 
 
-def take_plan(options: dict[str, Any], played: Sequence[str]) -> ssh_job.Plan | None:
-    """Take the options of `job_options` out of *options*; return what runs on which host, None if no host is named.
+def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.Plan | None:
+    """Pop the options of `job_options` from *options*; return what runs on which host, None if no host is named.
 
-    *played*: names in *options* of those that play machines on this one, as which they make no sense with hosts.
+    *simulated*: names of the options for simulated machines, which exclude hosts. ``n_ranks`` stays in *options*.
 
     Raises
     ------
     ConfigError
-        If options of the two ways are mixed, or make no sense by themselves. ``n_ranks`` is left where it is.
+        The options contradict each other.
     """
     from ...launch import host_list as host_lists, ssh_job
 
@@ -121,12 +122,12 @@ def take_plan(options: dict[str, Any], played: Sequence[str]) -> ssh_job.Plan | 
     if not hosts:
         wrong = [*(_JOB[name] for name, value in zip(_JOB, (helpers_on, scheduler_host, assigned)) if value), *typed]
         if wrong:
-            raise ConfigError(f"{', '.join(wrong)}: for which hosts? Name them by -H or --hostfile")
+            raise ConfigError(f"{', '.join(wrong)}: there are no hosts; name them with -H or --hostfile")
         return None
-    wrong = [f"--{name.removeprefix('n_')}" for name in played if options[name]]
+    wrong = [f"--{name.removeprefix('n_')}" for name in simulated if options[name]]
     if wrong:
-        raise ConfigError(f"{', '.join(wrong)}: machines are played on this one, but -H or --hostfile name real ones: "
-                          "give one of them (helpers of hosts: --helpers-on)")
+        raise ConfigError(f"{', '.join(wrong)} simulates machines on this host, but -H or --hostfile name real hosts: "
+                          "use only one of them (for helpers on hosts use --helpers-on)")
     ranks_on = host_lists.assign(hosts, options["n_ranks"])
     helpers = host_lists.helpers(helpers_on, ranks_on) if helpers_on else []
     return ssh_job.Plan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=scheduler_host or "",
@@ -134,7 +135,7 @@ def take_plan(options: dict[str, Any], played: Sequence[str]) -> ssh_job.Plan | 
 
 
 def take_ssh(options: dict[str, Any]) -> Ssh:
-    """Take the options of `ssh_options` out of *options*."""
+    """Pop the options of `ssh_options` from *options*."""
     from ...launch.ssh import Ssh
 
     port, identity_file, more, python, directory = (options.pop(name) for name in _SSH)
@@ -144,40 +145,38 @@ def take_ssh(options: dict[str, Any]) -> Ssh:
 
 
 def given_ssh_options(options: Mapping[str, Any]) -> list[str]:
-    """Return those options of `ssh_options` that were given, as they are typed."""
+    """Return the names, as typed, of the options of `ssh_options` that are given."""
     typed = {"ssh_options": "--ssh-option"}
     return [typed.get(name, "--" + name.replace("_", "-")) for name in _SSH if options.get(name)]
 
 
 def hosts_of(text: str | None, hostfile: Path | None) -> list[Host]:
-    """Return the hosts that -H or --hostfile name, this machine marked; none if neither was given.
+    """Return the hosts that -H or --hostfile name, with this machine marked; none if neither is given.
 
     Raises
     ------
     ConfigError
-        If both were, or what they say is no list of hosts.
+        Both are given, or the list of hosts cannot be parsed.
     """
     from ...launch import host_list as hosts
 
     if text is not None and hostfile is not None:
-        raise ConfigError(f"-H {text} and --hostfile {hostfile} both say which hosts: give one of them")
+        raise ConfigError(f"-H {text} and --hostfile {hostfile} both name hosts: use only one of them")
     if text is not None:
         return hosts.with_own(hosts.parse(text))
     return [] if hostfile is None else hosts.with_own(hosts.read(hostfile))
 
 
 def _absolute(path: str) -> str:
-    """Return a PYTHONPATH that means the same from any folder."""
+    """Return *path*, a PYTHONPATH, with absolute folders."""
     return os.pathsep.join(os.path.abspath(part) for part in path.split(os.pathsep) if part)
-
-_MOST_CHARACTERS = 200
 
 
 class FullHelpGroup(click.Group):
-    """A group with the first sentence of each of its commands."""
+    """A group whose help page shows the whole first sentence of each command; click cuts it at the end of a line."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=_MOST_CHARACTERS))
+            formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=200))
                                 for name in self.list_commands(ctx)])

@@ -1,4 +1,4 @@
-"""``bpsfast perf bw`` and ``perf lat``: what two machines can do, measured as perftest does it."""
+"""``bpsfast perf bw`` and ``perf lat`` measure bandwidth and latency between two machines, as perftest does."""
 from __future__ import annotations
 
 import secrets
@@ -19,6 +19,7 @@ from .options import (
     set_option,
     ssh_options,
     take_ssh,
+    with_options,
 )
 
 _SERVER_WAIT_S, _CLIENT_WAIT_S = 300.0, 10.0
@@ -48,7 +49,7 @@ def command() -> None:
 
 def _options(function: Callable) -> Callable:
     """Add the options that both commands share."""
-    options: list[Callable[[Any], Any]] = [
+    return exit_codes.exit_on_error(with_options(function, [
         click.argument("host", required=False),
         hosts_option,
         ssh_options,
@@ -82,10 +83,7 @@ def _options(function: Callable) -> Callable:
                      "seconds without progress [default: 30]."),
         set_option,
         output.options(tabular=True),
-    ]
-    for option in reversed(options):
-        function = option(function)
-    return exit_codes.exit_on_error(function)
+    ]))
 
 
 @command.command("bw", help="Measure bandwidth; without HOST, serve one client." + _EXAMPLES.format(verb="bw"))
@@ -120,10 +118,10 @@ def _run(verb: str, options: dict[str, Any]) -> None:
     ssh = take_ssh(options)
     if not there:
         if typed:
-            raise click.UsageError(f"{', '.join(typed)}: for which host? Name it by -H")
+            raise click.UsageError(f"{', '.join(typed)}: there is no host; name it with -H")
         return _measure(verb, options)
     if len(there) > 1 or options["host"] is not None:
-        raise click.UsageError("-H: one host; what is measured is between here and there")
+        raise click.UsageError("-H: expected one host; the measurement is between this host and that one")
     secret = roles.given_key(settings.load(overrides(options["assignments"]))) or secrets.token_hex(32)
     with RemoteListeners(there, ssh, ["perf", verb], secret, options["control_port"]) as started:
         address, options["control_port"] = started.addresses[0]
@@ -166,7 +164,7 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
         say(results.line(visit.plan, row))
 
     if host is None:
-        # what a server was not told, the client says; but what it was told must be possible
+        # the client decides what the server's options leave open; those options must be valid
         plans.make(verb, given)
         place = control.listen_address(loaded, loaded.node_host)
         key = place.secret.key
@@ -189,7 +187,7 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
             else:
                 visit.as_client(plan, began)
     except KeyboardInterrupt:
-        click.echo("bpsfast: interrupted; the other side was told", err=True)
+        click.echo("bpsfast: interrupted; the other side has been told", err=True)
         sys.exit(130)
     except ValueError as exc:
         if isinstance(exc, ConfigError):
@@ -207,7 +205,7 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
 
 
 def _set(verb: str, loaded: Any, origins: dict[str, str]) -> dict[str, Any]:
-    """Return what somebody has set for jobs, in a profile say, by the plan's names; a latency has one queue pair."""
+    """Return what somebody has set for jobs, in a profile say, by the plan's names; latency uses one queue pair."""
     from ..perf import perf_plan as plans
 
     found = {field: getattr(loaded, name) for name, field in plans.SETTINGS.items()
@@ -221,12 +219,12 @@ def _device(options: dict[str, Any]) -> str | None:
     """Return -d and -i in the syntax of the setting rdma_devices."""
     device, port = options.pop("device"), options.pop("port")
     if port is not None and device is None:
-        raise click.UsageError("-i: of which device? Give -d too")
+        raise click.UsageError("-i needs -d: it is a port of that device")
     return None if device is None else f"={device}" + (f":{port}" if port is not None else "")
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what was asked for, by the plan's names."""
+    """Return the given options by the names of the plan's fields."""
     from ..perf import perf_plan as plans
 
     nbytes, all_sizes, providers = options.pop("nbytes"), options.pop("all_sizes"), options.pop("providers")

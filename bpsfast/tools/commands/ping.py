@@ -1,4 +1,4 @@
-"""``bpsfast ping``: who reaches whom, over TCP and from each RDMA port to each."""
+"""``bpsfast ping`` tests which hosts reach each other, over TCP and between all RDMA ports."""
 from __future__ import annotations
 
 import contextlib
@@ -65,10 +65,10 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     there = hosts_of(hosts_text, None)
     typed = given_ssh_options(ssh_options)
     if typed and not there:
-        raise click.UsageError(f"{', '.join(typed)}: for which hosts? Name them by -H")
+        raise click.UsageError(f"{', '.join(typed)}: there are no hosts; name them with -H")
     names = [*hosts, *_names(hostfile)]
     if listen + bool(names) + bool(there) != 1:
-        raise click.UsageError("give hosts to ping, or --listen, or -H for hosts where the other side is to be started")
+        raise click.UsageError("give hosts to ping, or --listen, or -H for hosts on which to start the other side")
     default_port = port or ping.DEFAULT_PORT
     if listen:
         place = lines.listen_address(loaded, loaded.node_host)
@@ -102,12 +102,12 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
 
 
 def reached(found: dict[str, Any]) -> bool:
-    """Whether the host answered, and by RDMA too if both sides have ports for it."""
+    """Tell whether the host answered, and also over RDMA if both sides have ports for it."""
     return found["error"] is None and (not found["pairs"] or any(not pair["error"] for pair in found["pairs"]))
 
 
 def text(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
-    """Return what was found for people; with *where* the matrix first."""
+    """Return the results as text; with *where*, start with the matrix."""
     lines = [matrix_of(found, where), ""] if where else []
     for each in found:
         source = f"{each['source']} -> " if "source" in each else ""
@@ -125,7 +125,7 @@ def text(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
 
 
 def matrix_of(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
-    """Return who reaches whom, and by how many of the pairs of RDMA ports."""
+    """Return a table of which host reaches which, and over how many pairs of RDMA ports."""
     cells = {(each["source"], f"{each['host']}:{each['port']}"): _summary(each) for each in found}
     names = [f"{host}:{port}" for host, port in where]
     return output.columns([("from \\ to", *names),
@@ -159,7 +159,7 @@ def _time(seconds: float) -> str:
 
 
 def _names(hostfile: Path | None) -> list[str]:
-    """Return the hosts of a hostfile as `bpsfast run` takes it; slots and users mean nothing here."""
+    """Return the host names of a hostfile of `bpsfast run`, without slots and users."""
     from ...launch import host_list as hosts
 
     return [] if hostfile is None else [f"[{name}]" if ":" in name else name for name in (

@@ -1,4 +1,4 @@
-"""``bpsfast plan``: what a step would take, before anything is started."""
+"""``bpsfast plan`` predicts the time of a training step before anything is started."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -55,11 +55,12 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
     if table is not None:
         from ..planner import authors_table
 
-        return output.show(chosen, authors_table.text, authors_table.data() if as_json else None, authors_table.rows(authors_table.lines()))
+        return output.show(chosen, authors_table.text, authors_table.data() if as_json else None,
+                           authors_table.rows(authors_table.lines()))
     from ..planner import machine_list, plan_text, prediction as compressing, prediction as plans
 
     if workers is None:
-        raise ConfigError("--workers is missing: how many machines have ranks?")
+        raise ConfigError("--workers is missing: the number of machines with ranks")
     codec = None if compression is None else compressing.parse(compression)
     machines = [*machine_list.parse(workers, True, nic_gbps), *machine_list.parse(helpers, False, nic_gbps)]
     network = _model(model, torch_place, dtype)

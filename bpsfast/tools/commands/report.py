@@ -1,4 +1,4 @@
-"""``bpsfast report``: one archive for a bug report, without secrets and names."""
+"""``bpsfast report`` writes an archive for a bug report, without secrets and names."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""``bpsfast run``: a whole job from one command, on this machine or on several hosts."""
+"""``bpsfast run`` starts a job on this machine or on several hosts; ``bpsfast add`` adds workers to an elastic one."""
 from __future__ import annotations
 
 import contextlib
@@ -35,7 +35,7 @@ _ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ran
 
 
 class _Run(click.Command):
-    """Shows the exit codes that only a launcher has."""
+    """The command, with the exit codes of a launcher on its help page."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes: that of the process that failed first, or"):
@@ -86,9 +86,9 @@ def command(**options: Any) -> None:
     from ...launch.supervisor import Limits
 
     if options["rate"] is not None and not options["netns"]:
-        raise ConfigError("--rate shapes the links of --netns: give both, or neither")
+        raise ConfigError("--rate needs --netns: it limits the links between network namespaces")
     if options["as_json"] and not options["dry_run"]:
-        raise ConfigError("--json shows what --dry-run would start: give it, too (what a job prints is its program's)")
+        raise ConfigError("--json needs --dry-run: the output of a running job is that of its program")
     chosen = _take_elastic(options)
     plan = take_plan(options, _SIMULATED)
     program, show_only = options["program"], options["dry_run"]
@@ -117,13 +117,13 @@ def command(**options: Any) -> None:
             return ssh_job.dry_run(plan, program, loaded, click.echo)
         try:
             sys.exit(ssh_job.run(plan, program, loaded, limits=limits, output=out, restarts=options["restarts"]))
-        except KeyboardInterrupt:  # while hosts were looked at; a job that runs ends by `Supervisor`
+        except KeyboardInterrupt:  # before the job ran; then `Supervisor` ends it
             click.echo("bpsfast: interrupted before anything was started", err=True)
             sys.exit(130)
 
 
 def _show_plan(hosts: list[tuple[str, str, list[str], list[Command]]]) -> None:
-    """Print as JSON what would be started: for each host its name ("" is this one), folder, agent, processes."""
+    """Print as JSON what would be started on each host: name ("" is this one), folder, agent, processes."""
     output.show(output.OutputOptions(as_json=True), str, {"hosts": [{
         "name": name, "folder": folder, "agent": agent,
         "processes": [{"name": command.name, "kind": command.kind.value, "argv": list(command.argv),
@@ -132,18 +132,18 @@ def _show_plan(hosts: list[tuple[str, str, list[str], list[Command]]]) -> None:
 
 
 def _take_elastic(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Take the options of elastic jobs out of *options*; return those that were given, None without ``--elastic``."""
+    """Pop the options of elastic jobs from *options*; return those that are given, None without ``--elastic``."""
     given = {name: value for name in _ELASTIC if (value := options.pop(name)) is not None}
     if not options.pop("elastic"):
         if given:
-            raise ConfigError(f"{', '.join(_ELASTIC[name] for name in given)}: for jobs with --elastic only")
+            raise ConfigError(f"{', '.join(_ELASTIC[name] for name in given)}: needs --elastic")
         return None
     others = {"hosts_text": "-H", "hostfile": "--hostfile", "netns": "--netns", "n_helpers": "--helpers",
               "max_helpers": "--max-helpers", "dry_run": "--dry-run"}
     wrong = [typed for name, typed in others.items() if options.get(name)]
     if wrong:
-        raise ConfigError(f"{', '.join(wrong)} with --elastic: elastic jobs are started on this machine, and without "
-                          "helpers; over several machines use torchrun's elastic agent")
+        raise ConfigError(f"{', '.join(wrong)} with --elastic: an elastic job runs on this machine without helpers; "
+                          "on several machines use torchrun's elastic agent")
     return given
 
 
@@ -158,7 +158,7 @@ def _run_elastic(shape: Any, options: dict[str, Any], loaded: settings.Settings,
 
 
 def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return *environ* without a place of another job: a launcher gives places, it has none."""
+    """Return *environ* without the rank variables of an enclosing job, which are not meant for this one."""
     places = ("rank", "size", "local_rank", "local_size", "node_id", "node_index", "num_nodes", "num_helpers",
               "num_servers", "scheduler", "muster", "member")
     aliases = {alias for row in settings.table() if row.name in places for alias in (row.variable, *row.aliases)}
@@ -186,5 +186,5 @@ def add(count: int, control: Path, as_json: bool) -> None:
     output.show(output.OutputOptions(as_json), lambda: words,
                 {"asked": count, "added": added.count, "reason": added.reason if added.count < count else ""})
     if added.count < count:
-        click.echo(f"bpsfast: not {count}: {added.reason}", err=True)
+        click.echo(f"bpsfast: {added.count} of {count} workers were started: {added.reason}", err=True)
         sys.exit(FAILED)

@@ -1,4 +1,4 @@
-"""``bpsfast simulate``: what a step would take on machines that are not there, by the simulator."""
+"""``bpsfast simulate`` simulates the time of a training step on a given cluster."""
 from __future__ import annotations
 
 from typing import Any
@@ -79,7 +79,7 @@ def command(as_json: bool, as_csv: bool, path: str | None, no_color: bool, **ask
 
 
 def _without_idle(cluster: Cluster, strategy: str) -> Cluster:
-    """Return the cluster that *strategy* uses: helpers stand idle beside colocated servers."""
+    """Return *cluster* without the machines that *strategy* leaves idle: helpers with colocated servers."""
     if strategy != "colocated":
         return cluster
     return cluster._replace(machines=tuple(machine for machine in cluster.machines if machine.has_ranks))

@@ -1,4 +1,4 @@
-"""``bpsfast top``: a running job, as its nodes tell of it."""
+"""``bpsfast top`` shows a running job by the metrics of its nodes."""
 from __future__ import annotations
 
 import itertools
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ..top.sample import Sample
     from ..top.watch import MetricsAddress, Watch
 
-#: Where nodes are looked for if no setting says so; Prometheus' exporters have these ports.
+#: Default port of nodes, in the range of Prometheus exporters.
 _DEFAULT_PORT = 9400
 _LEAST_INTERVAL_S = 0.2
 _ANY = ("0.0.0.0", "::", "")
-#: The last remarks stay on the screen.
+#: Number of remarks on the screen.
 _N_REMARKS = 4
 
 
@@ -79,7 +79,7 @@ def command(places: tuple[str, ...], interval_s: float, once: bool, n_samples: i
 
 
 def metrics_address(text: str, port: int) -> MetricsAddress:
-    """Return where HOST or HOST:PORT is."""
+    """Parse HOST or HOST:PORT."""
     from ...base import settings
     from ..top.watch import MetricsAddress
 
@@ -90,7 +90,7 @@ def metrics_address(text: str, port: int) -> MetricsAddress:
 
 
 def sampled(job: Watch, interval_s: float, wait_s: float = 0.0) -> Iterator[Sample]:
-    """Yield a sample every *interval_s* seconds until no node listens any more, nor does within *wait_s*."""
+    """Yield a sample every *interval_s* seconds until no node has listened for *wait_s* seconds."""
     next_s = time.monotonic()
     while True:
         next_s = max(next_s + interval_s, time.monotonic())
@@ -103,7 +103,7 @@ def sampled(job: Watch, interval_s: float, wait_s: float = 0.0) -> Iterator[Samp
 
 
 def _show(samples: Iterator[Sample], as_json: bool, plain: bool) -> tuple[int, Sample | None]:
-    """Show every sample; return how many, and the last one."""
+    """Show every sample; return their number and the last one."""
     if as_json:
         return _lines(samples)
     if plain or not sys.stdout.isatty() or not _has_rich():
@@ -148,7 +148,7 @@ def _live(samples: Iterator[Sample], out: TextIO) -> tuple[int, Sample | None]:
             remarks += sample.remarks
             size = console.size
             live.update(screen.picture(sample, size.width, size.height, remarks), refresh=True)
-    if sample is not None:  # the screen is the shell's again: what was there last stays to be read
+    if sample is not None:  # leave the last sample on the shell's screen
         console.print(screen.picture(sample, console.size.width, sys.maxsize, remarks))
     return number, sample
 
@@ -158,19 +158,19 @@ def _has_rich() -> bool:
 
     if importlib.util.find_spec("rich") is not None:
         return True
-    click.echo("bpsfast: plain tables, for rich is not installed: pip install 'bpsfast[cli]'", err=True)
+    click.echo("bpsfast: showing plain tables because rich is not installed: pip install 'bpsfast[cli]'", err=True)
     return False
 
 
 def _end(job: Watch, n_shown: int, last: Sample | None, ended: bool) -> None:
-    """Say how it ended; exit with what that means."""
+    """Print how the job ended, and exit with the code for it."""
     if ended:
-        click.echo(f"bpsfast: no node of the job listens any more, after {n_shown} samples: it has ended (its launcher "
-                   "says how)", err=True)
+        click.echo(f"bpsfast: the job has ended: no node listens any more, after {n_shown} samples; its launcher "
+                   "prints how it ended", err=True)
     if job.missed:
         names = ", ".join(f"node {node}" for node in sorted(job.missed))
-        click.echo(f"bpsfast: {names} had ranks and was gone while others went on", err=True)
+        click.echo(f"bpsfast: lost {names} with ranks while other nodes went on", err=True)
         sys.exit(exit_codes.FAILED)
     if last is not None and all(node.state == "silent" for node in last.nodes):
-        click.echo("bpsfast: the job's nodes listen and do not answer: are they stopped?", err=True)
+        click.echo("bpsfast: the nodes of the job listen but do not answer; they may be stopped", err=True)
         sys.exit(exit_codes.TIMEOUT)

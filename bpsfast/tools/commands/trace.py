@@ -1,4 +1,4 @@
-"""``bpsfast trace``: what a job did, when ``trace_dir`` was set."""
+"""``bpsfast trace`` merges and summarizes the traces of a job that ran with ``trace_dir``."""
 from __future__ import annotations
 
 from pathlib import Path
