@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from . import __version__
+from ._version import __version__
 from .base import logs, output, settings
 from .base.exit_codes import exit_on_error
 from .orchestration.errors import ConfigError

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .. import __version__
+from .._version import __version__
 from ..orchestration.errors import BpsError, ConfigError
 from .redaction import Leak, Redactor, is_secret_name
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "bench": ("bpsfast.bench.cli", "Measure this machine: benchmarks that compare alternatives in one run."),
     "clean": (".clean", "Remove stale resources of killed jobs from this machine."),
     "compare": ("bpsfast.bench.compare", "Compare two result files of a benchmark, with confidence intervals."),
-    "devices": (".rdma_devices:devices", "List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link."),
+    "devices": (".rdma_devices:devices", "List RDMA devices and network cards: state, rate, MTU, NUMA, PCIe link."),
     "doctor": (".doctor", "Find out why RDMA does not work, and print the commands that fix it."),
     "explain": (".explain", "Explain an error code and what to do about it."),
     "gids": (".rdma_devices:gids", "List the GID table and the GID that would be used."),

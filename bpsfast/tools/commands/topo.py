@@ -108,7 +108,8 @@ def text(topology: Topology) -> str:
     from ...hardware.topology.graph import LinkKind, PartKind
 
     counts = [(len(topology.of(kind)), words) for kind, words in (
-        (PartKind.SOCKET, "socket"), (PartKind.SWITCH, "PCIe switch"), (PartKind.GPU, "GPU"), (PartKind.NIC, "network card"))]
+        (PartKind.SOCKET, "socket"), (PartKind.SWITCH, "PCIe switch"), (PartKind.GPU, "GPU"),
+        (PartKind.NIC, "network card"))]
     lines = [f"{topology.name}: " + ", ".join(_counted(*each) for each in counts), ""]
     matrix = matrix_rows(topology)
     if len(matrix) > 2:
@@ -203,7 +204,8 @@ class AffinityTable:
         self.node, self.ranks = CpuAffinity(), (CpuAffinity(),) * len(ranks)
         if not self.why_not:
             mems = numa.allowed_nodes(host.tree)
-            self.node = with_allowed_memory(plan_node(self.cores, self.allowed, self.cards.nodes, len(ranks), wishes), mems)
+            node = plan_node(self.cores, self.allowed, self.cards.nodes, len(ranks), wishes)
+            self.node = with_allowed_memory(node, mems)
             taken = self.node.cpus if self.node.alone else frozenset[int]()
             self.ranks = tuple(with_allowed_memory(seat, mems) for seat in plan_ranks(self.cores, ranks, wishes, taken))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ... import __version__
+from ..._version import __version__
 from . import addressing, driver, fabric, hardware, memory, transports
 from .facts import Facts
 from .finding import Check, Finding, Outcome, Status, advice

@@ -198,7 +198,8 @@ def loss(facts: Facts) -> Outcome:
         return warned(found, **(_congestion_remedy(netdev) if netdev else {
             "host": "look at cables and transceivers: ibqueryerrors; ibdiagnet", "check": "perfquery -x"}))
     if unprotected:
-        return told(f"{found}\nnothing was lost yet, but nothing protects RoCE from loss either", **_congestion_remedy(netdev))
+        return told(f"{found}\nnothing was lost so far, but nothing protects RoCE from loss either",
+                    **_congestion_remedy(netdev))
     return passed(found)
 
 

@@ -86,7 +86,8 @@ def measure(host: Host) -> CacheLineLatency:
     if len(cores) < 2:
         return CacheLineLatency(error="no two cores that this process may use share a cache, as far as the kernel says")
     first, *others = cores[:_MOST_CORES + 1]
-    return max((again(CacheLineLatency(first, other)) for other in others), key=lambda found: (not found.error, found.ns))
+    return max((again(CacheLineLatency(first, other)) for other in others),
+               key=lambda found: (not found.error, found.ns))
 
 
 def again(before: CacheLineLatency) -> CacheLineLatency:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ... import __version__
+from ..._version import __version__
 from ...hardware.kernel import Kernel
 from ...hardware.netlink import Address
 from ...hardware.rdma_route import Rail
@@ -75,9 +75,10 @@ class QueuePairTest:
         except BaseException:
             self.close()
             raise
-        self.end = QueuePairAddress(port=rail.name, number=self._pair.number, psn=self._pair.psn, link_layer=port["link_layer"],
-                       gid=rail.gid.value if rail.gid else b"", lid=port["lid"], mtu=port["active_mtu"],
-                       address=self._region.address, rkey=self._region.rkey)
+        self.end = QueuePairAddress(
+            port=rail.name, number=self._pair.number, psn=self._pair.psn, link_layer=port["link_layer"],
+            gid=rail.gid.value if rail.gid else b"", lid=port["lid"], mtu=port["active_mtu"],
+            address=self._region.address, rkey=self._region.rkey)
 
     def connect(self, other: QueuePairAddress) -> None:
         """Connect to the other end's queue pair."""

@@ -1,7 +1,7 @@
 """RD17, RD19, RD22: which transport the settings ask for, what TCP would be like, and what keeps strangers out."""
 from __future__ import annotations
 
-from ... import __version__
+from ..._version import __version__
 from ...base.encryption import check_library
 from ...orchestration.errors import ConfigError
 from .facts import Facts

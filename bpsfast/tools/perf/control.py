@@ -157,8 +157,9 @@ def listen_address(loaded: Settings, host: str) -> ListenAddress:
     """
     if host or loaded.insecure or given_key(loaded):
         return ListenAddress(host, secret_for(loaded, [host or "all addresses"]))
-    return ListenAddress(_LOOPBACK, secret_for(loaded, [_LOOPBACK]), ", for this machine alone: to measure with others set "
-                 "BPSFAST_JOB_KEY to the same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1")
+    return ListenAddress(
+        _LOOPBACK, secret_for(loaded, [_LOOPBACK]), ", for this machine only: to measure with others set BPSFAST_JOB_KEY "
+        "to the same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1")
 
 
 class Control:
@@ -320,7 +321,8 @@ def accept(listener: socket.socket, key: bytes, timeout_s: float, silence_s: flo
     """Wait for a client that holds *key*, up to *timeout_s*; strangers are sent away, and keep nobody waiting."""
     came: queue.Queue[Control] = queue.Queue()
     refused: deque[str] = deque(maxlen=3)
-    door = handshake_acceptor(listener.dup(), key, silence_s, came.put, lambda exc: refused.append(str(exc)), refused.append)
+    door = handshake_acceptor(listener.dup(), key, silence_s, came.put, lambda exc: refused.append(str(exc)),
+                              refused.append)
     with contextlib.closing(door):
         door.start()
         try:
@@ -341,8 +343,8 @@ def handshake_acceptor(listener: socket.socket, key: bytes, silence_s: float, ca
 
     The others: see `HandshakeAcceptor`.
     """
-    return HandshakeAcceptor(listener, lambda sock: greet(sock, key, silence_s), lambda sock, control: came(control), refused, warn,
-                name=name)
+    return HandshakeAcceptor(listener, lambda sock: greet(sock, key, silence_s), lambda sock, control: came(control),
+                             refused, warn, name=name)
 
 
 def greet(sock: socket.socket, key: bytes, silence_s: float) -> Control:
@@ -380,7 +382,8 @@ def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = security.StreamHello(peer=0, stream=0, epoch=VERSION)
-        return _checked(Control(sock, silence_s), security.plain_handshake_dialer(sock, key, _CONTEXT, hello, _HANDSHAKE_S))
+        return _checked(Control(sock, silence_s),
+                        security.plain_handshake_dialer(sock, key, _CONTEXT, hello, _HANDSHAKE_S))
     except BaseException:
         sock.close()
         raise

@@ -160,8 +160,9 @@ def serve(listener: socket.socket, secret: Secret, loaded: Settings) -> None:
             finally:
                 places.release()
 
-    door = lines.handshake_acceptor(listener.dup(), secret.key, _CLIENT_SILENCE_S, came, lambda exc: _log.info("ping: %s", exc),
-                         lambda words: _log.warning("ping: %s", words), "bpsfast-ping")
+    door = lines.handshake_acceptor(listener.dup(), secret.key, _CLIENT_SILENCE_S, came,
+                                    lambda exc: _log.info("ping: %s", exc),
+                                    lambda words: _log.warning("ping: %s", words), "bpsfast-ping")
     with contextlib.closing(door):
         door.start()
         door.wait()

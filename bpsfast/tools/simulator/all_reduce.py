@@ -141,7 +141,8 @@ class ScheduledAllReduce:
         Called with (worker, unit) when a unit's sum is there, as by `SimulatedPushPull`.
     """
 
-    def __init__(self, clock: Clock, cluster: Cluster, ring: Ring, plan: PartitionedWorkload, *, credit_nbytes: int, priority: bool,
+    def __init__(self, clock: Clock, cluster: Cluster, ring: Ring, plan: PartitionedWorkload, *,
+                 credit_nbytes: int, priority: bool,
                  done: Callable[[int, int], None]) -> None:
         self._clock = clock
         self._cluster = cluster

@@ -193,7 +193,8 @@ def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options
     layout = folded(cluster, plan, policy) if fold else full(cluster, plan, policy, options.interleave)
     clock = Clock()
     workers: list[Worker] = []
-    exchange = SimulatedPushPull(clock, layout, cluster.costs, credit_nbytes=options.credit_nbytes, priority=options.priority,
+    exchange = SimulatedPushPull(clock, layout, cluster.costs, credit_nbytes=options.credit_nbytes,
+                                 priority=options.priority,
                         done=lambda worker, unit: workers[worker].unit_done(unit))
     workers += _workers(clock, layout.n_workers, job, plan, options, n_steps, exchange.gradient_ready)
     _run(clock, workers)

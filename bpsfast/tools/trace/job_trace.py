@@ -152,7 +152,8 @@ def dump(job: Job, out_path: str | Path) -> int:
     examined = urgency.examine((process, process.spans) for process in job.processes)
     found += [*arrows.events, *_marks(job, examined.inversions, base_ns)]
     return trace_file.dump(Path(out_path), [*titles, *trace_file.in_order(found)], {
-        "format": FORMAT, "clocks": job.clocks.number, "clock_uncertainty_us": trace_file.micros(job.clocks.uncertainty_ns),
+        "format": FORMAT, "clocks": job.clocks.number,
+        "clock_uncertainty_us": trace_file.micros(job.clocks.uncertainty_ns),
         "clock_unknown": job.clocks.unknown, "arrows": arrows.drawn, "arrows_left_out": arrows.impossible,
         "inversions": len(examined.inversions),
         "processes": [{"role": process.role, "node": process.node, "rank": process.rank, "full": process.full,

@@ -138,7 +138,8 @@ class Search:
 
     def __init__(self, start: Config, knobs: Sequence[Tunable], loads: Sequence[str], measure: Measure, *,
                  clock: Callable[[], float], budget_s: float, rng: random.Random,
-                 effective: Callable[[Config, str], Any], report: Callable[[TuneStep], None] = lambda step: None) -> None:
+                 effective: Callable[[Config, str], Any],
+                 report: Callable[[TuneStep], None] = lambda step: None) -> None:
         self._knobs, self._loads, self._measure = list(knobs), tuple(loads), measure
         self._clock, self._budget_s, self._rng, self._effective = clock, budget_s, rng, effective
         self._report = report

@@ -157,8 +157,8 @@ class Choice(NamedTuple):
     untried: dict[str, str]
 
 
-def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabilities], goal: str, traffic_classes: Sequence[int] = (),
-           service_levels: Sequence[int] = (), only: Sequence[str] = ()) -> Choice:
+def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabilities], goal: str,
+           traffic_classes: Sequence[int] = (), service_levels: Sequence[int] = (), only: Sequence[str] = ()) -> Choice:
     """Return what may be tried, starting from *start*, judged under the load *goal*.
 
     *traffic_classes*, *service_levels*: values that the network is made for, as the user says; *only*: the settings

@@ -111,7 +111,8 @@ class TuningRun:
         seconds = max(row["seconds"] for row in rows)
         return sum(row["messages"] * row["nbytes"] for row in rows) / seconds if seconds > 0 else 0.0
 
-    def _counters(self, ways: Sequence[RailPair], rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, int]]:
+    def _counters(self, ways: Sequence[RailPair],
+                  rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, int]]:
         """Return what each port counted; a port of several ways counted the same for each of them."""
         found: dict[tuple[str, str], dict[str, int]] = {}
         for way, row in zip(ways, rows):
