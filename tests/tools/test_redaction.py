@@ -65,7 +65,8 @@ def test_what_is_no_secret_stays(text: str) -> None:
 
 
 def test_one_stand_in_for_each_host_user_and_address_everywhere() -> None:
-    scrub = Redactor(redaction.found({"USER": "anatol", "HOME": "/home/anatol", "SLURM_JOB_NODELIST": "gpu[08-10],login"}))
+    scrub = Redactor(redaction.found({"USER": "anatol", "HOME": "/home/anatol",
+                                      "SLURM_JOB_NODELIST": "gpu[08-10],login"}))
     first = scrub.text("anatol on gpu08: cd /home/anatol/x; ssh gpu08.cluster.internal; node 3 (far) 192.0.2.7 "
                        "/home/bo/y")
     again = scrub.text("GPU08 far 192.0.2.7/24 192.0.2.9 198.51.100.1 anatol@example.org gpu09 login")

@@ -119,7 +119,8 @@ def test_the_rest_of_a_private_key_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("\n".join(["first", *key, "after", "-----BEGIN PRIVATE KEY-----"]) + "\n")
     for n_lines in range(3, 6):
-        assert bug_report.last_lines(path, n_lines) == "(the rest of a private key)\nafter\n-----BEGIN PRIVATE KEY-----\n"
+        rest = "(the rest of a private key)\nafter\n-----BEGIN PRIVATE KEY-----\n"
+        assert bug_report.last_lines(path, n_lines) == rest
     assert bug_report.last_lines(path, 2).startswith("after\n") and "c2VjcmV0" in bug_report.last_lines(path, 6)
 
 

@@ -60,7 +60,8 @@ def test_the_head_says_who_measures_what_and_what_not():
     text = tuning_run.head(session({}))
     assert "a with b, c, budget 60 s, 0.15 s a sample, judged by incast" in text
     assert "a mlx5_0:1 -> c mlx5_0:1" in text and "not tried: huge_pages: no pool" in text
-    assert tuning_run.step(TuneStep("rdma_cores", "numa", "", False, "no gain")) == "  rdma_cores (empty) -> numa: no gain"
+    step = TuneStep("rdma_cores", "numa", "", False, "no gain")
+    assert tuning_run.step(step) == "  rdma_cores (empty) -> numa: no gain"
 
 
 def test_json_has_base_units_and_everything_that_was_tried():

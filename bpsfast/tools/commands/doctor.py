@@ -76,7 +76,7 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
 
     from ...hardware.rdma_route import peer_address
     from ...hardware.recorded_host import RecordedKernel
-    from ..doctor import facts, hardware, peer as other
+    from ..doctor import facts, hardware, peer as peer_doctor
     from ..perf.control import secret_for
 
     name, port = split(peer) if peer else ("", _DEFAULT_PORT)
@@ -90,14 +90,14 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
         return found
     found.cache_latency = hardware.measure(host)
     if address is not None:
-        other.ask(found, address, port, secret_for(loaded, [str(address)]).key, timeout_s, _provider(said))
+        peer_doctor.ask(found, address, port, secret_for(loaded, [str(address)]).key, timeout_s, _provider(said))
     return found
 
 
 def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once: bool, timeout_s: float) -> None:
     """Answer the doctors of other machines until interrupted; with *once*, only the first one."""
     from ...hardware.host import Host
-    from ..doctor import peer as other
+    from ..doctor import peer as peer_doctor
     from ..doctor.facts import Facts, ask_verbs
     from ..perf.control import listen_address
 
@@ -108,7 +108,7 @@ def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once
     def examine(asker: Address) -> Facts:
         return Facts(Host(), loaded, origins, said, (str(asker), asker), timeout_s)
 
-    with other.Listener(host, port, place.secret, examine, _provider(said), timeout_s) as listener:
+    with peer_doctor.Listener(host, port, place.secret, examine, _provider(said), timeout_s) as listener:
         click.echo(f"listening on {host} port {listener.port}{place.remark}; on the other machine: "
                    f"bpsfast doctor --peer HOST{'' if listener.port == _DEFAULT_PORT else f':{listener.port}'}")
         sys.stdout.flush()

@@ -113,7 +113,7 @@ def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.Plan
     ConfigError
         The options contradict each other.
     """
-    from ...launch import host_list as host_lists, ssh_job
+    from ...launch import host_list, ssh_job
 
     hosts = hosts_of(options.pop("hosts_text"), options.pop("hostfile"))
     typed = given_ssh_options(options)
@@ -128,8 +128,8 @@ def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.Plan
     if wrong:
         raise ConfigError(f"{', '.join(wrong)} simulates machines on this host, but -H or --hostfile name real hosts: "
                           "use only one of them (for helpers on hosts use --helpers-on)")
-    ranks_on = host_lists.assign(hosts, options["n_ranks"])
-    helpers = host_lists.helpers(helpers_on, ranks_on) if helpers_on else []
+    ranks_on = host_list.assign(hosts, options["n_ranks"])
+    helpers = host_list.helpers(helpers_on, ranks_on) if helpers_on else []
     return ssh_job.Plan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=scheduler_host or "",
                          variables=ssh_job.variables(assigned))
 
@@ -158,13 +158,13 @@ def hosts_of(text: str | None, hostfile: Path | None) -> list[Host]:
     ConfigError
         Both are given, or the list of hosts cannot be parsed.
     """
-    from ...launch import host_list as hosts
+    from ...launch import host_list
 
     if text is not None and hostfile is not None:
         raise ConfigError(f"-H {text} and --hostfile {hostfile} both name hosts: use only one of them")
     if text is not None:
-        return hosts.with_own(hosts.parse(text))
-    return [] if hostfile is None else hosts.with_own(hosts.read(hostfile))
+        return host_list.with_own(host_list.parse(text))
+    return [] if hostfile is None else host_list.with_own(host_list.read(hostfile))
 
 
 def _absolute(path: str) -> str:

@@ -136,7 +136,7 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
     from ...base import settings
     from ...orchestration import security
     from ...orchestration.errors import ConfigError
-    from ..perf import control, perf_plan as plans, results
+    from ..perf import control, perf_plan, results
     from ..perf.perf_run import PerfRun
 
     host, wait_s = options.pop("host"), options.pop("wait_s")
@@ -165,7 +165,7 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
 
     if host is None:
         # the client decides what the server's options leave open; those options must be valid
-        plans.make(verb, given)
+        perf_plan.make(verb, given)
         place = control.listen_address(loaded, loaded.node_host)
         key = place.secret.key
         with control.listen(control_port, place.host) as listener:
@@ -175,7 +175,7 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
         given.pop("timeout_s", None)
         plan = None
     else:
-        plan = plans.make(verb, given)
+        plan = perf_plan.make(verb, given)
         name, port = control.host_and_port(host, control_port)
         key = security.job_key(secret, "") if secret else control.secret_for(loaded, [name]).key
         accepted = control.connect(name, port, key, wait_s or _CLIENT_WAIT_S, plan.timeout_s)
@@ -206,9 +206,9 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
 
 def _set(verb: str, loaded: Any, origins: dict[str, str]) -> dict[str, Any]:
     """Return what somebody has set for jobs, in a profile say, by the plan's names; latency uses one queue pair."""
-    from ..perf import perf_plan as plans
+    from ..perf import perf_plan
 
-    found = {field: getattr(loaded, name) for name, field in plans.SETTINGS.items()
+    found = {field: getattr(loaded, name) for name, field in perf_plan.SETTINGS.items()
              if origins[name] != "default" and not (verb == "lat" and field in ("pairs", "moderation"))}
     if "moderation" in found:
         found["moderation"] = min(found["moderation"], loaded.rdma_queue_depth)  # as the transport takes it
@@ -225,14 +225,14 @@ def _device(options: dict[str, Any]) -> str | None:
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     """Return the given options by the names of the plan's fields."""
-    from ..perf import perf_plan as plans
+    from ..perf import perf_plan
 
     nbytes, all_sizes, providers = options.pop("nbytes"), options.pop("all_sizes"), options.pop("providers")
     if nbytes is not None and all_sizes:
         raise click.UsageError("-s and -a: choose one")
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     if nbytes is not None or all_sizes:
-        given["sizes"] = plans.ALL_SIZES if all_sizes else (nbytes,)
+        given["sizes"] = perf_plan.ALL_SIZES if all_sizes else (nbytes,)
     if providers is not None:
         given["providers"] = tuple(name.strip() for name in providers.split(","))
     return given

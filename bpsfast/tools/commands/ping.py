@@ -57,7 +57,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     from ...launch import roles
     from ...launch.remote_listeners import RemoteListeners
     from ...orchestration import security
-    from ..perf import control as lines, ping
+    from ..perf import control, ping
 
     form = output.form(as_json, path, no_color)
     loaded = settings.load(overrides(assignments, rdma_devices=f"={device}" if device else None,
@@ -71,8 +71,8 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
         raise click.UsageError("give hosts to ping, or --listen, or -H for hosts on which to start the other side")
     default_port = port or ping.DEFAULT_PORT
     if listen:
-        place = lines.listen_address(loaded, loaded.node_host)
-        with lines.listen(default_port, place.host) as sock:
+        place = control.listen_address(loaded, loaded.node_host)
+        with control.listen(default_port, place.host) as sock:
             click.echo(f"bpsfast ping: listening on port {default_port}{place.remark}", err=True)
             try:
                 ping.serve(sock, place.secret, loaded)
@@ -80,7 +80,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
                 sys.exit(130)
         return
     with contextlib.ExitStack() as stack:
-        where = [lines.host_and_port(name, default_port) for name in names]
+        where = [control.host_and_port(name, default_port) for name in names]
         if there:
             drawn = roles.given_key(loaded) or secrets.token_hex(32)
             key = security.job_key(drawn, "")
@@ -88,7 +88,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
             started = stack.enter_context(RemoteListeners(there, ssh, ["ping", "--listen"], drawn, port))
             where = started.addresses
         else:
-            key = lines.secret_for(loaded, [host for host, _ in where]).key
+            key = control.secret_for(loaded, [host for host, _ in where]).key
         if matrix:
             found = [ping.ask_to_reach(source, target, key, wait_s) for source in where for target in where
                      if source != target]

@@ -57,15 +57,15 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
 
         return output.show(chosen, authors_table.text, authors_table.data() if as_json else None,
                            authors_table.rows(authors_table.lines()))
-    from ..planner import machine_list, plan_text, prediction as compressing, prediction as plans
+    from ..planner import machine_list, plan_text, prediction
 
     if workers is None:
         raise ConfigError("--workers is missing: the number of machines with ranks")
-    codec = None if compression is None else compressing.parse(compression)
+    codec = None if compression is None else prediction.parse(compression)
     machines = [*machine_list.parse(workers, True, nic_gbps), *machine_list.parse(helpers, False, nic_gbps)]
     network = _model(model, torch_place, dtype)
     compute = _compute(network, batch, forward_ms, backward_ms)
-    made = plans.make(network, machines, compute=compute, partition_nbytes=partition_nbytes, codec=codec,
+    made = prediction.make(network, machines, compute=compute, partition_nbytes=partition_nbytes, codec=codec,
                       copy_rate=copy_gbytes * 1e9)
     output.show(chosen, lambda: plan_text.text(made), plan_text.data(made), plan_text.rows(made))
 

@@ -155,8 +155,8 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
     bpsfast tune rdma --undo --profile job.toml         takes that back
     """
     from ...base import profile as profiles, settings
-    from ..perf import control as lines
-    from ..tune import testbed as field
+    from ..perf import control
+    from ..tune import testbed
 
     form = output.form(options.pop("as_json"), options.pop("path"), options.pop("no_color"))
     device = options.pop("device")
@@ -173,13 +173,13 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
         change = profiles.undo(file)
         output.show(form, lambda: undone(change), {"profile": change._asdict()})
         return
-    default_port = port or field.DEFAULT_PORT
+    default_port = port or testbed.DEFAULT_PORT
     if hosts:
         if applies:
             profiles.writable(file)
-        where = [lines.host_and_port(name, default_port) for name in hosts]
+        where = [control.host_and_port(name, default_port) for name in hosts]
         options["only"] = _names(options["only"])
-        key = lines.secret_for(loaded, [host for host, _ in where]).key
+        key = control.secret_for(loaded, [host for host, _ in where]).key
         _drive(form, where, key, loaded, origins, file if applies else "", options)
     elif applies:
         raise click.UsageError("--apply: nothing was measured; name the host to measure with")
@@ -190,12 +190,12 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
 def _listen(port: int, loaded: Any, wait_s: float | None) -> None:
     from ...hardware.host import Host
     from ...hardware.rdma_route import choose
-    from ..perf import control as lines
+    from ..perf import control
     from ..tune.testbed import TuneServer
 
     choose(Host(), devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index).require()
-    place = lines.listen_address(loaded, loaded.node_host)
-    with lines.listen(port, place.host) as listener:
+    place = control.listen_address(loaded, loaded.node_host)
+    with control.listen(port, place.host) as listener:
         click.echo(f"bpsfast tune rdma: listening on port {port}{place.remark}", err=True)
         partner = TuneServer(listener, place.secret.key, loaded,
                           lambda words: click.echo(f"bpsfast tune rdma: {words}", err=True))

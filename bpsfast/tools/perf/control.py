@@ -158,8 +158,8 @@ def listen_address(loaded: Settings, host: str) -> ListenAddress:
     if host or loaded.insecure or given_key(loaded):
         return ListenAddress(host, secret_for(loaded, [host or "all addresses"]))
     return ListenAddress(
-        _LOOPBACK, secret_for(loaded, [_LOOPBACK]), ", for this machine only: to measure with others set BPSFAST_JOB_KEY "
-        "to the same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1")
+        _LOOPBACK, secret_for(loaded, [_LOOPBACK]), ", for this machine only: to measure with others set "
+        "BPSFAST_JOB_KEY to the same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1")
 
 
 class Control:

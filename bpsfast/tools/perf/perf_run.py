@@ -27,7 +27,7 @@ from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.rdma_route import choose, peer_address
 from ...orchestration.errors import BpsError, PeerLostError, ProtocolError
-from . import perf_plan as plans, results
+from . import perf_plan, results
 from .control import Agree, Control, Done, Offer, Propose, Ready, Result, Sent, Stop
 from .perf_plan import Plan
 from .rdma import RdmaEnd, deltas
@@ -85,8 +85,8 @@ class PerfRun:
     def serve(self, proposed: Propose, given: dict[str, Any], began: Callable[[], None]) -> None:
         """Be measured as was *proposed*; the rest is as for `as_server`."""
         with self._telling():
-            plans.check(proposed.plan)
-            plans.agree(proposed.plan, given)
+            perf_plan.check(proposed.plan)
+            perf_plan.agree(proposed.plan, given)
             self.plan, self._device = proposed.plan, proposed.device
             self._control.timeout_s = proposed.plan.timeout_s
             self._control.send(Agree({"host": os.uname().nodename}))

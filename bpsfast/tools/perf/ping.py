@@ -19,8 +19,8 @@ from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.rdma_route import Rail, choose, peer_address
 from ...orchestration.errors import BpsError, ConfigError
-from . import control as lines, perf_plan as plans
-from .control import Alive, Answer, Ask, Control, Secret
+from . import perf_plan
+from .control import Alive, Answer, Ask, Control, Secret, connect, handshake_acceptor
 from .rdma import RdmaEnd
 
 DEFAULT_PORT = 18520
@@ -43,7 +43,7 @@ def rails(host: Host, loaded: Settings, peer_host: str) -> tuple[list[Rail], dic
 
 def open_end(rail: Rail, host: Host, verbs: str) -> RdmaEnd:
     """Return a queue pair on a port, by the implementation *verbs*, for a few small messages."""
-    plan = plans.make("lat", {"iterations": _TURNS, "depth": 16, "receive_depth": 64, "timeout_s": _PAIR_S})
+    plan = perf_plan.make("lat", {"iterations": _TURNS, "depth": 16, "receive_depth": 64, "timeout_s": _PAIR_S})
     return RdmaEnd(plan, rail, verbs, host)
 
 
@@ -63,7 +63,7 @@ def reach(name: str, port: int, key: bytes, loaded: Settings, wait_s: float) -> 
     """
     found: dict[str, Any] = {"host": name, "port": port, "error": None, "tcp": None, "pairs": [], "rejected": {}}
     try:
-        with lines.connect(name, port, key, wait_s, _SILENCE_S) as control:
+        with connect(name, port, key, wait_s, _SILENCE_S) as control:
             found["tcp"] = _echo(control)
             _pairs(control, loaded, found)
             control.stop()
@@ -132,7 +132,7 @@ def ask_to_reach(source: tuple[str, int], target: tuple[str, int], key: bytes, w
     found: dict[str, Any] = {"host": target[0], "port": target[1], "tcp": None, "pairs": [], "rejected": {},
                              "error": None}
     try:
-        with lines.connect(*source, key, wait_s, _SILENCE_S) as control:
+        with connect(*source, key, wait_s, _SILENCE_S) as control:
             found |= _ask(control, "reach", {"host": target[0], "port": target[1]})
             control.stop()
     except (BpsError, OSError) as exc:
@@ -160,7 +160,7 @@ def serve(listener: socket.socket, secret: Secret, loaded: Settings) -> None:
             finally:
                 places.release()
 
-    door = lines.handshake_acceptor(listener.dup(), secret.key, _CLIENT_SILENCE_S, came,
+    door = handshake_acceptor(listener.dup(), secret.key, _CLIENT_SILENCE_S, came,
                                     lambda exc: _log.info("ping: %s", exc),
                                     lambda words: _log.warning("ping: %s", words), "bpsfast-ping")
     with contextlib.closing(door):

@@ -18,8 +18,7 @@ import msgspec
 from ...base.settings import Settings
 from ...hardware.host import Host
 from ...orchestration.errors import BpsError, PeerLostError, StallError
-from ..perf import control as lines
-from ..perf.control import Answer, Ask, Control, Propose
+from ..perf.control import Answer, Ask, Control, Propose, connect, handshake_acceptor
 from ..perf.perf_plan import Plan
 from ..perf.perf_run import PerfRun
 from . import tunables
@@ -66,7 +65,7 @@ class TuneTestbed:
         """
         found = []
         for host, port in self._where:
-            with lines.connect(host, port, self._key, self._wait_s, self._timeout_s) as control:
+            with connect(host, port, self._key, self._wait_s, self._timeout_s) as control:
                 control.send(Ask(what, {}))
                 answer = control.receive(Answer, f"its answer to {what}").fields
                 control.stop()
@@ -98,7 +97,7 @@ class TuneTestbed:
     def _connect(self, partner: int, wait_s: float) -> Control:
         host, port = self._where[partner]
         try:
-            return lines.connect(host, port, self._key, wait_s, self._timeout_s)
+            return connect(host, port, self._key, wait_s, self._timeout_s)
         except (BpsError, OSError) as exc:
             raise PeerLostError(f"{host}:{port} listens no more: {exc}") from exc
 
@@ -199,7 +198,7 @@ class TuneServer:
             Somebody came, and then nobody for so long.
         """
         self._heard_s = time.monotonic()
-        door = lines.handshake_acceptor(self._listener.dup(), self._key, _SILENCE_S, self._client,
+        door = handshake_acceptor(self._listener.dup(), self._key, _SILENCE_S, self._client,
                              lambda exc: _log.info("tune: %s", exc), lambda words: _log.warning("tune: %s", words),
                              "bpsfast-tune")
         with contextlib.closing(door):

@@ -134,8 +134,8 @@ class TuningRun:
                     into = total.setdefault(where, {})
                     for name, value in changes.items():
                         into[name] = into.get(name, 0) + value
-        return [CounterDelta(f"{host} {port.partition('/')[0]}", int(port.partition("/")[2]), 0.0, changes, False, False)
-                for (host, port), changes in total.items()]
+        return [CounterDelta(f"{host} {device}", int(port), 0.0, changes, False, False)
+                for (host, name), changes in total.items() for device, _, port in [name.partition("/")]]
 
 
 def network(loaded: Settings, origins: dict[str, str]) -> Reading:

@@ -24,7 +24,8 @@ def test_an_interface_of_1500_warns_with_the_command(recorded_machine: Callable[
 
 
 def test_without_the_library_the_interface_tells(recorded_machine: Callable[[str], Machine]) -> None:
-    found = recorded_machine("rxe").answer(verbs=None).write("sys/class/net/roce0/mtu", "2200").check(addressing.packet_size)
+    machine = recorded_machine("rxe").answer(verbs=None).write("sys/class/net/roce0/mtu", "2200")
+    found = machine.check(addressing.packet_size)
     assert found.status is Status.WARN and "rxe0/1 path MTU 2048" in found.found and "switch" not in commands(found)
 
 
