@@ -296,6 +296,20 @@ def bench_autotune(**options: Any) -> None:
     autotune.run(options)
 
 
+@command.command("overhead")
+@click.option("--against", type=click.Path(), metavar="PYTHON",
+              help="The interpreter of another installation of bpsfast, measured in turns with this one.")
+@click.option("--elements", "n_elements", type=_COUNT, help="float32 elements of a tensor.  [default: 256]")
+@cli_options.rounds("each version", default=5)
+@cli_options.result(quick="One short turn.")
+@exit_on_error
+def bench_overhead(**options: Any) -> None:
+    """Time, Python calls and locks of a tensor between the backward hook and its announcement. Needs torch."""
+    from . import overhead
+
+    overhead.run(options)
+
+
 @command.command("neighbour")
 @click.option("--cores", type=_COUNT, help="Number of cores of the helper.  [default: 1]")
 @click.option("--nic-rate", type=click.FloatRange(0, min_open=True), metavar="GBPS",
