@@ -1,4 +1,4 @@
-"""RD05, RD07, RD18: under which address this machine is reached, and by which card it reaches its peer."""
+"""RD05, RD07, RD08, RD18: GIDs, routes, packet sizes and host names."""
 from __future__ import annotations
 
 import ipaddress
@@ -13,7 +13,7 @@ from .finding import Check, Outcome, Severity, Status, advice, failed, passed, s
 
 
 def gid(facts: Facts) -> Outcome:
-    """RD05: is there a GID that reaches further than this wire, and does the peer have one of the same kind?"""
+    """RD05: check that a port has a GID that routers pass, of the same kind as the peer's."""
     roce = [(device, port) for device, port in facts.host.ports if port.is_roce and port.is_active]
     if not roce:
         infiniband = any(port.link_layer == "InfiniBand" for _, port in facts.usable)
@@ -38,7 +38,7 @@ def gid(facts: Facts) -> Outcome:
 
 
 def route(facts: Facts) -> Outcome:
-    """RD07: does the route to the peer leave by the card that would be used?"""
+    """RD07: check that the route to the peer leaves through the chosen network card."""
     if not facts.host.devices:
         return skipped("no RDMA device")
     if not facts.choice.rails:
@@ -66,7 +66,7 @@ def route(facts: Facts) -> Outcome:
 
 
 def hostname(facts: Facts) -> Outcome:
-    """RD18: would a peer be told 127.0.0.1?"""
+    """RD18: check that peers are not told a loopback address."""
     own = {str(address) for card in facts.host.netdevs.values() for address in card.ips}
     wanted = facts.settings.node_host
     if wanted:
@@ -97,7 +97,7 @@ def hostname(facts: Facts) -> Outcome:
 
 
 def _judge(facts: Facts, rail: Rail) -> Outcome:
-    """Return a verdict on one port's GID."""
+    """Return a verdict on the GID of one port."""
     row = rail.gid
     assert row is not None
     shown = f"{rail.name} GID {row.index} RoCE {row.version} {row.address}"
@@ -119,7 +119,7 @@ def _judge(facts: Facts, rail: Rail) -> Outcome:
 
 
 def _against_peer(facts: Facts) -> Outcome | None:
-    """Return what is wrong between our ports and the peer's, pair by pair; None if nothing is."""
+    """Compare our ports with those of the peer, pair by pair; return the first mismatch, or None."""
     theirs = facts.peer_report.used if facts.peer_report else []
     for ours, other in zip(facts.choice.rails, theirs):
         mine = ours.gid
@@ -148,14 +148,14 @@ def _has_address(facts: Facts, rail: Rail) -> bool:
                if name in facts.host.netdevs)
 
 _WANTED_MTU = 9000
-#: The interface's MTU from which RoCE packets carry 4096 bytes.
+#: Smallest MTU of an interface for a RoCE path MTU of 4096 bytes.
 _ENOUGH_MTU = PATH_MTUS[0] + ROCE_OVERHEAD_NBYTES
 _SMALL_NBYTES = 576
 _ETHERNET_MTU = 1500
 
 
 def packet_size(facts: Facts) -> Outcome:
-    """RD08: is the path MTU the largest one, and does the way to the peer carry it?"""
+    """RD08: check that the path MTU is the largest possible and that the path to the peer carries it."""
     if not facts.choice.rails:
         return skipped("no RDMA device" if not facts.host.devices else "no port can be used")
     small, shown, first = [], [], None
@@ -181,7 +181,7 @@ def packet_size(facts: Facts) -> Outcome:
 
 
 def _mtus(facts: Facts, rail: Rail) -> tuple[int, int]:
-    """Return the interface's MTU and the path MTU of a port (bytes), 0 where unknown."""
+    """Return the MTU of a port's interface and the port's path MTU in bytes, 0 if unknown."""
     card = facts.host.netdevs.get(rail.netdev or "")
     mtu = card.mtu if card else 0
     fits = roce_mtu(mtu) if mtu and rail.gid is not None and rail.gid.version != "IB" else 0
@@ -210,14 +210,14 @@ def _raise(facts: Facts, rail: Rail) -> dict[str, str]:
 
 
 def _blocked(facts: Facts) -> Outcome | None:
-    """Ping the peer with packets as large as the interfaces allow; return what is wrong if they do not arrive."""
+    """Ping the peer with the largest packets of each interface; return a problem if they do not arrive, or None."""
     for rail, address in _ways(facts):
         card = facts.host.netdevs.get(rail.netdev or "")
         if card is None or card.mtu <= _SMALL_NBYTES:
             continue
         if (_ping(facts, address, card.mtu, card.name) is not PingResult.SILENT
                 or _ping(facts, address, _SMALL_NBYTES, card.name) is not PingResult.ANSWERED):
-            continue  # it passes, or pings are not answered at all, which says nothing about sizes
+            continue  # the large packet passes, or pings are not answered at all, which says nothing about sizes
         sizes = sorted([each + ROCE_OVERHEAD_NBYTES for each in PATH_MTUS] + [_ETHERNET_MTU], reverse=True)
         passing = next((each for each in sizes if each < card.mtu
                         and _ping(facts, address, each, card.name) is PingResult.ANSWERED), _SMALL_NBYTES)
@@ -232,7 +232,7 @@ def _blocked(facts: Facts) -> Outcome | None:
 
 
 def _ways(facts: Facts) -> list[tuple[Rail, Address]]:
-    """Return each of our ports with the peer's address on its network: of its ports, or the one that was given."""
+    """Return each of our ports with the peer's address on its network: that of the peer's port, or the given one."""
     if facts.peer is None or facts.route is None or facts.route.local:
         return []
     theirs = facts.peer_report.used if facts.peer_report else []

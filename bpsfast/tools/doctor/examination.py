@@ -1,4 +1,4 @@
-"""Runs all checks. A check that raises is itself a finding: the others still run, and the reader learns what broke."""
+"""Runs all checks of the doctor and formats their report."""
 from __future__ import annotations
 
 import textwrap
@@ -21,18 +21,18 @@ _ORDER = (Status.FAIL, Status.WARN, Status.INFO, Status.PASS, Status.SKIP)
 
 
 def examine(facts: Facts, checks: Sequence[Check] = CHECKS) -> list[Finding]:
-    """Return what every check found, the worst first, else in the order of their numbers. Never raises."""
+    """Run *checks*; return their findings, worst first, then by number. Never raises: a failed check is a finding."""
     findings = [Finding(check, _run(check, facts)) for check in checks]
     return sorted(findings, key=lambda finding: (_ORDER.index(finding.status), finding.check.code))
 
 
 def blocking(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings that keep RDMA from working."""
+    """Return the findings that prevent RDMA."""
     return [each for each in findings if each.status is Status.FAIL]
 
 
 def exit_code(facts: Facts, findings: Sequence[Finding]) -> int:
-    """Return 1 if a check failed, 3 if no RDMA device could ever be used, else 0 (the codes of every command)."""
+    """Return the exit code: 1 if a check failed, 3 if no RDMA device can ever be used, else 0."""
     if blocking(findings):
         return 1
     return 0 if facts.capable else 3
@@ -41,7 +41,7 @@ def exit_code(facts: Facts, findings: Sequence[Finding]) -> int:
 def _run(check: Check, facts: Facts) -> Outcome:
     try:
         return check.run(facts)
-    except Exception as exc:  # a machine that nobody foresaw must not hide what the other checks found
+    except Exception as exc:  # an unforeseen machine must not hide the findings of the other checks
         place = traceback.extract_tb(exc.__traceback__)[-1]
         return Outcome(Status.WARN, f"the check itself broke: {type(exc).__name__}: {exc} "
                                     f"({place.filename.rsplit('/', 1)[-1]}:{place.lineno})",
@@ -52,8 +52,9 @@ _TITLE_WIDTH = 20
 
 
 def text(facts: Facts, findings: Sequence[Finding], width: int | None = None) -> str:
-    """Return the report for people; coloured, which click strips where there is no terminal, whose *width* lines keep
-    to but for what is to be typed.
+    """Return the report as text with colors (click strips them without a terminal).
+
+    Lines are at most *width* wide, except commands to type.
     """
     lines = _wrapped("", head(facts), width)
     for finding in findings:
@@ -72,7 +73,7 @@ def text(facts: Facts, findings: Sequence[Finding], width: int | None = None) ->
 
 
 def _wrapped(start: str, words: str, width: int | None) -> list[str]:
-    """Return *start* and *words* in lines of *width*, those after the first below the words."""
+    """Return *start* and *words* as lines of at most *width*, aligned below the first word."""
     indent = len(click.unstyle(start))
     if width is None or width < indent + 30:
         return [start + words]
@@ -82,7 +83,7 @@ def _wrapped(start: str, words: str, width: int | None) -> list[str]:
 
 
 def head(facts: Facts) -> str:
-    """Return who was examined."""
+    """Return the line that says which machine was examined."""
     place = f", in a {facts.container} container" if facts.container not in ("", "container") else (
         ", in a container" if facts.container else "")
     peer = f"   peer {facts.peer_name}" if facts.peer is not None else ""
@@ -91,7 +92,7 @@ def head(facts: Facts) -> str:
 
 
 def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
-    """Return the sum of it, and which transport would be used now."""
+    """Return the summary and the transport that would be used now."""
     bad = [each for each in findings if each.status in (Status.FAIL, Status.WARN)]
     stops = blocking(findings)
     if not bad:
@@ -105,7 +106,7 @@ def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
 
 
 def transport(facts: Facts, findings: Sequence[Finding]) -> str:
-    """Return the transport between machines that these findings lead to."""
+    """Return the transport between machines that the findings allow."""
     streams = f"tcp ({facts.settings.tcp_streams} streams)"
     if facts.settings.transport in ("tcp", "shm"):
         return streams if facts.settings.transport == "tcp" else "shm (one machine only)"
@@ -115,7 +116,7 @@ def transport(facts: Facts, findings: Sequence[Finding]) -> str:
 
 
 def data(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return what JSON shows."""
+    """Return the report as JSON data."""
     return {
         "version": __version__, "host": facts.hostname, "kernel": facts.kernel_release, "user": facts.user,
         "uid": facts.uid, "container": facts.container or None, "peer": facts.peer_name or None,

@@ -1,4 +1,4 @@
-"""RD06, RD13, RD14: ports, cables and filters: whether packets of RDMA can pass at all."""
+"""RD06, RD09, RD13, RD14: ports, reachability, packet loss and filters of the RDMA network."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _OPEN_PORTS = "TCP: the scheduler's port and ports above 1024 between all nodes;
 
 
 def port_state(facts: Facts) -> Outcome:
-    """RD13: is a port up?"""
+    """RD13: check that the ports are up."""
     if not facts.host.ports:
         return skipped("no RDMA device" if not facts.host.devices else "the device has no ports")
     down = [(device, port) for device, port in facts.host.ports if not port.is_active]
@@ -34,7 +34,7 @@ def port_state(facts: Facts) -> Outcome:
 
 
 def rails(facts: Facts) -> Outcome:
-    """RD06: does each of our rails reach its counterpart, and the others?"""
+    """RD06: check that each of our ports reaches its counterpart and the other ports of the peer."""
     if not facts.host.devices:
         return skipped("no RDMA device")
     if facts.peer_report is None:
@@ -54,7 +54,7 @@ def rails(facts: Facts) -> Outcome:
         return skipped("one port is used: no rails to compare")
     reached = {(i, j): answered for i, rail in enumerate(ours) for j, other in enumerate(theirs)
                if (answered := _answers(facts, rail.netdev, other.address)) is not None}
-    works = facts.trial_error == ""  # a queue pair for each position, which says more than a ping
+    works = facts.trial_error == ""  # one queue pair per position tests more than a ping
     if not any(reached.values()) and (works or not reached):
         return (passed(f"a queue pair carried data for each of {_names(ours)}") if works
                 else skipped("no ping can be sent over these ports"))
@@ -70,7 +70,7 @@ def rails(facts: Facts) -> Outcome:
 
 
 def filters(facts: Facts) -> Outcome:
-    """RD14: does anything stand between the machines; is rdma_cm there for those who need it?"""
+    """RD14: check that no filter blocks RDMA between the machines, and that rdma_cm is available."""
     if not facts.host.devices:
         return skipped("no RDMA device")
     cm = facts.host.tree.exists("dev/infiniband/rdma_cm")
@@ -92,7 +92,7 @@ def filters(facts: Facts) -> Outcome:
                       check="sudo tcpdump -ni IFACE udp port 4791   # on the receiving machine; bypassing cards show "
                             "nothing")
     proven = "; a queue pair to it carried data and was acknowledged" if facts.trial_error == "" else ""
-    ways = "to and from" if facts.peer_report.reached else "to"  # without a key a doctor connects to nobody
+    ways = "to and from" if facts.peer_report.reached else "to"  # without a key a doctor connects to no asker
     return (passed if cm else told)(f"TCP {ways} {facts.peer_name} works{proven}; {local}", **load)
 
 
@@ -129,16 +129,16 @@ def _names(each_end: Sequence[Rail | PeerPort]) -> str:
 
 
 def _answers(facts: Facts, netdev: str | None, address: Address | None) -> bool | None:
-    """Whether *address* answers a ping over *netdev*; None if it cannot be asked."""
+    """Tell whether *address* answers a ping over *netdev*; None if it cannot be pinged."""
     if address is None or netdev not in facts.host.netdevs:
-        return None  # InfiniBand; or an interface in another network namespace than ours
+        return None  # InfiniBand, or an interface in another network namespace
     try:
         answer = facts.host.kernel.ping(address, _PING_NBYTES, netdev, facts.timeout_s)
     except OSError:
         return None
     return None if answer is PingResult.FORBIDDEN else answer is PingResult.ANSWERED
 
-#: Lost packets among this many are noise: a card that ran for months has seen a link flap.
+#: Share of lost packets that is noise: a card that runs for months sees a link flap.
 _NOISE = 1e-6
 _PRIORITY = 3
 _SWITCH = (f"for RoCE (DSCP 26, priority {_PRIORITY}): PFC on priority {_PRIORITY} of all ports, no drop; ECN marking "
@@ -147,7 +147,7 @@ _SWITCH = (f"for RoCE (DSCP 26, priority {_PRIORITY}): PFC on priority {_PRIORIT
 
 @dataclass(frozen=True)
 class FlowControl:
-    """What the driver shows of a port: priorities with PFC and with ECN (None: not shown), DCQCN's parameters."""
+    """Flow control of a port as its driver reports it: priorities with PFC and ECN (None: unknown), DCQCN parameters."""
 
     pause: tuple[int, ...] | None
     notify: tuple[int, ...] | None
@@ -156,7 +156,7 @@ class FlowControl:
 
     @property
     def is_known(self) -> bool:
-        """Whether the driver shows anything."""
+        """Tell whether the driver reports anything."""
         return self.pause is not None or self.notify is not None or bool(self.parameters)
 
     def __str__(self) -> str:
@@ -169,7 +169,7 @@ class FlowControl:
 
 
 def loss(facts: Facts) -> Outcome:
-    """RD09: were packets lost, and would the network have prevented it?"""
+    """RD09: check that no packets were lost, and that the network is set up to prevent loss."""
     ports = facts.usable
     if not ports:
         return skipped("no RDMA device" if not facts.host.devices else "no port can be used")
@@ -204,7 +204,7 @@ def loss(facts: Facts) -> Outcome:
 
 
 def flow_control(facts: Facts, device: RdmaDevice, port: Port) -> FlowControl:
-    """Read what the driver shows: DCB by netlink, mlx5's /sys/class/net/IFACE/ecn, mlx5's debugfs (root only)."""
+    """Read flow control: DCB over netlink, mlx5's /sys/class/net/IFACE/ecn and, for root, mlx5's debugfs."""
     tree, netdev = facts.host.tree, port.netdev or ""
     ecn = f"sys/class/net/{netdev}/ecn"
     parameters = {name: value for name in ("cnp_dscp", "cnp_802p_prio", "min_time_between_cnps")
@@ -219,13 +219,13 @@ def flow_control(facts: Facts, device: RdmaDevice, port: Port) -> FlowControl:
 
 
 def _counted(facts: Facts, device: RdmaDevice, port: Port) -> CounterDelta | None:
-    """Return what was counted since the driver was loaded, None without counters."""
+    """Return the counters since the driver was loaded, None if there are none."""
     now = snapshot(facts.host.tree, device.name, port.number, netdev=port.netdev, kernel=facts.host.kernel)
     return difference(CounterSnapshot(device.name, port.number, 0.0, 0.0, {}), now) if now.values else None
 
 
 def _troubles(counted: CounterDelta) -> list[str]:
-    """Return what is bad enough to be told: losses above noise, damage on the link, receivers that were not ready."""
+    """Return the troubles worth reporting: loss above noise, link damage, receivers that were not ready."""
     packets = counted.changes.get("port_rcv_packets", 0) + counted.changes.get("port_xmit_packets", 0)
     troubles = []
     for meaning in (CounterMeaning.LOSS, CounterMeaning.LINK, CounterMeaning.RECEIVER):
@@ -237,7 +237,7 @@ def _troubles(counted: CounterDelta) -> list[str]:
 
 
 def _enabled(facts: Facts, folder: str) -> tuple[int, ...] | None:
-    """Return the priorities whose file holds 1, None without the folder."""
+    """Return the priorities whose file holds 1, None if the folder does not exist."""
     names = facts.host.tree.names(folder)
     return tuple(int(name) for name in names if facts.host.tree.number(folder, name) == 1) if names else None
 

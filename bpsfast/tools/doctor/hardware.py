@@ -1,4 +1,4 @@
-"""RD11: where the card sits: its PCIe link, its NUMA node, the IOMMU before it."""
+"""RD11, RD21: the PCIe link, NUMA node and IOMMU of a network card, and the shared cache of cores."""
 from __future__ import annotations
 
 import os
@@ -10,12 +10,12 @@ from ...pyx.perf import handover_ns
 from .facts import CacheLineLatency, Facts
 from .finding import Check, Outcome, Severity, advice, passed, skipped, warned
 
-#: share of a PCIe link's rate that is left for payload after packet headers, at the usual 256 bytes a packet
+#: share of a PCIe link's rate left for payload after packet headers, with the usual 256 bytes a packet
 _PAYLOAD = 0.88
 
 
 def place(facts: Facts) -> Outcome:
-    """RD11: can the card run at its port's rate from this process?"""
+    """RD11: check that the network card can run at its port's rate from this process."""
     if not facts.host.devices:
         return skipped("no RDMA device")
     cards = [device for device in facts.host.devices if device.pcie is not None or device.numa_node is not None]
@@ -23,7 +23,7 @@ def place(facts: Facts) -> Outcome:
         return skipped("no RDMA device is a PCIe card")
     used = {device.name for device, _ in facts.used}
     narrow = [words for device in cards if (words := _narrow(device))]
-    with_cpus = {number for number, node in facts.host.numa.items() if node.cpus}  # nobody can run elsewhere
+    with_cpus = {number for number, node in facts.host.numa.items() if node.cpus}  # there is only one NUMA node
     far = [device for device in cards if device.name in used and device.numa_node in with_cpus - facts.host.own_numa]
     lines = narrow + [f"{device.name} is on NUMA node {device.numa_node}, this process runs on "
                       f"{_listed(facts.host.own_numa)}" for device in far]
@@ -43,7 +43,7 @@ def place(facts: Facts) -> Outcome:
 
 
 def _narrow(device: RdmaDevice) -> str:
-    """Return what is wrong with the card's link: below what the card can do *and* what its ports need; "" if fine."""
+    """Return why the PCIe link is slower than both the card's maximum and its ports' rate; "" if it is not."""
     link = device.pcie
     if link is None or not link.degraded:
         return ""
@@ -74,14 +74,14 @@ def _translates(facts: Facts) -> bool:
     return bool(facts.host.tree.names("sys/kernel/iommu_groups")) and "iommu=pt" not in words \
         and "iommu.passthrough=1" not in words
 
-#: Within a cache that cores share a line takes 20 to 80 ns; between those of chiplets or sockets 100 or more.
+#: A line takes 20 to 80 ns within a shared cache, and 100 or more between chiplets or sockets.
 _MOST_NS = 100.0
-#: So many cores are looked at beside the first of those that share a cache: each takes a millisecond.
+#: Cores that are measured against the first one; each takes a millisecond.
 _MOST_CORES = 15
 
 
 def measure(host: Host) -> CacheLineLatency:
-    """Measure between cores of *host*, this machine, that share the last level of cache by the kernel's word."""
+    """Measure between cores of this machine that share the last level of cache according to the kernel."""
     cores = sharers(host, frozenset(os.sched_getaffinity(0)))
     if len(cores) < 2:
         return CacheLineLatency(error="no two cores that this process may use share a cache, as far as the kernel says")
@@ -91,7 +91,7 @@ def measure(host: Host) -> CacheLineLatency:
 
 
 def again(before: CacheLineLatency) -> CacheLineLatency:
-    """Measure between the cores of *before*, if it has any."""
+    """Repeat the measurement of *before*, if it has cores."""
     if before.first < 0:
         return before
     try:
@@ -101,18 +101,18 @@ def again(before: CacheLineLatency) -> CacheLineLatency:
 
 
 def differ(first_ns: float, second_ns: float) -> bool:
-    """Tell whether cores shared a cache in one of two measurements and did not in the other; 0 ns: nobody knows."""
+    """Tell whether cores shared a cache in one of two measurements only; 0 ns is unknown."""
     return bool(first_ns and second_ns) and (first_ns <= _MOST_NS) != (second_ns <= _MOST_NS)
 
 
 def sharers(host: Host, usable: frozenset[int]) -> list[int]:
-    """Return one CPU of each core of *usable* in the largest set that shares the last level of cache, or []."""
+    """Return one CPU of each core in the largest subset of *usable* that shares the last level of cache, or []."""
     groups = dict.fromkeys(parse_cpus(_last_cache(host, cpu, "shared_cpu_list")) & usable for cpu in sorted(usable))
     return max((_cores(host, cpus) for cpus in groups), key=len, default=[])
 
 
 def shared_cache(facts: Facts) -> Outcome:
-    """RD21: is a cache line passed on as fast as within one cache?"""
+    """RD21: check that cores that share a cache exchange cache lines at its speed."""
     found = facts.cache_latency
     if found is None:
         return skipped("nobody has measured it")
@@ -135,7 +135,7 @@ def _cores(host: Host, cpus: frozenset[int]) -> list[int]:
 
 
 def _last_cache(host: Host, cpu: int, name: str) -> str:
-    """Return what the kernel says of the largest cache that *cpu* has; "" if nothing."""
+    """Return a property of the largest cache of *cpu* from sysfs; "" if there is none."""
     place = f"sys/devices/system/cpu/cpu{cpu}/cache"
     levels = [(int(host.tree.text(f"{place}/{index}/level") or 0), index)
               for index in host.tree.names(place) if index.startswith("index")]

@@ -1,11 +1,11 @@
-"""RD01, RD02, RD20: limits of the kernel and the container on memory."""
+"""RD01, RD02, RD10, RD12, RD20: limits on memory, and forks and GPU memory with RDMA."""
 from __future__ import annotations
 
 from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, told, warned
 
 _MIB = 1 << 20
-#: The least that any job needs; a limit below it is a default that nobody chose.
+#: The least that any job needs; a smaller limit is a distribution's default.
 _LEAST_LOCKED_NBYTES = 64 * _MIB
 _LEAST_MAPS = 65_530
 _LEAST_REGIONS = 1024
@@ -20,7 +20,7 @@ _MEMLOCK_SLURM = "slurmd.service: LimitMEMLOCK=infinity; slurm.conf: PropagateRe
 
 
 def locked_memory(facts: Facts) -> Outcome:
-    """RD01: may this process pin the memory that it registers?"""
+    """RD01: check that this process may lock the memory that it registers."""
     soft, hard = facts.memlock_nbytes
     actions = facts.variants(_MEMLOCK_HOST, _MEMLOCK_DOCKER, _MEMLOCK_K8S, _MEMLOCK_SLURM)
     actions["check"] = "ulimit -l   # must print unlimited"
@@ -50,7 +50,7 @@ def locked_memory(facts: Facts) -> Outcome:
 
 
 def registrations(facts: Facts) -> Outcome:
-    """RD02: may it have as many mappings and memory regions as it needs?"""
+    """RD02: check that there are enough mappings and memory regions."""
     limit = facts.host.tree.number("proc/sys/vm/max_map_count")
     maps = len((facts.host.tree.text("proc/self/maps") or "").splitlines())
     soft, _ = facts.memlock_nbytes
@@ -77,7 +77,7 @@ def registrations(facts: Facts) -> Outcome:
 
 
 def shared_memory(facts: Facts) -> Outcome:
-    """RD20: is /dev/shm large enough for those who need it?"""
+    """RD20: check the size of /dev/shm."""
     nbytes = facts.host.kernel.shm_nbytes()
     if nbytes is None:
         return told("there is no /dev/shm; bpsfast shares memory without it, torch's data loaders do not",
@@ -97,7 +97,7 @@ def _opened(facts: Facts) -> dict:
 
 
 def _refused(facts: Facts) -> list[str]:
-    """Return what came of the trial registrations that failed, devices of one fate together."""
+    """Return the errors of test registrations, devices with the same error together."""
     fates: dict[tuple[int, str], list[str]] = {}
     for name, opened in _opened(facts).items():
         if opened.registration_error:
@@ -107,7 +107,7 @@ def _refused(facts: Facts) -> list[str]:
 
 
 def _registered(facts: Facts) -> str:
-    """Return what the trial came to, for a limit that is none."""
+    """Return how much each device registered in the test."""
     done: dict[int, list[str]] = {}
     for name, opened in _opened(facts).items():
         if not opened.error:
@@ -117,7 +117,7 @@ def _registered(facts: Facts) -> str:
 
 
 def _of_others(facts: Facts) -> str:
-    """Return what keeps other users than root, as whom this process runs, from registering memory; "" if nothing."""
+    """Return why ordinary users cannot register memory although root (this process) can; "" if they can."""
     if facts.uid != 0 or not facts.capable:
         return ""
     nbytes, source = facts.login_memlock or (facts.memlock_nbytes[0], "as the limit here")
@@ -127,7 +127,7 @@ def _of_others(facts: Facts) -> str:
 
 
 def _why(facts: Facts) -> str:
-    """Return why CAP_IPC_LOCK does not lift the limit, where one would expect it to."""
+    """Return why CAP_IPC_LOCK does not lift the limit where it might be expected to."""
     if facts.container and facts.uid > 0:
         return f" (CAP_IPC_LOCK is not effective: uid {facts.uid})"
     return " (root, but CAP_IPC_LOCK is missing or of a user namespace)" if facts.uid == 0 else ""
@@ -140,14 +140,14 @@ def _size(nbytes: int) -> str:
             return f"{nbytes / unit:.4g} {name}"
     return f"{nbytes} bytes"
 
-#: The first kernel that copies pinned pages for the child, so that the parent keeps its own (copy on fork).
+#: First kernel that copies pinned pages for the child of a fork, so that the parent keeps its own.
 _COPY_ON_FORK = (5, 12)
-#: The first kernel whose mlx5 registers GPU memory by dma-buf.
+#: First kernel whose mlx5 driver registers GPU memory by dma-buf.
 _DMA_BUF = (5, 12)
 
 
 def fork(facts: Facts) -> Outcome:
-    """RD10: does registered memory survive a fork (data loaders, subprocess)?"""
+    """RD10: check that registered memory survives a fork (data loaders, subprocess)."""
     report = facts.verbs
     if report is None or report.error:
         if not facts.host.devices:
@@ -165,7 +165,7 @@ def fork(facts: Facts) -> Outcome:
 
 
 def gpu_memory(facts: Facts) -> Outcome:
-    """RD12: could the card reach GPU memory by itself?"""
+    """RD12: check whether the network card can access GPU memory directly."""
     if "nvidia" not in facts.modules and "amdgpu" not in facts.modules:
         return skipped("no GPU driver is loaded")
     ours = "bpsfast sums in host memory and registers no GPU memory"
