@@ -23,8 +23,7 @@ from bpsfast.orchestration import messages, security
 from bpsfast.orchestration.codec import count
 from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError
 from bpsfast.orchestration.placement.partition import row_frame_nbytes
-from bpsfast.tools.perf.control import Control
-from bpsfast.tools.perf.messages import Message
+from bpsfast.tools.perf.control import Control, Message
 from bpsfast.trainer.sparse_table import RowFrames
 from tests.support.codec_kernel_calls import CODECS, DECODE
 from tests.support.guarded_memory import GuardedMemory
