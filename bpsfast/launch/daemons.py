@@ -245,7 +245,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def run_scheduler(settings: Settings) -> int:
     """Be the scheduler until the job ends; return the exit code. SIGTERM and SIGINT abort the job with a reason."""
     from ..orchestration.failover.scheduler import Scheduler
-    from ..orchestration.job.job_settings import JobSettings
+    from ..orchestration.job.admission import JobSettings
     from ..orchestration.zmq_connections import interface
 
     if settings.num_nodes < 1 and settings.size < 1:

@@ -21,8 +21,7 @@ from ..orchestration import security
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.coordinator import ElasticRules
 from ..orchestration.elastic.protocol import Add, Added, Hello
-from ..orchestration.errors import ConfigError, PeerLostError, StallError
-from ..orchestration.unreadable import DECODE_ERRORS
+from ..orchestration.errors import DECODE_ERRORS, ConfigError, PeerLostError, StallError
 from ..orchestration.wake_up import WakeUp
 from .daemons import clean_environment
 from .elastic_service import ElasticService, WorkerPool, worker

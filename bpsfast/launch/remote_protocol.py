@@ -15,8 +15,7 @@ from typing import Any, Union
 
 import msgspec
 
-from ..orchestration.errors import ProtocolError
-from ..orchestration.unreadable import DECODE_ERRORS
+from ..orchestration.errors import DECODE_ERRORS, ProtocolError
 
 #: Version of the messages and their order; both sides need the same.
 VERSION = 3

@@ -33,8 +33,15 @@ from ..base.job_key import check_insecure, given_key, job_key, local_key, machin
 from ..base.process_identity import network_id
 from ..base.settings import Settings, parse_address
 from ..orchestration import security
-from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError, error_of
-from ..orchestration.unreadable import DECODE_ERRORS
+from ..orchestration.errors import (
+    DECODE_ERRORS,
+    BpsError,
+    ConfigError,
+    MismatchError,
+    PeerLostError,
+    StallError,
+    error_of,
+)
 from .daemons import reserve_port
 from .process_role import ProcessRole
 

@@ -16,13 +16,13 @@ import numpy as np
 from ..base.dtypes import TABLE, wire_name
 from ..orchestration.errors import BusyError, MismatchError, ProtocolError, UnsupportedError
 from ..orchestration.messages import TensorSpec
-from ..orchestration.placement.rows import (
+from ..orchestration.placement.partition import (
     HEADER_NBYTES,
     INDEX_NBYTES,
     OVERFLOW,
     ROWS,
-    frame_nbytes,
     part_rows,
+    row_frame_nbytes,
     values_offset,
 )
 from . import process
@@ -262,7 +262,7 @@ class RowFrames(NamedTuple):
             n = int(end - begin)
             frame = memory[part * self.stride : (part + 1) * self.stride]
             fits = n <= self.frame_rows
-            length = frame_nbytes(n, row_nbytes) if fits else HEADER_NBYTES
+            length = row_frame_nbytes(n, row_nbytes) if fits else HEADER_NBYTES
             frame[:HEADER_NBYTES].view(np.uint64)[:] = length - 8, n, 0 if fits else OVERFLOW
             nbytes += length
             if fits and n:
@@ -332,7 +332,7 @@ class RowFrames(NamedTuple):
         overflows = flags == OVERFLOW
         most = part_rows(self.n_rows, self.n_parts, part) if overflows else self.frame_rows
         if flags not in (0, OVERFLOW) or n > most or following != (
-                HEADER_NBYTES if overflows else frame_nbytes(n, self.row_nbytes)) - 8:
+                HEADER_NBYTES if overflows else row_frame_nbytes(n, self.row_nbytes)) - 8:
             raise ProtocolError(f"partition {part} of {self.n_parts} of a table is no frame of at most "
                                 f"{self.frame_rows} rows: {following} bytes follow for {n} rows, flags {flags}")
         return n, flags

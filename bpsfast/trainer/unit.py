@@ -22,7 +22,7 @@ from ..base.trace_records import Part
 from ..gpu.device_segments import DeviceSegment
 from ..orchestration.errors import BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
-from ..orchestration.rounds import after
+from ..orchestration.placement.partition import round_after
 from ..pyx.pages import Segment, Window
 from .chunk_descriptors import SlidingWindow, is_worth, n_slots
 from .device_input import DeviceInput
@@ -67,7 +67,7 @@ class Unit:
         #: That for which inputs are computed from the next push on; 0: not told. What error feedback keeps follows it.
         self.learning_rate = 0.0
         self._told_rate = 0.0
-        self.round = after(plan.first_round, -1)  # the last one that was pushed: none
+        self.round = round_after(plan.first_round, -1)  # the last one that was pushed: none
         self.first_round = plan.first_round
         self.has_begun = False  # it was pushed
         self.pushed_nbytes = 0  # in all rounds
@@ -242,7 +242,7 @@ class Unit:
 
     def _begin(self, nbytes: int, reads: bool = True) -> int:
         if reads and self._readers:
-            self._await_readers(self._reading(after(self.round)))
+            self._await_readers(self._reading(round_after(self.round)))
         with self._lock:
             if self._is_retired:
                 raise ClosedError(f"{self.name!r} was retired: its partitions may be another tensor's by now")
@@ -261,7 +261,7 @@ class Unit:
                 clock.begin(self._step)
             self._step = clock.step
             self.in_flight = True
-            self.round = after(self.round)
+            self.round = round_after(self.round)
             self.has_begun = True
             self.pushed_nbytes += nbytes
             round, rate = self.round, self.learning_rate
