@@ -49,7 +49,7 @@ from .slurm import SLURM
 
 _log = logging.getLogger("bpsfast.roles")
 
-_ENVIRONMENTS = (EXPLICIT, TORCHRUN, BYTEPS, SLURM, OPEN_MPI, PMI, HOROVOD, KUBERNETES)
+_ENVIRONMENTS: tuple[Environment, ...] = (EXPLICIT, TORCHRUN, BYTEPS, SLURM, OPEN_MPI, PMI, HOROVOD, KUBERNETES)
 #: Stands for the key in a role that is only compared, so that no key is derived and no warning logged.
 _NO_KEY = "00" * 32
 #: Who should have completed an incomplete set of variables.
