@@ -1,7 +1,7 @@
-"""Exit codes: the one table of what each means, for every command, daemon and launcher of the package.
+"""Exit codes of all commands, daemons and launchers of the package, and their meanings.
 
-A launcher that starts users' programs ends with the code of one of them, so those can be anything; the codes that it
-gives itself are those of the shell, `timeout` and `ssh`.
+A launcher of users' programs ends with the code of one of them, which may be any; its own codes are those of the shell,
+`timeout` and `ssh`.
 """
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..orchestration.errors import BpsError, CapacityError, ConfigError, Lacking
 from . import logs
 
 OK = 0
-#: A check failed, or whatever has no code of its own.
+#: A check failed, or an error without a code of its own.
 FAILED = 1
-#: Wrong options or settings; as click's own.
+#: Wrong options or settings; the same as click's.
 USAGE = 2
 #: The machine lacks what the command needs: a device, a library, a permission.
 ENVIRONMENT = 3
@@ -28,9 +28,9 @@ TIMEOUT = 4
 LEFT_BEHIND = 5
 #: Of a daemon: another process of the job failed, and that ended this one.
 ABORTED = 6
-#: Of a launcher: the job has not ended in time; as timeout(1).
+#: Of a launcher: the job did not end in time; as timeout(1).
 JOB_TIMEOUT = 124
-#: Of a launcher: a program cannot be executed, or is not there; as shells.
+#: Of a launcher: a program cannot be executed, or was not found; as shells.
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 #: Of a launcher: a process was lost with its host; as ssh.
 LOST_HOST = 255
@@ -44,7 +44,7 @@ WORDS = {
     LEFT_BEHIND: "of a helper: its job has lost or refused it, and goes on without it",
     ABORTED: "of a node or scheduler: another process failed first and ended the job; the last line names it",
 }
-#: What `bpsfast run` ends with where it is not a process's own code; beside 128 + N, see `words_of`.
+#: Codes of `bpsfast run` that are not a process's own, beside 128 + N (see `words_of`).
 WORDS_OF_RUN = {
     JOB_TIMEOUT: "the job has not ended within --timeout",
     NOT_EXECUTABLE: "PROGRAM cannot be executed",
@@ -54,19 +54,19 @@ WORDS_OF_RUN = {
 
 
 def words_of(code: int) -> str:
-    """Return what exit code *code* of a command, daemon or launcher of this package means; "" for none of ours."""
+    """Return the meaning of exit code *code* of a command, daemon or launcher of this package; "" for other codes."""
     if code - 128 in signal.valid_signals():
         return f"the process, or the launcher itself, was ended by {signal.Signals(code - 128).name}"
     return WORDS.get(code) or WORDS_OF_RUN.get(code, "")
 
 
 def code_of_daemon(error: BpsError) -> int:
-    """Return the exit code of a daemon that ends with *error*: who lost a peer is not to blame."""
+    """Return the exit code of a daemon that ends with *error*: `ABORTED` if another process caused it."""
     return ABORTED if isinstance(error, PeerLostError) else code_of(error)
 
 
 def code_of(error: Exception) -> int:
-    """Return the exit code of *error*: by whose fault it is."""
+    """Return the exit code of *error*."""
     if isinstance(error, LackingError):
         return ENVIRONMENT
     if isinstance(error, ConfigError):

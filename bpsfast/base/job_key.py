@@ -1,8 +1,8 @@
-"""This user's secret on this machine: from it the keys of jobs are derived that do not leave the machine.
+"""The secret key of a job: the given one, or one derived from this user's secret on this machine.
 
-Ranks of a job on one machine (torchrun, mpirun, a Slurm step, BytePS's variables) have no channel of their own before
-they meet, and what they have in common, such as a port or the process that started them, every user of the machine can
-see. A file that only this user can read is such a channel.
+Ranks of a job on one machine (torchrun, mpirun, a Slurm step, BytePS's variables) share nothing that other users of the
+machine cannot see: a port, or the process that started them. So `machine_secret` keeps a secret in a file that only
+this user can read; jobs that stay on the machine derive their keys from it.
 """
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from .settings import Settings, parse_address
 _log = logging.getLogger("bpsfast.roles")
 _ANY_NODE = Settings().node_id
 
-#: Where the secret may lie: the first of them in which this user has, or can have, a folder of its own. TMPDIR does not
-#: count, since not all processes of a job need have the same.
+#: Folders for the secret: the first one in which this user has, or can have, a folder of its own. TMPDIR is not used,
+#: as the processes of a job may have different ones.
 _PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 _FILE = "machine.key"
-#: What is over soon, and says nothing of the folder.
+#: Temporary errors, which do not mean that the folder is unusable.
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EINTR)
 _NBYTES = 32
 
 
 def machine_secret(places: Sequence[str | Path] = _PLACES) -> bytes:
-    """Return the 32 bytes that all processes of this user on this machine get, and nobody else but root.
+    """Return 32 bytes that all processes of this user on this machine get, and no others but root's.
 
-    The first process that asks draws them. They last as long as the file does; jobs read it at their start only.
+    The first process draws them. They last as long as the file; jobs read it only at their start.
 
     Raises
     ------
     ConfigError
-        In none of *places* this user can have a folder that nobody else can write or read.
+        This user has a private folder in none of *places*.
     """
     objections = []
     for place in places:
@@ -48,7 +48,7 @@ def machine_secret(places: Sequence[str | Path] = _PLACES) -> bytes:
         try:
             return _read_or_draw(folder)
         except OSError as exc:
-            if exc.errno in _PASSING:  # another process may have better luck, and would go elsewhere
+            if exc.errno in _PASSING:  # another process might succeed here, and use another folder
                 raise ConfigError(f"this user's secret in {folder} cannot be read: {exc}; try again, or set "
                                   "BPSFAST_JOB_KEY to the same random hex for all processes of the job") from exc
             objections.append(f"{folder}: {exc.strerror or exc}")
@@ -77,7 +77,7 @@ def _read(within: int) -> bytes:
     try:
         _check_owner(fd)
         data = os.read(fd, _NBYTES + 1)
-        os.utime(fd)  # who cleans up by age leaves it to jobs that still run
+        os.utime(fd)  # so that cleaning up by age does not remove it
     finally:
         os.close(fd)
     if len(data) != _NBYTES:
@@ -86,7 +86,7 @@ def _read(within: int) -> bytes:
 
 
 def _draw(within: int) -> None:
-    """Make the file, whole from the moment that others see it; another process may have been faster."""
+    """Create the file atomically, unless another process was faster."""
     name = f".{os.getpid()}-{secrets.token_hex(8)}"
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=within)
     try:
@@ -99,7 +99,7 @@ def _draw(within: int) -> None:
 
 
 def _check_owner(fd: int) -> None:
-    """Raise OSError unless *fd* is this user's, and nobody else's to read or to write."""
+    """Raise `OSError` unless *fd* is this user's, without permissions for others."""
     found = os.fstat(fd)
     if found.st_uid != os.geteuid():
         raise OSError(f"it belongs to user {found.st_uid}")
@@ -108,7 +108,7 @@ def _check_owner(fd: int) -> None:
 
 
 def given_key(settings: Settings) -> str:
-    """Return the job's secret as it was given (hex), "" if it was not; ConfigError if its file cannot be read."""
+    """Return the job's key as given in the settings (hex), "" if none; raise `ConfigError` for an unreadable file."""
     if settings.job_key or not settings.job_key_file:
         return settings.job_key
     try:
@@ -118,11 +118,11 @@ def given_key(settings: Settings) -> str:
 
 
 def job_key(settings: Settings, scheduler: str) -> bytes:
-    """Return the job's secret for the scheduler at *scheduler* ("host:port").
+    """Return the key of the job with the scheduler at *scheduler* ("host:port").
 
-    It is the given one; else, where only this machine reaches the scheduler, one that follows from this user's
-    `machine_secret`. Beyond that a job without a key is refused, unless BPSFAST_INSECURE=1 asks for it: then the key
-    follows from the address, and is no secret.
+    It is the given one; else, if only this machine can reach the scheduler, one derived from `machine_secret`. Any
+    other job without a key is refused, unless BPSFAST_INSECURE=1: then the key follows from the address, and is no
+    secret.
 
     Raises
     ------
@@ -137,9 +137,9 @@ def job_key(settings: Settings, scheduler: str) -> bytes:
 
 
 def local_key(settings: Settings, common: str) -> bytes:
-    """Return the secret of a job on one machine: the given one, or one that only this user's processes can derive.
+    """Return the key of a job on one machine: the given one, or one that only this user's processes can derive.
 
-    *common* is what the processes of this job, and of no other on this machine, know.
+    *common* is known to the processes of this job, and differs from other jobs on this machine.
     """
     given = given_key(settings)
     if given:
@@ -148,7 +148,7 @@ def local_key(settings: Settings, common: str) -> bytes:
 
 
 def check_insecure(settings: Settings, danger: str) -> None:
-    """Raise `ConfigError` unless the user has asked to go without a key; warn if so.
+    """Raise `ConfigError` unless the user allows a job without a key; then log a warning.
 
     *danger* completes "whoever reaches this port ...".
     """
@@ -162,14 +162,14 @@ def check_insecure(settings: Settings, danger: str) -> None:
 
 
 def default_node_id(settings: Settings, scheduler: str) -> str:
-    """Return the name of this machine's node in the job of the scheduler at *scheduler* ("host:port"): two jobs on one
-    machine may have one key.
+    """Return the name of this machine's node in the job with the scheduler at *scheduler* ("host:port"), as two jobs on
+    one machine may have the same key.
     """
     return node_id_or_default(settings, f"machine of {scheduler.lower()}")
 
 
 def node_id_or_default(settings: Settings, name: str) -> str:
-    """Return *name*, which no other job on this host has, unless the user has named the node."""
+    """Return the setting `node_id` if it is set, else *name*, which differs from other jobs on this host."""
     return name if settings.node_id == _ANY_NODE else settings.node_id
 
 

@@ -83,7 +83,7 @@ def test_an_agent_that_is_killed(owner):
     owner.until(lambda: process.code is not None)
     assert process.code == 255
     assert process.end_in_words() == (
-        "was lost with its host localhost (localhost: its agent was killed by SIGKILL: nothing was said)")
+        "was lost with its host localhost (localhost: its agent was killed by SIGKILL: no output)")
     process.signal_all(signal.SIGTERM)  # of no use, and no error
 
 

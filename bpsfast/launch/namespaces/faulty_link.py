@@ -1,13 +1,13 @@
-"""Two machines on one link that fails as its owner likes: losses, delays, cuts of one way or both, resets,
-connections that a firewall refuses, bytes that somebody changes.
+"""Two machines on a link with faults on demand: losses, delays, cuts of one or both directions, resets, connections
+refused as by a firewall, changed bytes.
 
     with FaultyLink("a", "b") as link:
         link["a"].popen(...); link["b"].popen(...)
         link.lose(0.3)
 
-Each machine is a network namespace whose ``eth0`` is a TUN device; a thread of the owner carries every packet from one
-to the other. So nothing of netem is needed, which few kernels of containers have, and packets get lost, which no proxy
-of TCP can do. Needs root and /dev/net/tun; see `missing`. Python carries some 50,000 packets a second.
+Each machine is a network namespace whose ``eth0`` is a TUN device; a thread of the owner forwards every packet. So
+netem, which few kernels of containers have, is not needed, and packets can be lost, unlike with a TCP proxy. Needs root
+and /dev/net/tun; see `missing`. The thread forwards some 50,000 packets a second.
 """
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from typing import NamedTuple
 import msgspec
 
 from ...orchestration.errors import ConfigError, LackingError, StallError
-from . import faulty_link, netns
+from ...orchestration.wake_up import WakeUp
+from . import netns
 from .cluster import Machine
 
 _TUN = Path("/dev/net/tun")
@@ -40,7 +41,7 @@ _JOIN_S = 10.0
 
 
 class ForwarderCounters(msgspec.Struct):
-    """What the forwarder has done: packets carried and dropped, resets forged, payloads changed, segments refused."""
+    """Counters of the forwarder: packets forwarded and dropped, resets forged, payloads changed, segments refused."""
 
     packets: int = 0
     dropped: int = 0
@@ -50,16 +51,16 @@ class ForwarderCounters(msgspec.Struct):
 
 
 def missing() -> str | None:
-    """Return why there can be no such link here, in one line, or None."""
+    """Return in one line why there can be no such link here, or None."""
     if not os.access(_TUN, os.R_OK | os.W_OK):
         return f"a link that fails needs {_TUN} (the kernel's module tun, or the container's permission)"
     return netns.missing()
 
 
 class _Direction:
-    """One direction: from the device *source* to the device *target*, both descriptors. The forwarder's own.
+    """One direction, from the device *source* to the device *target* (descriptors). Forwarder thread only.
 
-    `held`: what waits until `held_until`, in order, since nothing overtakes on a link.
+    `held`: packets that wait until `held_until`, in order, since packets do not overtake each other on a link.
     """
 
     def __init__(self, source: int, target: int) -> None:
@@ -82,12 +83,12 @@ class FaultyLink:
     mtu
         Of the link, bytes.
     seed
-        Of what is left to chance.
+        Of the random choices.
 
     Raises
     ------
     ConfigError
-        One line that names what is missing.
+        Something is missing; the text names it.
     """
 
     def __init__(self, *names: str, mtu: int = 1500, seed: int = 0) -> None:
@@ -109,10 +110,10 @@ class FaultyLink:
         self._changes = self._change_nbytes = 0
         self._refuses = False
         self._refused_ports: frozenset[int] = frozenset()
-        self._known: set[faulty_link.Connection] = set()
-        self._forgotten: frozenset[faulty_link.Connection] = frozenset()
+        self._known: set[Connection] = set()
+        self._forgotten: frozenset[Connection] = frozenset()
         self._devices: list[int] = []
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = WakeUp()
         self._closed = False
         self._ways: dict[str, _Direction] = {}
         self._thread = threading.Thread(target=self._run, name="bpsfast-faulty-link", daemon=True)
@@ -137,15 +138,16 @@ class FaultyLink:
         self.close()
 
     def close(self) -> None:
-        """Kill what runs on the machines, remove them, stop the forwarder. Idempotent."""
+        """Kill all processes on the machines, remove the machines, stop the forwarder. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        os.eventfd_write(self._wake, 1)
+        self._wake.ring()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
-        for fd in (*self._devices, self._wake):
+        for fd in self._devices:
             os.close(fd)
+        self._wake.close()
         for machine in self.machines.values():
             netns.remove(machine.namespace)
             machine._reap()
@@ -153,7 +155,7 @@ class FaultyLink:
     # -- faults -------------------------------------------------------------------------------------------
 
     def spare(self, *ports: int) -> None:
-        """Let no fault concern packets from and to these TCP ports, and any others again."""
+        """Apply no fault to packets from and to these TCP ports, and faults to all other ports."""
         self._spared = frozenset(ports)
 
     def lose(self, share: float) -> None:
@@ -161,16 +163,16 @@ class FaultyLink:
         self._loss = share
 
     def spike(self, delay_s: float, share: float) -> None:
-        """After each packet, with the probability *share*, hold up what goes its way for *delay_s* seconds."""
+        """After each packet, with the probability *share*, delay its direction by *delay_s* seconds."""
         self._spike_s, self._spike_share = delay_s, share
 
     def cut(self, *names: str) -> None:
-        """Drop all that the machines *names* send, or both if none is named, until `mend`."""
+        """Drop all packets from the machines *names* (none: from both) until `mend`."""
         for name in names or self._ways:
             self._ways[name].is_cut = True
 
     def mend(self) -> None:
-        """Carry all packets again, as they come; connections that were forgotten stay so."""
+        """Forward all packets again, except those of forgotten connections."""
         for way in self._ways.values():
             way.is_cut = False
         self._loss = self._spike_share = 0.0
@@ -178,36 +180,36 @@ class FaultyLink:
         self._refuses = False
 
     def reset(self, count: int, every_nbytes: int) -> None:
-        """End *count* connections in the middle of a segment with payload, one whenever *every_nbytes* went its way.
+        """Reset *count* connections after a segment with payload, one per *every_nbytes* of a direction.
 
-        Only the end that receives is told; the other one learns of it by what it sends next.
+        Only the receiver gets the reset; the sender notices with its next segment.
         """
         self._resets, self._reset_nbytes = count, every_nbytes
 
     def refuse(self, *ports: int) -> None:
-        """Answer each TCP segment from and to *ports* (none: all) by a reset, as a firewall that rejects, until `mend`.
+        """Answer each TCP segment from and to *ports* (none: all) by a reset, as a firewall does, until `mend`.
 
-        That ends connections there are, and refuses new ones: with ECONNREFUSED, as if nobody listened.
+        That ends existing connections, and refuses new ones with ECONNREFUSED.
         """
         self._refused_ports, self._refuses = frozenset(ports), True
 
     def change(self, count: int, every_nbytes: int) -> None:
-        """Change a bit of *count* payloads, one whenever *every_nbytes* went its way, and the checksum with it.
+        """Change a bit in *count* payloads, one per *every_nbytes* of a direction, and correct the checksum.
 
-        No kernel notices: that takes a cable that is wrong once in 65,536 times, or somebody who means it.
+        The kernel does not notice that, as with one of 65,536 random errors or with an attacker.
         """
         self._changes, self._change_nbytes = count, every_nbytes
 
     def forget(self) -> None:
-        """Drop all packets of connections that were seen until now: each end believes that the other is there."""
+        """Drop all packets of the connections seen so far, so that each end believes the other is still there."""
         self._forgotten = frozenset(self._known)
 
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = select.poll()
-        for fd in (*self._devices, self._wake):
-            poller.register(fd, select.POLLIN)
+        for source in (*self._devices, self._wake):
+            poller.register(source, select.POLLIN)
         while not self._closed:
             poller.poll(self._patience_ms())
             for way in self._ways.values():
@@ -220,7 +222,7 @@ class FaultyLink:
         return None if first is None else max(0, int(1e3 * (first - time.monotonic())) + 1)
 
     def _take(self, way: _Direction, packet: bytes) -> None:
-        segment = faulty_link.read(packet)
+        segment = segment_of(packet)
         if segment is not None and not self._spared.isdisjoint(segment.ports):
             self._send(way, packet)
             return
@@ -229,7 +231,7 @@ class FaultyLink:
         if segment is not None and self._refuses and not (
                 self._refused_ports and self._refused_ports.isdisjoint(segment.ports)):
             self.carried.refused += 1
-            refusal = faulty_link.refusal_of(segment)
+            refusal = refusal_of(segment)
             if refusal is not None:
                 self._write(way.source, refusal)
             return
@@ -243,7 +245,7 @@ class FaultyLink:
                 way.n_unchanged = 0
                 self._changes -= 1
                 self.carried.changed += 1
-                packet = faulty_link.changed(packet, segment)
+                packet = with_changed_bit(packet, segment)
         now = time.monotonic()
         if self._spike_share and self._random.random() < self._spike_share:
             way.held_until = max(way.held_until, now + self._spike_s)
@@ -257,7 +259,7 @@ class FaultyLink:
                 way.nbytes = 0
                 self._resets -= 1
                 self.carried.resets += 1
-                self._send(way, faulty_link.reset_after(segment))
+                self._send(way, reset_after(segment))
 
     def _release(self, way: _Direction) -> None:
         while way.held and way.held[0][0] <= time.monotonic():
@@ -277,7 +279,7 @@ class FaultyLink:
 
 
 def _packets(device: int) -> list[bytes]:
-    """Return what waits at *device*, a batch at most."""
+    """Return the packets that wait at *device*, at most `_BATCH`."""
     found: list[bytes] = []
     try:
         while len(found) < _BATCH:
@@ -291,7 +293,7 @@ def _packets(device: int) -> list[bytes]:
 
 
 def _device(machine: Machine, mtu: int) -> int:
-    """Make a TUN device, the ``eth0`` of *machine*; it lives as long as the descriptor."""
+    """Create a TUN device as ``eth0`` of *machine*; it exists as long as the descriptor."""
     fd = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         request = fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", b"bpsfast%d", _IFF_TUN | _IFF_NO_PI))
@@ -314,7 +316,7 @@ _TTL = 64
 
 
 class Segment(NamedTuple):
-    """One TCP segment: its ends (address and port, as on the wire), sequence numbers, payload bytes, and flags."""
+    """One TCP segment: its ends (address and port, as on the wire), sequence numbers, payload size and flags."""
 
     source: bytes
     target: bytes
@@ -334,7 +336,7 @@ class Segment(NamedTuple):
         return int.from_bytes(self.source[4:], "big"), int.from_bytes(self.target[4:], "big")
 
 
-def read(packet: bytes) -> Segment | None:
+def segment_of(packet: bytes) -> Segment | None:
     """Return the TCP segment in *packet*; None if it is something else."""
     if len(packet) < 40 or packet[0] >> 4 != 4 or packet[9] != _TCP:
         return None
@@ -346,15 +348,15 @@ def read(packet: bytes) -> Segment | None:
 
 
 def reset_after(segment: Segment) -> bytes:
-    """Return a packet that ends the connection at the end that has just got *segment*, and all before it.
+    """Return a packet that resets the connection at the receiver of *segment*.
 
-    It has the very number that is expected next: a kernel answers any other by a challenge (RFC 5961).
+    It has the sequence number that is expected next; a kernel answers others by a challenge (RFC 5961).
     """
     return _reset(segment, segment.sequence + segment.nbytes, segment.acknowledged)
 
 
 def refusal_of(segment: Segment) -> bytes | None:
-    """Return the reset by which a firewall answers who has sent *segment*; None if that is a reset itself."""
+    """Return the reset by which a firewall answers *segment*; None if that is a reset itself."""
     if segment.flags & _RST:
         return None
     back = segment._replace(source=segment.target, target=segment.source)
@@ -363,7 +365,7 @@ def refusal_of(segment: Segment) -> bytes | None:
 
 
 def _reset(ends: Segment, sequence: int, acknowledged: int) -> bytes:
-    """Return a reset that travels between the *ends* of a segment, as that does."""
+    """Return a reset with the source and target of *ends*."""
     tcp = ends.source[4:] + ends.target[4:] + struct.pack(
         "!IIBBHHH", sequence & 0xFFFFFFFF, acknowledged & 0xFFFFFFFF, 5 << 4, _RST | _ACK, 0, 0, 0)
     tcp = _summed(ends, tcp)
@@ -371,8 +373,8 @@ def _reset(ends: Segment, sequence: int, acknowledged: int) -> bytes:
     return ip[:10] + _checksum(ip) + ip[12:] + tcp
 
 
-def changed(packet: bytes, segment: Segment) -> bytes:
-    """Return *packet*, which is *segment*, with a bit in the middle of its payload changed, and the right checksum."""
+def with_changed_bit(packet: bytes, segment: Segment) -> bytes:
+    """Return *packet*, which has *segment*, with a bit in the middle of its payload changed and a valid checksum."""
     begin = (packet[0] & 15) * 4
     tcp = bytearray(packet[begin:])
     tcp[len(tcp) - 1 - segment.nbytes // 2] ^= 1
@@ -380,7 +382,7 @@ def changed(packet: bytes, segment: Segment) -> bytes:
 
 
 def _summed(segment: Segment, tcp: bytes) -> bytes:
-    """Return *tcp*, headers and payload between the ends of *segment*, with its checksum."""
+    """Return *tcp*, header and payload between the ends of *segment*, with its checksum."""
     blank = tcp[:16] + b"\0\0" + tcp[18:]
     pseudo = segment.source[:4] + segment.target[:4] + struct.pack("!BBH", 0, _TCP, len(tcp))
     return tcp[:16] + _checksum(pseudo + blank) + tcp[18:]
