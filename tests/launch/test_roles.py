@@ -1,4 +1,4 @@
-"""Who a process is: one test for each row of the table in docs/design/launch.md, and every half or double set of variables."""
+"""Roles of processes: each row of the table in docs/design/launch.md, and every incomplete or double set of variables."""
 
 from __future__ import annotations
 
