@@ -208,8 +208,8 @@ class FaultyLink:
 
     def _run(self) -> None:
         poller = select.poll()
-        for source in (*self._devices, self._wake):
-            poller.register(source, select.POLLIN)
+        for fd in (*self._devices, self._wake.fileno()):
+            poller.register(fd, select.POLLIN)
         while not self._closed:
             poller.poll(self._patience_ms())
             for way in self._ways.values():
