@@ -56,12 +56,8 @@ def unreachable_hint(host: str, port: int) -> str:
 def local_host(settings: Settings, scheduler_host: str) -> str:
     """Return this machine's own address: `node_host`, else the interface's, else that of the route to the scheduler.
 
-    Raises
-    ------
-    ConfigError
-        If the interface does not exist or has no IPv4 address, or there is no route.
-    StallError
-        If the scheduler's name was not resolved within `start_timeout_s`.
+    Raises `ConfigError` if the interface does not exist or has no IPv4 address, or there is no route. `StallError` if
+    the scheduler's name was not resolved within `start_timeout_s`.
     """
     return configured_host(settings) or job_route_source(scheduler_host, settings.start_timeout_s)
 
@@ -69,10 +65,7 @@ def local_host(settings: Settings, scheduler_host: str) -> str:
 def configured_host(settings: Settings) -> str:
     """Return this machine's own address from the settings: `node_host`, else the interface's; "" if neither is set.
 
-    Raises
-    ------
-    ConfigError
-        If the interface does not exist or has no IPv4 address.
+    Raises `ConfigError` if the interface does not exist or has no IPv4 address.
     """
     if settings.node_host or not settings.interface:
         return settings.node_host
@@ -168,12 +161,8 @@ def job_route_source(host: str, timeout_s: float) -> str:
     On the scheduler's own machine the name may mean the loopback (Debian's /etc/hosts); then return
     `default_route_host`.
 
-    Raises
-    ------
-    StallError
-        If the name was not resolved within *timeout_s*. (The name of a headless service exists once its pod does.)
-    ConfigError
-        If there is no route.
+    Raises `StallError` if the name was not resolved within *timeout_s*. (The name of a headless service exists once its
+    pod does.) `ConfigError` if there is no route.
     """
     address = _resolve(host, timeout_s)
     try:

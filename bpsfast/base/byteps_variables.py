@@ -177,10 +177,7 @@ NO_EFFECT = {
 def translate(setting: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> Translated | None:
     """Return what BytePS's variables in *environ* say about *setting*, or None.
 
-    Raises
-    ------
-    ConfigError
-        If a variable has no meaning, or needs another one that is missing.
+    Raises `ConfigError` if a variable has no meaning, or needs another one that is missing.
     """
     implied = [(variable, alias) for variable, aliases in IMPLIED.items() for alias in aliases]
     for variable, alias in [*ALIASES.items(), *implied]:

@@ -37,10 +37,7 @@ def machine_secret(places: Sequence[str | Path] = _PLACES) -> bytes:
 
     The first process draws them. They last as long as the file; jobs read it only at their start.
 
-    Raises
-    ------
-    ConfigError
-        This user has a private folder in none of *places*.
+    Raises `ConfigError` if this user has a private folder in none of *places*.
     """
     objections = []
     for place in places:
@@ -124,10 +121,7 @@ def job_key(settings: Settings, scheduler: str) -> bytes:
     other job without a key is refused, unless BPSFAST_INSECURE=1: then the key follows from the address, and is no
     secret.
 
-    Raises
-    ------
-    ConfigError
-        There is no key, its file cannot be read, or it is too short or not hexadecimal.
+    Raises `ConfigError` if there is no key, its file cannot be read, or it is too short or not hexadecimal.
     """
     host = parse_address(scheduler, "the scheduler")[0]
     if given_key(settings) or is_loopback(host):

@@ -44,10 +44,7 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
          key: str) -> list[Command]:
     """Return the first workers by rank. *muster* is the address of the elastic service, *key* the job's key in hex.
 
-    Raises
-    ------
-    ConfigError
-        For helpers, which cannot follow from job to job.
+    Raises `ConfigError` for helpers, which cannot follow from job to job.
     """
     if shape.n_helpers:
         raise ConfigError(f"--helpers {shape.n_helpers} with --elastic: helpers do not follow the workers from job to "
@@ -91,12 +88,8 @@ def run(shape: JobShape, program: Sequence[str], settings: Settings, rules: Elas
 def add(control: Path, count: int, timeout_s: float = 10.0) -> Added:
     """Have the job with the file *control* start *count* more workers; return its answer.
 
-    Raises
-    ------
-    ConfigError
-        If the file does not belong to a running job.
-    StallError, PeerLostError
-        If the job does not answer in time, or ends.
+    Raises `ConfigError` if the file does not belong to a running job. `StallError` or `PeerLostError` if the job does
+    not answer in time, or ends.
     """
     try:
         found = msgspec.json.decode(control.read_bytes(), type=Control)
@@ -127,10 +120,7 @@ def add(control: Path, count: int, timeout_s: float = 10.0) -> Added:
 def _published(path: Path | None, control: Control) -> Iterator[None]:
     """Keep *control* in the file *path*, for this user only, until the block ends.
 
-    Raises
-    ------
-    ConfigError
-        If the file exists, unless an ended job of this user has left it, or cannot be created.
+    Raises `ConfigError` if the file exists, unless an ended job of this user has left it, or cannot be created.
     """
     if path is None:
         yield

@@ -47,19 +47,16 @@ class Explicit(Environment):
     _NEEDED = (*_MARKS, "BPSFAST_LOCAL_SIZE", "BPSFAST_SCHEDULER")
 
     def marks(self, settings: Settings, environ: Environ) -> list[str]:
-        """See `Environment`."""
         marks = are_set(self._MARKS, environ)
         if marks == ["BPSFAST_SIZE"] and environ.get("JOB_COMPLETION_INDEX"):
             return []  # the size of a Kubernetes Job, which Kubernetes does not tell
         return ["rank"] if not marks and settings.rank >= 0 else marks  # given on the command line
 
     def missing(self, settings: Settings, environ: Environ) -> list[str]:
-        """See `Environment`."""
         values = msgspec.structs.asdict(settings)
         return [name for name in self._NEEDED if values[name.removeprefix("BPSFAST_").lower()] in (-1, "")]
 
     def role(self, settings: Settings, environ: Environ) -> ProcessRole:
-        """See `Environment`."""
         check_range("BPSFAST_RANK", settings.rank, "BPSFAST_SIZE", settings.size)
         check_range("BPSFAST_LOCAL_RANK", settings.local_rank, "BPSFAST_LOCAL_SIZE", settings.local_size)
         return ProcessRole(launcher="bpsfast", role="rank", rank=settings.rank, size=settings.size,
@@ -77,16 +74,13 @@ class Torchrun(Environment):
                          "LOCAL_WORLD_SIZE": "local_size"}
 
     def marks(self, settings: Settings, environ: Environ) -> list[str]:
-        """See `Environment`."""
         return are_set(("RANK", "LOCAL_RANK"), environ)
 
     def missing(self, settings: Settings, environ: Environ) -> list[str]:
-        """See `Environment`."""
         store = () if settings.scheduler else ("MASTER_ADDR", "MASTER_PORT")
         return are_unset((*self._NEEDED, *store), environ)
 
     def role(self, settings: Settings, environ: Environ) -> ProcessRole:
-        """See `Environment`."""
         rank, size, local_rank, local_size, group = (integer(name, environ) for name in self._NEEDED)
         check_range("RANK", rank, "WORLD_SIZE", size)
         check_range("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
@@ -104,7 +98,6 @@ class Torchrun(Environment):
                            local_size=local_size, **fields, starts_node=local_rank == 0, starts_scheduler=rank == 0)
 
     def repeats(self, role: ProcessRole, environ: Environ) -> bool:
-        """See `Environment`."""
         return agrees(self._FIELDS, role, environ)
 
 
@@ -114,11 +107,9 @@ class Byteps(Environment):
     name = "dmlc"
 
     def marks(self, settings: Settings, environ: Environ) -> list[str]:
-        """See `Environment`."""
         return are_set(("DMLC_ROLE", "DMLC_WORKER_ID", "BYTEPS_LOCAL_RANK"), environ)
 
     def missing(self, settings: Settings, environ: Environ) -> list[str]:
-        """See `Environment`."""
         needed = ["DMLC_ROLE", "DMLC_NUM_WORKER"]
         role = environ.get("DMLC_ROLE", "worker")
         if role not in ("worker", "server", "scheduler"):
@@ -131,7 +122,6 @@ class Byteps(Environment):
         return are_unset(needed, environ)
 
     def role(self, settings: Settings, environ: Environ) -> ProcessRole:
-        """See `Environment`."""
         role = environ["DMLC_ROLE"]
         if is_local_byteps_job(settings, environ):
             return self._local_role(settings, role)
@@ -194,15 +184,12 @@ class Mpi(Environment):
         self._names, self._how = names, how
 
     def marks(self, settings: Settings, environ: Environ) -> list[str]:
-        """See `Environment`."""
         return are_set((self._names[0], self._names[2]), environ)
 
     def missing(self, settings: Settings, environ: Environ) -> list[str]:
-        """See `Environment`."""
         return are_unset(self._names, environ)
 
     def role(self, settings: Settings, environ: Environ) -> ProcessRole:
-        """See `Environment`."""
         rank, size, local_rank, local_size = (integer(name, environ) for name in self._names)
         check_range(self._names[0], rank, self._names[1], size)
         check_range(self._names[2], local_rank, self._names[3], local_size)
@@ -226,7 +213,6 @@ class Mpi(Environment):
                            local_size=local_size, **fields, starts_node=local_rank == 0, starts_scheduler=rank == 0)
 
     def repeats(self, role: ProcessRole, environ: Environ) -> bool:
-        """See `Environment`."""
         return agrees(dict(zip(self._names, ("rank", "size", "local_rank", "local_size"))), role, environ)
 
 
@@ -281,19 +267,16 @@ class Kubernetes(Environment):
     _INDEX = "JOB_COMPLETION_INDEX"
 
     def marks(self, settings: Settings, environ: Environ) -> list[str]:
-        """See `Environment`."""
         marks = are_set(("RANK", self._INDEX), environ)
         return [*marks, "KUBERNETES_SERVICE_HOST"] if marks and environ.get("KUBERNETES_SERVICE_HOST") else []
 
     def missing(self, settings: Settings, environ: Environ) -> list[str]:
-        """See `Environment`."""
         missing = [] if environ.get("WORLD_SIZE") or settings.size >= 0 else ["WORLD_SIZE (the number of pods)"]
         if not settings.scheduler and not environ.get("MASTER_ADDR") and not environ.get(self._INDEX):
             missing += ["MASTER_ADDR"]
         return missing
 
     def role(self, settings: Settings, environ: Environ) -> ProcessRole:
-        """See `Environment`."""
         name = "RANK" if environ.get("RANK") else self._INDEX
         rank = integer(name, environ)
         if environ.get(self._INDEX, str(rank)) != str(rank):

@@ -51,10 +51,7 @@ class Host(msgspec.Struct, frozen=True):
 def parse(text: str) -> list[Host]:
     """Return the hosts of ``-H``: ``host[:slots],...``.
 
-    Raises
-    ------
-    ConfigError
-        The text is no such list, or names a host twice.
+    Raises `ConfigError` if the text is no such list, or names a host twice.
     """
     return _once([_host(part.strip(), f"-H {text}") for part in text.split(",")], "-H")
 
@@ -64,10 +61,7 @@ def read(path: Path) -> list[Host]:
 
     Hosts are in the order of their first lines, with the slots of all their lines.
 
-    Raises
-    ------
-    ConfigError
-        The file cannot be read or has no host, a line is invalid, or a host has two users.
+    Raises `ConfigError` if the file cannot be read or has no host, a line is invalid, or a host has two users.
     """
     try:
         whole = path.read_text(encoding="utf-8-sig")
@@ -115,10 +109,7 @@ def with_own(hosts: Sequence[Host]) -> list[Host]:
 def helpers(text: str, ranks_on: Iterable[Host]) -> list[Host]:
     """Return the hosts of ``--helpers-on``, which have no ranks.
 
-    Raises
-    ------
-    ConfigError
-        The text is no list of hosts, or names one twice or one of *ranks_on*.
+    Raises `ConfigError` if the text is no list of hosts, or names one twice or one of *ranks_on*.
     """
     found = _once([Host(_name(part.strip(), f"--helpers-on {text}"), 0) for part in text.split(",")], "--helpers-on")
     ranks_on = list(ranks_on)
@@ -137,10 +128,7 @@ def assign(hosts: Sequence[Host], n_ranks: int | None) -> list[Host]:
 
     Hosts without ranks are left out.
 
-    Raises
-    ------
-    ConfigError
-        There are fewer slots.
+    Raises `ConfigError` if there are fewer slots.
     """
     n_slots = sum(host.slots for host in hosts)
     left = n_slots if n_ranks is None else n_ranks

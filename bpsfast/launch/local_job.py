@@ -50,10 +50,7 @@ class JobShape(msgspec.Struct, frozen=True, kw_only=True):
 def shape_of(n_ranks: int, n_nodes: int, n_helpers: int, ranks: str | None = None) -> JobShape:
     """Return the shape of *n_ranks* spread evenly over *n_nodes*, the first nodes one more; or as *ranks* ("2,3") says.
 
-    Raises
-    ------
-    ConfigError
-        If a node would have no rank.
+    Raises `ConfigError` if a node would have no rank.
     """
     if ranks is not None:
         parts = ranks.split(",")
@@ -113,10 +110,8 @@ def run(shape: JobShape, program: Sequence[str], settings: Settings, *, netns: b
         restarts: int = 0) -> int:
     """Run the job to its end; return its exit code. *restarts*: of lost helpers, in all. Main thread only.
 
-    Raises
-    ------
-    ConfigError
-        If *program* is a script instead of a command, or the settings name no interface of this machine.
+    Raises `ConfigError` if *program* is a script instead of a command, or the settings name no interface of this
+    machine.
     """
     check_program(program)
     environ = os.environ if environ is None else environ

@@ -85,10 +85,7 @@ class Output:
     def streams(self, name: str, rank: int | None = None, n_ranks: int = 0) -> tuple[Transcript, Transcript]:
         """Return the sinks for standard output and error of the process *name*, which may be *rank* of *n_ranks*.
 
-        Raises
-        ------
-        OSError
-            If a file cannot be made.
+        Raises `OSError` if a file cannot be made.
         """
         colour = _COLOURS[self._n_named % len(_COLOURS)]
         self._n_named += 1
@@ -462,10 +459,8 @@ class OutputStream:
     def flush(self) -> None:
         """Write what the target takes now.
 
-        Raises
-        ------
-        BrokenPipeError, OSError
-            The reader is gone, or the target has another fault; the rest is dropped.
+        Raises `BrokenPipeError` or `OSError` if the reader is gone, or the target has another fault; the rest is
+        dropped.
         """
         while self._pending and self._can_be_written(0.0):
             assert self.fd is not None, "a file leaves nothing"

@@ -145,7 +145,6 @@ class LocalProcess:
                 os.kill(pid, number)
 
     def end_in_words(self) -> str:
-        """See `Process`."""
         return describe_exit(self.code or 0)
 
     def exit_code(self) -> int:
@@ -225,7 +224,6 @@ class LocalProcesses:
         self._n_reapers = 0
 
     def open(self, selector: selectors.BaseSelector) -> None:
-        """See `ProcessHost`."""
         self._selector = selector
         self._reports = Reports()
         self._start_reaper()
@@ -247,7 +245,6 @@ class LocalProcesses:
         return ()
 
     def start(self, command: Command, out: Sink, err: Sink) -> LocalProcess:
-        """See `ProcessHost`."""
         assert self._reports is not None, "opened"
         reports = self._reports.environ(len(self._children))
         child = LocalProcess(msgspec.structs.replace(command, environ={**command.environ, **reports}))
@@ -263,7 +260,6 @@ class LocalProcesses:
         return child
 
     def tick(self, now_s: float) -> tuple[float, Sequence[LocalProcess]]:
-        """See `ProcessHost`."""
         return float("inf"), ()
 
     def drain(self) -> None:
@@ -279,18 +275,15 @@ class LocalProcesses:
                 self._forget(child, pipe)
 
     def reports(self) -> Sequence[EndReport]:
-        """See `ProcessHost`."""
         assert self._reports is not None, "opened"
         return [EndReport(self._children[number], word, time_s) for number, word, time_s in self._reports.read()
                 if number < len(self._children)]
 
     def begin_close(self) -> None:
-        """See `ProcessHost`."""
         for child in self._children:
             child.signal_all(signal.SIGKILL)
 
     def close(self) -> None:
-        """See `ProcessHost`."""
         until_s = time.monotonic() + AFTER_SIGKILL_S
         is_well = all(child.code == 0 for child in self._children if child.command.kind is Kind.RANK)
         for child in self._children:

@@ -63,10 +63,7 @@ class RemoteHosts:
     def connect(self) -> None:
         """Wait until every host has an agent of this version in the working directory.
 
-        Raises
-        ------
-        BpsError
-            One line for each host that has none, with a command to type.
+        Raises `BpsError`: one line for each host that has none, with a command to type.
         """
         self._until(lambda host: host.here is not None, self.hosts, AGENT_TIMEOUT_S)
         answers = self.ask(self.hosts, messages.Prepare(self._ssh.directory or os.getcwd()))
@@ -85,10 +82,7 @@ class RemoteHosts:
     def scheduler_address(self, wished: str = "") -> tuple[str, int]:
         """Return an address and port for the scheduler on the first host, by which all hosts reach it.
 
-        Raises
-        ------
-        ConfigError
-            See `address_of`.
+        Raises `ConfigError`: see `address_of`.
         """
         first, others = self.hosts[0], self.hosts[1:]
         if not others and not wished:
@@ -115,10 +109,7 @@ class RemoteHosts:
         Tries all addresses of *target*, first the one that ssh uses; or *wished* alone, also from *target* itself, as
         its own processes look it up.
 
-        Raises
-        ------
-        ConfigError
-            No address is reached by all; the text lists the tries and their errors.
+        Raises `ConfigError` if no address is reached by all; the text lists the tries and their errors.
         """
         assert target.here is not None, "connected"
         name, candidates = target.host.name, [wished] if wished else target.here.addresses
@@ -221,11 +212,9 @@ class RemoteProcess:
         self._host, self._number = host, number
 
     def signal_all(self, number: int) -> None:
-        """See `processes.Process`."""
         self._host.tell(messages.Signal(self._number, number))
 
     def end_in_words(self) -> str:
-        """See `processes.Process`."""
         return self._host.lost if self.is_lost else describe_exit(self.code or 0)
 
     def lose(self) -> None:
@@ -298,10 +287,7 @@ class RemoteHost:
     def receive(self) -> None:
         """Receive messages of the agent; answers are appended to `answers`.
 
-        Raises
-        ------
-        BpsError
-            There is no agent, it has another version, or it has ended; the text says why.
+        Raises `BpsError` if there is no agent, it has another version, or it has ended; the text says why.
         """
         try:
             came = self.line.receive()
@@ -349,7 +335,6 @@ class RemoteHost:
     # -- as a host -------------------------------------------------------------------------------------------------
 
     def open(self, selector: selectors.BaseSelector) -> None:
-        """See `processes.ProcessHost`."""
         self._selector = selector
         self._heard_s = time.monotonic()
         selector.register(self.line.source, selectors.EVENT_READ, self._on_line)
@@ -366,7 +351,6 @@ class RemoteHost:
         return process
 
     def tick(self, now_s: float) -> tuple[float, Sequence[RemoteProcess]]:
-        """See `processes.ProcessHost`."""
         if self.lost:
             return math.inf, ()
         if self._ssh_ends_by_s < math.inf:
@@ -389,7 +373,6 @@ class RemoteHost:
                 stream.finish()
 
     def reports(self) -> Sequence[EndReport]:
-        """See `processes.ProcessHost`."""
         found, self._reports = self._reports, []
         return found
 
@@ -406,7 +389,6 @@ class RemoteHost:
             self._process.terminate()
 
     def close(self) -> None:
-        """See `processes.ProcessHost`."""
         self.begin_close()
         assert self._closing_since_s is not None
         deadline = self._closing_since_s + _END_S

@@ -28,10 +28,7 @@ class RemoteListeners:
     of each by which this and the other hosts reach it, and its port: *port*, or if None a free one. The listeners get
     the job's *key* (hex) in their environment, as ranks do.
 
-    Raises
-    ------
-    BpsError
-        A host cannot be used, or its listener does not come up.
+    Raises `BpsError` if a host cannot be used, or its listener does not come up.
     """
 
     def __init__(self, hosts: Sequence[Host], ssh: Ssh, arguments: Sequence[str], key: str,
@@ -122,7 +119,6 @@ class _Announced:
         self._line = b""
 
     def feed(self, data: bytes) -> None:
-        """See `output.Sink`."""
         if self.has_come:
             self._further.feed(data)
             return
@@ -136,7 +132,6 @@ class _Announced:
             self._further.feed(self._line)
 
     def finish(self) -> None:
-        """See `output.Sink`."""
         if not self.has_come:
             self._further.feed(self._line)
             self._line = b""

@@ -197,10 +197,7 @@ class PipeConnection:
     def flush(self) -> None:
         """Write what the pipe takes now.
 
-        Raises
-        ------
-        BrokenPipeError
-            If the other side has closed the pipe.
+        Raises `BrokenPipeError` if the other side has closed the pipe.
         """
         while self._pending:
             try:
@@ -212,12 +209,8 @@ class PipeConnection:
     def receive(self) -> list[Any]:
         """Return the messages that one read completes.
 
-        Raises
-        ------
-        EOFError
-            The other side has closed the connection.
-        ProtocolError
-            The data is no message of this version.
+        Raises `EOFError` if the other side has closed the connection. `ProtocolError` if the data is no message of this
+        version.
         """
         try:
             data = os.read(self.source, _READ_NBYTES)

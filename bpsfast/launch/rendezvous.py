@@ -110,6 +110,10 @@ def role_of(store: Store, rank: int, size: int, settings: Settings, timeout_s: f
     0's settings BPSFAST_SCHEDULER (where its scheduler listens; else it is chosen here) and BPSFAST_NUM_HELPERS apply
     to the whole job.
 
+    Raises `StallError` if some ranks did not publish in time; the text names them. `ConfigError` or `MismatchError` if
+    the ranks contradict each other, or no address is known: the same error on all ranks. `PeerLostError` if the store
+    failed.
+
     Parameters
     ----------
     timeout_s
@@ -121,15 +125,6 @@ def role_of(store: Store, rank: int, size: int, settings: Settings, timeout_s: f
     -------
     Place
         Rank 0's holds the scheduler's port (`ProcessRole.reserved`): give it to `daemons.start`, or close that socket.
-
-    Raises
-    ------
-    StallError
-        Some ranks did not publish in time; the text names them.
-    ConfigError, MismatchError
-        The ranks contradict each other, or no address is known: the same error on all ranks.
-    PeerLostError
-        The store failed.
     """
     if not 0 <= rank < size:
         raise ConfigError(f"rank = {rank} must be at least 0 and less than the size of the job, {size}")

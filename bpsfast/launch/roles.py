@@ -62,11 +62,8 @@ _ADVICE = {
 def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> ProcessRole:
     """Return the role of this process.
 
-    Raises
-    ------
-    ConfigError
-        An incomplete set of variables, or two sets that disagree; the text names the variables and who should set
-        them. Or the settings name no interface of this machine.
+    Raises `ConfigError` for an incomplete set of variables, or for two sets that disagree; the text names the variables
+    and who should set them. Or the settings name no interface of this machine.
     """
     environ = os.environ if environ is None else environ
     configured_host(settings)  # an early error: at a node it would end all ranks

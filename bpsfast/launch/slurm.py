@@ -56,15 +56,12 @@ class Slurm(Environment):
     level = 2
 
     def marks(self, settings: Settings, environ: Environ) -> list[str]:
-        """See `Environment`."""
         return are_set(("SLURM_PROCID", *_STEP_ID), environ) if _is_task(environ) else []
 
     def missing(self, settings: Settings, environ: Environ) -> list[str]:
-        """See `Environment`."""
         return are_unset(_NEEDED, environ) + [names[0] for names in _ANY_OF if not _first(names, environ)]
 
     def role(self, settings: Settings, environ: Environ) -> ProcessRole:
-        """See `Environment`."""
         number = {name: integer(name, environ) for name in _NEEDED}
         rank, local_rank, index = (number[name] for name in _NEEDED)
         n_tasks = next(name for name in _N_TASKS if environ.get(name))
@@ -143,10 +140,7 @@ def expand_nodes(text: str) -> list[str]:
     A name may have several brackets, each a list of numbers and ranges; a number has as many digits as the first of its
     range is written with.
 
-    Raises
-    ------
-    ValueError
-        Where *text* is no such list; the message says what is wrong.
+    Raises `ValueError` where *text* is no such list; the message says what is wrong.
     """
     names: list[str] = []
     for item in _items(text):
@@ -166,10 +160,7 @@ def expand_nodes(text: str) -> list[str]:
 def tasks_per_node(text: str) -> list[int]:
     """Return the number of tasks of each node.
 
-    Raises
-    ------
-    ValueError
-        Where *text* is no such list.
+    Raises `ValueError` where *text* is no such list.
     """
     counts: list[int] = []
     for item in text.split(","):

@@ -50,10 +50,7 @@ def run(plan: SshPlan, program: Sequence[str], settings: Settings, *, limits: Li
     """Run *program* as the ranks of a job to its end; return its exit code. *restarts*: of lost helpers, in all. Main
     thread only.
 
-    Raises
-    ------
-    BpsError
-        A host cannot be used; nothing was started on any host.
+    Raises `BpsError` if a host cannot be used; nothing was started on any host.
     """
     _check(plan, program, settings)
     output = output or Output()
@@ -88,10 +85,8 @@ def dry_run(plan: SshPlan, program: Sequence[str], settings: Settings, show: Cal
 def variables(assignments: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables of ``-x NAME=VALUE`` and ``-x NAME`` (with its value here).
 
-    Raises
-    ------
-    ConfigError
-        A name that is not set here, or by which only the launcher gives a process its role or settings.
+    Raises `ConfigError` for a name that is not set here, or by which only the launcher gives a process its role or
+    settings.
     """
     environ = os.environ if environ is None else environ
     found = {}

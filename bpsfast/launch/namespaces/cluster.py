@@ -94,10 +94,7 @@ class Machine:
     ) -> subprocess.CompletedProcess:
         """Run *argv* here to its end; return exit code and output (text).
 
-        Raises
-        ------
-        StallError
-            At the deadline; the process is killed.
+        Raises `StallError` at the deadline; the process is killed.
         """
         with self.popen(argv, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
@@ -120,6 +117,8 @@ class Machine:
 class Cluster:
     """Machines on a switch, from construction until `close` or the end of the ``with`` block.
 
+    Raises `ConfigError`: Root, ``ip`` or tbf is missing, or an argument is not possible.
+
     Parameters
     ----------
     machines
@@ -128,11 +127,6 @@ class Cluster:
         One `Rate` for all links, or one for each name; None: not shaped.
     mtu
         Of all links, in bytes.
-
-    Raises
-    ------
-    ConfigError
-        Root, ``ip`` or tbf is missing, or an argument is not possible.
     """
 
     def __init__(
@@ -190,10 +184,7 @@ class Cluster:
         and leaves slow start early (hystart). After 2 s the result was up to 12 % low with equal links, 50 % with
         others.
 
-        Raises
-        ------
-        PeerLostError
-            If one end of the measurement fails; the text has its output.
+        Raises `PeerLostError` if one end of the measurement fails; the text has its output.
         """
         program = [sys.executable, "-S", "-E", str(Path(__file__).with_name("calibration.py"))]
         listen = [*program, "listen", str(_CALIBRATION_PORT), str(duration_s)]

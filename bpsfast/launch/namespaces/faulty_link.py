@@ -76,6 +76,8 @@ class _Direction:
 class FaultyLink:
     """Two machines, from construction until `close`. Faults may be changed at any time, by one thread.
 
+    Raises `ConfigError` if something is missing; the text names it.
+
     Parameters
     ----------
     names
@@ -84,11 +86,6 @@ class FaultyLink:
         Of the link, bytes.
     seed
         Of the random choices.
-
-    Raises
-    ------
-    ConfigError
-        Something is missing; the text names it.
     """
 
     def __init__(self, *names: str, mtu: int = 1500, seed: int = 0) -> None:

@@ -66,10 +66,7 @@ def missing() -> str | None:
 def parse_rate(text: str | float) -> float:
     """Return bits per second of ``10gbit``, ``500mbit``, ``64kbit`` or a number.
 
-    Raises
-    ------
-    ConfigError
-        If *text* is no rate, or not positive.
+    Raises `ConfigError` if *text* is no rate, or not positive.
     """
     if isinstance(text, str):
         match = _RATE.match(text.strip())
@@ -159,10 +156,7 @@ def traffic(name: str, interface: str = "eth0") -> Traffic:
 def remove(name: str, timeout_s: float = 5.0) -> None:
     """Kill all processes in namespace *name* and remove it, if it exists.
 
-    Raises
-    ------
-    StallError
-        If a process in it does not die within *timeout_s*.
+    Raises `StallError` if a process in it does not die within *timeout_s*.
     """
     if not (_FOLDER / name).exists():
         return
