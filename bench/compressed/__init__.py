@@ -24,7 +24,7 @@ from bpsfast.launch.namespaces import Cluster, netns
 from bpsfast.node import copy_rate
 from bpsfast.orchestration.errors import ConfigError, LackingError
 from bpsfast.tools.planner import catalog
-from bpsfast.tools.planner.codec_forecast import parse
+from bpsfast.tools.planner.prediction import parse
 
 CODECS = ("topk:k=0.01,error_feedback", "randomk:k=0.01,error_feedback", "onebit", "onebit:error_feedback",
           "int8:error_feedback", "float16")

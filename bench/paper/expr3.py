@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from bpsfast import __version__
-from bpsfast.base import command_errors
+from bpsfast.base import exit_codes
 from bpsfast.bench.paper import claim_tables
 from bpsfast.bench.paper.calibration import Fit, calibrate, mean_error
 from bpsfast.bench.paper.figures import Constants, Row, figure_12, figure_13, figures_15_16, workload_of
@@ -34,7 +34,7 @@ _TITLES = {
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
               help="Folder of the results.")
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def main(out: Path) -> None:
     """Simulate all figures; some minutes on one core."""
     began = time.monotonic()

@@ -13,7 +13,7 @@ from ...hardware.topology.graph import Link, LinkKind, PartKind, Topology
 from ...hardware.topology.loads import Traffic
 from ...hardware.topology.strategy import Strategy
 from ...orchestration.errors import ConfigError
-from ...tools.simulator.ring import Ring
+from ...tools.simulator.all_reduce import Ring
 
 #: A load below this, in sizes of the gradient, is rounding.
 _NOTHING = 1e-6

@@ -8,8 +8,7 @@ from bpsfast.bench.harness.contestant_group import Group
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.orchestration.placement.shares import Machine, least_time_s
 from bpsfast.tools.planner import catalog
-from bpsfast.tools.simulator.layer_chains import build
-from bpsfast.tools.simulator.workload import Workload, workload
+from bpsfast.tools.simulator.workload import Workload, build, workload
 
 #: Small beside the network, as partitions are beside a whole model; enough under way that no connection waits.
 PARTITION_NBYTES, CREDIT_NBYTES = 32 << 10, 64 << 10

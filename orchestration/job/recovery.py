@@ -1,6 +1,6 @@
 """A helper is lost, or has come: which round of what changes hands is kept, and who can sum it from now on. Pure.
 
-What a step's truth is made of lies with the ranks until its result has been read (DESIGN.md, "When a helper is lost"),
+What a step's truth is made of lies with the ranks until its result has been read (docs/design/recovery.md),
 so nothing is rolled back. Of each partition that the lost one owned the survivors say which round they passed on last,
 and which is complete with them. Rounds are synchronous: nobody begins one before the one before is complete with
 it, and nobody completes one that somebody has not passed on. So if the latest complete round anywhere is k,

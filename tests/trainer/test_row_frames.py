@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from bpsfast.base.dtypes import NAMES, TABLE
 from bpsfast.orchestration.errors import ProtocolError
 from bpsfast.orchestration.placement.partition import row_frame_nbytes
-from bpsfast.trainer.row_frames import RowFrames
+from bpsfast.trainer.sparse_table import RowFrames
 
 
 def frames_of(n_rows, row_shape=(3,), dtype="float32", n_parts=1, frame_rows=None):

@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...orchestration.priority.send_queue import ArrivalOrder, CreditQueue, NicQueue, WriteOrder
-from .cluster import Costs
-from .event_clock import Clock
-from .network import Load, Network
+from .network import Clock, Costs, Load, Network
 from .partition_layout import Layout, LayoutPart
 
 #: Called with (worker, unit) when the whole sum of a unit is on a worker.
