@@ -147,7 +147,7 @@ _SWITCH = (f"for RoCE (DSCP 26, priority {_PRIORITY}): PFC on priority {_PRIORIT
 
 @dataclass(frozen=True)
 class FlowControl:
-    """Flow control of a port as its driver reports it: priorities with PFC and ECN (None: unknown), DCQCN parameters."""
+    """Flow control of a port, from its driver: priorities with PFC and ECN (None: unknown), DCQCN parameters."""
 
     pause: tuple[int, ...] | None
     notify: tuple[int, ...] | None

@@ -332,7 +332,7 @@ class Facts:
 
     @cached_property
     def login_memlock(self) -> tuple[int | None, str] | None:
-        """The soft limit of locked memory (bytes) that pam_limits sets at login for ordinary users, and the file with it.
+        """Soft limit of locked memory (bytes) that pam_limits sets at login for ordinary users, and the file with it.
 
         None if no file sets it. The limit of this process may differ, if it is older, root's or a service's.
         """
