@@ -56,7 +56,7 @@ _COMMAND_S = 60.0
 class Entry(NamedTuple):
     """One file of the report: name, description, and a function that returns its text, or data for JSON.
 
-    `versions`: numbers with dots in it are versions, not addresses.
+    `has_versions`: numbers with dots in it are versions, not addresses.
     """
 
     name: str

@@ -53,7 +53,7 @@ def command(paths: tuple[Path, ...], path: Path | None, n_lines: int, words: tup
 
 
 def text(told: dict[str, Any]) -> str:
-    """Return what people read."""
+    """Return the contents of the archive as text."""
     rows = [("FILE", "BYTES", "WHAT"),
             *((each["name"], str(each["nbytes"]), each["about"]) for each in told["files"])]
     lines = [output.table(rows, right=(1,))]

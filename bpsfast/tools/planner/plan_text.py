@@ -1,4 +1,4 @@
-"""A plan as text for people, and as data."""
+"""A plan as text, CSV and JSON."""
 from __future__ import annotations
 
 from math import prod
@@ -8,13 +8,13 @@ from ...base import output
 from . import machine_list
 from .prediction import Plan, describe, step_s
 
-#: Of the uncompressed tensors, the largest.
+#: Number of uncompressed tensors to list, the largest first.
 _MOST_NAMES = 4
 _HEAD = ("layout", "formula", "placed", "above", "step", "gain")
 
 
 def text(plan: Plan) -> str:
-    """Return the report: what it is about, one line a layout, what limits, which helpers pay, warnings."""
+    """Return the report: the job, one line per layout, the bottleneck, useful helpers, warnings."""
     model, n = plan.model, plan.n_workers
     lines = [
         f"{model.title}: {model.n_parameters:,} parameters in {len(model.shapes)} tensors, "
@@ -40,7 +40,7 @@ def text(plan: Plan) -> str:
 
 
 def rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the table: times of communication alone, how far partitions are above the formula, the step, the gain."""
+    """Return the table: communication by formula and with partitions, the difference, the step, the gain."""
     ring_s = plan.predictions[0].formula_s
     table: list[tuple[str, ...]] = [_HEAD]
     for each in plan.predictions:
@@ -92,7 +92,7 @@ def _last(number: int) -> str:
 
 
 def data(plan: Plan) -> dict[str, Any]:
-    """Return what JSON shows: seconds, bytes, bits per second."""
+    """Return the JSON data: seconds, bytes, bits per second."""
     model, compute = plan.model, plan.compute
     return {
         "model": {"name": model.name, "title": model.title, "n_parameters": model.n_parameters,

@@ -42,10 +42,11 @@ class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: steps per second since the last sample, their mean time, share spent in bpsfast, and hidden communication.
+    """One rank between two samples: steps per second, their mean time, shares spent in bpsfast and hidden, bytes, lag.
 
-    These are None if no step ended. `stalls`: waits longer than stall_warn_s since the start. `lag_s`: mean lag behind the
-    first rank, and the share of units in which it was the last one; None: nothing was pushed.
+    Times and shares of steps are None if no step ended. `stalls`: waits longer than stall_warn_s since the start.
+    `lag_s`: mean lag behind the first rank, and the share of units in which it was the last one; None: nothing was
+    pushed.
     """
 
     rank: int
