@@ -1,5 +1,4 @@
-"""``bpsfast tune rdma``: find settings that move more bytes between these machines, and keep them if asked to.
-``bpsfast tune -- COMMAND``: let a job find better settings of its own while it trains."""
+"""``bpsfast tune rdma`` finds better RDMA settings between machines; ``bpsfast tune -- COMMAND`` tunes a training job."""
 from __future__ import annotations
 
 import os
@@ -19,7 +18,7 @@ _LISTENER_WAIT_S, _DRIVER_WAIT_S = 600.0, 10.0
 
 
 class _Group(FullHelpGroup):
-    """What stands behind ``--`` is a job to be tuned, not a command of ours."""
+    """A group that takes everything behind ``--`` as a job to tune, not as a command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args and args[0] not in self.commands:
@@ -74,7 +73,7 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
 
 
 def _table(result: Any) -> str:
-    """Return what was tried and chosen, for people."""
+    """Return the trials and the choice as text."""
     rows = [["partition", "fusion", "credit", "streams", "step [ms]", "steps", "why"]]
     for point, step_s, n_steps, reason in result.trials:
         shown = "cannot be had" if step_s is None else f"{1e3 * step_s:.2f}"
@@ -98,7 +97,7 @@ class _Duration(click.ParamType):
 
 
 class _Numbers(click.ParamType):
-    """Numbers up to a limit, with commas."""
+    """Comma-separated numbers up to a limit."""
 
     name = "numbers"
 
@@ -213,7 +212,7 @@ def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes,
     from ..tune.tuning_run import TuningRun, network
 
     def say(text: str) -> None:
-        """Show progress: on standard output where people read, else where it does no harm."""
+        """Show progress on standard output, or on standard error if that holds the result."""
         click.echo(text, err=form.as_json or form.path is not None)
 
     field = TuneTestbed(where, key, loaded, options["wait_s"] or _DRIVER_WAIT_S, options["timeout_s"])
@@ -224,7 +223,7 @@ def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes,
         outcome = session.search(lambda tried: say(report.step(tried)), options["seed"])
         try:
             field.ask("end")
-        except BpsError as exc:  # what was measured stands
+        except BpsError as exc:  # the measurements are valid
             click.echo(f"bpsfast: {exc}: end the other side there", err=True)
     except KeyboardInterrupt:
         click.echo("bpsfast: interrupted; nothing was changed", err=True)
@@ -236,7 +235,7 @@ def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes,
 
 
 def _keep(outcome: Any, origins: dict[str, str], file: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """Write what was found into the profile if asked to; return that for JSON, and in words."""
+    """Write the better settings to the profile if asked to; return the change for JSON, and as text."""
     from ...base import profile as profiles
     from ..tune.search import describe
 
@@ -265,6 +264,6 @@ def _names(text: str | None) -> tuple[str, ...]:
 
 
 def undone(change: Any) -> str:
-    """Return in words what `--undo` did."""
+    """Return the effect of `--undo` as text."""
     what = "removed, there was none before" if change.removed else "put back to what it was"
     return f"{change.path}: {what} before {change.date} ({change.reason})"
