@@ -74,16 +74,16 @@ class Omission(NamedTuple):
 
 def entries(environ: Mapping[str, str], files: Sequence[Path], n_lines: int) -> Iterator[Entry]:
     """Yield the entries of the report; nothing is read before its entry is opened."""
-    yield Entry("info.json", "what is installed here and works: bpsfast info", lambda: _command("info"), True)
+    yield Entry("info.json", "what is installed and works: bpsfast info", lambda: _command("info"), True)
     yield Entry("settings.json", "every setting and its origin: bpsfast info --effective",
                 lambda: _command("info", "--effective"))
-    yield Entry("doctor.json", "what keeps RDMA from working: bpsfast doctor", lambda: _command("doctor"))
+    yield Entry("doctor.json", "why RDMA does not work: bpsfast doctor", lambda: _command("doctor"))
     yield Entry("devices.json", "RDMA devices and cards: bpsfast devices", lambda: _command("devices"))
     yield Entry("gids.json", "the GID table: bpsfast gids", lambda: _command("gids"))
-    yield Entry("topo.json", "what is inside the machine: bpsfast topo", lambda: _command("topo"))
+    yield Entry("topo.json", "the topology of the machine: bpsfast topo", lambda: _command("topo"))
     yield Entry("packages.txt", "every Python package and its version, as pip list", packages, True)
-    yield Entry("environment.txt", "variables that change what a job does", lambda: variables(environ))
-    yield Entry("kernel.txt", "limits, memory, TCP and cards, as /proc and /sys tell", lambda: kernel(Path("/")))
+    yield Entry("environment.txt", "environment variables that change a job", lambda: variables(environ))
+    yield Entry("kernel.txt", "limits, memory, TCP and network cards, from /proc and /sys", lambda: kernel(Path("/")))
     for number, path in enumerate(files, 1):
         yield Entry(f"logs/{number:02}-{path.name}", f"the last {n_lines} lines of {path}",
                     lambda path=path: last_lines(path, n_lines))  # type: ignore[misc]
@@ -180,7 +180,7 @@ _N_THREADS = 4
 _README = f"""A report of bpsfast {__version__}, made by `bpsfast report` on its user's machine.
 
 Secrets are replaced by (hidden); users, hosts, addresses and cards by user-1, host-1, 10.0.1.1, fd00:0:0:1::1 and
-02:00:00:00:00:01: each one by the same stand-in everywhere, addresses of one network by addresses of one network.
+02:00:00:00:00:01: each by the same placeholder everywhere, addresses of one network by addresses of one network.
 
 """
 
@@ -244,9 +244,9 @@ def write(path: Path, files: Sequence[File]) -> int:
     try:
         out = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
     except FileExistsError as exc:
-        raise ConfigError(f"{path}: there is such a file: name another one with -o, or remove it") from exc
+        raise ConfigError(f"{path}: the file exists; name another one with -o, or remove it") from exc
     except (FileNotFoundError, NotADirectoryError) as exc:
-        raise ConfigError(f"{path}: there is no such folder") from exc
+        raise ConfigError(f"{path}: the folder does not exist") from exc
     try:
         with out:
             out.write(packed.getvalue())

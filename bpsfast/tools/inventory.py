@@ -44,8 +44,8 @@ _PACKAGES = {
     "psutil": "processes", "click": "this command line", "optax": "bpsfast.jax's optimizers",
     "prometheus-client": "metrics_port, bpsfast top", "rich": "bpsfast top on a terminal",
     "nvidia-ml-py": "NVLinks and GPUs' names", "scipy": "bpsfast topo --strategy", "matplotlib": "pictures",
-    "pyverbs": "verbs=pyverbs", "byteps": "not needed: bpsfast takes its programs",
-    "horovod": "not needed: bpsfast.hvd takes its programs",
+    "pyverbs": "verbs=pyverbs", "byteps": "not needed: bpsfast runs its programs",
+    "horovod": "not needed: bpsfast.hvd runs its programs",
 }
 
 
@@ -158,7 +158,7 @@ def _module(name: str) -> Part:
     try:
         module = importlib.import_module(full)
     except (ImportError, OSError) as exc:
-        return Part(full, False, "", f"{exc} (was it compiled for this Python? pip install again)")
+        return Part(full, False, "", f"{exc} (it may be compiled for another Python; reinstall bpsfast)")
     return Part(full, True, Path(module.__file__ or "").name)
 
 
@@ -173,7 +173,7 @@ def _shm(facts: Facts) -> Part:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as local:
             local.bind(b"\0bpsfast-info-%d" % os.getpid())
     except OSError as exc:
-        return Part("shm", False, "", f"{exc}: ranks cannot reach their node, nothing works without it")
+        return Part("shm", False, "", f"{exc}: ranks cannot reach their node, so nothing works")
     unwanted = ("BPSFAST_ALLOW_SHM = 0: nodes of one host use tcp" if not facts.settings.allow_shm else "")
     return Part("shm", True, "memfd, abstract sockets", unwanted)
 
@@ -186,17 +186,17 @@ def _tcp(facts: Facts) -> Part:
 
 def _rdma(facts: Facts) -> Part:
     if not facts.host.devices:
-        return Part("rdma", False, "", "no RDMA device (/sys/class/infiniband is empty); bpsfast doctor says more")
+        return Part("rdma", False, "", "no RDMA device (/sys/class/infiniband is empty); see bpsfast doctor")
     if not facts.capable:
         names = ", ".join(f"{device.name} ({device.driver})" for device in facts.host.devices)
-        return Part("rdma", False, "", f"{names}: no reliable connections, which it needs; bpsfast devices says more")
+        return Part("rdma", False, "", f"{names}: it lacks reliable connections; see bpsfast devices")
     blocks = examination.blocking(examination.examine(facts))
     if blocks:
         codes = ", ".join(f"{each.check.code} {each.check.title}" for each in blocks)
-        return Part("rdma", False, "", f"{codes}; bpsfast doctor says what to type")
+        return Part("rdma", False, "", f"{codes}; see bpsfast doctor")
     names = ", ".join(rail.name for rail in facts.choice.rails)
     unwanted = f"BPSFAST_TRANSPORT = {facts.settings.transport}" if facts.settings.transport in ("shm", "tcp") else ""
-    return Part("rdma", bool(names), names, unwanted if names else "no port is active; bpsfast devices says more")
+    return Part("rdma", bool(names), names, unwanted if names else "no port is active; see bpsfast devices")
 
 
 def _encryption() -> Part:
@@ -232,7 +232,7 @@ def _framework(name: str, distributions: tuple[str, ...], module: str, needs: tu
         return Part(name, False, "", "not installed")
     found = found.removeprefix(f"{name} ")
     if not _is_ours(module):
-        return Part(name, False, found, f"this version of bpsfast has no {module}")
+        return Part(name, False, found, f"this version of bpsfast lacks {module}")
     missing = [each for each in needs if not installed(each)]
     if missing:
         return Part(name, False, found, f"{module} needs {' and '.join(missing)}: pip install {' '.join(missing)}")

@@ -205,7 +205,7 @@ class Redactor:
     def check(self, text: str) -> None:
         """Raise `Leak` if a secret is in *text*."""
         if any(secret in text for secret in self._secrets):
-            raise Leak("a secret of the environment could not be taken out of it")
+            raise Leak("a secret of the environment could not be removed")
 
     def data(self, data: Any, addresses: bool = True) -> Any:
         """Return dicts and lists with placeholders in every text, so that JSON stays valid."""

@@ -175,8 +175,8 @@ _AFFINITY_HEAD = ("WHO", "CORES", "CPUS", "MEMORY ON NODE", "DEVICE")
 class AffinityTable:
     """The CPU affinity of a job on this machine or a recorded one.
 
-    *n_ranks*: number of local ranks (0: one for each GPU, or for each NUMA node). *names*: network cards of the job; none:
-    those that settings and routes choose, or the fastest one. Uses the settings of this process.
+    *n_ranks*: number of local ranks (0: one for each GPU, or for each NUMA node). *names*: network cards of the job;
+    none: those that settings and routes choose, or the fastest one. Uses the settings of this process.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""``bpsfast tune rdma`` finds better RDMA settings between machines; ``bpsfast tune -- COMMAND`` tunes a training job."""
+"""``bpsfast tune rdma`` finds better RDMA settings; ``bpsfast tune -- COMMAND`` tunes a job while it trains."""
 from __future__ import annotations
 
 import os

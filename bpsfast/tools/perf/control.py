@@ -139,7 +139,8 @@ def secret_for(loaded: Settings, hosts: Sequence[str]) -> Secret:
     if loaded.insecure:
         return Secret(security.job_key(None, _CONTEXT), True)
     raise ConfigError(f"measuring with other machines ({', '.join(hosts)}) needs a key: set BPSFAST_JOB_KEY to the "
-                      "same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1 to do without")
+                      "same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1 to measure without "
+                      "a key")
 
 
 class ListenAddress(NamedTuple):
@@ -185,7 +186,7 @@ class Control:
         try:
             self._sock.sendall(_LENGTH.pack(len(data)) + data)
         except TimeoutError as exc:
-            raise StallError(f"{self.peer} takes no message: nothing was read there for {self.timeout_s:g} s") from exc
+            raise StallError(f"{self.peer} has read nothing for {self.timeout_s:g} s") from exc
         except OSError as exc:
             raise self.reason(_REASON_S) or self._gone(exc) from exc
 
@@ -214,7 +215,7 @@ class Control:
             if isinstance(message, Alive):
                 continue
             if isinstance(message, Stop) and kind is not Stop:
-                raise BpsError(f"{self.peer} stopped: {message.reason or 'it was done before we were'}")
+                raise BpsError(f"{self.peer} stopped: {message.reason or 'it finished before this side'}")
             if isinstance(message, kind):
                 return message
             if message is not None:
@@ -238,7 +239,7 @@ class Control:
             return None
         nbytes = _LENGTH.unpack_from(self._buffer)[0]
         if nbytes > _LARGEST_NBYTES:
-            raise ProtocolError(f"{self.peer} announced a message of {nbytes} bytes: no bpsfast of this version")
+            raise ProtocolError(f"{self.peer} announced a message of {nbytes} bytes; it is not bpsfast of this version")
         if len(self._buffer) < _LENGTH.size + nbytes:
             return None
         data = bytes(self._buffer[_LENGTH.size:_LENGTH.size + nbytes])
@@ -246,7 +247,7 @@ class Control:
         try:
             return _DECODER.decode(data)
         except DECODE_ERRORS as exc:
-            raise ProtocolError(f"a message of {self.peer} cannot be read ({exc}): other version?") from exc
+            raise ProtocolError(f"a message of {self.peer} cannot be read ({exc}); its version may differ") from exc
 
     def _read(self) -> None:
         self._heard_s = time.monotonic()
@@ -376,8 +377,8 @@ def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float
             raise ConfigError(f"host name {host!r} cannot be resolved: {why}") from exc
         except OSError as exc:
             if time.monotonic() + _RETRY_S >= deadline:
-                raise StallError(f"nobody answers at {host}:{port} within {timeout_s:g} s ({exc}): does `bpsfast` "
-                                 "listen there, with the same -p, and is the port open?") from exc
+                raise StallError(f"nobody answers at {host}:{port} within {timeout_s:g} s ({exc}); check that "
+                                 "`bpsfast` listens there with the same -p and that the port is open") from exc
             time.sleep(_RETRY_S)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -391,7 +392,7 @@ def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float
 
 def _checked(control: Control, theirs: security.StreamHello) -> Control:
     if theirs.epoch != VERSION:
-        raise MismatchError(f"{control.peer} measures by version {theirs.epoch} of the protocol, this bpsfast by "
+        raise MismatchError(f"{control.peer} uses version {theirs.epoch} of the protocol, this side version "
                             f"{VERSION}: install the same version on both sides")
     return control
 

@@ -129,34 +129,33 @@ def check(plan: Plan, given: Mapping[str, Any] = {}) -> None:
     need(plan.iterations >= 1 and plan.depth >= 1 and plan.receive_depth >= 1 and 1 <= plan.pairs <= 1024,
          f"-n {plan.iterations} -t {plan.depth} -r {plan.receive_depth} -q {plan.pairs}: each is at least 1, "
          "-q at most 1024")
-    need(plan.moderation <= plan.depth, f"-Q {plan.moderation} with -t {plan.depth}: nobody would learn that a send is "
-                                        "done before the next may start; -Q is at most -t")
+    need(plan.moderation <= plan.depth, f"-Q {plan.moderation} with -t {plan.depth}: -Q must be at most -t, or no send "
+                                        "would complete in time for the next one")
     need(plan.mtu in (0, *MTUS), f"-m {plan.mtu}: an RDMA path MTU is one of {', '.join(map(str, MTUS))}")
     need(bool(plan.providers) and set(plan.providers) <= set(PROVIDERS),
-         f"--verbs {','.join(plan.providers)}: expected one of {', '.join(PROVIDERS)}, or several with commas")
+         f"--verbs {','.join(plan.providers)}: expected one or several of {', '.join(PROVIDERS)}, separated by commas")
     if plan.transport != "rdma":
         verbs_only = ("mtu", "moderation", "inline_nbytes", "events", "receive_depth", "providers", "ack_timeout",
                       "reversed", "traffic_class", "service_level", "relaxed_ordering", "huge_pages", "cores")
         names = [OPTIONS[name] for name in verbs_only if name in given]
-        need(not names, f"{', '.join(names)}: for --transport rdma only, this is {plan.transport}")
+        need(not names, f"{', '.join(names)} requires --transport rdma; the transport is {plan.transport}")
         need(plan.operation == "write_imm", f"--op {plan.operation}: {plan.transport} has one operation, write_imm")
     if plan.verb == "lat":
-        need(not plan.duration_s, "-D: a latency is measured by iterations; use -n")
-        need(plan.pairs == 1 and not plan.both_ways, "-q and -b: a latency is of one message at a time")
+        need(not plan.duration_s, "-D: latency is measured by iterations; use -n")
+        need(plan.pairs == 1 and not plan.both_ways, "-q and -b: latency is measured with one message at a time")
         need(not (plan.events and plan.operation == "write"),
-             "-e with --op write: the peer polls its memory for a write, there is no event to wait for; "
-             "use --op write_imm")
+             "-e with --op write: a write causes no event at the peer, which polls its memory; use --op write_imm")
     need(not (plan.reversed and (plan.both_ways or plan.verb == "lat")),
-         "--reversed: with -b, and for a latency, both sides send anyway")
-    need(not (plan.both_ways and plan.transport == "shm"), "-b: shared memory is measured in one direction at a time")
+         "--reversed has no effect with -b or for latency, where both sides send")
+    need(not (plan.both_ways and plan.transport == "shm"), "-b: shared memory is measured in one direction only")
 
 
 def agree(plan: Plan, given: Mapping[str, Any]) -> None:
     """Raise `MismatchError` if the client's *plan* contradicts the options *given* to this server."""
     wrong = plan.mismatch(given)
     if wrong:
-        raise MismatchError(f"the two sides were started with different options: {wrong}. Give both the same, or the "
-                            "server none")
+        raise MismatchError(f"the two sides have different options: {wrong}. Start both with the same ones, or the "
+                            "server without any")
 
 
 def _shown(value: Any) -> str:

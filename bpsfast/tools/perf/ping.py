@@ -136,7 +136,7 @@ def ask_to_reach(source: tuple[str, int], target: tuple[str, int], key: bytes, w
             found |= _ask(control, "reach", {"host": target[0], "port": target[1]})
             control.stop()
     except (BpsError, OSError) as exc:
-        found["error"] = f"the host that was to ping it: {type(exc).__name__}: {exc}"
+        found["error"] = f"the pinging host: {type(exc).__name__}: {exc}"
     return found | {"source": f"{source[0]}:{source[1]}"}
 
 _log = logging.getLogger("bpsfast")
@@ -152,7 +152,7 @@ def serve(listener: socket.socket, secret: Secret, loaded: Settings) -> None:
     def came(control: Control) -> None:
         with control:
             if not places.acquire(blocking=False):
-                return control.stop(f"it has {_MOST_CLIENTS} clients already, more are not let in")
+                return control.stop(f"it already has {_MOST_CLIENTS} clients, the most it accepts")
             try:
                 _Client(control, secret, loaded).run()
             except BpsError as exc:
@@ -206,7 +206,7 @@ class _Client:
             return {}
         if asked.what == "reach":
             return self._reach(**asked.fields)
-        raise ConfigError(f"{asked.what!r} is no question that this version knows, or not now")
+        raise ConfigError(f"{asked.what!r} is not a known question, or not possible now")
 
     def _list(self) -> dict[str, Any]:
         try:
@@ -219,7 +219,7 @@ class _Client:
     def _reach(self, host: str, port: int) -> dict[str, Any]:
         """Ping another listener for a client with the key, which receives `Alive` meanwhile."""
         if self._secret.is_public:  # with a public key anybody may ask, and the result would reveal open ports
-            raise ConfigError("under BPSFAST_INSECURE=1 a listener pings nobody for others: set BPSFAST_JOB_KEY to the "
+            raise ConfigError("with BPSFAST_INSECURE=1 a listener does not ping for others: set BPSFAST_JOB_KEY to the "
                               "same random hex on all hosts (openssl rand -hex 32)")
         found: list[dict[str, Any]] = []
         key = self._secret.key

@@ -109,7 +109,7 @@ class RdmaEnd:
         """
         if peer["link_layer"] != self.port["link_layer"]:
             raise UnsupportedError(f"{self.rail.name} is {self.port['link_layer']}, the peer's port "
-                                   f"{peer['link_layer']}: there is no path between them; choose ports with -d")
+                                   f"{peer['link_layer']}: these cannot connect; choose ports with -d")
         self.mtu = self.plan.mtu or min(self.port["active_mtu"], peer["mtu"])
         if self.mtu > min(self.port["active_mtu"], peer["mtu"]):
             raise ConfigError(f"-m {self.mtu}: the active MTU of {self.rail.name} is {self.port['active_mtu']}, of the "
@@ -177,7 +177,7 @@ class RdmaEnd:
                                     f"{self.pairs[pair].number} completed with "
                                     f"{completions.explain(status, vendor_error)}") from exc
             if exc.errno == errno.EPROTO:
-                raise BpsError(f"{what}: data of another length than agreed arrived; please report this") from exc
+                raise BpsError(f"{what}: data with an unexpected length arrived; please report this") from exc
             raise
 
     @property

@@ -51,8 +51,8 @@ class ShmEnd:
             The peer is on another machine, or this process may not open its memory.
         """
         if peer["boot"] != boot_id():
-            raise UnsupportedError(f"--transport shm: the peer runs on {peer['host']}, another machine; memory can be "
-                                   "shared on one only")
+            raise UnsupportedError(f"--transport shm: the peer runs on another machine, {peer['host']}; shared memory "
+                                   "needs one machine")
         mapped = []
         for fd, writable in zip(peer["fds"], (True, True, False)):
             path = f"/proc/{peer['pid']}/fd/{fd}"

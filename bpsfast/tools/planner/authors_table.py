@@ -76,7 +76,8 @@ def text() -> str:
     return "\n".join([
         output.columns(rows(found), right=range(2, len(_HEAD))), "",
         f"ideal: all gradients once through {_GBPS:g} Gbit/s. printed: by BytePS's authors, as are the compute times "
-        "(one V100).", "TB: pushed and pulled by one worker until converged, by the published recipe's steps.", *notes])
+        "(one V100).", "TB: pushed and pulled by one worker until convergence, with the steps of the published "
+                       "recipe.", *notes])
 
 
 def rows(found: list[Line]) -> list[tuple[str, ...]]:
@@ -105,7 +106,7 @@ def _parameters(printed: PrintedRow, counted: int) -> str:
     """Return how the printed number of parameters contradicts the count, "" if it does not."""
     if printed.millions is None or abs(printed.millions * 1e6 - counted) <= max(0.5e6, _SAME_MODEL * counted):
         return ""
-    return (f"{printed.millions}M parameters are printed, the published network has {counted / 1e6:.1f}M "
+    return (f"{printed.millions}M parameters are printed, but the published network has {counted / 1e6:.1f}M "
             f"({printed.millions * 1e6 / counted - 1:+.0%})")
 
 

@@ -161,27 +161,27 @@ def from_torch(place: str, dtype: str | None = None) -> Model:
     if not shapes:
         raise ConfigError(f"--from-torch {place!r}: the module has no parameter that takes a gradient")
     if len(dtypes) > 1 and dtype is None:
-        raise ConfigError(f"--from-torch {place!r}: its parameters are {' and '.join(sorted(dtypes))}; "
-                          "say with --dtype in which one gradients travel")
+        raise ConfigError(f"--from-torch {place!r}: its parameters are {' and '.join(sorted(dtypes))}; choose the "
+                          "dtype of gradients with --dtype")
     return _with_dtype(Model(function_name, place, shapes), dtype or dtypes.pop())
 
 
 def _with_dtype(model: Model, dtype: str | None) -> Model:
     if dtype is not None and dtype not in ITEM_NBYTES:
-        raise ConfigError(f"dtype {dtype!r} is not summed by any kernel; there are {', '.join(ITEM_NBYTES)}")
+        raise ConfigError(f"dtype {dtype!r} has no sum kernel; supported: {', '.join(ITEM_NBYTES)}")
     return model if dtype is None else replace(model, dtype=dtype)
 
 
 def _read(path: Path) -> Shapes:
     try:
         if path.stat().st_size > _MOST_NBYTES:
-            raise ConfigError(f"model file {path}: {path.stat().st_size} bytes are no list of shapes")
+            raise ConfigError(f"model file {path}: {path.stat().st_size} bytes are too many for a list of shapes")
         text = path.read_text(encoding="utf-8-sig")
     except OSError as exc:
         raise ConfigError(f"model file {path} cannot be read: {exc.strerror}; built-in models are "
                           f"{', '.join(MODELS)}") from exc
     except UnicodeDecodeError:
-        raise ConfigError(f"model file {path} is no text; expected lines NAME SHAPE, such as fc.weight 4096x25088, "
+        raise ConfigError(f"model file {path} is not text; expected lines NAME SHAPE, such as fc.weight 4096x25088, "
                           "or JSON {\"NAME\": [4096, 25088]}") from None
     shapes = _of_json(path, text) if text.lstrip().startswith("{") else _of_lines(path, text)
     if not shapes:
@@ -193,7 +193,7 @@ def _of_json(path: Path, text: str) -> Shapes:
     try:
         told = json.loads(text)
     except ValueError as exc:
-        raise ConfigError(f"model file {path} is no JSON: {exc}") from None
+        raise ConfigError(f"model file {path} is not JSON: {exc}") from None
     return {name: _shape(path, name, lengths) for name, lengths in told.items()}
 
 
@@ -207,7 +207,7 @@ def _of_lines(path: Path, text: str) -> Shapes:
             raise ConfigError(f"model file {path}, line {number}: {line.strip()!r}: expected NAME SHAPE, such as "
                               "fc.weight 4096x25088")
         if words[0] in shapes:
-            raise ConfigError(f"model file {path}, line {number}: tensor {words[0]!r} stands there twice")
+            raise ConfigError(f"model file {path}, line {number}: tensor {words[0]!r} occurs twice")
         shapes[words[0]] = _shape(path, words[0], [int(length) for length in re.split("[x,]", words[1])])
     return shapes
 

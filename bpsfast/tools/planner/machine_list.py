@@ -34,7 +34,8 @@ def parse(text: str, has_ranks: bool, nic_gbps: float) -> list[Machine]:
     for word in text.split(","):
         match = _GROUP.fullmatch(word.strip())
         if match is None:
-            raise ConfigError(f"{option} {text!r}: {word!r} is no rate; write a number of machines, or rates in Gbit/s "
+            raise ConfigError(f"{option} {text!r}: {word!r} is not a rate; expected a number of machines, or rates in "
+                              "Gbit/s "
                               "such as 4x25,4x10 (25/8: a NIC of 25, sums of 8)")
         rate = _gbps(match["rate"], f"{option} {text!r}")
         sum_rate = _gbps(match["sum"], f"{option} {text!r}") if match["sum"] else 0.0
@@ -56,7 +57,7 @@ def _several(count: int, machines: Machine | list[Machine], option: str, least: 
     if count < least:
         raise ConfigError(f"{option}: {count} machines are impossible: there must be at least {least}")
     if len(found) > MOST_MACHINES:
-        raise ConfigError(f"{option}: more than {MOST_MACHINES} machines are more than a plan is made for")
+        raise ConfigError(f"{option}: more than {MOST_MACHINES} machines exceed the limit of a plan")
     return found
 
 
@@ -85,7 +86,7 @@ def _gbps(text: str, what: str) -> float:
     try:
         rate = float(text)
     except ValueError:
-        raise ConfigError(f"{what}: {text!r} is no rate in Gbit/s") from None
+        raise ConfigError(f"{what}: {text!r} is not a rate in Gbit/s") from None
     check_gbps(rate, what)
     return rate
 

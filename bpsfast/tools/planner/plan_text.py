@@ -56,7 +56,7 @@ def _helpers(plan: Plan) -> str:
     times = ", ".join(f"{k}: {_ms(time_s)}" for k, time_s in curve.times_s.items())
     k = len(plan.machines) - plan.n_workers
     if curve.last == 0:
-        return f"helpers: none pays, {k} there; communication by their number: {times}"
+        return f"helpers: none pays off, {k} there; communication by their number: {times}"
     pay = "pays" if curve.last == 1 else "pay"
     words = f"helpers: {curve.last} {pay}, the {_last(curve.last)} is the last, {k} there"
     if curve.last_for_step is not None:
@@ -69,11 +69,12 @@ def _compression(plan: Plan) -> list[str]:
         return []
     codec, choice, left = plan.compression
     if choice is None:
-        return [f"{describe(codec)}: does not pay, one worker has nobody to send to"]
+        return [f"{describe(codec)}: does not pay off, because a single worker sends nothing"]
     if not choice.names:
-        return [f"{describe(codec)}: does not pay; communication {_ms(choice.plain_s)} without, {_ms(choice.all_s)} "
+        return [f"{describe(codec)}: does not pay off; communication {_ms(choice.plain_s)} without, "
+                f"{_ms(choice.all_s)} "
                 "with all compressed"]
-    lines = [f"{describe(codec)}: pays for {len(choice.names)} of {choice.n_tensors} tensors; "
+    lines = [f"{describe(codec)}: pays off for {len(choice.names)} of {choice.n_tensors} tensors; "
              f"{choice.wire_nbytes / 1e6:.2f} MB travel instead of {choice.plain_nbytes / 1e6:.1f} MB; communication "
              f"{_ms(choice.time_s)} instead of {_ms(choice.plain_s)} (wire {_ms(choice.wire_s)}, kernels "
              f"{_ms(choice.kernels_s)}; {_ms(choice.all_s)} with all compressed)"]

@@ -220,7 +220,7 @@ def _check_grain(parts: Sequence[tuple[int, int]], machines: Sequence[Machine], 
         if not machines[m].has_ranks and most < least:
             raise ConfigError(
                 f"helper {m - n} ({machine_list.rate_of(machines[m])}) is slower than its share: in a step of "
-                f"{time_s * 1e3:.4g} ms it can sum {most:.0f} bytes, the smallest partition has {least}; leave it out")
+                f"{time_s * 1e3:.4g} ms it can sum {most:.0f} bytes, the smallest partition has {least}; omit it")
 
 
 def _bottleneck(parts: Sequence[tuple[int, int]], machines: Sequence[Machine]) -> Bottleneck:

@@ -255,7 +255,7 @@ def _run(clock: Clock, workers: list[Worker]) -> None:
 def _outcome(strategy: str, job: Workload, workers: list[Worker], wire: tuple[tuple[float, float], ...], summed: float,
              n_steps: int, n_events: int, is_folded: bool) -> Outcome:
     # every worker started n_steps steps and ended once: a missing sum would end the simulation early
-    assert all(len(worker.began_s) == n_steps + 1 for worker in workers), "a worker waits for a sum that never comes"
+    assert all(len(worker.began_s) == n_steps + 1 for worker in workers), "a worker waits for a sum that never arrives"
     first_s = max(worker.began_s[1] for worker in workers)
     if n_steps >= 4:
         step_s = max((worker.began_s[-2] - worker.began_s[1]) / (n_steps - 2) for worker in workers)

@@ -145,7 +145,7 @@ def build(model: str, compute_s: float, backward_share: float = 2 / 3) -> Worklo
     if model not in MODELS:
         raise ConfigError(f"model {model!r} is unknown to the simulator; known: {', '.join(sorted(MODELS))}")
     if not compute_s >= 0 or not 0 <= backward_share <= 1:
-        raise ConfigError(f"a step that computes {compute_s} s, {backward_share} of it backward, makes no sense")
+        raise ConfigError(f"a step that computes {compute_s} s, {backward_share} of it backward, is invalid")
     shapes = shapes_of(model)
     stems: dict[str, list[str]] = {}
     for tensor in shapes:

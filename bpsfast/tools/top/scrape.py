@@ -61,8 +61,8 @@ class NotBpsfastError(ConnectionError):
 def check() -> None:
     """Raise `ConfigError` if the package that parses metrics is missing."""
     if importlib.util.find_spec("prometheus_client") is None:
-        raise LackingError("what nodes tell Prometheus is read with the library prometheus_client, "
-                           "which is not installed: pip install 'bpsfast[metrics]'")
+        raise LackingError("reading metrics needs the package prometheus_client, which is not installed: pip install "
+                           "'bpsfast[metrics]'")
 
 
 def scrape(host: str, port: int, timeout_s: float) -> Scrape:
@@ -83,16 +83,16 @@ def scrape(host: str, port: int, timeout_s: float) -> Scrape:
         with connection.getresponse() as answer:  # without a length the response would keep the descriptor open
             text = answer.read(_MOST_NBYTES)
     except http.client.HTTPException as exc:
-        raise NotBpsfastError(f"{host}:{port} speaks no HTTP: {type(exc).__name__}") from exc
+        raise NotBpsfastError(f"{host}:{port} does not speak HTTP: {type(exc).__name__}") from exc
     finally:
         connection.close()
     if answer.status >= 500:  # a node before it has met its peers
-        raise TimeoutError(f"{host}:{port} has no numbers yet (HTTP {answer.status})")
+        raise TimeoutError(f"{host}:{port} has no metrics yet (HTTP {answer.status})")
     found = Scrape(time.monotonic(), _parsed(text, f"{host}:{port}"))
     if found.metrics.get("bpsfast_build_info") and not found.metrics.get("bpsfast_member_up"):
-        raise TimeoutError(f"{host}:{port} has no numbers yet: its job gathers")
+        raise TimeoutError(f"{host}:{port} has no metrics yet: its job is starting")
     if not found.metrics.get("bpsfast_job"):
-        raise NotBpsfastError(f"{host}:{port} is no node of bpsfast (HTTP {answer.status})")
+        raise NotBpsfastError(f"{host}:{port} is not a node of bpsfast (HTTP {answer.status})")
     return found
 
 
@@ -106,5 +106,5 @@ def _parsed(text: bytes, where: str) -> dict[str, tuple[Value, ...]]:
                 if sample.name.startswith("bpsfast_"):
                     found.setdefault(sample.name, []).append(Value(sample.labels, sample.value))
     except (ValueError, KeyError, IndexError) as exc:
-        raise NotBpsfastError(f"{where} answers with what is no list of metrics: {exc}") from exc
+        raise NotBpsfastError(f"{where} does not answer with metrics: {exc}") from exc
     return {name: tuple(values) for name, values in found.items()}

@@ -108,7 +108,7 @@ def head(sample: Sample) -> list[str]:
                  f"recoveries {recoveries}, joined {joined}, stalls {sample.stalls}")
     late = latest(sample)
     if late is not None:
-        lines.append(f"late: rank {late.rank}, {_ms(late.lag_s)} ms in the mean, the last in {_share(late.last_share)} "
+        lines.append(f"late: rank {late.rank}, {_ms(late.lag_s)} ms on average, last in {_share(late.last_share)} "
                      "of units")
     return lines
 

@@ -84,12 +84,12 @@ class Watch:
         silent = [str(failure) for failure in failures if isinstance(failure, TimeoutError)]
         where = ", ".join(map(str, self._places))
         if silent:
-            raise StallError(f"no numbers within {self._timeout_s:g} s at {where}: {silent[0]}; the job is starting, "
+            raise StallError(f"no metrics within {self._timeout_s:g} s at {where}: {silent[0]}; the job is starting, "
                              "or its nodes are stopped")
         raise PeerLostError(
-            f"no node of a job tells its numbers at {where} ({failures[0] if failures else 'nobody listens'}). "
-            "Nodes do so if the job was started with BPSFAST_METRICS_PORT=9400 (and, to be read from other machines, "
-            "BPSFAST_METRICS_HOST=0.0.0.0): the same port here by --set metrics_port=N, or HOST:PORT")
+            f"no node of a job serves metrics at {where} ({failures[0] if failures else 'nobody listens'}). "
+            "Start the job with BPSFAST_METRICS_PORT=9400 (and BPSFAST_METRICS_HOST=0.0.0.0 to read it from other "
+            "machines), and give this command the same port by --set metrics_port=N or HOST:PORT")
 
     def find_next(self, wait_s: float) -> bool:
         """Forget the ended job and find the next one at the same places; tell whether one came in time."""
@@ -174,7 +174,7 @@ class Watch:
     def _nodes(self, ours: dict[tuple[str, int], _Seen]) -> tuple[NodeSample, ...]:
         found: dict[int, NodeSample] = {}
         for (host, port), seen in ours.items():
-            assert seen.now is not None, "those without were left out"
+            assert seen.now is not None, "those without were omitted"
             node = node_sample(seen.before if seen.state == "up" else None, seen.now, f"{host}:{port}")
             if seen.state != "up":
                 node = NodeSample(node=node.node, state=seen.state, is_helper=node.is_helper, host=node.host,
@@ -198,7 +198,7 @@ class Watch:
         """Return the changes of nodes as text."""
         words = {"up": "is there", "silent": "does not answer", "gone": "does not listen any more",
                  "lost": "is lost: the job goes on without it",
-                 "unseen": "is there, but tells no numbers where it was asked"}
+                 "unseen": "is in the job, but serves no metrics at these addresses"}
         now = {node.node: node.state for node in nodes}
         before, self._remarked = self._remarked, now
         return tuple(f"{'helper' if node.is_helper else 'node'} {node.node} ({node.host}) {words[node.state]}"

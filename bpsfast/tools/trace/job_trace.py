@@ -116,15 +116,15 @@ def load(folder: str | Path) -> Job:
     """Read all process files of *folder* and align their clocks. Raises as `merge`."""
     paths = sorted(Path(folder).glob(trace_file.PATTERN))
     if not paths:
-        raise ConfigError(f"no {trace_file.PATTERN} in {folder}: run the job with BPSFAST_TRACE_DIR set, on all "
-                          "machines, and gather what each of them wrote")
+        raise ConfigError(f"no {trace_file.PATTERN} in {folder}: run the job with BPSFAST_TRACE_DIR set on all "
+                          "machines, and copy their files to this folder")
     processes = [trace_file.read(path) for path in paths]
     who: dict[tuple[int, int], Path] = {}
     for process, path in zip(processes, paths):
         other = who.setdefault((process.node, process.rank), path)
         if other is not path:
-            raise ConfigError(f"{other.name} and {path.name} in {folder} are both of {process.role}: traces of two "
-                              "jobs lie there; give each job a folder of its own")
+            raise ConfigError(f"{other.name} and {path.name} in {folder} are both of {process.role}: the folder has "
+                              "traces of two jobs; use one folder per job")
     processes.sort(key=lambda process: (process.rank >= 0, process.rank, process.node, process.path))
     clocks = align(processes)
     for process, its_clock in zip(processes, clocks.of):
@@ -203,5 +203,5 @@ def reload(path: Path) -> Job:
         clocks = Clocks([], other["clocks"], round(other["clock_uncertainty_us"] * 1000), other["clock_unknown"])
         return Job(processes, clocks, {int(number): Part(*row) for number, row in other["parts"].items()})
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise ConfigError(f"{path} is no trace of bpsfast: {trace_file.words(exc)}; give a folder of process "
+        raise ConfigError(f"{path} is not a trace of bpsfast: {trace_file.words(exc)}; give a folder of process "
                           "files, or what `bpsfast trace merge` made of one") from exc

@@ -258,7 +258,7 @@ def _ms(seconds: float) -> str:
 
 def _step(summary: Summary) -> str:
     if not summary.ranks:
-        return "step: no rank's trace is here, so nobody knows how long a step took"
+        return "step: unknown, because there is no trace of a rank"
     whole = summary.step_s or 1.0
     parts = ", ".join(f"{name} {_ms(seconds)} ({seconds / whole:.0%})" for name, seconds in (
         ("computing", summary.compute_s), ("copying", summary.copy_s), ("waiting", summary.wait_s)))
@@ -303,9 +303,9 @@ def _clocks(summary: Summary) -> str:
     if clocks.number > 1:
         text += f", known to {clocks.uncertainty_ns / 1e3:.3g} us"
     if clocks.unknown:
-        text += f"; nothing is known of the clock of {', '.join(clocks.unknown)}"
+        text += f"; unknown clock of {', '.join(clocks.unknown)}"
     full = [process.role for process in processes if process.full]
     if full:
-        text += (f"; no room for more records on {', '.join(full)}: set trace_capacity, or trace_first_step and "
+        text += (f"; records dropped on {', '.join(full)}: set trace_capacity, or trace_first_step and "
                  "trace_last_step")
     return text

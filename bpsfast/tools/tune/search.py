@@ -179,7 +179,7 @@ class Search:
             for measured in (self.outcome.before, self.outcome.after, self.outcome.comparisons):
                 measured.clear()
             self._finish()
-            self.outcome.words = f"what was found is not possible any more: {exc}"
+            self.outcome.words = f"the found settings are not possible any more: {exc}"
         self.outcome.seconds = self._clock() - self._began
         return self.outcome
 
@@ -206,8 +206,8 @@ class Search:
         least_s = (self._clock() - self._began) + self._reserve_s + _NOISE_SAMPLES * sum(
             self._cost[load] for load in loads)
         if least_s > self._budget_s:
-            raise ConfigError(f"--budget {self._budget_s:g}s is too short: before and after alone, {_FINAL_PAIRS} "
-                              f"times each for {', '.join(self._loads)}, take {least_s:.0f} s here; nothing was "
+            raise ConfigError(f"--budget {self._budget_s:g}s is too short: the final comparison alone, {_FINAL_PAIRS} "
+                              f"rounds each for {', '.join(self._loads)}, take {least_s:.0f} s here; nothing was "
                               "changed")
 
     # -- one knob -----------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class Search:
                     self._try(knob, value, live)
             if number + 1 >= _LEAST_ROUNDS:
                 for value in [value for value in live if _gain(own, live[value]) < -margin]:
-                    self._tell(knob, value, False, f"{100 * _gain(own, live.pop(value)):+.1f} %: given up early")
+                    self._tell(knob, value, False, f"{100 * _gain(own, live.pop(value)):+.1f} %: dropped early")
             if not live:
                 break
         return own
@@ -297,7 +297,7 @@ class Search:
         if self._config == outcome.start:
             for load in self._loads:
                 outcome.before[load] = [self._take(outcome.start, load) for _ in range(_FINAL_PAIRS)]
-            outcome.words = "nothing was better by more than the noise"
+            outcome.words = "nothing is better by more than the noise"
             return
         for load in self._loads:
             outcome.before[load], outcome.after[load] = self._pairs(outcome.start, self._config, load, _FINAL_PAIRS)
@@ -309,9 +309,9 @@ class Search:
         decisive = dict.fromkeys(knob.load for knob in self._knobs if knob.name in changed)
         better = [load for load in decisive if outcome.comparisons[load].verdict == "better"]
         if worse:
-            outcome.words = f"what was found makes {', '.join(worse)} worse"
+            outcome.words = f"the found settings make {', '.join(worse)} worse"
         elif not better:
-            outcome.words = "measured again, what was found is not better by more than the noise"
+            outcome.words = "in the final comparison the found settings are not better by more than the noise"
         else:
             outcome.changed, outcome.best = True, dict(self._config)
             outcome.words = f"{', '.join(better)} better by more than the noise, nothing worse"

@@ -99,7 +99,7 @@ class TuneTestbed:
         try:
             return connect(host, port, self._key, wait_s, self._timeout_s)
         except (BpsError, OSError) as exc:
-            raise PeerLostError(f"{host}:{port} listens no more: {exc}") from exc
+            raise PeerLostError(f"{host}:{port} does not listen any more: {exc}") from exc
 
     def _together(self, plan: Plan, ways: Sequence[RailPair], controls: Sequence[Control]) -> list[dict[str, Any]]:
         barrier = threading.Barrier(len(ways))
@@ -216,15 +216,16 @@ class TuneServer:
         if silent_s < wait_s:
             return
         if self._driver:
-            raise PeerLostError(f"{self._driver} has measured nothing for {wait_s:g} s and did not say that it is "
-                                "done: its process ended; its own output says why. Nothing was changed here")
-        raise StallError(f"nobody came within {wait_s:g} s to port {self._listener.getsockname()[1]}: start `bpsfast "
+            raise PeerLostError(f"{self._driver} has measured nothing for {wait_s:g} s without ending the run: its "
+                                "process is gone, and its own output says why. Nothing was changed here")
+        raise StallError(f"nobody connected within {wait_s:g} s to port {self._listener.getsockname()[1]}: start "
+                         "`bpsfast "
                          "tune rdma` with this host's name on the other one")
 
     def _client(self, control: Control) -> None:
         with control:
             if not self._places.acquire(blocking=False):
-                return control.stop(f"{_MOST_AT_ONCE} measurements are under way already")
+                return control.stop(f"{_MOST_AT_ONCE} measurements are already running")
             with self._lock:
                 self._at_work += 1
             try:
@@ -257,4 +258,4 @@ class TuneServer:
             self._say("the other side is done")
             self._ended.set()
         else:
-            control.send(Answer({"error": f"{asked.what!r} is no question that this version knows"}))
+            control.send(Answer({"error": f"{asked.what!r} is not a known question"}))

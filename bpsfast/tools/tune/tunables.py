@@ -57,7 +57,7 @@ class HostCapabilities(msgspec.Struct, frozen=True, kw_only=True):
         if not self.rails:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.rejected.items())
             raise UnsupportedError(f"{self.host}: no RDMA port can be used: {reasons or 'there is no RDMA device'}. "
-                                   "`bpsfast doctor` there says what to do about it")
+                                   "run `bpsfast doctor` there")
         return self.rails
 
 
@@ -189,14 +189,14 @@ def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabili
     offer("rdma_devices", *_rails(own, partners))
     mtu = min(rail.mtu for rail in rails)
     offer("rdma_mtu", [0, *(each for each in PATH_MTUS if _LEAST_MTU <= each < mtu)],
-          f"the active MTU is {mtu}: smaller packets only cost")
+          f"the active MTU is {mtu}: smaller packets only cost time")
     # only the switches' administrator knows what they protect
     on_ethernet = any(rail.link_layer == "Ethernet" for rail in rails)
     offer("rdma_traffic_class", traffic_classes,
-          "the switches decide which class is protected: name those to try by --traffic-class 0,106" if on_ethernet
+          "the switches define which classes are protected: name those to try with --traffic-class 0,106" if on_ethernet
           else "InfiniBand has service levels instead")
     offer("rdma_service_level", service_levels,
-          "the fabric decides which levels there are: name those to try by --service-level 0,3")
+          "the fabric defines the levels: name those to try with --service-level 0,3")
     ignoring = sorted({rail.driver for rail in rails} - _ORDERING_DRIVERS)
     offer("rdma_relaxed_ordering", () if ignoring else (False, True),
           f"the driver {', '.join(ignoring)} ignores it")
@@ -227,4 +227,4 @@ def _cores(sides: Sequence[HostCapabilities], rails: Sequence[RailCapabilities])
     common = set.intersection(*(set(side.cores) for side in sides), *(set(rail.near) for rail in rails))
     if len(common) > 1:
         values.append(str(max(common)))
-    return values, "one NUMA node, and no two cores that all machines have beside their devices"
+    return values, "there is one NUMA node, and no second core near the devices of all machines"

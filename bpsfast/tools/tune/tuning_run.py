@@ -52,7 +52,7 @@ class TuningRun:
         self.loads = (ONE_WAY, TWO_WAY, *((INCAST,) if several else ()), LATENCY)
         self.goal = goal or TWO_WAY
         if self.goal not in self.loads:
-            raise ConfigError(f"--goal {self.goal}: several hosts have to send for that; name two or more")
+            raise ConfigError(f"--goal {self.goal} needs several sending hosts; name two or more")
         self.choice = tunables.choose(self.start, self.own, self.partners, self.goal, traffic_classes, service_levels,
                                    only)
         if not self.choice.knobs:
@@ -76,7 +76,7 @@ class TuningRun:
         try:
             return search.run()
         except ConfigRefusedError as exc:
-            raise BpsError(f"the present settings cannot be measured, so nothing can be compared with them: {exc}") \
+            raise BpsError(f"the current settings cannot be measured, so there is nothing to compare with: {exc}") \
                 from exc
 
     def ways(self, config: Config, load: str) -> list[RailPair]:
@@ -170,7 +170,7 @@ def text(session: TuningRun, outcome: Outcome, reading: Reading, changes: Sequen
                      f"{comparison}: {comparison.verdict}" if comparison else ""))
     lines = [columns(rows, right=(1, 3)), f"{outcome.n_measured} samples in {outcome.seconds:.0f} s: {outcome.words}"]
     if outcome.untried:
-        lines.append(f"the budget did not last for: {', '.join(outcome.untried)}")
+        lines.append(f"the budget did not suffice for: {', '.join(outcome.untried)}")
     for name, value in describe(outcome.best, outcome.start).items():
         lines.append(f"  {name} = {shown(outcome.start[name])} -> {shown(value)}")
     for which, config in _series(outcome):
@@ -201,7 +201,7 @@ def data(session: TuningRun, outcome: Outcome, reading: Reading, profile: dict[s
         "changed": outcome.changed, "verdict": outcome.words, "start": outcome.start, "best": outcome.best,
         "changes": describe(outcome.best, outcome.start), "loads": loads,
         "steps": [each._asdict() for each in outcome.steps],
-        "not_tried": session.choice.untried | {name: "the budget did not last" for name in outcome.untried},
+        "not_tried": session.choice.untried | {name: "the budget did not suffice" for name in outcome.untried},
         "network": {"status": reading.status.value, "found": reading.found, "troubled": _troubled(session, outcome),
                     "actions": [{"where": action.where, "command": action.command} for action in reading.actions]},
         "profile": profile,
