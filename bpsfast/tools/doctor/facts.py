@@ -129,7 +129,7 @@ def recorded_verbs(answer: Any) -> VerbsReport | None:
     try:
         return msgspec.convert(answer, VerbsReport, str_keys=True)
     except msgspec.MsgspecError as exc:
-        raise ConfigError(f"what libibverbs said on the recorded machine cannot be read: {exc}") from exc
+        raise ConfigError(f"the libibverbs report of the recorded machine cannot be read: {exc}") from exc
 
 
 def _open(verbs: Any, name: str) -> OpenedDevice:
