@@ -62,7 +62,8 @@ def constants(path: Path) -> Constants:
                      (("PyTorch", fits["PyTorch"]),))
 
 
-def _document(rows: Sequence[Row], fits: Sequence[Fit], insides: Mapping[tuple[str, str], IntraMachine]) -> dict[str, Any]:
+def _document(rows: Sequence[Row], fits: Sequence[Fit], insides: Mapping[tuple[str, str], IntraMachine]
+              ) -> dict[str, Any]:
     ordered = figure_14.in_order(rows)
     return {
         "bpsfast": __version__, "python": platform.python_version(), "machine": platform.machine(),

@@ -26,8 +26,8 @@ _TITLES = {
     "13": "Figure 13: speed over all-reduce, 64 GPUs, k helpers (predicted)",
     "15/16": "Figures 15 and 16: efficiency (fitted at 256 GPUs: one number for each framework; else predicted)",
     "BERT-large": "BERT-large: speed against all-reduce on 32 GPUs (predicted)",
-    "20 Gbit/s TCP": f"Speed over all-reduce at 20 Gbit/s, {claim_tables.TCP_MACHINES} machines (predicted; the claim does "
-                     "not say how many)",
+    "20 Gbit/s TCP": f"Speed over all-reduce at 20 Gbit/s, {claim_tables.TCP_MACHINES} machines (predicted; the claim "
+                     "does not say how many)",
 }
 
 
@@ -64,8 +64,8 @@ def main(out: Path) -> None:
         click.echo(str(out / "expr3.png"))
 
 
-def _document(fits: Sequence[Fit], rows: Sequence[Row], points: Sequence[claim_tables.Point], sizes: Sequence[claim_tables.Size],
-              took_s: float) -> dict[str, Any]:
+def _document(fits: Sequence[Fit], rows: Sequence[Row], points: Sequence[claim_tables.Point],
+              sizes: Sequence[claim_tables.Size], took_s: float) -> dict[str, Any]:
     return {
         "bpsfast": __version__, "python": platform.python_version(), "machine": platform.machine(),
         "took_s": round(took_s, 1), "calibration": [fit._asdict() for fit in fits],

@@ -33,7 +33,8 @@ def inside(topology: Topology, strategy: Strategy, traffic: Traffic, ring: Ring,
     Raises `ConfigError` if the machine has not one card.
     """
     if len(topology.of(PartKind.NIC)) != 1:
-        raise ConfigError(f"machine {topology.name} has {len(topology.of(PartKind.NIC))} network cards; one is simulated")
+        raise ConfigError(f"machine {topology.name} has {len(topology.of(PartKind.NIC))} network cards; "
+                          "one is simulated")
     [card] = topology.of(PartKind.NIC)
     loads = strategy.loads
     on_wire = loads.cards[card.name]

@@ -21,7 +21,7 @@ import msgspec
 from ..hardware import numa
 from ..hardware.rdma_devices import PATH_MTUS
 from ..orchestration.errors import ConfigError
-from ..orchestration.placement.assignment import check_policy
+from ..orchestration.placement_policy import check_policy
 from . import logs, profile as profiles, rdma_device_list, value_formats
 from .byteps_variables import ALIASES, Translated, clamped, report, translate
 

@@ -53,7 +53,7 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
     BPSFAST_AUTOTUNE=1 torchrun ... train.py        on machines without rank 0
     """
     from ...base.process_mark import folder_prefix
-    from ...trainer import tuning_results
+    from ...trainer import tuning_trials
 
     form = output.form(as_json, path, no_color)
     with tempfile.TemporaryDirectory(prefix=folder_prefix("tune")) as folder:
@@ -63,12 +63,12 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
             code = subprocess.run(program, env={**os.environ, **variables}, check=False).returncode
         except OSError as exc:
             raise click.UsageError(f"{program[0]} cannot be started: {exc.strerror}") from exc
-        result = tuning_results.read(report)
+        result = tuning_trials.read(report)
     if result is None:
         click.echo("bpsfast tune: nothing was measured: the program trained no model with bpsfast on several ranks, or "
                    "for less than a dozen steps", err=True)
         sys.exit(code or 1)
-    output.show(form, lambda: _table(result), tuning_results.plain(result))
+    output.show(form, lambda: _table(result), tuning_trials.plain(result))
     sys.exit(code)
 
 

@@ -24,9 +24,8 @@ from ...hardware.netlink import Address
 from ...hardware.rdma_route import Rail
 from ...hardware.verbs import completions
 from ...orchestration import security
-from ...orchestration.errors import BpsError, ConfigError, PeerLostError, ProtocolError
+from ...orchestration.errors import DECODE_ERRORS, BpsError, ConfigError, PeerLostError, ProtocolError
 from ...orchestration.handshakes import HandshakeAcceptor
-from ...orchestration.unreadable import DECODE_ERRORS
 from ..perf.control import Secret
 from .facts import Facts, PeerReport, describe_ports
 

@@ -20,9 +20,16 @@ import msgspec
 from ...base.settings import Settings
 from ...launch.process_role import format_address, given_key, is_loopback, job_key
 from ...orchestration import security
-from ...orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
+from ...orchestration.errors import (
+    DECODE_ERRORS,
+    BpsError,
+    ConfigError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    StallError,
+)
 from ...orchestration.handshakes import HandshakeAcceptor
-from ...orchestration.unreadable import DECODE_ERRORS
 from .perf_plan import Plan
 
 #: Version of the messages and their order; both sides need the same.

@@ -20,7 +20,7 @@ from ...orchestration.placement.assignment import machine_times_s, owned_by, ste
 from ...orchestration.placement.codec_choice import Choice, choose, loads_of
 from ...orchestration.placement.layout import lay_out
 from ...orchestration.placement.partition import ITEM_NBYTES
-from ...orchestration.placement.reassignment import reassign
+from ...orchestration.placement.rebalancing import reassign
 from ...orchestration.placement.shares import Machine, capacities, least_time_s
 from . import machine_list
 from .catalog import Compute, Model

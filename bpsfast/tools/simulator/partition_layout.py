@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ...orchestration.errors import ConfigError
 from ...orchestration.placement.assignment import assign
 from ...orchestration.placement.shares import Machine, optimal_shares
-from ...orchestration.priority.credit_queue import rank_parts
+from ...orchestration.priority.send_queue import rank_parts
 from .network import Cluster, Load
 from .workload import PartitionedWorkload
 
