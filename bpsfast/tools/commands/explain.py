@@ -178,7 +178,7 @@ def of_completion(words: Completion) -> Explanation:
     if words.vendor:
         lines.insert(1, ("vendor", words.vendor))
     elif words.vendor_error:
-        lines.insert(1, ("vendor", "not known beside this status; such codes mean something to the card's maker only"))
+        lines.insert(1, ("vendor", "not known beside this status; such codes are known only to the card's vendor"))
     return Explanation(f"completion status {words.status}{vendor}: {words.name}", tuple(lines))
 
 

@@ -222,7 +222,7 @@ def check_device(host: Host, name: str | None) -> None:
     """Raise `ConfigError` if there are devices, but none is called *name*."""
     names = [device.name for device in host.devices]
     if name is not None and names and name not in names:
-        raise ConfigError(f"there is no RDMA device {name!r}; there is {', '.join(names)}")
+        raise ConfigError(f"there is no RDMA device {name!r}; there are {', '.join(names)}")
 
 
 def gid_table(host: Host, name: str | None = None) -> list[Gid]:
@@ -271,7 +271,8 @@ def asked(verbs: str | None, root: str | None) -> Any:
     if verbs is None:
         return None
     if root is not None:
-        raise click.UsageError("--verbs asks this machine's libibverbs, --root looks at another machine: choose one")
+        raise click.UsageError("--verbs queries libibverbs of this machine, --root examines another machine: choose "
+                               "one")
     return provider(verbs)
 
 

@@ -61,15 +61,15 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     from ...hardware.topology import discovery
 
     if source is not None and root is not None:
-        raise click.UsageError("--read has the machine from a file, --root from a folder: choose one")
+        raise click.UsageError("--read reads a machine from a file, --root from a folder: choose one")
     if service and not as_strategy:
-        raise click.UsageError("--service says what --strategy shall reckon with: give both")
+        raise click.UsageError("--service needs --strategy")
     if (n_ranks or nics) and not as_seats:
-        raise click.UsageError("--ranks and --nic say what --cores shall reckon with: give it, too")
+        raise click.UsageError("--ranks and --nic need --cores")
     if as_seats and (source is not None or picture_path is not None or as_strategy):
-        raise click.UsageError("--cores goes with --root, --ranks and --nic only")
+        raise click.UsageError("--cores can be combined only with --root, --ranks and --nic")
     if assignments and not as_strategy:
-        raise click.UsageError("--set changes what --strategy shows: give both")
+        raise click.UsageError("--set needs --strategy")
     chosen = output.form(as_json, path, no_color)
     if as_seats:
         seating = AffinityTable(root, n_ranks or 0, nics)
@@ -113,7 +113,7 @@ def text(topology: Topology) -> str:
     lines = [f"{topology.name}: " + ", ".join(_counted(*each) for each in counts), ""]
     matrix = matrix_rows(topology)
     if len(matrix) > 2:
-        lines += ["Joined by, and GB/s of the slowest link on the way:", output.columns(matrix), ""]
+        lines += ["Connection, and GB/s of the slowest link on the path:", output.columns(matrix), ""]
     lines.append(output.table(part_rows(topology), right=(1, 2)))
     between = [link for link in topology.links if link.kind is LinkKind.SOCKETS]
     if between:
@@ -224,7 +224,7 @@ class AffinityTable:
         if self.allowed != self.cores.cpus:
             lines.append(f"This process may use CPUs {numa.format_cpus(self.allowed)}")
         if self.why_not:
-            return "\n".join([*lines, "", f"Nobody is kept anywhere: {self.why_not}."])
+            return "\n".join([*lines, "", f"No process is bound: {self.why_not}."])
         rows = [_AFFINITY_HEAD, self._row("node", self.node, ", ".join(self.cards.names))]
         for number, seat in enumerate(self.ranks):
             gpu = f"gpu{number}" if number < len(self._gpus) else ""

@@ -65,8 +65,8 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
             raise click.UsageError(f"{program[0]} cannot be started: {exc.strerror}") from exc
         result = tuning_trials.read(report)
     if result is None:
-        click.echo("bpsfast tune: nothing was measured: the program trained no model with bpsfast on several ranks, or "
-                   "for less than a dozen steps", err=True)
+        click.echo("bpsfast tune: nothing was measured: the program trained no model with bpsfast on several ranks for "
+                   "at least a dozen steps", err=True)
         sys.exit(code or 1)
     output.show(form, lambda: _table(result), tuning_trials.plain(result))
     sys.exit(code)
@@ -165,7 +165,7 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
     loaded, origins = settings.load(chosen), settings.load_with_origins(chosen)[1]
     file = profile or loaded.profile
     if (applies or undoes) and not file:
-        raise click.UsageError("--apply and --undo change a profile: name it by --profile FILE or BPSFAST_PROFILE")
+        raise click.UsageError("--apply and --undo need a profile: name it with --profile FILE or BPSFAST_PROFILE")
     if undoes:
         if hosts or applies:
             raise click.UsageError("--undo measures nothing: give it without hosts and --apply")
@@ -245,9 +245,9 @@ def _keep(outcome: Any, origins: dict[str, str], file: str) -> tuple[dict[str, A
     if not file:
         return None, ["nothing was changed: --apply --profile FILE writes this into a profile"]
     change = profiles.apply(file, found, f"tune rdma: {outcome.words}")
-    words = [f"written to {change.path}; `bpsfast tune rdma --undo --profile {file}` takes it back",
-             f"jobs read it with BPSFAST_PROFILE={change.path}; all machines of a job need the same one"]
-    words += [f"{name} is set by {origins[name]}, which wins over the profile: take it away there"
+    words = [f"written to {change.path}; `bpsfast tune rdma --undo --profile {file}` undoes it",
+             f"jobs read it with BPSFAST_PROFILE={change.path}; all machines of a job need the same profile"]
+    words += [f"{name} is set by {origins[name]}, which overrides the profile: remove it there"
               for name in found if origins[name] not in ("default", f"profile {file}")]
     return change._asdict(), words
 
@@ -259,11 +259,11 @@ def _names(text: str | None) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",")) if text else ()
     unknown = [name for name in names if name not in NAMES]
     if unknown:
-        raise click.UsageError(f"--only: {', '.join(unknown)} cannot be tuned; there is {', '.join(NAMES)}")
+        raise click.UsageError(f"--only: {', '.join(unknown)} cannot be tuned; supported: {', '.join(NAMES)}")
     return names
 
 
 def undone(change: Any) -> str:
     """Return the effect of `--undo` as text."""
-    what = "removed, there was none before" if change.removed else "put back to what it was"
-    return f"{change.path}: {what} before {change.date} ({change.reason})"
+    what = "removed, as there was none before" if change.removed else "restored to its state before"
+    return f"{change.path}: {what} {change.date} ({change.reason})"
