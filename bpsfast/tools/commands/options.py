@@ -46,7 +46,7 @@ def overrides(assignments: tuple[str, ...], **options: Any) -> dict[str, Any]:
         name = name.strip().lower().replace("-", "_")
         if name == "job_key":
             raise ConfigError("--set job_key: every user of this machine can read command lines; set BPSFAST_JOB_KEY, "
-                              "or put the key into a file and name that: --set job_key_file=PATH")
+                              "or use --set job_key_file=PATH")
         given[name] = value
     return given | {name: value for name, value in options.items() if value is not None}
 

@@ -205,13 +205,13 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
 
 
 def _set(verb: str, loaded: Any, origins: dict[str, str]) -> dict[str, Any]:
-    """Return what somebody has set for jobs, in a profile say, by the plan's names; latency uses one queue pair."""
+    """Return the settings for jobs that are not defaults, as fields of the plan; latency uses one queue pair."""
     from ..perf import perf_plan
 
     found = {field: getattr(loaded, name) for name, field in perf_plan.SETTINGS.items()
              if origins[name] != "default" and not (verb == "lat" and field in ("pairs", "moderation"))}
     if "moderation" in found:
-        found["moderation"] = min(found["moderation"], loaded.rdma_queue_depth)  # as the transport takes it
+        found["moderation"] = min(found["moderation"], loaded.rdma_queue_depth)  # as the transport does
     return found
 
 
