@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from .base import hooks
 
+from ._version import __version__
+
 if TYPE_CHECKING:
     from . import compression as compression
     from .orchestration.errors import (
@@ -76,7 +78,6 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
-__version__ = "0.1.0"
 __all__ = sorted([*_MODULE_OF, "compression"])
 
 

@@ -16,15 +16,8 @@ import numpy as np
 from ..base.dtypes import TABLE, wire_name
 from ..orchestration.errors import BusyError, MismatchError, ProtocolError, UnsupportedError
 from ..orchestration.messages import TensorSpec
-from ..orchestration.placement.rows import (
-    HEADER_NBYTES,
-    INDEX_NBYTES,
-    OVERFLOW,
-    ROWS,
-    frame_nbytes,
-    part_rows,
-    values_offset,
-)
+from ..orchestration.placement.partition import ROWS
+from ..orchestration.placement.partition import HEADER_NBYTES, INDEX_NBYTES, OVERFLOW, row_frame_nbytes, part_rows, values_offset
 from . import process
 from .arguments import flag
 from .session import Session
@@ -268,7 +261,7 @@ class RowFrames(NamedTuple):
             n = int(end - begin)
             frame = memory[part * self.stride : (part + 1) * self.stride]
             fits = n <= self.frame_rows
-            length = frame_nbytes(n, row_nbytes) if fits else HEADER_NBYTES
+            length = row_frame_nbytes(n, row_nbytes) if fits else HEADER_NBYTES
             frame[:HEADER_NBYTES].view(np.uint64)[:] = length - 8, n, 0 if fits else OVERFLOW
             nbytes += length
             if fits and n:
@@ -338,7 +331,7 @@ class RowFrames(NamedTuple):
         overflows = flags == OVERFLOW
         most = part_rows(self.n_rows, self.n_parts, part) if overflows else self.frame_rows
         if flags not in (0, OVERFLOW) or n > most or following != (
-                HEADER_NBYTES if overflows else frame_nbytes(n, self.row_nbytes)) - 8:
+                HEADER_NBYTES if overflows else row_frame_nbytes(n, self.row_nbytes)) - 8:
             raise ProtocolError(f"partition {part} of {self.n_parts} of a table is no frame of at most "
                                 f"{self.frame_rows} rows: {following} bytes follow for {n} rows, flags {flags}")
         return n, flags

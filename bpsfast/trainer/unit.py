@@ -23,7 +23,7 @@ from ..gpu.device import Device
 from ..gpu.device_segments import DeviceSegment
 from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
-from ..orchestration.rounds import after
+from ..orchestration.placement.partition import round_after
 from ..pyx.pages import Segment, Window
 from .chunk_descriptors import SlidingWindow, is_worth, n_slots
 from .device_input import DeviceInput
@@ -84,7 +84,7 @@ class Unit:
         #: That for which inputs are computed from the next push on; 0: not told. What error feedback keeps follows it.
         self.learning_rate = 0.0
         self._told_rate = 0.0
-        self.round = after(plan.first_round, -1)  # the last one that was pushed: none
+        self.round = round_after(plan.first_round, -1)  # the last one that was pushed: none
         self.first_round = plan.first_round
         self.has_begun = False  # it was pushed
         self.pushed_nbytes = 0  # in all rounds
@@ -258,7 +258,7 @@ class Unit:
 
     def _begin(self, nbytes: int, reads: bool = True) -> int:
         if reads and self._readers:
-            self._await_readers(self._reading(after(self.round)))
+            self._await_readers(self._reading(round_after(self.round)))
         clock = self.session.clock
         with self._lock:
             if self.in_flight or self.is_retired:
@@ -267,7 +267,7 @@ class Unit:
                 clock.begin(self._step)
             self._step = clock.step
             self.in_flight = True
-            self.round = after(self.round)
+            self.round = round_after(self.round)
             self.has_begun = True
             self.pushed_nbytes += nbytes
             round, rate = self.round, self.learning_rate

@@ -14,7 +14,7 @@ from bpsfast.kernels.codecs import codec_reference
 from bpsfast.node.transport import shm
 from bpsfast.node.transport.rdma import rdma_messages
 from bpsfast.orchestration import messages, security
-from bpsfast.tools.perf.messages import Message as PerfMessage
+from bpsfast.tools.perf.control import Message as PerfMessage
 from tests.support.codec_kernel_calls import CODECS
 from tests.support.fuzzed_parsers import TABLE
 

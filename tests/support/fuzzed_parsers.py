@@ -22,15 +22,14 @@ from bpsfast.node.transport.rdma import rdma_messages
 from bpsfast.orchestration import messages, security
 from bpsfast.orchestration.codec import count
 from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError
-from bpsfast.orchestration.placement.rows import frame_nbytes
-from bpsfast.tools.perf.control import Control
-from bpsfast.tools.perf.messages import Message
+from bpsfast.orchestration.placement.partition import row_frame_nbytes
+from bpsfast.tools.perf.control import Control, Message
 from bpsfast.trainer.sparse_table import RowFrames
 from tests.support.codec_kernel_calls import CODECS, DECODE
 from tests.support.guarded_memory import GuardedMemory
 
 TABLE = RowFrames(n_rows=20, row_shape=(2,), dtype=np.dtype(np.float32), n_parts=2, frame_rows=4,
-                stride=-(-frame_nbytes(4, 8) // 64) * 64)
+                stride=-(-row_frame_nbytes(4, 8) // 64) * 64)
 _MOST_ELEMENTS = 255
 _MOST_FRAME_NBYTES = 4096
 
