@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,13 +22,13 @@ from ..orchestration.placement.partition import OPS
 from ..pyx.port import copy
 from ..trainer.chunk_descriptors import CHUNK_DTYPE
 from ..trainer.tensor_input import TensorInput, from_array
+from ..trainer.unit import Unit
 from .chunk_stream import TICKETS, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
 from .p2p import message_collectives
+from .p2p.endpoint import P2PEndpoint
 
 if TYPE_CHECKING:
     from ..trainer.session import Session
-    from ..trainer.unit import Unit
-    from .p2p.endpoint import P2PEndpoint
 
 #: Bytes of what each member called that are shown to all after a mismatch.
 _SAID_NBYTES = 128
@@ -92,6 +93,11 @@ class Group:
         self._broken: BpsError | None = None
         self._closed = False
         self._within_s: float | None = None
+
+    @property
+    def p2p(self) -> P2PEndpoint:
+        """Messages between ranks of the job."""
+        return self.session.extension(P2PEndpoint)
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
@@ -194,7 +200,7 @@ class Group:
 
     def _exchange(self, text: str, owner: object, move: Callable[[_Call], None]) -> None:
         """Move bytes from member to member, once all are known to want that."""
-        self._convey(text, *_BYTES, [], lambda: move(_Call(self.session.post, self._channel, self._calls, owner)))
+        self._convey(text, *_BYTES, [], lambda: move(_Call(self.p2p, self._channel, self._calls, owner)))
 
     def _convey(self, text: str, dtype: str, op: str, loads: Sequence[_Load],
                 then: Callable[[], None] = lambda: None) -> None:
@@ -348,6 +354,11 @@ def _check_size(x: TensorInput, out: TensorInput) -> None:
         raise ConfigError(f"{x.nbytes} bytes of input for {out.nbytes} bytes of output")
 
 
+def _counts_of_groups(session: Session) -> Counter[tuple[int, ...]]:
+    """Return how many groups of *session* were made of the same ranks in the same order (`Session.extension`)."""
+    return Counter()
+
+
 def make_group(session: Session, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
     """Return a new group of *ranks* of *session*: its i-th member is the i-th of them.
 
@@ -360,8 +371,9 @@ def make_group(session: Session, ranks: Sequence[int], timeout_s: float | None =
         If this rank is none of *ranks*, or they are not ranks of the job.
     """
     key = tuple(ranks)
-    number = session.n_groups[key]
-    session.n_groups[key] += 1
+    counts = session.extension(_counts_of_groups)
+    number = counts[key]
+    counts[key] += 1
     is_all = key == tuple(range(session.size))
     who = "all" if is_all else hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
     return Group(session, key, f"bpsfast.group/{who}/{number}",

@@ -74,14 +74,14 @@ def test_crossing_connects_leave_one_connection(office, far):
 @contextlib.contextmanager
 def dialling_each_other(made):
     """Let ranks 0 and 1 dial each other, and only rank 1 get through; yields what lets rank 0 find an address."""
-    come, has_come = made.posts[0].meeting._come, threading.Event()
+    come, has_come = made.posts[0].connector._come, threading.Event()
 
     def note(*arguments):
         taken = come(*arguments)
         has_come.set()
         return taken
 
-    made.posts[0].meeting._come = note
+    made.posts[0].connector._come = note
     address = msgspec.msgpack.decode(made.board.pop("post:1:"), type=Address)
     transfers = [(post, receive(post, 1 - post.rank, 4), send(post, 1 - post.rank, np.full(4, post.rank, np.uint8)))
                  for post in made.posts[:2]]
@@ -101,7 +101,7 @@ def test_of_two_connections_the_one_that_comes_about_counts(office, reachable):
             received.wait()
             assert x.tolist() == [1 - post.rank] * 4
     ends = [peer.link.sock.getpeername() for post in made.posts for peer in post._peers.values()]
-    listener = made.posts[1 if reachable else 0].meeting.listeners[1].getsockname()
+    listener = made.posts[1 if reachable else 0].connector.listeners[1].getsockname()
     assert listener in ends
 
 
@@ -231,7 +231,7 @@ def test_nobody_listens_there(office):
 def test_another_job_is_another_key(office):
     made, other = office(), office()
     other.board["post:1:"] = made.board["post:1:"]
-    made.posts[1].meeting._key = bytes(32)
+    made.posts[1].connector._key = bytes(32)
     with pytest.raises(PeerLostError, match="wrong job key"):
         send(other.posts[0], 1, np.zeros(3, np.uint8)).wait()
 
@@ -267,7 +267,7 @@ def no_descriptors():
 
 def test_without_descriptors_nobody_is_let_in_for_a_while_and_then_again(office, no_descriptors, caplog):
     made = office()
-    meeting = made.posts[0].meeting
+    meeting = made.posts[0].connector
     accept, tried, again = meeting.accept, [], threading.Event()
 
     def counted(listener):

@@ -50,17 +50,17 @@ class P2PEndpoint:
         self._peers: dict[int, Peer] = {}
         self.progress = ProgressEngine(
             f"bpsfast-post-{self.rank}", busy=lambda: bool(self._n_open or self.writing),
-            work=lambda: self.delivery.read_piece(), settle=self._settle, check=session.port.check, failed=self._fail,
-            tick=lambda: self.meeting.tick(), awake_s=session.settings.awake_us / 1e6)
+            work=lambda: self.receiver.read_piece(), settle=self._settle, check=session.port.check, failed=self._fail,
+            tick=lambda: self.connector.tick(), awake_s=session.settings.awake_us / 1e6)
         self._lock = self.progress.lock
-        self.delivery = MessageReceiver(self.rank, self._peers, self.progress)
+        self.receiver = MessageReceiver(self.rank, self._peers, self.progress)
         try:
-            self.meeting = PeerConnector(session, self._come, self._reached, self._unreachable, self._listen)
+            self.connector = PeerConnector(session, self._come, self._reached, self._unreachable, self._listen)
         except BaseException:
             self.progress.close()
             raise
         with self._lock:
-            for listener in self.meeting.listeners:
+            for listener in self.connector.listeners:
                 self.progress.watch(listener.fileno(), select.EPOLLIN, self._visitor_at(listener))
         self.progress.start()
         _open.add(self)
@@ -91,7 +91,7 @@ class P2PEndpoint:
         with self._lock:
             self._open(transfer)
             if destination == self.rank:
-                self.delivery.send_to_self(Outgoing(transfer))
+                self.receiver.send_to_self(Outgoing(transfer))
             else:
                 self._peer(destination).send(Outgoing(transfer))
         self._settle()
@@ -126,11 +126,11 @@ class P2PEndpoint:
         error = ClosedError(f"the post of rank {self.rank} was closed while a message was under way")
         self._announce_close(error)
         with self._lock:
-            for listener in self.meeting.listeners:
+            for listener in self.connector.listeners:
                 self.progress.forget(listener.fileno())
             self._fail(error)
         self._settle()
-        self.meeting.close()
+        self.connector.close()
         self.progress.close()
 
     # -- for transfers ---------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class P2PEndpoint:
         """See `Transfer.cancel`."""
         self._session.require_open()
         with self._lock:
-            if transfer.is_send or not self.delivery.matching.withdraw(transfer):
+            if transfer.is_send or not self.receiver.matching.withdraw(transfer):
                 return False
             transfer.finish(ClosedError(f"{transfer.describe()} is not waited for any more: its receive was cancelled"))
         self._settle()
@@ -211,17 +211,17 @@ class P2PEndpoint:
             peer = self._peers[rank] = Peer(self, rank)
         if peer.state == "apart":
             peer.state = "dialling"
-            self.meeting.dial(rank)
+            self.connector.dial(rank)
         return peer
 
     def _receive(self, transfer: Transfer) -> Transfer:
         source = transfer.peer
         with self._lock:
             self._open(transfer)
-            if not self.delivery.receive(transfer) and source is not None and source != self.rank:
+            if not self.receiver.receive(transfer) and source is not None and source != self.rank:
                 error = self._peer(source).error  # connected even so: the end of the connection is the peer's
                 if error is not None:
-                    self.delivery.matching.withdraw(transfer)
+                    self.receiver.matching.withdraw(transfer)
                     transfer.finish(error)
         self._settle()
         return transfer
@@ -247,12 +247,12 @@ class P2PEndpoint:
             if transfer.is_send:
                 state = peer.describe(transfer) if peer else "it waits for a receive here"
                 return (f"rank {self.rank} waited {timeout_s:g} s for {who} to receive {transfer.describe()}: {state}")
-            lying = self.delivery.matching.describe(transfer.channel)
-            if not self.delivery.matching.waits(transfer):
+            lying = self.receiver.matching.describe(transfer.channel)
+            if not self.receiver.matching.waits(transfer):
                 state = (f"rank {transfer.source} has announced it ({transfer.nbytes} bytes), and its payload is on "
                          "the way")
             elif peer is not None and peer.link is None:
-                state = f"not connected to it yet; {self.meeting.trouble(peer.rank)}"
+                state = f"not connected to it yet; {self.connector.trouble(peer.rank)}"
             else:
                 state = f"it has sent none; here are {lying}" if lying else "it has sent none"
             return f"rank {self.rank} waited {timeout_s:g} s for {who} to send {transfer.describe()}: {state}"
@@ -260,14 +260,14 @@ class P2PEndpoint:
     # -- connections -----------------------------------------------------------------------------------------------
 
     def _visitor_at(self, listener: socket.socket) -> Callable[[int], None]:
-        return lambda events: self.meeting.accept(listener)
+        return lambda events: self.connector.accept(listener)
 
     def _listen(self) -> None:
         """Let others in, or make them wait."""
         with self._lock:
             if not self._closed:
-                for listener in self.meeting.listeners:
-                    self.progress.change(listener.fileno(), select.EPOLLIN if self.meeting.listens else 0)
+                for listener in self.connector.listeners:
+                    self.progress.change(listener.fileno(), select.EPOLLIN if self.connector.listens else 0)
 
     def _come(self, rank: int, sock: socket.socket, process: int) -> bool:
         """Decide, in a thread of the meeting, about a connection that *rank* has made; return whether it is taken."""
@@ -311,7 +311,7 @@ class P2PEndpoint:
         self._error = self._error or error
         for peer in list(self._peers.values()):
             peer.lose(error)
-        self.delivery.fail(error)
+        self.receiver.fail(error)
 
     def _announce_close(self, error: BpsError) -> None:
         """Withdraw the address, and give what was said to others the time to be read."""
@@ -329,7 +329,7 @@ class P2PEndpoint:
         self.progress.drop_in_child()
         links = [peer.link.sock for peer in self._peers.values() if peer.link is not None]
         rivals = [peer.competing.sock for peer in self._peers.values() if peer.competing is not None]
-        for sock in [*links, *rivals, *self.meeting.listeners]:
+        for sock in [*links, *rivals, *self.connector.listeners]:
             sock.close()
 
 

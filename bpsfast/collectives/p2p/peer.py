@@ -10,18 +10,16 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from ...orchestration.errors import BpsError, PeerLostError, ProtocolError
 from . import cross_memory, protocol
-from .connector import CROSSED, REFUSED
+from .connector import CROSSED, REFUSED, PeerConnector
 from .frame_socket import FrameSocket
+from .progress_engine import ProgressEngine
 from .protocol import Frame, ReceiveCredit, SendCredit
-from .transfer import Arrival, Incoming, Outgoing, view
-
-if TYPE_CHECKING:
-    from .endpoint import P2PEndpoint
-    from .transfer import Transfer
+from .receiver import MessageReceiver
+from .transfer import Arrival, Incoming, Outgoing, Transfer, view
 
 #: "apart": nobody has dialled; "dialling": this rank has; "joined": there is a link; "lost": for good.
 State = Literal["apart", "dialling", "joined", "lost"]
@@ -34,10 +32,24 @@ class CompetingConnection(NamedTuple):
     process: int
 
 
-class Peer:
-    """Rank *rank*, as this post sees it. Everything here is done with the post's lock."""
+class PeerOwner(Protocol):
+    """What a peer needs of this rank's endpoint."""
 
-    def __init__(self, post: P2PEndpoint, rank: int) -> None:
+    rank: int
+    token: cross_memory.Token
+    progress: ProgressEngine
+    receiver: MessageReceiver
+    connector: PeerConnector
+    writing: set[int]
+
+    def job_error(self) -> BpsError | None:
+        """Return what ended the job, if something did."""
+
+
+class Peer:
+    """Rank *rank*, as this rank's endpoint sees it. Everything here is done with the endpoint's lock."""
+
+    def __init__(self, endpoint: PeerOwner, rank: int) -> None:
         self.rank = rank
         self.state: State = "apart"
         self.error: BpsError | None = None
@@ -45,7 +57,7 @@ class Peer:
         self.competing: CompetingConnection | None = None  # what counts if this rank's own connection does not come about
         self.pid = 0  # of the process whose memory can be read; 0: it cannot
         self._parting: BpsError | None = None  # this rank has left for this: whatever the peer does then is no news
-        self._post = post
+        self._endpoint = endpoint
         self._allowance, self._usage = SendCredit(), ReceiveCredit()
         self._waiting: deque[Outgoing] = deque()
         self._announced: dict[int, Outgoing] = {}
@@ -64,9 +76,9 @@ class Peer:
         self._dismiss_rival(CROSSED)
         self.link = FrameSocket(sock, self)
         self.state, self._process = "joined", process
-        self._post.progress.watch(sock.fileno(), select.EPOLLIN, self._on_events)
+        self._endpoint.progress.watch(sock.fileno(), select.EPOLLIN, self._on_events)
         cross_memory.let_read(process)
-        token = self._post.token
+        token = self._endpoint.token
         self._guard(lambda: self._begin(greeting, Frame(protocol.GREETING, number=token.value, address=token.address)))
 
     def _begin(self, greeting: bytes, frame: Frame) -> None:
@@ -97,7 +109,7 @@ class Peer:
             queue.clear()
         for transfer in under_way:
             transfer.finish(error)
-        self._post.delivery.lost(self.rank, error)
+        self._endpoint.receiver.lost(self.rank, error)
 
     def leave(self, error: BpsError) -> None:
         """Say that nothing follows; what is under way then ends with *error*."""
@@ -108,10 +120,10 @@ class Peer:
     def close(self) -> None:
         """Close the connection. What is under way keeps its memory until then: the peer may be reading it."""
         link, self.link = self.link, None
-        self._post.writing.discard(self.rank)
+        self._endpoint.writing.discard(self.rank)
         if link is not None:
             link.shutdown_writing()
-            self._post.progress.forget(link.sock.fileno())
+            self._endpoint.progress.forget(link.sock.fileno())
             link.close()
 
     def _guard(self, act: Callable[[], object]) -> None:
@@ -120,12 +132,12 @@ class Peer:
             act()
             self._watch_writing()
         except PeerLostError as exc:  # of a job that is over, posts end before each rank has been told why
-            self.lose(self._post.job_error() or PeerLostError(
-                f"rank {self.rank} is lost to rank {self._post.rank}: {exc}"))
+            self.lose(self._endpoint.job_error() or PeerLostError(
+                f"rank {self.rank} is lost to rank {self._endpoint.rank}: {exc}"))
         except ProtocolError as exc:
-            self.lose(ProtocolError(f"rank {self.rank} sent rank {self._post.rank} what makes no sense: {exc}"))
+            self.lose(ProtocolError(f"rank {self.rank} sent rank {self._endpoint.rank} what makes no sense: {exc}"))
         except OSError as exc:
-            self.lose(PeerLostError(f"rank {self.rank} is lost to rank {self._post.rank}: its connection broke: {exc}"))
+            self.lose(PeerLostError(f"rank {self.rank} is lost to rank {self._endpoint.rank}: its connection broke: {exc}"))
 
     def _on_events(self, events: int) -> None:
         if self.link is not None and events & select.EPOLLOUT:
@@ -134,10 +146,10 @@ class Peer:
             self._guard(self.link.read)
 
     def _watch_writing(self) -> None:
-        link, writing = self.link, self._post.writing
+        link, writing = self.link, self._endpoint.writing
         if link is not None and link.backlog != (self.rank in writing):
             (writing.add if link.backlog else writing.discard)(self.rank)
-            self._post.progress.change(link.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if link.backlog else 0))
+            self._endpoint.progress.change(link.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if link.backlog else 0))
 
     def _send(self, frame: Frame, payload: memoryview | None = None) -> None:
         assert self.link is not None
@@ -199,7 +211,7 @@ class Peer:
     def describe(self, transfer: Transfer) -> str:
         """Say how far the message of a transfer has come."""
         if self.link is None:
-            return f"not connected to it yet; {self._post.meeting.trouble(self.rank)}"
+            return f"not connected to it yet; {self._endpoint.connector.trouble(self.rank)}"
         if any(each.transfer is transfer for each in self._waiting):
             return f"{len(self._announced)} messages before it are announced to it, and not received"
         return "announced to it, and not received" if any(
@@ -214,13 +226,13 @@ class Peer:
         kind = frame.kind
         if kind == protocol.EAGER:
             self._usage.eager(frame.nbytes)
-            self._post.delivery.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, payload))
+            self._endpoint.receiver.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, payload))
         elif kind == protocol.ANNOUNCE:
             self._n_heard += 1
             if frame.number != self._n_heard:
                 raise ProtocolError(f"ANNOUNCE {frame.number}, expected {self._n_heard}")
             self._usage.announced()
-            self._post.delivery.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, number=frame.number,
+            self._endpoint.receiver.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, number=frame.number,
                                                       address=frame.address))
         elif kind == protocol.DATA:
             self._received(frame)
@@ -234,7 +246,7 @@ class Peer:
                 self.pid = self._process
         else:
             self.lose(PeerLostError(f"rank {self.rank} has left (it called shutdown, or closed its post): rank "
-                                    f"{self._post.rank} exchanges no more messages with it"))
+                                    f"{self._endpoint.rank} exchanges no more messages with it"))
 
     def _answered(self, frame: Frame) -> None:
         outgoing = self._announced.get(frame.number)

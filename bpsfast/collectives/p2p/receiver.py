@@ -4,20 +4,37 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from ...orchestration.errors import BpsError, CapacityError, MismatchError
 from . import cross_memory, protocol
+from .frame_socket import FrameSocket
 from .progress_engine import ProgressEngine
 from .protocol import ReceiveCredit, SendCredit
 from .transfer import Arrival, Incoming, Outgoing, Transfer, view
 
-if TYPE_CHECKING:
-    from .peer import Peer
+
+class MessageSource(Protocol):
+    """Another rank, as the receiver needs it: a `Peer`."""
+
+    rank: int
+    pid: int  # of the process whose memory can be read; 0: it cannot
+    link: FrameSocket | None
+    error: BpsError | None
+
+    def consumed(self, nbytes: int) -> None:
+        """Give back the room of a small message that was received."""
+
+    def taken(self, number: int) -> None:
+        """Say that the payload of an announced message was fetched, or is not wanted."""
+
+    def want(self, incoming: Incoming) -> None:
+        """Ask for the payload of an announced message."""
+
 
 R = TypeVar("R")
 A = TypeVar("A")
@@ -120,7 +137,7 @@ log = logging.getLogger("bpsfast.collectives.p2p")
 class MessageReceiver:
     """What *rank* receives, from itself and *peers* (by rank). Used with *progress*'s lock, but for `read_piece`."""
 
-    def __init__(self, rank: int, peers: dict[int, Peer], progress: ProgressEngine) -> None:
+    def __init__(self, rank: int, peers: Mapping[int, MessageSource], progress: ProgressEngine) -> None:
         self.rank = rank
         self.matching: Matching[Transfer, Arrival] = Matching()
         self._peers, self._progress, self._lock = peers, progress, progress.lock

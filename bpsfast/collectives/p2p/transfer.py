@@ -4,14 +4,29 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ...orchestration.errors import BpsError
 
-if TYPE_CHECKING:
-    from .endpoint import P2PEndpoint
+
+class TransferOwner(Protocol):
+    """What a transfer needs of its endpoint."""
+
+    rank: int
+
+    def wait(self, transfer: Transfer, timeout_s: float | None) -> None:
+        """See `Transfer.wait`."""
+
+    def on_done(self, transfer: Transfer, callback: Callable[[Transfer], object]) -> None:
+        """See `Transfer.on_done`."""
+
+    def cancel(self, transfer: Transfer) -> bool:
+        """See `Transfer.cancel`."""
+
+    def ended(self, transfer: Transfer) -> None:
+        """Note, with the lock, that *transfer* has ended."""
 
 
 class Transfer:
@@ -32,15 +47,15 @@ class Transfer:
     `receive_any_size`, the caller's from then on), `error` (None if it ended well).
     """
 
-    __slots__ = ("_done", "_post", "address", "callbacks", "capacity", "channel", "data", "error", "is_send", "nbytes",
+    __slots__ = ("_done", "_endpoint", "address", "callbacks", "capacity", "channel", "data", "error", "is_send", "nbytes",
                  "owner", "peer", "source", "tag")
 
-    def __init__(self, post: P2PEndpoint, is_send: bool, channel: int, peer: int | None, tag: int | None, address: int,
+    def __init__(self, endpoint: TransferOwner, is_send: bool, channel: int, peer: int | None, tag: int | None, address: int,
                  nbytes: int, owner: object) -> None:
-        self._post = post
+        self._endpoint = endpoint
         self._done = False
         self.is_send, self.channel, self.peer, self.tag = is_send, channel, peer, tag
-        self.source = post.rank if is_send else peer
+        self.source = endpoint.rank if is_send else peer
         self.address, self.nbytes, self.capacity, self.owner = address, nbytes, nbytes, owner
         self.data: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self.error: BpsError | None = None
@@ -69,18 +84,18 @@ class Transfer:
         ClosedError
             If the post was closed, or the transfer cancelled.
         """
-        self._post.wait(self, timeout_s)
+        self._endpoint.wait(self, timeout_s)
 
     def on_done(self, callback: Callable[[Transfer], object]) -> None:
         """Call *callback* with this once it has ended; at once if it has.
 
         In any thread that moves messages on: it keeps others waiting. What it raises is logged.
         """
-        self._post.on_done(self, callback)
+        self._endpoint.on_done(self, callback)
 
     def cancel(self) -> bool:
         """End a receive that no message has met, with a `ClosedError`; return False if it goes on, or has ended."""
-        return self._post.cancel(self)
+        return self._endpoint.cancel(self)
 
     def finish(self, error: BpsError | None = None) -> None:
         """Note the end. With the post's lock; who calls it sees to the callbacks afterwards."""
@@ -88,7 +103,7 @@ class Transfer:
             self.error = error
             self.owner = None
             self._done = True
-            self._post.ended(self)
+            self._endpoint.ended(self)
 
     def describe(self) -> str:
         """Return what it is in words: "a message with tag 3 on channel 7"."""
