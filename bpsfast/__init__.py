@@ -14,9 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .base import hooks
-
 from ._version import __version__
+from .base import hooks
 
 if TYPE_CHECKING:
     from . import compression as compression

@@ -4,7 +4,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from .. import __version__
+from .._version import __version__
 from ..base import hooks, logs
 from ..base.end_reports import report
 from ..base.settings import Settings, load, take_job_key
