@@ -6,6 +6,7 @@ store that torch wants is made on rank 0's machine and found through the job.
 """
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -75,6 +76,11 @@ def _is_in_job(given: dict[str, str]) -> bool:
     return True
 
 
+def _store_numbers(session: Session) -> Iterator[int]:
+    """Return a count of the stores of *session* (`Session.extension`)."""
+    return itertools.count()
+
+
 def store_of(session: Session, timeout: timedelta) -> Any:
     """Return a store that all ranks of *session* share; rank 0's process holds it. All ranks call this equally often.
 
@@ -83,8 +89,7 @@ def store_of(session: Session, timeout: timedelta) -> Any:
     StallError
         If rank 0 does not come within *timeout*.
     """
-    number = session.n_stores
-    session.n_stores += 1
+    number = next(session.extension(_store_numbers))
     key = f"{_NOTICE}/{number}"
     if session.rank == 0:
         host = session.host
