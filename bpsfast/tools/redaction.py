@@ -92,7 +92,7 @@ def found(environ: Mapping[str, str], job_key: str = "", words: Iterable[str] = 
 def job_key_of(environ: Mapping[str, str]) -> str:
     """Return the job key of this environment, "" if there is none or its file cannot be read."""
     from ..base import settings
-    from ..launch.process_role import given_key
+    from ..base.job_key import given_key
 
     try:
         return given_key(settings.load_with_origins(None, environ)[0])

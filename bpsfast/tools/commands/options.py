@@ -103,7 +103,7 @@ def with_options(function: Callable, options: Sequence[Callable[[Any], Any]]) ->
     return function
 
 
-def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.Plan | None:
+def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.SshPlan | None:
     """Pop the options of `job_options` from *options*; return what runs on which host, None if no host is named.
 
     *simulated*: names of the options for simulated machines, which exclude hosts. ``n_ranks`` stays in *options*.
@@ -130,7 +130,7 @@ def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.Plan
                           "use only one of them (for helpers on hosts use --helpers-on)")
     ranks_on = host_list.assign(hosts, options["n_ranks"])
     helpers = host_list.helpers(helpers_on, ranks_on) if helpers_on else []
-    return ssh_job.Plan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=scheduler_host or "",
+    return ssh_job.SshPlan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=scheduler_host or "",
                          variables=ssh_job.variables(assigned))
 
 

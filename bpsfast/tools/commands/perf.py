@@ -111,7 +111,7 @@ def latency(**options: Any) -> None:
 def _run(verb: str, options: dict[str, Any]) -> None:
     """Measure as *options* say; with -H, start the other side first."""
     from ...base import settings
-    from ...launch import roles
+    from ...base.job_key import given_key
     from ...launch.remote_listeners import RemoteListeners
 
     there, typed = hosts_of(options.pop("hosts_text"), None), given_ssh_options(options)
@@ -122,7 +122,7 @@ def _run(verb: str, options: dict[str, Any]) -> None:
         return _measure(verb, options)
     if len(there) > 1 or options["host"] is not None:
         raise click.UsageError("-H: expected one host; the measurement is between this host and that one")
-    secret = roles.given_key(settings.load(overrides(options["assignments"]))) or secrets.token_hex(32)
+    secret = given_key(settings.load(overrides(options["assignments"]))) or secrets.token_hex(32)
     with RemoteListeners(there, ssh, ["perf", verb], secret, options["control_port"]) as started:
         address, options["control_port"] = started.addresses[0]
         try:

@@ -52,7 +52,7 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
     bpsfast tune --json -o found.json -- torchrun ... train.py
     BPSFAST_AUTOTUNE=1 torchrun ... train.py        on machines without rank 0
     """
-    from ...base.process_mark import folder_prefix
+    from ...base.process_identity import folder_prefix
     from ...trainer import tuning_trials
 
     form = output.form(as_json, path, no_color)

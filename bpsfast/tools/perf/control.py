@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Union
 
 import msgspec
 
+from ...base.addresses import format_address, is_loopback
+from ...base.job_key import given_key, job_key
 from ...base.settings import Settings
-from ...launch.process_role import format_address, given_key, is_loopback, job_key
 from ...orchestration import security
 from ...orchestration.errors import (
     DECODE_ERRORS,
