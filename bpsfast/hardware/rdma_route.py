@@ -19,7 +19,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..base import rdma_device_list
+from ..base.value_formats import RdmaDeviceList, parse_rdma_devices
 from ..orchestration.errors import ConfigError, UnsupportedError
 from . import gids
 from .gids import Gid
@@ -99,7 +99,7 @@ def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address 
     ConfigError
         *devices* names what does not exist, or *gid_index* an empty row; the text lists what there is.
     """
-    allowed = rdma_device_list.parse(devices)
+    allowed = parse_rdma_devices(devices)
     _check_names(host, allowed, devices)
     route = _route(host, peer)
     usable: list[tuple[tuple, Rail]] = []
@@ -150,7 +150,7 @@ def incapable(device: RdmaDevice) -> str | None:
     return None
 
 
-def _check_names(host: Host, allowed: rdma_device_list.RdmaDeviceList, devices: str) -> None:
+def _check_names(host: Host, allowed: RdmaDeviceList, devices: str) -> None:
     ports = [(device.name, port.number) for device, port in host.ports]
     unknown = allowed.unmatched(ports)
     if unknown:
@@ -196,7 +196,7 @@ def _rank(host: Host, device: RdmaDevice, port: Port, gid: Gid | None, route: Ro
 
 
 def _reason(host: Host, device: RdmaDevice, port: Port, gid: Gid | None, route: Route | None,
-            allowed: rdma_device_list.RdmaDeviceList, gid_index: int) -> str:
+            allowed: RdmaDeviceList, gid_index: int) -> str:
     words = []
     netdev = gid.netdev if gid and gid.netdev else port.netdev
     if allowed.names_devices:

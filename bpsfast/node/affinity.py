@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from ..base.settings import Settings
+from ..base.value_formats import format_cpus, parse_cpus
 from ..hardware import numa
 from ..hardware.affinity import cores, locality
 from ..hardware.affinity.binding import ThreadBinding
@@ -71,7 +72,7 @@ class NodeAffinity:
             return (CpuAffinity(),) * len(ranks)
         has_gpus = len(self._cores.nodes) > 1 and any(rank.gpu >= 0 for rank in ranks)
         gpus = locality.gpus(self._host) if has_gpus else ()
-        came = [Rank(numa.parse_cpus(rank.cpus), rank.stays, gpus[rank.gpu] if 0 <= rank.gpu < len(gpus) else None)
+        came = [Rank(parse_cpus(rank.cpus), rank.stays, gpus[rank.gpu] if 0 <= rank.gpu < len(gpus) else None)
                 for rank in ranks]
         taken = self.seat.cpus if self.seat.alone else frozenset[int]()
         seats = tuple(with_allowed_memory(seat, self._mems) for seat in plan_ranks(self._cores, came, self._wishes, taken))
@@ -80,5 +81,5 @@ class NodeAffinity:
 
 
 def _words(who: str, seat: CpuAffinity) -> str:
-    where = f"on CPUs {numa.format_cpus(seat.cpus)}" if seat.cpus else "where it may run"
+    where = f"on CPUs {format_cpus(seat.cpus)}" if seat.cpus else "where it may run"
     return f"{who} {where}" + ("" if seat.home is None else f", its memory on NUMA node {seat.home}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 import errno
 import os
 
-from .. import numa
+from ...base.value_formats import format_cpus
 from .device_threads import for_each_thread
 from .refusal_warning import refused
 
@@ -25,14 +25,14 @@ class ThreadBinding:
         self._before, self.cpus = before, cpus & before
         if not self.cpus or self.cpus == before:
             if cpus and not self.cpus:
-                refused(f"sched_setaffinity(CPUs {numa.format_cpus(cpus)})", errno.EINVAL,
-                        f"This process stays on CPUs {numa.format_cpus(before)}")
+                refused(f"sched_setaffinity(CPUs {format_cpus(cpus)})", errno.EINVAL,
+                        f"This process stays on CPUs {format_cpus(before)}")
             self.cpus = frozenset()
             return
         try:
             _move(before, self.cpus)
         except OSError as exc:
-            refused(f"sched_setaffinity(CPUs {numa.format_cpus(cpus)})", exc.errno or 0, "Threads run anywhere")
+            refused(f"sched_setaffinity(CPUs {format_cpus(cpus)})", exc.errno or 0, "Threads run anywhere")
             self.cpus = frozenset()
             return
         _before.append(before)
@@ -45,7 +45,7 @@ class ThreadBinding:
             try:
                 _move(cpus, self._before)
             except OSError as exc:  # the cpuset has changed
-                refused(f"sched_setaffinity(CPUs {numa.format_cpus(self._before)})", exc.errno or 0,
+                refused(f"sched_setaffinity(CPUs {format_cpus(self._before)})", exc.errno or 0,
                         "Threads stay where they are")
 
 

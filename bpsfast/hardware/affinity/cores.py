@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
+from ...base.value_formats import parse_cpus
 from .. import numa
 from ..sysfs import Tree
 
@@ -49,7 +50,7 @@ def read(tree: Tree, whole: bool = True) -> Cores:
     """
     known = {number: node for number, node in numa.nodes(tree).items() if node.cpus}
     if not known:
-        cpus = numa.parse_cpus(tree.text("sys/devices/system/cpu/online") or "") or numa.allowed_cpus(tree)
+        cpus = parse_cpus(tree.text("sys/devices/system/cpu/online") or "") or numa.allowed_cpus(tree)
         known = {0: numa.NumaNode(0, cpus)}
     nodes = {}
     for number, node in known.items():

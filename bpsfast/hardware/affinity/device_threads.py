@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...base.value_formats import parse_cpus
 from ...orchestration.errors import ConfigError
 from .. import numa
 
@@ -29,7 +30,7 @@ def device_cores(host: Host, device: str, text: str, allowed: frozenset[int] = f
     if text == "numa":
         beside = next((each.numa_node for each in host.devices if each.name == device), None)
         return host.numa[beside].cpus & allowed if beside in host.numa else frozenset()
-    wanted = numa.parse_cpus(text)
+    wanted = parse_cpus(text)
     if wanted and not wanted & allowed:
         raise ConfigError(f"rdma_cores={text}: this process may run on none of them, but on "
                           f"{','.join(map(str, sorted(allowed)))} (taskset, cpuset)")

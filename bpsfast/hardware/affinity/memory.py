@@ -5,9 +5,9 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+from ...base.value_formats import format_cpus
 from ...pyx import pages
 from ...pyx.pages import Segment
-from .. import numa
 from .device_threads import on_cores
 from .refusal_warning import refused
 
@@ -34,7 +34,7 @@ class NumaMemory:
             try:
                 stack.enter_context(on_cores(cpus))
             except OSError as exc:
-                refused(f"sched_setaffinity(CPUs {numa.format_cpus(cpus)})", exc.errno or 0, "Memory is anywhere")
+                refused(f"sched_setaffinity(CPUs {format_cpus(cpus)})", exc.errno or 0, "Memory is anywhere")
                 self._cpus = {}
             return Segment(nbytes, **options)
 

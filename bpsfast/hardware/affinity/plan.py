@@ -19,8 +19,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from ...base.settings import Settings
+from ...base.value_formats import format_cpus, parse_cpus
 from ...orchestration.errors import ConfigError
-from .. import numa
 from .cores import Cores
 
 #: With less than this part of its even share of cores nobody is put beside a device: a cpuset has left no more there,
@@ -41,8 +41,8 @@ class AffinityOptions:
     def of(cls, settings: Settings) -> AffinityOptions:
         """Return the wishes of *settings*."""
         sections = settings.rank_cpus.split(":") if settings.rank_cpus else []
-        return cls(tuple(map(numa.parse_cpus, sections)), settings.rank_cores, settings.node_cores,
-                   numa.parse_cpus(settings.avoid_cpus))
+        return cls(tuple(map(parse_cpus, sections)), settings.rank_cores, settings.node_cores,
+                   parse_cpus(settings.avoid_cpus))
 
     @property
     def some(self) -> bool:
@@ -91,8 +91,8 @@ def plan_node(cores: Cores, allowed: Set[int], cards: Set[int], n_ranks: int, wi
     """
     own = cores.within(allowed - wishes.avoid)
     if wishes.avoid >= allowed and allowed:
-        raise ConfigError(f"BPSFAST_AVOID_CPUS = {numa.format_cpus(wishes.avoid)} leaves none of the CPUs that this "
-                          f"process may use: {numa.format_cpus(allowed)} (taskset, cpuset)")
+        raise ConfigError(f"BPSFAST_AVOID_CPUS = {format_cpus(wishes.avoid)} leaves none of the CPUs that this "
+                          f"process may use: {format_cpus(allowed)} (taskset, cpuset)")
     beside = own.within(own.cpus_of(*cards))
     if beside.count * len(own.nodes) < _MIN_SHARE * own.count * len(beside.nodes) or not beside.nodes:
         beside = own
@@ -129,8 +129,8 @@ def _given(ranks: Sequence[Rank], wishes: AffinityOptions) -> list[frozenset[int
     for number, (rank, wanted) in enumerate(zip(ranks, wishes.rank_cpus)):
         shares.append(wanted & rank.cpus - wishes.avoid)
         if not shares[-1]:
-            raise ConfigError(f"BPSFAST_RANK_CPUS gives CPUs {numa.format_cpus(wanted)} to local rank {number}, which "
-                              f"may run on none of them, but on {numa.format_cpus(rank.cpus - wishes.avoid)} (taskset, "
+            raise ConfigError(f"BPSFAST_RANK_CPUS gives CPUs {format_cpus(wanted)} to local rank {number}, which "
+                              f"may run on none of them, but on {format_cpus(rank.cpus - wishes.avoid)} (taskset, "
                               "cpuset, BPSFAST_AVOID_CPUS)")
     return shares
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from ...base.value_formats import format_cpus, parse_cpus
 from .. import numa
 from ..host import Host
 from ..sysfs import Tree
@@ -71,11 +72,11 @@ class Sockets:
         kind = cpu(host.tree)
         self.links: list[Link] = []
         if not self._nodes:  # a kernel without NUMA, or a container without /sys
-            known = numa.parse_cpus(host.tree.text("sys/devices/system/cpu/online") or "")
-            cpus = numa.format_cpus(known or numa.allowed_cpus(host.tree))
+            known = parse_cpus(host.tree.text("sys/devices/system/cpu/online") or "")
+            cpus = format_cpus(known or numa.allowed_cpus(host.tree))
             self.parts = [Part("socket0", PartKind.SOCKET, model=kind.name, cpus=cpus)]
             return
-        self.parts = [Part(f"socket{number}", PartKind.SOCKET, model=kind.name, cpus=numa.format_cpus(node.cpus))
+        self.parts = [Part(f"socket{number}", PartKind.SOCKET, model=kind.name, cpus=format_cpus(node.cpus))
                       for number, node in self._nodes.items()]
         rate = between_rate_bytes(kind)
         for one, other in itertools.combinations(self._nodes.values(), 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...base import output, settings
+from ...base.value_formats import format_cpus
 from ...hardware import numa, recorded_host
 from ...hardware.affinity import cores, locality
 from ...hardware.affinity.plan import AffinityOptions, CpuAffinity, Rank, plan_node, plan_ranks, with_allowed_memory
@@ -51,17 +52,17 @@ class AffinityTable:
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as data; no CPUs: wherever it may run."""
         return {
-            "nodes": {str(number): numa.format_cpus(self.cores.cpus_of(number)) for number in self.cores.nodes},
-            "allowed": numa.format_cpus(self.allowed), "cards": list(self.cards.names), "why_not": self.why_not,
+            "nodes": {str(number): format_cpus(self.cores.cpus_of(number)) for number in self.cores.nodes},
+            "allowed": format_cpus(self.allowed), "cards": list(self.cards.names), "why_not": self.why_not,
             "node": _data(self.node), "ranks": [_data(seat) for seat in self.ranks],
         }
 
     def text(self) -> str:
         """Return the plan for people."""
-        lines = [f"NUMA node {number}: {len(found)} cores, CPUs {numa.format_cpus(self.cores.cpus_of(number))}"
+        lines = [f"NUMA node {number}: {len(found)} cores, CPUs {format_cpus(self.cores.cpus_of(number))}"
                  for number, found in self.cores.nodes.items()]
         if self.allowed != self.cores.cpus:
-            lines.append(f"This process may use CPUs {numa.format_cpus(self.allowed)}")
+            lines.append(f"This process may use CPUs {format_cpus(self.allowed)}")
         if self.why_not:
             return "\n".join([*lines, "", f"Nobody is kept anywhere: {self.why_not}."])
         rows = [_HEAD, self._row("node", self.node, ", ".join(self.cards.names))]
@@ -71,7 +72,7 @@ class AffinityTable:
         return "\n".join([*lines, "", output.columns(rows, right=(1,))])
 
     def _row(self, who: str, seat: CpuAffinity, device: str) -> tuple[str, ...]:
-        return (who, str(self.cores.within(seat.cpus or self.allowed).count), numa.format_cpus(seat.cpus) or "any",
+        return (who, str(self.cores.within(seat.cpus or self.allowed).count), format_cpus(seat.cpus) or "any",
                 "any" if seat.home is None else str(seat.home), device or "-")
 
 
@@ -92,4 +93,4 @@ def _cards(host: Any, given: settings.Settings, names: tuple[str, ...]) -> local
 
 
 def _data(seat: CpuAffinity) -> dict[str, Any]:
-    return {"cpus": numa.format_cpus(seat.cpus), "home": seat.home}
+    return {"cpus": format_cpus(seat.cpus), "home": seat.home}

@@ -1,9 +1,10 @@
 """RD08: how large packets may be, at this end, at the other, and in between."""
 from __future__ import annotations
 
+from ...base.value_formats import PATH_MTUS
 from ...hardware.netlink import Address
 from ...hardware.ping import PingResult
-from ...hardware.rdma_devices import PATH_MTUS, ROCE_OVERHEAD_NBYTES, roce_mtu
+from ...hardware.rdma_devices import ROCE_OVERHEAD_NBYTES, roce_mtu
 from ...hardware.rdma_route import Rail
 from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, warned

@@ -4,8 +4,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from ...base.value_formats import parse_cpus
 from ...hardware.host import Host
-from ...hardware.numa import parse_cpus, siblings
+from ...hardware.numa import siblings
 from ...pyx.perf import handover_ns
 from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, passed, skipped, warned

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...base import rdma_device_list
+from ...base.value_formats import parse_rdma_devices
 from ...node.transport.rdma.handshake import ACK_TIMEOUT
 from ...orchestration.errors import ConfigError
 from ..perf.perf_plan import Plan
@@ -35,7 +35,7 @@ def rails_of(side: HostCapabilities, devices: str) -> list[RailCapabilities]:
     """
     if not devices:
         return list(side.require()[:side.n_used])
-    wanted = rdma_device_list.parse(devices)
+    wanted = parse_rdma_devices(devices)
     found = [rail for rail in side.require() if wanted.admits(rail.device, rail.port)]
     if not found:
         raise ConfigError(f"rdma_devices={devices!r} names no usable port of {side.host}")

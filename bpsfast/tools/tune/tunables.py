@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ...hardware.rdma_devices import PATH_MTUS
+from ...base.value_formats import PATH_MTUS
 from .capabilities import HostCapabilities, RailCapabilities
 from .perf_options import LATENCY, rails_of
 from .search import Config, Tunable
