@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from ...hardware.topology.graph import PartKind, Topology
 from ...hardware.topology.loads import Traffic
-from ...hardware.topology.strategy import Strategy
-from ...hardware.topology.strategy_solver import choose, islands_by_size, islands_of
+from ...hardware.topology.strategy_solver import Strategy, choose, islands_by_size, islands_of
 from ...tools.simulator.cluster import Costs, uniform
 from ...tools.simulator.layer_chains import build
 from ...tools.simulator.ring import Ring

@@ -27,8 +27,7 @@ import msgspec
 from ..base import logs, process_mark
 from ..base.exit_codes import FAILED, code_of_daemon
 from ..base.settings import Settings, environment, fingerprint, parse_address, take_job_key
-from ..hardware.affinity.binding import unbound_cpus
-from ..hardware.affinity.device_threads import on_cores
+from ..hardware.affinity.binding import on_cores, unbound_cpus
 from ..orchestration.errors import ConfigError, error_of
 from .die_with_parent import VARIABLE as LAUNCHER_VARIABLE
 from .process_role import ProcessRole, default_node_id, is_loopback, job_key

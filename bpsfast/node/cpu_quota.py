@@ -16,7 +16,7 @@ import msgspec
 from ..base.settings import Settings
 from ..base.value_formats import format_cpus, parse_cpus
 from ..hardware import numa
-from ..hardware.affinity.device_threads import for_each_thread
+from ..hardware.affinity.binding import for_each_thread
 from ..hardware.sysfs import Tree
 from ..orchestration.errors import ConfigError
 

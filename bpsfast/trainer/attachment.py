@@ -12,7 +12,7 @@ from ..base.end_reports import report
 from ..base.message_socket import MessageSocket
 from ..base.settings import Settings, fingerprint
 from ..base.value_formats import format_cpus, parse_cpus
-from ..hardware.affinity import environment
+from ..hardware.affinity import binding
 from ..hardware.affinity.binding import ThreadBinding
 from ..launch.roles import ProcessRole
 from ..orchestration.errors import PeerLostError, ProtocolError, StallError, error_of
@@ -129,8 +129,8 @@ def _introduce(connection: MessageSocket, place: ProcessRole, settings: Settings
             Attach(version=VERSION, package=version, pid=pid, local_rank=place.local_rank, local_size=place.local_size,
                    rank=place.rank, size=place.size, proof=proof, settings=fingerprint(settings),
                    cpus=format_cpus(os.sched_getaffinity(0)),
-                   stays=not settings.numa or bool(environment.binder(os.environ)),
-                   gpu=environment.default_gpu(os.environ, place.local_rank)),
+                   stays=not settings.numa or bool(binding.binding_variable(os.environ)),
+                   gpu=binding.default_gpu(os.environ, place.local_rank)),
             [pidfd],
         )
     except PeerLostError:

@@ -6,8 +6,16 @@ from typing import Any
 from ...base import output, settings
 from ...base.value_formats import format_cpus
 from ...hardware import numa, recorded_host
-from ...hardware.affinity import cores, locality
-from ...hardware.affinity.plan import AffinityOptions, CpuAffinity, Rank, plan_node, plan_ranks, with_allowed_memory
+from ...hardware.affinity import locality
+from ...hardware.affinity.plan import (
+    AffinityOptions,
+    CpuAffinity,
+    Rank,
+    plan_node,
+    plan_ranks,
+    read_cores,
+    with_allowed_memory,
+)
 from ...orchestration.errors import ConfigError
 
 _HEAD = ("WHO", "CORES", "CPUS", "MEMORY ON NODE", "DEVICE")
@@ -28,10 +36,10 @@ class AffinityTable:
     def __init__(self, root: str | None, n_ranks: int, names: tuple[str, ...]) -> None:
         host = recorded_host.host(root)
         given, _ = settings.load_with_origins(None, None if root is None else host.kernel.environ)
-        self.cores = cores.read(host.tree, given.whole_cores)
+        self.cores = read_cores(host.tree, given.whole_cores)
         self.allowed = numa.allowed_cpus(host.tree) or self.cores.cpus
         self.cards = _cards(host, given, names)
-        gpus = locality.gpus(host)
+        gpus = locality.gpu_numa_nodes(host)
         ranks = [Rank(self.allowed, beside=gpus[number] if number < len(gpus) else None)
                  for number in range(n_ranks or len(gpus) or len(self.cores.nodes))]
         self._gpus = gpus
@@ -78,18 +86,18 @@ class AffinityTable:
 
 def _cards(host: Any, given: settings.Settings, names: tuple[str, ...]) -> locality.NicLocality:
     if names:
-        found = locality.named(host, names)
+        found = locality.nics_by_name(host, names)
         if missing := sorted(set(names) - {device.name for device in host.devices} - set(host.netdevs)):
             raise ConfigError(f"--nic {missing[0]}: there is no such device or interface; there are "
                               f"{', '.join([device.name for device in host.devices] + list(host.netdevs)) or 'none'}")
         return found
     if isinstance(host.kernel, recorded_host.RecordedKernel):
-        found = locality.cards(host, given, given.node_host)
+        found = locality.traffic_nics(host, given, given.node_host)
     else:
         from ...base.addresses import configured_host, default_route_host
 
-        found = locality.cards(host, given, configured_host(given) or default_route_host())
-    return found if found.nodes else locality.fastest(host)
+        found = locality.traffic_nics(host, given, configured_host(given) or default_route_host())
+    return found if found.nodes else locality.fastest_nics(host)
 
 
 def _data(seat: CpuAffinity) -> dict[str, Any]:

@@ -76,13 +76,13 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
         return
     topology = discovery.discover(root) if source is None else read(source)
     if picture_path is not None:
-        from ...hardware.topology import drawing
+        from ...hardware.topology import display
 
-        drawing.draw(topology, picture_path)
+        display.draw(topology, picture_path)
     if as_strategy:
-        from ...hardware.topology.strategy_report import advise
+        from ...hardware.topology.decision import report_strategy
 
-        advice = advise(topology, service, settings.load(overrides(assignments)))
+        advice = report_strategy(topology, service, settings.load(overrides(assignments)))
         output.show(chosen, lambda: "\n".join(output.fitting(advice.lines())), advice.as_dict())
     else:
         output.show(chosen, lambda: text(topology), msgspec.to_builtins(topology))
@@ -103,7 +103,7 @@ def read(source: str) -> Topology:
 
 def text(topology: Topology) -> str:
     """Return what people read: the matrix, what hangs where, what joins sockets, what the words mean."""
-    from ...hardware.topology.connections import WORDS
+    from ...hardware.topology.display import CONNECTION_WORDS
     from ...hardware.topology.graph import LinkKind, PartKind
 
     counts = [(len(topology.of(kind)), words) for kind, words in (
@@ -117,13 +117,13 @@ def text(topology: Topology) -> str:
     if between:
         lines += ["", *(f"{link.a} - {link.b}: {_gb(link.rate_bytes)} GB/s" for link in between)]
     words = {cell.split()[0].rstrip("0123456789") for row in matrix[1:] for cell in row[1:]}
-    legend = [f"{word:<5} {meaning}" for word, meaning in WORDS.items() if word.rstrip("#") in words]
+    legend = [f"{word:<5} {meaning}" for word, meaning in CONNECTION_WORDS.items() if word.rstrip("#") in words]
     return "\n".join(lines + (["", *legend] if legend else []))
 
 
 def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
     """Return the head and a row for each GPU and card: how it is joined to each, as ``nvidia-smi topo -m`` has it."""
-    from ...hardware.topology.connections import joint
+    from ...hardware.topology.display import connection
     from ...hardware.topology.graph import PartKind
 
     names = [part.name for kind in (PartKind.GPU, PartKind.NIC) for part in topology.of(kind)]
@@ -131,7 +131,7 @@ def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
     for one in names:
         cells = []
         for other in names:
-            found = joint(topology, one, other)
+            found = connection(topology, one, other)
             cells.append("X" if one == other else f"{found.word} {_gb(found.rate_bytes)}" if found.rate_bytes
                          else found.word)
         rows.append((one, *cells))
