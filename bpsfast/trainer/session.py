@@ -184,8 +184,7 @@ class Session:
 
     def ask_node(self) -> Counters:
         """Return what this machine's node has counted."""
-        told = self._requests.ask(lambda request: CountersRequest(request=request),
-                                  "the node did not tell its counters")
+        told = self._requests.ask(lambda request: CountersRequest(request=request), "the node did not tell its counters")
         assert isinstance(told, Counters)
         return told
 

@@ -1,4 +1,4 @@
-"""One message on its way, as its sender or its receiver sees it."""
+"""A message under way, as its sender or its receiver sees it."""
 from __future__ import annotations
 
 import ctypes
@@ -30,7 +30,7 @@ class TransferOwner(Protocol):
 
 
 class Transfer:
-    """What `P2PEndpoint.send` and `P2PEndpoint.receive` return. Any thread.
+    """A send or a receive under way; `P2PEndpoint.send` and `receive` return it. Any thread.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Transfer:
     address, nbytes
         The caller's memory: what is sent, or where to put it. nbytes -1: memory is allocated when the message comes.
     owner
-        Kept until the transfer has ended, so that the memory is.
+        Kept until the transfer has ended: it keeps the memory alive.
 
     Once `done`, these say what it was: `source` (a rank), `tag`, `nbytes` of the message, `data` (uint8, only of
     `receive_any_size`, the caller's from then on), `error` (None if it ended well).
@@ -76,29 +76,29 @@ class Transfer:
         Raises
         ------
         StallError
-            If it has not; the text names who is missing.
+            If it has not ended in time; the text names the rank that is missing.
         PeerLostError
             If the other rank is gone, or has left the job.
         MismatchError
-            If the message was longer than the receiver's memory. It is consumed; its sender hears nothing of it.
+            If the message was longer than the receive's memory. It is consumed; the sender is not told.
         ClosedError
-            If the post was closed, or the transfer cancelled.
+            If the endpoint was closed, or the transfer cancelled.
         """
         self._endpoint.wait(self, timeout_s)
 
     def on_done(self, callback: Callable[[Transfer], object]) -> None:
         """Call *callback* with this once it has ended; at once if it has.
 
-        In any thread that moves messages on: it keeps others waiting. What it raises is logged.
+        It runs in a thread that drives messages and blocks them meanwhile. An exception in it is logged.
         """
         self._endpoint.on_done(self, callback)
 
     def cancel(self) -> bool:
-        """End a receive that no message has met, with a `ClosedError`; return False if it goes on, or has ended."""
+        """End a receive that has matched no message, with a `ClosedError`; return False if it goes on, or has ended."""
         return self._endpoint.cancel(self)
 
     def finish(self, error: BpsError | None = None) -> None:
-        """Note the end. With the post's lock; who calls it sees to the callbacks afterwards."""
+        """Note the end, with the endpoint's lock. The caller runs the callbacks afterwards."""
         if not self._done:
             self.error = error
             self.owner = None
@@ -106,7 +106,7 @@ class Transfer:
             self._endpoint.ended(self)
 
     def describe(self) -> str:
-        """Return what it is in words: "a message with tag 3 on channel 7"."""
+        """Return the message in words: "a message with tag 3 on channel 7"."""
         tag = "any tag" if self.tag is None else f"tag {self.tag}"
         size = "any size" if self.capacity < 0 else f"{self.capacity} bytes"
         return f"a message with {tag} on channel {self.channel} ({size if self.is_send else 'up to ' + size})"
@@ -114,7 +114,7 @@ class Transfer:
 
 @dataclass(eq=False)
 class Outgoing:
-    """A message to be sent, and how much of it was."""
+    """A message to send, and how much of it was sent."""
 
     transfer: Transfer
     number: int = 0
@@ -128,7 +128,7 @@ class Outgoing:
 
 @dataclass(eq=False)
 class Arrival:
-    """A message that has come, or was announced, from rank *source*.
+    """A message that has arrived, or was announced, from rank *source*.
 
     Its payload is `data`; or still in the memory of `outgoing`, if this rank has sent it to itself; or with the sender,
     at `address` in its process, under `number`.
@@ -145,7 +145,7 @@ class Arrival:
 
 @dataclass(eq=False)
 class Incoming:
-    """A payload on its way into the memory of *transfer*, which has met *arrival*."""
+    """A payload on its way into the memory of *transfer*, which *arrival* matches."""
 
     transfer: Transfer
     arrival: Arrival
@@ -158,7 +158,7 @@ _READ, _WRITE = 0x100, 0x200
 
 
 def view(address: int, nbytes: int, writable: bool = False) -> memoryview:
-    """Return the *nbytes* at *address*. Nothing keeps them alive: the caller does, for longer than the view is used."""
+    """Return the *nbytes* at *address*, which the caller keeps alive longer than the view."""
     if not nbytes:
         return memoryview(b"")
     found: memoryview = _from_memory(address, nbytes, _WRITE if writable else _READ)
