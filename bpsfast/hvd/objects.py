@@ -10,10 +10,9 @@ from ..torch.broadcast import load_state, take_tensors
 from ..torch.optimizer_extras import user_state_dict
 from ..trainer.object_broadcast import dump_or_say_why, load
 from . import runtime
-from .allgather_ops import begin_group
-from .broadcast_ops import broadcast_bytes, broadcast_group_
+from .collective_ops import begin_allgather, broadcast_bytes, broadcast_group_
 from .errors import internal
-from .process_sets import ProcessSet, global_process_set
+from .runtime import ProcessSet, global_process_set
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
@@ -41,7 +40,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     packed, error = dump_or_say_why(obj, runtime.current().rank)
     data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     size = torch.tensor([data.numel()])
-    gathered, sizes = begin_group([data, size], name, process_set, label="allgather_object").wait()
+    gathered, sizes = begin_allgather([data, size], name, process_set, label="allgather_object").wait()
     if error is not None:
         raise error
     return [_loaded(piece.numpy().tobytes()) for piece in gathered.split(sizes.tolist())]
