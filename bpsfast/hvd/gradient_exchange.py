@@ -45,7 +45,7 @@ class TooManyPassesError(BusyError, AssertionError):
                          "Increase backward_passes_per_step to accumulate gradients locally.")
 
 
-class JoinProxy:
+class StepProxy:
     """What takes part in the steps of one optimizer on a rank that has joined. Outlives it and its *exchange*: those of
     other ranks may live. *average*: the sums are divided by the number of ranks.
     """
@@ -85,7 +85,7 @@ class JoinProxy:
         """Tell the other ranks which gradients are *sparse* here, and which earlier optimizers are left: all of them if
         this rank *joins*. Once.
         """
-        left = {each.number for each in runtime.current().join_proxies if joins or each._exchange() is not None}
+        left = {each.number for each in _step_proxies() if joins or each._exchange() is not None}
         mask = torch.tensor([*(name in sparse for name in self._names),
                              *(number in left for number in range(self.number))], dtype=torch.uint8)
         self._question = allreduce_async(mask, name=f"{self._title}.sparse", op=Max)
@@ -195,7 +195,7 @@ class DenseExchange(Exchange):
         self._predivide = predivide
         self._sparse_as_dense = sparse_as_dense
         self._sparse: dict[str, Callable[[], torch.Tensor]] = {}  # of this step, under way
-        self._join_proxy = JoinProxy(self, op is Average)
+        self._join_proxy = StepProxy(self, op is Average)
 
     def accumulated(self, name: str) -> None:
         """As `Exchange.accumulated`; in Horovod's words."""
@@ -306,6 +306,10 @@ class DenseExchange(Exchange):
         self._sparse.clear()
 
 
+def _step_proxies() -> list[StepProxy]:
+    return [each for each in runtime.current().join_proxies if isinstance(each, StepProxy)]
+
+
 _retiring = threading.Lock()
 
 
@@ -313,7 +317,7 @@ def _retire(numbers: list[int]) -> None:
     """Forget the stand-ins of the optimizers *numbers*, which no rank has any more."""
     found = runtime.current()
     with _retiring:  # on a joined rank each stand-in runs in a thread of its own
-        gone = [each for each in found.join_proxies if each.number in numbers]
+        gone = [each for each in _step_proxies() if each.number in numbers]
         for each in gone:
             found.join_proxies.remove(each)
     for each in gone:

@@ -5,7 +5,7 @@ import atexit
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,11 +20,24 @@ from .errors import NotInitializedError
 from .service import NegotiationService, Operation
 from .timeline import Timeline
 
-if TYPE_CHECKING:
-    from .gradient_exchange import JoinProxy
-
 _current: Runtime | None = None
 _n_begun = 0  # of all ranks alike, so that meetings of an earlier `init` are not mistaken for this one's
+
+
+class JoinProxy(Protocol):
+    """Takes part in the steps of one optimizer on a rank that has joined (`gradient_exchange.StepProxy`)."""
+
+    def begin(self) -> None:
+        """Prepare, before the other ranks hear that this one joins."""
+
+    def count_anew(self) -> int:
+        """Return how many steps this rank has made since the last call."""
+
+    def start(self, over: threading.Event) -> None:
+        """Take part in a thread of its own until all ranks have joined or *over* is set."""
+
+    def wait(self) -> Exception | None:
+        """Wait for that thread; return its error."""
 
 
 class Runtime:

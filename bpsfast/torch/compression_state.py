@@ -284,7 +284,8 @@ class Pack:
         for completion, _ in arrived.values():
             completion.part_done(error)
 
-    def put(self, place: int, completion: BucketCompletion, offset: int, timeout_s: float) -> dict[int, _Arrival] | None:
+    def put(self, place: int, completion: BucketCompletion, offset: int,
+            timeout_s: float) -> dict[int, _Arrival] | None:
         """Copy the gradient at byte *offset* of a bucket to its *place*; return all of them if it was the last.
 
         Waits for the pack's last sum if a backward pass failed while it was under way; raises as `Unit.wait`.
@@ -303,7 +304,8 @@ class Pack:
         """Wait for the sum of *round* and copy it to where its gradients came from; raises as `Unit.wait`."""
         self.unit.wait(round, timeout_s)
         for place, (completion, offset) in arrived.items():
-            self.unit.deliver(round, completion.address + offset, self.offset_of[place], self.nbytes_of[place], timeout_s)
+            self.unit.deliver(round, completion.address + offset, self.offset_of[place], self.nbytes_of[place],
+                              timeout_s)
 
 
 class Packs:
