@@ -9,11 +9,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..collectives import group_factory
-from ..collectives.group import Group
+from ..collectives.group import Group, make_group
 from ..orchestration.errors import ClosedError, ConfigError, UnsupportedError
-from ..orchestration.priority.negotiation import Kind, Request, Response
-from ..orchestration.priority.negotiation_messages import FollowerChannel, LeaderChannel, connect, listen
+from ..orchestration.priority.negotiation import (
+    FollowerChannel,
+    Kind,
+    LeaderChannel,
+    Request,
+    Response,
+    connect,
+    listen,
+)
 from ..trainer import process
 from ..trainer.session import Session
 from .errors import NotInitializedError
@@ -74,7 +80,7 @@ class Runtime:
         from .executor import Executor  # and with it PyTorch
 
         settings = self.session.settings
-        group = self._groups[number] = group_factory.make(self.session, ranks)
+        group = self._groups[number] = make_group(self.session, ranks)
         title = f"hvd.{self._begun}.{number}:"  # the colon: as a prefix, too, it is this meeting's only
         line = meet(self.session, ranks, title)
         service = NegotiationService(

@@ -34,7 +34,7 @@ from ..orchestration import messages
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
 from ..orchestration.failover.control_log import ControlLog
 from ..orchestration.scheduler_client import SchedulerClient
-from ..trainer.attachment import error_of
+from ..trainer.node_connection import error_of
 from . import capacity, local_listener, metrics, transport
 from .affinity import NodeAffinity
 from .counters import told

@@ -17,8 +17,7 @@ from typing import Any
 from ..orchestration import messages
 from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Recover, UnitPlan
-from ..orchestration.placement.rows import ROWS
-from ..orchestration.rounds import after
+from ..orchestration.placement.partition import ROWS, round_after
 from ..pyx.engine import NOBODY, Engine
 from ..pyx.pages import Segment
 from .dispatch import ResultResend
@@ -98,17 +97,17 @@ class Succession:
                 resources.codec, resources.dtype = unit.codec, unit.dtype
             if part.owner == self._me.index:
                 outputs = self._results_at(unit, part) if here else made.results(part, resources)
-                arguments, _ = made.owned(unit, part, outputs, resources, after(succession.kept_round))
+                arguments, _ = made.owned(unit, part, outputs, resources, round_after(succession.kept_round))
                 self._owned.append((succession, arguments))
                 resources.parts.append(part)
             elif succession.giver == self._me.index:
                 arguments = made.member(unit, part, self._results_at(unit, part), resources,
-                                        after(succession.kept_round), self._partial(unit, part))
+                                        round_after(succession.kept_round), self._partial(unit, part))
                 self._given_up.append((succession, arguments))
             else:
                 self._followed.append(succession)
                 if succession.keeper != part.owner or not lacks:
-                    self._expect(unit, part, part.owner, resources, coded, after(succession.kept_round))
+                    self._expect(unit, part, part.owner, resources, coded, round_after(succession.kept_round))
             if lacks and not succession.lent:  # else it may write already, and maybe has
                 self._expect(unit, part, succession.keeper, resources, coded, succession.kept_round)
             if self._me.index == succession.keeper and not succession.lent:
@@ -175,7 +174,7 @@ class Succession:
         """Note what has to arrive before nothing of *part* is under way, and between whom nothing is from then on."""
         if succession.giver == self._me.index:
             nodes = [node for node in self._partition_role.members_of(unit.ranks).nodes if node != self._me.index]
-            self._awaited += [(node, part.part, after(succession.kept_round)) for node in succession.pushed]
+            self._awaited += [(node, part.part, round_after(succession.kept_round)) for node in succession.pushed]
             self._left.append((unit.unit, part.part, nodes))
         elif succession.giver >= 0 and here:
             if self._me.index in succession.lacking:

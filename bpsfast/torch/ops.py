@@ -12,7 +12,7 @@ from ..base.dtypes import NAMES
 from ..compression.choice import Choice, chosen
 from ..gpu import locations
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..trainer import handle as operations, process, suspension
+from ..trainer import handle as operations, process
 from ..trainer.arguments import flag
 from ..trainer.handle import Handle
 from ..trainer.process import (
@@ -20,9 +20,9 @@ from ..trainer.process import (
     local_rank as local_rank,
     local_size as local_size,
     rank as rank,
+    resume as resume,
     size as size,
 )
-from ..trainer.suspension import resume as resume
 from ..trainer.tensor_input import TensorInput
 from .compression import Compression, CompressionLike, parted
 
@@ -245,5 +245,5 @@ def shutdown() -> None:
 
 
 def suspend() -> None:
-    """Make the updates that are due, then leave the job until `resume`; raises as `suspension.suspend`."""
-    suspension.suspend(shutdown)
+    """Make the updates that are due, then leave the job until `resume`; raises as `process.suspend`."""
+    process.suspend(shutdown)

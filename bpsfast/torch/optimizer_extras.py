@@ -18,7 +18,7 @@ import torch
 from ..compression.choice import Choice, chosen_among
 from ..orchestration.errors import MismatchError
 from ..trainer.gradients import Gradients
-from ..trainer.tuning_point import TuningPoint
+from ..trainer.tuning_search import TuningPoint
 from .compression import CompressionLike, parted
 
 #: Their names in a state_dict, beside "state" and "param_groups".

@@ -17,7 +17,7 @@ import torch
 from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ..orchestration.store import StoreSpec, check
 from ..trainer import process
-from ..trainer.stored_tensor import StoredTensor
+from ..trainer.async_weights import StoredTensor
 from .ops import wire_dtype_name
 from .optimizer_wrapper import derive, members_of, refuse_unknown, trained_parameters, user_step
 

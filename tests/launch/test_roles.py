@@ -1,4 +1,4 @@
-"""Who a process is: one test for each row of the table in DESIGN.md, and every half or double set of variables."""
+"""Who a process is: one test for each row of the table in docs/design/launch.md, and every half or double set of variables."""
 
 from __future__ import annotations
 
