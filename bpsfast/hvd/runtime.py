@@ -5,11 +5,11 @@ import atexit
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
-import msgspec
-
 from ..collectives.group import Group, make_group
+from ..collectives.group_service import open_channel
 from ..orchestration.errors import ClosedError, ConfigError, UnsupportedError
 from ..orchestration.priority.negotiation import (
     FollowerChannel,
@@ -82,17 +82,36 @@ class Runtime:
         settings = self.session.settings
         group = self._groups[number] = make_group(self.session, ranks)
         title = f"hvd.{self._begun}.{number}:"  # the colon: as a prefix, too, it is this meeting's only
-        line = meet(self.session, ranks, title)
+        channel = self._channel(ranks, title)
         service = NegotiationService(
-            ranks, self.rank, line, Executor(group, settings.fusion_bytes, self._change), self._check,
+            ranks, self.rank, channel, Executor(group, settings.fusion_bytes, self._change), self._check,
             fusion_nbytes=settings.fusion_bytes, warn_s=settings.stall_warn_s, timeout_s=settings.timeout_s)
         with self._lock:
             self._services[number] = service
             service.observer = None if self._timeline is None else self._timeline.note
         # From here on every rank hears of another one's end: all are connected.
         service.submit(Operation(Request(rank=self.rank, name="barrier.begin", kind="barrier"))).wait()
-        if line is not None and self.rank == ranks[0]:
+        if channel is not None and self.rank == ranks[0]:
             self.session.notices.withdraw(title)  # all have found it, and what a rank may leave there is limited
+
+    def _channel(self, ranks: tuple[int, ...], title: str) -> LeaderChannel | FollowerChannel | None:
+        """Return this rank's end of the channel between *ranks*, whose first one publishes its address under *title*.
+
+        None if there is one rank only. Raises as `open_channel`, and `StallError` if the first rank does not come.
+        """
+        if len(ranks) == 1:
+            return None
+        session, leader = self.session, f"rank {ranks[0]}"
+
+        def share(address: bytes | None) -> bytes:
+            if address is None:
+                return session.notices.lookup(title, session.settings.timeout_s, leader)
+            session.notices.publish(title, address)
+            return address
+
+        return open_channel(self.rank == ranks[0], share, lambda: "127.0.0.1" if session.n_nodes == 1 else session.host,
+                            listen, partial(connect, leader=leader), rank=self.rank, leader=leader,
+                            others=f"ranks {list(ranks[1:])}")
 
     def _check(self) -> bool:
         """Raise if the job is broken; return whether this process still takes part in it."""
@@ -347,52 +366,3 @@ def begin_sets(process_sets: Any) -> None:
             raise ConfigError(f"Horovod could not be initialized because process_sets entry number {place} is a "
                               f"duplicate: {each}")
         add_process_set(each)
-
-
-_KEY_NBYTES = 32
-
-
-class _LeaderAddress(msgspec.Struct, frozen=True):
-    """Where the first rank listens, and the set's key; or why it does not."""
-
-    host: str = ""
-    port: int = 0
-    key: bytes = b""
-    error: str = ""
-
-
-def meet(session: Session, ranks: Sequence[int], title: str) -> LeaderChannel | FollowerChannel | None:
-    """Return this rank's end of the lines between *ranks*; None if there is nobody else. Called by all of them.
-
-    *title* tells this meeting from all others of the job, on all ranks alike. The first rank withdraws the notice of
-    that key when all have met.
-
-    Raises
-    ------
-    ConfigError
-        On all ranks, if the first one cannot listen.
-    StallError
-        If the first rank does not come.
-    """
-    first = ranks[0]
-    if len(ranks) == 1:
-        return None
-    if session.rank != first:
-        notice = session.notices.lookup(title, session.settings.timeout_s, f"rank {first}")
-        found = msgspec.msgpack.decode(notice, type=_LeaderAddress)
-        if found.error:
-            raise ConfigError(f"rank {first} cannot be reached by ranks {list(ranks[1:])}: {found.error}")
-        return connect(found.host, found.port, found.key, f"rank {first}")
-    key = os.urandom(_KEY_NBYTES)
-    try:
-        host = "127.0.0.1" if session.n_nodes == 1 else session.host
-        line = listen(key, host)
-    except ConfigError as exc:
-        session.notices.publish(title, msgspec.msgpack.encode(_LeaderAddress(error=str(exc))))
-        raise
-    try:
-        session.notices.publish(title, msgspec.msgpack.encode(_LeaderAddress(host, line.port, key)))
-    except BaseException:
-        line.close()
-        raise
-    return line
