@@ -163,9 +163,7 @@ class CoordinatorClient:
         if isinstance(found, Over):
             raise TrainingOver()
         if isinstance(found, Refused):
-            kind = getattr(errors, found.error, None)
-            is_ours = isinstance(kind, type) and issubclass(kind, BpsError)
-            raise (kind if is_ours else PeerLostError)(found.reason)
+            raise error_of(found.error, found.reason)
         self.job, self.lost_worker = found.job, found.lost_worker
         self._values = {}
         return found

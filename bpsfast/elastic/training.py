@@ -122,19 +122,13 @@ class State(ABC):
         """Give the state of rank *root* to all ranks. On all ranks; a loss may interrupt it anywhere."""
 
 
-class ObjectState(State):
-    """Keyword arguments as attributes: NumPy arrays, numbers, whatever can be copied and pickled.
+class AttributeState(State):
+    """Keyword arguments as attributes, of which `keep` keeps deep copies."""
 
-    Arrays keep their memory: `restore` and `sync` write into them, if shape and dtype are the same. Only these
-    attributes are part of the state.
-
-        state = ObjectState(weights=np.zeros(10), step=0)
-    """
-
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, **values: Any) -> None:
         super().__init__()
-        self._names = tuple(objects)
-        for name, value in objects.items():
+        self._names = tuple(values)
+        for name, value in values.items():
             setattr(self, name, value)
         self._saved: dict[str, Any] = {}
         self.keep()
@@ -145,7 +139,21 @@ class ObjectState(State):
 
     def keep(self) -> None:
         """See `State`."""
-        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+        self._saved = {name: copy.deepcopy(self._state_of(getattr(self, name))) for name in self._names}
+
+    def _state_of(self, value: Any) -> Any:
+        """Return what is kept of the attribute *value*."""
+        return value
+
+
+class ObjectState(AttributeState):
+    """Keyword arguments as attributes: NumPy arrays, numbers, whatever can be copied and pickled.
+
+    Arrays keep their memory: `restore` and `sync` write into them, if shape and dtype are the same. Only these
+    attributes are part of the state.
+
+        state = ObjectState(weights=np.zeros(10), step=0)
+    """
 
     def restore(self) -> None:
         """See `State`."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sized
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
-from ..elastic.training import ObjectState, State, WorkersJoined, run
+from ..elastic.training import AttributeState, ObjectState, State, WorkersJoined, run
 from ..trainer import process
 from ..trainer.object_broadcast import broadcast_object
 from .broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -26,7 +26,7 @@ from .parallel import DistributedDataParallel
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "WorkersJoined", "run"]
 
 
-class TorchState(State):
+class TorchState(AttributeState):
     """Keyword arguments as attributes: modules, optimizers, whatever has a ``state_dict``, and plain objects.
 
     In each further job optimizers that `DistributedOptimizer` has made, and modules that `DistributedDataParallel` has,
@@ -38,27 +38,13 @@ class TorchState(State):
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None,
                  **others: Any) -> None:
-        super().__init__()
         given = {"model": model, "optimizer": optimizer}
-        parts = {**{name: value for name, value in given.items() if value is not None}, **others}
-        self._names = tuple(parts)
-        for name, value in parts.items():
-            setattr(self, name, value)
-        self._saved: dict[str, Any] = {}
-        self.keep()
-
-    if TYPE_CHECKING:
-        def __getattr__(self, name: str) -> Any: ...
-        def __setattr__(self, name: str, value: Any) -> None: ...
+        super().__init__(**{name: value for name, value in given.items() if value is not None}, **others)
 
     def check(self) -> None:
         """See `State`. Updates that are due (cross_barrier) are made before: the next job would not have their sums."""
         settle_all_updates()
         super().check()
-
-    def keep(self) -> None:
-        """See `State`."""
-        self._saved = {name: copy.deepcopy(_state_of(value)) for name, value in self._parts()}
 
     def restore(self) -> None:
         """See `State`. Gradients are forgotten: those of the lost job will never be averages."""
@@ -91,7 +77,7 @@ class TorchState(State):
             elif isinstance(value, torch.optim.Optimizer):
                 broadcast_optimizer_state(value, root, f"elastic {name}.")
             else:
-                rest[name] = _state_of(value)
+                rest[name] = self._state_of(value)
         given = broadcast_object(rest if is_root else None, root, "elastic state")
         if not is_root:
             for name, found in given.items():
@@ -102,6 +88,11 @@ class TorchState(State):
 
     def _parts(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in self._names]
+
+    def _state_of(self, value: Any) -> Any:
+        if isinstance(value, torch.optim.Optimizer):
+            return user_state_dict(value)
+        return value.state_dict() if _is_stateful(value) else value
 
     def _load(self, name: str, value: Any, found: Any) -> None:
         if isinstance(value, torch.optim.Optimizer):
@@ -121,12 +112,6 @@ def _rejoin_with_own_values(module: DistributedDataParallel) -> None:
 
 def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def _state_of(value: Any) -> Any:
-    if isinstance(value, torch.optim.Optimizer):
-        return user_state_dict(value)
-    return value.state_dict() if _is_stateful(value) else value
 
 
 class ElasticSampler(Sampler[int]):
