@@ -19,7 +19,7 @@ from ..base.settings import Settings, parse_address
 from ..launch import rendezvous
 from ..launch.elastic_service import elastic_key
 from ..launch.process_role import given_key
-from ..orchestration import errors, security
+from ..orchestration import security
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.protocol import (
     Come,
@@ -36,7 +36,7 @@ from ..orchestration.elastic.protocol import (
     Want,
     connect,
 )
-from ..orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, StallError
+from ..orchestration.errors import CapacityError, ConfigError, PeerLostError, StallError, error_of
 from ..trainer import process
 
 _log = logging.getLogger("bpsfast.elastic")
