@@ -1,4 +1,4 @@
-"""A plan's units put into this node's memory and engine, partition by partition.
+"""Installs a plan's units in this node's memory and engine, partition by partition.
 
     owner            result here (both parities); a slot per wire peer with ranks of it; inputs in node order;
                      weights and momentum, if it keeps them: once for the units of all workers
@@ -13,14 +13,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .. import kernels
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, UnitPlan
 from ..orchestration.placement.partition import ITEM_NBYTES
 from ..orchestration.placement.rows import ROWS, part_rows
 from ..pyx.engine import Engine
-from .codec_state import CodedPart
-from .generation import Generation, UnitResources
-from .parameter_stores import ParameterStore, ParameterStores
-from .part_codec import PartCodec, part_codec
+from .codec_state import CodedPart, PartCodec, part_codec
+from .generation import Generation, ParameterStore, ParameterStores, UnitResources
 from .partition_role import PartitionRole
 from .regions import Arena, Place, Regions, page_round
 from .transport import Link, WireLink, wire
@@ -28,9 +27,10 @@ from .transport.shm import ShmLink
 
 
 class UnitInstaller:
-    """What becomes of one plan here. Lives while its generation is prepared; parameters are `PlanInstaller`'s, but for
+    """Installs the units of one plan, while its generation is prepared.
 
-    *room*, bytes by kind of arena that will be allocated, and *purpose*, which errors name.
+    Parameters are those of `PlanInstaller`, *room* (bytes by kind of arena that will be allocated), and *purpose*, which
+    errors name.
 
     Raises
     ------
@@ -56,8 +56,9 @@ class UnitInstaller:
         regions.require(wanted, f"{purpose} on node {me.index} ({shown} bytes)")
 
     def put(self, unit: UnitPlan, generation: Generation, resources: UnitResources) -> None:
-        """Allocate for *unit*, bind what is written to this node, tell the engine; note all of it in *holding* at once:
-        what fails half way is given back like the rest.
+        """Allocate for *unit*, bind what is written to this node, and tell the engine.
+
+        Everything is recorded in *resources* at once, so that it can be released if a later step fails.
         """
         resources.ranks = unit.ranks
         resources.names = tuple(member.name for member in unit.members)
@@ -103,8 +104,9 @@ class UnitInstaller:
 
     def owned(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], resources: UnitResources, first_round: int
               ) -> tuple[dict[str, Any], ParameterStore | None]:
-        """Return what `Engine.add_owned` needs for *part*, which is summed into *outputs*, and its store, if it has
-        one: allocated, and bound to the lanes of those who write here, from *first_round* on.
+        """Return the arguments of `Engine.add_owned` for *part*, which is summed into *outputs*, and its store, if any.
+
+        Memory is allocated, and bound to the streams of the nodes that write here, from *first_round* on.
         """
         codec = self._codec(unit, part, resources) if self._partition_role.is_coded(unit) else None
         if codec is not None:
@@ -150,8 +152,10 @@ class UnitInstaller:
 
     def member(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], resources: UnitResources, first_round: int,
                partial: Place | None = None) -> dict[str, Any]:
-        """Return what `Engine.add_member` needs for *part*, of which the result is read at *outputs*: allocated, but
-        for the *partial* if there is one, and from *first_round* on bound to the lane of the owner, if that is a wire.
+        """Return the arguments of `Engine.add_member` for *part*, whose result is read at *outputs*.
+
+        Memory is allocated, except *partial* if it is given, and bound to the owner's stream from *first_round* on, if
+        the owner is reached over a wire.
         """
         codec = self._codec(unit, part, resources) if self._partition_role.is_coded(unit) else None
         link = wire(self._links[part.owner])
@@ -186,8 +190,9 @@ class UnitInstaller:
 
     def _side_by_side(self, resources: UnitResources, arena: Arena, parts: Sequence[PartPlan], at: Place | None = None
                       ) -> dict[int, tuple[Place, Place]]:
-        """Return places for both results of *parts*, from *at* on if that was allocated: one run for each parity.
-        Neighbours stay neighbours, so a rank's view is few mappings.
+        """Return places for both results of *parts*, from *at* on if that is given: one run for each parity.
+
+        Neighbouring parts stay neighbours, so a rank needs few mappings.
         """
         even_nbytes = sum(page_round(part.nbytes) for part in parts)
         if at is None and parts:
@@ -200,7 +205,7 @@ class UnitInstaller:
         return found
 
     def _place_on_device(self, resources: UnitResources, parts: Sequence[PartPlan]) -> dict[int, tuple[Place, Place]]:
-        """As `_side_by_side`, in memory of a rank's device; nothing where that has no room in one piece."""
+        """Do as `_side_by_side`, in memory of a rank's device; return nothing if that has no room in one piece."""
         nbytes = 2 * sum(page_round(part.nbytes) for part in parts)
         at = self._regions.direct.fit(nbytes) if parts else None
         if at is None:
@@ -219,23 +224,20 @@ class UnitInstaller:
 
 
 def kernel(dtype: str, op: str, sums: bool) -> int:
-    """Return the address of what adds up inputs of *dtype* by *op*; not *sums*: of what does nothing (`no_sum`)."""
-    from .. import kernels
-    from ..kernels import no_sum  # compiles: not before somebody needs a sum
-
-    return kernels.address(dtype, "sum" if op == ROWS else op) if sums else no_sum.address()
+    """Return the address of what adds up inputs of *dtype* by *op*; not *sums*: of what does nothing."""
+    return kernels.address(dtype, "sum" if op == ROWS else op) if sums else kernels.no_sum_address()
 
 
 def bind(resources: UnitResources, link: WireLink, unit: UnitPlan, part: PartPlan, at: tuple[int, int], coded: bool,
          first_round: int) -> None:
-    """Expect *part* from *first_round* on over *link*, at these addresses by parity, and note it in *holding*."""
+    """Expect *part* from *first_round* on over *link*, at these addresses by parity; record it in *resources*."""
     link.bind(part.part, *at, part.wire_nbytes if coded else part.nbytes, unit.n_streams, coded or unit.op == ROWS,
               first_round)
     resources.bound.append((link.index, part.part))
 
 
 def _rows(unit: UnitPlan, part: PartPlan) -> tuple[int, int, int, int] | None:
-    """Return what the engine has to know of the frames of *part*, if its unit is a table that is summed by rows."""
+    """Return what the engine needs for the frames of *part*, if its unit is a table that is summed by rows."""
     if unit.op != ROWS:
         return None
     n_rows, *row = unit.members[0].shape

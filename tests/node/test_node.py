@@ -91,7 +91,7 @@ def lonely():
      "setting partition_bytes: local rank 1 .* has '8192', its node has '4096000'"),
     ({"local_rank": 1, "local_size": 3}, "ConfigError", "says 3, the node of this machine expects 2"),
     ({"local_rank": 0}, "ConfigError", "local rank 0 is process .* BPSFAST_NODE_ID"),
-    ({"local_rank": 5}, "MismatchError", "says it is one of 2"),
+    ({"local_rank": 5}, "MismatchError", "claims to be one of 2"),
 ])
 def test_ranks_that_do_not_fit_are_refused_in_words(lonely, changes, error, text):
     name, reason = refusal(lonely.attach(**changes))

@@ -94,7 +94,7 @@ def test_peers_that_do_not_say_where_to_write_are_named(side, given_up, wait_s):
     side.plans.await_for(generation(awaited={5, 2}), succession([True], given_up))
     assert side.run() - begin >= wait_s
     (failed,) = side.told
-    assert failed.reason == f"node 2, node 5 did not say within {wait_s:g} s where results and slots lie"
+    assert failed.reason == f"node 2, node 5 did not send the addresses of results and slots within {wait_s:g} s"
 
 
 def test_a_plan_that_is_forgotten_has_no_answer(side):

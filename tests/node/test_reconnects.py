@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from bpsfast.base.encryption import Encryption, Seals, seals_of
-from bpsfast.node.transport import Epochs, reconnector, tcp
-from bpsfast.node.transport.data_port import DataPort
+from bpsfast.node.transport import Epochs, reconnector as reunion, tcp
 from bpsfast.node.transport.reconnector import RECONNECT_STREAM, Reconnector
+from bpsfast.node.transport.tcp import DataPort
 from bpsfast.orchestration.errors import BpsError, MismatchError
 from bpsfast.orchestration.messages import NodeInfo
 from bpsfast.orchestration.security import StreamHello
@@ -23,7 +23,7 @@ WAIT_S = 20.0
 
 
 class Side:
-    """One of two nodes: its data port, its reunions, and what came of them. Node 1 dials."""
+    """One of two nodes: its data port, its reconnector, and what came of them. Node 1 dials."""
 
     def __init__(self, index: int, lease_s: float = 10.0, encrypted: bool = False) -> None:
         self.index = index
@@ -159,7 +159,7 @@ def test_nobody_who_listens_is_told_soon_and_is_the_end_after_the_lease(sides, i
     begin = time.monotonic()
     here.seek()
     here.until(lambda: here.reconnector.refused() == {1 - index})
-    assert reconnector._REFUSED_S <= time.monotonic() - begin < here.lease_s / 2 and not here.reconnector.gone()
+    assert reunion._REFUSED_S <= time.monotonic() - begin < here.lease_s / 2 and not here.reconnector.gone()
     here.until(here.reconnector.gone)
     assert time.monotonic() - begin >= here.lease_s
     assert f"was not reached at {there.address} within lease_s = 2 s" in here.reconnector.gone()[1 - index]

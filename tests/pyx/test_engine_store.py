@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.base.dtypes import TABLE
-from bpsfast.kernels import stores
+from bpsfast.kernels import store_ir, stores
 from bpsfast.orchestration.errors import UnsupportedError
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.port import TIMED_OUT
-from tests.support.store_owner import MOST, Owner
 from tests.support.engine_node import N
+from tests.support.store_owner import MOST, Owner
 
 
 @pytest.fixture
@@ -184,20 +184,20 @@ def test_kernels(name, n):
     weights, momentum = np.zeros((2, n), wide)
     wanted, moved = np.zeros((2, n), wide)
     rate, mu = wide.type(0.7), wide.type(0.9)
-    for what in itertools.chain(*[(stores.SET, stores.ADD, stores.NESTEROV,
-                                    stores.SHARE)] * 3):
+    for what in itertools.chain(*[(store_ir.SET, store_ir.ADD, store_ir.NESTEROV,
+                                    store_ir.SHARE)] * 3):
         values = rng.standard_normal(n).astype(wire)
         given_, x = values.copy(), values.astype(wide)
-        if what == stores.NESTEROV:
+        if what == store_ir.NESTEROV:
             moved = mu * moved + x
             wanted = wanted - rate * (x + mu * moved)
-        elif what == stores.SHARE:
+        elif what == store_ir.SHARE:
             wanted = wanted + x / rate
         else:
-            wanted = x if what == stores.SET else wanted + x
+            wanted = x if what == store_ir.SET else wanted + x
         step(values.ctypes.data, weights.ctypes.data, momentum.ctypes.data, n, what, 0.7, 0.9)
         assert (weights == wanted).all() and (momentum == moved).all() and (values == given_).all()
-        step(values.ctypes.data, weights.ctypes.data, None, n, stores.READ, 0.0, 0.0)
+        step(values.ctypes.data, weights.ctypes.data, None, n, store_ir.READ, 0.0, 0.0)
         assert (values == wanted.astype(wire)).all()
 
 

@@ -12,7 +12,7 @@ from bpsfast.base.message_socket import MessageSocket
 from bpsfast.base.settings import Settings
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.local_listener import LocalListener, bind
-from bpsfast.node.local_rank import LocalRank
+from bpsfast.node.local_ranks import LocalRank
 from bpsfast.node.runtime import NodeRuntime
 from bpsfast.node.transport import Epochs, Peering, tcp
 from bpsfast.orchestration.codec import CodecSpec
