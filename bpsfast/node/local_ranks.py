@@ -185,7 +185,7 @@ class LocalRanks:
 
     def _copy_state(self, rank: LocalRank, message: messages.StateAsk) -> messages.StateDone:
         try:
-            state = self._node.runtime.plan_installer.coded_state(message.unit)
+            state = self._node.runtime.installer.coded_state(message.unit)
             if state is None:
                 if message.nbytes:
                     raise MismatchError(f"{message.nbytes} bytes of state are to be loaded, but nothing is compressed "
@@ -271,12 +271,12 @@ class LocalRanks:
         """Return those of the global *ranks* that have left."""
         return tuple(each.rank for each in self.ranks if each.left and each.rank in ranks)
 
-    def declare(self, generation: Generation, plan_installer: PlanInstaller) -> None:
+    def declare(self, generation: Generation, installer: PlanInstaller) -> None:
         """Tell the ranks whose units are in *generation* that it was committed, and where their results appear."""
         concerned = [rank for rank in self.ranks if generation.concerns([rank.rank])]
         if not concerned:
             return
-        segments = list(plan_installer.result_segments(generation))
+        segments = list(installer.result_segments(generation))
         for rank in concerned:
             for node, number, segment in segments:
                 rank.share_result(node, number, segment)

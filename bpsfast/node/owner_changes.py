@@ -59,13 +59,13 @@ class OwnerTransfer:
     """Executes one `Recover` message. Parameters are those of `PlanInstaller`."""
 
     def __init__(self, me: NodeInfo, engine: Engine, links: Mapping[int, Link], sources: Mapping[int, int],
-                 partition_role: PartitionRole, unit_resources: Mapping[int, UnitResources], regions: Regions, takeovers: Mapping[int, SharedMemoryTakeover],
+                 role: PartitionRole, unit_resources: Mapping[int, UnitResources], regions: Regions, takeovers: Mapping[int, SharedMemoryTakeover],
                  message: Recover) -> None:
         self._me = me
         self._engine = engine
         self._links = links
         self._sources = sources
-        self._partition_role = partition_role
+        self._role = role
         self._unit_resources = unit_resources
         self._regions = regions
         self._takeovers = takeovers
@@ -86,14 +86,14 @@ class OwnerTransfer:
         made = unit_installer(self._room([(unit, part) for unit, part, _ in changed]),
                             f"the change of owners in epoch {self._message.epoch}")
         for unit, part, change in changed:
-            here = bool(self._partition_role.members_of(unit.ranks).local)
+            here = bool(self._role.members_of(unit.ranks).local)
             self._part_from(unit, part, change, here)
             if change.giver == self._me.index and not here:
                 self._given_up.append((change, None))
             if part.owner != self._me.index and not here:
                 continue
             resources = generation.unit_resources.setdefault(unit.unit, UnitResources(ranks=unit.ranks))
-            coded, lacks = self._partition_role.is_coded(unit), self._me.index in change.lacking
+            coded, lacks = self._role.is_coded(unit), self._me.index in change.lacking
             if coded:
                 resources.codec, resources.dtype = unit.codec, unit.dtype
             if part.owner == self._me.index:
@@ -174,7 +174,7 @@ class OwnerTransfer:
     def _part_from(self, unit: UnitPlan, part: PartPlan, change: messages.Succession, here: bool) -> None:
         """Record what has to arrive until nothing of *part* is under way, and which nodes are unbound then."""
         if change.giver == self._me.index:
-            nodes = [node for node in self._partition_role.members_of(unit.ranks).nodes if node != self._me.index]
+            nodes = [node for node in self._role.members_of(unit.ranks).nodes if node != self._me.index]
             self._awaited += [(node, part.part, after(change.kept_round)) for node in change.pushed]
             self._left.append((unit.unit, part.part, nodes))
         elif change.giver >= 0 and here:
@@ -192,10 +192,10 @@ class OwnerTransfer:
         givers = {each.part: each.giver for each in self._message.successions}
         for unit, part in changed:
             if givers[part.part] == self._me.index and not self._partial(unit, part):
-                room["partial"] += page_round(self._partition_role.partial_nbytes(unit, part))
+                room["partial"] += page_round(self._role.partial_nbytes(unit, part))
             if part.owner != self._me.index:
                 continue
-            coded, members = self._partition_role.is_coded(unit), self._partition_role.members_of(unit.ranks)
+            coded, members = self._role.is_coded(unit), self._role.members_of(unit.ranks)
             wire_nbytes = page_round(part.wire_nbytes if coded else part.nbytes)
             room["result"] += 0 if members.local else 2 * page_round(part.nbytes)
             room["slot"] += wire_nbytes * len(members.wired)

@@ -335,8 +335,8 @@ class Peers:
         self._meet()
         self.on_connected()
         if self._welcome.is_late:
-            plan_installer, welcome = self._node.runtime.plan_installer, self._welcome
-            self._node.run_with_heartbeats(lambda: plan_installer.warm(welcome.kinds, welcome.share_nbytes))
+            installer, welcome = self._node.runtime.installer, self._welcome
+            self._node.run_with_heartbeats(lambda: installer.warm(welcome.kinds, welcome.share_nbytes))
             self._node.send(messages.Meets(node=me.index, is_linked=True))
 
     def _meet(self) -> None:

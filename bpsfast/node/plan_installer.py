@@ -59,7 +59,7 @@ class PlanInstaller:
         self._sources = sources
         self._sums = sums
         self._gpu_direct = gpu_direct
-        self._partition_role = PartitionRole(me, nodes, links, local, gpu_direct)
+        self._role = PartitionRole(me, nodes, links, local, gpu_direct)
         self._shared: dict[int, tuple[Chunk, str]] = {}
         self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
         self._unit_resources: dict[int, UnitResources] = {}  # of committed units
@@ -80,12 +80,12 @@ class PlanInstaller:
     @property
     def ownable_nbytes(self) -> int:
         """Bytes of partitions that this node can own in addition, -1: any (always so for nodes with ranks)."""
-        return -1 if self._me.ranks else self._regions.ownable_nbytes(len(self._partition_role.members_of(()).wired))
+        return -1 if self._me.ranks else self._regions.ownable_nbytes(len(self._role.members_of(()).wired))
 
     @property
     def room_nbytes(self) -> int:
         """About how many bytes of partitions of lost nodes this node has memory for."""
-        return self._regions.takeable_nbytes(len(self._partition_role.members_of(()).wired), has_results=bool(self._me.ranks))
+        return self._regions.takeable_nbytes(len(self._role.members_of(()).wired), has_results=bool(self._me.ranks))
 
     # -- preparing ----------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class PlanInstaller:
         CapacityError
             If the machine cannot hold it; nothing of it was kept.
         """
-        unit_installer = self._unit_installer(self._partition_role.room(plan), f"generation {plan.generation}")
+        unit_installer = self._unit_installer(self._role.room(plan), f"generation {plan.generation}")
         generation = Generation(plan)
         try:
             for unit in plan.units:
@@ -116,7 +116,7 @@ class PlanInstaller:
         return generation
 
     def _unit_installer(self, room: dict[str, int], purpose: str) -> UnitInstaller:
-        return UnitInstaller(self._me, self._engine, self._regions, self._links, self._sources, self._partition_role,
+        return UnitInstaller(self._me, self._engine, self._regions, self._links, self._sources, self._role,
                             self._stores, self._sums, room, purpose)
 
     def warm(self, kinds: Iterable[tuple[str, str]], owned_nbytes: int) -> None:
@@ -125,7 +125,7 @@ class PlanInstaller:
         """
         for dtype, op in kinds:
             kernel(dtype, op, self._sums)
-        n_writers, room_nbytes = len(self._partition_role.members_of(()).wired), self.ownable_nbytes
+        n_writers, room_nbytes = len(self._role.members_of(()).wired), self.ownable_nbytes
         nbytes = owned_nbytes if room_nbytes < 0 else min(owned_nbytes, room_nbytes)
         made = []
         try:
@@ -248,7 +248,7 @@ class PlanInstaller:
         """
         self._require_reach(message)
         generation = Generation(Plan(generation=message.generation, units=message.units), is_owner_change=True)
-        transfer = OwnerTransfer(self._me, self._engine, self._links, self._sources, self._partition_role, self._unit_resources,
+        transfer = OwnerTransfer(self._me, self._engine, self._links, self._sources, self._role, self._unit_resources,
                                 self._regions, self._takeovers, message)
         try:
             transfer.prepare(generation, self._unit_installer)
@@ -273,7 +273,7 @@ class PlanInstaller:
             if fresh is not None:
                 resources.absorb(fresh)
                 mine |= {part.part for part in fresh.parts}
-            if not self._partition_role.members_of(unit.ranks).local:
+            if not self._role.members_of(unit.ranks).local:
                 mine = {part.part for part in unit.parts if part.part in mine and part.owner == self._me.index}
             resources.parts = [part for part in unit.parts if part.part in mine]
             for number, part in enumerate(unit.parts):
@@ -348,7 +348,7 @@ class PlanInstaller:
 
     def _written_to(self, ranks: tuple[int, ...], part: PartPlan) -> tuple[int, ...]:
         """Return the sources to which this node writes a partial or result of *part*, of *ranks*, over a wire."""
-        return tuple(self._sources[index] for index in self._partition_role.written_to(ranks, part))
+        return tuple(self._sources[index] for index in self._role.written_to(ranks, part))
 
     def _share(self, generation: Generation) -> None:
         """Share partials and results with peers of this host, and send all peers the addresses of this generation."""

@@ -51,11 +51,11 @@ class Plans:
             self._early.append(plan)
             return
         try:
-            self._generation = self.make(lambda: self._runtime.plan_installer.prepare(plan))
+            self._generation = self.make(lambda: self._runtime.installer.prepare(plan))
         except CapacityError as exc:
             log.warning("generation %d was refused: %s", plan.generation, exc)
             self._node.send(messages.PrepareFailed(
-                generation=plan.generation, reason=str(exc), ownable_nbytes=self._runtime.plan_installer.ownable_nbytes))
+                generation=plan.generation, reason=str(exc), ownable_nbytes=self._runtime.installer.ownable_nbytes))
             return
         self._check_after(self._timeout_s, plan)
         self._announce()
@@ -90,7 +90,7 @@ class Plans:
     def forget(self) -> None:
         """Release what was prepared and not committed: there will be no commit."""
         if self._generation is not None and not self._generation.is_owner_change:
-            self._runtime.plan_installer.drop(self._generation)
+            self._runtime.installer.drop(self._generation)
         self._generation = None
 
     def drop_early(self) -> None:
@@ -117,12 +117,12 @@ class Plans:
             raise ProtocolError(f"the scheduler commits generation {message.generation}, which was not prepared here")
         self._runtime.commit(generation, message.order)
         remark = generation.plan.remark
-        if remark and not self._remarked and self._node.name == "node 0" and self._runtime.plan_installer.uses_wires:
+        if remark and not self._remarked and self._node.name == "node 0" and self._runtime.installer.uses_wires:
             self._remarked = True  # on one node, and once
             log.warning("%s", remark)
         if generation.plan.choice and self._node.name == "node 0":
             log.info("%s", generation.plan.choice)
-        self._local_ranks.declare(generation, self._runtime.plan_installer)
+        self._local_ranks.declare(generation, self._runtime.installer)
 
     def retired(self, message: messages.Retired) -> None:
         """Release what retired units use, before any plan that uses their numbers again."""
@@ -132,14 +132,14 @@ class Plans:
     def refused(self, message: messages.DeclareFailed) -> None:
         """Forget the prepared generation if it has one of the refused names; tell the ranks."""
         if self._generation is not None and self._generation.names & set(message.names):
-            self._runtime.plan_installer.drop(self._generation)
+            self._runtime.installer.drop(self._generation)
             self._generation = None
             self.say_room()
         self._local_ranks.tell_all(message)
 
     def say_room(self) -> None:
         """Tell the scheduler how much this node can own now, if its memory is bounded."""
-        nbytes = self._runtime.plan_installer.ownable_nbytes
+        nbytes = self._runtime.installer.ownable_nbytes
         if nbytes >= 0:
             self._node.send(messages.Room(ownable_nbytes=nbytes))
 
@@ -151,7 +151,7 @@ class Plans:
                 return
             generation.announced = True
             self._node.send(messages.Ready(generation=generation.plan.generation,
-                                           ownable_nbytes=self._runtime.plan_installer.ownable_nbytes))
+                                           ownable_nbytes=self._runtime.installer.ownable_nbytes))
 
     def _check_after(self, wait_s: float, plan: messages.Plan) -> None:
         self._loop.call_at(time.monotonic() + wait_s, lambda: self._check(plan, wait_s))
@@ -169,4 +169,4 @@ class Plans:
                      f"{self._transfer.missing}"
         generation.announced = True  # this is the answer
         self._node.send(messages.PrepareFailed(generation=plan.generation, reason=reason,
-                                               ownable_nbytes=self._runtime.plan_installer.ownable_nbytes))
+                                               ownable_nbytes=self._runtime.installer.ownable_nbytes))

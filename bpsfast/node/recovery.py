@@ -77,7 +77,7 @@ class Recovery:
         self._epochs.freeze(message.epoch, message.joined)
         self._plans.forget()
         if self._prepared is not None:
-            self._runtime.plan_installer.drop(self._prepared[0])
+            self._runtime.installer.drop(self._prepared[0])
             self._prepared = None
         self._runtime.freeze(f"the job cannot go on with other owners ({message.reason})")
         for index in message.lost:
@@ -85,9 +85,9 @@ class Recovery:
             self._node.run_with_heartbeats(lambda index=index: self._runtime.exclude(index))  # type: ignore[misc]
         for index in message.joined:
             self._take_in(index)
-        plan_installer = self._runtime.plan_installer
-        self._node.send(messages.Frozen(epoch=message.epoch, near=plan_installer.near,
-                                        progress=plan_installer.progress(message.lost, everything=bool(message.joined))))
+        installer = self._runtime.installer
+        self._node.send(messages.Frozen(epoch=message.epoch, near=installer.near,
+                                        progress=installer.progress(message.lost, everything=bool(message.joined))))
 
     def connected(self) -> None:
         """Execute a Freeze that came before all peers were connected."""
@@ -100,11 +100,11 @@ class Recovery:
         if self._frozen is None or self._frozen.epoch != message.epoch:
             raise ProtocolError(f"the scheduler recovers in epoch {message.epoch}, for which this node is not frozen")
         try:
-            self._prepared = self._plans.make(lambda: self._runtime.plan_installer.prepare_owner_change(message))
+            self._prepared = self._plans.make(lambda: self._runtime.installer.prepare_owner_change(message))
         except CapacityError as exc:
             self._node.send(messages.PrepareFailed(
-                generation=message.generation, reason=str(exc), ownable_nbytes=self._runtime.plan_installer.ownable_nbytes,
-                room_nbytes=self._runtime.plan_installer.room_nbytes))
+                generation=message.generation, reason=str(exc), ownable_nbytes=self._runtime.installer.ownable_nbytes,
+                room_nbytes=self._runtime.installer.room_nbytes))
             return
         generation, transfer = self._prepared
         self._plans.await_for(generation, transfer)

@@ -70,7 +70,7 @@ class NodeRuntime:
             self._board, self._doorbell, n_threads=n_summing_threads(settings),
             nontemporal_nbytes=settings.nontemporal_bytes, awake_us=settings.awake_us,
             fifo=settings.scheduling == "fifo", **self._tracing.limits._asdict())
-        self._plan_installer: PlanInstaller | None = None
+        self._installer: PlanInstaller | None = None
         self._dispatcher: Dispatcher | None = Dispatcher(
             self._engine, settings.credit_bytes, on_lost, self._tracing.sends, fifo=settings.scheduling == "fifo")
         self._sources: dict[int, tuple[str, int | None]] = {}
@@ -94,7 +94,7 @@ class NodeRuntime:
     @property
     def connected(self) -> bool:
         """Whether all peers are known to the engine."""
-        return self._plan_installer is not None
+        return self._installer is not None
 
     @property
     def running(self) -> bool:
@@ -102,10 +102,10 @@ class NodeRuntime:
         return not self._stopped
 
     @property
-    def plan_installer(self) -> PlanInstaller:
+    def installer(self) -> PlanInstaller:
         """The object that turns plans into memory and engine parts. Only once connected."""
-        assert self._plan_installer is not None
-        return self._plan_installer
+        assert self._installer is not None
+        return self._installer
 
     @property
     def engine(self) -> Engine:
@@ -139,7 +139,7 @@ class NodeRuntime:
         self._place_of = lambda index: (index - me.index) % len(welcome.nodes)
         for _, link in sorted(self.links.items()):
             self._know(link)
-        self._plan_installer = PlanInstaller(me, welcome.nodes, engine, self.regions, self.links, self._source_of,
+        self._installer = PlanInstaller(me, welcome.nodes, engine, self.regions, self.links, self._source_of,
                               [rank.source for rank in ranks], sums=self._settings.sums == "on",
                               gpu_direct=self.gpu_direct)
         self._dispatcher.start()
@@ -159,7 +159,7 @@ class NodeRuntime:
         self.links[link.index] = link
         self.transports[f"node {link.index}"] = transport
         if isinstance(link, shm.ShmLink):
-            self.plan_installer.share_all(link)
+            self.installer.share_all(link)
         else:
             link.start(self.engine, self._source_of[link.index])
 
@@ -237,7 +237,7 @@ class NodeRuntime:
     def input_grew(self, source: int, chunk: Chunk) -> None:
         """Let the engine and the peers of this host read a new segment of a rank's inputs."""
         self.engine.map_segment(source, chunk.index, chunk.segment.address, chunk.segment.nbytes)
-        self.plan_installer.share_chunk(chunk, "input")
+        self.installer.share_chunk(chunk, "input")
 
     def share_device(self, rank: LocalRank, message: ShareDevice, fd: int) -> int:
         """Register memory of *rank*'s device; return its segment. Closes *fd* on errors, which are those of `take_in`."""
@@ -253,7 +253,7 @@ class NodeRuntime:
             segment = link.map(message, fds[0])
             self.engine.map_segment(self._source_of[link.index], message.segment, segment.address, segment.nbytes)
         elif isinstance(message, shm.PeerExtents if isinstance(link, shm.ShmLink) else rdma.PeerSlots) and not fds:
-            self.plan_installer.peer_said(generation, link.index, message)
+            self.installer.peer_said(generation, link.index, message)
         else:
             for fd in fds:
                 os.close(fd)
@@ -279,9 +279,9 @@ class NodeRuntime:
             under_way = sum(1 for part in engine.report() if part[1])
             log.debug("committing generation %d: %d new parts, %d in use", generation.plan.generation,
                       sum(len(resources.parts) for resources in generation.unit_resources.values()), under_way)
-        self.plan_installer.committed(generation)
+        self.installer.committed(generation)
         self._order = order
-        self._dispatcher.commit(order, self.plan_installer.first_parts, self.plan_installer.shares, self.plan_installer.readers)
+        self._dispatcher.commit(order, self.installer.first_parts, self.installer.shares, self.installer.readers)
         # The job's numbers have gaps where a generation was refused; the engine counts its own commits.
         engine.commit(engine.generation + 1, order)
 
@@ -305,7 +305,7 @@ class NodeRuntime:
         else:
             self._close_wire(link)
         self.engine.detach(source)
-        self.plan_installer.peer_lost(link)
+        self.installer.peer_lost(link)
         del self.links[index]
 
     def _close_wire(self, link: WireLink) -> None:
@@ -321,9 +321,9 @@ class NodeRuntime:
         """Commit a frozen engine to new owners of parts, whose owners were excluded or give them up."""
         engine = self.engine
         assert self._dispatcher is not None
-        self.plan_installer.succeeded(generation)
+        self.installer.succeeded(generation)
         self._order = order
-        self._dispatcher.commit(order, self.plan_installer.first_parts, self.plan_installer.shares, self.plan_installer.readers)
+        self._dispatcher.commit(order, self.installer.first_parts, self.installer.shares, self.installer.readers)
         self._dispatcher.forget(transfer.given_up)  # before `begin` sends again what the new owner needs
         transfer.begin()
         for resend in transfer.resends:
@@ -333,8 +333,8 @@ class NodeRuntime:
     def retire(self, units: Sequence[int]) -> None:
         """Release all that *units* use, which all ranks have retired."""
         assert self._dispatcher is not None
-        parts = self.plan_installer.retire(units)
-        self._dispatcher.retire(parts, self.plan_installer.shares)
+        parts = self.installer.retire(units)
+        self._dispatcher.retire(parts, self.installer.shares)
 
     def set_credit(self, nbytes: int) -> None:
         """Allow *nbytes* under way to one peer from now on; 0: as many as the setting says."""
@@ -351,7 +351,7 @@ class NodeRuntime:
         if ahead(waited_for, round_) > 0:
             return "done", (), ()
         if owned and not sources:  # complete: an answer of a store may wait for other workers
-            behind = self.plan_installer.ranks_of(self.engine.behind(part))
+            behind = self.installer.ranks_of(self.engine.behind(part))
             return ("push", behind, ()) if behind else ("sum", (), ())
         late = tuple(self._ranks[source] for source in sources if source in self._ranks)
         nodes = tuple(index for source in sources for index in (self.who(source)[1],) if index is not None)
@@ -443,7 +443,7 @@ class NodeRuntime:
     def write_trace(self, me: NodeInfo, clock: tuple[Point, ...]) -> None:
         """Write the trace, if tracing is on; *clock*: offsets to the scheduler's clock. After `stop`."""
         urgency = dict(enumerate(self._order))
-        parts = self._plan_installer.parts if self._plan_installer is not None else {}
+        parts = self._installer.parts if self._installer is not None else {}
         self._tracing.write(
             me.index, {number: part._replace(urgency=urgency.get(number, -1)) for number, part in parts.items()},
             {source: index for index, source in self._source_of.items()}, clock)
@@ -456,7 +456,7 @@ class NodeRuntime:
         for link in (*self.talking_links(), *self._lost_shm_links):
             link.close()
         # The last references: the engine's exports of board and doorbell end with them.
-        self._engine = self._dispatcher = self._plan_installer = None
+        self._engine = self._dispatcher = self._installer = None
         self.links.clear()
         self._lanes.clear()
         with contextlib.ExitStack() as last:

@@ -39,14 +39,14 @@ class UnitInstaller:
     """
 
     def __init__(self, me: NodeInfo, engine: Engine, regions: Regions, links: Mapping[int, Link],
-                 sources: Mapping[int, int], partition_role: PartitionRole, parameter_stores: ParameterStores, sums: bool, room: dict[str, int],
+                 sources: Mapping[int, int], role: PartitionRole, parameter_stores: ParameterStores, sums: bool, room: dict[str, int],
                  purpose: str) -> None:
         self._me = me
         self._engine = engine
         self._regions = regions
         self._links = links
         self._sources = sources
-        self._partition_role = partition_role
+        self._role = role
         self._stores = parameter_stores
         self._sums = sums
         self._room = room  # what is not allocated yet
@@ -62,13 +62,13 @@ class UnitInstaller:
         """
         resources.ranks = unit.ranks
         resources.names = tuple(member.name for member in unit.members)
-        coded = self._partition_role.is_coded(unit)
+        coded = self._role.is_coded(unit)
         if coded:
             resources.codec, resources.dtype = unit.codec, unit.dtype
-        here = [part for part in unit.parts if self._partition_role.appears_here(unit, part)]
-        places = self._place_on_device(resources, [part for part in here if self._partition_role.is_direct(unit, part)])
+        here = [part for part in unit.parts if self._role.appears_here(unit, part)]
+        places = self._place_on_device(resources, [part for part in here if self._role.is_direct(unit, part)])
         straight = set(places)
-        self._partition_role.count_direct(unit, here, straight)
+        self._role.count_direct(unit, here, straight)
         places |= self._side_by_side(resources, self._regions.results, [part for part in here if part.part not in places])
         for part in unit.parts:
             outputs = (0, 0)
@@ -78,7 +78,7 @@ class UnitInstaller:
                 generation.extents[part.part] = Extent(node=self._me.index, segment=even.segment,
                                                        offset_even=even.offset, offset_odd=odd.offset,
                                                        nbytes=part.nbytes, on_device=part.part in straight)
-            if part.owner != self._me.index and not self._partition_role.members_of(unit.ranks).local:
+            if part.owner != self._me.index and not self._role.members_of(unit.ranks).local:
                 continue
             if part.owner == self._me.index:
                 arguments, store = self.owned(unit, part, outputs, resources, unit.first_round)
@@ -93,7 +93,7 @@ class UnitInstaller:
         """Return the codec of *part* with its state, which begins as zeros."""
         assert unit.codec is not None, "only then it is coded"
         states = dict.fromkeys(("error", "momentum", "error_back"), 0)
-        sizes = self._partition_role.states_of(unit, part)
+        sizes = self._role.states_of(unit, part)
         for name, nbytes in sizes.items():
             states[name] = self._allocate(resources, self._regions.states, nbytes).address
             ctypes.memset(states[name], 0, nbytes)
@@ -108,10 +108,10 @@ class UnitInstaller:
 
         Memory is allocated, and bound to the streams of the nodes that write here, from *first_round* on.
         """
-        codec = self._codec(unit, part, resources) if self._partition_role.is_coded(unit) else None
+        codec = self._codec(unit, part, resources) if self._role.is_coded(unit) else None
         if codec is not None:
             codec = codec._replace(frames=self._frames(part, self._regions.frames, resources))
-        members = self._partition_role.members_of(unit.ranks)
+        members = self._role.members_of(unit.ranks)
         before: list[tuple[int, int]] = []
         after: list[tuple[int, int]] = []
         for index in members.nodes:
@@ -157,7 +157,7 @@ class UnitInstaller:
         Memory is allocated, except *partial* if it is given, and bound to the owner's stream from *first_round* on, if
         the owner is reached over a wire.
         """
-        codec = self._codec(unit, part, resources) if self._partition_role.is_coded(unit) else None
+        codec = self._codec(unit, part, resources) if self._role.is_coded(unit) else None
         link = wire(self._links[part.owner])
         arriving = outputs
         if codec is not None and link is not None:
@@ -166,7 +166,7 @@ class UnitInstaller:
         if link is not None:
             bind(resources, link, unit, part, arriving, codec is not None, first_round)
             resources.arriving[part.part] = arriving
-        nbytes = self._partition_role.partial_nbytes(unit, part)
+        nbytes = self._role.partial_nbytes(unit, part)
         if partial is None:
             partial = self._allocate(resources, self._regions.partials, nbytes) if nbytes else Place(0, 0, 0)
         if nbytes:
@@ -175,7 +175,7 @@ class UnitInstaller:
             codec = codec._replace(frame=partial.address)
         return dict(
             nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=self._kernel(unit), local=list(self._partition_role.members_of(unit.ranks).local),
+            kernel=self._kernel(unit), local=list(self._role.members_of(unit.ranks).local),
             owner=self._sources[part.owner], partial=(partial.address, partial.segment, partial.offset), codec=codec,
             rows=_rows(unit, part), first_round=unit.first_round,
         )

@@ -21,9 +21,9 @@ def recovery(told):
     def no_room(message):
         raise CapacityError("no room for slots")
 
-    plan_installer = SimpleNamespace(near=(), progress=lambda lost, everything: (), prepare_owner_change=no_room,
+    installer = SimpleNamespace(near=(), progress=lambda lost, everything: (), prepare_owner_change=no_room,
                              ownable_nbytes=12345, room_nbytes=777)
-    runtime = SimpleNamespace(connected=True, plan_installer=plan_installer, freeze=lambda purpose: None)
+    runtime = SimpleNamespace(connected=True, installer=installer, freeze=lambda purpose: None)
     node = SimpleNamespace(send=told.append, run_with_heartbeats=lambda work: work(), name="node 0")
     plans = SimpleNamespace(forget=lambda: None, make=lambda work: work(),
                             drop_early=lambda: told.append("planned early: dropped"))

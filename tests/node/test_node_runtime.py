@@ -37,7 +37,7 @@ def move(ends, plan, part, to, round_):
         Succession(part=part, owner=to, kept_round=round_, giver=1 - to),))
     for end in ends:
         end.vertex.freeze("a test")
-    prepared = [end.vertex.plan_installer.prepare_owner_change(recover) for end in ends]
+    prepared = [end.vertex.installer.prepare_owner_change(recover) for end in ends]
     assert all(succession.arrived for _, succession in prepared)
     for end, (generation, succession) in zip(ends, prepared):
         end.vertex.succeed(generation, succession, tuple(order_of(plan)))

@@ -35,7 +35,7 @@ def ends():
 
 def prepare(end, *successions):
     end.vertex.freeze("a test")
-    generation, found = end.vertex.plan_installer.prepare_owner_change(
+    generation, found = end.vertex.installer.prepare_owner_change(
         Recover(epoch=2, generation=end.plan.generation + 1, units=end.plan.units, successions=successions))
     return generation, found
 

@@ -21,7 +21,7 @@ class Side:
     def __init__(self) -> None:
         self.told = []
         self.loop = EventLoop(self._raised)
-        self.runtime = SimpleNamespace(plan_installer=SimpleNamespace(ownable_nbytes=77), connected=True)
+        self.runtime = SimpleNamespace(installer=SimpleNamespace(ownable_nbytes=77), connected=True)
         self.left, self.may_leave = [], True
         self.node = SimpleNamespace(send=self.told.append, run_with_heartbeats=lambda work: work(), leave_rdma=self._leave)
         self.plans = Plans(self.node, self.loop, self.runtime, None, TIMEOUT_S)
@@ -112,7 +112,7 @@ def full(side, *peers):
                 raise LaneFullError(index, f"one too many for its queue pair to node {index}")
         return Generation(plan)
 
-    side.runtime.plan_installer.prepare = prepare
+    side.runtime.installer.prepare = prepare
 
 
 def test_pairs_whose_queue_pairs_are_full_go_by_tcp_and_the_plan_is_prepared(side):
