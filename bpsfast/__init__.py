@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._version import __version__
+
 if TYPE_CHECKING:
     from . import compression as compression
     from .orchestration.errors import (
@@ -74,7 +76,6 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
-__version__ = "0.1.0"
 __all__ = sorted([*_MODULE_OF, "compression"])
 
 

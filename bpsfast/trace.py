@@ -12,8 +12,7 @@
 Open the merged file (and each process file too) in https://ui.perfetto.dev or chrome://tracing.
 """
 from .base.trace_file import Origin, durations, read, write
-from .base.trace_records import KINDS, Limits, Part, limits
-from .base.trace_sends import SendLog
+from .base.trace_records import KINDS, Limits, Part, SendLog, limits
 from .tools.trace.job_trace import Job, dump, load, merge, reload
 from .tools.trace.summary import Summary, summarise
 

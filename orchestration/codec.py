@@ -1,6 +1,7 @@
 """How a tensor is compressed between nodes: what a user chooses, whether it can be, and how many bytes it takes. Pure.
 
-Formats and arithmetic are those of BytePS (`byteps/common/compressor`), for which see `bpsfast/kernels/codecs/codec_reference.py`.
+Formats and arithmetic are those of BytePS (`byteps/common/compressor`), for which see
+`bpsfast/kernels/codecs/codec_reference.py`.
 """
 from __future__ import annotations
 

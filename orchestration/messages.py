@@ -15,9 +15,8 @@ from typing import Literal
 import msgspec
 
 from .codec import CodecSpec
-from .errors import ProtocolError
+from .errors import DECODE_ERRORS, BpsError, ProtocolError
 from .store import StoreSpec
-from .unreadable import DECODE_ERRORS
 
 #: Bumped whenever a field changes its meaning.
 VERSION = 17
@@ -896,12 +895,20 @@ LocalMessage = (
     | StateAsk | StateDone | LagQuestion | LagAnswer | Publish | Withdraw | Lookup | Found
 )
 
+#: Messages with the connections that they go to, in the order to be sent.
+Outgoing = list[tuple[bytes, Message]]
+
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS = {
     "node": msgspec.msgpack.Decoder(NodeMessage),
     "scheduler": msgspec.msgpack.Decoder(SchedulerMessage),
     "local": msgspec.msgpack.Decoder(LocalMessage),
 }
+
+
+def refusal(error: BpsError) -> Refuse:
+    """Return the message that refuses a request because of *error*."""
+    return Refuse(error=type(error).__name__, reason=str(error))
 
 
 def connection_id(process: str, number: int) -> bytes:

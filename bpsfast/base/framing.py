@@ -11,8 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from ..orchestration.errors import ProtocolError
-from ..orchestration.unreadable import DECODE_ERRORS
+from ..orchestration.errors import DECODE_ERRORS, ProtocolError
 
 _WORD = struct.Struct("<I")
 _ENCODER = msgspec.msgpack.Encoder()

@@ -32,12 +32,12 @@ def options(*, tabular: bool = False) -> Callable[[Callable], Callable]:
     """Add ``--json``, ``-o`` and ``--no-color`` (*tabular*: ``--csv`` too) to a command; see `form`."""
 
     def decorate(function: Callable) -> Callable:
-        function = click.option("--no-color", is_flag=True, help="Plain text on a terminal too.")(function)
+        function = click.option("--no-color", is_flag=True, help="Print without colors on a terminal, too.")(function)
         function = click.option("-o", "--output", "path", type=click.Path(dir_okay=False), metavar="FILE",
                                 help="Write to FILE instead of standard output.")(function)
         if tabular:
-            function = click.option("--csv", "as_csv", is_flag=True, help="Comma-separated values.")(function)
-        return click.option("--json", "as_json", is_flag=True, help="One JSON document.")(function)
+            function = click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values.")(function)
+        return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(function)
 
     return decorate
 

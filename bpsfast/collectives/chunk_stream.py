@@ -13,7 +13,7 @@ import numpy as np
 
 from ..base.dtypes import TABLE
 from ..orchestration.messages import TensorSpec
-from ..orchestration.rounds import after
+from ..orchestration.placement.partition import round_after
 from ..pyx.port import FINGERPRINT
 from ..trainer.chunk_descriptors import chunk_table, offsets, results
 
@@ -95,7 +95,7 @@ class ChunkStream:
         number, slot = divmod(self._next, self.unit.n_parts)
         self._next += 1
         chunks = self._slots[slot:slot + 1].copy()
-        chunks["round"] = round_ = after(self.unit.first_round, number)
+        chunks["round"] = round_ = round_after(self.unit.first_round, number)
         chunks["result"] = self._results[round_ & 1, slot]
         return chunks
 

@@ -16,18 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..orchestration.errors import (
-    BpsError,
-    ClosedError,
-    ConfigError,
-    MismatchError,
-    StallError,
-    UnsupportedError,
-)
+from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError, StallError, UnsupportedError
 from ..orchestration.placement.partition import OPS
 from ..pyx.port import copy
 from ..trainer.chunk_descriptors import CHUNK_DTYPE
-from ..trainer.tensor_input import TensorInput
+from ..trainer.tensor_input import TensorInput, from_array
 from .chunk_stream import TICKETS, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
 from .p2p import message_collectives
 
@@ -353,3 +346,42 @@ def _ticket(text: str) -> np.ndarray[Any, Any]:
 def _check_size(x: TensorInput, out: TensorInput) -> None:
     if x.nbytes != out.nbytes:
         raise ConfigError(f"{x.nbytes} bytes of input for {out.nbytes} bytes of output")
+
+
+def make_group(session: Session, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
+    """Return a new group of *ranks* of *session*: its i-th member is the i-th of them.
+
+    All of them call this, as often and in the same order for the same *ranks*; others need not. Nothing is exchanged
+    before the first collective. *timeout_s*: how long a collective may take; None: the setting.
+
+    Raises
+    ------
+    ConfigError
+        If this rank is none of *ranks*, or they are not ranks of the job.
+    """
+    key = tuple(ranks)
+    number = session.n_groups[key]
+    session.n_groups[key] += 1
+    is_all = key == tuple(range(session.size))
+    who = "all" if is_all else hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
+    return Group(session, key, f"bpsfast.group/{who}/{number}",
+                 session.settings.timeout_s if timeout_s is None else timeout_s)
+
+
+def broadcast_bytes(group: Group, data: bytes, root: int) -> bytes:
+    """Return the *data* of the *root*-th member; others' is not looked at. Collective; raises as `Group`'s calls."""
+    length = np.array([len(data)], np.int64)
+    group.broadcast(from_array(length), root)
+    whole = np.frombuffer(data, np.uint8).copy() if group.rank == root else np.empty(int(length[0]), np.uint8)
+    if whole.nbytes:
+        group.broadcast(from_array(whole), root)
+    return whole.tobytes()
+
+
+def all_gather_bytes(group: Group, data: bytes) -> list[bytes]:
+    """Return the *data* of all members, in their order. Collective; raises as `Group`'s calls."""
+    lengths = [np.empty(1, np.int64) for _ in range(group.size)]
+    group.all_gather(from_array(np.array([len(data)], np.int64)), [from_array(length) for length in lengths])
+    wholes = [np.empty(int(length[0]), np.uint8) for length in lengths]
+    group.all_gather(from_array(np.frombuffer(data, np.uint8).copy()), [from_array(whole) for whole in wholes])
+    return [whole.tobytes() for whole in wholes]

@@ -28,7 +28,7 @@ from ..gpu.partition_copy import PartitionCopy, cut
 from ..orchestration.errors import BpsError, DeviceError
 from ..orchestration.priority.turns import Entry
 from ..trainer.gpu.device_round import DeviceRound
-from .byte_strings import broadcast_bytes
+from .group import broadcast_bytes
 from .island_routes import IslandRoutes
 from .machine_routes import agree, island_group
 from .turn_service import Finish, TurnService

@@ -15,8 +15,7 @@ from ..hardware.topology.decision import strategy_of
 from ..hardware.topology.graph import PartKind
 from ..hardware.topology.subsets import of_host, with_gpus
 from ..orchestration.errors import BpsError, ConfigError, error_of
-from .byte_strings import all_gather_bytes, broadcast_bytes
-from .group import Group
+from .group import Group, all_gather_bytes, broadcast_bytes
 from .island_routes import IslandRoutes, routes, shared_routes
 
 if TYPE_CHECKING:

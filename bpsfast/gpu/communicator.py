@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..collectives.byte_strings import all_gather_bytes
+from ..collectives.group import all_gather_bytes
 from ..orchestration.errors import BpsError, ConfigError
 from .device import Device, Event, Stream
 from .host import HostDevice

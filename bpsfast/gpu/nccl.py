@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..base.dtypes import TABLE
-from ..collectives.byte_strings import broadcast_bytes
+from ..collectives.group import broadcast_bytes
 from ..orchestration.errors import DeviceError, UnsupportedError
 from .communicator import DTYPES, IslandRange, OnEnqueued
 from .cuda import CudaDevice, CudaStream, cupy

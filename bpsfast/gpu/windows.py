@@ -19,7 +19,7 @@ import numpy as np
 
 from ..base.dtypes import TABLE
 from ..base.reference_sum import reduce
-from ..collectives.byte_strings import all_gather_bytes
+from ..collectives.group import all_gather_bytes
 from ..orchestration.errors import DeviceError, StallError
 from ..pyx.port import copy
 from .cuda import CudaDevice, CudaStream, cupy

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ..orchestration.errors import ConfigError
-from ..orchestration.priority.negotiation_messages import FollowerChannel, LeaderChannel, connect, listen
+from ..orchestration.priority.negotiation import FollowerChannel, LeaderChannel, connect, listen
 from ..trainer.session import Session
 
 _KEY_NBYTES = 32

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..collectives import group_factory
-from ..collectives.group import Group
+from ..collectives.group import Group, make_group
 from ..orchestration.errors import ClosedError, ConfigError
 from ..orchestration.priority.negotiation import Kind, Request, Response
 from ..trainer import process
@@ -59,7 +58,7 @@ class Runtime:
         from .executor import Executor  # and with it PyTorch
 
         settings = self.session.settings
-        group = self._groups[number] = group_factory.make(self.session, ranks)
+        group = self._groups[number] = make_group(self.session, ranks)
         title = f"hvd.{self._begun}.{number}:"  # the colon: as a prefix, too, it is this meeting's only
         line = meet(self.session, ranks, title)
         service = NegotiationService(

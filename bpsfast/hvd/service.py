@@ -16,9 +16,8 @@ from typing import Any
 
 from ..orchestration import errors
 from ..orchestration.errors import BpsError, ClosedError, MismatchError, PeerLostError, StallError
-from ..orchestration.priority import negotiation_messages as says
-from ..orchestration.priority.negotiation import Coordinator, Request, Response
-from ..orchestration.priority.negotiation_messages import FollowerChannel, LeaderChannel
+from ..orchestration.priority import negotiation as says
+from ..orchestration.priority.negotiation import Coordinator, FollowerChannel, LeaderChannel, Request, Response
 from ..orchestration.wake_up import WakeUp
 from .errors import DuplicateNameError, internal
 

@@ -188,7 +188,7 @@ def run_scheduler(settings: Settings) -> int:
     """Be the scheduler until the job is over; return the exit code. SIGTERM and SIGINT abort the job in words."""
     from .. import __version__
     from ..orchestration.failover.scheduler import Scheduler
-    from ..orchestration.job.job_settings import JobSettings
+    from ..orchestration.job.admission import JobSettings
     from ..orchestration.zmq_connections import interface
 
     if settings.num_nodes < 1 and settings.size < 1:

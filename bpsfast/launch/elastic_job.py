@@ -20,8 +20,7 @@ from ..orchestration import security
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.coordinator import ElasticRules
 from ..orchestration.elastic.protocol import Add, Added, Hello
-from ..orchestration.errors import ConfigError, PeerLostError, StallError
-from ..orchestration.unreadable import DECODE_ERRORS
+from ..orchestration.errors import DECODE_ERRORS, ConfigError, PeerLostError, StallError
 from .daemons import clean_environment
 from .elastic_service import ElasticService, elastic_key
 from .local_job import JobShape, check_program

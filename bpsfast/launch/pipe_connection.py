@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..orchestration.errors import ProtocolError
-from ..orchestration.unreadable import DECODE_ERRORS
+from ..orchestration.errors import DECODE_ERRORS, ProtocolError
 
 #: No part of it is both its beginning and its end, so it is found at once, whatever stands before it.
 MARK = b"\x00\xffbpsfast agent\xff\xfe"

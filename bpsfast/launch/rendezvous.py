@@ -33,8 +33,7 @@ from ..base.job_key import machine_secret
 from ..base.process_identity import network_id
 from ..base.settings import Settings, parse_address
 from ..orchestration import errors, security
-from ..orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, StallError
-from ..orchestration.unreadable import DECODE_ERRORS
+from ..orchestration.errors import DECODE_ERRORS, BpsError, ConfigError, MismatchError, PeerLostError, StallError
 from .daemons import reserve_port
 from .process_role import ProcessRole, check_insecure, format_address, given_key, is_loopback, job_key, local_key
 

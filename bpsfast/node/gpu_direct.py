@@ -16,7 +16,7 @@ from ..hardware.topology import discovery
 from ..hardware.topology.gpu_direct import why_not
 from ..orchestration.errors import BpsError, CapacityError, ConfigError, UnsupportedError
 from ..orchestration.messages import PartPlan, ShareDevice, UnitPlan
-from ..orchestration.placement.rows import ROWS
+from ..orchestration.placement.partition import ROWS
 from ..pyx.pages import Shadow
 from .regions import Chunk, Regions
 from .transport import Link

@@ -22,14 +22,13 @@ from typing import TypeVar
 
 import zmq
 
-from .. import __version__
+from .._version import __version__
 from ..base import logs
-from ..base.addresses import local_host, unreachable_hint
+from ..base.addresses import is_loopback, local_host, unreachable_hint
 from ..base.end_reports import report
 from ..base.exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
 from ..base.settings import Settings, fingerprint, parse_address
 from ..hardware.host import Host
-from ..launch.process_role import is_loopback
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.failover.control_log import ControlLog

@@ -24,7 +24,7 @@ from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import __version__
+from .._version import __version__
 from ..base.settings import Settings
 from ..orchestration.errors import ConfigError
 from ..orchestration.messages import VERSION, LagRow

@@ -17,8 +17,7 @@ from typing import Any
 from ..orchestration import messages
 from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Recover, UnitPlan
-from ..orchestration.placement.rows import ROWS
-from ..orchestration.rounds import after
+from ..orchestration.placement.partition import ROWS, round_after
 from ..pyx.engine import NOBODY, Engine
 from ..pyx.pages import Segment
 from .dispatch import ResultResend
@@ -98,17 +97,17 @@ class OwnerTransfer:
                 resources.codec, resources.dtype = unit.codec, unit.dtype
             if part.owner == self._me.index:
                 outputs = self._results_at(unit, part) if here else made.results(part, resources)
-                arguments, _ = made.owned(unit, part, outputs, resources, after(change.kept_round))
+                arguments, _ = made.owned(unit, part, outputs, resources, round_after(change.kept_round))
                 self._owned.append((change, arguments))
                 resources.parts.append(part)
             elif change.giver == self._me.index:
                 arguments = made.member(unit, part, self._results_at(unit, part), resources,
-                                        after(change.kept_round), self._partial(unit, part))
+                                        round_after(change.kept_round), self._partial(unit, part))
                 self._given_up.append((change, arguments))
             else:
                 self._followed.append(change)
                 if change.keeper != part.owner or not lacks:
-                    self._expect(unit, part, part.owner, resources, coded, after(change.kept_round))
+                    self._expect(unit, part, part.owner, resources, coded, round_after(change.kept_round))
             if lacks and not change.lent:  # else it may write already, and maybe has
                 self._expect(unit, part, change.keeper, resources, coded, change.kept_round)
             if self._me.index == change.keeper and not change.lent:
@@ -175,7 +174,7 @@ class OwnerTransfer:
         """Record what has to arrive until nothing of *part* is under way, and which nodes are unbound then."""
         if change.giver == self._me.index:
             nodes = [node for node in self._role.members_of(unit.ranks).nodes if node != self._me.index]
-            self._awaited += [(node, part.part, after(change.kept_round)) for node in change.pushed]
+            self._awaited += [(node, part.part, round_after(change.kept_round)) for node in change.pushed]
             self._left.append((unit.unit, part.part, nodes))
         elif change.giver >= 0 and here:
             if self._me.index in change.lacking:

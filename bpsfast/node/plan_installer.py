@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from ..base.trace_records import Part
 from ..orchestration.errors import CapacityError, PeerLostError, ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, Recover, UnitPlan
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
-from ..trace import Part
 from .codec_state import CodedState
 from .generation import Generation, ParameterStores, UnitResources
 from .gpu_direct import GpuDirect

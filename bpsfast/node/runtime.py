@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..base.settings import Settings
-from ..base.trace_records import RECORD
+from ..base.trace_file import Origin, write
+from ..base.trace_records import RECORD, Part, SendLog, limits
 from ..orchestration.clock_offset import Point
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.messages import LagRow, Message, NodeInfo, ShareDevice, Stage, Welcome
-from ..orchestration.rounds import ahead
+from ..orchestration.placement.partition import rounds_ahead
 from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
-from ..trace import Origin, Part, SendLog, limits, write
 from .affinity import NodeAffinity
 from .capacity import n_summing_threads
 from .dispatch import Dispatcher
@@ -348,7 +348,7 @@ class NodeRuntime:
         except ValueError:
             return "done", (), ()  # a helper without a role in it
         waited_for, sources, owned = found
-        if ahead(waited_for, round_) > 0:
+        if rounds_ahead(waited_for, round_) > 0:
             return "done", (), ()
         if owned and not sources:  # complete: an answer of a store may wait for other workers
             behind = self.installer.ranks_of(self.engine.behind(part))

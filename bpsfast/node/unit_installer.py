@@ -15,8 +15,7 @@ from typing import Any
 
 from .. import kernels
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, UnitPlan
-from ..orchestration.placement.partition import ITEM_NBYTES
-from ..orchestration.placement.rows import ROWS, part_rows
+from ..orchestration.placement.partition import ITEM_NBYTES, ROWS, part_rows
 from ..pyx.engine import Engine
 from .codec_state import CodedPart, PartCodec, part_codec
 from .generation import Generation, ParameterStore, ParameterStores, UnitResources

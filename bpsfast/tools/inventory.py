@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from .. import __version__
+from .._version import __version__
 from ..hardware import numa
 from ..orchestration.errors import ConfigError
 from .doctor import examination

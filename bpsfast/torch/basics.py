@@ -1,9 +1,8 @@
 """What BytePS calls its basics, for PyTorch: join the job, leave it, leave it for a while; who this process is."""
 from __future__ import annotations
 
-from ..trainer import process, suspension
-from ..trainer.process import barrier, local_rank, local_size, rank, size
-from ..trainer.suspension import resume
+from ..trainer import process
+from ..trainer.process import barrier, local_rank, local_size, rank, resume, size
 
 __all__ = ["barrier", "init", "local_rank", "local_size", "rank", "resume", "shutdown", "size", "suspend"]
 
@@ -25,4 +24,4 @@ def shutdown() -> None:
 
 def suspend() -> None:
     """Make the updates that are due, then leave the job until `resume`; raises as `suspension.suspend`."""
-    suspension.suspend(shutdown)
+    process.suspend(shutdown)

@@ -9,9 +9,8 @@ import torch
 
 from ..orchestration.errors import MismatchError, UnsupportedError
 from ..trainer import process
-from ..trainer.broadcast_manifest import Manifest, difference
 from ..trainer.broadcaster import check_root
-from ..trainer.object_broadcast import broadcast_object
+from ..trainer.object_broadcast import Manifest, broadcast_object, difference
 from .ops import REACHED
 from .optimizer_extras import load_user_state_dict, user_state_dict
 

@@ -9,7 +9,7 @@ import torch
 
 from ..orchestration.errors import MismatchError
 from ..orchestration.store import StoreSpec
-from ..trainer.stored_tensor import StoredTensor
+from ..trainer.async_weights import StoredTensor
 from .ops import wire_dtype_name
 
 Named = tuple[str, torch.Tensor]

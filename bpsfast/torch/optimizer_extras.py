@@ -13,7 +13,7 @@ import torch
 
 from ..orchestration.errors import MismatchError
 from ..trainer.gradients import Gradients
-from ..trainer.tuning_point import TuningPoint
+from ..trainer.tuning_search import TuningPoint
 from .local_momentum import LocalMomentum
 
 #: Their names in a state_dict, beside "state" and "param_groups".

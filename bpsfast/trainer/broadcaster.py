@@ -29,7 +29,7 @@ import numpy as np
 from ..base.dtypes import TABLE
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError
 from ..orchestration.messages import TensorSpec
-from ..orchestration.rounds import after
+from ..orchestration.placement.partition import round_after
 from ..pyx.port import copy
 from . import process
 from .gpu.broadcasts import broadcast as broadcast_afar
@@ -217,7 +217,7 @@ class _Cursor:
 
 def _round(unit: Unit, chunk: int) -> int:
     """Return the round of its partition in which *chunk* travels."""
-    return after(unit.first_round, chunk // unit.n_parts)
+    return round_after(unit.first_round, chunk // unit.n_parts)
 
 
 def _digest(text: str) -> bytes:

@@ -7,9 +7,8 @@ import numpy as np
 
 from ..orchestration.errors import BusyError, UnsupportedError
 from ..orchestration.messages import StateAsk, StateDone
-from .attachment import error_of
 from .input_memory import Memory, Region
-from .node_requests import NodeRequests
+from .node_connection import NodeRequests, error_of
 
 if TYPE_CHECKING:
     from .unit import Unit

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,17 +25,17 @@ from ..compression.choice import Choice, chosen_among
 from ..gpu import arrays
 from ..gpu.communicator import sums_in_island
 from ..orchestration.codec import CodecSpec
-from ..orchestration.errors import MismatchError
+from ..orchestration.errors import BusyError, MismatchError
 from ..orchestration.messages import TensorSpec
 from ..pyx.port import copy
-from . import learning_rate as rates, process
+from . import process
+from .arguments import checked_learning_rate
 from .gpu.device_path import DevicePath
 from .gradient_layout import GradientLayout, LayoutSizes
 from .input_memory import Region
-from .step_progress import StepProgress
 from .tensor_input import TensorInput, tensor_input
 from .tuner import Tuner
-from .tuning_point import TuningPoint
+from .tuning_search import TuningPoint
 from .unit import Unit
 
 
@@ -197,7 +197,7 @@ class Gradients:
     @learning_rate.setter
     def learning_rate(self, rate: float | Mapping[str, float]) -> None:
         rate_of = rate if isinstance(rate, Mapping) else dict.fromkeys(self._names, rate)
-        found = {name: rates.checked(value) for name, value in rate_of.items()}
+        found = {name: checked_learning_rate(value) for name, value in rate_of.items()}
         for name in found:
             self._require(name)
         self._rates.update({name: value for name, value in found.items() if value is not None and name in self.codecs})
@@ -446,3 +446,50 @@ class Gradients:
         if not unit.has_begun:
             raise MismatchError(f"gradient {name!r} is waited for, but it was never ready")
         return edition, unit, unit.round
+
+
+class StepProgress:
+    """The step that goes on, of gradients *names*. Any thread asks; `enter` and `end` under its owner's lock."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = tuple(names)
+        self._ready: set[str] = set()
+        self._left: dict[str, int] = {}  # by unit that some are ready of: how many are not
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some are ready."""
+        return bool(self._ready)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether *name* is."""
+        return name in self._ready
+
+    def missing(self) -> list[str]:
+        """Return the names that are not ready."""
+        return [name for name in self._names if name not in self._ready]
+
+    def is_whole(self, unit: Unit) -> bool:
+        """Whether all of *unit* are ready."""
+        return self._left.get(unit.name) == 0
+
+    def refuse_twice(self, name: str) -> None:
+        """Raise `BusyError` if *name* is ready."""
+        if name in self._ready:
+            raise BusyError(f"gradient {name!r} is ready for the second time in one step: end the step by step() first")
+
+    def enter(self, name: str, unit: Unit, gather: Callable[[], None] = lambda: None) -> bool:
+        """Note that *name*, of *unit*, is ready, after *gather*; return whether *unit* is whole now.
+
+        Raises as `refuse_twice`, and as *gather*; then nothing was noted.
+        """
+        self.refuse_twice(name)
+        gather()
+        self._ready.add(name)
+        self._left[unit.name] = left = self._left.get(unit.name, len(unit.members)) - 1
+        return left == 0
+
+    def end(self) -> None:
+        """Begin the next step."""
+        self._ready.clear()
+        self._left.clear()

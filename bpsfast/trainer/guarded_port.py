@@ -17,10 +17,8 @@ from ..base.end_reports import report
 from ..orchestration.errors import BpsError, StallError
 from ..orchestration.messages import StallAnswer
 from ..pyx.port import ABORTED, DIFFERENT, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
-from .attachment import error_of
-from .stall_inspector import StallInspector, Subject
-from .stall_query import StallQuery
-from .stall_timer import StallTimer
+from .node_connection import error_of
+from .stall_inspector import StallInspector, StallQuery, StallTimer, Subject
 
 if TYPE_CHECKING:
     from .unit import Unit

@@ -20,11 +20,10 @@ from ..gpu.communicator import sums_in_island
 from ..gpu.host import HostArray
 from ..orchestration.errors import ConfigError, MismatchError, StallError, UnsupportedError
 from ..orchestration.messages import TensorSpec
-from . import learning_rate as rates, process
-from .arguments import flag
+from . import process
+from .arguments import checked_learning_rate, flag
 from .gpu.device_round import DeviceRound
 from .gpu.devices import DeviceBytes
-from .repeated_push import RepeatedPush
 from .session import Session
 from .tensor_input import TensorInput, tensor_input
 from .unit import Unit
@@ -165,7 +164,7 @@ def _until(deadline: float) -> float:
 def start(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput | None,
           result: object, compression: Choice | None = None, learning_rate: float | None = None) -> Handle:
     """Begin a push_pull of *source*; its result goes into *output*, and `wait` returns *result* (see `Handle`)."""
-    learning_rate = rates.checked(learning_rate)
+    learning_rate = checked_learning_rate(learning_rate)
     source, output = _placed(source, output)
     session, name, unit = _announced(source, name, average, priority, compression)
     return _begin(session, name, unit, source, output, result, learning_rate)
@@ -174,7 +173,7 @@ def start(source: TensorInput, name: str | None, average: bool, priority: int | 
 def run(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput,
         result: T, compression: Choice | None = None, learning_rate: float | None = None) -> T:
     """Do a push_pull of *source* into *output* and return *result*: what `start` and `wait` do, with less copying."""
-    learning_rate = rates.checked(learning_rate)
+    learning_rate = checked_learning_rate(learning_rate)
     source, output = _placed(source, output)
     session, name, unit = _announced(source, name, average, priority, compression)
     streams = source.place is None and unit is not None and unit.stream(
@@ -391,3 +390,35 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: str | No
     nbytes = int(np.prod(shape, dtype=np.int64)) * row.itemsize
     region = process.current().memory.allocate(max(nbytes, 1))
     return region.array[:nbytes].view(row.numpy).reshape(shape)
+
+Array = np.ndarray[Any, Any]
+
+
+class RepeatedPush:
+    """How arrays of one shape and dtype are pushed under one name. Any thread, as `Unit`."""
+
+    __slots__ = ("_average", "_dtype", "_nbytes", "_priority", "_session", "_shape", "_unit", "_views")
+
+    def __init__(self, session: Session, unit: Unit, x: Array, average: bool, priority: int | None) -> None:
+        self._session = session
+        self._unit = unit
+        self._shape, self._dtype, self._nbytes = x.shape, x.dtype, x.nbytes
+        self._average, self._priority = average, priority
+        self._views: dict[int, Array] = {}
+
+    def push_pull(self, x: Array, average: bool, priority: int | None) -> Array | None:
+        """Push *x* and return the read-only result; None, and nothing done, if something is not as the first time.
+
+        Raises as `handle.push_pull`.
+        """
+        if (x.shape != self._shape or x.dtype != self._dtype or average != self._average or priority != self._priority
+                or not x.flags.c_contiguous):
+            return None
+        round = self._unit.exchange(x.ctypes.data, self._nbytes, self._session.settings.timeout_s)
+        if round is None:
+            return None
+        parity = round & 1
+        view = self._views.get(parity)
+        if view is None:
+            view = self._views[parity] = self._unit.view(round).view(self._dtype).reshape(self._shape)
+        return view

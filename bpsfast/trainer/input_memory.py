@@ -15,8 +15,7 @@ from ..base.free_list import FreeList
 from ..orchestration.errors import BpsError, CapacityError, ProtocolError, StallError
 from ..orchestration.messages import Allocate, Allocated, Refuse, SegmentShared
 from ..pyx.pages import Segment
-from .attachment import error_of
-from .mailbox import Mailbox
+from .node_connection import Mailbox, error_of
 
 
 @dataclass(frozen=True)

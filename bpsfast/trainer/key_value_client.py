@@ -5,9 +5,7 @@ from collections.abc import Callable
 
 from ..orchestration.job import key_value_store
 from ..orchestration.messages import Found, Lookup, Message, Publish, Withdraw
-from .attachment import error_of
-from .mailbox import Mailbox
-from .node_requests import NodeRequests
+from .node_connection import Mailbox, NodeRequests, error_of
 
 #: How much longer than the scheduler a rank waits for its word on a notice.
 _FINDING_S = 5.0

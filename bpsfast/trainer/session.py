@@ -46,16 +46,13 @@ from ..orchestration.messages import (
     UnitReady,
 )
 from ..pyx.port import Port
-from .attachment import Attachment, error_of
 from .codec_state import States
 from .gpu.devices import Devices
 from .guarded_port import GuardedPort
 from .input_memory import Memory
 from .key_value_client import KeyValueClient
-from .mailbox import Mailbox
-from .node_requests import NodeRequests
-from .stall_inspector import StallInspector
-from .stall_query import StallQuery
+from .node_connection import Attachment, Mailbox, NodeRequests, error_of
+from .stall_inspector import StallInspector, StallQuery
 from .step_clock import StepClock
 from .tensor_registry import TensorRegistry
 from .unit import Unit
@@ -63,7 +60,7 @@ from .unit import Unit
 if TYPE_CHECKING:
     from ..collectives.p2p import P2PEndpoint
     from .broadcaster import Broadcaster
-    from .repeated_push import RepeatedPush
+    from .handle import RepeatedPush
     from .sparse_table import SparseTable
 
 #: How long `close` waits for the node's goodbye, and for other threads to come out of the port.

@@ -13,10 +13,8 @@ import msgspec
 
 from ..orchestration.errors import BpsError, BusyError, ConfigError, MismatchError
 from ..orchestration.messages import Declare, TensorSpec
-from .mailbox import Mailbox
-from .stall_inspector import StallInspector, Subject
-from .stall_query import StallQuery
-from .stall_timer import StallTimer
+from .node_connection import Mailbox
+from .stall_inspector import StallInspector, StallQuery, StallTimer, Subject
 
 if TYPE_CHECKING:
     from .unit import Unit

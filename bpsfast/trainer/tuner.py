@@ -19,7 +19,7 @@ import numpy as np
 from ..orchestration.errors import BpsError, ProtocolError
 from ..orchestration.messages import TensorSpec
 from .gradient_layout import GradientLayout, LayoutSizes
-from .tuning_point import TuningPoint
+from .tuning_search import TuningPoint
 
 if TYPE_CHECKING:
     from .session import Session
@@ -45,7 +45,7 @@ class Tuner:
 
     def __init__(self, session: Session, name: str, specs: Mapping[str, TensorSpec], edition: GradientLayout,
                  by_urgency: Sequence[str], tuned: TuningPoint | None = None) -> None:
-        from . import tuning_run
+        from . import tuning_trials
 
         self._session = session
         self._name = f"Tuning of {name}"
@@ -68,7 +68,7 @@ class Tuner:
         self._ended = 0.0
         self._is_last = False
         self._announced = self._counted = False  # of the step that is being ended
-        self._pilot = tuning_run.TuningRun(session, specs, present, tuned) if session.rank == 0 else None
+        self._pilot = tuning_trials.TuningRun(session, specs, present, tuned) if session.rank == 0 else None
         session.tensors.declare([TensorSpec(name=self._name, dtype="float64", shape=(_N_WORDS,), average=False,
                                             priority=_FIRST_OF_ALL)])
 

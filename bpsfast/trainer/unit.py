@@ -13,7 +13,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,11 +22,10 @@ from ..base.trace_records import Part
 from ..gpu.device_segments import DeviceSegment
 from ..orchestration.errors import BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
-from ..orchestration.rounds import after
+from ..orchestration.placement.partition import round_after
 from ..pyx.pages import Segment, Window
+from .chunk_descriptors import SlidingWindow, is_worth, n_slots
 from .device_input import DeviceInput
-from .result_runs import ResultRun, runs
-from .sliding_window import SlidingWindow, is_worth, n_slots
 
 if TYPE_CHECKING:
     from ..gpu.copy_to_device import CopyToDevice
@@ -68,7 +67,7 @@ class Unit:
         #: That for which inputs are computed from the next push on; 0: not told. What error feedback keeps follows it.
         self.learning_rate = 0.0
         self._told_rate = 0.0
-        self.round = after(plan.first_round, -1)  # the last one that was pushed: none
+        self.round = round_after(plan.first_round, -1)  # the last one that was pushed: none
         self.first_round = plan.first_round
         self.has_begun = False  # it was pushed
         self.pushed_nbytes = 0  # in all rounds
@@ -243,7 +242,7 @@ class Unit:
 
     def _begin(self, nbytes: int, reads: bool = True) -> int:
         if reads and self._readers:
-            self._await_readers(self._reading(after(self.round)))
+            self._await_readers(self._reading(round_after(self.round)))
         with self._lock:
             if self._is_retired:
                 raise ClosedError(f"{self.name!r} was retired: its partitions may be another tensor's by now")
@@ -262,7 +261,7 @@ class Unit:
                 clock.begin(self._step)
             self._step = clock.step
             self.in_flight = True
-            self.round = after(self.round)
+            self.round = round_after(self.round)
             self.has_begun = True
             self.pushed_nbytes += nbytes
             round, rate = self.round, self.learning_rate
@@ -416,3 +415,44 @@ class Unit:
             device_input, self._landing = self._landing, None
         if device_input is not None and device_input.place is not None:
             self.session.devices.direct.release(device_input.place)
+
+#: A segment in the memory of another rank's device.
+_ELSEWHERE = DeviceSegment(-1, None)
+
+
+class ResultRun(NamedTuple):
+    """Consecutive result bytes of the unit inside one segment; offsets by round parity."""
+
+    begin: int
+    end: int
+    segment: Segment | DeviceSegment
+    offsets: tuple[int, int]
+
+
+def runs(ready: UnitReady, segments: Mapping[tuple[str, int], Segment], on_device: Mapping[int, DeviceSegment]
+         ) -> list[ResultRun]:
+    """Turn the extents into runs, joined where one continues the other in both parities. *on_device*: by its number,
+    what this rank has shared of its device; what lies in another rank's is in a segment without memory.
+    """
+    found: list[ResultRun] = []
+    begin = 0
+    for extent in ready.extents:
+        segment: Segment | DeviceSegment | None = segments.get((f"result:{extent.node}", extent.segment))
+        if extent.on_device:
+            segment = on_device.get(extent.segment, _ELSEWHERE)
+        if segment is None:
+            raise ProtocolError(f"results of {ready.plan.name!r} lie in segment {extent.segment} of node "
+                                f"{extent.node}, which the node has not shared with this rank")
+        end = min(begin + extent.nbytes, ready.plan.nbytes)
+        offsets = (extent.offset_even, extent.offset_odd)
+        last = found[-1] if found else None
+        follows = last is not None and last.segment is segment and offsets == tuple(
+            offset + last.end - last.begin for offset in last.offsets)
+        if last is not None and follows:
+            found[-1] = last._replace(end=end)
+        else:
+            found.append(ResultRun(begin, end, segment, offsets))
+        begin = end
+    if begin != ready.plan.nbytes:
+        raise ProtocolError(f"results of {ready.plan.name!r} cover {begin} of {ready.plan.nbytes} bytes")
+    return found

@@ -20,11 +20,8 @@ from ..errors import BpsError, ConfigError, MismatchError, PeerLostError, StallE
 from ..placement.rates import machines_of
 from ..placement.shares import optimal_shares
 from ..roster import Roster
-from .admission import Admission, node_of, process_of
-from .job_settings import JobSettings
+from .admission import Admission, JobSettings, node_of, process_of
 from .recovery import is_plain
-
-Outgoing = list[tuple[bytes, m.Message]]
 
 #: Lost nodes keep their numbers, and an engine has 4096 sources for the ranks and nodes that it ever knows.
 MAX_NODES = 3072
@@ -114,7 +111,7 @@ class LateJoins:
                            f"host {join.host} (pid {join.pid}) is one too many. To let helpers come later, start the "
                            "job with BPSFAST_MAX_HELPERS set to the most there may be")
 
-    def admit(self, now: float, sender: bytes, join: m.Join) -> Outgoing:
+    def admit(self, now: float, sender: bytes, join: m.Join) -> m.Outgoing:
         """Give a newcomer its index, and have all that it exchanges gradients with expect it."""
         index = len(self._roster.nodes)
         # its NIC is not measured: the others' are busy
@@ -128,7 +125,7 @@ class LateJoins:
         return index in self._coming
 
     def meets(self, sender: bytes, message: m.Meets, job: str, epoch: int, rates: Sequence[float],
-              units: Sequence[m.UnitPlan]) -> Outgoing:
+              units: Sequence[m.UnitPlan]) -> m.Outgoing:
         """Take the word of a node that it expects a newcomer, or is connected to it.
 
         *job*: its name; *epoch*: the last one that was committed; *rates*: of NICs, by node; *units*: what is summed.
@@ -185,7 +182,7 @@ class LateJoins:
                 f"{self._timeout_s:g} s did not hear from, or was not connected to: {names}")))
         return found
 
-    def give_up(self, index: int, error: BpsError) -> Outgoing:
+    def give_up(self, index: int, error: BpsError) -> m.Outgoing:
         """Go on without newcomer *index*, which is lost, or not connected in time."""
         del self._coming[index]
         self._roster.joining.discard(index)

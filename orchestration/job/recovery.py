@@ -16,11 +16,13 @@ whatever was passed on to it of the next one: that arrives, and is dropped, befo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import PeerLostError, ProtocolError
-from ..messages import Frozen, NodeInfo, PartPlan, Succession, UnitPlan
-from ..rounds import ahead
+from ..errors import BpsError, PeerLostError, ProtocolError
+from ..messages import Frozen, Message, NodeInfo, PartPlan, Succession, UnitPlan
+from ..placement.partition import rounds_ahead
+from ..roster import Roster
 
 
 class EpochChange:
@@ -69,7 +71,8 @@ class EpochChange:
         """The nodes that have not answered."""
         return sorted(self._survivors - (self._ready if self.generation else self._reports.keys()))
 
-    def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, Succession]) -> list[PartitionMove]:
+    def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, Succession]
+                      ) -> list[PartitionMove]:
         """Return, of each partition of *units* that a lost node owned, what was done and who can own it.
 
         *lent*, by partition: of the last successions those with a round that some nodes lacked.
@@ -169,7 +172,7 @@ def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers
     """
     kept = next(iter(done.values())).complete
     for each in done.values():
-        kept = each.complete if ahead(each.complete, kept) > 0 else kept
+        kept = each.complete if rounds_ahead(each.complete, kept) > 0 else kept
     _check(unit, part, done, kept)
     holders = [node for node, each in done.items() if each.complete == kept]
     behind = [node for node in done if node not in holders]
@@ -190,7 +193,8 @@ def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers
         why = (" (it is compressed, and no helper is left)" if unit.codec is not None
                else " (some nodes read results where the lost one has put them, others do not)")
         raise PeerLostError(f"nobody can go on with partition {part.part} of {unit.name!r}{why}")
-    return PartitionMove(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1, lacking, lent)
+    return PartitionMove(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1,
+                         lacking, lent)
 
 
 def _gift(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
@@ -215,8 +219,8 @@ def _gift(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progre
 def _check(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], kept: int) -> None:
     """Raise `ProtocolError` if one of *done* cannot be, where *kept* is the last round that is complete anywhere."""
     for node, each in done.items():
-        if (ahead(each.complete, kept) not in (0, -1) or ahead(each.passed_on, kept) not in (0, 1)
-                or ahead(each.passed_on, each.complete) not in (0, 1)):
+        if (rounds_ahead(each.complete, kept) not in (0, -1) or rounds_ahead(each.passed_on, kept) not in (0, 1)
+                or rounds_ahead(each.passed_on, each.complete) not in (0, 1)):
             raise ProtocolError(f"node {node} has passed on round {each.passed_on} of partition {part.part} of "
                                 f"{unit.name!r} and has round {each.complete}, but round {kept} is complete elsewhere")
 
@@ -228,3 +232,42 @@ def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, se
     """
     return all(node == owner or node not in near[owner] or each.place == members[owner].place
                for node, each in members.items())
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """Where a job goes on. `roster` knows who is lost and from where the others are heard; `absent` are lost by now.
+
+    `generation`: no higher number was heard of. `frozen`: a recovery was under way. `rates`: of all NICs, as placement
+    counts on them; `unmeasured` nodes have not said theirs. `answers`: by node, what it has missed, in order; `later`:
+    what nodes have said besides, in order, with their indices.
+    """
+
+    roster: Roster
+    job: str
+    epoch: int
+    absent: Sequence[int]
+    frozen: bool
+    generation: int
+    next_unit: int
+    units: Sequence[UnitPlan]
+    lent: Mapping[int, Succession]
+    gone_from: Mapping[int, Sequence[int]]
+    failed: Mapping[str, BpsError]
+    n_declared: int
+    barrier: int
+    rates: Sequence[float]
+    unmeasured: Sequence[int]
+    ownable_nbytes: Sequence[int]
+    answers: Mapping[int, Sequence[Message]]
+    later: Sequence[tuple[int, Message]]
+
+    @property
+    def lost(self) -> set[int]:
+        """All nodes that are lost, those included that are so by now."""
+        return {*self.roster.lost, *self.absent}
+
+    @property
+    def committed(self) -> list[str]:
+        """The names of all committed tensors, each once."""
+        return list(dict.fromkeys(member.name for unit in self.units for member in unit.members))

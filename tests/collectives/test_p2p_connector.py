@@ -14,10 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from bpsfast.collectives.p2p import frames
+from bpsfast.collectives.p2p import protocol
 from bpsfast.collectives.p2p.connector import JOINED, Address
-from bpsfast.collectives.p2p.frames import Frame
-from bpsfast.collectives.p2p.send_credit import N_ANNOUNCED, ROOM_NBYTES
+from bpsfast.collectives.p2p.protocol import N_ANNOUNCED, ROOM_NBYTES, Frame
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ClosedError, PeerLostError, ProtocolError, StallError
 from bpsfast.orchestration.handshakes import MAX_PENDING_HANDSHAKES
@@ -187,16 +186,16 @@ def joined(made, me=1, to=0):
 
 @pytest.mark.parametrize(("said", "words"), [
     (b"\xff" * 40, "a frame of kind 255"),
-    (Frame(frames.DATA, number=3, nbytes=8).pack(), "DATA of 8 bytes for message 3, of which 0 are wanted"),
-    (Frame(frames.TAKEN, number=3).pack(), "TAKEN of message 3, which is not announced"),
-    (Frame(frames.WANT, number=3).pack(), "WANT of message 3, which is not announced"),
-    (Frame(frames.CREDIT, nbytes=1).pack(), "CREDIT of 1 bytes"),
-    (Frame(frames.EAGER, nbytes=frames.EAGER_NBYTES + 1).pack(), "EAGER with 8193 bytes, at most 8192"),
-    (Frame(frames.ANNOUNCE, number=2, nbytes=9).pack(), "ANNOUNCE 2, expected 1"),
-    (Frame(frames.ANNOUNCE, number=1, nbytes=1 << 60).pack(), "at most"),
-    (b"".join(Frame(frames.ANNOUNCE, number=1 + n, nbytes=9).pack() for n in range(N_ANNOUNCED + 1)),
+    (Frame(protocol.DATA, number=3, nbytes=8).pack(), "DATA of 8 bytes for message 3, of which 0 are wanted"),
+    (Frame(protocol.TAKEN, number=3).pack(), "TAKEN of message 3, which is not announced"),
+    (Frame(protocol.WANT, number=3).pack(), "WANT of message 3, which is not announced"),
+    (Frame(protocol.CREDIT, nbytes=1).pack(), "CREDIT of 1 bytes"),
+    (Frame(protocol.EAGER, nbytes=protocol.EAGER_NBYTES + 1).pack(), "EAGER with 8193 bytes, at most 8192"),
+    (Frame(protocol.ANNOUNCE, number=2, nbytes=9).pack(), "ANNOUNCE 2, expected 1"),
+    (Frame(protocol.ANNOUNCE, number=1, nbytes=1 << 60).pack(), "at most"),
+    (b"".join(Frame(protocol.ANNOUNCE, number=1 + n, nbytes=9).pack() for n in range(N_ANNOUNCED + 1)),
      f"{N_ANNOUNCED + 1} announced messages, {N_ANNOUNCED} were allowed"),
-    (Frame(frames.EAGER).pack() * (ROOM_NBYTES // 40 + 1), "were allowed"),
+    (Frame(protocol.EAGER).pack() * (ROOM_NBYTES // 40 + 1), "were allowed"),
 ])
 def test_who_makes_no_sense_is_given_up_and_nobody_else(office, said, words):
     made = office(3)
@@ -338,7 +337,7 @@ def test_a_payload_that_does_not_come_is_said_to_be_on_the_way(office, source):
     made = office()
     with joined(made) as sock:
         _, waits = receive(made.posts[0], source, 9000)
-        sock.sendall(Frame(frames.ANNOUNCE, 1, 5, 1, 9000).pack())
+        sock.sendall(Frame(protocol.ANNOUNCE, 1, 5, 1, 9000).pack())
         with pytest.raises(StallError) as caught:
             waits.wait(0.5)
         assert "tag 5" in str(caught.value) and "rank 1 has announced it (9000 bytes)" in str(caught.value)

@@ -15,7 +15,7 @@ from bpsfast.base.encryption import Encryption, seals_of
 from bpsfast.collectives.p2p.connector import Address
 from bpsfast.collectives.p2p.encrypted_socket import EncryptedSocket
 from bpsfast.collectives.p2p.frame_socket import FrameSocket
-from bpsfast.collectives.p2p.frames import DATA, Frame
+from bpsfast.collectives.p2p.protocol import DATA, Frame
 from bpsfast.orchestration.errors import MismatchError, PeerLostError
 from bpsfast.pyx.seal import RECORD_NBYTES, TAG_NBYTES
 from tests.support.p2p_endpoints import Office

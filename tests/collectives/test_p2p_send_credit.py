@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.collectives.p2p.frames import EAGER_NBYTES
-from bpsfast.collectives.p2p.send_credit import N_ANNOUNCED, ROOM_NBYTES
+from bpsfast.collectives.p2p.protocol import EAGER_NBYTES, N_ANNOUNCED, ROOM_NBYTES
 from tests.support.rank_messages import pattern, post, receive, send
 
 

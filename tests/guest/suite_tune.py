@@ -16,10 +16,9 @@ import pytest
 from bpsfast.base import settings
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.tools.perf import control as lines
-from bpsfast.tools.tune.perf_options import INCAST, LATENCY, ONE_WAY, TWO_WAY
 from bpsfast.tools.tune.search import ConfigRefusedError
-from bpsfast.tools.tune.testbed import TuneTestbed
-from bpsfast.tools.tune.tune_server import TuneServer
+from bpsfast.tools.tune.testbed import TuneServer, TuneTestbed
+from bpsfast.tools.tune.tunables import INCAST, LATENCY, ONE_WAY, TWO_WAY
 from bpsfast.tools.tune.tuning_run import TuningRun
 
 KEY = b"k" * 32

@@ -5,8 +5,8 @@ import pytest
 
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import ConfigError, ProtocolError
+from bpsfast.orchestration.job.admission import JobSettings
 from bpsfast.orchestration.job.job import Job
-from bpsfast.orchestration.job.job_settings import JobSettings
 from tests.support.job_table import ALL, Table, committed, join, spec, welcomed
 
 # -- joining ----------------------------------------------------------------------------------------------

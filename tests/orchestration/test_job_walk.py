@@ -7,8 +7,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bpsfast.orchestration import messages as m
+from bpsfast.orchestration.job.admission import JobSettings
 from bpsfast.orchestration.job.job import Job
-from bpsfast.orchestration.job.job_settings import JobSettings
 from tests.support.job_table import join, spec
 
 HOSTS = {b"A": ("a", 2), b"B": ("b", 1), b"C": ("c", 3), b"H": ("h", 0), b"I": ("i", 0)}

@@ -6,7 +6,7 @@ import pytest
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.job import late_joins
-from bpsfast.orchestration.job.job_settings import JobSettings
+from bpsfast.orchestration.job.admission import JobSettings
 from tests.support.job_table import Table, join, spec
 from tests.support.lossy_table import NODES, LossyTable
 

@@ -20,7 +20,7 @@ from bpsfast.orchestration.errors import ConfigError, StallError
 from bpsfast.orchestration.failover.control_log import ControlLog
 from bpsfast.orchestration.failover.scheduler import Scheduler
 from bpsfast.orchestration.failover.scheduler_state import SchedulerState
-from bpsfast.orchestration.job.job_settings import JobSettings
+from bpsfast.orchestration.job.admission import JobSettings
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.scheduler_client import SchedulerClient
 

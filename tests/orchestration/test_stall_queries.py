@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.orchestration.job.stalls import REPORT_TIMEOUT_S, StallQueries
+from bpsfast.orchestration.job.rank_queries import REPORT_TIMEOUT_S, StallQueries
 from bpsfast.orchestration.messages import NodeInfo, Stalled, StallReport
 from bpsfast.orchestration.roster import Roster
 

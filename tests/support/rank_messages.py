@@ -5,7 +5,7 @@ import numpy as np
 
 import bpsfast
 from bpsfast.collectives.p2p import P2PEndpoint, cross_memory
-from bpsfast.collectives.p2p.frames import EAGER_NBYTES
+from bpsfast.collectives.p2p.protocol import EAGER_NBYTES
 from bpsfast.trainer import process
 
 SIZES = [0, 1, EAGER_NBYTES, EAGER_NBYTES + 1, 1 << 20, 50 << 20]

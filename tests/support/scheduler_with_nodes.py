@@ -8,7 +8,7 @@ import pytest
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.failover.control_log import ControlLog
 from bpsfast.orchestration.failover.scheduler_state import SchedulerState
-from bpsfast.orchestration.job.job_settings import JobSettings
+from bpsfast.orchestration.job.admission import JobSettings
 from tests.support.job_table import join, spec
 
 NODES = {"A": 2, "B": 2, "C": 1, "H": 0}

@@ -18,7 +18,8 @@ def test_bytes_to_convergence_are_pushed_and_pulled_in_each_step():
 
 
 def test_printed_cells_that_contradict_are_marked_and_others_are_not():
-    wrong = {line.name: (bool(line.parameters_contradicted), bool(line.ideal_contradicted)) for line in authors_table.lines()}
+    wrong = {line.name: (bool(line.parameters_contradicted), bool(line.ideal_contradicted))
+             for line in authors_table.lines()}
     assert wrong == {"resnet50": (False, False), "vgg16": (False, True), "transformer": (False, False),
                      "bert-base": (False, True), "bert-large": (True, False)}
     cells = {row[0]: row for row in authors_table.rows(authors_table.lines())}

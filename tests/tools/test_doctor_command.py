@@ -15,7 +15,7 @@ from bpsfast.hardware.netlink import Address
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.commands import doctor as command
 from bpsfast.tools.doctor import peer as other
-from bpsfast.tools.doctor.checks import CHECKS
+from bpsfast.tools.doctor.examination import CHECKS
 from bpsfast.tools.doctor.facts import Facts
 from bpsfast.tools.perf.control import secret_for
 from tests.sysfs_trees import NAMES

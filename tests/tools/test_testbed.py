@@ -13,8 +13,7 @@ from bpsfast.base import settings
 from bpsfast.orchestration.errors import BpsError, PeerLostError, StallError
 from bpsfast.tools.perf import control as lines, perf_plan as plans
 from bpsfast.tools.tune.search import ConfigRefusedError
-from bpsfast.tools.tune.testbed import RailPair, TuneTestbed
-from bpsfast.tools.tune.tune_server import TuneServer
+from bpsfast.tools.tune.testbed import RailPair, TuneServer, TuneTestbed
 from tests.tools.test_tunables import rail
 
 KEY = b"k" * 32

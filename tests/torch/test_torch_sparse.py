@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bpsfast.collectives import group_factory
+from bpsfast.collectives.group import make_group
 from bpsfast.orchestration.errors import MismatchError, UnsupportedError
 from bpsfast.torch.backend import sparse
 from bpsfast.trainer import process
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.matrix
 
 def whole():
     session = process.current()
-    return group_factory.make(session, range(session.size))
+    return make_group(session, range(session.size))
 
 
 def given(rank, shape, sparse_dim, nnz, dtype=torch.float64):

@@ -12,7 +12,7 @@ import pytest
 from bpsfast.base.message_socket import MessageSocket
 from bpsfast.orchestration.errors import ClosedError, PeerLostError
 from bpsfast.orchestration.messages import Ask, Told
-from bpsfast.trainer.mailbox import Mailbox
+from bpsfast.trainer.node_connection import Mailbox
 
 
 @pytest.fixture

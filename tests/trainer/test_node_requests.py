@@ -5,7 +5,7 @@ import pytest
 
 from bpsfast.orchestration.errors import PeerLostError, StallError
 from bpsfast.orchestration.messages import Ask, Told
-from bpsfast.trainer.node_requests import NodeRequests
+from bpsfast.trainer.node_connection import NodeRequests
 
 
 class Node:

@@ -13,9 +13,8 @@ import bpsfast
 from bpsfast.base.message_socket import MessageSocket
 from bpsfast.orchestration.messages import StallAnswer, Stalled
 from bpsfast.trainer import process
-from bpsfast.trainer.mailbox import Mailbox
-from bpsfast.trainer.node_requests import NodeRequests
-from bpsfast.trainer.stall_query import StallQuery
+from bpsfast.trainer.node_connection import Mailbox, NodeRequests
+from bpsfast.trainer.stall_inspector import StallQuery
 
 
 def total(name="x"):

@@ -11,7 +11,7 @@ import pytest
 import bpsfast
 from bpsfast.trainer import process
 from bpsfast.trainer.gradients import Gradients
-from bpsfast.trainer.tuning_point import TuningPoint
+from bpsfast.trainer.tuning_search import TuningPoint
 from bpsfast.trainer.tuning_trials import Decision
 
 pytestmark = pytest.mark.matrix

@@ -27,10 +27,17 @@ from ...base.encryption import Encryption, check_library, is_loopback, seals_of
 from ...base.process_identity import network_id
 from ...base.rate_limited_log import RateLimitedLog
 from ...orchestration import security
-from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
+from ...orchestration.errors import (
+    DECODE_ERRORS,
+    BpsError,
+    ClosedError,
+    ConfigError,
+    PeerLostError,
+    ProtocolError,
+    StallError,
+)
 from ...orchestration.handshakes import MAX_PENDING_HANDSHAKES, RECHECK_S, HandshakeLimiter, source_of
 from ...orchestration.job.node_losses import FIRST_EPOCH
-from ...orchestration.unreadable import DECODE_ERRORS
 from .encrypted_socket import EncryptedSocket
 
 if TYPE_CHECKING:

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, StallError
-from . import cross_memory, frames
+from . import cross_memory, protocol
 from .connector import JOINED, PeerConnector
-from .message import Outgoing
 from .peer import CompetingConnection, Peer
 from .progress_engine import ProgressEngine
 from .receiver import MessageReceiver
-from .transfer import Transfer
+from .transfer import Outgoing, Transfer
 
 if TYPE_CHECKING:
     from ...trainer.session import Session
@@ -190,8 +189,8 @@ class P2PEndpoint:
             raise ConfigError(f"rank {peer} is none of this job's ranks 0 to {self.size - 1}")
         if tag is not None and not -(1 << 63) <= tag < 1 << 63:
             raise ConfigError(f"tag={tag}: a tag is a signed number of 64 bits")
-        if not 0 <= nbytes <= frames.MESSAGE_MAX_NBYTES:
-            raise ConfigError(f"nbytes={nbytes}: a message has 0 to {frames.MESSAGE_MAX_NBYTES} bytes")
+        if not 0 <= nbytes <= protocol.MESSAGE_MAX_NBYTES:
+            raise ConfigError(f"nbytes={nbytes}: a message has 0 to {protocol.MESSAGE_MAX_NBYTES} bytes")
         self._require_open()
 
     def _require_open(self) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ...orchestration.errors import PeerLostError
 from .encrypted_socket import EncryptedSocket
-from .frames import DATA, EAGER_NBYTES, HEADER, Frame, unpack
+from .protocol import DATA, EAGER_NBYTES, HEADER, Frame, unpack
 
 _STAGING_NBYTES = 64 << 10
 #: Taken from one connection, or given to it, before others have their turn.

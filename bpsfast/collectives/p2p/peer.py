@@ -13,13 +13,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ...orchestration.errors import BpsError, PeerLostError, ProtocolError
-from . import cross_memory, frames
-from .address_view import view
+from . import cross_memory, protocol
 from .connector import CROSSED, REFUSED
 from .frame_socket import FrameSocket
-from .frames import Frame
-from .message import Arrival, Incoming, Outgoing
-from .send_credit import ReceiveCredit, SendCredit
+from .protocol import Frame, ReceiveCredit, SendCredit
+from .transfer import Arrival, Incoming, Outgoing, view
 
 if TYPE_CHECKING:
     from .endpoint import P2PEndpoint
@@ -69,7 +67,7 @@ class Peer:
         self._post.progress.watch(sock.fileno(), select.EPOLLIN, self._on_events)
         cross_memory.let_read(process)
         token = self._post.token
-        self._guard(lambda: self._begin(greeting, Frame(frames.GREETING, number=token.value, address=token.address)))
+        self._guard(lambda: self._begin(greeting, Frame(protocol.GREETING, number=token.value, address=token.address)))
 
     def _begin(self, greeting: bytes, frame: Frame) -> None:
         assert self.link is not None
@@ -105,7 +103,7 @@ class Peer:
         """Say that nothing follows; what is under way then ends with *error*."""
         self._parting = error
         if self.link is not None:
-            self._guard(lambda: self._send(Frame(frames.LEAVE)))
+            self._guard(lambda: self._send(Frame(protocol.LEAVE)))
 
     def close(self) -> None:
         """Close the connection. What is under way keeps its memory until then: the peer may be reading it."""
@@ -163,8 +161,8 @@ class Peer:
             outgoing = waiting[0]
             transfer, nbytes = outgoing.transfer, outgoing.nbytes
             assert transfer.tag is not None
-            if nbytes <= frames.EAGER_NBYTES and self._allowance.take_room(nbytes):
-                self._send(Frame(frames.EAGER, transfer.channel, transfer.tag, 0, nbytes),
+            if nbytes <= protocol.EAGER_NBYTES and self._allowance.take_room(nbytes):
+                self._send(Frame(protocol.EAGER, transfer.channel, transfer.tag, 0, nbytes),
                            view(transfer.address, nbytes))
                 waiting.popleft()
                 transfer.finish()
@@ -173,7 +171,7 @@ class Peer:
                 self._n_announced += 1
                 outgoing.number = self._n_announced
                 self._announced[outgoing.number] = outgoing
-                self._send(Frame(frames.ANNOUNCE, transfer.channel, transfer.tag, outgoing.number, nbytes,
+                self._send(Frame(protocol.ANNOUNCE, transfer.channel, transfer.tag, outgoing.number, nbytes,
                                  transfer.address))
             else:
                 return
@@ -183,14 +181,14 @@ class Peer:
         if not self._wanted:
             return None
         outgoing = self._wanted[0]
-        n = min(frames.PIECE_NBYTES, outgoing.nbytes - outgoing.n_sent)
+        n = min(protocol.PIECE_NBYTES, outgoing.nbytes - outgoing.n_sent)
         piece = view(outgoing.transfer.address + outgoing.n_sent, n)
         outgoing.n_sent += n
         self._wanted.rotate(-1)
         if outgoing.n_sent == outgoing.nbytes:
             self._wanted.pop()
             self._announced[outgoing.number] = outgoing  # until the kernel has it
-        return Frame(frames.DATA, number=outgoing.number, nbytes=n), piece
+        return Frame(protocol.DATA, number=outgoing.number, nbytes=n), piece
 
     def sent(self, frame: Frame) -> None:
         """Note that a piece has left; with the last one the memory is the sender's again."""
@@ -214,24 +212,24 @@ class Peer:
         if self.link is None:
             return  # given up by what the frame before it led to
         kind = frame.kind
-        if kind == frames.EAGER:
+        if kind == protocol.EAGER:
             self._usage.eager(frame.nbytes)
             self._post.delivery.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, payload))
-        elif kind == frames.ANNOUNCE:
+        elif kind == protocol.ANNOUNCE:
             self._n_heard += 1
             if frame.number != self._n_heard:
                 raise ProtocolError(f"ANNOUNCE {frame.number}, expected {self._n_heard}")
             self._usage.announced()
             self._post.delivery.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, number=frame.number,
                                                       address=frame.address))
-        elif kind == frames.DATA:
+        elif kind == protocol.DATA:
             self._received(frame)
-        elif kind == frames.CREDIT:
+        elif kind == protocol.CREDIT:
             self._allowance.give_room(frame.nbytes)
             self._admit()
-        elif kind in (frames.WANT, frames.TAKEN):
+        elif kind in (protocol.WANT, protocol.TAKEN):
             self._answered(frame)
-        elif kind == frames.GREETING:
+        elif kind == protocol.GREETING:
             if cross_memory.can_read(self._process, frame.address, frame.number):
                 self.pid = self._process
         else:
@@ -244,7 +242,7 @@ class Peer:
             raise ProtocolError(f"{frame.name} of message {frame.number}, which is not announced")
         del self._announced[frame.number]
         self._allowance.answered()
-        if frame.kind == frames.TAKEN:
+        if frame.kind == protocol.TAKEN:
             outgoing.transfer.finish()
         else:
             self._wanted.append(outgoing)
@@ -258,13 +256,13 @@ class Peer:
         """Give back the room of a small message that was received."""
         room = self._usage.received(nbytes)
         if room and self.link is not None:
-            self._guard(lambda: self._send(Frame(frames.CREDIT, nbytes=room)))
+            self._guard(lambda: self._send(Frame(protocol.CREDIT, nbytes=room)))
 
     def taken(self, number: int) -> None:
         """Say that the payload of an announced message was fetched, or is not wanted."""
         self._usage.answered()
         if self.link is not None:
-            self._guard(lambda: self._send(Frame(frames.TAKEN, number=number)))
+            self._guard(lambda: self._send(Frame(protocol.TAKEN, number=number)))
 
     def want(self, incoming: Incoming) -> None:
         """Ask for the payload of an announced message."""
@@ -274,7 +272,7 @@ class Peer:
         number = incoming.arrival.number
         self._usage.answered()
         self._incoming[number] = incoming
-        self._guard(lambda: self._send(Frame(frames.WANT, number=number)))
+        self._guard(lambda: self._send(Frame(protocol.WANT, number=number)))
 
     def sink(self, frame: Frame) -> memoryview:
         """Return where a piece goes."""

@@ -1,7 +1,9 @@
 """One message on its way, as its sender or its receiver sees it."""
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,3 +95,56 @@ class Transfer:
         tag = "any tag" if self.tag is None else f"tag {self.tag}"
         size = "any size" if self.capacity < 0 else f"{self.capacity} bytes"
         return f"a message with {tag} on channel {self.channel} ({size if self.is_send else 'up to ' + size})"
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """A message to be sent, and how much of it was."""
+
+    transfer: Transfer
+    number: int = 0
+    n_sent: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload."""
+        return self.transfer.nbytes
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A message that has come, or was announced, from rank *source*.
+
+    Its payload is `data`; or still in the memory of `outgoing`, if this rank has sent it to itself; or with the sender,
+    at `address` in its process, under `number`.
+    """
+
+    source: int
+    tag: int
+    nbytes: int
+    data: bytes | memoryview | None = None
+    outgoing: Outgoing | None = None
+    number: int = 0
+    address: int = 0
+
+
+@dataclass(eq=False)
+class Incoming:
+    """A payload on its way into the memory of *transfer*, which has met *arrival*."""
+
+    transfer: Transfer
+    arrival: Arrival
+    n_received: int = 0
+
+_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_from_memory.restype = ctypes.py_object
+_READ, _WRITE = 0x100, 0x200
+
+
+def view(address: int, nbytes: int, writable: bool = False) -> memoryview:
+    """Return the *nbytes* at *address*. Nothing keeps them alive: the caller does, for longer than the view is used."""
+    if not nbytes:
+        return memoryview(b"")
+    found: memoryview = _from_memory(address, nbytes, _WRITE if writable else _READ)
+    return found

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ...orchestration.errors import ConfigError
-from ...orchestration.unreadable import DECODE_ERRORS
+from ...orchestration.errors import DECODE_ERRORS, ConfigError
 
 
 class PartKind(enum.Enum):

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
-from ...base import command_errors, output
+from ...base import exit_codes, output, settings
 from .options import overrides, set_option, verbs_option
 
 if TYPE_CHECKING:
@@ -18,16 +20,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--effective", "as_settings", is_flag=True,
-              help="Show every setting with its value here and where that came from, instead (as `bpsfast env` does).")
+              help="Show every setting, its value and where that comes from, instead (as `bpsfast env` does).")
 @verbs_option
 @set_option
 @output.options()
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], as_json: bool, path: str | None,
             no_color: bool) -> None:
-    """Show what is installed here and works, and why the rest does not.
+    """Show what is installed and works, and why the rest does not.
 
-    [X] works, [ ] does not, and says why. Frameworks are found by their packages' metadata and not imported. Exit code
+    [X] works; [ ] does not, with the reason. Frameworks are found by package metadata and are not imported. Exit code
     3 if a compiled module of bpsfast does not load.
 
     \b
@@ -40,15 +42,15 @@ def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], 
     chosen = output.form(as_json, path, no_color)
     loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs))
     if as_settings:
-        from . import settings_table
+        from . import info
 
-        found = settings_table.effective(loaded, origins)
-        output.show(chosen, lambda: settings_table.text(found), found)
+        found = info.setting_rows(loaded, origins)
+        output.show(chosen, lambda: info.settings_text(found), found)
         return
     here = taken(loaded, origins)
     output.show(chosen, lambda: text(here), here)
     if not here.is_whole:
-        sys.exit(command_errors.ENVIRONMENT)
+        sys.exit(exit_codes.ENVIRONMENT)
 
 
 def taken(loaded: Settings, origins: dict[str, str]) -> Inventory:
@@ -126,3 +128,47 @@ def _size(nbytes: int | None) -> str:
 
 def _number(limit: int | None) -> str:
     return "unlimited" if limit is None else str(limit)
+
+_INDENT = "    "
+_SECRET = "job_key"
+
+
+class SettingRow(msgspec.Struct, frozen=True):
+    """One setting as it holds here. `value` of a secret is "(set)"; `origin`: default, a variable, a profile, the
+    command line. `byteps`: BytePS's variables for it; `agree`: all processes of a job must have the same value.
+    """
+
+    name: str
+    variable: str
+    value: bool | int | float | str
+    origin: str
+    default: bool | int | float | str
+    kind: str
+    unit: str
+    byteps: tuple[str, ...]
+    agree: bool
+    doc: str
+
+
+def setting_rows(loaded: settings.Settings, origins: dict[str, str]) -> list[SettingRow]:
+    """Return every setting, in the order of the table."""
+    return [SettingRow(row.name, row.variable, _shown(row.name, getattr(loaded, row.name)), origins[row.name],
+                      row.default, row.kind, row.unit, row.aliases, row.agree, row.doc) for row in settings.table()]
+
+
+def _shown(name: str, value: bool | int | float | str) -> bool | int | float | str:
+    """Return *value*, but of a secret only whether it is set."""
+    return "(set)" if name == _SECRET and value else value
+
+
+def settings_text(found: list[SettingRow]) -> str:
+    """Return one line for each setting; on a terminal what it means stands below, as wide as that is."""
+    cells = [(each.variable, "-" if each.value == "" else str(each.value), each.origin) for each in found]
+    docs = [f"{each.kind}{f' [{each.unit}]' if each.unit else ''}: {each.doc}"
+            f"{f' (BytePS: {chr(44).join(each.byteps)})' if each.byteps else ''}" for each in found]
+    width = output.terminal_width()
+    if width is None:
+        return output.columns([(*row, doc) for row, doc in zip(cells, docs)])
+    heads = output.columns(cells).splitlines()
+    return "\n".join(f"{head}\n{textwrap.fill(doc, width, initial_indent=_INDENT, subsequent_indent=_INDENT)}"
+                     for head, doc in zip(heads, docs))

@@ -2,37 +2,41 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...base import command_errors, output
-from .options import overrides, set_option, verbs_option
-from .root_option import root_option
+from ...base import exit_codes, output
+from ...hardware.gids import Gid
+from ...hardware.host import Host
+from ...hardware.verbs import provider
+from ...orchestration.errors import ConfigError
+from .options import overrides, root_option, set_option, verbs_option
 
 if TYPE_CHECKING:
-    from ...hardware.host import Host
     from ...hardware.interfaces import Netdev, PcieLink
     from ...hardware.rdma_devices import Port, RdmaDevice
-    from ...hardware.rdma_route import RailChoice
+    from ...hardware.rdma_route import Rail, RailChoice
 
-_HEAD = ("DEVICE", "PORT", "STATE", "RATE", "LINK", "NETDEV", "MTU", "NUMA", "PCIE", "DRIVER", "FIRMWARE", "USE")
+_DEVICE_HEAD = ("DEVICE", "PORT", "STATE", "RATE", "LINK", "NETDEV", "MTU", "NUMA", "PCIE", "DRIVER", "FIRMWARE", "USE")
 _CARD_HEAD = ("NETDEV", "STATE", "SPEED", "MTU", "NUMA", "PCIE", "DRIVER", "ADDRESSES")
 
 
 @click.command()
-@click.option("--peer", metavar="HOST", help="Mark what would be used towards HOST.")
+@click.option("--peer", metavar="HOST", help="Mark what would be used to reach HOST.")
 @verbs_option
 @root_option
 @set_option
 @output.options(tabular=True)
-@command_errors.exit_on_error
-def command(peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...], as_json: bool,
+@exit_codes.exit_on_error
+def devices(peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...], as_json: bool,
             as_csv: bool, path: str | None, no_color: bool) -> None:
     """List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link.
 
-    MTU is the interface's and, in brackets, the RoCE path MTU that fits it. With --verbs, ACTIVE_MTU is the path MTU
-    that libibverbs reports. Exit code 3 if there is no RDMA device.
+    MTU is that of the interface, with the RoCE path MTU that fits it in brackets. With --verbs, ACTIVE_MTU is the path
+    MTU that libibverbs reports. Exit code 3 if there is no RDMA device.
 
     \b
     bpsfast devices
@@ -42,26 +46,27 @@ def command(peer: str | None, verbs: str | None, root: str | None, assignments: 
     from ...base import settings
     from ...hardware import recorded_host
     from ...hardware.rdma_route import choose, peer_address
-    from . import verbs_answers
+    from . import rdma_devices
 
     chosen = output.form(as_json, path, no_color, as_csv)
     host = recorded_host.host(root)
     loaded = settings.load(overrides(assignments), host.kernel.environ)
     choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
                     peer=peer_address(host, peer) if peer else None)
-    library = verbs_answers.asked(verbs, root)
-    mtus = None if library is None else verbs_answers.active_mtus(library, host)
-    output.show(chosen, lambda: text(host, choice, mtus), data(host, choice, mtus), rows(host, choice, mtus))
+    library = rdma_devices.asked(verbs, root)
+    mtus = None if library is None else rdma_devices.active_mtus(library, host)
+    output.show(chosen, lambda: device_text(host, choice, mtus), device_data(host, choice, mtus),
+                device_rows(host, choice, mtus))
     if not host.devices:
         click.echo("bpsfast: no RDMA device here (/sys/class/infiniband is empty); `bpsfast doctor` says why", err=True)
-        sys.exit(command_errors.ENVIRONMENT)
+        sys.exit(exit_codes.ENVIRONMENT)
 
 
-def text(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> str:
+def device_text(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> str:
     """Return the tables for people; *mtus*: what libibverbs says, by "device/port", None if it was not asked."""
     parts = []
     if host.devices:
-        parts.append(output.table(rows(host, choice, mtus)))
+        parts.append(output.table(device_rows(host, choice, mtus)))
         said = [(f"{rail.name} is used: ", rail.reason) for rail in choice.rails]
         said += [(f"{name} is not: ", reason) for name, reason in choice.rejected.items()]
         parts += [line for head, words in said for line in output.hanging(head, words)]
@@ -73,15 +78,15 @@ def text(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> 
     return "\n".join(parts)
 
 
-def rows(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> list[tuple[str, ...]]:
+def device_rows(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> list[tuple[str, ...]]:
     """Return the head and one row for each RDMA port."""
     if mtus is None:
-        return [_HEAD, *(_row(host, choice, device, port) for device, port in host.ports)]
-    return [(*_HEAD, "ACTIVE_MTU"), *((*_row(host, choice, device, port), mtus[f"{device.name}/{port.number}"])
+        return [_DEVICE_HEAD, *(_row(host, choice, device, port) for device, port in host.ports)]
+    return [(*_DEVICE_HEAD, "ACTIVE_MTU"), *((*_row(host, choice, device, port), mtus[f"{device.name}/{port.number}"])
                                       for device, port in host.ports)]
 
 
-def data(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> dict[str, Any]:
+def device_data(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> dict[str, Any]:
     """Return what JSON shows: base units, null where the kernel does not say."""
     uses = _uses(choice)
     return {
@@ -169,3 +174,134 @@ def _pcie_data(link: PcieLink | None) -> dict[str, Any] | None:
     return {"address": link.address, "transfers_per_s": link.speed * 1e9, "width": link.width,
             "max_transfers_per_s": link.max_speed * 1e9, "max_width": link.max_width,
             "bits_per_s": link.gbps * 1e9, "max_bits_per_s": link.max_gbps * 1e9}
+
+_GID_HEAD = ("DEV", "PORT", "INDEX", "GID", "IPv4", "VER", "DEV", "USE")
+
+
+@click.command()
+@click.option("-d", "--device", "name", metavar="DEV", help="Show only this device.")
+@click.option("--peer", metavar="HOST", help="Mark what would be used to reach HOST.")
+@verbs_option
+@root_option
+@set_option
+@output.options(tabular=True)
+@exit_codes.exit_on_error
+def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...],
+            as_json: bool, as_csv: bool, path: str | None, no_color: bool) -> None:
+    """List the GID table and the GID that would be used.
+
+    "*" marks the row that would be used, "+" the best row of an unused port. With --verbs, VERBS shows whether
+    libibverbs has the same GID in each row. Exit code 3 if there is no RDMA device.
+
+    \b
+    bpsfast gids
+    bpsfast gids -d mlx5_0 --peer gpu08
+    """
+    from ...base import settings
+    from ...hardware import recorded_host
+    from ...hardware.rdma_route import choose, peer_address
+    from . import rdma_devices
+
+    chosen = output.form(as_json, path, no_color, as_csv)
+    host = recorded_host.host(root)
+    loaded = settings.load(overrides(assignments), host.kernel.environ)
+    check_device(host, name)
+    choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
+                    peer=peer_address(host, peer) if peer else None)
+    found = gid_table(host, name)
+    library = rdma_devices.asked(verbs, root)
+    said = None if library is None else rdma_devices.verdicts(library, found)
+    output.show(chosen, lambda: gid_text(found, choice, said), gid_data(found, choice, said),
+                gid_rows(found, choice, said))
+    if not host.devices:
+        click.echo("bpsfast: no RDMA device here (/sys/class/infiniband is empty); `bpsfast doctor` says why", err=True)
+        sys.exit(exit_codes.ENVIRONMENT)
+
+
+def check_device(host: Host, name: str | None) -> None:
+    """Raise `ConfigError` if there are devices, and *name* is none of them."""
+    names = [device.name for device in host.devices]
+    if name is not None and names and name not in names:
+        raise ConfigError(f"there is no RDMA device {name!r}; there is {', '.join(names)}")
+
+
+def gid_table(host: Host, name: str | None = None) -> list[Gid]:
+    """Return the rows in use, of all devices or the one named."""
+    return [gid for device, port in host.ports if name in (None, device.name) for gid in host.gids(device.name, port)]
+
+
+def gid_text(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> str:
+    """Return the table for people; *said*: what libibverbs says of each row, None if it was not asked."""
+    if not found:
+        return "No GID in use."
+    lines = [output.table(gid_rows(found, choice, said))]
+    lines += [line for rail in choice.rails for line in output.hanging(f"{rail.name}: ", rail.reason)]
+    return "\n".join(lines)
+
+
+def gid_rows(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[tuple[str, ...]]:
+    """Return the head and one row for each GID, as show_gids prints them."""
+    head = _GID_HEAD if said is None else (*_GID_HEAD, "VERBS")
+    return [head, *((gid.device, str(gid.port), str(gid.index), gid.text, str(gid.ipv4 or "-"), gid.version,
+                     gid.netdev or "-", _mark(gid, choice), *(() if said is None else (said[gid],))) for gid in found)]
+
+
+def gid_data(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[dict[str, Any]]:
+    """Return what JSON shows."""
+    return [{"device": gid.device, "port": gid.port, "index": gid.index, "gid": gid.text,
+             "ipv4": str(gid.ipv4) if gid.ipv4 else None, "version": gid.version, "netdev": gid.netdev,
+             "used": _mark(gid, choice) == "*", **({} if said is None else {"verbs": said[gid]})} for gid in found]
+
+
+def _mark(gid: Gid, choice: RailChoice) -> str:
+    def holds(rails: tuple[Rail, ...]) -> bool:
+        return any(rail.gid == gid for rail in rails)
+
+    return "*" if holds(choice.rails) else "+" if holds(choice.spare) else ""
+
+
+def asked(verbs: str | None, root: str | None) -> Any:
+    """Return the implementation that ``--verbs`` names, None without the option.
+
+    Raises
+    ------
+    VerbsMissing
+        It cannot be used here (an OSError).
+    """
+    if verbs is None:
+        return None
+    if root is not None:
+        raise click.UsageError("--verbs asks this machine's libibverbs, --root looks at another machine: choose one")
+    return provider(verbs)
+
+
+def active_mtus(verbs: Any, host: Host) -> dict[str, str]:
+    """Return the path MTU that each port runs with, by "device/port"; where there is none, the reason."""
+    listed = verbs.devices()
+    return {f"{device.name}/{port.number}": _ask(verbs, listed, device.name, partial(_active_mtu, port.number))
+            for device, port in host.ports}
+
+
+def verdicts(verbs: Any, rows: list[Gid]) -> dict[Gid, str]:
+    """Return for each row of the kernel's table what libibverbs says: "same", another GID, or the reason."""
+    listed = verbs.devices()
+    return {row: _ask(verbs, listed, row.device, partial(_verdict, row)) for row in rows}
+
+
+def _active_mtu(number: int, opened: Any) -> str:
+    return str(opened.port(number)["active_mtu"])
+
+
+def _verdict(row: Gid, opened: Any) -> str:
+    found = opened.gid(row.port, row.index)
+    return "same" if found == row.value else found.hex(":", 2)
+
+
+def _ask(verbs: Any, listed: list[str], name: str, question: Callable[[Any], str]) -> str:
+    if name not in listed:
+        return "not listed"
+    try:
+        with verbs.Device(name) as opened:
+            return question(opened)
+    except OSError as exc:
+        return exc.strerror or str(exc)

@@ -1,13 +1,16 @@
 """``bpsfast topo``: what is inside a machine, and how fast what joins it is."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...base import command_errors, output
-from .options import overrides, set_option
-from .root_option import root_option
+from ...base import exit_codes, output, settings
+from ...hardware import numa, recorded_host
+from ...hardware.affinity import cores, locality
+from ...hardware.affinity.plan import AffinityOptions, CpuAffinity, Rank, plan_node, plan_ranks, with_allowed_memory
+from ...orchestration.errors import ConfigError
+from .options import overrides, root_option, set_option
 
 if TYPE_CHECKING:
     from ...hardware.topology.graph import Part, Topology
@@ -17,23 +20,23 @@ _HEAD = ("PART", "GB/s UP", "WIRE GB/s", "DEVICE", "ADDRESS", "MODEL", "CPUS")
 
 @click.command()
 @click.option("--read", "source", type=click.Path(dir_okay=False), metavar="FILE",
-              help="Show the machine that FILE describes, which --json has written, instead of this one.")
+              help="Show the machine described by FILE, written by --json, instead of this one.")
 @click.option("--svg", "picture_path", type=click.Path(dir_okay=False), metavar="FILE",
-              help="Draw it, too. Needs matplotlib.")
+              help="Also draw the topology. Needs matplotlib.")
 @click.option("--strategy", "as_strategy", is_flag=True,
-              help="Show how its GPUs' gradients are best summed, instead. Needs scipy.")
+              help="Show instead how to sum the gradients of its GPUs. Needs scipy.")
 @click.option("--service", type=click.FloatRange(min=0.0), default=0.0, metavar="X", show_default=True,
-              help="For --strategy: how much the machine sums for others, in sizes of the gradient.")
+              help="For --strategy: what the machine sums for others, in gradient sizes.")
 @click.option("--cores", "as_seats", is_flag=True,
-              help="Show which CPUs and memory the node and local ranks of a job get, instead.")
+              help="Show instead which CPUs and memory the node and local ranks of a job get.")
 @click.option("--ranks", "n_ranks", type=click.IntRange(1), metavar="N",
-              help="For --cores: local ranks. By default one for each GPU, else for each NUMA node.")
+              help="For --cores: number of local ranks.  [default: one per GPU, or per NUMA node]")
 @click.option("--nic", "nics", multiple=True, metavar="NAME",
-              help="For --cores: an RDMA device or interface that bytes go through; may be repeated.")
+              help="For --cores: RDMA device or interface that a job uses; may be repeated.")
 @root_option
 @set_option
 @output.options()
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(source: str | None, picture_path: str | None, as_strategy: bool, service: float, as_seats: bool,
             n_ranks: int | None, nics: tuple[str, ...], root: str | None, assignments: tuple[str, ...], as_json: bool,
             path: str | None, no_color: bool) -> None:
@@ -69,8 +72,6 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
         raise click.UsageError("--set changes what --strategy shows: give both")
     chosen = output.form(as_json, path, no_color)
     if as_seats:
-        from .affinity_table import AffinityTable
-
         seating = AffinityTable(root, n_ranks or 0, nics)
         output.show(chosen, seating.text, seating.as_dict())
         return
@@ -107,7 +108,8 @@ def text(topology: Topology) -> str:
     from ...hardware.topology.graph import LinkKind, PartKind
 
     counts = [(len(topology.of(kind)), words) for kind, words in (
-        (PartKind.SOCKET, "socket"), (PartKind.SWITCH, "PCIe switch"), (PartKind.GPU, "GPU"), (PartKind.NIC, "network card"))]
+        (PartKind.SOCKET, "socket"), (PartKind.SWITCH, "PCIe switch"), (PartKind.GPU, "GPU"),
+        (PartKind.NIC, "network card"))]
     lines = [f"{topology.name}: " + ", ".join(_counted(*each) for each in counts), ""]
     matrix = matrix_rows(topology)
     if len(matrix) > 2:
@@ -166,3 +168,89 @@ def _counted(number: int, words: str) -> str:
 
 def _gb(rate_bytes: float) -> str:
     return f"{rate_bytes / 1e9:.3g}" if rate_bytes else "-"
+
+_AFFINITY_HEAD = ("WHO", "CORES", "CPUS", "MEMORY ON NODE", "DEVICE")
+
+
+class AffinityTable:
+    """The plan for *n_ranks* ranks (0: one for each GPU, else for each NUMA node) of this machine or a recorded one.
+
+    *names*: the cards that bytes go through; none: those by which settings and routes say that others are reached, else
+    the fastest. Of the settings those count that this process has.
+
+    Raises
+    ------
+    ConfigError
+        A card that does not exist, or settings that do not fit the machine.
+    """
+
+    def __init__(self, root: str | None, n_ranks: int, names: tuple[str, ...]) -> None:
+        host = recorded_host.host(root)
+        given, _ = settings.load_with_origins(None, None if root is None else host.kernel.environ)
+        self.cores = cores.read(host.tree, given.whole_cores)
+        self.allowed = numa.allowed_cpus(host.tree) or self.cores.cpus
+        self.cards = _cards(host, given, names)
+        gpus = locality.gpus(host)
+        ranks = [Rank(self.allowed, beside=gpus[number] if number < len(gpus) else None)
+                 for number in range(n_ranks or len(gpus) or len(self.cores.nodes))]
+        self._gpus = gpus
+        wishes = AffinityOptions.of(given)
+        if not given.numa:
+            self.why_not = "BPSFAST_NUMA is off"
+        elif len(self.cores.within(self.allowed).nodes) < 2 and not wishes.some:
+            self.why_not = "all CPUs are of one NUMA node"
+        else:
+            self.why_not = ""
+        self.node, self.ranks = CpuAffinity(), (CpuAffinity(),) * len(ranks)
+        if not self.why_not:
+            mems = numa.allowed_nodes(host.tree)
+            node = plan_node(self.cores, self.allowed, self.cards.nodes, len(ranks), wishes)
+            self.node = with_allowed_memory(node, mems)
+            taken = self.node.cpus if self.node.alone else frozenset[int]()
+            self.ranks = tuple(with_allowed_memory(seat, mems) for seat in plan_ranks(self.cores, ranks, wishes, taken))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as data; no CPUs: wherever it may run."""
+        return {
+            "nodes": {str(number): numa.format_cpus(self.cores.cpus_of(number)) for number in self.cores.nodes},
+            "allowed": numa.format_cpus(self.allowed), "cards": list(self.cards.names), "why_not": self.why_not,
+            "node": _data(self.node), "ranks": [_data(seat) for seat in self.ranks],
+        }
+
+    def text(self) -> str:
+        """Return the plan for people."""
+        lines = [f"NUMA node {number}: {len(found)} cores, CPUs {numa.format_cpus(self.cores.cpus_of(number))}"
+                 for number, found in self.cores.nodes.items()]
+        if self.allowed != self.cores.cpus:
+            lines.append(f"This process may use CPUs {numa.format_cpus(self.allowed)}")
+        if self.why_not:
+            return "\n".join([*lines, "", f"Nobody is kept anywhere: {self.why_not}."])
+        rows = [_AFFINITY_HEAD, self._row("node", self.node, ", ".join(self.cards.names))]
+        for number, seat in enumerate(self.ranks):
+            gpu = f"gpu{number}" if number < len(self._gpus) else ""
+            rows.append(self._row(f"local rank {number}", seat, gpu))
+        return "\n".join([*lines, "", output.columns(rows, right=(1,))])
+
+    def _row(self, who: str, seat: CpuAffinity, device: str) -> tuple[str, ...]:
+        return (who, str(self.cores.within(seat.cpus or self.allowed).count), numa.format_cpus(seat.cpus) or "any",
+                "any" if seat.home is None else str(seat.home), device or "-")
+
+
+def _cards(host: Any, given: settings.Settings, names: tuple[str, ...]) -> locality.NicLocality:
+    if names:
+        found = locality.named(host, names)
+        if missing := sorted(set(names) - {device.name for device in host.devices} - set(host.netdevs)):
+            raise ConfigError(f"--nic {missing[0]}: there is no such device or interface; there are "
+                              f"{', '.join([device.name for device in host.devices] + list(host.netdevs)) or 'none'}")
+        return found
+    if isinstance(host.kernel, recorded_host.RecordedKernel):
+        found = locality.cards(host, given, given.node_host)
+    else:
+        from ...base.addresses import configured_host, default_route_host
+
+        found = locality.cards(host, given, configured_host(given) or default_route_host())
+    return found if found.nodes else locality.fastest(host)
+
+
+def _data(seat: CpuAffinity) -> dict[str, Any]:
+    return {"cpus": numa.format_cpus(seat.cpus), "home": seat.home}

@@ -1,15 +1,15 @@
-"""RD03, RD04, RD15, RD16: from the kernel's device to one that libibverbs can open and use."""
+"""RD03, RD04, RD15, RD16: drivers, device files, kinds of devices and usable ports."""
 from __future__ import annotations
 
 from ...hardware.interfaces import Netdev
 from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, told, warned
 
-#: driver of a network card -> the kernel module that makes an RDMA device of it
+#: driver of a network card -> the kernel module that provides its RDMA device
 _MODULES = {"mlx5_core": "mlx5_ib", "mlx4_en": "mlx4_ib", "mlx4_core": "mlx4_ib", "bnxt_en": "bnxt_re", "ice": "irdma",
             "i40e": "irdma", "qede": "qedr", "cxgb4": "iw_cxgb4", "ena": "efa", "hns3": "hns_roce_hw_v2",
             "mana": "mana_ib", "ionic": "ionic_rdma"}
-#: driver of an RDMA device -> what is special about it
+#: driver of an RDMA device -> its limitation
 _KINDS = {
     "rxe": "Soft-RoCE: the kernel imitates a card. Correct, but slower than TCP; for tests",
     "siw": "iWARP in software over TCP: no RDMA WRITE with immediate, so bpsfast uses TCP itself",
@@ -21,7 +21,7 @@ _NO_DEVICE = "no RDMA device"
 
 
 def provider(facts: Facts) -> Outcome:
-    """RD03: does libibverbs load, and see what the kernel sees?"""
+    """RD03: check that libibverbs loads and lists the devices that the kernel has."""
     if not facts.host.devices:
         return _without_device(facts)
     report = facts.verbs
@@ -40,7 +40,7 @@ def provider(facts: Facts) -> Outcome:
 
 
 def device_nodes(facts: Facts) -> Outcome:
-    """RD04: are the device files there, and may we open them?"""
+    """RD04: check that the device files exist and can be opened."""
     devices = facts.host.devices
     if not devices:
         return skipped(_NO_DEVICE)
@@ -71,7 +71,7 @@ def device_nodes(facts: Facts) -> Outcome:
 
 
 def kind(facts: Facts) -> Outcome:
-    """RD15: is it a device with reliable connections at all?"""
+    """RD15: check that the devices support reliable connections."""
     if not facts.host.devices:
         return skipped(_NO_DEVICE)
     special: dict[str, list[str]] = {}
@@ -86,7 +86,7 @@ def kind(facts: Facts) -> Outcome:
 
 
 def usability(facts: Facts) -> Outcome:
-    """RD16: a device that is listed is not yet one that works; each one that does not gets its reason."""
+    """RD16: check that every listed port can be used, and give the reason for each one that cannot."""
     if not facts.host.devices:
         return skipped(_NO_DEVICE)
     opened = facts.verbs.devices if facts.verbs else {}
@@ -135,7 +135,7 @@ CHECKS = (
 
 
 def _without_device(facts: Facts) -> Outcome:
-    """Say that there is none, and whether there could be one."""
+    """Return the outcome without any RDMA device: whether a kernel module is missing for one."""
     missing: dict[str, list[Netdev]] = {}
     for card in facts.host.netdevs.values():
         module = _MODULES.get(card.driver or "")

@@ -1,11 +1,11 @@
-"""RD01, RD02, RD20: limits of the kernel and the container on memory."""
+"""RD01, RD02, RD10, RD12, RD20: limits on memory, and forks and GPU memory with RDMA."""
 from __future__ import annotations
 
 from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, told, warned
 
 _MIB = 1 << 20
-#: The least that any job needs; a limit below it is a default that nobody chose.
+#: The least that any job needs; a smaller limit is a distribution's default.
 _LEAST_LOCKED_NBYTES = 64 * _MIB
 _LEAST_MAPS = 65_530
 _LEAST_REGIONS = 1024
@@ -20,7 +20,7 @@ _MEMLOCK_SLURM = "slurmd.service: LimitMEMLOCK=infinity; slurm.conf: PropagateRe
 
 
 def locked_memory(facts: Facts) -> Outcome:
-    """RD01: may this process pin the memory that it registers?"""
+    """RD01: check that this process may lock the memory that it registers."""
     soft, hard = facts.memlock_nbytes
     actions = facts.variants(_MEMLOCK_HOST, _MEMLOCK_DOCKER, _MEMLOCK_K8S, _MEMLOCK_SLURM)
     actions["check"] = "ulimit -l   # must print unlimited"
@@ -50,7 +50,7 @@ def locked_memory(facts: Facts) -> Outcome:
 
 
 def registrations(facts: Facts) -> Outcome:
-    """RD02: may it have as many mappings and memory regions as it needs?"""
+    """RD02: check that there are enough mappings and memory regions."""
     limit = facts.host.tree.number("proc/sys/vm/max_map_count")
     maps = len((facts.host.tree.text("proc/self/maps") or "").splitlines())
     soft, _ = facts.memlock_nbytes
@@ -77,7 +77,7 @@ def registrations(facts: Facts) -> Outcome:
 
 
 def shared_memory(facts: Facts) -> Outcome:
-    """RD20: is /dev/shm large enough for those who need it?"""
+    """RD20: check the size of /dev/shm."""
     nbytes = facts.host.kernel.shm_nbytes()
     if nbytes is None:
         return told("there is no /dev/shm; bpsfast shares memory without it, torch's data loaders do not",
@@ -90,6 +90,92 @@ def shared_memory(facts: Facts) -> Outcome:
                                      "docker run --shm-size=8g ...   # or --ipc=host",
                                      "mount an emptyDir with medium: Memory at /dev/shm"))
     return passed(f"/dev/shm has {_size(nbytes)}")
+
+
+def _opened(facts: Facts) -> dict:
+    return facts.verbs.devices if facts.verbs else {}
+
+
+def _refused(facts: Facts) -> list[str]:
+    """Return the errors of test registrations, devices with the same error together."""
+    fates: dict[tuple[int, str], list[str]] = {}
+    for name, opened in _opened(facts).items():
+        if opened.registration_error:
+            fates.setdefault((opened.registered_nbytes, opened.registration_error), []).append(name)
+    return [f"{', '.join(names)} registered {_size(nbytes) if nbytes else 'nothing'}, then: {error}"
+            for (nbytes, error), names in fates.items()]
+
+
+def _registered(facts: Facts) -> str:
+    """Return how much each device registered in the test."""
+    done: dict[int, list[str]] = {}
+    for name, opened in _opened(facts).items():
+        if not opened.error:
+            done.setdefault(opened.registered_nbytes, []).append(name)
+    return "".join(f"; {', '.join(names)} registered {_size(nbytes) if nbytes else 'nothing'}"
+                   for nbytes, names in done.items())
+
+
+def _of_others(facts: Facts) -> str:
+    """Return why ordinary users cannot register memory although root (this process) can; "" if they can."""
+    if facts.uid != 0 or not facts.capable:
+        return ""
+    nbytes, source = facts.login_memlock or (facts.memlock_nbytes[0], "as the limit here")
+    if nbytes is None or nbytes >= _LEAST_LOCKED_NBYTES:
+        return ""
+    return f"an ordinary user may lock {_size(nbytes)} ({source}), too little to register memory"
+
+
+def _why(facts: Facts) -> str:
+    """Return why CAP_IPC_LOCK does not lift the limit where it might be expected to."""
+    if facts.container and facts.uid > 0:
+        return f" (CAP_IPC_LOCK is not effective: uid {facts.uid})"
+    return " (root, but CAP_IPC_LOCK is missing or of a user namespace)" if facts.uid == 0 else ""
+
+
+def _size(nbytes: int) -> str:
+    """Return "64 KiB", "8 MiB", "1.5 GiB"."""
+    for unit, name in ((1 << 30, "GiB"), (_MIB, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes} bytes"
+
+#: First kernel that copies pinned pages for the child of a fork, so that the parent keeps its own.
+_COPY_ON_FORK = (5, 12)
+#: First kernel whose mlx5 driver registers GPU memory by dma-buf.
+_DMA_BUF = (5, 12)
+
+
+def fork(facts: Facts) -> Outcome:
+    """RD10: check that registered memory survives a fork (data loaders, subprocess)."""
+    report = facts.verbs
+    if report is None or report.error:
+        if not facts.host.devices:
+            return skipped("no RDMA device")
+        if facts.kernel_version >= _COPY_ON_FORK:
+            return passed(f"kernel {facts.kernel_release} copies pinned pages for the child")
+        return skipped("libibverbs was not asked")
+    if report.fork == "unneeded":
+        return passed("the kernel copies pinned pages for the child (ibv_fork_init is not needed)")
+    if report.fork == "enabled":
+        return passed("ibv_fork_init is on: registered pages stay with the parent")
+    return warned(f"fork safety is off ({report.fork}): a data loader that forks may corrupt or lose registered memory",
+                  host="RDMAV_FORK_SAFE=1 python train.py   # set before the process starts",
+                  job="DataLoader(..., multiprocessing_context='forkserver')")
+
+
+def gpu_memory(facts: Facts) -> Outcome:
+    """RD12: check whether the network card can access GPU memory directly."""
+    if "nvidia" not in facts.modules and "amdgpu" not in facts.modules:
+        return skipped("no GPU driver is loaded")
+    ours = "bpsfast sums in host memory and registers no GPU memory"
+    if "nvidia" in facts.modules and not facts.modules & {"nvidia_peermem", "nv_peer_mem"}:
+        dma_buf = (", dma-buf may do (kernel " + facts.kernel_release + ")" if facts.kernel_version >= _DMA_BUF
+                   else f", nor has kernel {facts.kernel_release} dma-buf for it")
+        return told(f"nvidia_peermem is not loaded{dma_buf}; {ours}, but NCCL and perftest --use_cuda want it",
+                    **facts.variants("sudo modprobe nvidia-peermem", "on the host: modprobe nvidia-peermem",
+                                     "on the node: modprobe nvidia-peermem, or the GPU operator with rdma.enabled"))
+    return passed(f"the modules for it are loaded; {ours}")
 
 
 CHECKS = (
@@ -115,53 +201,20 @@ CHECKS = (
           "the documentation of docker run --shm-size", shared_memory,
           advice(docker="docker run --shm-size=8g ...   # or --ipc=host",
                  k8s="mount an emptyDir with medium: Memory at /dev/shm", check="df -h /dev/shm")),
+    Check("RD10", "fork", Severity.SLOW,
+          ("a DataLoader worker ends with a segmentation fault", "Work Request Flushed Error after a fork",
+           "local protection error some time after os.fork()"),
+          "A fork marks all pages copy-on-write. On kernels before 5.12 the parent may then get the copy, while the "
+          "card still writes into the old page.",
+          "Data arrives in pages that nobody reads, or the child dies.",
+          "facebookincubator/gloo#340, aws/aws-ofi-nccl#69, linux-rdma/rdma-core PR#1431", fork,
+          advice(host="RDMAV_FORK_SAFE=1 python train.py",
+                 job="DataLoader(..., multiprocessing_context='forkserver')")),
+    Check("RD12", "GPU memory", Severity.SLOW,
+          ("Couldn't allocate MR, only with --use_cuda", "status 4 vendor error 0x51 with GPU buffers"),
+          "The module that lets the card reach GPU memory (nvidia_peermem) is not loaded, and dma-buf is not "
+          "supported.",
+          "Other libraries copy through host memory; bpsfast does so by design.",
+          "linux-rdma/perftest#126, #269 and #280", gpu_memory,
+          advice(host="sudo modprobe nvidia-peermem", check="lsmod | grep peermem")),
 )
-
-
-def _opened(facts: Facts) -> dict:
-    return facts.verbs.devices if facts.verbs else {}
-
-
-def _refused(facts: Facts) -> list[str]:
-    """Return what came of the trial registrations that failed, devices of one fate together."""
-    fates: dict[tuple[int, str], list[str]] = {}
-    for name, opened in _opened(facts).items():
-        if opened.registration_error:
-            fates.setdefault((opened.registered_nbytes, opened.registration_error), []).append(name)
-    return [f"{', '.join(names)} registered {_size(nbytes) if nbytes else 'nothing'}, then: {error}"
-            for (nbytes, error), names in fates.items()]
-
-
-def _registered(facts: Facts) -> str:
-    """Return what the trial came to, for a limit that is none."""
-    done: dict[int, list[str]] = {}
-    for name, opened in _opened(facts).items():
-        if not opened.error:
-            done.setdefault(opened.registered_nbytes, []).append(name)
-    return "".join(f"; {', '.join(names)} registered {_size(nbytes) if nbytes else 'nothing'}"
-                   for nbytes, names in done.items())
-
-
-def _of_others(facts: Facts) -> str:
-    """Return what keeps other users than root, as whom this process runs, from registering memory; "" if nothing."""
-    if facts.uid != 0 or not facts.capable:
-        return ""
-    nbytes, source = facts.login_memlock or (facts.memlock_nbytes[0], "as the limit here")
-    if nbytes is None or nbytes >= _LEAST_LOCKED_NBYTES:
-        return ""
-    return f"an ordinary user may lock {_size(nbytes)} ({source}), too little to register memory"
-
-
-def _why(facts: Facts) -> str:
-    """Return why CAP_IPC_LOCK does not lift the limit, where one would expect it to."""
-    if facts.container and facts.uid > 0:
-        return f" (CAP_IPC_LOCK is not effective: uid {facts.uid})"
-    return " (root, but CAP_IPC_LOCK is missing or of a user namespace)" if facts.uid == 0 else ""
-
-
-def _size(nbytes: int) -> str:
-    """Return "64 KiB", "8 MiB", "1.5 GiB"."""
-    for unit, name in ((1 << 30, "GiB"), (_MIB, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.4g} {name}"
-    return f"{nbytes} bytes"

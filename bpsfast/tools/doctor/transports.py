@@ -1,19 +1,19 @@
-"""RD17, RD19, RD22: which transport the settings ask for, what TCP would be like, and what keeps strangers out."""
+"""RD17, RD19, RD22: the transport setting, TCP settings, and protection of jobs."""
 from __future__ import annotations
 
-from ... import __version__
+from ..._version import __version__
 from ...base.encryption import check_library
 from ...orchestration.errors import ConfigError
 from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, failed, passed, told, warned
 
 _GOOD_BUFFER_NBYTES = 4 << 20
-#: From this rate on (Mbit/s) the kernel's defaults are not enough for one connection.
+#: Rate (Mbit/s) from which the kernel's defaults are too small for one connection.
 _FAST_MBPS = 25_000
 
 
 def setting(facts: Facts) -> Outcome:
-    """RD17: do the settings ask for what the machine has?"""
+    """RD17: check that the settings use the devices of this machine."""
     wanted, origin = facts.settings.transport, facts.origins.get("transport", "default")
     names = ", ".join(rail.name for rail in facts.choice.rails)
     if facts.choice_error:
@@ -40,7 +40,7 @@ def setting(facts: Facts) -> Outcome:
 
 
 def tcp(facts: Facts) -> Outcome:
-    """RD19: are the kernel's TCP settings enough for the card?"""
+    """RD19: check that the kernel's TCP settings suit the network card."""
     tree = facts.host.tree
     read = [int(word) for word in (tree.text("proc/sys/net/ipv4/tcp_rmem") or "").split()]
     write = [int(word) for word in (tree.text("proc/sys/net/ipv4/tcp_wmem") or "").split()]
@@ -67,7 +67,7 @@ def tcp(facts: Facts) -> Outcome:
 
 
 def protection(facts: Facts) -> Outcome:
-    """RD22: do the settings keep strangers out of jobs and of their gradients?"""
+    """RD22: check that the settings protect jobs and gradients from strangers."""
     settings, origins = facts.settings, facts.origins
     if settings.insecure:
         return warned(f"BPSFAST_INSECURE=1 (by {origins.get('insecure', 'the settings')}): whoever reaches a port of a "

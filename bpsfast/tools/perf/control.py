@@ -13,17 +13,100 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import msgspec
 
 from ...base.settings import Settings
 from ...launch.process_role import format_address, given_key, is_loopback, job_key
 from ...orchestration import security
-from ...orchestration.errors import BpsError, ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
+from ...orchestration.errors import (
+    DECODE_ERRORS,
+    BpsError,
+    ConfigError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    StallError,
+)
 from ...orchestration.handshakes import HandshakeAcceptor
-from ...orchestration.unreadable import DECODE_ERRORS
-from .messages import VERSION, Alive, Message, Stop
+from .perf_plan import Plan
+
+#: Of the messages and their order; both sides have to have the same.
+VERSION = 2
+
+
+class Propose(msgspec.Struct, tag=True, frozen=True):
+    """Client: what to measure. `place`: whose side this is, for people. `device`: the server's, "" as it likes."""
+
+    plan: Plan
+    place: dict[str, Any]
+    device: str = ""
+
+
+class Agree(msgspec.Struct, tag=True, frozen=True):
+    """Server: it will be measured."""
+
+    place: dict[str, Any]
+
+
+class Offer(msgspec.Struct, tag=True, frozen=True):
+    """How the sender of this can be reached by what is measured (`End.offer`)."""
+
+    fields: dict[str, Any]
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The sender of this has done what comes before *step*."""
+
+    step: str
+
+
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """Still measuring."""
+
+
+class Sent(msgspec.Struct, tag=True, frozen=True):
+    """The sender of this sent so much in a run by time, and sends no more."""
+
+    n: int
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """The sender's loop ended: what it sent and how long that took, and what its ports counted meanwhile."""
+
+    sent: int
+    seconds: float
+    peak: float | None
+    counters: list[dict[str, Any]]
+
+
+class Result(msgspec.Struct, tag=True, frozen=True):
+    """Client: one row, for the server to show as well."""
+
+    row: dict[str, Any]
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """The sender of this ends here: orderly (no *reason*), or because of one."""
+
+    reason: str = ""
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """To a listener of ``bpsfast ping``: do *what* with these *fields*."""
+
+    what: str
+    fields: dict[str, Any]
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    """To `Ask`."""
+
+    fields: dict[str, Any]
+
+
+Message = Union[Propose, Agree, Offer, Ready, Alive, Sent, Done, Result, Stop, Ask, Answer]  # noqa: UP007
 
 DEFAULT_PORT = 18515
 _LOOPBACK = "127.0.0.1"
@@ -81,8 +164,9 @@ def listen_address(loaded: Settings, host: str) -> ListenAddress:
     """
     if host or loaded.insecure or given_key(loaded):
         return ListenAddress(host, secret_for(loaded, [host or "all addresses"]))
-    return ListenAddress(_LOOPBACK, secret_for(loaded, [_LOOPBACK]), ", for this machine alone: to measure with others set "
-                 "BPSFAST_JOB_KEY to the same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1")
+    return ListenAddress(
+        _LOOPBACK, secret_for(loaded, [_LOOPBACK]), ", for this machine only: to measure with others set "
+        "BPSFAST_JOB_KEY to the same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1")
 
 
 class Control:
@@ -244,7 +328,8 @@ def accept(listener: socket.socket, key: bytes, timeout_s: float, silence_s: flo
     """Wait for a client that holds *key*, up to *timeout_s*; strangers are sent away, and keep nobody waiting."""
     came: queue.Queue[Control] = queue.Queue()
     refused: deque[str] = deque(maxlen=3)
-    door = handshake_acceptor(listener.dup(), key, silence_s, came.put, lambda exc: refused.append(str(exc)), refused.append)
+    door = handshake_acceptor(listener.dup(), key, silence_s, came.put, lambda exc: refused.append(str(exc)),
+                              refused.append)
     with contextlib.closing(door):
         door.start()
         try:
@@ -265,8 +350,8 @@ def handshake_acceptor(listener: socket.socket, key: bytes, silence_s: float, ca
 
     The others: see `HandshakeAcceptor`.
     """
-    return HandshakeAcceptor(listener, lambda sock: greet(sock, key, silence_s), lambda sock, control: came(control), refused, warn,
-                name=name)
+    return HandshakeAcceptor(listener, lambda sock: greet(sock, key, silence_s), lambda sock, control: came(control),
+                             refused, warn, name=name)
 
 
 def greet(sock: socket.socket, key: bytes, silence_s: float) -> Control:
@@ -304,7 +389,8 @@ def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = security.StreamHello(peer=0, stream=0, epoch=VERSION)
-        return _checked(Control(sock, silence_s), security.plain_handshake_dialer(sock, key, _CONTEXT, hello, _HANDSHAKE_S))
+        return _checked(Control(sock, silence_s),
+                        security.plain_handshake_dialer(sock, key, _CONTEXT, hello, _HANDSHAKE_S))
     except BaseException:
         sock.close()
         raise

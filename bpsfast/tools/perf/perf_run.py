@@ -27,9 +27,8 @@ from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.rdma_route import choose, peer_address
 from ...orchestration.errors import BpsError, PeerLostError, ProtocolError
-from . import perf_plan as plans, samples
-from .control import Control
-from .messages import Agree, Done, Offer, Propose, Ready, Result, Sent, Stop
+from . import perf_plan, results
+from .control import Agree, Control, Done, Offer, Propose, Ready, Result, Sent, Stop
 from .perf_plan import Plan
 from .rdma import RdmaEnd, deltas
 from .shm import ShmEnd
@@ -86,8 +85,8 @@ class PerfRun:
     def serve(self, proposed: Propose, given: dict[str, Any], began: Callable[[], None]) -> None:
         """Be measured as was *proposed*; the rest is as for `as_server`."""
         with self._telling():
-            plans.check(proposed.plan)
-            plans.agree(proposed.plan, given)
+            perf_plan.check(proposed.plan)
+            perf_plan.agree(proposed.plan, given)
             self.plan, self._device = proposed.plan, proposed.device
             self._control.timeout_s = proposed.plan.timeout_s
             self._control.send(Agree({"host": os.uname().nodename}))
@@ -158,14 +157,14 @@ class PerfRun:
                                "nbytes": nbytes, "iterations": plan.iterations}
         if is_client:
             if plan.verb == "lat":
-                row |= samples.latency(measured, plan.n_warmup, halves=plan.operation != "read")
+                row |= results.latency(measured, plan.n_warmup, halves=plan.operation != "read")
                 row["n_warmup"] = plan.n_warmup
                 row["samples_s"] = [ns / (1e9 if plan.operation == "read" else 2e9)
                                     for ns in memoryview(measured).cast("q")[plan.n_warmup:]]
             else:
-                there = samples.bandwidth(nbytes, theirs.sent, theirs.seconds, theirs.peak)
+                there = results.bandwidth(nbytes, theirs.sent, theirs.seconds, theirs.peak)
                 own = there if plan.reversed else self._direction(nbytes, measured)
-                row |= samples.both(own, there) if plan.both_ways else own
+                row |= results.both(own, there) if plan.both_ways else own
             row["counters"] = {"client": self._counted, "server": theirs.counters}
             control.send(Result({name: value for name, value in row.items() if name != "samples_s"}))
         else:
@@ -176,7 +175,7 @@ class PerfRun:
     @staticmethod
     def _direction(nbytes: int, measured: Any) -> dict[str, Any]:
         sent, _, seconds, posted_ns, completed_ns = measured
-        return samples.bandwidth(nbytes, sent, seconds, samples.peak_seconds(posted_ns, completed_ns))
+        return results.bandwidth(nbytes, sent, seconds, results.peak_seconds(posted_ns, completed_ns))
 
     def _meet(self, step: str, is_client: bool) -> None:
         if not is_client:
@@ -232,7 +231,7 @@ class PerfRun:
                           "verdicts": delta.verdicts()} for delta in deltas(before, end.counters())]
         if isinstance(measured, tuple) and sends:
             sent, _, seconds, posted_ns, completed_ns = measured
-            return Done(sent, seconds, samples.peak_seconds(posted_ns, completed_ns), self._counted)
+            return Done(sent, seconds, results.peak_seconds(posted_ns, completed_ns), self._counted)
         return Done(0, 0.0, None, self._counted)
 
 

@@ -7,7 +7,11 @@ reaches port k and no other), wrong GIDs and MTUs that some switch does not pass
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import socket
 import statistics
+import threading
 import time
 from typing import Any
 
@@ -15,9 +19,8 @@ from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.rdma_route import Rail, choose, peer_address
 from ...orchestration.errors import BpsError, ConfigError
-from . import control as lines, perf_plan as plans
-from .control import Control
-from .messages import Answer, Ask
+from . import perf_plan
+from .control import Alive, Answer, Ask, Control, Secret, connect, handshake_acceptor
 from .rdma import RdmaEnd
 
 DEFAULT_PORT = 18520
@@ -40,7 +43,7 @@ def rails(host: Host, loaded: Settings, peer_host: str) -> tuple[list[Rail], dic
 
 def open_end(rail: Rail, host: Host, verbs: str) -> RdmaEnd:
     """Return a queue pair on a port, by the implementation *verbs*, for a few small messages."""
-    plan = plans.make("lat", {"iterations": _TURNS, "depth": 16, "receive_depth": 64, "timeout_s": _PAIR_S})
+    plan = perf_plan.make("lat", {"iterations": _TURNS, "depth": 16, "receive_depth": 64, "timeout_s": _PAIR_S})
     return RdmaEnd(plan, rail, verbs, host)
 
 
@@ -60,7 +63,7 @@ def reach(name: str, port: int, key: bytes, loaded: Settings, wait_s: float) -> 
     """
     found: dict[str, Any] = {"host": name, "port": port, "error": None, "tcp": None, "pairs": [], "rejected": {}}
     try:
-        with lines.connect(name, port, key, wait_s, _SILENCE_S) as control:
+        with connect(name, port, key, wait_s, _SILENCE_S) as control:
             found["tcp"] = _echo(control)
             _pairs(control, loaded, found)
             control.stop()
@@ -129,9 +132,106 @@ def ask_to_reach(source: tuple[str, int], target: tuple[str, int], key: bytes, w
     found: dict[str, Any] = {"host": target[0], "port": target[1], "tcp": None, "pairs": [], "rejected": {},
                              "error": None}
     try:
-        with lines.connect(*source, key, wait_s, _SILENCE_S) as control:
+        with connect(*source, key, wait_s, _SILENCE_S) as control:
             found |= _ask(control, "reach", {"host": target[0], "port": target[1]})
             control.stop()
     except (BpsError, OSError) as exc:
         found["error"] = f"the host that was to ping it: {type(exc).__name__}: {exc}"
     return found | {"source": f"{source[0]}:{source[1]}"}
+
+_log = logging.getLogger("bpsfast")
+_CLIENT_SILENCE_S = 60.0
+_ALIVE_S = 1.0
+_MOST_CLIENTS = 32
+
+
+def serve(listener: socket.socket, secret: Secret, loaded: Settings) -> None:
+    """Answer clients until the socket is shut down or the process is interrupted; strangers get nothing."""
+    places = threading.BoundedSemaphore(_MOST_CLIENTS)
+
+    def came(control: Control) -> None:
+        with control:
+            if not places.acquire(blocking=False):
+                return control.stop(f"it has {_MOST_CLIENTS} clients already, more are not let in")
+            try:
+                _Client(control, secret, loaded).run()
+            except BpsError as exc:
+                _log.info("ping: %s", exc)
+            finally:
+                places.release()
+
+    door = handshake_acceptor(listener.dup(), secret.key, _CLIENT_SILENCE_S, came,
+                                    lambda exc: _log.info("ping: %s", exc),
+                                    lambda words: _log.warning("ping: %s", words), "bpsfast-ping")
+    with contextlib.closing(door):
+        door.start()
+        door.wait()
+
+
+class _Client:
+    """One connection: its questions in order, and the queue pair that it opened last."""
+
+    def __init__(self, control: Control, secret: Secret, loaded: Settings) -> None:
+        self._control, self._secret, self._settings = control, secret, loaded
+        self._host = Host()
+        self._end: RdmaEnd | None = None
+        self._rails: list[Any] = []
+
+    def run(self) -> None:
+        try:
+            while True:
+                asked = self._control.receive(Ask, "a question")
+                try:
+                    answer = self._answer(asked)
+                except (BpsError, OSError, KeyError) as exc:
+                    answer = {"error": f"{type(exc).__name__}: {exc}"}
+                self._control.send(Answer(answer))
+        finally:
+            self._close()
+
+    def _answer(self, asked: Ask) -> dict[str, Any]:
+        if asked.what == "echo":
+            return {}
+        if asked.what == "rails":
+            return self._list()
+        if asked.what == "open":
+            self._close()
+            self._end = end = open_end(self._rails[asked.fields["rail"]], self._host,
+                                              self._settings.verbs)
+            end.connect(asked.fields["offer"])
+            end.prepare(8, receives=True)
+            return {"offer": end.offer()}
+        if asked.what == "turns" and self._end is not None:
+            self._end.latency(asked.fields["n"], first=False)
+            return {}
+        if asked.what == "reach":
+            return self._reach(**asked.fields)
+        raise ConfigError(f"{asked.what!r} is no question that this version knows, or not now")
+
+    def _list(self) -> dict[str, Any]:
+        try:
+            self._rails, rejected = rails(self._host, self._settings, self._control.peer_host)
+        except ConfigError as exc:
+            self._rails, rejected = [], {"settings": str(exc)}
+        return {"host": os.uname().nodename, "rails": [described(rail) for rail in self._rails],
+                "rejected": rejected}
+
+    def _reach(self, host: str, port: int) -> dict[str, Any]:
+        """Ping another listener for a holder of the key, who hears meanwhile that we live."""
+        if self._secret.is_public:  # anybody may have asked: what is found would tell him which ports are open
+            raise ConfigError("under BPSFAST_INSECURE=1 a listener pings nobody for others: set BPSFAST_JOB_KEY to the "
+                              "same random hex on all hosts (openssl rand -hex 32)")
+        found: list[dict[str, Any]] = []
+        key = self._secret.key
+        worker = threading.Thread(
+            target=lambda: found.append(reach(host, port, key, self._settings, wait_s=5.0)), daemon=True)
+        worker.start()
+        while worker.is_alive():
+            worker.join(_ALIVE_S)
+            self._control.send(Alive())
+        return found[0]
+
+    def _close(self) -> None:
+        if self._end is not None:
+            self._end.close()
+            self._end = None

@@ -4,13 +4,64 @@ Compute times are those that BytePS's authors show on slides (HPC Interconnects 
 """
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import re
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ...orchestration.errors import ConfigError
-from . import bert, gpt2, inception, model_shapes, resnet, transformer, ugatit
-from .model import Compute, Model, Shapes
+from ...orchestration.messages import TensorSpec
+from ...orchestration.placement.partition import ITEM_NBYTES
+from . import model_shapes
+from .model_shapes import Shapes
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of one forward and one backward pass with *batch* (of what, says `unit`) on one `hardware`."""
+
+    forward_s: float
+    backward_s: float
+    batch: int
+    unit: str
+    hardware: str
+
+    def of_batch(self, batch: int) -> Compute:
+        """Return the times for another batch, in proportion: right where the hardware was busy with this one."""
+        factor = batch / self.batch
+        return Compute(self.forward_s * factor, self.backward_s * factor, batch, self.unit, self.hardware)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One network. `dtype` is that of its gradients on the wire, by the names of `messages.TensorSpec`."""
+
+    name: str
+    title: str
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: str = "float32"
+    compute: Compute | None = None
+
+    @property
+    def n_parameters(self) -> int:
+        """Count the parameters."""
+        return sum(map(prod, self.shapes.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all gradients."""
+        return self.n_parameters * ITEM_NBYTES[self.dtype]
+
+    def specs(self) -> list[TensorSpec]:
+        """Return the tensors as the PyTorch layer declares them: one group, used by the forward pass in this order."""
+        return [TensorSpec(name=name, dtype=self.dtype, shape=shape, group=self.name)
+                for name, shape in self.shapes.items()]
 
 _HARDWARE = "V100"
 
@@ -26,16 +77,16 @@ class _Entry(NamedTuple):
 
 # The authors train BERT with half-precision gradients (their ideal times say so), all others in float32.
 _ENTRIES: Mapping[str, _Entry] = {
-    "resnet50": _Entry("ResNet-50", resnet.resnet50, "float32", (32, 64, 32, "images")),
-    "resnet18": _Entry("ResNet-18", resnet.resnet18),
+    "resnet50": _Entry("ResNet-50", model_shapes.resnet50, "float32", (32, 64, 32, "images")),
+    "resnet18": _Entry("ResNet-18", model_shapes.resnet18),
     "vgg16": _Entry("VGG-16", model_shapes.vgg16, "float32", (49, 100, 32, "images")),
     "vgg19": _Entry("VGG-19", model_shapes.vgg19),
-    "inception-bn": _Entry("Inception-BN", inception.inception_bn),
-    "transformer": _Entry("Transformer base", transformer.transformer, "float32", (95, 114, 16, "samples")),
-    "bert-base": _Entry("BERT-base", bert.bert_base, "float16", (188, 281, 85, "samples")),
-    "bert-large": _Entry("BERT-large", bert.bert_large, "float16", (339, 508, 35, "samples")),
-    "gpt2": _Entry("GPT-2 small", gpt2.gpt2),
-    "ugatit": _Entry("U-GAT-IT", ugatit.ugatit),
+    "inception-bn": _Entry("Inception-BN", model_shapes.inception_bn),
+    "transformer": _Entry("Transformer base", model_shapes.transformer, "float32", (95, 114, 16, "samples")),
+    "bert-base": _Entry("BERT-base", model_shapes.bert_base, "float16", (188, 281, 85, "samples")),
+    "bert-large": _Entry("BERT-large", model_shapes.bert_large, "float16", (339, 508, 35, "samples")),
+    "gpt2": _Entry("GPT-2 small", model_shapes.gpt2),
+    "ugatit": _Entry("U-GAT-IT", model_shapes.ugatit),
 }
 
 #: Name -> function that returns the shapes.
@@ -68,3 +119,102 @@ def n_elements(name: str) -> list[int]:
 def divided(name: str, divisor: int) -> Shapes:
     """Return the tensors of model *name* as vectors of 1/*divisor* of their elements, at least one each."""
     return {tensor: (max(1, prod(shape) // divisor),) for tensor, shape in load(name).shapes.items()}
+
+#: A file with more than this is no list of shapes.
+_MOST_NBYTES = 64 << 20
+
+
+def named(name: str, dtype: str | None = None) -> Model:
+    """Return the built-in model *name* or, if there is none, that of the file *name*; *dtype* replaces its own.
+
+    Raises
+    ------
+    ConfigError
+        If there is neither, the file is unreadable or holds anything else, or the dtype has no kernel.
+    """
+    if name in MODELS:
+        return _with_dtype(load(name), dtype)
+    path = Path(name)
+    if not path.exists() and os.sep not in name and not path.suffix:
+        return load(name)  # says which there are
+    return _with_dtype(Model(path.stem, path.name, _read(path)), dtype)
+
+
+def from_torch(place: str, dtype: str | None = None) -> Model:
+    """Return the model of the torch module that ``module:callable`` returns when it is called without arguments.
+
+    Only parameters that take gradients count. Whatever the function raises becomes a ConfigError that quotes it.
+    """
+    module_name, colon, function_name = place.partition(":")
+    if not (colon and module_name and function_name):
+        raise ConfigError(f"--from-torch {place!r}: expected MODULE:CALLABLE, such as mynet:build")
+    sys.path.insert(0, os.getcwd())
+    try:
+        built = getattr(importlib.import_module(module_name), function_name)()
+        parameters = [(name, p) for name, p in built.named_parameters() if p.requires_grad]
+        shapes = {name: tuple(int(length) for length in p.shape) for name, p in parameters}
+        dtypes = {str(p.dtype).removeprefix("torch.") for _, p in parameters}
+    except Exception as exc:
+        raise ConfigError(f"--from-torch {place!r}: {type(exc).__name__}: {exc}") from exc
+    finally:
+        sys.path.remove(os.getcwd())
+    if not shapes:
+        raise ConfigError(f"--from-torch {place!r}: the module has no parameter that takes a gradient")
+    if len(dtypes) > 1 and dtype is None:
+        raise ConfigError(f"--from-torch {place!r}: its parameters are {' and '.join(sorted(dtypes))}; "
+                          "say with --dtype in which one gradients travel")
+    return _with_dtype(Model(function_name, place, shapes), dtype or dtypes.pop())
+
+
+def _with_dtype(model: Model, dtype: str | None) -> Model:
+    if dtype is not None and dtype not in ITEM_NBYTES:
+        raise ConfigError(f"dtype {dtype!r} is not summed by any kernel; there are {', '.join(ITEM_NBYTES)}")
+    return model if dtype is None else replace(model, dtype=dtype)
+
+
+def _read(path: Path) -> Shapes:
+    try:
+        if path.stat().st_size > _MOST_NBYTES:
+            raise ConfigError(f"model file {path}: {path.stat().st_size} bytes are no list of shapes")
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as exc:
+        raise ConfigError(f"model file {path} cannot be read: {exc.strerror}; built-in models are "
+                          f"{', '.join(MODELS)}") from exc
+    except UnicodeDecodeError:
+        raise ConfigError(f"model file {path} is no text; expected lines NAME SHAPE, such as fc.weight 4096x25088, "
+                          "or JSON {\"NAME\": [4096, 25088]}") from None
+    shapes = _of_json(path, text) if text.lstrip().startswith("{") else _of_lines(path, text)
+    if not shapes:
+        raise ConfigError(f"model file {path} names no tensor; expected lines NAME SHAPE, such as fc.weight 4096x25088")
+    return shapes
+
+
+def _of_json(path: Path, text: str) -> Shapes:
+    try:
+        told = json.loads(text)
+    except ValueError as exc:
+        raise ConfigError(f"model file {path} is no JSON: {exc}") from None
+    return {name: _shape(path, name, lengths) for name, lengths in told.items()}
+
+
+def _of_lines(path: Path, text: str) -> Shapes:
+    shapes: Shapes = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or not re.fullmatch(r"\d+(?:[x,]\d+)*", words[1]):
+            raise ConfigError(f"model file {path}, line {number}: {line.strip()!r}: expected NAME SHAPE, such as "
+                              "fc.weight 4096x25088")
+        if words[0] in shapes:
+            raise ConfigError(f"model file {path}, line {number}: tensor {words[0]!r} stands there twice")
+        shapes[words[0]] = _shape(path, words[0], [int(length) for length in re.split("[x,]", words[1])])
+    return shapes
+
+
+def _shape(path: Path, name: str, lengths: Any) -> tuple[int, ...]:
+    lengths = lengths.get("shape") if isinstance(lengths, Mapping) else lengths
+    if not isinstance(lengths, list) or not all(type(length) is int and length > 0 for length in lengths):
+        raise ConfigError(f"model file {path}: tensor {name!r} has the shape {lengths!r}; expected a list of positive "
+                          "numbers")
+    return tuple(lengths)

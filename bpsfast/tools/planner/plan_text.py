@@ -6,8 +6,7 @@ from typing import Any
 
 from ...base import output
 from . import machine_list
-from .codec_forecast import describe
-from .prediction import Plan, step_s
+from .prediction import Plan, describe, step_s
 
 #: Of the uncompressed tensors, the largest.
 _MOST_NAMES = 4

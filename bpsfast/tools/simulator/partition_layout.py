@@ -1,13 +1,12 @@
-"""Who sums which partition, and what moving it costs: machine by machine, or folded.
+"""Which machine sums which partition, and what moving it costs: in full (every machine) or folded (one per role).
 
-A *folded* layout lets one worker and one helper stand for all of theirs: every partition is spread over all owners by
-their optimal shares, so that machines of a role do the same at the same time, and one transfer stands for those to all
-peers. A step of 4,096 machines then costs as many events as one of two. `tests/tools/simulator/test_simulated_layout.py` holds it
-against the full simulation of small systems. Where all owners are of one role it is within 3 % if partitions are fine:
-what more urgent layers overtake before each owner has its next partition from all workers is moved in vain for the
-time being, which folded it is not: 14 % of a step with 8 partitions an owner and layer, 2 % with 32. With some helpers
-(0 < k < n) it is up to 20 % too fast, because all connections to workers get as many turns as all to helpers; that is
-never done unasked.
+In a *folded* layout one worker and one helper stand for all others of their role: every partition is spread over all
+owners by their optimal shares, and one transfer stands for the transfers to all peers. A step of 4,096 machines then
+costs as many events as a step of two. `tests/tools/simulator/test_simulated_layout.py` compares folded and full
+simulations of small systems. If all owners have one role and partitions are fine, the folded time is within 3 %. It is
+too short by 14 % of a step with 8 partitions per owner and layer and by 2 % with 32, because a full simulation also
+moves partitions that wait for more urgent layers. With some helpers (0 < k < n) it is up to 20 % too short, because
+connections to workers and to helpers get equal turns; folding is then never the default.
 """
 from __future__ import annotations
 
@@ -17,9 +16,8 @@ from typing import NamedTuple
 from ...orchestration.errors import ConfigError
 from ...orchestration.placement.assignment import assign
 from ...orchestration.placement.shares import Machine, optimal_shares
-from ...orchestration.priority.credit_queue import rank_parts
-from .cluster import Cluster
-from .network import Load
+from ...orchestration.priority.send_queue import rank_parts
+from .network import Cluster, Load
 from .workload import PartitionedWorkload
 
 

@@ -10,12 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...orchestration.priority.credit_queue import CreditQueue
-from ...orchestration.priority.nic_queue import NicQueue
-from ...orchestration.priority.write_order import ArrivalOrder, WriteOrder
-from .cluster import Costs
-from .event_clock import Clock
-from .network import Load, Network
+from ...orchestration.priority.send_queue import ArrivalOrder, CreditQueue, NicQueue, WriteOrder
+from .network import Clock, Costs, Load, Network
 from .partition_layout import Layout, LayoutPart
 
 #: Called with (worker, unit) when the whole sum of a unit is on a worker.

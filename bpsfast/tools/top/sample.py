@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from ...orchestration.job.lags import combined
+from ...orchestration.job.rank_queries import combined
 from ...orchestration.messages import LagReport, LagRow, RankLag
 from .scrape import Scrape, Value
 

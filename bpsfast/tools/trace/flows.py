@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...base.trace_chrome import Slice, micros
-from ...base.trace_file import Process
+from ...base.trace_file import Process, Slice, micros
 from ...base.trace_records import Part
 
 _NAME = "gradient"

@@ -1,16 +1,87 @@
 """All process files of a job as one trace: one clock, arrows, priority inversions marked."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...base import trace_chrome, trace_file
+from ...base import trace_file
 from ...base.trace_file import Process
 from ...base.trace_records import Part, Span
+from ...orchestration.clock_offset import Point, offset_at
 from ...orchestration.errors import ConfigError
-from . import clocks as clock, flows, inversions as urgency
-from .clocks import Clocks
+from . import flows, inversions as urgency
+
+
+class Clock(NamedTuple):
+    """One clock of the job. Without `points` nothing is known of it but that it is the only one, or may be any."""
+
+    points: tuple[Point, ...]
+
+    def shift(self, span: Span) -> Span:
+        """Return *span* by the scheduler's clock; its length stays."""
+        if not self.points:
+            return span
+        offset_ns, _ = offset_at(self.points, span.begin_ns)
+        return span._replace(begin_ns=span.begin_ns + offset_ns, end_ns=span.end_ns + offset_ns)
+
+    def uncertainty_ns(self, spans: Sequence[Span]) -> int:
+        """Return the largest uncertainty of *spans*."""
+        if not self.points or not spans:
+            return 0
+        times = [min(span.begin_ns for span in spans), max(span.end_ns for span in spans)]
+        times += [point.at_ns for point in self.points if times[0] < point.at_ns < times[1]]
+        return max(offset_at(self.points, at_ns)[1] for at_ns in times)
+
+
+class Clocks(NamedTuple):
+    """`of` each process, in their order; `number` of different ones; those whose offset nobody knows are `unknown`."""
+
+    of: list[Clock]
+    number: int
+    uncertainty_ns: int
+    unknown: list[str]
+
+
+def align(processes: Sequence[Process]) -> Clocks:
+    """Find the clock of each of *processes*. If all have the same one, it needs no offset."""
+    shared: dict[str, tuple[Point, ...]] = {}
+    for process in processes:
+        points = _points(process)
+        if points and (process.clock_id not in shared or _best(points) < _best(shared[process.clock_id])):
+            shared[process.clock_id] = points
+    of_nodes = {process.node: _key(process, shared) for process in processes if process.rank < 0}
+    keys = [of_nodes.get(process.node) or _key(process, shared) for process in processes]
+    if len(set(keys)) <= 1:
+        return Clocks([Clock(())] * len(processes), len(set(keys)), 0, [])
+    clocks = [Clock(key[1]) for key in keys]
+    return Clocks(clocks, len(set(keys)),
+                  max(clock.uncertainty_ns(process.spans) for clock, process in zip(clocks, processes)),
+                  [process.role for clock, process in zip(clocks, processes) if not clock.points])
+
+
+def _key(process: Process, shared: dict[str, tuple[Point, ...]]) -> tuple[str, tuple[Point, ...]]:
+    """Return what tells the clock of *process* from others, and its points."""
+    group, points = shared.get(process.clock_id, ()), _points(process)
+    if _contradict(points, group):
+        return f"{process.clock_id} of node {process.node}", points
+    return process.clock_id, group
+
+
+def _contradict(some: tuple[Point, ...], others: tuple[Point, ...]) -> bool:
+    for point in some:
+        offset_ns, uncertainty_ns = offset_at(others, point.at_ns)
+        if abs(offset_ns - point.offset_ns) > uncertainty_ns + point.uncertainty_ns:
+            return True
+    return False
+
+
+def _points(process: Process) -> tuple[Point, ...]:
+    return tuple(sorted(Point(*point) for point in process.clock))
+
+
+def _best(points: tuple[Point, ...]) -> int:
+    return min(point.uncertainty_ns for point in points)
 
 FORMAT = "bpsfast trace 1"
 
@@ -50,7 +121,7 @@ def load(folder: str | Path) -> Job:
             raise ConfigError(f"{other.name} and {path.name} in {folder} are both of {process.role}: traces of two "
                               "jobs lie there; give each job a folder of its own")
     processes.sort(key=lambda process: (process.rank >= 0, process.rank, process.node, process.path))
-    clocks = clock.align(processes)
+    clocks = align(processes)
     for process, its_clock in zip(processes, clocks.of):
         process.spans = [its_clock.shift(span) for span in process.spans]
     return Job(processes, clocks, _parts(processes))
@@ -70,18 +141,19 @@ def _parts(processes: list[Process]) -> dict[int, Part]:
 def dump(job: Job, out_path: str | Path) -> int:
     """Write *job* to *out_path*; return the number of events."""
     base_ns = min((span.begin_ns for process in job.processes for span in process.spans), default=0)
-    placed: list[tuple[Process, trace_chrome.Slice]] = []
+    placed: list[tuple[Process, trace_file.Slice]] = []
     titles: list[dict[str, Any]] = []
     for pid, process in enumerate(job.processes, start=1):
-        slices, rows = trace_chrome.place(process.spans, pid)
+        slices, rows = trace_file.place(process.spans, pid)
         placed += [(process, slice_) for slice_ in slices]
-        titles += trace_chrome.titles(pid, process.role, rows)
-    found = list(trace_chrome.events((slice_ for _, slice_ in placed), job.parts, base_ns, full=True))
+        titles += trace_file.titles(pid, process.role, rows)
+    found = list(trace_file.events((slice_ for _, slice_ in placed), job.parts, base_ns, full=True))
     arrows = flows.arrows(placed, job.parts, base_ns)
     examined = urgency.examine((process, process.spans) for process in job.processes)
     found += [*arrows.events, *_marks(job, examined.inversions, base_ns)]
-    return trace_chrome.dump(Path(out_path), [*titles, *trace_chrome.in_order(found)], {
-        "format": FORMAT, "clocks": job.clocks.number, "clock_uncertainty_us": trace_chrome.micros(job.clocks.uncertainty_ns),
+    return trace_file.dump(Path(out_path), [*titles, *trace_file.in_order(found)], {
+        "format": FORMAT, "clocks": job.clocks.number,
+        "clock_uncertainty_us": trace_file.micros(job.clocks.uncertainty_ns),
         "clock_unknown": job.clocks.unknown, "arrows": arrows.drawn, "arrows_left_out": arrows.impossible,
         "inversions": len(examined.inversions),
         "processes": [{"role": process.role, "node": process.node, "rank": process.rank, "full": process.full,
@@ -95,7 +167,7 @@ def _marks(job: Job, inversions: list[urgency.Inversion], base_ns: int) -> Itera
         urgent, by = (job.parts[span.key[0]].title if span.key[0] in job.parts else f"part {span.key[0]}"
                       for span in (each.urgent, each.by))
         yield {"name": f"priority inversion: {urgent} waits, {by} leaves", "cat": "inversion", "ph": "i", "s": "p",
-               "pid": pids[each.node], "tid": 0, "ts": trace_chrome.micros(each.at_ns - base_ns),
+               "pid": pids[each.node], "tid": 0, "ts": trace_file.micros(each.at_ns - base_ns),
                "args": {"urgent": urgent, "by": by, "peer": each.peer, "ahead_nbytes": each.ahead_nbytes,
                         "round": each.urgent.args["round"]}}
 

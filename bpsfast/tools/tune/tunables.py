@@ -1,13 +1,146 @@
 """Which settings may be tried between these machines, with which values; and of every other one why not, in a line."""
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
+from ...base import rdma_device_list
+from ...base.settings import Settings
+from ...hardware import numa
+from ...hardware.host import Host
 from ...hardware.rdma_devices import PATH_MTUS
-from .capabilities import HostCapabilities, RailCapabilities
-from .perf_options import LATENCY, rails_of
+from ...hardware.verbs import provider
+from ...node.transport.rdma.handshake import ACK_TIMEOUT
+from ...orchestration.errors import ConfigError, UnsupportedError
+from ...pyx.pages import huge_page_nbytes
+from ..perf import ping
+from ..perf.perf_plan import Plan
 from .search import Config, Tunable
+
+
+class RailCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """One usable port: `mtu` is the active path MTU in bytes, `near` the allowed cores of its NUMA node."""
+
+    device: str
+    port: int
+    driver: str
+    link_layer: str
+    reason: str
+    mtu: int
+    max_qp: int
+    max_qp_wr: int
+    numa_node: int | None
+    near: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """device:port, as the setting rdma_devices writes it."""
+        return f"{self.device}:{self.port}"
+
+
+class HostCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine. `rails`: best first towards the other side, those in use by its settings before the others."""
+
+    host: str
+    rails: tuple[RailCapabilities, ...]
+    rejected: dict[str, str]
+    n_used: int
+    n_numa: int
+    cores: tuple[int, ...]
+    huge_page_nbytes: int
+
+    def require(self) -> tuple[RailCapabilities, ...]:
+        """Return the rails; raises `UnsupportedError`, which says of every port why not, if there are none."""
+        if not self.rails:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.rejected.items())
+            raise UnsupportedError(f"{self.host}: no RDMA port can be used: {reasons or 'there is no RDMA device'}. "
+                                   "`bpsfast doctor` there says what to do about it")
+        return self.rails
+
+
+def gather(host: Host, loaded: Settings, peer_host: str) -> HostCapabilities:
+    """Return the facts of this machine, *host*, seen towards *peer_host*.
+
+    Raises
+    ------
+    ConfigError, OSError
+        The settings name what is not there; libibverbs or a device cannot be opened.
+    """
+    rails, rejected = ping.rails(host, loaded, peer_host)
+    allowed = numa.allowed_cpus(host.tree)
+    return HostCapabilities(
+        host=os.uname().nodename, rails=tuple(_rail(host, loaded, rail, allowed) for rail in rails), rejected=rejected,
+        n_used=len(rails) if loaded.rdma_devices else min(1, len(rails)), n_numa=len(host.numa),
+        cores=tuple(sorted(allowed)), huge_page_nbytes=huge_page_nbytes(),
+    )
+
+
+def _rail(host: Host, loaded: Settings, rail: Any, allowed: frozenset[int]) -> RailCapabilities:
+    device = next(each for each in host.devices if each.name == rail.device)
+    with provider(loaded.verbs).Device(rail.device) as opened:
+        limits, port = opened.attributes, opened.port(rail.port)
+    node = device.numa_node
+    near = host.numa[node].cpus & allowed if node in host.numa else allowed
+    return RailCapabilities(device=rail.device, port=rail.port, driver=device.driver, link_layer=port["link_layer"],
+                     reason=rail.reason, mtu=port["active_mtu"], max_qp=limits["max_qp"],
+                     max_qp_wr=limits["max_qp_wr"], numa_node=node, near=tuple(sorted(near)))
+
+ONE_WAY, TWO_WAY, INCAST, LATENCY = "one-way", "two-way", "incast", "latency"
+#: What is too small for anything but its latency to matter: an empty contribution, a few scalars.
+LATENCY_NBYTES = 64
+_TURNS = 200
+_RECEIVES = 512
+#: The settings that are tuned; each is read by the transport.
+NAMES = ("partition_bytes", "credit_bytes", "rdma_devices", "rdma_queue_pairs", "rdma_queue_depth", "rdma_signal_every",
+         "rdma_inline_bytes", "rdma_mtu", "rdma_traffic_class", "rdma_service_level", "rdma_relaxed_ordering",
+         "huge_pages", "rdma_cores")
+
+
+def rails_of(side: HostCapabilities, devices: str) -> list[RailCapabilities]:
+    """Return the rails that *side* would use with the setting rdma_devices; the order pairs them up with the peer's.
+
+    Raises
+    ------
+    ConfigError
+        If the setting names none of them.
+    """
+    if not devices:
+        return list(side.require()[:side.n_used])
+    wanted = rdma_device_list.parse(devices)
+    found = [rail for rail in side.require() if wanted.admits(rail.device, rail.port)]
+    if not found:
+        raise ConfigError(f"rdma_devices={devices!r} names no usable port of {side.host}")
+    return found
+
+
+def plan_of(config: dict[str, Any], load: str, rails: Sequence[RailCapabilities], n_rails: int, duration_s: float,
+            timeout_s: float) -> Plan:
+    """Return the plan for one of *n_rails* pairs of rails between two machines.
+
+    All that are measured at once have the same plan, so what limits any of *rails*, all that take part, limits it.
+    """
+    mtu = min(rail.mtu for rail in rails)
+    most = min(rail.max_qp_wr for rail in rails)
+    shared: dict[str, Any] = {
+        "timeout_s": timeout_s, "ack_timeout": ACK_TIMEOUT, "mtu": min(config["rdma_mtu"] or mtu, mtu),
+        "traffic_class": config["rdma_traffic_class"], "service_level": config["rdma_service_level"],
+        "relaxed_ordering": config["rdma_relaxed_ordering"], "huge_pages": config["huge_pages"] == "auto",
+        "cores": config["rdma_cores"], "inline_nbytes": config["rdma_inline_bytes"],
+        "receive_depth": min(_RECEIVES, most),
+    }
+    if load == LATENCY:
+        return Plan(verb="lat", sizes=(LATENCY_NBYTES,), iterations=_TURNS, depth=min(config["rdma_queue_depth"], most),
+                    **shared)
+    nbytes = config["partition_bytes"]
+    on_the_way = max(1, config["credit_bytes"] // nbytes // n_rails)
+    pairs = min(config["rdma_queue_pairs"], on_the_way)
+    depth = min(config["rdma_queue_depth"], most, max(1, on_the_way // pairs))
+    return Plan(verb="bw", sizes=(nbytes,), duration_s=duration_s, pairs=pairs, depth=depth,
+                moderation=min(config["rdma_signal_every"], depth), both_ways=load == TWO_WAY,
+                reversed=load == INCAST, **shared)
 
 _MIB = 1 << 20
 _LEAST_MTU = 1024
@@ -24,8 +157,8 @@ class Choice(NamedTuple):
     untried: dict[str, str]
 
 
-def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabilities], goal: str, traffic_classes: Sequence[int] = (),
-           service_levels: Sequence[int] = (), only: Sequence[str] = ()) -> Choice:
+def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabilities], goal: str,
+           traffic_classes: Sequence[int] = (), service_levels: Sequence[int] = (), only: Sequence[str] = ()) -> Choice:
     """Return what may be tried, starting from *start*, judged under the load *goal*.
 
     *traffic_classes*, *service_levels*: values that the network is made for, as the user says; *only*: the settings

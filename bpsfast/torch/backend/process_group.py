@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from ...collectives import group_factory
+from ...collectives.group import make_group
 from ...orchestration.errors import BpsError, ConfigError, UnsupportedError
 from . import sparse, torch_compat, worlds
 from .base_group import BaseGroup
@@ -397,7 +397,7 @@ def group_in(world: worlds.World, ranks: Sequence[int], rank: int, timeout_s: fl
     """Make the group of *ranks* of *world*, of which this process is the one at *rank*; without one the world is left.
     """
     try:
-        group = group_factory.make(world.session, world.session_ranks(ranks), timeout_s)
+        group = make_group(world.session, world.session_ranks(ranks), timeout_s)
         made = ProcessGroup(world, group, rank, len(ranks))
         world.members.add(made)
         return made

@@ -21,7 +21,7 @@ from ...launch import rendezvous, roles
 from ...orchestration.errors import ConfigError
 from ...trainer import process
 from ...trainer.exit_handling import ExitWatch
-from ...trainer.joining import join, leave
+from ...trainer.process import join_job, leave_job
 from ...trainer.session import Session
 
 
@@ -48,7 +48,7 @@ class World:
         """End the session if this made it; the daemons end once all ranks have."""
         if self._watch is not None:
             process.forget(self.session)
-            leave(self.session, self._watch, stays=False)
+            leave_job(self.session, self._watch, stays=False)
 
 
 _worlds: list[World] = []
@@ -58,7 +58,7 @@ _lock = threading.Lock()
 def enter(store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout_s: float) -> World:
     """Return the world for a new group of *global_ranks* (empty: all), made by all of them with the same *store*.
 
-    `quit` gives it back. Raises what `rendezvous.place` and `joining.join` raise.
+    `quit` gives it back. Raises what `rendezvous.place` and `join_job` raise.
     """
     is_default = not global_ranks
     if is_default:
@@ -82,7 +82,7 @@ def enter(store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout
 def make(store: Any, rank: int, size: int, timeout_s: float) -> World:
     """Make a world for one group of *size* ranks, whatever else this process takes part in; `quit` ends it.
 
-    Raises what `rendezvous.place` and `joining.join` raise.
+    Raises what `rendezvous.place` and `join_job` raise.
     """
     world = _make(store, rank, size, range(size), timeout_s)
     world.n_groups = 1
@@ -157,7 +157,7 @@ def _make(store: Any, rank: int, size: int, ranks: Sequence[int], timeout_s: flo
     settings = load({})
     logs.configure(settings.log_level, "rank")
     place = rendezvous.place(store, rank, size, settings, min(timeout_s, settings.start_timeout_s))
-    session, started = join(place, settings)
+    session, started = join_job(place, settings)
     logs.set_identity(f"rank {ranks[session.rank]}", session.job)
     world: World
 
