@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True
-"""Engine: the vertex that sums. Native threads take complete partitions in policy order and pass them on.
+"""The engine of a node, which sums. Native threads take complete partitions in policy order and pass them on.
 
 For each partition the engine knows its inputs, a kernel, an output and who comes next (`part.h`). When the
 last input of a round arrives (a lane entry, or a transport's call of the arrived hook) the partition is ready;

@@ -162,8 +162,8 @@ def test_a_server_process_beside_the_node_ends_with_it():
 
 
 def test_sigterm_ends_a_node_in_words():
-    program = ("import sys; from bpsfast import settings; from bpsfast.node import control\n"
-               "sys.exit(control.main(settings.load()))")
+    program = ("import sys; from bpsfast.base import settings; from bpsfast.node import main\n"
+               "sys.exit(main.main(settings.load()))")
     name = secrets.token_hex(8)
     environ = {"PATH": os.environ["PATH"], "BPSFAST_SCHEDULER": "127.0.0.1:9", "BPSFAST_JOB_KEY": KEY.hex(),
                "BPSFAST_NODE_ID": name, "BPSFAST_LOCAL_SIZE": "1", "BPSFAST_LOG_LEVEL": "INFO"}

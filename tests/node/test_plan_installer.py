@@ -22,10 +22,10 @@ from bpsfast.orchestration.messages import (
 
 
 @pytest.fixture
-def installer(vertex):
+def installer(engine_node):
     me = NodeInfo(index=0, host="here", pid=1, address="", shm_name="", ranks=(0,), nic_rate_bytes=0.0)
     regions = Regions()
-    yield PlanInstaller(me, [me], vertex(n_ranks=1).engine, regions, {}, {}, [0])
+    yield PlanInstaller(me, [me], engine_node(n_ranks=1).engine, regions, {}, {}, [0])
     regions.close()
 
 
@@ -39,7 +39,7 @@ def test_what_was_said_of_a_generation_that_was_withdrawn_goes_with_the_next_com
 
 
 @pytest.fixture
-def newcomer(vertex):
+def newcomer(engine_node):
     """The wiring of helper 1, to which node 0 writes over a wire; with memory for so many bytes, or any number."""
     made = []
 
@@ -47,7 +47,7 @@ def newcomer(vertex):
         nodes = [NodeInfo(index=index, host="here", pid=1, address="", shm_name="", ranks=ranks, nic_rate_bytes=0.0)
                  for index, ranks in enumerate([(0,), ()])]
         made.append(Regions(max_nbytes))
-        return made[-1], PlanInstaller(nodes[1], nodes, vertex(n_ranks=1).engine, made[-1], {0: TcpLink(0, {})}, {0: 0}, [])
+        return made[-1], PlanInstaller(nodes[1], nodes, engine_node(n_ranks=1).engine, made[-1], {0: TcpLink(0, {})}, {0: 0}, [])
 
     yield make
     for regions in made:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from bpsfast.base.encryption import Encryption, Seals, seals_of
-from bpsfast.node.transport import Epochs, reconnector as reunion, tcp
+from bpsfast.node.transport import Epochs, reconnector, tcp
 from bpsfast.node.transport.reconnector import RECONNECT_STREAM, Reconnector
 from bpsfast.node.transport.tcp import DataPort
 from bpsfast.orchestration.errors import BpsError, MismatchError
@@ -159,7 +159,7 @@ def test_nobody_who_listens_is_told_soon_and_is_the_end_after_the_lease(sides, i
     begin = time.monotonic()
     here.seek()
     here.until(lambda: here.reconnector.refused() == {1 - index})
-    assert reunion._REFUSED_S <= time.monotonic() - begin < here.lease_s / 2 and not here.reconnector.gone()
+    assert reconnector._REFUSED_S <= time.monotonic() - begin < here.lease_s / 2 and not here.reconnector.gone()
     here.until(here.reconnector.gone)
     assert time.monotonic() - begin >= here.lease_s
     assert f"was not reached at {there.address} within lease_s = 2 s" in here.reconnector.gone()[1 - index]
