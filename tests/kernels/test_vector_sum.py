@@ -16,7 +16,7 @@ import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
-from bpsfast import kernels
+from bpsfast import base, kernels
 from bpsfast.base import dtypes, reference_sum
 from bpsfast.kernels import element_ir, sum_ir
 from bpsfast.orchestration import errors
@@ -78,8 +78,11 @@ def copied() -> Iterator[Path]:
     package = root / "bpsfast"
     shutil.copytree(Path(errors.__file__).parent, package / "orchestration",
                     ignore=shutil.ignore_patterns("__pycache__"))
-    for module in (dtypes, element_ir, kernels, reference_sum, sum_ir):
-        shutil.copy(module.__file__, package)
+    ours = Path(kernels.__file__).parents[1]
+    for module in (base, dtypes, element_ir, kernels, reference_sum, sum_ir):
+        copy = package / Path(module.__file__).relative_to(ours)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(module.__file__, copy)
     (package / "__init__.py").touch()
     (root / "cwd").mkdir()
     for path in (root, *root.rglob("*")):
@@ -93,7 +96,7 @@ def copied() -> Iterator[Path]:
 
 PROGRAM = """
 import numpy as np
-from bpsfast import kernels
+from bpsfast import base, kernels
 from bpsfast.base import reference_sum as reference
 assert kernels.__file__.startswith({root!r}), kernels.__file__
 for dtype in (np.float32, np.float16):
@@ -106,7 +109,7 @@ for dtype in (np.float32, np.float16):
 # Python itself may be installed where only root can read: load all of numba first, then become the user.
 LEAVE_HOME = """
 import os
-from bpsfast import kernels
+from bpsfast import base, kernels
 from bpsfast.base import reference_sum as reference
 from bpsfast.kernels import sum_ir
 sum_ir.compile_kernel("int8", cache=False)
@@ -177,7 +180,7 @@ def test_read_only_install_and_no_home(copied: Path) -> None:
 
 HALVES = """
 import numpy as np, ml_dtypes
-from bpsfast import kernels
+from bpsfast import base, kernels
 from bpsfast.base import reference_sum as reference
 for dtype in (np.float16, ml_dtypes.bfloat16):
     patterns = np.arange(1 << 16, dtype=np.uint16).view(dtype)
