@@ -1,6 +1,6 @@
 """The connection over which two sides agree what to measure, and learn at once when the other one is gone.
 
-TCP: the handshake of `orchestration.security`, then messages of a length (4 bytes, little endian) and MessagePack.
+TCP: the handshake of `orchestration.security`, then messages in the frames of `base.framing`.
 Both sides hold a key, see `secret_for`.
 """
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import queue
 import select
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,11 +16,11 @@ from typing import Any, NamedTuple, Union
 
 import msgspec
 
+from ...base.framing import Frames
 from ...base.settings import Settings
 from ...launch.process_role import format_address, given_key, is_loopback, job_key
 from ...orchestration import security
 from ...orchestration.errors import (
-    DECODE_ERRORS,
     BpsError,
     ConfigError,
     MismatchError,
@@ -111,8 +110,6 @@ Message = Union[Propose, Agree, Offer, Ready, Alive, Sent, Done, Result, Stop, A
 DEFAULT_PORT = 18515
 _LOOPBACK = "127.0.0.1"
 _CONTEXT = "bpsfast perf"
-_LENGTH = struct.Struct("<I")
-_LARGEST_NBYTES = 16 << 20
 _HANDSHAKE_S = 5.0
 #: Pause between two tries to connect to a server that does not listen yet.
 _RETRY_S = 0.1
@@ -177,20 +174,19 @@ class Control:
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock = sock
-        self._buffer = bytearray()
         self._heard_s = time.monotonic()
         self.timeout_s = timeout_s
         # a socket for both kinds of addresses shows IPv4 ones mapped
         self.peer_host: str = sock.getpeername()[0].removeprefix("::ffff:")
         self.peer = format_address(self.peer_host, sock.getpeername()[1])
+        self._frames = Frames(_DECODER.decode, f"a message of {self.peer}", "another version of bpsfast?")
         self.own_host: str = sock.getsockname()[0].removeprefix("::ffff:")
         sock.settimeout(timeout_s)
 
     def send(self, message: Message) -> None:
         """Send *message*; raises `PeerLostError` or `StallError`."""
-        data = msgspec.msgpack.encode(message)
         try:
-            self._sock.sendall(_LENGTH.pack(len(data)) + data)
+            self._sock.sendall(self._frames.pack(message))
         except TimeoutError as exc:
             raise StallError(f"{self.peer} takes no message: nothing was read there for {self.timeout_s:g} s") from exc
         except OSError as exc:
@@ -217,7 +213,7 @@ class Control:
         if pulse is None:
             self._heard_s = began  # nobody looked before; with pulses somebody does
         while True:
-            message = self._next()
+            message = self._frames.next()
             if isinstance(message, Alive):
                 continue
             if isinstance(message, Stop) and kind is not Stop:
@@ -239,22 +235,6 @@ class Control:
             elif found:
                 return None
 
-    def _next(self) -> Message | None:
-        """Return a whole message that was read, if one was."""
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        nbytes = _LENGTH.unpack_from(self._buffer)[0]
-        if nbytes > _LARGEST_NBYTES:
-            raise ProtocolError(f"{self.peer} announced a message of {nbytes} bytes: no bpsfast of this version")
-        if len(self._buffer) < _LENGTH.size + nbytes:
-            return None
-        data = bytes(self._buffer[_LENGTH.size:_LENGTH.size + nbytes])
-        del self._buffer[:_LENGTH.size + nbytes]
-        try:
-            return _DECODER.decode(data)
-        except DECODE_ERRORS as exc:
-            raise ProtocolError(f"a message of {self.peer} cannot be read ({exc}): other version?") from exc
-
     def _read(self) -> None:
         self._heard_s = time.monotonic()
         try:
@@ -263,14 +243,14 @@ class Control:
             raise self._gone(exc) from exc
         if not data:
             raise self._gone(None)
-        self._buffer += data
+        self._frames.feed(data)
 
     def reason(self, wait_s: float) -> BpsError | None:
         """Return why the peer said it stopped, if it does within *wait_s*, for a side that cannot go on anyway."""
         deadline = time.monotonic() + wait_s
         try:
             while True:
-                while (message := self._next()) is not None:
+                while (message := self._frames.next()) is not None:
                     if isinstance(message, Stop) and message.reason:
                         return BpsError(f"{self.peer} stopped: {message.reason}")
                 if not select.select([self._sock], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -287,8 +267,7 @@ class Control:
         """Tell the peer that we end; that it is gone already is no matter."""
         try:
             self._sock.settimeout(1.0)
-            data = msgspec.msgpack.encode(Stop(reason))
-            self._sock.sendall(_LENGTH.pack(len(data)) + data)
+            self._sock.sendall(self._frames.pack(Stop(reason)))
         except OSError:
             pass
 
