@@ -20,7 +20,7 @@ from ..pyx.port import copy
 log = logging.getLogger("bpsfast.node")
 
 _BYTES = 1e9 / 8  # of one Gbit
-#: Bytes of each copied buffer: a partition's, which the caches keep from one copy to the next, as they keep what was just summed.
+#: Bytes of each copied buffer: those of a partition, which stays in the caches between copies, as after a sum.
 _COPY_NBYTES = 4 << 20
 _N_COPIES = 3
 _MAX_THREADS = 8
@@ -78,7 +78,8 @@ def n_summing_threads(settings: Settings) -> int:
 def measure_copy_rate(threads: int) -> float:
     """Measure bytes/s that one thread copies (the best of a few tries, within about 5 ms), times *threads*.
 
-    The choice of compression scales the kernels' measured ratios with it. Threads that share a memory bus copy less together, but what is scaled with this are mostly kernels that compute.
+    The choice of compression scales the kernels' measured ratios with it. Threads that share a memory bus copy less
+    together, but most of these kernels compute.
     """
     source, target = np.ones(_COPY_NBYTES, np.uint8), np.ones(_COPY_NBYTES, np.uint8)
     best_s = float("inf")

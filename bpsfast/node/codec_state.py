@@ -129,5 +129,5 @@ def part_codec(spec: CodecSpec, dtype: str, n_elements: int) -> PartCodec:
         encode=at.encode, decode=at.decode, feed=at.feed, feed_back=at.feed_wide, divide=at.divide,
         narrow=at.narrow if width != ITEM_NBYTES[dtype] else 0, width=width,
         room_nbytes=codec.frame_nbytes(spec, n_elements, dtype), k=codec.count(spec, n_elements),
-        scratch_nbytes=codec_kernels.scratch_nbytes(spec, n_elements, dtype), flags=flags.flags_of(spec), mu=spec.momentum,
-        seed=spec.seed)
+        scratch_nbytes=codec_kernels.scratch_nbytes(spec, n_elements, dtype), flags=flags.flags_of(spec),
+        mu=spec.momentum, seed=spec.seed)

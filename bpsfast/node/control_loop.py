@@ -44,7 +44,7 @@ class ControlLoop(Protocol):
         """Note that *rank*, whose process started this one, has left the job."""
 
     def send(self, message: Message) -> None:
-        """Send *message* to the scheduler; while there is none, it is kept for the next one if it still matters then."""
+        """Send *message* to the scheduler; while there is none, it is kept for the next one if it still matters."""
 
     def say(self, message: Message) -> None:
         """Send *message* to the present scheduler; it may be lost with that."""

@@ -2,8 +2,8 @@
 
 The engine reports what there is to send (`EVENT_FORWARD`: a partial to its owner, `EVENT_RESULT`: a result to every
 node with ranks that push it) and what has arrived at the peer (`EVENT_DELIVERED`). Between the two is the queue of the
-network card (`orchestration.order.card_queue`): the most urgent write first, at most as many bytes under way as there is
-credit. The native streams move the bytes; this thread never touches them.
+network card (`orchestration.priority.nic_queue`): the most urgent write first, and no more bytes under way than there
+is credit. The native streams move the bytes; this thread never touches them.
 """
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Dispatcher:
         self._n_events = self._n_batches = self._n_partitions = self._n_detours = self._n_lent = 0
         self._cpu_ns = self._peak_queued = 0
 
-    # -- any thread but the service's: all but `hold` and `abandon` takes effect in this order, before later events -----
+    # -- any thread but the service's; all but `hold` and `abandon` take effect in this order, before later events -----
 
     def start(self) -> None:
         """Start the thread."""

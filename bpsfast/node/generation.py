@@ -15,8 +15,8 @@ from .regions import Arena, Place, page_round
 
 @dataclass
 class ParameterStore:
-    """The parameters of one partition. `handle` is the engine's; `place` holds the weights, then the momentum; `n_users`:
-    workers whose units use it."""
+    """The parameters of one partition: weights, then momentum, at `place`. `handle` is the engine's; `n_users`: workers
+    whose units use it."""
 
     handle: int
     place: Place
@@ -31,7 +31,8 @@ class ParameterStores:
     def __init__(self, engine: Engine, arena: Arena) -> None:
         self._engine = engine
         self._arena = arena
-        self._stores: dict[tuple[int, int], ParameterStore] = {}  # by the first worker's unit, and the partition's offset
+        #: By the first worker's unit, and the partition's offset.
+        self._stores: dict[tuple[int, int], ParameterStore] = {}
 
     def take(self, unit: UnitPlan, part: PartPlan, coming_nbytes: int) -> ParameterStore:
         """Return the store of *part*, which this node owns, for one more worker; *coming_nbytes*: see `Arena.allocate`.

@@ -84,8 +84,7 @@ class GpuDirect:
     def _require(self, local_rank: int, message: ShareDevice) -> None:
         if self._owner not in (None, local_rank):
             raise ConfigError(f"BPSFAST_GPU_DIRECT: local ranks {self._owner} and {local_rank} both want to send from "
-                              "their GPUs; only one GPU of a machine can: the one that has the sum of all (islands, one "
-                              "root)")
+                              "their GPUs; one GPU of a machine can: the one with the sum of all (islands, one root)")
         if not self._rails.used:
             raise UnsupportedError("BPSFAST_GPU_DIRECT is on, but this node reaches no other one by RDMA (its log says "
                                    "why): give the machines RDMA cards, or set it to off")

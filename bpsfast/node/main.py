@@ -101,22 +101,25 @@ class Node:
         self._fingerprint = fingerprint(settings)
         self._loop = EventLoop(self._broken)
         self._local_ranks = LocalRanks(self, self._loop, settings, __version__, self._fingerprint)
-        self._local_listener = local_listener.LocalListener(self._loop, listener, key, self._local_ranks.rank_came, self._local_ranks.server_came,
-                                              lambda link: self._peers.came(link))
+        self._local_listener = local_listener.LocalListener(
+            self._loop, listener, key, self._local_ranks.rank_came, self._local_ranks.server_came,
+            lambda link: self._peers.came(link))
         self._scheduler = parse_address(settings.scheduler)
         self._data_listener = tcp.listen(local_host(settings, self._scheduler[0]))
         address = self._data_listener.getsockname()[0]
         self._affinity = NodeAffinity(settings, address, host)  # before there are threads
         self._epochs = Epochs()
-        self._runtime = NodeRuntime(settings, lambda source, code: self._peers.source_lost_soon(source, code), self._affinity,
-                              self.run_with_heartbeats)
+        self._runtime = NodeRuntime(
+            settings, lambda source, code: self._peers.source_lost_soon(source, code), self._affinity,
+            self.run_with_heartbeats)
         self._plans = Plans(self, self._loop, self._runtime, self._local_ranks, settings.start_timeout_s)
         self._capacity = capacity.of(settings, address)
         self._membership: SchedulerClient | None = None
         self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._local_ranks,
                             self._epochs)
         self._ledger = ControlLog(__version__, self._fingerprint)
-        self._scheduler_failover = SchedulerFailover(self, self._ledger, self._peers, self._plans, settings.start_timeout_s)
+        self._scheduler_failover = SchedulerFailover(self, self._ledger, self._peers, self._plans,
+                                                     settings.start_timeout_s)
         self._recovery = Recovery(self, self._runtime, self._plans, self._peers.part_with,
                                   self._peers.take_in, self._epochs)
         self._peers.on_connected = self._recovery.connected
@@ -227,7 +230,7 @@ class Node:
         return self._runtime
 
     def send(self, message: messages.Message) -> None:
-        """Send *message* to the scheduler; while there is none, it is kept for the next one if it still matters then."""
+        """Send *message* to the scheduler; while there is none, it is kept for the next one if it still matters."""
         self._ledger.said(message)
         self.say(message)
 

@@ -4,7 +4,7 @@
     /healthz    200 while the control loop runs, else 503: for a liveness probe; a slow start does not matter
     /readyz     200 once the node is in the job and connected, else 503 and the reason
 
-The server answers as soon as the process runs, before there is a job. Counters of ranks lie in their lanes, so no rank is
+The server answers as soon as the process runs, before there is a job. Counters of ranks lie in their lanes: no rank is
 asked. HTTP threads read through the control loop, which owns the counters; while that is busy (it allocates or
 compiles) they serve the last numbers, and how old those are. `bpsfast top` reads them back.
 """
@@ -423,11 +423,11 @@ class Collector:
         found = self._read()
         status = self._status()
         self._node = str(status.node) if status.node >= 0 else ""
-        yield from self._standing(status, None if found is None else found[0])
+        yield from self._status_metrics(status, None if found is None else found[0])
         if found is not None:
             yield from self._counted(found[1])
 
-    def _standing(self, status: Status, age_s: float | None) -> Iterator[Metric]:
+    def _status_metrics(self, status: Status, age_s: float | None) -> Iterator[Metric]:
         """Yield what this node is, and whether it does what it should."""
         from prometheus_client.core import GaugeMetricFamily
 

@@ -58,8 +58,8 @@ class OwnerTransfer:
     """Executes one `Recover` message. Parameters are those of `PlanInstaller`."""
 
     def __init__(self, me: NodeInfo, engine: Engine, links: Mapping[int, Link], sources: Mapping[int, int],
-                 role: PartitionRole, unit_resources: Mapping[int, UnitResources], regions: Regions, takeovers: Mapping[int, SharedMemoryTakeover],
-                 message: Recover) -> None:
+                 role: PartitionRole, unit_resources: Mapping[int, UnitResources], regions: Regions,
+                 takeovers: Mapping[int, SharedMemoryTakeover], message: Recover) -> None:
         self._me = me
         self._engine = engine
         self._links = links
@@ -201,7 +201,8 @@ class OwnerTransfer:
             room["frame"] += 2 * wire_nbytes * coded
         return room
 
-    def _expect(self, unit: UnitPlan, part: PartPlan, node: int, resources: UnitResources, coded: bool, round_: int) -> None:
+    def _expect(self, unit: UnitPlan, part: PartPlan, node: int, resources: UnitResources, coded: bool,
+                round_: int) -> None:
         """Expect results of *part* from *node* from *round_* on, if it is reached over a wire."""
         link = wire(self._links[node])
         if link is not None:

@@ -113,7 +113,7 @@ class PartitionRole:
 
 @dataclass(frozen=True)
 class Members:
-    """The members of a unit. `nodes`: those with such ranks, in node order; `wired`: those reached over a wire from here;
+    """The members of a unit. `nodes`: nodes with such ranks, in node order; `wired`: those reached over a wire;
     `local`: the engine's sources of such ranks here, in local-rank order."""
 
     n_ranks: int

@@ -36,8 +36,8 @@ from .transport.tcp import TcpLink
 
 log = logging.getLogger("bpsfast.node")
 
-#: How long ranks have to read why a job was aborted; and, if lease_s is not longer, how long the scheduler has to decide
-#: what the loss of a peer means: it may first have to find out whether that node is alive.
+#: How long ranks have to read why a job was aborted; and, if lease_s is not longer, how long the scheduler has to
+#: decide what the loss of a peer means: it may first have to find out whether that node is alive.
 GRACE_S = 2.0
 
 
@@ -88,7 +88,7 @@ class Reconnects:
         self._forgotten: set[int] = set()
 
     def begin(self, index: int, reason: str) -> bool:
-        """Close the link to node *index* because of *reason*, and seek another; False if impossible: the node is lost."""
+        """Close the link to node *index* because of *reason*, and seek another; False if that is impossible."""
         if index in self._under_way:
             return True
         link = self._runtime.links.get(index)
@@ -144,7 +144,8 @@ class Reconnects:
             self._on_lost(index, f"node {index} has closed the link, and there can be no other")
 
     def _seek(self, index: int, reconnect: Reconnect) -> None:
-        self._peering.seek(index, reconnect.link.awaited, reconnect.reason if isinstance(reconnect.link, RdmaLink) else "")
+        reason = reconnect.reason if isinstance(reconnect.link, RdmaLink) else ""
+        self._peering.seek(index, reconnect.link.awaited, reason)
         self._loop.call_at(time.monotonic() + self._timeout_s, lambda: self._check(index, reconnect))
 
     def _check(self, index: int, reconnect: Reconnect) -> None:
@@ -324,11 +325,12 @@ class Peers:
                 self._node.send(messages.Measured(nic_rate_bytes=rate))
         if not any(node.probes for node in nodes):
             self._log_forecast(nodes)
-        self._node.runtime.connect(me, self._welcome, self._peering.take(), self._peering.describe(), self._local_ranks.ranks)
+        self._node.runtime.connect(me, self._welcome, self._peering.take(), self._peering.describe(),
+                                   self._local_ranks.ranks)
         for link in self._node.runtime.talking_links():
             self._watch(link)
-        self._reconnects = Reconnects(self._settings, self._loop, self._node.runtime, self._peering, self._node.run_with_heartbeats,
-                                self._plans.without, self._lost)
+        self._reconnects = Reconnects(self._settings, self._loop, self._node.runtime, self._peering,
+                                      self._node.run_with_heartbeats, self._plans.without, self._lost)
         self._local_ranks.connected(me, self._welcome, self._peering.describe())
         self._plans.connected()
         self._reconnects.connected()  # a link may have ended before it could be replaced
@@ -397,7 +399,8 @@ class Peers:
             what = self._node.runtime.why_lost(index, code) if index is not None else os.strerror(code)
             # The whole job ends: sums of that process may be as wrong.
             nonsense = f"{who} announced or sent what fits no partition ({what})"
-            self._node.fail(ProtocolError(f"{nonsense}: mixed versions, or a bug of bpsfast"), "" if index is not None else who)
+            self._node.fail(ProtocolError(f"{nonsense}: mixed versions, or a bug of bpsfast"),
+                            "" if index is not None else who)
             return
         if index in self.peer_shutdowns:
             return

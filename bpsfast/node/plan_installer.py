@@ -185,7 +185,8 @@ class PlanInstaller:
         Nothing of them is under way: a rank retires what is complete for it, so every input was summed and every result
         has arrived. Their memory stays mapped, and registered, for the next units.
         """
-        units = [number for number in units if number in self._unit_resources]  # a node that joined late knows only what it owns
+        # A node that joined late knows only the units that it owns a part of.
+        units = [number for number in units if number in self._unit_resources]
         retired = [part.part for number in units for part in self._unit_resources[number].parts]
         try:
             self._engine.retire(retired)

@@ -28,7 +28,8 @@ _POLL_S = 0.001
 class Plans:
     """Prepares one generation at a time; plans that come before all peers are connected wait."""
 
-    def __init__(self, node: ControlLoop, loop: EventLoop, runtime: NodeRuntime, local_ranks: LocalRanks, timeout_s: float) -> None:
+    def __init__(self, node: ControlLoop, loop: EventLoop, runtime: NodeRuntime, local_ranks: LocalRanks,
+                 timeout_s: float) -> None:
         self._node = node
         self._loop = loop
         self._runtime = runtime
@@ -78,8 +79,9 @@ class Plans:
         self._announce()
 
     def await_for(self, generation: Generation, transfer: OwnerTransfer) -> None:
-        """Answer Ready for *generation*, which is prepared, once the peers have sent their addresses, and what was under
-        way has arrived. If it does not arrive in time, owners that were to give partitions up keep them.
+        """Answer Ready for *generation*, which is prepared, once peers have sent their addresses and all has arrived.
+
+        If it does not arrive in time, owners that were to give partitions up keep them.
         """
         self._generation = generation
         self._transfer = transfer

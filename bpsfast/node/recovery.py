@@ -3,8 +3,8 @@
 A change of epoch, because a helper is lost or has joined:
 
     freeze      stop summing; disconnect lost nodes, connect new ones; report the progress of each partition (`Frozen`)
-    prepare     allocate and bind for the new owners (`owner_changes`); wait for what is under way to or from owners that
-                give a partition up; then send Ready
+    prepare     allocate and bind for the new owners (`owner_changes`); wait for what is under way to or from owners
+                that give a partition up; then send Ready
     commit      go on, and first send what is owed of the last round
 
 If another node is lost in between, all of it starts again: until the commit the engine stays frozen. A node that is

@@ -9,9 +9,9 @@
     stores     weights and momentum that this node keeps, of parts that it owns
     direct     memory of a rank's device: inputs and results that network cards read and write there
 
-An arena is a list of segments, filled first fit. The memory of retired units is free again in its segment, which exists
-until the job ends: processes that mapped or registered it need not be asked, and the next units need no new one. Segment
-numbers are unique on the node over all kinds, so (segment, offset) means the same to every process that has the segment.
+An arena is a list of segments, filled first fit. The memory of retired units is free again in its segment, which
+exists until the job ends: processes that mapped or registered it need not be asked, and the next units need no new
+one. Segment numbers are unique on the node over all kinds: (segment, offset) means the same to every process.
 """
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ class Regions:
         return self._homes.segment(home, nbytes, name=name, huge=self._huge_pages, pool=False)
 
     def _require(self, nbytes: int, ordinary_nbytes: int, purpose: str) -> None:
-        """Raise `CapacityError` unless there are *nbytes* more, *ordinary_nbytes* of them outside the pool of huge pages.
+        """Raise `CapacityError` unless there are *nbytes* more, *ordinary_nbytes* of them outside the huge page pool.
 
         Memory that the kernel has reserved for the pool does not count as available.
         """

@@ -240,7 +240,7 @@ class NodeRuntime:
         self.installer.share_chunk(chunk, "input")
 
     def share_device(self, rank: LocalRank, message: ShareDevice, fd: int) -> int:
-        """Register memory of *rank*'s device; return its segment. Closes *fd* on errors, which are those of `take_in`."""
+        """Register memory of *rank*'s device; return its segment. Closes *fd* on errors (those of `take_in`)."""
         chunk = self.gpu_direct.take_in(rank.local_rank, message, fd)
         self.engine.map_segment(rank.source, chunk.index, chunk.segment.address, chunk.segment.nbytes)
         return chunk.index
@@ -390,7 +390,7 @@ class NodeRuntime:
         ``engine_*``, ``dispatch_*``, ``wire_N_*`` (per peer over tcp or rdma), ``rank_N_*`` are the counters of those;
         ``wire_N_replaced``: how often another link has replaced one that ended; ``wire_N_writes_damaged``: how many
         writes arrived damaged, where that is detected (settings checksum and encryption);
-        ``control_messages`` are the messages to and from scheduler, ranks and peers, heartbeats apart; ``registrations``
+        ``control_messages``: messages to and from scheduler, ranks and peers, without heartbeats; ``registrations``:
         the segments ever made; ``rdma_*``, where any peer is reached by it: what its rails count; ``memory_*`` bytes:
         segments by kind, resident memory outside of segments; ``transport_N`` 1 = shm, 2 = tcp, 3 = rdma.
         """

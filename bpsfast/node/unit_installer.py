@@ -28,8 +28,8 @@ from .transport.shm import ShmLink
 class UnitInstaller:
     """Installs the units of one plan, while its generation is prepared.
 
-    Parameters are those of `PlanInstaller`, *room* (bytes by kind of arena that will be allocated), and *purpose*, which
-    errors name.
+    Parameters are those of `PlanInstaller`, *room* (bytes by kind of arena that will be allocated), and *purpose*, for
+    errors.
 
     Raises
     ------
@@ -38,8 +38,8 @@ class UnitInstaller:
     """
 
     def __init__(self, me: NodeInfo, engine: Engine, regions: Regions, links: Mapping[int, Link],
-                 sources: Mapping[int, int], role: PartitionRole, parameter_stores: ParameterStores, sums: bool, room: dict[str, int],
-                 purpose: str) -> None:
+                 sources: Mapping[int, int], role: PartitionRole, parameter_stores: ParameterStores, sums: bool,
+                 room: dict[str, int], purpose: str) -> None:
         self._me = me
         self._engine = engine
         self._regions = regions
@@ -68,7 +68,8 @@ class UnitInstaller:
         places = self._place_on_device(resources, [part for part in here if self._role.is_direct(unit, part)])
         straight = set(places)
         self._role.count_direct(unit, here, straight)
-        places |= self._side_by_side(resources, self._regions.results, [part for part in here if part.part not in places])
+        places |= self._side_by_side(resources, self._regions.results,
+                                     [part for part in here if part.part not in places])
         for part in unit.parts:
             outputs = (0, 0)
             if part.part in places:
@@ -149,8 +150,8 @@ class UnitInstaller:
         at = self._allocate(resources, self._regions.results, 2 * nbytes).address
         return at, at + nbytes
 
-    def member(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], resources: UnitResources, first_round: int,
-               partial: Place | None = None) -> dict[str, Any]:
+    def member(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], resources: UnitResources,
+               first_round: int, partial: Place | None = None) -> dict[str, Any]:
         """Return the arguments of `Engine.add_member` for *part*, whose result is read at *outputs*.
 
         Memory is allocated, except *partial* if it is given, and bound to the owner's stream from *first_round* on, if

@@ -1,4 +1,4 @@
-"""The communication service when links and nodes are lost: detours, resends, what is dropped and forgotten."""
+"""The communication service when links and nodes are lost: replaced links, resends, what is dropped and forgotten."""
 from __future__ import annotations
 
 import socket
@@ -142,7 +142,7 @@ def test_a_running_service_hears_of_losses_and_loans_by_itself(service):
     service.commit((0,))
     service.dispatcher.start()
     service.dispatcher.drop(0)
-    service.dispatcher.resend(dispatch.ResultResend(source=1, part=0, round=1, address=service.payload.address, nbytes=NBYTES))
+    service.dispatcher.resend(dispatch.ResultResend(1, 0, 1, service.payload.address, NBYTES))
     assert service.written(1, 1) == [0]
     service.links[0].close()
     assert service.lost.empty()
@@ -182,8 +182,8 @@ def test_what_was_given_up_is_not_written_again_nor_behind_what_waits(service):
 def test_a_running_service_forgets_what_it_is_told_to(service):
     service.commit((0, 1))
     service.dispatcher.start()
-    service.dispatcher.resend(dispatch.ResultResend(source=0, part=0, round=1, address=service.payload.address, nbytes=NBYTES))
+    service.dispatcher.resend(dispatch.ResultResend(0, 0, 1, service.payload.address, NBYTES))
     assert service.written(0, 1) == [0]
     service.dispatcher.forget([0])
-    service.dispatcher.resend(dispatch.ResultResend(source=0, part=1, round=1, address=service.payload.address, nbytes=NBYTES))
+    service.dispatcher.resend(dispatch.ResultResend(0, 1, 1, service.payload.address, NBYTES))
     assert service.written(0, 1) == [1] and set(service.dispatcher._destinations[0].posted) == {1}

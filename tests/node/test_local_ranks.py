@@ -1,4 +1,4 @@
-"""The local_ranks: a rank that ends is reported once, and also if it was told something between its end and the look."""
+"""Local ranks: a rank that ends is reported once, also if it was sent a message between its end and the check."""
 from __future__ import annotations
 
 import os

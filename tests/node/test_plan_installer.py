@@ -40,14 +40,15 @@ def test_what_was_said_of_a_generation_that_was_withdrawn_goes_with_the_next_com
 
 @pytest.fixture
 def newcomer(engine_node):
-    """The wiring of helper 1, to which node 0 writes over a wire; with memory for so many bytes, or any number."""
+    """The plan installer of helper 1, to which node 0 writes over a wire; with limited or any memory."""
     made = []
 
     def make(max_nbytes=0):
         nodes = [NodeInfo(index=index, host="here", pid=1, address="", shm_name="", ranks=ranks, nic_rate_bytes=0.0)
                  for index, ranks in enumerate([(0,), ()])]
         made.append(Regions(max_nbytes))
-        return made[-1], PlanInstaller(nodes[1], nodes, engine_node(n_ranks=1).engine, made[-1], {0: TcpLink(0, {})}, {0: 0}, [])
+        engine = engine_node(n_ranks=1).engine
+        return made[-1], PlanInstaller(nodes[1], nodes, engine, made[-1], {0: TcpLink(0, {})}, {0: 0}, [])
 
     yield make
     for regions in made:
@@ -80,8 +81,9 @@ def test_nobody_inherits_what_lies_on_a_device_and_cannot_reach_it(installer, he
                     members=(MemberPlan(name="w", shape=(2048,), offset=0, nbytes=8192),),
                     parts=tuple(PartPlan(part=part, offset=4096 * part, nbytes=4096, owner=heir) for part in (0, 1)))
     installer._links = {1: TcpLink(1, {})}
-    installer._holdings[0] = UnitResources(extents={part: Extent(node=0, segment=0, offset_even=0, offset_odd=0, nbytes=4096,
-                                                        on_device=part == 1) for part in (0, 1)})
+    installer._unit_resources[0] = UnitResources(extents={
+        part: Extent(node=0, segment=0, offset_even=0, offset_odd=0, nbytes=4096, on_device=part == 1)
+        for part in (0, 1)})
 
     def recover(*parts):
         return Recover(epoch=1, generation=1, units=(unit,),

@@ -23,7 +23,8 @@ class Side:
         self.loop = EventLoop(self._raised)
         self.runtime = SimpleNamespace(installer=SimpleNamespace(ownable_nbytes=77), connected=True)
         self.left, self.may_leave = [], True
-        self.node = SimpleNamespace(send=self.told.append, run_with_heartbeats=lambda work: work(), leave_rdma=self._leave)
+        self.node = SimpleNamespace(send=self.told.append, run_with_heartbeats=lambda work: work(),
+                                    leave_rdma=self._leave)
         self.plans = Plans(self.node, self.loop, self.runtime, None, TIMEOUT_S)
 
     def run(self) -> float:

@@ -63,16 +63,16 @@ class Ports:
     """Real data ports, as the node's peers show them."""
 
     def __init__(self, peering):
-        self._farewells = peering.peer_shutdowns
+        self._peer_shutdowns = peering.peer_shutdowns
         self.announce_shutdown = peering.peer_shutdowns.announce_shutdown
 
     @property
     def peer_shutdowns(self):
-        return self._farewells.said
+        return self._peer_shutdowns.said
 
     @property
     def has_announced_shutdown(self):
-        return self._farewells.are_announced
+        return self._peer_shutdowns.are_announced
 
 
 class Alone:

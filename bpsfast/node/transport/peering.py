@@ -192,8 +192,8 @@ class Peering:
                                   settings.start_timeout_s, self._offer_again, self._drop, notify, self._encryption,
                                   self._checks)
         #: Who has said that all its ranks have left.
-        self.peer_shutdowns = PeerShutdowns(me, self._peers, key, epochs, settings.lease_s, self._encryption, self._begin,
-                                   notify)
+        self.peer_shutdowns = PeerShutdowns(me, self._peers, key, epochs, settings.lease_s, self._encryption,
+                                            self._begin, notify)
 
     def start(self) -> None:
         """Begin. Ends by itself within start_timeout_s."""

@@ -311,8 +311,9 @@ def accept(sock: socket.socket, key: bytes, *, mine: int, epochs: Epochs,
            encryption: Encryption = Encryption.NONE) -> security.HandshakeResult:
     """Challenge a connection that was just accepted and return who it is; raises `BpsError` if it cannot prove it."""
     sock.setblocking(True)
-    greeted = security.handshake_as_acceptor(sock, key, CONTEXT, peer=mine, epoch=epochs.known, timeout_s=CHALLENGE_TIMEOUT_S,
-                                     encrypted=encryption.covers(sock))
+    greeted = security.handshake_as_acceptor(
+        sock, key, CONTEXT, peer=mine, epoch=epochs.known, timeout_s=CHALLENGE_TIMEOUT_S,
+        encrypted=encryption.covers(sock))
     hello, least = greeted.hello, epochs.least_of(greeted.hello.peer)
     if hello.epoch < least:
         raise MismatchError(f"node {hello.peer} dialled for epoch {hello.epoch}, the job goes on in epoch {least}: it "
@@ -393,7 +394,7 @@ def pacing_of(settings: Settings, n_peers: int) -> TcpPacing | None:
 class DataPort:
     """Accepts data connections of other nodes on *listener*, which it closes, from `start` until `close`.
 
-    Whoever connects has a thread and a few seconds to prove the job's key (`orchestration.handshakes.HandshakeAcceptor`).
+    Each connection has a thread and a few seconds to prove the job's key (`handshakes.HandshakeAcceptor`).
 
     Parameters
     ----------
@@ -431,5 +432,6 @@ class DataPort:
             self._n_refused += 1
             number = self._n_refused
         if number <= 8 or number & (number - 1) == 0:  # a flood would fill the disk
-            log.log(logging.DEBUG if self._acceptor.is_closed else logging.WARNING, "refused a data connection: %s%s", why,
+            level = logging.DEBUG if self._acceptor.is_closed else logging.WARNING
+            log.log(level, "refused a data connection: %s%s", why,
                     f" ({number} were by now)" if number > 8 else "")

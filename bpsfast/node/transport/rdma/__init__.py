@@ -1,12 +1,12 @@
 """RDMA between two nodes: each partition is one WRITE with immediate, from its place in memory to where it is used.
 
-    rails        the devices of this node: opened once, all segments registered with each (`limits`: checked before that)
+    rails        the devices of this node: opened once, all segments registered with each (checked first by `limits`)
     handshake    over one authenticated connection: offers, queue pairs, a write each way that proves them
     link         the queue pairs to one peer, and what each side knows of the other's slots
     failures     names the failures of a lane
 
-Nothing is exchanged in steady state: addresses and keys are sent to the peer once per generation, before anybody answers
-`Ready`. The connection of the handshake stays open; its end means the end of the peer, long before a write times out.
+Nothing is exchanged in steady state: addresses and keys are sent to the peer once per generation, before `Ready`. The
+connection of the handshake stays open; its end means the end of the peer, long before a write times out.
 """
 from __future__ import annotations
 
