@@ -126,7 +126,7 @@ def test_folders_of_the_dead_go_and_others_stay(temporary: Path, running: Callab
     assert told("--yes")[dead]["removed"] is True
     assert not Path(dead).exists() and all(path.exists() for path in (*kept, link, Path(alive)))
     done = invoke()
-    assert done.exit_code == 0 and "nothing is left of dead jobs" in done.output
+    assert done.exit_code == 0 and "no stale resources" in done.output
 
 
 def test_a_folder_that_does_not_go_is_named(temporary: Path, running: Callable[..., subprocess.Popen],
