@@ -10,7 +10,7 @@ from ..orchestration.errors import UnsupportedError
 from ..trainer import process
 from ..trainer.array_broadcast import broadcast_arrays
 from ..trainer.broadcaster import check_root
-from .leaf_names import names_of
+from .ops import names_of
 
 
 def broadcast(tree: Any, root_rank: int = 0, name: str = "tree") -> Any:

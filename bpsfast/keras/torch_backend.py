@@ -12,7 +12,7 @@ from ..trainer.gradients import Gradients
 from ..trainer.process import barrier as barrier, init as init, shutdown as shutdown
 from ..trainer.session import Session
 from ..trainer.tensor_input import TensorInput
-from .gradient_set import GradientSet
+from .backend import GradientSet
 
 _gradients: dict[GradientSet, Gradients] = {}
 _session: list[Session] = []  # that of `_gradients`

@@ -32,7 +32,7 @@ from ..orchestration.messages import TensorSpec
 from ..orchestration.rounds import after
 from ..pyx.port import copy
 from . import process
-from .gpu.broadcasts import broadcast as broadcast_afar
+from .gpu.staging_buffers import broadcast as broadcast_afar
 from .tensor_input import tensor_input
 from .unit import Unit
 
@@ -273,7 +273,7 @@ def broadcast(x: Any, root_rank: int, name: str | None = None) -> Any:
     memory = session.devices.placed(tensor_input(x))
     text = f"{name or 'broadcast'} {memory.dtype} {memory.shape}"
     if memory.place is not None:
-        return broadcast_afar(session, x, memory, root_rank, text)
+        return broadcast_afar(session, session.broadcaster, x, memory, root_rank, text)
     if session.rank == root_rank:
         if session.size > 1:
             session.broadcaster.send(text, [(memory.address, memory.nbytes)])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..pyx.pages import Segment
 
 if TYPE_CHECKING:
-    from ..gpu.device_segments import DeviceRegion
+    from ..gpu.device import DeviceRegion
     from .input_memory import Region
 
 

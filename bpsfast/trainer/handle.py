@@ -22,8 +22,7 @@ from ..orchestration.errors import ConfigError, MismatchError, StallError, Unsup
 from ..orchestration.messages import TensorSpec
 from . import learning_rate as rates, process
 from .arguments import flag
-from .gpu.device_round import DeviceRound
-from .gpu.devices import DeviceBytes
+from .gpu.devices import DeviceBytes, DeviceRound
 from .repeated_push import RepeatedPush
 from .session import Session
 from .tensor_input import TensorInput, tensor_input

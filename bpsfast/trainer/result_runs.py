@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..gpu.device_segments import DeviceSegment
+from ..gpu.device import DeviceSegment
 from ..orchestration.errors import ProtocolError
 from ..orchestration.messages import UnitReady
 from ..pyx.pages import Segment

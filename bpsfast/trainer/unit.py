@@ -19,7 +19,7 @@ import numpy as np
 
 from ..base.dtypes import TABLE
 from ..base.trace_records import Part
-from ..gpu.device_segments import DeviceSegment
+from ..gpu.device import DeviceSegment
 from ..orchestration.errors import BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.rounds import after
@@ -29,7 +29,7 @@ from .result_runs import ResultRun, runs
 from .sliding_window import SlidingWindow, is_worth, n_slots
 
 if TYPE_CHECKING:
-    from ..gpu.copy_to_device import CopyToDevice
+    from ..gpu.copies import CopyToDevice
     from ..gpu.device import Device
     from .input_memory import Region
     from .session import Session

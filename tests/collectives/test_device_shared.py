@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 import bpsfast
 from bpsfast.base.dtypes import TABLE
 from bpsfast.base.reference_sum import reduce
-from bpsfast.collectives.machine_routes import island_group
+from bpsfast.collectives.island_routes import island_group
 from bpsfast.gpu.communicator import DTYPES, IslandRange
 from bpsfast.gpu.host import host_device
 from bpsfast.gpu.shared_device import SharedCommunicator, slot_ranges

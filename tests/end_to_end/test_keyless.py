@@ -18,8 +18,8 @@ from bpsfast.base.settings import load_with_origins
 from bpsfast.launch import roles
 from bpsfast.launch.namespaces import Cluster
 from bpsfast.orchestration.errors import ConfigError
-from tests.support import recorded_environment
 from tests.end_to_end.test_environments import clean, hosts_file
+from tests.support import recorded_environment
 
 _TIMEOUT_S = 90.0
 _SEVERAL = [name for name in recorded_environment.names() if len(recorded_environment.read(name).machines) > 1]

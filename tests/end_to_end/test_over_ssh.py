@@ -16,9 +16,9 @@ from bpsfast.launch import ssh_job
 from bpsfast.launch.host_list import Host
 from bpsfast.launch.ssh import Ssh
 from bpsfast.orchestration.errors import ConfigError
+from tests.end_to_end.test_keyless import STRANGER, TRAINS
 from tests.support import ssh_jobs
 from tests.support.ssh_jobs import DIGEST, OVER_SSHD, WAIT, digests, is_empty
-from tests.end_to_end.test_keyless import STRANGER, TRAINS
 
 shared_hosts, hosts, trainer = ssh_jobs.shared_hosts, ssh_jobs.hosts, ssh_jobs.trainer
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.every_shape import SturdyJob
 from tests.gpu import place
 from tests.gpu.ranks import start_ranks
+from tests.support.every_shape import SturdyJob
 
 _MISSING = place.missing()
 

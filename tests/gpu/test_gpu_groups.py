@@ -8,9 +8,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed as dist  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from tests.support.every_shape import SturdyJob  # noqa: E402
 from tests.gpu.place import REHEARSES, WHERE, nap, tensor  # noqa: E402
 from tests.gpu.ranks import start_ranks  # noqa: E402
+from tests.support.every_shape import SturdyJob  # noqa: E402
 
 BACKENDS = ["bpsfast", "cpu:gloo,cuda:bpsfast"]
 

@@ -9,9 +9,9 @@ import bpsfast.torch as bps  # noqa: E402
 from bpsfast.gpu.communicator import DTYPES  # noqa: E402
 from bpsfast.gpu.shared_device import SharedCommunicator  # noqa: E402
 from bpsfast.trainer import process  # noqa: E402
-from tests.support.every_shape import SturdyJob  # noqa: E402
 from tests.gpu.place import WHERE, nap  # noqa: E402
 from tests.gpu.ranks import start_ranks  # noqa: E402
+from tests.support.every_shape import SturdyJob  # noqa: E402
 
 
 @pytest.fixture(scope="module")

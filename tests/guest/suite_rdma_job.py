@@ -18,8 +18,6 @@ import pytest
 
 from bpsfast.base.exit_codes import ABORTED
 from bpsfast.node.transport.rdma import limits
-from tests.support import lossy_training
-from tests.support.changing_units import editions
 from tests.guest import spare_device
 from tests.guest.training import (
     N_STEPS,
@@ -31,6 +29,8 @@ from tests.guest.training import (
     train,
 )
 from tests.guest.verbs_end import until
+from tests.support import lossy_training
+from tests.support.changing_units import editions
 from tests.support.jobs import Job
 
 PATIENCE = {"start_timeout_s": 300, "timeout_s": 120, "lease_s": 60, "helper_lease_s": 0, "heartbeat_s": 5}

@@ -18,8 +18,8 @@ from bpsfast.base import process_mark
 from bpsfast.cli import cli
 from bpsfast.launch import stale_resources
 from bpsfast.launch.namespaces import netns
-from tests.support.terminal import on_terminal
 from tests.launch.test_orphan_reaper import guardian_of
+from tests.support.terminal import on_terminal
 
 _BENCH = """
 import sys, tempfile

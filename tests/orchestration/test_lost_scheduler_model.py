@@ -14,9 +14,9 @@ from hypothesis.stateful import initialize, precondition, rule
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.failover.control_log import ControlLog
 from bpsfast.orchestration.failover.scheduler_state import SchedulerState
+from tests.orchestration.test_recovery_model import APART, TOGETHER, World
 from tests.support.job_table import join
 from tests.support.lossy_nodes import ROUNDS, Vertex
-from tests.orchestration.test_recovery_model import APART, TOGETHER, World
 
 
 class Orphans(World):

@@ -11,8 +11,8 @@ from bpsfast.orchestration.errors import ProtocolError
 from bpsfast.orchestration.failover.control_log import ControlLog
 from bpsfast.orchestration.failover.scheduler_state import SchedulerState
 from bpsfast.orchestration.job.generations import Generations
-from tests.support.scheduler_with_nodes import NODES, RANKS, Court, court as court
 from tests.support.job_table import join, spec
+from tests.support.scheduler_with_nodes import NODES, RANKS, Court, court as court
 
 
 def test_another_scheduler_goes_on_when_all_have_told_it(court):

@@ -8,8 +8,8 @@ import pytest
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.orchestration.failover.scheduler_state import SchedulerState
-from tests.support.scheduler_with_nodes import NODES, RANKS, SETTINGS, Court, court as court
 from tests.support.job_table import join, spec
+from tests.support.scheduler_with_nodes import NODES, RANKS, SETTINGS, Court, court as court
 
 
 def stranger(host, n_ranks, **fields):

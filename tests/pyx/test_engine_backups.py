@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.pyx.port import TIMED_OUT
-from tests.support.store_owner import MOST, Owner
 from tests.support.engine_node import N
+from tests.support.store_owner import MOST, Owner
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from bpsfast.kernels import stores
 from bpsfast.orchestration.errors import UnsupportedError
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.port import TIMED_OUT
-from tests.support.store_owner import MOST, Owner
 from tests.support.engine_node import N
+from tests.support.store_owner import MOST, Owner
 
 
 @pytest.fixture

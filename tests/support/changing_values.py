@@ -8,8 +8,8 @@ import threading
 
 import numpy as np
 
-from tests.support.codec_kernel_calls import CODECS
 from tests.kernels.test_codec_kernels import Kernels, draw_values
+from tests.support.codec_kernel_calls import CODECS
 
 N = 4099
 

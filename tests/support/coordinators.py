@@ -18,8 +18,8 @@ from bpsfast.launch.elastic_service import ElasticService, elastic_key
 from bpsfast.orchestration.elastic import protocol
 from bpsfast.orchestration.elastic.coordinator import ElasticRules
 from bpsfast.trainer import process
-from tests.support.channel_ends import receive
 from tests.launch.test_elastic_service import Worker
+from tests.support.channel_ends import receive
 
 KEY = secrets.token_bytes(32)  # of this process alone: ports come back
 LIMIT_S = 20.0

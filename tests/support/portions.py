@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.costs import function_of, read
 from tests.guest.sender import ITEMS
+from tests.support.costs import function_of, read
 
 #: So many runs take all cases between them; those of the emulated machine, which are few, come round twice.
 N_PORTIONS = 12

@@ -22,9 +22,9 @@ from bpsfast.hardware.topology.graph import Topology
 from bpsfast.tools import bug_report_contents, inventory
 from bpsfast.tools.commands.settings_table import SettingRow
 from tests.support import json_schemas as schemas, measurement_schemas
-from tests.sysfs_trees.machine import Machine
 from tests.support.terminal import on_terminal
 from tests.support.trace_records import job as recorded_job
+from tests.sysfs_trees.machine import Machine
 
 _GROUPS = ("bench", "perf", "trace", "tune")
 

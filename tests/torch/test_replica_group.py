@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.torch.backend import ProcessGroup, ReplicaGroup
-from tests.torch.test_process_group_trouble import leftovers
 from tests.support.torch_ranks import LIMIT_S, Processes, keep_gloo
+from tests.torch.test_process_group_trouble import leftovers
 
 _kept = {}
 

@@ -12,8 +12,8 @@ import bpsfast.torch as bps
 from bpsfast.gpu.host import HostDevice, host_device
 from bpsfast.torch.backend.device_calls import Call
 from bpsfast.trainer import process
-from tests.torch import test_cross_barrier, test_ddp, test_torch_ops, test_torch_optimizer, test_torch_parallel
 from tests.support.device_memory import LIMIT_S, held
+from tests.torch import test_cross_barrier, test_ddp, test_torch_ops, test_torch_optimizer, test_torch_parallel
 
 pytestmark = pytest.mark.matrix
 

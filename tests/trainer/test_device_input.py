@@ -1,8 +1,7 @@
 """Where the partitions of a unit lie that comes from a device: on the host, or where a card takes them."""
 from __future__ import annotations
 
-from bpsfast.gpu.device import SharedMemory
-from bpsfast.gpu.device_segments import DeviceRegion, DeviceSegment
+from bpsfast.gpu.device import DeviceRegion, DeviceSegment, SharedMemory
 from bpsfast.trainer.device_input import DeviceInput
 from bpsfast.trainer.input_memory import Region
 

@@ -9,10 +9,10 @@ import bpsfast
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.rounds import N_ROUNDS, after, ahead
 from bpsfast.trainer import process
-from tests.torch import test_async_weights
-from tests.trainer import test_compressed_sums, test_sparse_table
 from tests.collectives import test_collective_group
 from tests.support.lossy_training import counts, train, until_step
+from tests.torch import test_async_weights
+from tests.trainer import test_compressed_sums, test_sparse_table
 
 LAST = N_ROUNDS - 1
 FIRST = LAST - 2

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from ...orchestration.errors import UnsupportedError
 from ...tensorflow.compression import Compression, CompressionLike, parted
-from ...tensorflow.ops import push_pull
-from ...tensorflow.tensor_sums import reduced
+from ...tensorflow.ops import push_pull, reduced
 from ...trainer import process
 from ..process_sets import ProcessSet, global_process_set
 from ..reduce_op import Average, ReduceOp, Sum, chosen, factor

@@ -13,8 +13,8 @@ from bpsfast.hardware.topology.decision import forced, strategy_of
 from bpsfast.hardware.topology.nearest_socket import plain
 from bpsfast.hardware.topology.strategy_solver import choose, islands_by_size, rule
 from bpsfast.orchestration.errors import ConfigError
-from tests.support.gpu_machines import dgx1, switched
 from tests.hardware.topology.test_topology_strategies import EIGHT
+from tests.support.gpu_machines import dgx1, switched
 
 
 @pytest.fixture(autouse=True)

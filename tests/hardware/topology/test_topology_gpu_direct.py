@@ -11,8 +11,8 @@ from bpsfast.hardware.topology.discovery import discover
 from bpsfast.hardware.topology.gpu_direct import GpuNicPair, nearest, pairs, possible, why_not, wished
 from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology
 from bpsfast.orchestration.errors import ConfigError
-from tests.support.gpu_machines import GIGA, dgx1, switched
 from tests.hardware.topology.test_topology_strategies import machines
+from tests.support.gpu_machines import GIGA, dgx1, switched
 
 
 def reasons(topology):

@@ -10,9 +10,9 @@ from bpsfast.hardware.topology.loads import Traffic
 from bpsfast.hardware.topology.nearest_socket import plain
 from bpsfast.hardware.topology.strategy_solver import choose, rule
 from bpsfast.orchestration.errors import ConfigError
+from tests.hardware.topology.test_topology_strategies import EIGHT, machines
 from tests.support.gpu_machines import GIGA, dgx1, load, switched
 from tests.sysfs_trees import INSIDES, NAMES
-from tests.hardware.topology.test_topology_strategies import EIGHT, machines
 
 
 def test_switches_sum_and_memory_adds():

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 
 from bpsfast.hardware.topology import discovery, drawing
 from bpsfast.hardware.topology.graph import PartKind, Topology
+from tests.hardware.topology.test_topology_graph import topologies
 from tests.sysfs_trees import INSIDES
 from tests.sysfs_trees.machine import Machine
-from tests.hardware.topology.test_topology_graph import topologies
 
 
 @pytest.mark.parametrize("name", INSIDES)
