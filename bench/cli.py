@@ -5,10 +5,8 @@ from typing import Any
 
 import click
 
-from ..base.command_errors import exit_on_error
-from ..tools.commands import host_options
-from ..tools.commands.help_group import FullHelpGroup
-from ..tools.commands.options import overrides, set_option
+from ..base.exit_codes import exit_on_error
+from ..tools.commands.options import FullHelpGroup, job_options, overrides, set_option, take_plan
 from . import cli_options
 
 _COUNT = click.IntRange(1)
@@ -25,7 +23,7 @@ class _Benches(FullHelpGroup):
 
 @click.group(cls=_Benches)
 def command() -> None:
-    """Measure this machine: figures of one run beside each other, with --compare beside others' all-reduce.
+    """Measure this machine: benchmarks that compare alternatives in one run, with --compare also other all-reduces.
 
     \b
     bpsfast bench kernels --quick
@@ -34,15 +32,15 @@ def command() -> None:
 
 
 @command.command("suite")
-@click.option("--quick/--full", default=True, show_default=True, help="Some minutes, or most of an hour.")
-@click.option("--only", help="Some of its benches.  [default: all that can run here]", metavar="NAME[,NAME]")
+@click.option("--quick/--full", default=True, show_default=True, help="Run for minutes, or for most of an hour.")
+@click.option("--only", help="Benchmarks to run.  [default: all that can run here]", metavar="NAME[,NAME]")
 @click.option("-o", "--out", "folder", type=click.Path(file_okay=False), default="out/suite", show_default=True,
-              help="Folder of the report and of the result files.")
+              help="Folder for the report and the result files.")
 @exit_on_error
 def bench_suite(**options: Any) -> None:
-    """All benches that this machine can run, and one report (report.html, report.json) with a verdict of the machine.
+    """Run all benchmarks that this machine can run, and write one report (report.html, report.json) with a verdict.
 
-    Exit code 1 if a result was wrong, or a bench failed.
+    Exit code 1 if a result was wrong or a benchmark failed.
     """
     from . import suite
 
@@ -51,24 +49,24 @@ def bench_suite(**options: Any) -> None:
 
 
 @command.command("kernels")
-@cli_options.result(quick="Fewer sizes and samples.")
+@cli_options.result(quick="Use fewer sizes and samples.")
 @exit_on_error
 def bench_kernels(json_path: str | None, quick: bool) -> None:
-    """Sums per second of each kernel against C, NumPy and torch."""
+    """Measure the rate of each sum kernel against C, NumPy and torch."""
     from . import kernels
 
     kernels.run(json_path=json_path, quick=quick)
 
 
 @command.command("summation")
-@click.option("--workers", "n_workers", type=click.IntRange(2, 8), help="Gradients of one sum.  [default: 4]")
-@click.option("--lines", help="Rates to keep up with, Gbit/s.  [default: 10,25,100,400]", metavar="N[,N]")
+@click.option("--workers", "n_workers", type=click.IntRange(2, 8), help="Number of gradients in a sum.  [default: 4]")
+@click.option("--lines", help="Link rates to keep up with, Gbit/s.  [default: 10,25,100,400]", metavar="N[,N]")
 @cli_options.rounds("each operation", default=15)
 @cli_options.plot()
-@cli_options.result(quick="Fewer and shorter turns.")
+@cli_options.result(quick="Run fewer and shorter rounds.")
 @exit_on_error
 def bench_summation(**options: Any) -> None:
-    """Gbit/s of gradients that a core sums, beside optimizers' updates, and cores needed for each network card."""
+    """Measure Gbit/s of gradients that a core sums, beside optimizer updates, and the cores each link rate needs."""
     from .paper import summation
 
     summation.run(options)
@@ -76,10 +74,10 @@ def bench_summation(**options: Any) -> None:
 
 @command.command("codecs")
 @cli_options.rounds("each contestant", default=8)
-@cli_options.result(quick="Three codecs, two turns.")
+@cli_options.result(quick="Run three codecs, two rounds.")
 @exit_on_error
 def bench_codecs(**options: Any) -> None:
-    """Bytes per second of each codec of compression, beside memcpy's."""
+    """Measure bytes per second of each compression codec, beside memcpy."""
     from . import codecs
 
     codecs.run(options)
@@ -87,19 +85,19 @@ def bench_codecs(**options: Any) -> None:
 
 @command.command("push_pull")
 @click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT,
-              help="Ranks in all.  [default: 2; of hosts, all slots]")
-@click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")
-@host_options.job_options
-@click.option("--compare", help="Peers in the same run: gloo, mpi.", metavar="NAME[,NAME]")
-@click.option("--sizes", help="Every power of two (4K:256M), or a list (4K,1M).", metavar="MIN:MAX|N,N")
+              help="Number of ranks.  [default: 2; with hosts, all slots]")
+@click.option("--nodes", "n_nodes", type=_COUNT, help="Number of simulated machines on this host.  [default: 1]")
+@job_options
+@click.option("--compare", help="Also measure these in the same run: gloo, mpi.", metavar="NAME[,NAME]")
+@click.option("--sizes", help="Sizes: every power of two (4K:256M), or a list (4K,1M).", metavar="MIN:MAX|N,N")
 @click.option("--dtype", default="float32", show_default=True)
-@click.option("--attach", help="Only read what nodes of a running job count (their metrics_port).",
+@click.option("--attach", help="Only read the counters of a running job's nodes (metrics_port).",
               metavar="HOST:PORT[,...]")
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), help="How long, with --attach.  [default: 10]")
-@cli_options.result(quick="Fewer sizes and samples.")
+@cli_options.result(quick="Use fewer sizes and samples.")
 @exit_on_error
 def bench_push_pull(**options: Any) -> None:
-    """Time and bandwidth of push_pull by size, with the bound and how near it comes; between hosts without a bound."""
+    """Measure time and bandwidth of push_pull by size, and how near they come to the bound (not between hosts)."""
     from . import push_pull
     from .push_pull import attach
 
@@ -108,108 +106,108 @@ def bench_push_pull(**options: Any) -> None:
         return
     if options["seconds"] is not None:
         raise click.UsageError("--seconds says how long --attach looks: without it there is nothing to wait for")
-    plan = host_options.take_plan(options, ["n_nodes"])
+    plan = take_plan(options, ["n_nodes"])
     push_pull.run(options, plan)
 
 
 @command.command("saturation")
-@click.option("--curves", help="Some of size, ranks, nodes, partition, credit.  [default: all]", metavar="NAME[,NAME]")
-@click.option("--sizes", help="Of the first curve.  [default: 4K:64M]", metavar="MIN:MAX|N,N")
-@click.option("--compare", help="A peer in the curve over sizes: gloo.", metavar="NAME")
+@click.option("--curves", help="Curves: size, ranks, nodes, partition, credit.  [default: all]", metavar="NAME[,NAME]")
+@click.option("--sizes", help="Sizes of the first curve.  [default: 4K:64M]", metavar="MIN:MAX|N,N")
+@click.option("--compare", help="Also measure this in the curve over sizes: gloo.", metavar="NAME")
 @cli_options.rounds("each point", default=5)
 @cli_options.plot()
-@cli_options.result(quick="The ends of each curve.")
+@cli_options.result(quick="Measure only the ends of each curve.")
 @exit_on_error
 def bench_saturation(**options: Any) -> None:
-    """Goodput, latency, wire, CPU per GB and memory of push_pull over size, ranks, nodes, partitions, credit."""
+    """Measure goodput, latency, wire bytes, CPU and memory of push_pull over size, ranks, nodes, partitions, credit."""
     from .paper import saturation
 
     saturation.run(options)
 
 
 @command.command("post")
-@click.option("--nodes", "n_nodes", type=click.IntRange(1, 2), help="Nodes of the two ranks.  [default: 1, then 2]")
-@click.option("--sizes", help="Bytes of a message.  [default: 8,4K,64K,1M,16M,64M]", metavar="N,N")
+@click.option("--nodes", "n_nodes", type=click.IntRange(1, 2), help="Nodes for the two ranks.  [default: 1, then 2]")
+@click.option("--sizes", help="Message sizes.  [default: 8,4K,64K,1M,16M,64M]", metavar="N,N")
 @cli_options.rounds("each contestant", default=5)
-@cli_options.result(quick="Two sizes, one turn.")
+@cli_options.result(quick="Run two sizes, one round.")
 @exit_on_error
 def bench_post(**options: Any) -> None:
-    """A message from rank to rank and back, beside gloo's send and recv."""
+    """Measure a message from rank to rank and back, beside send and recv of gloo."""
     from . import post
 
     post.run(options)
 
 
 @command.command("optimum")
-@click.option("--sets", help="Which cells: equal, full, unequal, models.  [default: all]", metavar="NAME[,NAME]")
-@click.option("--workers", help="Workers with equal links.  [default: 2,4,8]", metavar="N[,N]")
+@click.option("--sets", help="Sets of cells: equal, full, unequal, models.  [default: all]", metavar="NAME[,NAME]")
+@click.option("--workers", help="Numbers of workers with equal links.  [default: 2,4,8]", metavar="N[,N]")
 @cli_options.rounds("each contestant", default=3)
-@cli_options.result(quick="Fewer cells and turns.")
+@cli_options.result(quick="Run fewer cells and rounds.")
 @exit_on_error
 def bench_optimum(**options: Any) -> None:
-    """Steps on real packets beside the model: n workers and k helpers, each a network namespace. Needs root."""
+    """Measure steps with n workers and k helpers, each in a network namespace, beside the model. Needs root."""
     from .paper import optimum
 
     optimum.run(options)
 
 
 @command.command("schedule")
-@click.option("--workers", "n_workers", type=_COUNT, help="Machines that train.  [default: 4]")
-@click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Machines that only sum.  [default: 2]")
-@click.option("--model", help="A built-in model, its tensors N times smaller.  [default: vgg16/32]", metavar="NAME/N")
+@click.option("--workers", "n_workers", type=_COUNT, help="Number of machines that train.  [default: 4]")
+@click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Number of machines that only sum.  [default: 2]")
+@click.option("--model", help="Built-in model, with tensors N times smaller.  [default: vgg16/32]", metavar="NAME/N")
 @click.option("--ratio", type=click.FloatRange(0, min_open=True),
-              help="Seconds of computing for each of communication.  [default: 0.75]")
+              help="Seconds of computing per second of communication.  [default: 0.75]")
 @click.option("--ways", help="fifo|priority, crossing|DDP gloo|...  [default: all]", metavar="NAME[|NAME]")
 @cli_options.rounds("each way", default=3)
-@cli_options.result(quick="Three ways, one turn.")
+@cli_options.result(quick="Run three ways, one round.")
 @exit_on_error
 def bench_schedule(**options: Any) -> None:
-    """Training by urgency and without a barrier against order of arrival, and against DDP over gloo. Needs root."""
+    """Compare training by priority and without a barrier with order of arrival, and with DDP over gloo. Needs root."""
     from . import schedule
 
     schedule.run(options)
 
 
 @command.command("compressed")
-@click.option("--machines", help="How many, each with one rank.  [default: 2,4]", metavar="N[,N]")
-@click.option("--codecs", help="As of `bpsfast plan --compression`, between bars.  [default: six]",
+@click.option("--machines", help="Number of machines, each with one rank.  [default: 2,4]", metavar="N[,N]")
+@click.option("--codecs", help="Codecs as for `bpsfast plan --compression`, separated by bars.  [default: six]",
               metavar="CODEC[|CODEC]")
-@click.option("--model", help="A built-in model.  [default: resnet18]")
-@click.option("--rate-mbit", type=click.FloatRange(1), help="Of each link, each way.  [default: 100]")
-@click.option("--compute-s", type=click.FloatRange(0), help="Computing (slept) in a step.  [default: 0.1]")
+@click.option("--model", help="Built-in model.  [default: resnet18]")
+@click.option("--rate-mbit", type=click.FloatRange(1), help="Rate of each link in each direction.  [default: 100]")
+@click.option("--compute-s", type=click.FloatRange(0), help="Computing time of a step (a sleep).  [default: 0.1]")
 @cli_options.rounds("each codec", default=3)
-@cli_options.result(quick="Two codecs on two machines, one turn.")
+@cli_options.result(quick="Run two codecs on two machines, one round.")
 @exit_on_error
 def bench_compressed(**options: Any) -> None:
-    """Training steps on slow links with each codec and without: times, and bytes by the kernel's count. Needs root."""
+    """Measure training steps on slow links with each codec and without: time, and bytes on the wire. Needs root."""
     from . import compressed
 
     compressed.run(options)
 
 
 @command.command("accuracy")
-@click.option("--codecs", help="As of `bpsfast plan --compression`, between bars.  [default: seven]",
+@click.option("--codecs", help="Codecs as for `bpsfast plan --compression`, separated by bars.  [default: seven]",
               metavar="CODEC[|CODEC]")
-@click.option("--seeds", "n_seeds", type=_COUNT, help="Trainings with each codec.  [default: 6]")
-@click.option("--epochs", "n_epochs", type=_COUNT, help="Of each training.  [default: 40]")
-@cli_options.result(quick="Fewer codecs and seeds.")
+@click.option("--seeds", "n_seeds", type=_COUNT, help="Training runs with each codec.  [default: 6]")
+@click.option("--epochs", "n_epochs", type=_COUNT, help="Epochs of each training run.  [default: 40]")
+@cli_options.result(quick="Use fewer codecs and seeds.")
 @exit_on_error
 def bench_accuracy(**options: Any) -> None:
-    """Accuracy that two machines reach with each codec and without. Needs scikit-learn."""
+    """Compare the accuracy that two machines reach with each codec and without. Needs scikit-learn."""
     from . import accuracy
 
     accuracy.run(options)
 
 
 @command.command("ddp")
-@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
-@click.option("--sizes", help="Of the collectives.  [default: 1K,16K,256K,4M,64M]", metavar="N[,N]")
-@click.option("--operations", help="Which collectives, '' for none.  [default: all]", metavar="NAME[,NAME]")
+@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks on this machine.  [default: 2]")
+@click.option("--sizes", help="Sizes of the collectives.  [default: 1K,16K,256K,4M,64M]", metavar="N[,N]")
+@click.option("--operations", help="Collectives to measure, '' for none.  [default: all]", metavar="NAME[,NAME]")
 @cli_options.rounds("each backend", default=5)
-@cli_options.result(quick="Fewer sizes, one turn.")
+@cli_options.result(quick="Run fewer sizes, one round.")
 @exit_on_error
 def bench_ddp(**options: Any) -> None:
-    """DistributedDataParallel and torch's collectives by the backend "bpsfast" beside gloo. Needs torch."""
+    """Measure DistributedDataParallel and torch collectives with the backend "bpsfast", beside gloo. Needs torch."""
     from . import ddp
 
     ddp.run(options)
@@ -218,20 +216,20 @@ def bench_ddp(**options: Any) -> None:
 @command.command("model")
 @click.argument("model", metavar="NAME")
 @click.option("--backend", metavar="NAME[,NAME]",
-              help="Who averages gradients: bpsfast, gloo, nccl, horovod.  [default: bpsfast]")
+              help="Libraries that average gradients: bpsfast, gloo, nccl, horovod.  [default: bpsfast]")
 @click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True,
-              help="Few layers, for CPUs; or the published parameters, for GPUs.")
-@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
-@click.option("--batch", type=_COUNT, help="Samples of a rank in a step.  [default: the model's own]")
+              help="Few layers, for CPUs, or the published model, for GPUs.")
+@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks on this machine.  [default: 2]")
+@click.option("--batch", type=_COUNT, help="Samples of a rank in a step.  [default: that of the model]")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda for full models]")
 @click.option("--data", type=click.Path(), metavar="PATH",
-              help="A real set: an .npz file, or a folder of images for each class.  [default: synthetic]")
-@click.option("--steps", "n_steps", type=_COUNT, help="Steps of a turn.  [default: 10]")
+              help="Data set: an .npz file, or a folder of images for each class.  [default: synthetic]")
+@click.option("--steps", "n_steps", type=_COUNT, help="Steps in a round.  [default: 10]")
 @cli_options.rounds("each backend", default=3)
-@cli_options.result(quick="Two steps, one turn.")
+@cli_options.result(quick="Run two steps, one round.")
 @exit_on_error
 def bench_model(**options: Any) -> None:
-    """Train resnet50, vgg16, transformer, bert-large, gpt2 or ugatit: images/s or tokens/s of one rank and of all.
+    """Train resnet50, vgg16, transformer, bert-large, gpt2 or ugatit; report images/s or tokens/s.
 
     Exit code 1 if ranks end with different weights.
     """
@@ -243,16 +241,16 @@ def bench_model(**options: Any) -> None:
 
 @command.command("device")
 @click.option("--device", type=click.Choice(["cuda", "host"]), default="cuda", show_default=True,
-              help="A GPU, or the machine itself as one: that shows that all of it runs, and claims nothing.")
+              help="A GPU, or host memory treated as one, which only shows that the path works.")
 @click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks that share the device.  [default: 2]")
-@click.option("--sizes", help="Of the arrays.  [default: 1M,4M,16M,64M,256M]", metavar="N[,N]")
-@click.option("--parts", help="Some of sums, beside, stages, training, memory.  [default: all]", metavar="NAME[,NAME]")
+@click.option("--sizes", help="Sizes of the arrays.  [default: 1M,4M,16M,64M,256M]", metavar="N[,N]")
+@click.option("--parts", help="Parts: sums, beside, stages, training, memory.  [default: all]", metavar="NAME[,NAME]")
 @set_option
 @cli_options.rounds("each operation", default=5)
-@cli_options.result(quick="Fewer sizes, two turns.")
+@cli_options.result(quick="Run fewer sizes, two rounds.")
 @exit_on_error
 def bench_device(assignments: tuple[str, ...], **options: Any) -> None:
-    """push_pull by ranks that share a GPU beside plain copies, a stream that is not held up, overlap, bits, memory."""
+    """Measure push_pull of ranks that share a GPU: beside plain copies, stream stalls, overlap, results, memory."""
     from . import device
 
     if not device.run({**options, "settings": overrides(assignments)}):
@@ -260,12 +258,12 @@ def bench_device(assignments: tuple[str, ...], **options: Any) -> None:
 
 
 @command.command("frameworks")
-@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks, on this machine.  [default: 2]")
+@click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks on this machine.  [default: 2]")
 @cli_options.rounds("each row", default=10)
-@cli_options.result(quick="One turn.")
+@cli_options.result(quick="Run one round.")
 @exit_on_error
 def bench_frameworks(**options: Any) -> None:
-    """Frameworks' arrays beside NumPy's: one large tensor and 161 small ones. Of the frameworks that are installed."""
+    """Compare arrays of the installed frameworks with NumPy arrays: one large tensor and 161 small ones."""
     from . import frameworks
 
     frameworks.run(options)
@@ -273,58 +271,72 @@ def bench_frameworks(**options: Any) -> None:
 
 @command.command("rows")
 @click.option("--table", "table_size", help="Size of the table.  [default: 2G]", metavar="SIZE")
-@click.option("--row", "row_elements", type=_COUNT, help="float32 elements of a row.  [default: 128]")
+@click.option("--row", "row_elements", type=_COUNT, help="Number of float32 elements in a row.  [default: 128]")
 @click.option("--share", type=click.FloatRange(0, 1, min_open=True),
               help="Share of the rows that a rank pushes in a step.  [default: 0.01]")
 @cli_options.rounds("either", default=5)
-@cli_options.result(quick="A small table, two turns.")
+@cli_options.result(quick="Use a small table, two rounds.")
 @exit_on_error
 def bench_rows(**options: Any) -> None:
-    """Bytes and time of a push of few rows of a large table, between two machines, beside those of a dense array."""
+    """Measure bytes and time of pushing a few rows of a large table between two machines, beside a dense array."""
     from . import rows
 
     rows.run(options)
 
 
 @command.command("autotune")
-@click.option("--starts", help="Bad partition_bytes to begin with.  [default: 64000,65536000]", metavar="N[,N]")
+@click.option("--starts", help="Bad partition_bytes to start from.  [default: 64000,65536000]", metavar="N[,N]")
 @cli_options.rounds("what was chosen and the grid's best", default=3)
 @cli_options.result()
 @exit_on_error
 def bench_autotune(**options: Any) -> None:
-    """Tuning inside training, from bad settings, beside a grid of settings. Needs root and torch; ten minutes."""
+    """Compare tuning during training, from bad settings, with a grid search. Needs root and torch; ten minutes."""
     from . import autotune
 
     autotune.run(options)
 
 
+@command.command("overhead")
+@click.option("--against", type=click.Path(), metavar="PYTHON",
+              help="The interpreter of another installation of bpsfast, measured in turns with this one.")
+@click.option("--elements", "n_elements", type=_COUNT, help="float32 elements of a tensor.  [default: 256]")
+@cli_options.rounds("each version", default=5)
+@cli_options.result(quick="One short turn.")
+@exit_on_error
+def bench_overhead(**options: Any) -> None:
+    """Time, Python calls and locks of a tensor between the backward hook and its announcement. Needs torch."""
+    from . import overhead
+
+    overhead.run(options)
+
+
 @command.command("neighbour")
-@click.option("--cores", type=_COUNT, help="Cores of the helper.  [default: 1]")
+@click.option("--cores", type=_COUNT, help="Number of cores of the helper.  [default: 1]")
 @click.option("--nic-rate", type=click.FloatRange(0, min_open=True), metavar="GBPS",
-              help="What it sends, and receives, at most, Gbit/s.  [default: 0.2]")
+              help="Most that it sends, and receives, Gbit/s.  [default: 0.2]")
 @click.option("--loads", metavar="SHARE[,SHARE]",
-              help="Share of the time in which the other job wants its cores.  [default: 0.5,1]")
-@click.option("--windows", "n_windows", type=_COUNT, help="Windows of each kind.  [default: 20]")
+              help="Share of the time in which the other job uses its cores.  [default: 0.5,1]")
+@click.option("--windows", "n_windows", type=_COUNT, help="Number of windows of each kind.  [default: 20]")
 @click.option("--at-most-s", type=click.FloatRange(0, min_open=True),
-              help="Give up by then where other programs disturb.  [default: 600 for each load]")
+              help="Give up after this time if other programs interfere.  [default: 600 per load]")
 @click.option("--window-s", type=click.FloatRange(0, min_open=True), help="Length of a window.  [default: 1]")
-@cli_options.result(quick="Fewer windows.")
+@cli_options.result(quick="Measure fewer windows.")
 @exit_on_error
 def bench_neighbour(**options: Any) -> None:
-    """Step time of another job on this machine while a helper with a quota serves, and while it is idle."""
+    """Measure the step time of another job on this machine while a limited helper works, and while it is idle."""
     from . import neighbour
 
     neighbour.run(options)
 
 
 @command.command("chaos")
-@click.option("--seeds", type=_COUNT, default=20, show_default=True, help="Trials, each a job of its own.")
-@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first one's seed.")
+@click.option("--seeds", type=_COUNT, default=20, show_default=True, help="Number of trials, each a job of its own.")
+@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Seed of the first trial.")
 @cli_options.load()
 @cli_options.result()
 @exit_on_error
 def bench_chaos(**options: Any) -> None:
-    """Kill and stop processes of training jobs: every sum stays right, or the job ends in words, and never hangs."""
+    """Kill and stop processes of training jobs and check that sums stay right, or the job fails with a clear error."""
     from . import chaos
 
     if not chaos.run(options):
@@ -338,7 +350,7 @@ def bench_chaos(**options: Any) -> None:
 @cli_options.result()
 @exit_on_error
 def bench_soak(**options: Any) -> None:
-    """A job that trains for long: every sum is right, and memory, descriptors and threads of no process grow."""
+    """Run a long training job and check that sums are right and memory, descriptors and threads do not grow."""
     from . import soak
 
     if not soak.run(options):
@@ -347,12 +359,12 @@ def bench_soak(**options: Any) -> None:
 
 @command.command("helpers")
 @click.option("--steps", type=click.IntRange(40), default=400, show_default=True)
-@click.option("--size-mb", type=click.FloatRange(0.1), default=24.0, show_default=True, help="Gradients of one step.")
+@click.option("--size-mb", type=click.FloatRange(0.1), default=24.0, show_default=True, help="MB of gradients a step.")
 @click.option("--placement", type=click.Choice(["optimal", "ps"]), default="ps", show_default=True)
 @cli_options.result()
 @exit_on_error
 def bench_helpers(**options: Any) -> None:
-    """A training with 4, then 2, then 4 helpers: its parameters, bit by bit, and its pauses."""
+    """Train with 4, then 2, then 4 helpers; check the parameters bit by bit and measure the pauses."""
     from . import helpers
 
     if not helpers.run(options):
@@ -362,18 +374,18 @@ def bench_helpers(**options: Any) -> None:
 @command.command("ladder")
 @click.argument("peer", required=False, metavar="[HOST]")
 @click.option("--listen", is_flag=False, flag_value="", metavar="[ADDRESS]",
-              help="Be the service: wait here for one run of `bench ladder` on the other host.")
+              help="Serve one run of `bench ladder` on the other host.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the control connection.  [default: 7810]")
-@click.option("--devices", metavar="A[,B]", help="RDMA device of this end; with both ends here, of the service, too.")
+@click.option("--devices", metavar="A[,B]", help="RDMA device of this end; with both ends here, also of the service.")
 @click.option("--models", metavar="NAME[/N],...", help="vgg19, resnet50, inception-bn; /N: 1/N of every tensor.")
 @cli_options.rounds("each rung", default=5)
-@cli_options.result(quick="One round, small fractions of the lists.")
+@cli_options.result(quick="Run one round with small fractions of the models.")
 @exit_on_error
 def bench_ladder(**options: Any) -> None:
-    """What each thing costs that RDMA can be made to do wrong, and whether tcp were better.
+    """Measure what each wrong use of RDMA costs, and whether tcp would be better.
 
-    On one host `bpsfast bench ladder --listen`, on the other `bpsfast bench ladder HOST`; without either, both ends
-    are here. The control connection is not authenticated. Exit code 3 without an RDMA device.
+    Run `bpsfast bench ladder --listen` on one host and `bpsfast bench ladder HOST` on the other; without either, both
+    ends are on this host. The control connection is not authenticated. Exit code 3 without an RDMA device.
     """
     from .paper import ladder
 

@@ -10,7 +10,7 @@ import click
 
 def rounds(what: str, default: int) -> Callable[[Callable], Callable]:
     """Add ``--rounds``, how many turns *what* gets, *default* without it; it arrives as the parameter *n_rounds*."""
-    return click.option("--rounds", "n_rounds", type=click.IntRange(1), help=f"Turns of {what}.  [default: {default}]")
+    return click.option("--rounds", "n_rounds", type=click.IntRange(1), help=f"Rounds of {what}.  [default: {default}]")
 
 
 def result(quick: str = "") -> Callable[[Callable], Callable]:
@@ -22,7 +22,7 @@ def result(quick: str = "") -> Callable[[Callable], Callable]:
         if quick:
             function = click.option("--quick", is_flag=True, help=quick)(function)
         return click.option("--json", "--out", "json_path", type=click.Path(dir_okay=False), callback=_result_file,
-                            help="Write raw samples here.")(function)
+                            help="Write raw samples to this file.")(function)
 
     return decorate
 
@@ -30,13 +30,13 @@ def result(quick: str = "") -> Callable[[Callable], Callable]:
 def plot() -> Callable[[Callable], Callable]:
     """Add ``--plot``, which arrives as the parameter *plot_path*."""
     return click.option("--plot", "plot_path", type=click.Path(dir_okay=False), callback=_result_file, metavar="FILE",
-                        help="Draw it (.png, .svg, .pdf); needs bpsfast[plot].")
+                        help="Plot the results (.png, .svg, .pdf); needs bpsfast[plot].")
 
 
 def load() -> Callable[[Callable], Callable]:
     """Add ``--load``: processes for each core that keep it busy meanwhile."""
     return click.option("--load", type=click.IntRange(0), default=0, show_default=True,
-                        help="Processes for each core that spin meanwhile.")
+                        help="Processes per core that spin meanwhile.")
 
 
 def _result_file(context: click.Context, option: click.Parameter, value: str | None) -> str | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..base import command_errors, output
+from ..base import exit_codes, output
 
 if TYPE_CHECKING:
     from .harness.result_file import ResultFile
@@ -22,27 +22,27 @@ _COLORS = {"slower": "red", "faster": "green"}
 @click.argument("before_path", metavar="A", type=_FILE)
 @click.argument("after_path", metavar="B", type=_FILE)
 @click.option("--confidence", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.95,
-              show_default=True, help="Of the intervals.")
+              show_default=True, help="Confidence level of the intervals.")
 @click.option("--threshold", type=click.FloatRange(0), default=0.05, show_default=True,
-              help="Changes up to this share count as none.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the bootstrap's draws.")
-@click.option("--fail-on-slower", is_flag=True, help="Exit with 1 if a row is slower.")
-@click.option("--any-bench", is_flag=True, help="Compare runs of two benches, by the names of rows.")
-@click.option("--any-machine", is_flag=True, help="Compare runs of two machines.")
+              help="Ignore changes up to this share.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the bootstrap.")
+@click.option("--fail-on-slower", is_flag=True, help="Exit with code 1 if a row is slower.")
+@click.option("--any-bench", is_flag=True, help="Allow files of different benchmarks; rows are matched by name.")
+@click.option("--any-machine", is_flag=True, help="Allow files of different machines.")
 @output.options(tabular=True)
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(before_path: Path, after_path: Path, confidence: float, threshold: float, seed: int, fail_on_slower: bool,
             any_bench: bool, any_machine: bool, **form: Any) -> None:
-    """Say which rows of result file B are slower than in A, with confidence intervals.
+    """Show which rows of result file B are slower than in A, with confidence intervals.
 
     \b
     bpsfast bench push_pull --json before.jsonl      (then change something)
     bpsfast bench push_pull --json after.jsonl
     bpsfast compare before.jsonl after.jsonl --fail-on-slower
 
-    The ratio is B's median time by A's; the interval comes from drawing turns anew (bootstrap). "unclear": the interval
-    holds both a change and none, or a run has fewer than three turns, as with --quick it may. Two runs differ also by
-    what else the machine did meanwhile.
+    The ratio is the median time of B divided by that of A; its interval is a bootstrap over rounds. "unclear" means
+    that the interval contains both a change and no change, or that a file has fewer than three rounds (as --quick may
+    have). Other load on the machine also makes two runs differ.
     """
     from . import regression
     from .harness import result_file
@@ -57,7 +57,7 @@ def command(before_path: Path, after_path: Path, confidence: float, threshold: f
                 [head, *([row.name, row.before_s, row.after_s, row.ratio, row.low, row.high, row.verdict]
                          for row in found.rows)])
     if fail_on_slower and any(row.verdict == regression.SLOWER for row in found.rows):
-        raise SystemExit(command_errors.FAILED)
+        raise SystemExit(exit_codes.FAILED)
 
 
 def _text(before: ResultFile, after: ResultFile, found: Regression) -> str:

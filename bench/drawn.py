@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from bpsfast.base import command_errors
+from bpsfast.base import exit_codes
 from bpsfast.bench.harness import plots
 from bpsfast.orchestration.errors import ConfigError
 
@@ -80,7 +80,7 @@ def seconds_and_steps(training: _Record) -> tuple[list[float], list[float]]:
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
               help="Folder of the plots.")
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def main(out: Path) -> None:
     """Draw the plots of results that are there."""
     plots.check()

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from bpsfast import kernels
-from bpsfast.base import dtypes
+from bpsfast.base import dtypes, output
 from bpsfast.bench.harness import machine_info, native
 from bpsfast.bench.harness.cold_memory import PARTITION_NBYTES, Pool, cold_nbytes, last_level_nbytes
 from bpsfast.pyx.tcp import crc32c
@@ -242,8 +242,4 @@ def _table(rows: list[Row]) -> str:
                 f"{_ratio(row, rows):.2f}",
             )
         )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))).rstrip()
-        for line in lines
-    )
+    return output.columns(lines, right=range(4, len(lines[0])))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bpsfast.base import value_formats
+from bpsfast.base.value_formats import parse_size
 from bpsfast.bench import rdma_perf
 from bpsfast.bench.harness import machine_info, table
 from bpsfast.bench.harness.launcher import ContestantLauncher
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--size", default="64M", help="bytes of each rank (64M)")
     parser.add_argument("--json", metavar="FILE", help="write medians and raw samples here")
     options = parser.parse_args(arguments)
-    devices, nbytes = options.devices.split(","), value_formats.parse(options.size)
+    devices, nbytes = options.devices.split(","), parse_size(options.size)
     if len(devices) != 2 or not nbytes:
         parser.error(f"--devices {options.devices} --size {options.size}: expected two devices, and bytes such as 64M")
     samples = measure(devices, nbytes, options.rounds)
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     print(table.plain([["", "MB/s both ways", "lowest", "highest", f"of {_YARDSTICK.name}"], *map(cells, rows)]))
     if options.json:
         Path(os.path.expandvars(options.json)).write_text(json.dumps(
-            {"machine": machine_info.describe(), "rounds": options.rounds, "nbytes": nbytes, "rows": rows}, indent=1) + "\n")
+            {"machine": machine_info.describe(), "rounds": options.rounds, "nbytes": nbytes, "rows": rows},
+            indent=1) + "\n")
     return 0
 
 
@@ -56,9 +57,9 @@ def measure(devices: Sequence[str], nbytes: int, n_rounds: int) -> dict[str, lis
     """Return bytes per second, both directions together, of each contestant and round."""
     samples: dict[str, list[float]] = {}
     more = {f"node{i}": {"BPSFAST_RDMA_DEVICES": f"={name}"} for i, name in enumerate(devices)}
-    with ContestantLauncher(2, 2) as hall:
-        jobs = {"push_pull": hall.bpsfast(more=more, transport="rdma", **_PATIENT),
-                "push_pull, sums off": hall.bpsfast(more=more, transport="rdma", sums="off", **_PATIENT)}
+    with ContestantLauncher(2, 2) as launcher:
+        jobs = {"push_pull": launcher.bpsfast(more=more, transport="rdma", **_PATIENT),
+                "push_pull, sums off": launcher.bpsfast(more=more, transport="rdma", sums="off", **_PATIENT)}
         for _ in range(n_rounds):
             if shutil.which(_YARDSTICK.program):
                 value = rdma_perf.theirs(_YARDSTICK, _MESSAGE_NBYTES, devices[1], devices[0], ["-b"])

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import click
 
-from bpsfast.base import command_errors
+from bpsfast.base import exit_codes
 from bpsfast.bench import claims
 from bpsfast.bench.harness.option_lists import parse_names
 from bpsfast.bench.paper import expr1
@@ -174,7 +174,7 @@ def listing(pieces: Sequence[Piece]) -> str:
 @click.option("--only", metavar="NAME[,NAME]", help="These pieces.")
 @click.option("--without", metavar="NAME[,NAME]", help="Not these pieces.")
 @click.option("--list", "only_list", is_flag=True, help="Files, minutes and needs of each piece; nothing is measured.")
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def main(only: str | None, without: str | None, only_list: bool) -> None:
     """Measure all results anew, some hours. Exit code 1 if a piece failed that could run here."""
     known = [piece.name for piece in PIECES]
@@ -194,7 +194,7 @@ def main(only: str | None, without: str | None, only_list: bool) -> None:
         for page, difference in claims.renew():
             click.echo(f"{page}, to be read again: {difference}")
     if any(each.is_failed for each in outcomes):
-        sys.exit(command_errors.FAILED)
+        sys.exit(exit_codes.FAILED)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The command line: the roles one by one, and what the settings are.
+"""The command line: the group ``bpsfast`` with its small commands; larger ones have a file each in `tools.commands`.
 
-Thin on purpose: a command reads its options, calls one function, and turns an error into one line and an exit code
-(`commands.exits`). Larger commands have a file each below `commands`.
+A command reads its options, calls one function, and turns an error into one line and an exit code
+(`base.exit_codes`).
 """
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
-from . import __version__
+from ._version import __version__
 from .base import logs, output, settings
-from .base.command_errors import exit_on_error
+from .base.exit_codes import exit_on_error
 from .orchestration.errors import ConfigError
-from .tools.commands import LazyGroup, settings_table
+from .tools.commands import LazyGroup, info
 from .tools.commands.options import overrides, set_option
 
 _COUNT = click.IntRange(1)
@@ -28,26 +28,26 @@ def cli() -> None:
 
     \b
     bpsfast run -n 4 -- python train.py     four ranks on this machine
-    bpsfast info                            what is installed here and works
-    bpsfast doctor                          what keeps RDMA from working
+    bpsfast info                            what is installed and works
+    bpsfast doctor                          why RDMA does not work
     bpsfast COMMAND --help                  options and examples of each
     """
     logs.set_identity("tool")
 
 
 @cli.command()
-@click.option("--scheduler", metavar="HOST:PORT", help="Where to listen.")
-@click.option("--num-nodes", type=click.IntRange(1), help="Machines with ranks to wait for.")
-@click.option("--num-helpers", type=click.IntRange(0), help="Machines without ranks to wait for.")
-@click.option("--max-helpers", type=click.IntRange(0), help="Machines without ranks that may be there at a time, with "
-              "those that come later.  [default: --num-helpers]")
+@click.option("--scheduler", metavar="HOST:PORT", help="Address to listen on.")
+@click.option("--num-nodes", type=click.IntRange(1), help="Number of machines with ranks to wait for.")
+@click.option("--num-helpers", type=click.IntRange(0), help="Number of helpers (machines without ranks) to wait for.")
+@click.option("--max-helpers", type=click.IntRange(0), help="Most helpers at a time, including those "
+              "that join later.  [default: --num-helpers]")
 @click.option("--starter-fd", type=int, hidden=True)
 @set_option
 @exit_on_error
 def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: Any) -> None:
-    """Be the job's scheduler.
+    """Run the job's scheduler.
 
-    It ends when all ranks have left the job, and is started again at the same address if it was killed.
+    It ends when all ranks have left the job. If it is killed, start it again at the same address.
 
     \b
     export BPSFAST_JOB_KEY=$(openssl rand -hex 32)   the same on all machines
@@ -65,28 +65,29 @@ def scheduler(starter_fd: int | None, assignments: tuple[str, ...], **options: A
 
 
 @cli.command()
-@click.option("--scheduler", metavar="HOST:PORT", help="Where the scheduler listens.")
-@click.option("--local-size", type=click.IntRange(0), help="Ranks of this machine; 0 makes it a helper.")
-@click.option("--helper", is_flag=True, help="Have no ranks: only sum.")
-@click.option("--cores", type=_COUNT, help="Keep to so many CPUs (the idlest of one NUMA node; --cpus: of these).")
-@click.option("--cpus", metavar="LIST", help="Which CPUs --cores takes, such as 4-7.")
+@click.option("--scheduler", metavar="HOST:PORT", help="Address of the scheduler.")
+@click.option("--local-size", type=click.IntRange(0), help="Number of ranks on this machine; 0 makes it a helper.")
+@click.option("--helper", is_flag=True, help="Run without ranks: only sum for other machines.")
+@click.option("--cores", type=_COUNT, help="Use at most this many CPUs (the idlest of one NUMA node, or of --cpus).")
+@click.option("--cpus", metavar="LIST", help="CPUs that --cores are taken from, such as 4-7.")
 @click.option("--nic-rate", "nic_limit", type=click.FloatRange(0, min_open=True), metavar="GBPS",
-              help="Send, and receive, no more than so many Gbit/s.")
+              help="Send, and receive, at most this many Gbit/s.")
 @click.option("--max-bytes", metavar="BYTES", help="Most memory for gradients, such as 4G.")
-@click.option("--nice", is_flag=True, default=None, help="Run only where no other program wants to.")
+@click.option("--nice", is_flag=True, default=None, help="Run only when no other program wants the CPU.")
 @click.option("--starter-fd", type=int, hidden=True)
 @set_option
 @exit_on_error
 def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **options: Any) -> None:
-    """Be this machine's node; without ranks, a helper.
+    """Run this machine's node, or a helper if the machine has no ranks.
 
-    A helper on spare cores of a busy machine keeps to what it is given, and gets no more to do than that can carry.
+    On a busy machine, limit a helper by --cores, --nic-rate and --max-bytes; it is given only as much work as fits.
 
     \b
     bpsfast node --scheduler 10.0.0.1:7700 --local-size 4
     bpsfast node --scheduler 10.0.0.1:7700 --helper --cores 2 --nic-rate 5
     """
     from .launch import daemons
+    from .node import main as control
 
     logs.set_identity("helper" if helper else "node")
     if helper:
@@ -96,7 +97,7 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
     loaded = settings.load(overrides(assignments, **options))
     if starter_fd is not None:
         daemons.watch_starter(starter_fd, loaded)
-    sys.exit(daemons.run_node(loaded, is_awaited=starter_fd is not None))
+    sys.exit(control.run_node(loaded, is_awaited=starter_fd is not None))
 
 
 @cli.command(context_settings={"allow_interspersed_args": False})
@@ -104,7 +105,7 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 @exit_on_error
 def dmlc(assignments: tuple[str, ...], program: tuple[str, ...]) -> None:
-    """Act by BytePS's variables, as bpslaunch did: scheduler, server, or the ranks of PROGRAM.
+    """Run what BytePS's variables ask for, as bpslaunch did: scheduler, server, or the ranks of PROGRAM.
 
     \b
     export DMLC_NUM_WORKER=2 DMLC_NUM_SERVER=1
@@ -115,7 +116,12 @@ def dmlc(assignments: tuple[str, ...], program: tuple[str, ...]) -> None:
     """
     from .launch import local_job as launch
 
-    sys.exit(launch.dmlc(program, settings.load(overrides(assignments))))
+    def run_node(loaded: settings.Settings) -> int:
+        from .node import main as control
+
+        return control.run_node(loaded)
+
+    sys.exit(launch.dmlc(program, settings.load(overrides(assignments)), run_node))
 
 
 @cli.command(hidden=True)
@@ -132,19 +138,19 @@ def agent() -> None:
 @output.options()
 @exit_on_error
 def env(assignments: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
-    """Show every setting: its variable, value here and now, where that came from, and what it means.
+    """Show every setting: its variable, current value, where the value comes from, and what it means.
 
     \b
     bpsfast env
     bpsfast env --set partition_bytes=1M --json
     """
     chosen = output.form(as_json, path, no_color)
-    found = settings_table.effective(*settings.load_with_origins(overrides(assignments)))
-    output.show(chosen, lambda: settings_table.text(found), found)
+    found = info.setting_rows(*settings.load_with_origins(overrides(assignments)))
+    output.show(chosen, lambda: info.settings_text(found), found)
 
 
 @cli.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def version(as_json: bool) -> None:
     """Show the version.
 
@@ -157,7 +163,7 @@ def version(as_json: bool) -> None:
 @cli.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what lets SHELL complete commands, options and settings (--set).
+    """Print a script that lets SHELL complete commands, options and settings (--set).
 
     \b
     eval "$(bpsfast completion bash)"   in ~/.bashrc; bash 4.4 or newer

@@ -1,4 +1,10 @@
 """What bpsfast raises on purpose, classed by whose fault it is and what to do next."""
+from __future__ import annotations
+
+import msgspec
+
+#: Strings need not be UTF-8, and nesting has no end: these two it does not turn into errors of its own.
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class BpsError(Exception):

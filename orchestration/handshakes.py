@@ -142,7 +142,7 @@ class HandshakeAcceptor(Generic[Proof]):
     warn
         Called with words when nobody can be accepted for a while, or any more.
     n_members
-        Connections that the job itself may open at the same time: there is room for them beside `MAX_PENDING_HANDSHAKES`.
+        Connections that the job itself may open at a time, for which there is room beside `MAX_PENDING_HANDSHAKES`.
     """
 
     def __init__(self, listener: socket.socket, prove: Callable[[socket.socket], Proof],
@@ -151,7 +151,8 @@ class HandshakeAcceptor(Generic[Proof]):
         self._listener = listener
         self._prove, self._came, self._refused, self._warn = prove, came, refused, warn
         self._name = name
-        self._strangers: HandshakeLimiter[socket.socket] = HandshakeLimiter(MAX_PENDING_HANDSHAKES + n_members, n_members)
+        self._pending: HandshakeLimiter[socket.socket] = HandshakeLimiter(
+            MAX_PENDING_HANDSHAKES + n_members, n_members)
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._exhausted = False
@@ -174,7 +175,7 @@ class HandshakeAcceptor(Generic[Proof]):
             if self.is_closed:
                 return
             self.is_closed = True
-            for sock in self._strangers:
+            for sock in self._pending:
                 _end(sock)
         os.eventfd_write(self._wake, 1)
         if self._thread.is_alive():
@@ -214,11 +215,11 @@ class HandshakeAcceptor(Generic[Proof]):
     def _make_room(self) -> bool:
         """Whether one more may try."""
         with self._lock:
-            going = self._strangers.one_to_go(time.monotonic())
+            going = self._pending.one_to_go(time.monotonic())
             if going is not None:
-                self._strangers.remove(going)
+                self._pending.remove(going)
                 _end(going)  # its thread says so, and closes it
-            return self._strangers.has_room
+            return self._pending.has_room
 
     def _let_in(self, sock: socket.socket) -> None:
         thread = threading.Thread(target=self._receive, args=(sock,), name=f"{self._name}-handshake", daemon=True)
@@ -226,7 +227,7 @@ class HandshakeAcceptor(Generic[Proof]):
             if self.is_closed:
                 sock.close()
                 return
-            self._strangers.add(sock, source_of(sock), time.monotonic())
+            self._pending.add(sock, source_of(sock), time.monotonic())
             self._threads = {each for each in self._threads if each.is_alive()} | {thread}
         try:
             thread.start()
@@ -274,7 +275,7 @@ class HandshakeAcceptor(Generic[Proof]):
     def _forget(self, sock: socket.socket) -> None:
         """From here on the socket is nobody's to push out."""
         with self._lock:
-            self._strangers.remove(sock)
+            self._pending.remove(sock)
 
 
 def _end(sock: socket.socket) -> None:

@@ -1,8 +1,8 @@
-"""BytePS's key hashes, by name, for comparison with `placement`.
+"""The placement policies that a job may choose, and BytePS's key hashes, which are there for comparison.
 
-They spread *keys*, not bytes, and so leave the worst machine 24-131 % above the optimum where the greedy placement
-stays within 10 %. BytePS hashes the text of a destroyed temporary in C++; here the text is defined: the decimal
-digits of the key, ASCII. `built_in` was ``std::hash``, which differs by C++ library: here it is FNV-1a.
+Hashes spread *keys*, not bytes: they leave the worst machine 24-131 % above the optimum where the greedy placement
+stays within 10 %. BytePS hashes the text of a destroyed temporary in C++; here the text is defined: the decimal digits
+of the key, ASCII. `built_in` was ``std::hash``, which differs by C++ library: here it is FNV-1a.
 
 Source: BytePS ``byteps/common/global.cc``, ``Hash_Naive`` ... ``Hash_Mixed_Mode``.
 """
@@ -92,3 +92,15 @@ def server(name: str, key: int, n_workers: int, n_helpers: int, bound: int = MIX
     else:
         raise ConfigError(f"placement hash:{name} is unknown; known hashes: {', '.join(NAMES)}")
     return n_workers + number if number < n_helpers else number - n_helpers
+
+
+def check_policy(policy: str) -> None:
+    """Raise ConfigError unless *policy* is one of "optimal", "colocated", "ps", "hash:NAME" with a known name."""
+    if policy in ("optimal", "colocated", "ps"):
+        return
+    if policy.startswith("hash:") and policy[5:] in NAMES:
+        return
+    raise ConfigError(
+        f"placement {policy!r} is unknown; use optimal, colocated, ps or hash:NAME with NAME one of "
+        f"{', '.join(NAMES)}"
+    )

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from .messages import NodeInfo
+from .messages import Message, NodeInfo, Outgoing
 
 
 class Roster:
@@ -51,6 +51,10 @@ class Roster:
     def alive_senders(self) -> list[bytes]:
         """The identities of the nodes that take part, in node order."""
         return [self.senders[index] for index in self.alive]
+
+    def to_all(self, message: Message) -> Outgoing:
+        """Address *message* to all nodes that take part."""
+        return [(sender, message) for sender in self.alive_senders]
 
     def index_of(self, sender: bytes) -> int:
         """Return the node index of *sender*."""

@@ -23,8 +23,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from .errors import ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
-from .unreadable import DECODE_ERRORS
+from .errors import DECODE_ERRORS, ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
 
 #: Begins both sides' first message of a data connection; the digit is the handshake's version.
 MAGIC = b"BPSFAST1"
@@ -117,7 +116,8 @@ def plain_handshake_acceptor(sock: socket.socket, key: bytes, context: str, *, p
     return handshake_as_acceptor(sock, key, context, peer=peer, epoch=epoch, timeout_s=timeout_s).hello
 
 
-def handshake_as_dialer(sock: socket.socket, key: bytes, context: str, hello: StreamHello, timeout_s: float) -> HandshakeResult:
+def handshake_as_dialer(sock: socket.socket, key: bytes, context: str, hello: StreamHello,
+                        timeout_s: float) -> HandshakeResult:
     """Prove to the acceptor of *sock* that we hold *key*, make it prove the same, exchange hellos.
 
     Reads exactly the handshake's bytes and restores the socket's time-out. Blocks up to *timeout_s*.

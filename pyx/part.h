@@ -145,7 +145,7 @@ static inline void bps_part_free(struct bps_part *part)
 }
 
 /* A complete part joins the oldest pass that waits, or the one after the last that it was in: the next step of fast
- * ranks does not overtake what slow ones wait for (`orchestration/priority/write_order.py`). */
+ * ranks does not overtake what slow ones wait for (`orchestration/priority/send_queue.py`). */
 static inline void bps_part_join(struct bps_part *part, uint32_t oldest)
 {
     part->pass++;

@@ -3,7 +3,7 @@
  *
  * Of such a part some round was completed last by anybody who is left: `after`. Its result is kept: who lacks it gets it
  * from a keeper. The next round, if it has begun, is pushed again to the new owner, from where its inputs still are:
- * a rank writes the next ones only once all of this round is complete (DESIGN.md, "When a helper is lost").
+ * a rank writes the next ones only once all of this round is complete (docs/design/recovery.md).
  */
 #ifndef BPS_SUCCESSION_H
 #define BPS_SUCCESSION_H

@@ -16,7 +16,7 @@ from typing import Any
 
 from bpsfast.bench.harness import table
 from bpsfast.orchestration.errors import LackingError, PeerLostError, StallError
-from bpsfast.tools.planner.codec_forecast import parse
+from bpsfast.tools.planner.prediction import parse
 
 CODECS = ("topk:k=0.01,error_feedback", "randomk:k=0.01,error_feedback", "onebit:error_feedback",
           "dithering:k=4,error_feedback", "int8:error_feedback", "float16:error_feedback", "bfloat16:error_feedback")

@@ -14,7 +14,7 @@ import numpy as np
 
 import bpsfast
 from bpsfast.bench.accuracy import MARK, task
-from bpsfast.tools.planner.codec_forecast import parse
+from bpsfast.tools.planner.prediction import parse
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import click
 
-from bpsfast.base import command_errors
+from bpsfast.base import exit_codes
 from bpsfast.bench import drawn
 from bpsfast.bench.claims import readme, tables
 from bpsfast.bench.claims.claim import Claim
@@ -79,7 +79,7 @@ def renew(folder: Path = ROOT, results: Path = drawn.RESULTS, write: bool = True
 
 @click.command()
 @click.option("--write", is_flag=True, help="Replace the numbers; read the words around them again.")
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def main(write: bool) -> None:
     """Say which numbers of the READMEs are not those of their result files. Exit code 1 if there are any."""
     found = renew(write=write)
@@ -89,4 +89,4 @@ def main(write: bool) -> None:
     click.echo(f"{n - len(found)} of {n} claims are those of their files"
                + (", the others are now" if write and found else ""))
     if found and not write:
-        sys.exit(command_errors.FAILED)
+        sys.exit(exit_codes.FAILED)

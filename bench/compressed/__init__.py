@@ -24,7 +24,7 @@ from bpsfast.launch.namespaces import Cluster, netns
 from bpsfast.node import copy_rate
 from bpsfast.orchestration.errors import ConfigError, LackingError
 from bpsfast.tools.planner import catalog
-from bpsfast.tools.planner.codec_forecast import parse
+from bpsfast.tools.planner.prediction import parse
 
 CODECS = ("topk:k=0.01,error_feedback", "randomk:k=0.01,error_feedback", "onebit", "onebit:error_feedback",
           "int8:error_feedback", "float16")
@@ -71,10 +71,11 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for n in counts:
         names = [f"node{i}" for i in range(n)]
-        with Cluster(names, rates=dict.fromkeys(names, rate_bits)) as cluster, ContestantLauncher(n, n, cluster) as hall:
+        with Cluster(names, rates=dict.fromkeys(names, rate_bits)) as cluster, \
+                ContestantLauncher(n, n, cluster) as launcher:
             found = Found(model, n, compute_s, cluster.calibrate("node0", "node1").rate_bytes,
                           copy_rate.measure(copy_rate.n_threads(Settings())))
-            found.rows = [Row(_start(hall), variant(model.name, text, compute_s), model.nbytes,
+            found.rows = [Row(_start(launcher), variant(model.name, text, compute_s), model.nbytes,
                               label=text or UNCOMPRESSED) for text in ("", *codecs)]
             _measure(found, cluster, n_rounds)
         print(report.text(found), flush=True)
@@ -82,8 +83,8 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     return table.finish("compressed", given, began, records)
 
 
-def _start(hall: ContestantLauncher) -> Group:
-    return hall.bpsfast(transport="tcp", partition_bytes=PARTITION_NBYTES, credit_bytes=_CREDIT_NBYTES, **_PATIENT)
+def _start(launcher: ContestantLauncher) -> Group:
+    return launcher.bpsfast(transport="tcp", partition_bytes=PARTITION_NBYTES, credit_bytes=_CREDIT_NBYTES, **_PATIENT)
 
 
 def _measure(found: Found, cluster: Cluster, n_rounds: int) -> None:

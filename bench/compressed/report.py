@@ -9,9 +9,8 @@ from bpsfast.base.settings import Settings
 from bpsfast.bench.harness import table
 from bpsfast.bench.harness.samples import Row
 from bpsfast.orchestration.placement.shares import Machine
-from bpsfast.tools.planner.codec_forecast import parse, predict
-from bpsfast.tools.planner.model import Compute, Model
-from bpsfast.tools.planner.prediction import step_s
+from bpsfast.tools.planner.catalog import Compute, Model
+from bpsfast.tools.planner.prediction import parse, predict, step_s
 
 #: Small beside the model: with few partitions steps on slow links without a codec would take longer than they need.
 PARTITION_NBYTES = 512 << 10

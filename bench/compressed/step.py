@@ -12,7 +12,7 @@ import numpy as np
 import bpsfast
 from bpsfast.bench.harness.contestant import Operation
 from bpsfast.tools.planner import catalog
-from bpsfast.tools.planner.codec_forecast import parse
+from bpsfast.tools.planner.prediction import parse
 from bpsfast.trainer.process import current
 
 Array = np.ndarray[Any, Any]

@@ -57,8 +57,8 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise LackingError("bench ddp needs torch: pip install torch")
     n_rounds = given.get("n_rounds") or (1 if quick else 5)
     began = time.time()
-    with ContestantLauncher(n_ranks, 1) as hall:
-        groups = [hall.torch_group(backend) for backend in BACKENDS]
+    with ContestantLauncher(n_ranks, 1) as launcher:
+        groups = [launcher.torch_group(backend) for backend in BACKENDS]
         steps = [Row(group, model, found.nbytes, label=model) for model, found in MODELS.items() for group in groups]
         take_turns(steps, n_rounds, n=2 if quick else _N_STEPS, n_warmup=_N_WARMUP)
         losses = {group.name: group.ask("losses") for group in groups}

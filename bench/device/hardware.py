@@ -1,4 +1,4 @@
-"""What the bench wants of a device, and of the program that works on it. `on_cuda` and `on_host` have it."""
+"""The interface of a device that `bench device` measures; `on_cuda` and `on_host` implement it."""
 from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from bpsfast.gpu.device import Device
-from bpsfast.orchestration.errors import ConfigError
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -71,24 +70,3 @@ class Hardware(Protocol):
 
     def facts(self) -> dict[str, Any]:
         """Return what the device is, for the result file."""
-
-
-def hardware(device: str) -> Hardware:
-    """Return that of this process: "cuda" (its current device), or "host".
-
-    Raises
-    ------
-    ConfigError
-        If *device* is neither.
-    UnsupportedError
-        If there is no such one.
-    """
-    if device == "cuda":
-        from bpsfast.bench.device.on_cuda import CudaHardware
-
-        return CudaHardware()
-    if device == "host":
-        from bpsfast.bench.device.on_host import HostHardware
-
-        return HostHardware()
-    raise ConfigError(f"device {device!r}: expected cuda or host")

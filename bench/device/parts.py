@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bpsfast.base.process_mark import folder_prefix
+from bpsfast.base.process_identity import folder_prefix
 from bpsfast.bench.device import overlap
 from bpsfast.bench.device.copies import AFTER, BOTH, IN, OUT
 from bpsfast.bench.device.footprint import WAYS
@@ -24,8 +24,8 @@ _ASK_S = 180.0
 def sums(plan: Plan) -> Records:
     """push_pull of one array, and of a stream of them, beside plain copies of the same bytes in the same turns."""
     records: Records = []
-    with ContestantLauncher(plan.n_ranks, 1) as hall:
-        group = hall.bpsfast(device=plan.device, **plan.job)
+    with ContestantLauncher(plan.n_ranks, 1) as launcher:
+        group = launcher.bpsfast(device=plan.device, **plan.job)
         records.append(record("device", {}, group.ask("facts", only=[0])[0]))
         for nbytes in plan.sizes:
             many = plan.n_arrays(nbytes)
@@ -62,8 +62,8 @@ def _compare(records: Records) -> None:
 def beside(plan: Plan) -> Records:
     """Steps with and without an exchange, in turns; on a GPU what the profiler sees, too."""
     n = 3 if plan.quick else 10
-    with ContestantLauncher(plan.n_ranks, 1) as hall:
-        group = hall.bpsfast(device=plan.device, **plan.job)
+    with ContestantLauncher(plan.n_ranks, 1) as launcher:
+        group = launcher.bpsfast(device=plan.device, **plan.job)
         found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
         n_wrong = 0
         for _ in range(plan.n_rounds):
@@ -92,8 +92,8 @@ def stages(plan: Plan) -> Records:
     """The overlap of a step's stages between two nodes of one rank each, over tcp on this machine's loopback."""
     n, nbytes = plan.step
     with tempfile.TemporaryDirectory(prefix=folder_prefix("trace")) as folder:
-        with ContestantLauncher(2, 2) as hall:
-            group = hall.bpsfast(device=plan.device, **{**plan.job, "transport": "tcp", "trace_dir": folder})
+        with ContestantLauncher(2, 2) as launcher:
+            group = launcher.bpsfast(device=plan.device, **{**plan.job, "transport": "tcp", "trace_dir": folder})
             row = Row(group, f"{SUMS}{n}", nbytes, "push_pull of a stream")
             take_turns([row], 1, n=4, n_warmup=3)
         found = overlap.load(Path(folder))
@@ -105,8 +105,8 @@ def stages(plan: Plan) -> Records:
 
 def training(plan: Plan) -> Records:
     """The digits' network: averages by the device's way beside those by the CPU's."""
-    with ContestantLauncher(plan.n_ranks, 1) as hall:
-        group = hall.bpsfast(device=plan.device, **_afar(plan))
+    with ContestantLauncher(plan.n_ranks, 1) as launcher:
+        group = launcher.bpsfast(device=plan.device, **_afar(plan))
         return [record("training", {"n_steps": plan.n_training_steps, "rank": rank, "n_ranks": plan.n_ranks}, found)
                 for rank, found in enumerate(group.ask("train", plan.n_training_steps, timeout_s=2 * _ASK_S))]
 
@@ -115,8 +115,8 @@ def memory(plan: Plan) -> Records:
     """What each way to push gradients takes of memory, each in a job of its own."""
     records: Records = []
     for way in WAYS:
-        with ContestantLauncher(plan.n_ranks, 1) as hall:
-            group = hall.bpsfast(device=plan.device, **_afar(plan))
+        with ContestantLauncher(plan.n_ranks, 1) as launcher:
+            group = launcher.bpsfast(device=plan.device, **_afar(plan))
             records += [record("memory", {"rank": rank, "n_ranks": plan.n_ranks}, found) for rank, found
                         in enumerate(group.ask("footprint", way, plan.footprint_nbytes, timeout_s=_ASK_S))]
     return records

@@ -7,11 +7,33 @@ import bpsfast
 from bpsfast.bench.device import sums
 from bpsfast.bench.device.beside import Beside
 from bpsfast.bench.device.copies import Copies
-from bpsfast.bench.device.hardware import hardware
+from bpsfast.bench.device.hardware import Hardware
 from bpsfast.bench.harness.contestant import Operation
+from bpsfast.orchestration.errors import ConfigError
 
 #: What variants of `DeviceRank` begin with: "push_pull of 8", "copies of 8, out" and so on.
 SUMS, COPIES = "push_pull of ", "copies of "
+
+
+def hardware(device: str) -> Hardware:
+    """Return that of this process: "cuda" (its current device), or "host".
+
+    Raises
+    ------
+    ConfigError
+        If *device* is neither.
+    UnsupportedError
+        If there is no such one.
+    """
+    if device == "cuda":
+        from bpsfast.bench.device.on_cuda import CudaHardware
+
+        return CudaHardware()
+    if device == "host":
+        from bpsfast.bench.device.on_host import HostHardware
+
+        return HostHardware()
+    raise ConfigError(f"device {device!r}: expected cuda or host")
 
 
 class DeviceRank:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from bpsfast.hardware.host import Host
-from bpsfast.tools.doctor import shared_cache as caches_check
+from bpsfast.tools.doctor import hardware as caches_check
 
 _PACKAGES = ("bpsfast", "numpy", "numba", "llvmlite", "ml_dtypes", "msgspec", "pyzmq", "torch", "mpi4py",
              "cupy-cuda12x", "cupy-cuda13x")

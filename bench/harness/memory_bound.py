@@ -24,7 +24,7 @@ from bpsfast.orchestration.errors import CapacityError
 from bpsfast.orchestration.placement.partition import CACHED_NBYTES
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import copy
-from bpsfast.trainer.sliding_window import is_worth, n_slots
+from bpsfast.trainer.chunk_descriptors import is_worth, n_slots
 
 _PREFIX, _PAST = "memory of ", ", past caches"
 Array = np.ndarray[Any, Any]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from bpsfast.bench.harness.contestant_group import Group
 from bpsfast.hardware.host import Host
-from bpsfast.tools.doctor import shared_cache
+from bpsfast.tools.doctor import hardware
 
 _BATCH_NBYTES = 192 << 20
 _MAX_BATCH = 200
@@ -74,14 +74,14 @@ def take_turns(rows: Sequence[Row], n_rounds: int, n: int | None = None, n_warmu
 
     *around* is called with (row, True) before each turn and (row, False) after it.
     """
-    cores = shared_cache.measure(Host())
+    cores = hardware.measure(Host())
     for _ in range(n_rounds):
         for row in rows:
             row.n_per_round = batch(row.nbytes) if n is None else n
             row.n_warmup = max(1, row.n_per_round // 10) if n_warmup is None else n_warmup
             if not row.samples_s:  # its arrays and its check are no operation of a turn
                 row.group.prepare(row.variant, row.nbytes)
-            row.handover_ns.append(shared_cache.again(cores).ns)
+            row.handover_ns.append(hardware.again(cores).ns)
             if around is not None:
                 around(row, True)
             turn = row.group.measure(row.variant, row.nbytes, row.n_warmup, row.n_per_round)
@@ -100,7 +100,7 @@ def bounds_s(row: Row, bounds: Iterable[Row]) -> list[float | None]:
     """
     found: list[float | None] = []
     for own_ns, *turns in zip(row.handover_ns, *(zip(bound.handover_ns, bound.turns_s) for bound in bounds)):
-        is_known = bool(turns) and not any(shared_cache.differ(own_ns, ns) for ns, _ in turns)
+        is_known = bool(turns) and not any(hardware.differ(own_ns, ns) for ns, _ in turns)
         found.append(min(turn_s for _, turn_s in turns) if is_known else None)
     return found
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bpsfast.base import output
 from bpsfast.bench.harness import machine_info, samples
 from bpsfast.bench.harness.samples import Row
 
@@ -60,11 +61,7 @@ def block(title: str, rows: Sequence[Row], n_ranks: int, n_servers: int, bounds:
 
 def plain(cells: Sequence[Sequence[str]]) -> str:
     """Return lines of right-justified columns; the first row is the head, the first column left-justified."""
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-        for row in cells
-    )
+    return output.columns(cells, right=range(1, len(cells[0])))
 
 
 def record(section: str, row: Row, n_ranks: int, n_nodes: int, bounds: Sequence[Row] = ()) -> dict[str, Any]:

@@ -155,8 +155,8 @@ def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: floa
     nice = {"BPSFAST_NICE": "1"}
     quota = {"node0": nice, "node1": nice, "helper0": nice | {
         "BPSFAST_CORES": str(cores), "BPSFAST_NIC_LIMIT": str(gbps), "BPSFAST_SUM_RATE": str(gbps)}}
-    with ContestantLauncher(2, 2) as hall, ExitStack() as stack:
-        groups = {name: hall.bpsfast(n_helpers=1, more=more, placement="ps", transport="tcp", awake_us=0,
+    with ContestantLauncher(2, 2) as launcher, ExitStack() as stack:
+        groups = {name: launcher.bpsfast(n_helpers=1, more=more, placement="ps", transport="tcp", awake_us=0,
                                      partition_bytes=256 << 10, **_PATIENT)
                   for name, more in zip(CONTESTANTS, (quota, {}))}
         for group in groups.values():

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from bpsfast.base import command_errors
+from bpsfast.base import exit_codes
 from bpsfast.bench import schedule
 from bpsfast.bench.harness import plots, table
 from bpsfast.bench.paper import osdi20, simulated_breakdown as simulated
@@ -39,7 +39,7 @@ _Record = Mapping[str, Any]
 @click.option("--redraw", is_flag=True, help="Measure and simulate nothing: tables and plot of the last run's records.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
               help="Folder of the results.")
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def main(rounds: int, model: str, redraw: bool, out: Path) -> None:
     """Measure and simulate all bars, a quarter of an hour; then write tables and plot."""
     kept = out / "breakdown.jsonl"

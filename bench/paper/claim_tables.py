@@ -4,10 +4,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...tools.simulator.cluster import uniform
-from ...tools.simulator.layer_chains import MODELS, build
+from ...tools.simulator.network import uniform
 from ...tools.simulator.simulation import Options, simulate
-from ...tools.simulator.workload import Workload
+from ...tools.simulator.workload import MODELS, Workload, build
 from . import osdi20
 from .figures import Constants, Row, run, workload_of
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import click
 
-from bpsfast.base import command_errors
+from bpsfast.base import exit_codes
 from bpsfast.base.settings import Settings
 from bpsfast.bench.paper import optimum, osdi20
 from bpsfast.bench.paper.optimum.cells import Cell
 from bpsfast.launch.namespaces import netns
 from bpsfast.orchestration.placement.shares import Machine, least_time_s
 from bpsfast.tools.planner import prediction as plan
-from bpsfast.tools.planner.model import Model
-from bpsfast.tools.simulator.cluster import Costs, cluster
+from bpsfast.tools.planner.catalog import Model
+from bpsfast.tools.simulator.network import Costs, cluster
 from bpsfast.tools.simulator.simulation import Options, simulate
 from bpsfast.tools.simulator.workload import Layer, workload
 
@@ -43,7 +43,7 @@ _NAMES = {"optimal": "ours", "ps": "naive PS", "colocated": "colocated", "gloo":
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Turns of each contestant.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
               help="Folder of the results.")
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def main(only: tuple[str, ...], rounds: int, out: Path) -> None:
     """Measure all pieces, an hour and a half; then write tables and plot of all results there are."""
     out.mkdir(parents=True, exist_ok=True)

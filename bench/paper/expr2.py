@@ -17,8 +17,8 @@ from typing import Any
 
 import click
 
-from bpsfast import __version__
-from bpsfast.base import command_errors
+from bpsfast._version import __version__
+from bpsfast.base import exit_codes
 from bpsfast.bench.paper import figure_14
 from bpsfast.bench.paper.calibration import Fit
 from bpsfast.bench.paper.figures import Constants, Row
@@ -32,7 +32,7 @@ _PERCENT = f"{100 * figure_14.TOLERANCE:.0f} %"
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
               help="Folder of the results.")
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def main(out: Path) -> None:
     """Simulate the bars; some seconds on one core."""
     known = constants(RESULTS / "expr3.json")
@@ -50,7 +50,7 @@ def main(out: Path) -> None:
     wrong = [f"{of}, {at}" for (of, at), is_right in figure_14.in_order(rows).items() if not is_right]
     if wrong:
         click.echo(f"not in the paper's order: {'; '.join(wrong)}", err=True)
-        sys.exit(command_errors.FAILED)
+        sys.exit(exit_codes.FAILED)
 
 
 def constants(path: Path) -> Constants:
@@ -62,7 +62,8 @@ def constants(path: Path) -> Constants:
                      (("PyTorch", fits["PyTorch"]),))
 
 
-def _document(rows: Sequence[Row], fits: Sequence[Fit], insides: Mapping[tuple[str, str], IntraMachine]) -> dict[str, Any]:
+def _document(rows: Sequence[Row], fits: Sequence[Fit], insides: Mapping[tuple[str, str], IntraMachine]
+              ) -> dict[str, Any]:
     ordered = figure_14.in_order(rows)
     return {
         "bpsfast": __version__, "python": platform.python_version(), "machine": platform.machine(),

@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
-from bpsfast import __version__
-from bpsfast.base import command_errors
+from bpsfast._version import __version__
+from bpsfast.base import exit_codes
 from bpsfast.bench.paper import claim_tables
 from bpsfast.bench.paper.calibration import Fit, calibrate, mean_error
 from bpsfast.bench.paper.figures import Constants, Row, figure_12, figure_13, figures_15_16, workload_of
@@ -26,15 +26,15 @@ _TITLES = {
     "13": "Figure 13: speed over all-reduce, 64 GPUs, k helpers (predicted)",
     "15/16": "Figures 15 and 16: efficiency (fitted at 256 GPUs: one number for each framework; else predicted)",
     "BERT-large": "BERT-large: speed against all-reduce on 32 GPUs (predicted)",
-    "20 Gbit/s TCP": f"Speed over all-reduce at 20 Gbit/s, {claim_tables.TCP_MACHINES} machines (predicted; the claim does "
-                     "not say how many)",
+    "20 Gbit/s TCP": f"Speed over all-reduce at 20 Gbit/s, {claim_tables.TCP_MACHINES} machines (predicted; the claim "
+                     "does not say how many)",
 }
 
 
 @click.command()
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
               help="Folder of the results.")
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def main(out: Path) -> None:
     """Simulate all figures; some minutes on one core."""
     began = time.monotonic()
@@ -64,8 +64,8 @@ def main(out: Path) -> None:
         click.echo(str(out / "expr3.png"))
 
 
-def _document(fits: Sequence[Fit], rows: Sequence[Row], points: Sequence[claim_tables.Point], sizes: Sequence[claim_tables.Size],
-              took_s: float) -> dict[str, Any]:
+def _document(fits: Sequence[Fit], rows: Sequence[Row], points: Sequence[claim_tables.Point],
+              sizes: Sequence[claim_tables.Size], took_s: float) -> dict[str, Any]:
     return {
         "bpsfast": __version__, "python": platform.python_version(), "machine": platform.machine(),
         "took_s": round(took_s, 1), "calibration": [fit._asdict() for fit in fits],

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from bpsfast.hardware.topology.strategy_solver import Strategy
+
 from ...hardware.topology.graph import PartKind, Topology
 from ...hardware.topology.loads import Traffic
-from ...hardware.topology.strategy import Strategy
 from ...hardware.topology.strategy_solver import choose, islands_by_size, islands_of
-from ...tools.simulator.cluster import Costs, uniform
-from ...tools.simulator.layer_chains import build
-from ...tools.simulator.ring import Ring
+from ...tools.simulator.all_reduce import Ring
+from ...tools.simulator.network import Costs, uniform
 from ...tools.simulator.simulation import Options, simulate
-from ...tools.simulator.workload import Workload
+from ...tools.simulator.workload import Workload, build
 from . import machines, osdi20
 from .calibration import Fit
 from .figures import Constants, Row, run, workload_of

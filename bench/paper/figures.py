@@ -14,11 +14,10 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...tools.simulator.cluster import Costs, uniform
-from ...tools.simulator.layer_chains import build
-from ...tools.simulator.ring import Ring
+from ...tools.simulator.all_reduce import Ring
+from ...tools.simulator.network import Costs, uniform
 from ...tools.simulator.simulation import Options, Outcome, simulate
-from ...tools.simulator.workload import Workload, one_bulk
+from ...tools.simulator.workload import Workload, build, one_bulk
 from . import osdi20 as paper
 
 #: Bytes of the microbenchmark of figure 12, which the paper does not say.

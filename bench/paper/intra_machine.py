@@ -11,9 +11,9 @@ from typing import NamedTuple
 from ...hardware.topology.copies import socket_of
 from ...hardware.topology.graph import Link, LinkKind, PartKind, Topology
 from ...hardware.topology.loads import Traffic
-from ...hardware.topology.strategy import Strategy
+from ...hardware.topology.strategy_solver import Strategy
 from ...orchestration.errors import ConfigError
-from ...tools.simulator.ring import Ring
+from ...tools.simulator.all_reduce import Ring
 
 #: A load below this, in sizes of the gradient, is rounding.
 _NOTHING = 1e-6
@@ -33,7 +33,8 @@ def inside(topology: Topology, strategy: Strategy, traffic: Traffic, ring: Ring,
     Raises `ConfigError` if the machine has not one card.
     """
     if len(topology.of(PartKind.NIC)) != 1:
-        raise ConfigError(f"machine {topology.name} has {len(topology.of(PartKind.NIC))} network cards; one is simulated")
+        raise ConfigError(f"machine {topology.name} has {len(topology.of(PartKind.NIC))} network cards; "
+                          "one is simulated")
     [card] = topology.of(PartKind.NIC)
     loads = strategy.loads
     on_wire = loads.cards[card.name]

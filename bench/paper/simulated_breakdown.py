@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ...hardware.topology.loads import Traffic
 from ...orchestration.placement.shares import Machine, optimal_shares
-from ...tools.simulator.cluster import Costs, cluster
-from ...tools.simulator.ring import Ring
+from ...tools.simulator.all_reduce import Ring
+from ...tools.simulator.network import Costs, cluster
 from ...tools.simulator.simulation import Options, simulate
 from . import machines, osdi20
 from .figure_14 import nvlink_way

@@ -50,8 +50,8 @@ def _measure(n_nodes: int, sizes: Sequence[int], n_rounds: int) -> list[dict[str
     lacking = peers.missing("gloo")
     if lacking is not None:
         print(lacking)
-    with ContestantLauncher(2, n_nodes) as hall:
-        groups = [hall.bpsfast(transport="tcp")] + ([] if lacking else [hall.gloo()])
+    with ContestantLauncher(2, n_nodes) as launcher:
+        groups = [launcher.bpsfast(transport="tcp")] + ([] if lacking else [launcher.gloo()])
         rows = [Row(group, VARIANT, nbytes, label=group.name) for nbytes in sizes for group in groups]
         take_turns(rows, n_rounds)
     print(_table(n_nodes, rows, sizes) + "\n", flush=True)

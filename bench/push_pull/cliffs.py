@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bpsfast.bench.harness import memory_bound
-from bpsfast.tools.doctor import shared_cache
+from bpsfast.tools.doctor import hardware
 
 LEAST_SHARE = 0.8
 _CONFIDENCE = 0.95
@@ -151,7 +151,7 @@ def cliffs(found: Mapping[str, list[Point]]) -> list[Cliff]:
     for name, points in found.items():
         for before, after in itertools.pairwise(points):
             pairs = [(small, large) for small, large in zip(before.turns, after.turns)
-                     if not shared_cache.differ(small.handover_ns, large.handover_ns)]
+                     if not hardware.differ(small.handover_ns, large.handover_ns)]
             for quantity in _QUANTITIES:
                 grown = after.nbytes / before.nbytes
                 left = [(grown * ratio, grown * _possible(quantity, *pair)) for pair in pairs

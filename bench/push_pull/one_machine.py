@@ -24,15 +24,15 @@ _MOST_TIMES = 3
 def run(plan: Plan) -> list[dict[str, Any]]:
     """Measure everything, print tables, return the records of the result file."""
     records: list[dict[str, Any]] = []
-    with ContestantLauncher(plan.n_ranks, 1) as hall:
-        ours = hall.bpsfast()
-        others = {name: getattr(hall, name)() for name in plan.peers}
+    with ContestantLauncher(plan.n_ranks, 1) as launcher:
+        ours = launcher.bpsfast()
+        others = {name: getattr(launcher, name)() for name in plan.peers}
         records += _by_size(plan, ours, others)
         records += _latency(plan, ours, others)
         records += _beside_python(plan, ours)
         records += _gradient_list(plan, ours)
-    with ContestantLauncher(plan.n_ranks, 1) as hall:  # a job of its own: its memory is that of one model
-        records += steady_state.run(plan, hall.bpsfast())
+    with ContestantLauncher(plan.n_ranks, 1) as launcher:  # a job of its own: its memory is that of one model
+        records += steady_state.run(plan, launcher.bpsfast())
     return records
 
 

@@ -34,10 +34,11 @@ def _measure(plan: Plan, where: str, cluster: Cluster | None) -> list[dict[str, 
     """Take turns over one kind of network. Shaped links are slow: fewer operations, and no job without sums."""
     shaped = cluster is not None
     rows: list[Row] = []
-    with ContestantLauncher(plan.n_ranks, 2, cluster) as hall:
-        ours, encrypted, raw = hall.bpsfast(transport="tcp"), hall.bpsfast(transport="tcp", encryption="on"), hall.raw()
-        silent = None if shaped else hall.bpsfast(transport="tcp", sums="off")
-        gloo = hall.gloo() if "gloo" in plan.peers else None
+    with ContestantLauncher(plan.n_ranks, 2, cluster) as launcher:
+        ours, raw = launcher.bpsfast(transport="tcp"), launcher.raw()
+        encrypted = launcher.bpsfast(transport="tcp", encryption="on")
+        silent = None if shaped else launcher.bpsfast(transport="tcp", sums="off")
+        gloo = launcher.gloo() if "gloo" in plan.peers else None
         before = ours.ask("counters", only=[0])[0]
         for nbytes in plan.sizes:
             rows += [Row(ours, operation, nbytes) for operation in plan.operations]

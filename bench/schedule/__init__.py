@@ -57,8 +57,8 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     with Cluster(list(setup.machines), rates=dict.fromkeys(setup.machines, setup.rate_bits)) as cluster:
         rate_bytes = cluster.calibrate("node0", "node1").rate_bytes
         setup = setup.computing(rate_bytes)
-        with ContestantLauncher(setup.n_workers, setup.n_workers, cluster) as hall:
-            rows = [Row(start(hall, name, setup), "step", setup.nbytes, label=name) for name in names]
+        with ContestantLauncher(setup.n_workers, setup.n_workers, cluster) as launcher:
+            rows = [Row(start(launcher, name, setup), "step", setup.nbytes, label=name) for name in names]
             for row in rows:
                 row.group.measure("step", row.nbytes, 0, 1)  # it checks its sums once
             alone = Row(rows[0].group, "alone", setup.nbytes, label="alone")

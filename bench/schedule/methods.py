@@ -8,8 +8,7 @@ from bpsfast.bench.harness.contestant_group import Group
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.orchestration.placement.shares import Machine, least_time_s
 from bpsfast.tools.planner import catalog
-from bpsfast.tools.simulator.layer_chains import build
-from bpsfast.tools.simulator.workload import Workload, workload
+from bpsfast.tools.simulator.workload import Workload, build, workload
 
 #: Small beside the network, as partitions are beside a whole model; enough under way that no connection waits.
 PARTITION_NBYTES, CREDIT_NBYTES = 32 << 10, 64 << 10
@@ -89,7 +88,7 @@ class Setup:
         return replace(self, compute_s=self.ratio * least_time_s(machines, self.nbytes))
 
 
-def start(hall: ContestantLauncher, name: str, setup: Setup) -> Group:
+def start(launcher: ContestantLauncher, name: str, setup: Setup) -> Group:
     """Start contestant *name*."""
     way = WAYS[name]
     options: dict[str, Any] = {"way": way.trainer, "model": setup.model, "divisor": setup.divisor,
@@ -97,7 +96,7 @@ def start(hall: ContestantLauncher, name: str, setup: Setup) -> Group:
     if way.trainer.startswith("gloo"):
         options |= {"partition_nbytes": GLOO_PARTITION_NBYTES, "credit_nbytes": GLOO_CREDIT_NBYTES}
     if way.is_gloo:
-        return hall.gloo(trainer=options)
-    return hall.bpsfast(trainer=options, n_helpers=setup.n_helpers, transport="tcp",
+        return launcher.gloo(trainer=options)
+    return launcher.bpsfast(trainer=options, n_helpers=setup.n_helpers, transport="tcp",
                         scheduling="priority" if way.priority else "fifo", partition_bytes=PARTITION_NBYTES,
                         credit_bytes=way.credit_nbytes, **_PATIENT)

@@ -11,8 +11,8 @@ from bpsfast.bench.harness.samples import Row
 from bpsfast.bench.paper.optimum.measurement import MOST_BUSY, busiest
 from bpsfast.bench.schedule.methods import GLOO_CREDIT_NBYTES, GLOO_PARTITION_NBYTES, PARTITION_NBYTES, WAYS, Setup
 from bpsfast.launch.namespaces import netns
-from bpsfast.tools.simulator.cluster import Costs, uniform
-from bpsfast.tools.simulator.ring import Ring
+from bpsfast.tools.simulator.all_reduce import Ring
+from bpsfast.tools.simulator.network import Costs, uniform
 from bpsfast.tools.simulator.simulation import Options, simulate
 from bpsfast.tools.simulator.workload import Workload, tensor_nbytes
 

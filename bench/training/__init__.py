@@ -48,8 +48,8 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         backends.check(name)
     n_steps = given.get("n_steps") or (_QUICK_STEPS if quick else _N_STEPS)
     began = time.time()
-    with ContestantLauncher(n_ranks, 1) as hall:
-        groups = [hall.training(name, {**chosen, "backend": name}) for name in names]
+    with ContestantLauncher(n_ranks, 1) as launcher:
+        groups = [launcher.training(name, {**chosen, "backend": name}) for name in names]
         rows = [Row(group, "step", 0, label=name) for name, group in zip(names, groups)]
         take_turns(rows, given.get("n_rounds") or (1 if quick else 3), n=n_steps, n_warmup=_N_WARMUP)
         digests = {row.name: row.group.ask("digest") for row in rows}

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from bpsfast.base import command_errors
+from bpsfast.base import exit_codes
 from bpsfast.bench import training
 from bpsfast.bench.training import backends
 from bpsfast.bench.training.models import MODELS, SIZES
@@ -22,7 +22,7 @@ from bpsfast.bench.training.models import MODELS, SIZES
 @click.option("--warmup", "n_warmup", type=click.IntRange(0), default=10, show_default=True, help="Steps before.")
 @click.option("--steps", "n_steps", type=click.IntRange(1), default=10, show_default=True, help="Steps of a round.")
 @click.option("--rounds", "n_rounds", type=click.IntRange(1), default=10, show_default=True, help="Each is told.")
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def main(n_warmup: int, n_steps: int, n_rounds: int, **options: str | int | None) -> None:
     """Train MODEL and print the speed of one rank and of all. The launcher's environment says how many there are."""
     chosen = training.settled({name: value for name, value in options.items() if value is not None})

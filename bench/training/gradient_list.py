@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bpsfast.tools.planner.model import Shapes
+from bpsfast.tools.planner.model_shapes import Shapes
 
 
 class GradientList(nn.Module):

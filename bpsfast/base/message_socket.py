@@ -23,8 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..orchestration import messages
-from ..orchestration.errors import PeerLostError, ProtocolError, StallError
-from ..orchestration.unreadable import DECODE_ERRORS
+from ..orchestration.errors import DECODE_ERRORS, PeerLostError, ProtocolError, StallError
 
 _WORD = struct.Struct("<I")
 _LENGTH_BITS = 28

@@ -18,12 +18,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..hardware import numa
-from ..hardware.rdma_devices import PATH_MTUS
 from ..orchestration.errors import ConfigError
-from ..orchestration.placement.assignment import check_policy
-from . import logs, profile as profiles, rdma_device_list, value_formats
+from ..orchestration.placement_policy import check_policy
+from . import logs, profile as profiles
 from .byteps_variables import ALIASES, Translated, clamped, report, translate
+from .value_formats import PATH_MTUS, is_cpu_list, parse_cpus, parse_rdma_devices, parse_size
 
 PREFIX = "BPSFAST_"
 _KEY = "BPSFAST_JOB_KEY"
@@ -54,174 +53,209 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Every setting of one process, read once and never changed. -1 means "not set" where it is no value."""
 
     # who and where: filled by a launcher, see `roles`
-    scheduler: Annotated[str, _about("where the scheduler listens", "host:port")] = ""
-    muster: Annotated[str, _about("where the workers of an elastic job meet: set by `bpsfast run --elastic`",
-                                  "host:port")] = ""
+    scheduler: Annotated[str, _about("address that the scheduler listens on", "host:port")] = ""
+    muster: Annotated[str, _about(
+        "address of the coordinator of an elastic job; set by `bpsfast run --elastic`", "host:port")] = ""
     member: Annotated[int, _about("number of this worker in an elastic job", ge=-1, le=_MAX_INT)] = -1
     rank: Annotated[int, _about("number of this rank in the job", ge=-1, le=_MAX_INT)] = -1
-    size: Annotated[int, _about("ranks in the job", ge=-1, le=_MAX_INT)] = -1
+    size: Annotated[int, _about("number of ranks in the job", ge=-1, le=_MAX_INT)] = -1
     local_rank: Annotated[int, _about("number of this rank on its machine", ge=-1, le=_MAX_INT)] = -1
-    local_size: Annotated[int, _about("ranks on this machine; 0: the node is a helper", ge=-1, le=_MAX_INT)] = -1
-    node_id: Annotated[str, _about("names the machine's node on this host (several machines on one host)")] = "machine"
-    node_index: Annotated[int, _about("wished place in the order of the nodes", ge=-1, le=_MAX_INT)] = -1
-    num_nodes: Annotated[int, _about("machines with ranks", ge=-1, le=_MAX_INT)] = -1
-    num_helpers: Annotated[int, _about("machines that only sum", ge=0, le=_MAX_INT)] = 0
-    max_helpers: Annotated[int, _about("most machines that only sum in a running job, those included that come later; "
-                                       "read by the scheduler; 0: no more than num_helpers", ge=0, le=_MAX_INT)] = 0
-    num_servers: Annotated[int, _about("BytePS-style server processes, wherever they run", ge=-1, le=_MAX_INT)] = -1
-    node_host: Annotated[str, _about("own address that peers connect to", "host")] = ""
+    local_size: Annotated[int, _about(
+        "number of ranks on this machine; 0 makes the node a helper", ge=-1, le=_MAX_INT)] = -1
+    node_id: Annotated[str, _about(
+        "name of the machine that a node stands for; nodes with different names on one host count "
+        "as several machines")] = "machine"
+    node_index: Annotated[int, _about(
+        "preferred index of this node in the order of the nodes", ge=-1, le=_MAX_INT)] = -1
+    num_nodes: Annotated[int, _about("number of machines with ranks", ge=-1, le=_MAX_INT)] = -1
+    num_helpers: Annotated[int, _about(
+        "number of helpers (machines that only sum) that the job waits for at the start", ge=0, le=_MAX_INT)] = 0
+    max_helpers: Annotated[int, _about(
+        "most helpers in a running job, including those that join later; read by the scheduler; 0: num_helpers",
+        ge=0, le=_MAX_INT)] = 0
+    num_servers: Annotated[int, _about(
+        "number of server processes as BytePS counts them, on any machine", ge=-1, le=_MAX_INT)] = -1
+    node_host: Annotated[str, _about("address of this node that peers connect to", "host")] = ""
     interface: Annotated[str, _about("network interface whose address peers connect to")] = ""
-    job_key: Annotated[str, _about("secret that all roles of the job share", "hex")] = ""
-    job_key_file: Annotated[str, _about("file with the secret", "path")] = ""
-    insecure: Annotated[bool, _about("may jobs and listeners beyond this machine go without a job key: whoever reaches "
-                                     "their ports can join, read and change sums", agree=True)] = False
+    job_key: Annotated[str, _about("secret that all processes of the job share", "hex")] = ""
+    job_key_file: Annotated[str, _about("file that holds the job key", "path")] = ""
+    insecure: Annotated[bool, _about(
+        "allow jobs and listeners on several machines without a job key; anyone who reaches their ports can then join, "
+        "read and change sums", agree=True)] = False
     encryption: Annotated[Literal["auto", "on", "off"], _about(
-        "are gradients and messages encrypted between machines, by AES-256-GCM; auto: what goes by tcp, unless "
-        "insecure is set; on: all, so nothing goes by RDMA", agree=True)] = "auto"
+        "encrypt gradients and messages between machines with AES-256-GCM; auto: encrypt tcp unless insecure is set; "
+        "on: encrypt everything, so RDMA is not used", agree=True)] = "auto"
     checksum: Annotated[Literal["off", "on"], _about(
-        "does a CRC32C go with each partition that travels by tcp and is not encrypted; one that does not fit is sent "
-        "again over new connections; costs some 0.07 CPU seconds a GB at each end", agree=True)] = "off"
+        "send a CRC32C with each unencrypted partition over tcp and resend the partition over new connections if it "
+        "does not match; costs about 0.07 CPU seconds per GB at each end", agree=True)] = "off"
 
     # what is summed where, and how it travels
-    transport: Annotated[_Transport, _about("how nodes reach each other", agree=True)] = "auto"
-    allow_shm: Annotated[bool, _about("may two nodes of one host share memory", agree=True)] = True
-    placement: Annotated[str, _about("who sums what: optimal, colocated, ps, hash:NAME", agree=True)] = "optimal"
+    transport: Annotated[_Transport, _about(
+        "how nodes exchange data; auto chooses for each pair of nodes", agree=True)] = "auto"
+    allow_shm: Annotated[bool, _about("allow two nodes on one host to share memory", agree=True)] = True
+    placement: Annotated[str, _about(
+        "which machine sums which partition: optimal, colocated, ps, hash:NAME", agree=True)] = "optimal"
     partition_bytes: Annotated[int, _about(
-        "largest partition of a tensor; 512 KiB at most of a lone one of the CPU's in a job of one machine", "bytes",
-        agree=True, ge=4096, le=_MAX_BYTES)] = 4_096_000
-    fusion_bytes: Annotated[int, _about("largest fused group of small tensors", "bytes", agree=True, ge=0,
-                                        le=_MAX_BYTES)] = 4_096_000
-    min_compress_bytes: Annotated[int, _about("smaller tensors are not compressed, whatever is chosen", "bytes",
-                                              agree=True, ge=0, le=_MAX_BYTES)] = 65_536
-    credit_bytes: Annotated[int, _about("bytes in flight to one peer", "bytes", ge=4096, le=_MAX_BYTES)] = 16_777_216
+        "largest partition of a tensor; in a job on one machine, partitions of a single CPU tensor are at most 512 KiB",
+        "bytes", agree=True, ge=4096, le=_MAX_BYTES)] = 4_096_000
+    fusion_bytes: Annotated[int, _about(
+        "largest bucket of small tensors that are sent together", "bytes", agree=True, ge=0, le=_MAX_BYTES)] = 4_096_000
+    min_compress_bytes: Annotated[int, _about(
+        "smallest tensor that is compressed; smaller ones never are",
+        "bytes", agree=True, ge=0, le=_MAX_BYTES)] = 65_536
+    credit_bytes: Annotated[int, _about(
+        "most bytes in flight to one peer", "bytes", ge=4096, le=_MAX_BYTES)] = 16_777_216
     scheduling: Annotated[Literal["priority", "fifo"], _about(
-        "what is summed and sent first: what the next forward pass needs first, or what is there first",
-        agree=True)] = "priority"
-    tcp_streams: Annotated[int, _about("connections to each peer that partitions take turns on", agree=True,
-                                       ge=1, le=_MAX_TCP_STREAMS)] = 2
-    tcp_sndbuf_bytes: Annotated[int, _about("kernel send buffer of a connection; 0: by where the peer is", "bytes",
-                                            ge=0, le=1 << 30)] = 0
-    rdma_devices: Annotated[str, _about("RDMA devices, in the syntax of NCCL_IB_HCA: mlx5 (prefix), =mlx5_0:1, "
-                                        "^mlx5_1; empty: the one on the route to the peer")] = ""
-    verbs: Annotated[Literal["native", "pyverbs"], _about("which implementation of RDMA verbs: ours, or rdma-core's "
-                                                          "Python binding")] = "native"
-    rdma_gid_index: Annotated[int, _about("row of the GID table, as NCCL_IB_GID_INDEX; -1: by address and version",
-                                          ge=-1, le=255)] = -1
-    rdma_queue_pairs: Annotated[int, _about("queue pairs to each peer on each RDMA device; more hold more partitions",
-                                            ge=1, le=64)] = 1
-    rdma_queue_depth: Annotated[int, _about("writes in a queue pair at a time; more wait in memory", ge=1,
-                                            le=16_384)] = 128
-    rdma_inline_bytes: Annotated[int, _about("writes up to this size travel inside the work request", "bytes", ge=0,
-                                             le=4096)] = 0
-    rdma_signal_every: Annotated[int, _about("of writes that wait in a row, every how manieth asks for a completion",
-                                             ge=1, le=1024)] = 1
-    rdma_mtu: Annotated[int, _about("largest RDMA path MTU; 0: the smaller of both ports'", "bytes", ge=0)] = 0
+        "order in which partitions are summed and sent; priority: what the next forward pass needs first; fifo: in "
+        "order of arrival", agree=True)] = "priority"
+    tcp_streams: Annotated[int, _about(
+        "TCP connections to each peer; partitions are spread over them", agree=True, ge=1, le=_MAX_TCP_STREAMS)] = 2
+    tcp_sndbuf_bytes: Annotated[int, _about(
+        "kernel send buffer of a connection; 0: chosen by whether the peer is on this host",
+        "bytes", ge=0, le=1 << 30)] = 0
+    rdma_devices: Annotated[str, _about(
+        "RDMA devices to use, in the syntax of NCCL_IB_HCA: mlx5 (prefix), =mlx5_0:1, ^mlx5_1; empty: the device on "
+        "the route to the peer")] = ""
+    verbs: Annotated[Literal["native", "pyverbs"], _about(
+        "implementation of RDMA verbs: native (this package) or pyverbs (rdma-core's Python binding)")] = "native"
+    rdma_gid_index: Annotated[int, _about(
+        "row of the GID table, as NCCL_IB_GID_INDEX; -1: chosen by address and RoCE version", ge=-1, le=255)] = -1
+    rdma_queue_pairs: Annotated[int, _about(
+        "queue pairs to each peer on each RDMA device; more of them allow more partitions in flight", ge=1, le=64)] = 1
+    rdma_queue_depth: Annotated[int, _about(
+        "most writes posted to a queue pair at a time; further writes wait in memory", ge=1, le=16_384)] = 128
+    rdma_inline_bytes: Annotated[int, _about(
+        "largest write that is copied into the work request", "bytes", ge=0, le=4096)] = 0
+    rdma_signal_every: Annotated[int, _about("request a completion every N queued writes", ge=1, le=1024)] = 1
+    rdma_mtu: Annotated[int, _about("largest RDMA path MTU; 0: the smaller one of the two ports", "bytes", ge=0)] = 0
     rdma_traffic_class: Annotated[int, _about("traffic class of RoCE v2 packets: DSCP * 4", ge=0, le=255)] = 0
-    rdma_service_level: Annotated[int, _about("service level (InfiniBand), priority of RoCE", ge=0, le=15)] = 0
-    rdma_relaxed_ordering: Annotated[bool, _about("may PCIe reorder what RDMA devices write")] = False
-    rdma_cores: Annotated[str, _about("cores of each RDMA device's thread: 3 or 4-7; numa: those beside the device; "
-                                      "empty: any")] = ""
-    nic_rate: Annotated[float, _about("rate of this machine's NIC; 0: what the kernel says of its RDMA ports, else of "
-                                      "the interface with this node's address, unless that is virtual; else the least "
-                                      "known one of the others; all alike if none is known", "Gbit/s", ge=0,
-                                      le=10_000)] = 0.0
-    nic_probe: Annotated[bool, _about("measure at the start what NICs carry whose rate is not known otherwise",
-                                      agree=True)] = False
-    sum_rate: Annotated[float, _about("input that this node sums; 0: measured at the start where cores are limited, "
-                                      "else taken to be more than its NIC brings", "Gbit/s", ge=0, le=10_000)] = 0.0
-    engine_threads: Annotated[int, _about("summing threads; 0: cores, at most 8", ge=0, le=MAX_ENGINE_THREADS)] = 0
+    rdma_service_level: Annotated[int, _about("service level (InfiniBand) or priority (RoCE)", ge=0, le=15)] = 0
+    rdma_relaxed_ordering: Annotated[bool, _about("allow PCIe to reorder the writes of RDMA devices")] = False
+    rdma_cores: Annotated[str, _about(
+        "cores of the thread of each RDMA device: 3 or 4-7; numa: those near the device; empty: any")] = ""
+    nic_rate: Annotated[float, _about(
+        "rate of this machine's network card; 0: the rate that the kernel reports for its RDMA ports, or else for the "
+        "interface with this node's address if it is not virtual; if it is unknown, the least known rate of the other "
+        "machines; if none is known, all machines count as equal", "Gbit/s", ge=0, le=10_000)] = 0.0
+    nic_probe: Annotated[bool, _about(
+        "at the start, measure the rate of network cards whose rate is unknown", agree=True)] = False
+    sum_rate: Annotated[float, _about(
+        "input that this node can sum; 0: measured at the start if cores are limited, else taken to be more than its "
+        "network card delivers", "Gbit/s", ge=0, le=10_000)] = 0.0
+    engine_threads: Annotated[int, _about(
+        "summing threads; 0: one per core, at most 8", ge=0, le=MAX_ENGINE_THREADS)] = 0
     nontemporal_bytes: Annotated[int, _about(
-        "partitions from this size on are summed past the caches; within a machine so is what is pushed as a whole, "
-        "from 16 MiB on", "bytes", ge=0, le=_MAX_BYTES)] = 1_048_576
-    awake_us: Annotated[int, _about("how long a wait keeps its core, yielding, before it sleeps; a rank's four "
-                                    "times as long, as long as its waits end within that", "us", ge=0,
-                                    le=10_000)] = 50
-    sums: Annotated[Literal["on", "off"], _about("off: results are garbage (for benches)", agree=True)] = "on"
-    huge_pages: Annotated[Literal["auto", "off"], _about("huge pages for segments when they can be had")] = "auto"
-    max_bytes: Annotated[int, _about("most segment memory of a machine; 0: what it has", "bytes", ge=0,
-                                     le=_MAX_BYTES)] = 0
+        "smallest partition that is summed with non-temporal stores, which bypass the caches; on a single machine, a "
+        "tensor pushed as a whole counts from 16 MiB on", "bytes", ge=0, le=_MAX_BYTES)] = 1_048_576
+    awake_us: Annotated[int, _about(
+        "how long a waiting thread yields its core before it sleeps; a rank waits four times as long while its waits "
+        "end within that time", "us", ge=0, le=10_000)] = 50
+    sums: Annotated[Literal["on", "off"], _about(
+        "off: skip the sums, so results are wrong (for benchmarks only)", agree=True)] = "on"
+    huge_pages: Annotated[Literal["auto", "off"], _about(
+        "use huge pages for shared memory segments if available")] = "auto"
+    max_bytes: Annotated[int, _about(
+        "most memory for the segments of a machine; 0: all it has", "bytes", ge=0, le=_MAX_BYTES)] = 0
 
-    host_device: Annotated[bool, _about("do tensors of the CPU count as those of a device, copied by streams of their "
-                                        "own as a GPU's are: shows and tests that way without a GPU")] = False
+    host_device: Annotated[bool, _about(
+        "treat CPU tensors as tensors of a device, copied by streams of their own as a GPU's are; for tests and "
+        "demonstrations of that path without a GPU")] = False
 
     # inside a machine: `bpsfast topo --strategy` shows what follows
     islands: Annotated[Literal["off", "auto"], _about(
-        "do GPUs of one machine sum among themselves (NCCL) before memory does, as its strategy says; unproven: no GPU "
-        "machine has run it", agree=True)] = "off"
-    pcie_switch_size: Annotated[int, _about("GPUs that sum among themselves, as those below one PCIe switch, before "
-                                            "memory does; 0: by the machine's topology", "GPUs", ge=0, le=_MAX_INT)] = 0
-    reduce_roots: Annotated[str, _about("local ranks whose GPUs alone copy sums to memory and back, such as 2,3; "
-                                        "empty: by the machine's topology")] = ""
-    gpu_direct: Annotated[bool, _about("may GPUs hand sums straight to a network card below the same PCIe switch "
-                                       "(GPUDirect; unproven: no GPU machine has measured it)")] = False
+        "let the GPUs of a machine sum with NCCL before host memory does, as the strategy of the machine says; no "
+        "machine with GPUs has proven it yet", agree=True)] = "off"
+    pcie_switch_size: Annotated[int, _about(
+        "number of GPUs that sum among themselves before host memory does, as those below one PCIe switch; 0: by the "
+        "machine's topology", "GPUs", ge=0, le=_MAX_INT)] = 0
+    reduce_roots: Annotated[str, _about(
+        "local ranks whose GPUs copy sums to host memory and back, such as 2,3; empty: by the machine's topology")] = ""
+    gpu_direct: Annotated[bool, _about(
+        "allow GPUs to pass sums directly to a network card below the same PCIe switch (GPUDirect); not measured on a "
+        "machine with GPUs yet")] = False
 
-    torch_autoload: Annotated[bool, _about("does torch.distributed know the backend bpsfast without an import "
-                                           "(read by `import torch`)")] = False
+    torch_autoload: Annotated[bool, _about(
+        "register the backend bpsfast with torch.distributed without an import; read by `import torch`")] = False
 
-    async_training: Annotated[bool, _about("does DistributedOptimizer let each machine step by itself, and push "
-                                           "changes of weights instead of gradients", agree=True)] = False
-    async_staleness: Annotated[int, _about("steps that the slowest machine may then be behind the others; -1: any",
-                                           "steps", agree=True, ge=-1, le=_MAX_INT)] = -1
-    async_backups: Annotated[int, _about("machines that the others do not wait for: those step together, and late "
-                                         "changes are left out; -1: no common steps", agree=True, ge=-1, le=_MAX_INT)] = -1
+    async_training: Annotated[bool, _about(
+        "let DistributedOptimizer step on each machine independently and push weight changes instead of gradients",
+        agree=True)] = False
+    async_staleness: Annotated[int, _about(
+        "most steps that the slowest machine may be behind the others; -1: no limit",
+        "steps", agree=True, ge=-1, le=_MAX_INT)] = -1
+    async_backups: Annotated[int, _about(
+        "number of machines that the others do not wait for; machines then step together and late changes are dropped; "
+        "-1: no common steps", agree=True, ge=-1, le=_MAX_INT)] = -1
 
     # tuning while the job trains
-    autotune: Annotated[bool, _about("let the gradients of the first model find their partition, fusion, credit "
-                                     "and tcp streams while it trains", agree=True)] = False
-    tuned_dir: Annotated[str, _about("folder for what was found, by model and cluster; empty: bpsfast/tuned in the "
-                                     "user's cache", "path")] = ""
-    autotune_report: Annotated[str, _about("file for what is tried, written by rank 0 after every trial; the search is "
-                                           "then made, whatever was found before", "path")] = ""
+    autotune: Annotated[bool, _about(
+        "tune partition_bytes, fusion_bytes, credit_bytes and tcp_streams on the first model while it trains",
+        agree=True)] = False
+    tuned_dir: Annotated[str, _about(
+        "folder for tuning results by model and cluster; empty: bpsfast/tuned in the user's cache folder", "path")] = ""
+    autotune_report: Annotated[str, _about(
+        "file that rank 0 writes after every trial; if set, the job always tunes, even if a result is stored",
+        "path")] = ""
 
     # what a node may take of a machine that others use
-    cores: Annotated[int, _about("CPUs of the node, and summing threads; 0: all", ge=0, le=MAX_ENGINE_THREADS)] = 0
-    cpus: Annotated[str, _about("the CPUs to take them from: 3 or 4-7; empty: the idlest of one NUMA node")] = ""
-    nice: Annotated[bool, _about("run only where nothing else wants to (SCHED_IDLE), and wait asleep")] = False
-    nic_limit: Annotated[float, _about("most that this node sends, and receives, over the network; peers reach it by "
-                                       "tcp then; 0: no limit", "Gbit/s", ge=0, le=10_000)] = 0.0
+    cores: Annotated[int, _about("CPUs and summing threads of the node; 0: all", ge=0, le=MAX_ENGINE_THREADS)] = 0
+    cpus: Annotated[str, _about(
+        "CPUs that cores are taken from: 3 or 4-7; empty: the idlest CPUs of one NUMA node")] = ""
+    nice: Annotated[bool, _about(
+        "run only when no other process wants the CPU (SCHED_IDLE), and block instead of yielding")] = False
+    nic_limit: Annotated[float, _about(
+        "most that this node sends, and receives, over the network; peers then use tcp; 0: no limit",
+        "Gbit/s", ge=0, le=10_000)] = 0.0
 
     # who runs on which CPUs, and in which memory, of a machine with several NUMA nodes
-    numa: Annotated[bool, _about("keep ranks to cores of their own, the node's threads beside its network card, and "
-                                 "memory near those who use it, where there are several NUMA nodes and nobody else "
-                                 "has bound them")] = True
-    rank_cpus: Annotated[str, _about("the CPUs of each local rank, such as 0-3,8:4-7,9; empty: shares of the cores, "
-                                     "those beside the rank's GPU first")] = ""
-    rank_cores: Annotated[int, _about("cores of each rank; 0: as many as there are for each", ge=0, le=_MAX_INT)] = 0
-    node_cores: Annotated[int, _about("cores that are the node's alone, beside its network card; 0: it shares all that "
-                                      "are there with ranks", ge=0, le=_MAX_INT)] = 0
-    avoid_cpus: Annotated[str, _about("CPUs that neither ranks nor the node are put on: 3 or 3,7-9")] = ""
-    whole_cores: Annotated[bool, _about("hand out the CPUs of one core (hyperthreads) together; off: each counts as a "
-                                        "core")] = True
+    numa: Annotated[bool, _about(
+        "on a machine with several NUMA nodes, bind ranks to cores of their own, node threads near the network card "
+        "and memory near its users, unless something else has bound them")] = True
+    rank_cpus: Annotated[str, _about(
+        "CPUs of each local rank, such as 0-3,8:4-7,9; empty: equal shares of the cores, those near the rank's GPU "
+        "first")] = ""
+    rank_cores: Annotated[int, _about("cores of each rank; 0: an equal share", ge=0, le=_MAX_INT)] = 0
+    node_cores: Annotated[int, _about(
+        "cores that only the node uses, near its network card; 0: the node shares all cores with the ranks",
+        ge=0, le=_MAX_INT)] = 0
+    avoid_cpus: Annotated[str, _about("CPUs that neither ranks nor the node use: 3 or 3,7-9")] = ""
+    whole_cores: Annotated[bool, _about(
+        "assign all CPUs of a core (hyperthreads) together; off: count each CPU as a core")] = True
 
     # how long to wait, what to tell
     timeout_s: Annotated[float, _about("deadline of an operation", "s", gt=0, le=_MAX_SECONDS)] = 300.0
-    stall_warn_s: Annotated[float, _about("after which a wait warns, naming tensor, stage and who is missing; again "
-                                          "each time the wait has doubled; 0: never", "s", ge=0, le=_MAX_SECONDS)] = 60.0
-    start_timeout_s: Annotated[float, _about("deadline of the rendezvous, and of another scheduler to come once one is "
-                                             "lost", "s", gt=0, le=_MAX_SECONDS)] = 60.0
-    heartbeat_s: Annotated[float, _about("between two heartbeats", "s", agree=True, gt=0, le=_MAX_SECONDS)] = 1.0
-    lease_s: Annotated[float, _about("silence after which a node is lost", "s", agree=True, gt=0, le=_MAX_SECONDS)] = 10.0
+    stall_warn_s: Annotated[float, _about(
+        "time after which a waiting rank logs which tensor, which stage and who is missing, and again each time the "
+        "wait has doubled; 0: never", "s", ge=0, le=_MAX_SECONDS)] = 60.0
+    start_timeout_s: Annotated[float, _about(
+        "deadline for all processes of the job to connect, and for a new scheduler to take over after one is lost",
+        "s", gt=0, le=_MAX_SECONDS)] = 60.0
+    heartbeat_s: Annotated[float, _about("time between two heartbeats", "s", agree=True, gt=0, le=_MAX_SECONDS)] = 1.0
+    lease_s: Annotated[float, _about(
+        "silence after which a node counts as lost", "s", agree=True, gt=0, le=_MAX_SECONDS)] = 10.0
     helper_lease_s: Annotated[float, _about(
-        "the same for a helper, whose loss costs little, if not even its native threads are heard; 0: lease_s", "s",
-        agree=True, ge=0, le=_MAX_SECONDS)] = 1.0
+        "silence, of its native threads too, after which a helper counts as lost; 0: lease_s",
+        "s", agree=True, ge=0, le=_MAX_SECONDS)] = 1.0
     first_round: Annotated[int, _about(
-        "number of the first round of each tensor; near 4294967295 a job soon shows what it does when counters wrap",
+        "number of the first round of each tensor; a value near 4294967295 tests the wrap-around of counters",
         ge=0, le=_MAX_ROUND)] = 1
     trace_dir: Annotated[str, _about("folder for Chrome traces; empty: no trace", "path")] = ""
-    trace_capacity: Annotated[int, _about("trace records kept of each rank, engine and connection", ge=1,
-                                          le=1 << 24)] = 65_536
-    trace_first_step: Annotated[int, _about("first step that is traced; each tensor counts its own from 1", ge=1,
-                                            le=_MAX_ROUND)] = 1
-    trace_last_step: Annotated[int, _about("last step that is traced; 0: the last of the job", ge=0,
-                                           le=_MAX_ROUND)] = 0
-    metrics_port: Annotated[int, _about("port where each node tells Prometheus its and its ranks' numbers; further "
-                                        "nodes of one host take the next ports; 0: nowhere", ge=0, le=65_535)] = 0
-    metrics_host: Annotated[str, _about("the address that metrics_port is on", "host")] = "127.0.0.1"
-    metrics_textfile: Annotated[str, _about("the same as a file for node-exporter, written every 5 s and at the end; "
-                                            "{node} in it becomes the node's number; empty: none", "path")] = ""
-    log_level: Annotated[_Level, _about("least severe message shown")] = "WARNING"
-    log_format: Annotated[_Form, _about("a line of text for each message, or a JSON object; under `bpsfast run` for "
-                                        "each line of output")] = "text"
+    trace_capacity: Annotated[int, _about(
+        "most trace records kept for each rank, engine and connection", ge=1, le=1 << 24)] = 65_536
+    trace_first_step: Annotated[int, _about(
+        "first step to trace; each tensor counts its steps from 1", ge=1, le=_MAX_ROUND)] = 1
+    trace_last_step: Annotated[int, _about("last step to trace; 0: to the end of the job", ge=0, le=_MAX_ROUND)] = 0
+    metrics_port: Annotated[int, _about(
+        "port where each node serves metrics of itself and its ranks to Prometheus; further nodes of a host use the "
+        "next ports; 0: none", ge=0, le=65_535)] = 0
+    metrics_host: Annotated[str, _about("address that metrics_port listens on", "host")] = "127.0.0.1"
+    metrics_textfile: Annotated[str, _about(
+        "file for node-exporter with the same metrics, written every 5 s and at the end; {node} in it becomes the "
+        "node's number; empty: none", "path")] = ""
+    log_level: Annotated[_Level, _about("least severe messages to show")] = "WARNING"
+    log_format: Annotated[_Form, _about(
+        "text: one line for each message; json: one JSON object for each message, and under `bpsfast run` for each "
+        "line of output")] = "text"
     profile: Annotated[str, _about("TOML file with settings", "path")] = ""
 
     @property
@@ -400,7 +434,7 @@ def _typed(name: str, raw: Any, origin: str) -> Any:
         text = text.upper()
     row = _row(name)
     if row.unit == "bytes" and isinstance(text, str):
-        nbytes = value_formats.parse(text)
+        nbytes = parse_size(text)
         text = text if nbytes is None else nbytes
     try:
         return msgspec.convert(text, row_type, strict=False)
@@ -442,7 +476,7 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
         raise ConfigError(f"BPSFAST_REDUCE_ROOTS = {settings.reduce_roots!r} ({origins['reduce_roots']}): expected "
                           "local ranks such as 2,3")
     try:
-        rdma_device_list.parse(settings.rdma_devices)
+        parse_rdma_devices(settings.rdma_devices)
     except ValueError as exc:
         raise ConfigError(
             f"BPSFAST_RDMA_DEVICES = {settings.rdma_devices!r} ({origins['rdma_devices']}): {exc}"
@@ -450,14 +484,14 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
     if settings.rdma_mtu not in (0, *PATH_MTUS):
         raise ConfigError(f"BPSFAST_RDMA_MTU = {settings.rdma_mtu} ({origins['rdma_mtu']}): a path MTU is one of "
                           f"{', '.join(map(str, sorted(PATH_MTUS)))}; 0: the smaller of both ports'")
-    if settings.rdma_cores not in ("", "numa") and not numa.parse_cpus(settings.rdma_cores):
+    if settings.rdma_cores not in ("", "numa") and not parse_cpus(settings.rdma_cores):
         raise ConfigError(f"BPSFAST_RDMA_CORES = {settings.rdma_cores!r} ({origins['rdma_cores']}): expected cores "
                           "such as 3 or 4-7, numa, or nothing")
-    if settings.cpus and (not numa.parse_cpus(settings.cpus) or not settings.cores):
+    if settings.cpus and (not parse_cpus(settings.cpus) or not settings.cores):
         raise ConfigError(f"BPSFAST_CPUS = {settings.cpus!r} ({origins['cpus']}): expected CPUs such as 3 or 4-7, of "
                           f"which BPSFAST_CORES = {settings.cores} ({origins['cores']}) says how many are used")
     for name, given in (("rank_cpus", settings.rank_cpus.split(":")), ("avoid_cpus", [settings.avoid_cpus])):
-        if getattr(settings, name) and not all(map(numa.is_list, given)):
+        if getattr(settings, name) and not all(map(is_cpu_list, given)):
             more = ", for each local rank, with : between them" if name == "rank_cpus" else ""
             raise ConfigError(f"BPSFAST_{name.upper()} = {getattr(settings, name)!r} ({origins[name]}): expected CPUs "
                               f"such as 3 or 4-7,9{more}")

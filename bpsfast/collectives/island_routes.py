@@ -17,13 +17,11 @@ from ..gpu.cuda import CudaDevice
 from ..gpu.device import Device
 from ..hardware.topology import discovery
 from ..hardware.topology.decision import strategy_of
-from ..hardware.topology.graph import PartKind
-from ..hardware.topology.strategy import NOTHING, Strategy
-from ..hardware.topology.subsets import of_host, with_gpus
+from ..hardware.topology.graph import PartKind, of_host, with_gpus
+from ..hardware.topology.strategy_solver import NOTHING, Strategy
 from ..orchestration.errors import BpsError, ConfigError, error_of
 from ..trainer.session import Session
-from .byte_strings import all_gather_bytes, broadcast_bytes
-from .group import Group
+from .group import Group, all_gather_bytes, broadcast_bytes
 
 log = logging.getLogger("bpsfast.gpu")
 _GOLDEN = 0.6180339887498949

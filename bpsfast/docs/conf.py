@@ -16,7 +16,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 html_theme = "furo"
 html_title = f"bpsfast {version}"
 root_doc = "bpsfast/docs/index"
-include_patterns = ["*.md", "bench/README.md", "bench/results/*.md", "bpsfast/docs/*.md"]
+include_patterns = ["*.md", "bench/*.md", "bench/results/*.md", "bpsfast/docs/*.md",
+                    "bpsfast/docs/design/*.md"]
 exclude_patterns = [".*", "build", "dist", "out", "**/__pycache__"]
 
 myst_heading_anchors = 3

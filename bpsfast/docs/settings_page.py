@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bpsfast.base import settings
 from bpsfast.base.byteps_variables import NO_EFFECT, NOT_OBEYED
-from bpsfast.tools.commands import settings_table
+from bpsfast.tools.commands import info
 
 PAGE = Path(__file__).with_name("settings.md")
 _Table = list[tuple[str, ...]]
@@ -19,7 +19,7 @@ def tables() -> dict[str, _Table]:
     """Return the rows of each table by the name in its marks; the first row is the head."""
     loaded, origins = settings.load_with_origins(environ={})
     rows: _Table = [("variable", "default", "unit", "agree", "meaning", "BytePS's")]
-    for each in settings_table.effective(loaded, origins):
+    for each in info.setting_rows(loaded, origins):
         default = "1" if each.default is True else "0" if each.default is False else str(each.default)
         kind = f" (`{each.kind.replace('|', '`, `')}`)" if "|" in each.kind else ""
         rows.append((f"`{each.variable}`", f"`{default}`" if default else "", each.unit, "yes" if each.agree else "",

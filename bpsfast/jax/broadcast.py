@@ -8,8 +8,8 @@ import numpy as np
 
 from ..orchestration.errors import UnsupportedError
 from ..trainer import process
-from ..trainer.array_broadcast import broadcast_arrays
 from ..trainer.broadcaster import check_root
+from ..trainer.object_broadcast import broadcast_arrays
 from .ops import names_of
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..orchestration.errors import ConfigError
 from ..trainer import process
-from ..trainer.array_broadcast import broadcast_arrays
 from ..trainer.broadcaster import check_root
+from ..trainer.object_broadcast import broadcast_arrays
 
 _NUMBER = re.compile(r"_\d+(?=[/_]|$)")
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from ..orchestration.errors import StallError
-from ..orchestration.priority.nic_queue import NicQueue
-from ..orchestration.priority.write_order import ArrivalOrder, SendKey, WriteOrder, order_of
+from ..orchestration.priority.send_queue import ArrivalOrder, NicQueue, SendKey, WriteOrder, order_of
 from ..pyx.engine import EVENT_DELIVERED, EVENT_FORWARD, EVENT_LOST, EVENT_RESULT, Engine
 from ..trace import SendLog
 from .transport import WireLink

@@ -17,7 +17,7 @@ from ..orchestration.messages import LagRow, Message, NodeInfo, ShareDevice, Sta
 from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
-from ..trainer.attachment import error_of
+from ..trainer.node_connection import error_of
 from . import stages
 from .affinity import NodeAffinity
 from .copy_rate import n_threads

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..orchestration.messages import Stage
-from ..orchestration.rounds import ahead
+from ..orchestration.placement.partition import rounds_ahead
 from ..pyx.engine import Engine
 from .plan_installer import PlanInstaller
 
@@ -17,7 +17,7 @@ def missing(engine: Engine, plan_installer: PlanInstaller, ranks: Mapping[int, i
     except ValueError:
         return "done", (), ()  # a helper that has nothing to do with it
     waited_for, sources, owned = found
-    if ahead(waited_for, round_) > 0:
+    if rounds_ahead(waited_for, round_) > 0:
         return "done", (), ()
     if owned and not sources:  # all there: an answer of a store may wait for other workers
         behind = plan_installer.ranks_of(engine.behind(part))

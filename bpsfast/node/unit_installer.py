@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, UnitPlan
-from ..orchestration.placement.partition import ITEM_NBYTES
-from ..orchestration.placement.rows import ROWS, part_rows
+from ..orchestration.placement.partition import ITEM_NBYTES, ROWS, part_rows
 from ..pyx.engine import Engine
 from .codec_state import CodedPart
 from .generation import Generation, UnitResources

@@ -1,9 +1,8 @@
 """What BytePS calls its basics, for TensorFlow: join the job, leave it, for a while, too; who this process is."""
 from __future__ import annotations
 
-from ..trainer import process, suspension
-from ..trainer.process import barrier, local_rank, local_size, rank, shutdown, size
-from ..trainer.suspension import resume
+from ..trainer import process
+from ..trainer.process import barrier, local_rank, local_size, rank, resume, shutdown, size
 
 __all__ = ["barrier", "init", "local_rank", "local_size", "rank", "resume", "shutdown", "size", "suspend"]
 
@@ -15,4 +14,4 @@ def init(lazy: bool = True, **settings: object) -> None:
 
 def suspend() -> None:
     """Leave the job until `resume`, which declares the same names in the same order; raises as `suspension.suspend`."""
-    suspension.suspend(shutdown)
+    process.suspend(shutdown)

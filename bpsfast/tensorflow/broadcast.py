@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from ..orchestration.errors import UnsupportedError
 from ..trainer import object_broadcast, process
-from ..trainer.array_broadcast import broadcast_arrays
 from ..trainer.broadcaster import check_root
+from ..trainer.object_broadcast import broadcast_arrays
 
 
 def broadcast(tensor: Any, root_rank: int, scope: str = "", name: str | None = None, is_variable: bool = False) -> Any:

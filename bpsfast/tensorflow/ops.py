@@ -10,9 +10,8 @@ import tensorflow as tf
 from ..compression.choice import Choice, chosen, chosen_among
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import process
-from ..trainer.arguments import averages
+from ..trainer.arguments import averages, checked_learning_rate
 from ..trainer.bundle import Bundle, Leaf, specs_of
-from ..trainer.learning_rate import checked
 from ..trainer.session import Session
 from ..trainer.sparse_table import table_of
 from .compression import Compression, CompressionLike, parted
@@ -158,7 +157,7 @@ class _Call(NamedTuple):
     def run(self, arrays: Sequence[Any], has_rate: bool) -> list[Array]:
         """Sum *arrays*, which are as `made` wants them; the last one is the learning rate, if there is one."""
         session = process.current()
-        rate = checked(float(arrays[-1])) if has_rate else None
+        rate = checked_learning_rate(float(arrays[-1])) if has_rate else None
         n = len(self.names)
         pending = []
         for place, name in zip(range(n, n + 3 * len(self.tables), 3), self.tables):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import reprlib
 from typing import Any
 
@@ -46,3 +47,24 @@ def averages(average: bool, op: int | None) -> bool:
     if not average and found is ReduceOp.Average:
         raise ConfigError("average=False and op=Average say two things about one: leave one of them out")
     return found is ReduceOp.Average
+
+
+def checked_learning_rate(rate: float | None) -> float | None:
+    """Return *rate* as the nodes want it; None: that of the push before counts on.
+
+    So it does with a rate of 0, whose step changes nothing.
+
+    Raises
+    ------
+    ConfigError
+        If it is no number, infinite or negative.
+    """
+    if rate is None:
+        return None
+    try:
+        value = float(rate)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"learning_rate={rate!r}: expected a number that is not negative")
+    return value or None

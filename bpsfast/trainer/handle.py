@@ -20,10 +20,9 @@ from ..gpu.communicator import sums_in_island
 from ..gpu.host import HostArray
 from ..orchestration.errors import ConfigError, MismatchError, StallError, UnsupportedError
 from ..orchestration.messages import TensorSpec
-from . import learning_rate as rates, process
-from .arguments import flag
+from . import process
+from .arguments import checked_learning_rate, flag
 from .gpu.devices import DeviceBytes, DeviceRound
-from .repeated_push import RepeatedPush
 from .session import Session
 from .tensor_input import TensorInput, tensor_input
 from .unit import Unit
@@ -164,7 +163,7 @@ def _until(deadline: float) -> float:
 def start(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput | None,
           result: object, compression: Choice | None = None, learning_rate: float | None = None) -> Handle:
     """Begin a push_pull of *source*; its result goes into *output*, and `wait` returns *result* (see `Handle`)."""
-    learning_rate = rates.checked(learning_rate)
+    learning_rate = checked_learning_rate(learning_rate)
     source, output = _placed(source, output)
     session, name, unit = _announced(source, name, average, priority, compression)
     return _begin(session, name, unit, source, output, result, learning_rate)
@@ -173,7 +172,7 @@ def start(source: TensorInput, name: str | None, average: bool, priority: int | 
 def run(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput,
         result: T, compression: Choice | None = None, learning_rate: float | None = None) -> T:
     """Do a push_pull of *source* into *output* and return *result*: what `start` and `wait` do, with less copying."""
-    learning_rate = rates.checked(learning_rate)
+    learning_rate = checked_learning_rate(learning_rate)
     source, output = _placed(source, output)
     session, name, unit = _announced(source, name, average, priority, compression)
     streams = source.place is None and unit is not None and unit.stream(
@@ -303,7 +302,9 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     """
     is_simple = (isinstance(x, np.ndarray) and not isinstance(x, HostArray) and compression is None
                  and learning_rate is None)
-    repeat = process.current().repeats.get(name) if name and out is None and is_simple else None
+    repeat = None
+    if name and out is None and is_simple:
+        repeat = process.current().extension(repeated_pushes).get(name)
     view = repeat.push_pull(x, average, priority) if repeat is not None else None
     if view is not None:
         return view
@@ -314,7 +315,7 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     result = start(source, name, average, priority, None, None, compression, learning_rate).wait()
     if name is not None and is_simple:
         session = process.current()
-        session.repeats[name] = RepeatedPush(session, session.tensors.unit(name), x, average, priority)
+        session.extension(repeated_pushes)[name] = RepeatedPush(session, session.tensors.unit(name), x, average, priority)
     return result
 
 
@@ -390,3 +391,40 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: str | No
     nbytes = int(np.prod(shape, dtype=np.int64)) * row.itemsize
     region = process.current().memory.allocate(max(nbytes, 1))
     return region.array[:nbytes].view(row.numpy).reshape(shape)
+
+Array = np.ndarray[Any, Any]
+
+
+def repeated_pushes(session: Session) -> dict[str, RepeatedPush]:
+    """Return the repeated pushes of *session* by name (`Session.extension`)."""
+    return {}
+
+
+class RepeatedPush:
+    """How arrays of one shape and dtype are pushed under one name. Any thread, as `Unit`."""
+
+    __slots__ = ("_average", "_dtype", "_nbytes", "_priority", "_session", "_shape", "_unit", "_views")
+
+    def __init__(self, session: Session, unit: Unit, x: Array, average: bool, priority: int | None) -> None:
+        self._session = session
+        self._unit = unit
+        self._shape, self._dtype, self._nbytes = x.shape, x.dtype, x.nbytes
+        self._average, self._priority = average, priority
+        self._views: dict[int, Array] = {}
+
+    def push_pull(self, x: Array, average: bool, priority: int | None) -> Array | None:
+        """Push *x* and return the read-only result; None, and nothing done, if something is not as the first time.
+
+        Raises as `handle.push_pull`.
+        """
+        if (self._unit.is_retired or x.shape != self._shape or x.dtype != self._dtype or average != self._average or priority != self._priority
+                or not x.flags.c_contiguous):
+            return None
+        round = self._unit.exchange(x.ctypes.data, self._nbytes, self._session.settings.timeout_s)
+        if round is None:
+            return None
+        parity = round & 1
+        view = self._views.get(parity)
+        if view is None:
+            view = self._views[parity] = self._unit.view(round).view(self._dtype).reshape(self._shape)
+        return view

@@ -2,12 +2,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import pickle
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..orchestration.errors import UnsupportedError
+import numpy as np
+
+from ..orchestration.errors import MismatchError, UnsupportedError
 from . import process
-from .broadcaster import broadcast_bytes, check_root
+from .broadcaster import Broadcaster, broadcast_bytes, check_root
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
@@ -66,3 +70,62 @@ def dump(obj: Any) -> bytes:
     import cloudpickle
 
     return bytes(cloudpickle.dumps(obj))
+
+Array = np.ndarray[Any, Any]
+
+
+def broadcast_arrays(named: Sequence[tuple[str, Array]], root_rank: int, title: str) -> list[Array]:
+    """Return the arrays of rank *root_rank*'s *named* (new ones, but on *root_rank*). All ranks call it in one order.
+
+    Parameters
+    ----------
+    named
+        C-contiguous arrays of any dtype without references, and their names: the same on all ranks.
+    title
+        Is checked to agree.
+
+    Raises
+    ------
+    MismatchError
+        If the ranks' arrays differ in name, dtype or shape; the text names the first that does.
+    ConfigError, StallError, PeerLostError
+        As `bpsfast.broadcast`.
+    """
+    session = process.current()
+    check_root(session, root_rank)
+    is_root = session.rank == root_rank
+    arrays = [array for _, array in named]
+    mine = [[name, str(array.dtype), list(array.shape)] for name, array in named]
+    text = f"list of {title}"
+    theirs = json.loads(broadcast_bytes(json.dumps(mine).encode() if is_root else None, root_rank, text))
+    if session.size == 1:
+        return arrays
+    text = f"{len(theirs)} {title}"
+    if is_root:
+        session.extension(Broadcaster).send(text, _pieces(arrays))
+        return arrays
+    wrong = difference(mine, theirs, "array", session.rank, root_rank)
+    received = [np.empty(array.shape, array.dtype) for array in arrays]
+    # What does not fit is received all the same, so that the channel stays in step.
+    session.extension(Broadcaster).receive(root_rank, text, lambda nbytes: [] if wrong else _pieces(received))
+    if wrong:
+        raise MismatchError(wrong)
+    return received
+
+
+def _pieces(arrays: Sequence[Array]) -> list[tuple[int, int]]:
+    return [(array.ctypes.data, array.nbytes) for array in arrays]
+
+#: (name, dtype, shape) of each tensor, in order.
+Manifest = Sequence[Sequence[Any]]
+
+
+def difference(mine: Manifest, theirs: Manifest, what: str, rank: int, root_rank: int) -> str:
+    """Say how *mine*, of *rank*, differs first from *theirs*, of *root_rank*; "" if not. *what*: "tensor", "array"."""
+    for number, (own, other) in enumerate(zip(mine, theirs)):
+        if own != other:
+            return (f"{what} {number} of the broadcast differs: rank {rank} has {own[0]} ({own[1]}, shape {own[2]}), "
+                    f"rank {root_rank} has {other[0]} ({other[1]}, shape {other[2]})")
+    if len(mine) != len(theirs):
+        return f"the broadcast is of {len(theirs)} {what}s on rank {root_rank}, of {len(mine)} on rank {rank}"
+    return ""

@@ -3,17 +3,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from ..base import logs
-from ..orchestration.errors import BpsError, ClosedError
+from .._version import __version__
+from ..base import hooks, logs
+from ..base.end_reports import report
+from ..base.settings import Settings, load, take_job_key
+from ..launch import daemons, roles
+from ..launch.daemons import Daemons
+from ..launch.process_role import ProcessRole
+from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError, UnsupportedError
+from . import node_connection
 from .exit_handling import ExitWatch, shorten_tracebacks
-from .joining import abandon as abandon_job, join, leave
 from .session import Session
-
-if TYPE_CHECKING:
-    from ..base.settings import Settings
-    from ..launch.process_role import ProcessRole
 
 _current: Session | None = None
 _watch: ExitWatch | None = None
@@ -41,15 +42,10 @@ def init(**settings: object) -> None:
     """
     if session() is not None:
         return
-    from ..base.settings import load
-    from ..launch import roles
-
     found = load(settings)
     logs.configure(found.log_level, "rank")
     if found.muster:
-        from ..elastic.coordinator_client import open_client
-
-        open_client(found).join()
+        hooks.open_elastic_client(found).join()
         return
     begin(roles.detect(found), found)
 
@@ -64,7 +60,7 @@ def init_again() -> None:
 def begin(place: ProcessRole, found: Settings, why_void: Callable[[], str | None] = lambda: None) -> None:
     """Join the job as `init` does, at the *place* of this process that the settings *found* have led to.
 
-    *why_void*: as of `joining.join`.
+    *why_void*: as of `join_job`.
     """
     global _current, _watch
     if _has_left and place.is_joined_once:
@@ -76,7 +72,7 @@ def begin(place: ProcessRole, found: Settings, why_void: Callable[[], str | None
         logs.set_identity(f"rank {place.rank}")
     is_launchers = place.launcher in ("bpsfast", "elastic")
     try:
-        session, started = join(place, found, why_void)
+        session, started = join_job(place, found, why_void)
     except BpsError:
         if is_launchers:
             shorten_tracebacks()
@@ -98,7 +94,7 @@ def shutdown() -> None:
     if session.pid != os.getpid():
         return
     _has_left = True
-    leave(session, watch)
+    leave_job(session, watch)
 
 
 def abandon(reason: str) -> None:
@@ -171,3 +167,141 @@ def local_size() -> int:
 def barrier(timeout_s: float | None = None) -> None:
     """Wait until all ranks are here; raises `StallError` after *timeout_s* (default: the setting)."""
     current().barrier(timeout_s)
+
+#: How long a rank that nobody needs any more waits for the others to leave as well.
+_CLOSE_TIMEOUT_S = 5.0
+
+
+def join_job(place: ProcessRole, settings: Settings,
+         why_void: Callable[[], str | None] = lambda: None) -> tuple[Session, Daemons]:
+    """Start what *place* has to start here, attach to the machine's node, and return once the whole job is there.
+
+    *why_void* is asked again and again why the job will never be there; it returns None as long as nobody knows. Once
+    this process has joined, BPSFAST_JOB_KEY is not in its environment any more (`take_job_key`).
+
+    Raises
+    ------
+    ConfigError, MismatchError, StallError, PeerLostError
+        If the job cannot come together; what was started is ended.
+    """
+    started = daemons.start(place, settings)
+    try:
+        attached = node_connection.attach(started.role, started.role.settings(settings), __version__,
+                                     lambda: started.failure() or why_void())
+        session = Session(attached, settings, started.failure)
+        report("joined")
+    except BaseException:
+        started.close(timeout_s=0.5)
+        raise
+    take_job_key()
+    return session, started
+
+
+def abandon_job(session: Session, watch: ExitWatch, reason: str) -> None:
+    """Leave the job of *session*, which has lost somebody or shall end: whoever is still in it is told *reason*.
+
+    The daemons that this process started end with it; they are not waited for longer than a job's end takes.
+    """
+    if session.pid != os.getpid():
+        return
+    session.close(False, reason, _CLOSE_TIMEOUT_S)
+    watch.close()
+
+
+def leave_job(session: Session, watch: ExitWatch, *, stays: bool = True) -> None:
+    """Leave the job of *session*, and close *watch*. Does nothing in a fork of the process that joined.
+
+    Daemons end with their starter, so who started some must live until the whole job has left. *stays*: wait for that
+    here, up to `timeout_s`. Else this returns after a few seconds at most, the daemons go on by themselves, and the end
+    of the program waits for them: ranks may then leave several jobs in any order.
+    """
+    if session.pid != os.getpid():
+        return
+    waits = stays and watch.holds_daemons
+    session.close(watch.failure is None, watch.failure or "", session.settings.timeout_s if waits else _CLOSE_TIMEOUT_S)
+    watch.close(detaches=not stays)
+
+#: Launchers under which a job of several ranks can be formed again; see `resume`.
+_RESUMABLE = ("elastic", "dmlc")
+
+_suspended: list[str] | None = None  # the names that were declared, in their order
+
+
+def suspend(leave: Callable[[], None] = shutdown) -> None:
+    """Leave the job, by *leave*, until `resume`, which declares the same names in the same order. On all ranks.
+
+    Raises
+    ------
+    UnsupportedError
+        In a job of several ranks whose launcher can only start it once; nothing is changed then.
+    """
+    global _suspended
+    session = current()
+    if session.size > 1 and session.place.launcher not in _RESUMABLE:
+        raise UnsupportedError(
+            f"suspend() in a job of {session.size} ranks that {session.place.launcher} has started, which keeps its "
+            "members: nobody can leave it, nor join it later. Start the program by `bpsfast run --elastic` (and see "
+            "bpsfast.elastic, which needs no suspend). Or, to go on with other numbers, save a checkpoint on rank 0, "
+            "end the program, start it again with the new numbers, and broadcast rank 0's state to all")
+    declared = session.tensors.order()
+    leave()
+    _suspended = declared
+
+
+def resume(num_workers: int, num_servers: int, global_rank: int, context: object = None) -> None:
+    """Join a job again after `suspend`; *context* (BytePS's) changes nothing.
+
+    Under BytePS's variables these numbers are written into them, as BytePS does: DMLC_NUM_WORKER (machines),
+    DMLC_NUM_SERVER, BYTEPS_GLOBAL_RANK, and DMLC_WORKER_ID as it follows. Scheduler and servers have ended with
+    `suspend`: somebody has to start them again, with the same numbers. Under ``bpsfast run --elastic`` the next job is
+    that of all workers there are, and the numbers must be those of it: *num_workers* ranks, of which this is number
+    *global_rank*. Elsewhere the next job is one of this rank alone. PyTorch's optimizers are made anew, or told by
+    `bpsfast.torch.optimizer.rejoin`.
+
+    Raises
+    ------
+    UnsupportedError
+        For more than one worker where nothing says how they would find each other.
+    MismatchError
+        If the next job has other numbers; it is left again.
+    ClosedError
+        Without `suspend`.
+    bpsfast.elastic.TrainingOver
+        As `init`.
+    """
+    global _suspended
+    if num_workers < 1 or num_servers < 0 or global_rank < 0:
+        raise ConfigError(f"resume(num_workers={num_workers}, num_servers={num_servers}, global_rank={global_rank}): "
+                          "at least one worker is needed, and no number is negative")
+    member, by_variables = hooks.current_elastic_client(), os.environ.get("DMLC_ROLE") == "worker"
+    if not by_variables and global_rank >= num_workers:
+        raise ConfigError(f"resume(num_workers={num_workers}, ..., global_rank={global_rank}): ranks are numbered from "
+                          "0 to num_workers - 1")
+    if num_workers > 1 and member is None and not by_variables:
+        raise UnsupportedError(
+            f"resume(num_workers={num_workers}, ...) would let this process join a larger job, and nothing says how "
+            "its ranks find each other: that needs `bpsfast run --elastic`, or BytePS's variables. Or start a new job "
+            "with the new numbers, and give it the state of a checkpoint")
+    if _suspended is None:
+        raise ClosedError("resume() without suspend(): call init() to join the job")
+    if member is not None:
+        member.join()
+        _check_numbers(num_workers, global_rank)
+    else:
+        if by_variables:
+            local_size = int(os.environ.get("BYTEPS_LOCAL_SIZE", "1"))
+            os.environ.update(DMLC_NUM_WORKER=str(num_workers), DMLC_NUM_SERVER=str(num_servers),
+                              BYTEPS_GLOBAL_RANK=str(global_rank), DMLC_WORKER_ID=str(global_rank // local_size))
+        init_again()
+    for name in _suspended:
+        current().tensors.note_order(name)
+    _suspended = None
+
+
+def _check_numbers(num_workers: int, global_rank: int) -> None:
+    found = rank(), size()
+    if found != (global_rank, num_workers):
+        shutdown()
+        raise MismatchError(f"resume(num_workers={num_workers}, ..., global_rank={global_rank}), but the next job has "
+                            f"{found[1]} ranks, of which this one is number {found[0]}: start as many workers as shall "
+                            "take part, which keep their order")

@@ -11,10 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 
 import msgspec
 
-from ..orchestration.messages import Stage, StallAnswer
+from ..base.end_reports import report
+from ..orchestration.errors import StallError
+from ..orchestration.messages import Stage, StallAnswer, StallQuestion
+from .node_connection import Mailbox, NodeRequests
 
 log = logging.getLogger("bpsfast.trainer")
 
@@ -159,3 +163,121 @@ class StallInspector:
         with self._lock:
             return (*(msgspec.structs.replace(each.stall, waited_s=now - each.begin) for each in self._open.values()),
                     *reversed(self._over))
+
+#: Once somebody has left, how often a wait asks whether it is in vain.
+DOUBT_S = 0.5
+#: How long to wait for the answer to "who is missing?".
+_ANSWER_S = 2.5
+#: The partition of a question about a declaration or a barrier.
+_NO_PART = -1
+
+
+class StallQuery:
+    """Asks on behalf of *rank*. Any thread.
+
+    Parameters
+    ----------
+    questions
+        Asks the node, and through it the scheduler.
+    require_open
+        Raises `ClosedError` when the session is closed, or is another process's.
+    mailbox
+        The way to the node; what it delivers includes that somebody has departed.
+    """
+
+    def __init__(self, rank: int, questions: NodeRequests, require_open: Callable[[], None],
+                 mailbox: Mailbox) -> None:
+        self._rank = rank
+        self._questions = questions
+        self._require_open = require_open
+        self._mailbox = mailbox
+        self._departed = False
+
+    def departed(self) -> None:
+        """Note that somebody has left. Called by the mailbox, one message at a time."""
+        self._departed = True
+
+    def has_departures(self) -> bool:
+        """Return whether a rank has left, as far as the node's messages say: only then can a wait be hopeless."""
+        if not self._departed:
+            self._require_open()  # before any lock: a forked child may have inherited it locked
+            self._mailbox.pump()
+        return self._departed
+
+    def ask(self, part: int, round: int, name: str) -> StallAnswer:
+        """Ask who has not arrived for *round* of *part* of tensor *name*, and whether waiting on is in vain."""
+        try:
+            answer = self._questions.ask(
+                lambda question: StallQuestion(rank=self._rank, question=question, part=part, round=round, name=name),
+                "no answer to who is missing, from node or scheduler,", _ANSWER_S)
+        except StallError as exc:  # to wait is the caller's to end, with what it knows
+            return StallAnswer(rank=self._rank, question=0, stage="unknown", missing=str(exc))
+        assert isinstance(answer, StallAnswer)
+        return answer
+
+    def ask_about(self, name: str) -> StallAnswer:
+        """Ask who has not declared tensor *name*, or entered ``barrier:<n>``. Returns as `ask`."""
+        return self.ask(_NO_PART, 0, name)
+
+
+class StallTimer:
+    """One wait of the rank that is called *me*. A context manager, of one thread; made for every wait that sleeps.
+
+    Parameters
+    ----------
+    what
+        What is waited for, as errors say it ("for all ranks to declare 'x'"); "": the subject of the last answer.
+    spent_s
+        How long the wait has lasted already.
+    """
+
+    __slots__ = ("_begin", "_deadline", "_doubt", "_inquiry", "_inspector", "_me", "_stalled", "_timeout_s", "_warn",
+                 "_what", "succeeded")
+
+    def __init__(self, me: str, timeout_s: float, inquiry: StallQuery, inspector: StallInspector, what: str = "",
+                 spent_s: float = 0.0) -> None:
+        self._begin = time.monotonic() - spent_s
+        self._me, self._what, self._timeout_s = me, what, timeout_s
+        self._deadline, self._doubt = self._begin + timeout_s, self._begin + DOUBT_S
+        self._warn = inspector.due(self._begin)
+        self._inquiry = inquiry
+        self._inspector = inspector
+        self._stalled: Subject | None = None
+        #: Whether the wait ended well; else, as with an exception, no warning is followed by "goes on".
+        self.succeeded = True
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds until `look` may have something to do."""
+        return max(0.0, min(self._doubt, self._deadline, self._warn) - time.monotonic())
+
+    def look(self, ask: Callable[[], tuple[Subject, StallAnswer]], is_there: Callable[[], bool]) -> None:
+        """Ask who is missing if it is time to; warn; give up. Nothing of that if it *is_there* once there is an answer.
+
+        Raises
+        ------
+        StallError
+            If time is up, or who is missing has left and will not come.
+        """
+        now = time.monotonic()
+        late = now >= self._deadline
+        if late or now >= self._warn or (now >= self._doubt and self._inquiry.has_departures()):
+            subject, answer = ask()
+            if is_there():
+                return
+            if late or answer.hopeless:
+                if not late:  # somebody has left too early, and is to blame
+                    report("told")
+                waited_s = self._timeout_s if late else now - self._begin
+                raise StallError(f"{self._me} waited {waited_s:.3g} s {self._what or f'for {subject.describe()}'}: "
+                                 f"{answer.missing}")
+            if now >= self._warn:
+                self._stalled, self._warn = subject, self._inspector.tell(subject, answer, self._begin)
+        self._doubt = max(self._doubt, now + DOUBT_S)
+
+    def __enter__(self) -> StallTimer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        if self._stalled is not None:
+            self._inspector.end(self._stalled, went_on=kind is None and self.succeeded)

@@ -10,10 +10,70 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from .tuning_point import TuningPoint
+from ..orchestration.placement.shares import Machine, least_time_s
+
+#: Partitions under way to one peer from which on more make no difference.
+_MOST = 256.0
+
+
+class TuningPoint(NamedTuple):
+    """Bytes: of a partition at most, of a fused group at most, under way to one peer; tcp connections to it."""
+
+    partition_nbytes: int
+    fusion_nbytes: int
+    credit_nbytes: int
+    n_streams: int
+
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        """What a change of which needs another edition of the gradients."""
+        return self.partition_nbytes, self.fusion_nbytes, self.n_streams
+
+    @property
+    def place(self) -> tuple[float, ...]:
+        """Where it lies for the search: log2 of partition, of fusion, of credit in partitions; half that of streams,
+        which mostly matter least.
+        """
+        return (math.log2(self.partition_nbytes), math.log2(max(1, self.fusion_nbytes)),
+                math.log2(min(max(1.0, self.credit_nbytes / self.partition_nbytes), _MOST)),
+                math.log2(self.n_streams) / 2)
+
+    def __str__(self) -> str:
+        return (f"partitions of {_short(self.partition_nbytes)}, fusion {_short(self.fusion_nbytes)}, credit "
+                f"{_short(self.credit_nbytes)}, {self.n_streams} streams")
+
+
+def _short(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3g} MB" if nbytes >= 10**6 else f"{nbytes / 1e3:.3g} KB"
+
+#: Python decides on every write of a node: what that took per partition and peer on a busy machine.
+_WRITE_S = 40e-6
+
+
+def expectation(machines: Sequence[Machine], sizes: Sequence[int]) -> Callable[[TuningPoint], float]:
+    """Return what tells the expected relative step time of a point for tensors of *sizes* bytes on *machines*.
+
+    Of machines whose rates are not all known nothing is expected: 1.0 everywhere.
+    """
+    if not all(machine.rate > 0 for machine in machines) or len(machines) < 2 or not any(sizes):
+        return lambda point: 1.0
+    wire_s = least_time_s(machines, sum(sizes))
+    rate = min(machine.rate for machine in machines)
+    n_peers = len(machines) - 1
+
+    def expected(point: TuningPoint) -> float:
+        fused = sum(nbytes for nbytes in sizes if nbytes < point.fusion_nbytes)
+        n_units = math.ceil(fused / max(1, point.fusion_nbytes))
+        n_parts = n_units + sum(math.ceil(nbytes / point.partition_nbytes) for nbytes in sizes
+                                if nbytes >= point.fusion_nbytes)
+        grain = min(point.partition_nbytes, max(sizes))
+        return wire_s + 2 * grain / rate + n_parts * n_peers * _WRITE_S
+
+    return expected
 
 #: Powers of two around the settings' defaults.
 PARTITIONS = tuple(64_000 << i for i in range(11))

@@ -7,11 +7,24 @@ Then the best so far goes on, and the next trial is prepared beside it: the best
 """
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .tuning_point import TuningPoint
-from .tuning_search import Search
+import msgspec
+
+from ..base.settings import Settings
+from ..orchestration.messages import TensorSpec
+from ..orchestration.placement.partition import nbytes_of
+from ..orchestration.placement.shares import Machine
+from .session import Session
+from .tuning_search import STREAMS, Search, TuningPoint, expectation
 
 #: Steps that a trial measures, and the first ones of a job, in which memory is found and threads settle.
 N_MEASURED, N_COLD = 3, 3
@@ -130,3 +143,135 @@ class TrialRunner:
 
     def _decide(self, active: TuningPoint, coming: TuningPoint | None, is_last: bool = False) -> None:
         self.decision = Decision(self.decision.number + 1, active, coming, is_last)
+
+log = logging.getLogger("bpsfast.tuner")
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search found, or has found so far: `chosen` the best point, `trials` all that were tried, in order."""
+
+    chosen: TuningPoint
+    trials: tuple[Trial, ...]
+    n_steps: int
+    is_over: bool
+
+
+def folder(setting: str) -> Path:
+    """Return where results lie: *setting*, or ``bpsfast/tuned`` in the user's cache."""
+    if setting:
+        return Path(setting).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bpsfast" / "tuned"
+
+
+def key(tensors: Sequence[tuple[str, tuple[int, ...], str]], cluster: Any) -> str:
+    """Return the name of the result for *tensors* (name, shape, dtype) on *cluster*, of what JSON can say."""
+    text = json.dumps([tensors, cluster], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def read(path: Path) -> Result | None:
+    """Return the result in *path*; None if there is no such file, or it holds something else (which the log says)."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Result)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as exc:
+        log.warning("no result of tuning can be read from %s (%s): the search begins anew", path, exc)
+        return None
+
+
+def write(path: Path, result: Result) -> None:
+    """Put *result* into *path*, whole or not at all; a failure is said in the log, and harms nobody."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            try:
+                file.write(msgspec.json.format(msgspec.json.encode(result), indent=2))
+                file.close()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as exc:
+        log.warning("the result of tuning cannot be written to %s: %s", path, exc)
+
+
+def plain(result: Result) -> dict[str, Any]:
+    """Return *result* as JSON has it, with names instead of places."""
+    return {
+        "chosen": result.chosen._asdict(), "n_steps": result.n_steps, "is_over": result.is_over,
+        "trials": [{**trial._asdict(), "point": trial.point._asdict()} for trial in result.trials],
+    }
+
+log = logging.getLogger("bpsfast.tuner")
+
+
+class TuningRun:
+    """Decides for *specs* of the job of *session*, which begins at *present*. One thread.
+
+    *tuned*: what was saved with the model, if anything: that is used, and nothing is tried.
+    """
+
+    def __init__(self, session: Session, specs: Mapping[str, TensorSpec], present: TuningPoint, tuned: TuningPoint | None = None
+                 ) -> None:
+        settings, usual = session.settings, Settings()
+        tensors = [(spec.name, spec.shape, spec.dtype) for spec in specs.values()]
+        self._file = folder(settings.tuned_dir) / (key(
+            tensors, [session.machines, sorted(session.transports.items()), settings.placement]) + ".json")
+        self._report = Path(settings.autotune_report) if settings.autotune_report else None
+        stored = read(self._file) if self._report is None else None  # who wants a report wants a search
+        machines = [Machine(n_ranks > 0, rate) for n_ranks, rate in session.machines]
+        by_tcp = any(transport.startswith("tcp") for transport in session.transports.values())
+        search = Search(expectation(machines, [nbytes_of(spec) for spec in specs.values()]),
+                        STREAMS if by_tcp else [settings.tcp_streams])
+        default = TuningPoint(usual.partition_bytes, usual.fusion_bytes, usual.credit_bytes,
+                        usual.tcp_streams if by_tcp else settings.tcp_streams)
+        chosen = tuned or (stored.chosen if stored is not None else None)
+        if chosen is not None and not by_tcp:
+            chosen = chosen._replace(n_streams=settings.tcp_streams)
+        self._pilot = TrialRunner(search, present, default, chosen)
+        self._n_trials = 0
+        if tuned is not None:
+            log.info("what was saved with the model is used: %s", tuned)
+        elif stored is not None:
+            log.info("what was found before for this model and cluster is used: %s (%s)", stored.chosen, self._file)
+
+    @property
+    def decision(self) -> Decision:
+        """What all ranks are to do."""
+        return self._pilot.decision
+
+    @property
+    def best(self) -> TuningPoint:
+        """The best so far."""
+        return self._pilot.best
+
+    def observe(self, point: TuningPoint, step_s: float) -> None:
+        """Note that a step at *point* took *step_s*."""
+        self._pilot.observe(point, step_s)
+        self._tell()
+
+    def failed(self, point: TuningPoint) -> None:
+        """Note that *point* cannot be had."""
+        self._pilot.failed(point)
+        self._tell()
+
+    def save(self) -> None:
+        """Keep what was found: the search is over."""
+        result = self._result(is_over=True)
+        if not self._pilot.trials:
+            return  # it was stored before
+        write(self._file, result)
+        if self._report is not None:
+            write(self._report, result)
+        log.info("tuned in %d steps and %d trials: %s (kept in %s)", result.n_steps, len(result.trials), result.chosen,
+                 self._file)
+
+    def _tell(self) -> None:
+        if self._report is not None and len(self._pilot.trials) != self._n_trials:
+            self._n_trials = len(self._pilot.trials)
+            write(self._report, self._result(is_over=False))
+
+    def _result(self, is_over: bool) -> Result:
+        return Result(chosen=self._pilot.best, trials=tuple(self._pilot.trials), n_steps=self._pilot.n_steps,
+                            is_over=is_over)

@@ -1,7 +1,7 @@
 """A scheduler without a memory learns from the nodes what the one before it knew. Pure, as `Job` is.
 
-Everybody tells all it knows (`ControlLog.account`); what follows is `merge_reports`'s. A recovery that was under way begins
-anew, in a new epoch.
+Everybody tells all it knows (`ControlLog.account`); what follows is `merge_reports`'s. A recovery that was under way
+begins anew, in a new epoch.
 
 Nothing is decided before a majority of the nodes with ranks has spoken (`is_majority`). So of two schedulers of one
 job, on two sides of a cut, one at most decides anything.
@@ -13,16 +13,13 @@ from collections.abc import Mapping, Sequence
 from .. import messages as m
 from ..errors import BpsError, MismatchError, PeerLostError, ProtocolError, StallError
 from ..job.admission import difference
-from ..job.node_probes import NodeProbes
-from ..job.snapshot import JobSnapshot
+from ..job.liveness import NodeProbes
+from ..job.recovery import JobSnapshot
 from ..roster import describe_node, is_majority
-from .node_reports import NodeReport, NodeReports
-from .state_merge import merge_reports
-
-Outgoing = list[tuple[bytes, m.Message]]
+from .state_merge import NodeReport, NodeReports, merge_reports
 
 #: After any other message there is nothing to be concluded that was not before.
-_MATTERS = (m.Join, m.Rejoin, m.Recounted, m.RankLeft, m.Lost, m.Visited)
+_MATTERS = (m.Join, m.Rejoin, m.RejoinComplete, m.RankLeft, m.Lost, m.ProbeResult)
 
 
 class JobRebuild:
@@ -31,7 +28,7 @@ class JobRebuild:
     Parameters
     ----------
     recall
-        The number of the `Recall` that accounts answer. Who dials anew answers none.
+        The number of the `RejoinRequest` that accounts answer. Who dials anew answers none.
     known
         The nodes that have been recalled, and when each was heard, by sender.
     job, nodes
@@ -66,7 +63,7 @@ class JobRebuild:
 
     # -- what comes in ------------------------------------------------------------------------------------
 
-    def receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
+    def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Take one message; return what is to be answered."""
         account = self._accounts.get(sender)
         self.is_due |= isinstance(message, _MATTERS)
@@ -77,18 +74,18 @@ class JobRebuild:
             return self._rejoin(now, sender, message)
         elif isinstance(message, m.Join):
             if message.version != m.VERSION:
-                return [(sender, _refusal(MismatchError(f"protocol version differs: {message.version} on host "
+                return [(sender, m.refusal(MismatchError(f"protocol version differs: {message.version} on host "
                                                         f"{message.host}, {m.VERSION} on the scheduler")))]
             self._heard[sender] = now
             self._joins[sender] = message
             self._match()
-        elif isinstance(message, m.Visited):
+        elif isinstance(message, m.ProbeResult):
             if account is not None and account.ranks:
                 self._signs.visited(now, message)
         elif account is not None:
             self._heard[sender] = now
             self._accounts.enter(account, message)
-            if isinstance(message, m.Recounted) and len(account.units) != account.rejoin.n_units:
+            if isinstance(message, m.RejoinComplete) and len(account.units) != account.rejoin.n_units:
                 self.aborted = ProtocolError(
                     f"{describe_node(self._nodes, account.index)} has {account.rejoin.n_units} committed units, and "
                     f"has told {len(account.units)}: after a loss of the scheduler the job cannot be rebuilt")
@@ -96,13 +93,13 @@ class JobRebuild:
                 self._all_left.add(account.index)
         return []
 
-    def unreadable(self, sender: bytes, error: BpsError) -> Outgoing:
+    def unreadable(self, sender: bytes, error: BpsError) -> m.Outgoing:
         """Decide what follows from a message of *sender* that cannot be read, because of *error*: as `Job`."""
         account = self._accounts.get(sender)
         index = account.index if account is not None else next(
             (index for index, senders in self._known.items() if sender in senders), -1)
         if index < 0:
-            return [(sender, _refusal(error))]
+            return [(sender, m.refusal(error))]
         self.is_due = True
         words = f"a message of {describe_node(self._nodes, index)} cannot be read: {error}"
         if self._nodes[index].ranks:
@@ -119,12 +116,12 @@ class JobRebuild:
         self._accounts.drop(sender)
         self.is_due = True
 
-    def _rejoin(self, now: float, sender: bytes, rejoin: m.Rejoin) -> Outgoing:
+    def _rejoin(self, now: float, sender: bytes, rejoin: m.Rejoin) -> m.Outgoing:
         if sender in self._heard and rejoin.recall != self.recall:
             return []  # its answer to this recall is on its way
         refused = self._objection(rejoin)
         if refused is not None:
-            return [(sender, _refusal(refused))]
+            return [(sender, m.refusal(refused))]
         if self._first is None:
             self._first = rejoin
         if self._fingerprint is None:
@@ -170,7 +167,7 @@ class JobRebuild:
 
     # -- what follows -------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> Outgoing:
+    def tick(self, now: float) -> m.Outgoing:
         """Return what the time leads to: heartbeats. Look at `finished`, `aborted` and `past` afterwards."""
         self.is_due = True
         slept_s, self._last_tick = now - self._last_tick, now
@@ -189,7 +186,7 @@ class JobRebuild:
         self._n_heartbeats += 1
         return out + [(sender, m.Heartbeat(sequence=self._n_heartbeats)) for sender in self.senders]
 
-    def _look_for(self, now: float) -> Outgoing:
+    def _look_for(self, now: float) -> m.Outgoing:
         """Have those with ranks who have told all visit the others, of whom nothing is heard."""
         if self._majority_since is None:
             return []
@@ -229,7 +226,7 @@ class JobRebuild:
     @property
     def finished(self) -> bool:
         """Whether all ranks of the job have left."""
-        return self._first is not None and self._all_left | self._accounts.farewells >= self._accounts.workers
+        return self._first is not None and self._all_left | self._accounts.nodes_left >= self._accounts.workers
 
     def past(self, now: float) -> JobSnapshot | None:
         """Return what has become of the job once everybody has said what it knows, or is lost.
@@ -292,6 +289,3 @@ class JobRebuild:
         missing = [describe_node(self._nodes, node.index) for node in self._nodes if node.index not in over]
         return f"missing {'; '.join(missing) or 'nobody'}"
 
-
-def _refusal(error: BpsError) -> m.Refuse:
-    return m.Refuse(error=type(error).__name__, reason=str(error))

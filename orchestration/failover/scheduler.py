@@ -1,4 +1,5 @@
-"""The scheduler process: a ZeroMQ ROUTER around `succession.tenure.SchedulerState`. It carries decisions, never tensor bytes.
+"""The scheduler process: a ZeroMQ ROUTER around `succession.tenure.SchedulerState`. It carries decisions, never tensor
+bytes.
 
 Clients must know the scheduler's CURVE key to be understood, and own the job's client key to be let in (ZAP, answered
 in the same loop). Both follow from the job key: whoever has another one gets no byte back, and runs into its deadline.
@@ -19,13 +20,10 @@ import zmq
 from zmq.utils import z85
 
 from .. import messages as m
-from ..errors import ClosedError, ConfigError, MismatchError, ProtocolError
-from ..job.job import Outgoing
-from ..job.job_settings import JobSettings
-from ..pulses import ConnectionActivity
+from ..errors import DECODE_ERRORS, ClosedError, ConfigError, MismatchError, ProtocolError
+from ..job.admission import JobSettings
 from ..security import curve_pair
-from ..unreadable import DECODE_ERRORS
-from ..zmq_connections import ZmqHandshakeLimiter
+from ..zmq_connections import ConnectionActivity, ZmqHandshakeLimiter
 from .scheduler_state import SchedulerState
 
 log = logging.getLogger("bpsfast.scheduler")
@@ -65,7 +63,8 @@ class Scheduler:
 
     def __init__(self, settings: JobSettings, key: bytes, *, bind_host: str = "*", port: int = 0,
                  farewell_s: float = 1.0, tick_s: float = 0.2) -> None:
-        self._job = SchedulerState(dataclasses.replace(settings, name=settings.name or secrets.token_hex(8)), time.monotonic())
+        self._job = SchedulerState(
+            dataclasses.replace(settings, name=settings.name or secrets.token_hex(8)), time.monotonic())
         self._farewell_s = farewell_s
         self._lease_s = settings.lease_s
         self._tick_s = tick_s
@@ -254,7 +253,7 @@ class Scheduler:
             log.warning("a message from %s cannot be read: %s", self._pulses.address(sender), reason)
         self._send(self._job.unreadable(time.monotonic(), sender, reason, has_ranks))
 
-    def _send(self, outgoing: Outgoing) -> None:
+    def _send(self, outgoing: m.Outgoing) -> None:
         """Send in order; a destination that is gone is reported to the job, whose conclusions are sent too."""
         pending = list(outgoing)
         while pending:

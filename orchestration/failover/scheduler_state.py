@@ -14,12 +14,9 @@ from __future__ import annotations
 
 from .. import messages as m
 from ..errors import BpsError, MismatchError, PeerLostError
-from ..job.admission import find_node
+from ..job.admission import JobSettings, find_node
 from ..job.job import Job
-from ..job.job_settings import JobSettings
 from .job_rebuild import JobRebuild
-
-Outgoing = list[tuple[bytes, m.Message]]
 
 
 class SchedulerState:
@@ -52,7 +49,7 @@ class SchedulerState:
         """Return what ended the job, if it did not end well."""
         return self.job.aborted
 
-    def receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
+    def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Decide what *message* from *sender* leads to.
 
         A node may dial anew before it was answered, and connections are read in any order: what is read of an earlier
@@ -64,7 +61,7 @@ class SchedulerState:
         self._n_dialled[process] = number
         return self._receive(now, sender, message)
 
-    def _receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
+    def _receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         if self._rebuilding is not None and not self.over:
             return self._rebuilding.receive(now, sender, message) + self._rebuilt(now)
         if isinstance(message, m.Rejoin):
@@ -73,7 +70,7 @@ class SchedulerState:
             return self._begin(now) + self._receive(now, sender, message)
         return self.job.receive(now, sender, message)
 
-    def unreadable(self, now: float, sender: bytes, error: BpsError, has_ranks: bool = False) -> Outgoing:
+    def unreadable(self, now: float, sender: bytes, error: BpsError, has_ranks: bool = False) -> m.Outgoing:
         """Decide what follows from a message of *sender* that cannot be read; as `Job.unreadable`."""
         if self._rebuilding is not None and not self.over:
             return self._rebuilding.unreadable(sender, error) + self._rebuilt(now)
@@ -84,7 +81,7 @@ class SchedulerState:
         remarks, self.job.remarks = self.job.remarks, []
         return remarks
 
-    def unreachable(self, now: float, sender: bytes) -> Outgoing:
+    def unreachable(self, now: float, sender: bytes) -> m.Outgoing:
         """Decide what follows from *sender*'s connection being gone."""
         if self.over:
             return []
@@ -94,7 +91,7 @@ class SchedulerState:
             return self._gather(now, None) if is_over else []
         return self.job.closed(now, sender)
 
-    def tick(self, now: float) -> Outgoing:
+    def tick(self, now: float) -> m.Outgoing:
         """Decide what the time leads to. Call it several times a heartbeat."""
         if self.over:
             return []
@@ -111,7 +108,7 @@ class SchedulerState:
         """Note when the last byte of *sender*'s connection came; None: nobody knows."""
         self.job.pulse(sender, at)
 
-    def abort(self, error: BpsError, *, but: tuple[bytes, ...] | list[bytes] = ()) -> Outgoing:
+    def abort(self, error: BpsError, *, but: tuple[bytes, ...] | list[bytes] = ()) -> m.Outgoing:
         """End the job with *error* on everybody except *but*."""
         if self._rebuilding is None or self.over:
             return self.job.abort(error, but=but)
@@ -121,19 +118,19 @@ class SchedulerState:
 
     # -- rebuilding ---------------------------------------------------------------------------------------
 
-    def _rejoin(self, now: float, sender: bytes, rejoin: m.Rejoin) -> Outgoing:
+    def _rejoin(self, now: float, sender: bytes, rejoin: m.Rejoin) -> m.Outgoing:
         if self.job.aborted is not None:
             return [(sender, self.job.aborted)]
         if self.job.finished:
             return self.job.finish_again(sender, rejoin.index)
         if self.job.admitted and rejoin.job != self.job.name:
-            return [(sender, _refusal(PeerLostError(
+            return [(sender, m.refusal(PeerLostError(
                 "the scheduler of this node's job is gone: at its address is that of another job")))]
         strangers = [join for join in self.job.joins.values() if join.ranks and find_node(join, rejoin.nodes) is None]
         if strangers:
-            return [(sender, _refusal(_another(strangers[0])))]
+            return [(sender, m.refusal(_another(strangers[0])))]
         if rejoin.version != m.VERSION:
-            return [(sender, _refusal(MismatchError(f"protocol version differs: {rejoin.version} on a node, "
+            return [(sender, m.refusal(MismatchError(f"protocol version differs: {rejoin.version} on a node, "
                                                     f"{m.VERSION} on the scheduler")))]
         if rejoin.index in self.job.lost:
             return [(sender, _left_behind())]
@@ -149,7 +146,7 @@ class SchedulerState:
         node = find_node(join, self.job.nodes)
         return node is not None and node.index not in self.job.absent
 
-    def _begin(self, now: float) -> Outgoing:
+    def _begin(self, now: float) -> m.Outgoing:
         """Ask everybody to say all it knows."""
         settings, joins, known = self._settings, self.job.joins, self.job.heard
         n_known = 1 + max((index for index, _ in known.values()), default=-1)  # whoever just comes, nobody waits for
@@ -162,9 +159,9 @@ class SchedulerState:
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)
         return [*((sender, _left_behind()) for sender in self.job.coming),
-                *((sender, m.Recall(number=self._n_recalls)) for sender in known)]
+                *((sender, m.RejoinRequest(number=self._n_recalls)) for sender in known)]
 
-    def _rebuilt(self, now: float) -> Outgoing:
+    def _rebuilt(self, now: float) -> m.Outgoing:
         """Go on with the job if it is rebuilt, or has ended meanwhile."""
         rebuilding = self._rebuilding
         assert rebuilding is not None
@@ -181,27 +178,27 @@ class SchedulerState:
                 raise rebuilding.aborted
             past = rebuilding.past(now)
         except BpsError as exc:
-            return self.abort(exc) if another is None else self._gather(now, _refusal(exc))
+            return self.abort(exc) if another is None else self._gather(now, m.refusal(exc))
         if past is None:
             if another is None or rebuilding.is_alive:
                 return []
-            return self._gather(now, _refusal(_another(another)))
+            return self._gather(now, m.refusal(_another(another)))
         self._rebuilding = None
         newcomers = rebuilding.newcomers
         known = {*past.roster.senders, *(sender for sender, _ in newcomers)}
-        out: Outgoing = [(sender, _left_behind()) for sender in rebuilding.senders if sender not in known]
+        out: m.Outgoing = [(sender, _left_behind()) for sender in rebuilding.senders if sender not in known]
         self.job = Job(self._settings, now)
         out += self.job.resume(now, past)
         for sender, join in newcomers:
             out += self.job.receive(now, sender, join)
         return out
 
-    def _gather(self, now: float, last_word: m.Message | None) -> Outgoing:
+    def _gather(self, now: float, last_word: m.Message | None) -> m.Outgoing:
         """Gather a new job of those who have joined; *last_word* goes to those of the earlier one."""
         rebuilding, self._rebuilding = self._rebuilding, None
         assert rebuilding is not None
         self.job = Job(self._settings, now)
-        out: Outgoing = [(sender, last_word) for sender in rebuilding.speakers] if last_word is not None else []
+        out: m.Outgoing = [(sender, last_word) for sender in rebuilding.speakers] if last_word is not None else []
         for sender, join in rebuilding.newcomers:
             out += self.job.receive(now, sender, join)
         return out
@@ -211,9 +208,6 @@ def _another(join: m.Join) -> PeerLostError:
     return PeerLostError(f"the scheduler of this node's job is gone: at its address another job gathers, of which the "
                          f"node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks) has come")
 
-
-def _refusal(error: BpsError) -> m.Refuse:
-    return m.Refuse(error=type(error).__name__, reason=str(error))
 
 
 def _left_behind() -> m.Abort:

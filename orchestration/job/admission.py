@@ -1,11 +1,49 @@
 """Who is in the job: collects joins until all are there, then fixes the node order and the ranks. Pure."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from .. import messages as m
 from ..errors import ConfigError, MismatchError
 from ..messages import VERSION, Join, NodeInfo
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What the scheduler must know. `fingerprint` None: the first node's settings are what others must agree with.
+
+    `awaits_ranks`: the deadline of the start counts from the first node whose ranks have come, as its launcher ends the
+    scheduler if none comes.
+    """
+
+    num_nodes: int
+    num_helpers: int = 0
+    max_helpers: int = 0
+    num_server_processes: int = -1
+    size: int = -1
+    package: str = ""
+    fingerprint: Mapping[str, str] | None = None
+    placement: str = "optimal"
+    partition_nbytes: int = 4096000
+    fusion_nbytes: int = 4096000
+    heartbeat_s: float = 1.0
+    lease_s: float = 10.0
+    helper_lease_s: float = 1.0
+    start_timeout_s: float = 60.0
+    awaits_ranks: bool = False
+    first_round: int = 1
+    name: str = ""  # that no other job has
+
+    @property
+    def most_helpers(self) -> int:
+        """The most helpers that a running job has at a time: as many as it starts with, or more if it was told so.
+
+        BytePS's server processes count as helpers here: on which machines they are is not known before they come.
+        """
+        return max(self.num_helpers, self.num_server_processes, self.max_helpers)
 
 
 @dataclass(frozen=True)
@@ -250,3 +288,43 @@ def _number_ranks(joins: list[Join], size: int) -> list[tuple[int, ...]]:
     return [join.ranks for join in joins]
 
 
+class NicRates:
+    """Of the nodes of one job; *nodes*: those of the start, one after the other. Owner thread only."""
+
+    def __init__(self, nodes: Sequence[m.NodeInfo]) -> None:
+        #: Bytes per second by node index, 0 where not known.
+        self.rates = [node.nic_rate_bytes for node in nodes]
+        #: The nodes that measure still.
+        self.waiting = {node.index for node in nodes if node.probes}
+
+    def resume(self, rates: Sequence[float], waiting: Collection[int]) -> None:
+        """Go on where another scheduler has left off, which knew *rates*, and was *waiting* for those at most."""
+        self.rates[:] = [*rates, *self.rates[len(rates):]]
+        self.waiting &= set(waiting)
+
+    def add(self, rate_bytes: float) -> None:
+        """Take the next node, which comes late and has measured."""
+        self.rates.append(rate_bytes)
+
+    def measured(self, index: int, rate_bytes: float) -> bool:
+        """Take a node's measurement; return False, and take nothing, if it was not to measure."""
+        if index not in self.waiting:
+            return False
+        self.waiting.remove(index)
+        self.rates[index] = rate_bytes
+        return True
+
+    def give_up(self, index: int) -> bool:
+        """Wait no more for a node, which is lost; return whether it was waited for."""
+        was_awaited = index in self.waiting
+        self.waiting.discard(index)
+        return was_awaited
+
+    def known(self, nodes: Sequence[m.NodeInfo]) -> list[m.NodeInfo]:
+        """Return *nodes* with the rates that are known of them."""
+        return [msgspec.structs.replace(node, nic_rate_bytes=rate) for node, rate in zip(nodes, self.rates)]
+
+    @property
+    def message(self) -> m.Rates:
+        """What nodes are told once all have measured."""
+        return m.Rates(nic_rate_bytes=tuple(self.rates))

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence, Set as AbstractSet
 import msgspec
 
 from ..errors import CapacityError
-from ..messages import Commit, NodeInfo, Plan, Succession, TensorSpec, UnitPlan
+from ..messages import Commit, NodeInfo, OwnerChange, Plan, TensorSpec, UnitPlan
 from ..placement import codec_choice
 from ..placement.assignment import assign, assign_among, owned_by
 from ..placement.layout import lay_out
@@ -14,10 +14,9 @@ from ..placement.partition import MAX_PARTS, has_state
 from ..placement.rates import bound_remark, bounded, machines_of, ownable
 from ..placement.rebalancing import shared
 from ..placement.shares import Machine
-from ..priority.credit_queue import rank_parts
+from ..priority.send_queue import rank_parts
 from ..store import workers_of
-from .recovery import PartitionMove
-from .snapshot import JobSnapshot
+from .recovery import JobSnapshot, PartitionMove
 
 
 class Generations:
@@ -54,7 +53,7 @@ class Generations:
         self.number = 0
         self.units: list[UnitPlan] = []
         self.in_flight: Plan | None = None
-        self.lent: dict[int, Succession] = {}  # of partitions that have changed hands: what some nodes lacked then
+        self.lent: dict[int, OwnerChange] = {}  # of partitions that have changed hands: what some nodes lacked then
         if not is_short:
             assign([1], self._machines, policy)
 
@@ -272,7 +271,7 @@ class Generations:
         self.in_flight = None
         return withdrawn
 
-    def succeed(self, moves_of_lost: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[Succession]]:
+    def succeed(self, moves: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[OwnerChange]]:
         """Begin a generation in which partitions change hands; return the units concerned, and who gets what.
 
         Those of lost nodes only: what survivors own stays.
@@ -285,19 +284,19 @@ class Generations:
         self.number += 1
         owned = [0 if node in self._absent else nbytes for node, nbytes in enumerate(self._owned)]
         more = [self._limits.get(node, rest) for node, rest in enumerate(self._more)]
-        owners = assign_among([heir.part.wire_nbytes for heir in moves_of_lost], bounded(self._machines, owned, more), owned,
-                              lambda position: moves_of_lost[position].candidates, self._is_wanted)
-        own = owned_by(zip((heir.part.wire_nbytes for heir in moves_of_lost), owners), len(owned))
+        owners = assign_among([move.part.wire_nbytes for move in moves], bounded(self._machines, owned, more), owned,
+                              lambda position: moves[position].candidates, self._is_wanted)
+        own = owned_by(zip((move.part.wire_nbytes for move in moves), owners), len(owned))
         full = {node for node, most in self._limits.items() if own[node] > most}
         if full:  # who lacks the last result of a partition cannot own it
-            left = [heir for heir, owner in zip(moves_of_lost, owners) if owner in full]
-            nodes = sorted({node for heir in left for node in heir.candidates})
+            left = [move for move, owner in zip(moves, owners) if owner in full]
+            nodes = sorted({node for move in left for node in move.candidates})
             rooms = ", ".join(f"node {node} {self._limits[node]} bytes" for node in nodes if node in self._limits)
-            nbytes = sum(heir.part.wire_nbytes for heir in left)
+            nbytes = sum(move.part.wire_nbytes for move in left)
             raise CapacityError(
                 f"{nbytes} bytes of partitions need another owner, and no memory is left for all of them at nodes "
                 f"{nodes}, which have their last results: at most {rooms} more")
-        return self._in_other_hands(moves_of_lost, owners)
+        return self._in_other_hands(moves, owners)
 
     def limit(self, node: int, room_nbytes: int, refused_nbytes: int) -> None:
         """Give *node* only as much of what has to change hands as it has room for, until that is committed.
@@ -307,31 +306,32 @@ class Generations:
         is_known = node not in self._limits and room_nbytes < refused_nbytes
         self._limits[node] = room_nbytes if is_known else refused_nbytes // 2
 
-    def share(self, moves_of_lost: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[Succession]]:
+    def share(self, moves: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[OwnerChange]]:
         """Begin a generation in which newcomers, the candidates of *heirs*, get their share; return as `succeed`.
 
         So many partitions are moved that the policy's placement would not be better by another one, or none.
         """
         self.number += 1
         machines = bounded(self._machines, self._owned, self._more)
-        owners = shared([heir.part.wire_nbytes for heir in moves_of_lost], [heir.part.owner for heir in moves_of_lost],
-                        [tuple(heir.candidates) for heir in moves_of_lost], machines, self._owned, self._policy)
-        moved = [(heir, owner) for heir, owner in zip(moves_of_lost, owners) if owner != heir.part.owner]
-        return self._in_other_hands([heir for heir, _ in moved], [owner for _, owner in moved])
+        owners = shared([move.part.wire_nbytes for move in moves], [move.part.owner for move in moves],
+                        [tuple(move.candidates) for move in moves], machines, self._owned, self._policy)
+        moved = [(move, owner) for move, owner in zip(moves, owners) if owner != move.part.owner]
+        return self._in_other_hands([move for move, _ in moved], [owner for _, owner in moved])
 
     @staticmethod
-    def _in_other_hands(moves_of_lost: Sequence[PartitionMove], owners: Sequence[int]) -> tuple[list[UnitPlan], list[Succession]]:
-        of = {heir.part.part: owner for heir, owner in zip(moves_of_lost, owners)}
+    def _in_other_hands(moves: Sequence[PartitionMove], owners: Sequence[int]
+                        ) -> tuple[list[UnitPlan], list[OwnerChange]]:
+        of = {move.part.part: owner for move, owner in zip(moves, owners)}
         units = [msgspec.structs.replace(unit, parts=tuple(
             msgspec.structs.replace(part, owner=of.get(part.part, part.owner)) for part in unit.parts))
-            for unit in {heir.unit.unit: heir.unit for heir in moves_of_lost}.values()]
-        return units, [heir.succession(owner) for heir, owner in zip(moves_of_lost, owners)]
+            for unit in {move.unit.unit: move.unit for move in moves}.values()]
+        return units, [move.succession(owner) for move, owner in zip(moves, owners)]
 
-    def succeeded(self, units: Sequence[UnitPlan], successions: Sequence[Succession]) -> Commit:
+    def succeeded(self, units: Sequence[UnitPlan], changes: Sequence[OwnerChange]) -> Commit:
         """Count on the new owners of *units*, for which everybody is ready; return the commit."""
         self._limits.clear()
-        self.lent |= {each.part: each for each in successions if each.lacking}
-        for each in successions:
+        self.lent |= {each.part: each for each in changes if each.lacking}
+        for each in changes:
             if each.giver >= 0:  # who gives up lives, and what it has sent has arrived
                 self.lent.pop(each.part, None)
         known = {unit.unit: unit for unit in units}

@@ -4,7 +4,7 @@
     declarations -> Planning: Plan -> Ready from all -> Commit
     barriers -> Barriers,  "who is missing?", "who is late?", notices -> Inquiries
     a helper is lost -> Losses: Freeze -> Frozen from all who are left -> Recover -> Ready from all -> Commit
-    a helper comes late -> Joinings: Joined -> Meets -> Welcome -> Meets, then the same change of epoch
+    a helper comes late -> LateJoins: Joined -> NewcomerReady -> Welcome -> NewcomerReady, then the same change of epoch
     silence, or any other node is lost -> Abort,  all ranks left -> Finish
     the scheduler before was lost -> `SchedulerState`
 
@@ -20,23 +20,17 @@ from collections.abc import Callable, Sequence
 
 from .. import messages as m
 from ..errors import BpsError, ConfigError, PeerLostError, ProtocolError, StallError
-from ..placement.assignment import check_policy
+from ..placement_policy import check_policy
 from ..roster import Roster
-from .admission import Admission, ExpectedNodes
-from .barriers import Barriers
+from .admission import Admission, ExpectedNodes, JobSettings as JobSettings, NicRates
 from .declarations import Declarations
 from .generations import Generations
-from .job_settings import JobSettings as JobSettings
 from .late_joins import LateJoins
-from .liveness import HeartbeatMonitor
-from .nic_rates import NicRates
+from .liveness import DEAD_S, HeartbeatMonitor, NodeProbes
 from .node_losses import FIRST_EPOCH, NodeLosses
-from .node_probes import DEAD_S, NodeProbes
 from .planning import GenerationPlanner
-from .rank_queries import RankQueries
-from .snapshot import JobSnapshot
-
-Outgoing = list[tuple[bytes, m.Message]]
+from .rank_queries import Barriers, RankQueries
+from .recovery import JobSnapshot
 
 #: What waits while a recovery is under way: it changes what is committed.
 _DEFERRED = (m.Declare, m.Retire)
@@ -84,18 +78,18 @@ class Job:
         self._joinings: LateJoins
         self._barriers: Barriers
         self._inquiries: RankQueries
-        self._handlers: dict[type, Callable[..., Outgoing]] = {
-            m.Measured: self._measured, m.Ready: self._ready, m.Room: self._room, m.Meets: self._meets,
+        self._handlers: dict[type, Callable[..., m.Outgoing]] = {
+            m.Measured: self._measured, m.Ready: self._ready, m.MemoryFreed: self._room, m.NewcomerReady: self._meets,
             m.Declare: lambda now, sender, message: self._planning.declare(sender, message),
             m.PrepareFailed: lambda now, sender, message: self._planning.prepare_failed(now, sender, message),
             m.Retire: lambda now, sender, message: self._planning.retire(message),
-            m.Frozen: lambda now, sender, message: self._losses.frozen(self._roster.index_of(sender), message),
+            m.FreezeReport: lambda now, sender, message: self._losses.frozen(self._roster.index_of(sender), message),
             m.RankLeft: self._rank_left,
             m.BarrierEnter: lambda now, sender, message: self._to_all(m.BarrierDone(sequence=message.sequence))
             if self._barriers.enter(message.rank, message.sequence) else [],
-            m.Credit: self._set_credit, m.Visited: self._visited,
+            m.Credit: self._set_credit, m.ProbeResult: self._visited,
             # Of an account that this scheduler has not asked for, or asks for no more.
-            m.Kept: lambda now, sender, message: [], m.Recounted: lambda now, sender, message: [],
+            m.CommittedUnits: lambda now, sender, message: [], m.RejoinComplete: lambda now, sender, message: [],
         }
 
     @property
@@ -149,11 +143,11 @@ class Job:
 
     # -- what comes in ------------------------------------------------------------------------------------
 
-    def receive(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
+    def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Decide what *message* from *sender* leads to; return (destination, message) in the order to be sent."""
         if sender in self._moved:
             return []
-        if isinstance(message, m.Finished):
+        if isinstance(message, m.FinishAck):
             self._unaware.discard(sender)
             return []
         if isinstance(message, m.Join) and (self.over or sender not in self._silence):
@@ -165,7 +159,7 @@ class Job:
         out = [each for helper, error in settled for each in self._gone(now, helper, error)]
         return out + self._understand(now, sender, message)
 
-    def _understand(self, now: float, sender: bytes, message: m.Message) -> Outgoing:
+    def _understand(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         if isinstance(message, m.Heartbeat):
             return [(sender, m.Echo(sent_ns=message.sent_ns, there_ns=int(now * 1e9)))] if message.sent_ns else []
         if isinstance(message, m.Lost):
@@ -187,7 +181,7 @@ class Job:
         except BpsError as exc:
             return self.abort(exc)
 
-    def unreadable(self, now: float, sender: bytes, error: BpsError, has_ranks: bool = False) -> Outgoing:
+    def unreadable(self, now: float, sender: bytes, error: BpsError, has_ranks: bool = False) -> m.Outgoing:
         """Decide what follows from a message of *sender* that cannot be read, because of *error*.
 
         Who is no member is refused, alone. While the job gathers, it waits in vain for a node with ranks that is (a
@@ -197,20 +191,20 @@ class Job:
             return []
         if not self.over and sender in self._silence:
             return self._blame(now, sender, ProtocolError(f"a message of {self._name(sender)} cannot be read: {error}"))
-        refuse: Outgoing = [(sender, m.Refuse(error=type(error).__name__, reason=str(error)))]
+        refuse: m.Outgoing = [(sender, m.refusal(error))]
         if self.over or self._admitted:
             return refuse
         self._refused = str(error)
         return refuse + self.abort(error, but=[sender]) if has_ranks else refuse
 
-    def unreachable(self, now: float, sender: bytes) -> Outgoing:
+    def unreachable(self, now: float, sender: bytes) -> m.Outgoing:
         """Decide what follows from *sender*'s connection being gone."""
         if self.over or sender not in self._silence:
             return []
         return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler "
                                                      "without leaving: its process is gone"))
 
-    def closed(self, now: float, sender: bytes) -> Outgoing:
+    def closed(self, now: float, sender: bytes) -> m.Outgoing:
         """Decide what follows from *sender*'s connection having closed: maybe it comes back over another one."""
         if self.over or (self._admitted and self._joinings.leave_queue(sender)) or sender not in self._silence:
             return []
@@ -220,14 +214,14 @@ class Job:
         return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler")
                           ) if self._can_be_missed(sender) else []  # it says again that it joins, if it lives
 
-    def _bury(self, now: float, sender: bytes) -> Outgoing:
+    def _bury(self, now: float, sender: bytes) -> m.Outgoing:
         """Go on without the node behind *sender* if its process is proven dead, or end the job."""
         only_sums = self._only_sums(sender)
         if not self._signs.is_dead(now, self._roster.index_of(sender), 0.0 if only_sums else DEAD_S):
             return []
         return self.unreachable(now, sender)
 
-    def _visited(self, now: float, sender: bytes, message: m.Visited) -> Outgoing:
+    def _visited(self, now: float, sender: bytes, message: m.ProbeResult) -> m.Outgoing:
         """Take what a node has found where another one should be; see at once whether that is still connected here."""
         if message.node >= len(self._roster.nodes) or message.node < 0:
             return self._blame(now, sender, ProtocolError(f"{self._name(sender)} has visited node {message.node}, of "
@@ -238,7 +232,7 @@ class Job:
             return []
         return self._bury(now, visited) or [(visited, m.Heartbeat(sequence=self._n_heartbeats))]
 
-    def tick(self, now: float) -> Outgoing:
+    def tick(self, now: float) -> m.Outgoing:
         """Decide what the time leads to: heartbeats, deadlines, leases. Call it several times a heartbeat."""
         self._silence.tick(now)
         self._signs.tick(now)
@@ -252,7 +246,7 @@ class Job:
             refused = f"; refused: {self._refused}" if self._refused else ""
             return self.abort(StallError(f"the job is not complete after start_timeout_s = "
                                          f"{self.settings.start_timeout_s:g} s: {self._admission.describe()}{refused}"))
-        out: Outgoing = []
+        out: m.Outgoing = []
         silent = self._silence.silent(now, self._only_sums)
         if self._admitted and not self._losses.has_majority(but=[sender for sender, _ in silent]):
             self.is_deposed = True
@@ -285,10 +279,10 @@ class Job:
                                 f"start_timeout_s = {self.settings.start_timeout_s:g} s to reach the scheduler again")
         return True
 
-    def _look_for(self, now: float) -> Outgoing:
+    def _look_for(self, now: float) -> m.Outgoing:
         """Have others visit who has ranks and is not heard, or has closed its connection; go on without who is dead.
         """
-        out: Outgoing = []
+        out: m.Outgoing = []
         for sender, seen in list(self._silence.seen.items()):
             if self.over or not self._roster.knows(sender):
                 continue
@@ -321,15 +315,15 @@ class Job:
         join = self._admission.joins.get(sender)
         return join is not None and not join.ranks
 
-    def _expire(self, now: float) -> Outgoing:
-        out: Outgoing = []
+    def _expire(self, now: float) -> m.Outgoing:
+        out: m.Outgoing = []
         for sender, error in (*self._joinings.overdue(now), *self._losses.overdue_newcomers(now)):
             out += self._gone(now, sender, PeerLostError(str(error)))
         out += self._look_at_queue(now)
         overdue = self._losses.overdue(now)
         return out if overdue is None else out + self.abort(overdue)
 
-    def abort(self, error: BpsError, *, but: Sequence[bytes] = ()) -> Outgoing:
+    def abort(self, error: BpsError, *, but: Sequence[bytes] = ()) -> m.Outgoing:
         """End the job with *error* on everybody except *but*."""
         if self.over:
             return []
@@ -338,12 +332,12 @@ class Job:
 
     # -- joining ------------------------------------------------------------------------------------------
 
-    def _newcomer(self, now: float, sender: bytes, join: m.Join) -> Outgoing:
+    def _newcomer(self, now: float, sender: bytes, join: m.Join) -> m.Outgoing:
         if self.aborted is not None:
             return [(sender, self.aborted)]
         refusal = self._joinings.refusal(sender, join, self.finished) if self._admitted else None
         if refusal is not None:
-            return [(sender, _refusal(refusal))]
+            return [(sender, m.refusal(refusal))]
         if self._admitted and not self._joinings.has_room:
             self._joinings.wait(now, sender, join)
             return []
@@ -353,21 +347,21 @@ class Job:
             return self._joinings.admit(now, sender, join)
         return self._join(now, sender, join)
 
-    def _look_at_queue(self, now: float) -> Outgoing:
+    def _look_at_queue(self, now: float) -> m.Outgoing:
         """Admit who has waited for room that there is now; refuse who has waited long enough."""
-        out: Outgoing = []
+        out: m.Outgoing = []
         while (found := self._joinings.next_in_queue(now)) is not None:
             sender, join, refusal = found
-            out += self._newcomer(now, sender, join) if refusal is None else [(sender, _refusal(refusal))]
+            out += self._newcomer(now, sender, join) if refusal is None else [(sender, m.refusal(refusal))]
         return out
 
-    def _meets(self, now: float, sender: bytes, message: m.Meets) -> Outgoing:
+    def _meets(self, now: float, sender: bytes, message: m.NewcomerReady) -> m.Outgoing:
         welcome = self._joinings.meets(sender, message, self.name, self._losses.committed_epoch, self._measuring.rates,
                                        self._generations.units)
         tuned = [(newcomer, self._credit) for newcomer, _ in welcome if self._credit is not None]
         return welcome + tuned + self._take_in(now)
 
-    def _take_in(self, now: float) -> Outgoing:
+    def _take_in(self, now: float) -> m.Outgoing:
         """Let newcomers take part who are connected, and give those their share who have not got it."""
         if self._losses.recovery is not None or self._measuring.waiting:
             return []
@@ -379,7 +373,7 @@ class Job:
         """Count on the nodes that there are, with what is known of their NICs."""
         self._generations.know(self._measuring.known(self._roster.nodes), self._roster.absent)
 
-    def _join(self, now: float, sender: bytes, join: m.Join) -> Outgoing:
+    def _join(self, now: float, sender: bytes, join: m.Join) -> m.Outgoing:
         """Admit a new node or take a node's corrected counts; welcome everybody when it was the last."""
         if self._admitted:
             if self._joinings.is_coming(self._roster.index_of(sender)):
@@ -399,9 +393,9 @@ class Job:
             return self._turn_away(sender, join, contradiction)
         return self._welcome() if self._admission.complete() else []
 
-    def _turn_away(self, sender: bytes, join: m.Join, error: BpsError) -> Outgoing:
+    def _turn_away(self, sender: bytes, join: m.Join, error: BpsError) -> m.Outgoing:
         """Refuse the node that has sent *join*. If the job cannot be complete without its ranks, it ends at once."""
-        refuse = (sender, m.Refuse(error=type(error).__name__, reason=str(error)))
+        refuse = (sender, m.refusal(error))
         if join.ranks and not self._admission.has_all_ranks(but=sender):
             return [refuse, *self.abort(error, but=[sender])]
         self._silence.forget(sender)
@@ -410,11 +404,11 @@ class Job:
         self.remarks.append(f"refused the node on host {join.host} (pid {join.pid}): {error}")
         return [refuse]
 
-    def _blame(self, now: float, sender: bytes, error: BpsError) -> Outgoing:
+    def _blame(self, now: float, sender: bytes, error: BpsError) -> m.Outgoing:
         """Go on without the node behind *sender*, which has said what makes no sense; with ranks, end the job."""
         return self._gone(now, sender, PeerLostError(str(error))) if self._can_be_missed(sender) else self.abort(error)
 
-    def _welcome(self) -> Outgoing:
+    def _welcome(self) -> m.Outgoing:
         """Let the job begin with those who have joined: all nodes with ranks, and maybe not all helpers."""
         n_missing = self._admission.n_missing_helpers
         try:
@@ -447,7 +441,7 @@ class Job:
         self._handlers |= self._inquiries.handlers
         self._admitted = True
 
-    def resume(self, now: float, past: JobSnapshot) -> Outgoing:
+    def resume(self, now: float, past: JobSnapshot) -> m.Outgoing:
         """Go on where another scheduler has left off."""
         self._seat(past.roster)
         self.name = past.job
@@ -465,13 +459,13 @@ class Job:
             out += self.receive(now, senders[index], message)
         return out
 
-    def _measured(self, now: float, sender: bytes, message: m.Measured) -> Outgoing:
+    def _measured(self, now: float, sender: bytes, message: m.Measured) -> m.Outgoing:
         """Take a node's own measurement; once all are there, tell everybody, and plan what waited for them."""
         if not self._measuring.measured(self._roster.index_of(sender), message.nic_rate_bytes):
             return self._blame(now, sender, ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
         return self._all_measured(now)
 
-    def _all_measured(self, now: float) -> Outgoing:
+    def _all_measured(self, now: float) -> m.Outgoing:
         if self._measuring.waiting:
             return []
         self._know()
@@ -479,36 +473,36 @@ class Job:
 
     # -- what nodes can do --------------------------------------------------------------------------------
 
-    def _ready(self, now: float, sender: bytes, message: m.Ready) -> Outgoing:
+    def _ready(self, now: float, sender: bytes, message: m.Ready) -> m.Outgoing:
         index = self._roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
         commits = self._losses.ready(index, message.generation)
         return commits + self._go_on(now) if commits else self._planning.ready(index, message.generation)
 
-    def _set_credit(self, now: float, sender: bytes, message: m.Credit) -> Outgoing:
+    def _set_credit(self, now: float, sender: bytes, message: m.Credit) -> m.Outgoing:
         self._credit = m.CreditChanged(nbytes=message.nbytes)
         return self._to_all(self._credit, True)
 
-    def _room(self, now: float, sender: bytes, message: m.Room) -> Outgoing:
+    def _room(self, now: float, sender: bytes, message: m.MemoryFreed) -> m.Outgoing:
         self._generations.can_own(self._roster.index_of(sender), message.ownable_nbytes)
         return []
 
     # -- waiting and leaving ------------------------------------------------------------------------------
 
-    def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> Outgoing:
+    def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> m.Outgoing:
         self._left.add(message.rank)
         if len(self._left) < self._roster.size:
             answers = self._inquiries.rank_left(message.rank)
-            return (self._to_all(m.Departed(rank=message.rank)) if len(self._left) == 1 else []) + answers
+            return (self._to_all(m.FirstRankLeft(rank=message.rank)) if len(self._left) == 1 else []) + answers
         return self.finish([sender for sender, _ in self._to_all(m.Finish(), True)])
 
-    def finish(self, senders: Sequence[bytes]) -> Outgoing:
+    def finish(self, senders: Sequence[bytes]) -> m.Outgoing:
         """All ranks have left: tell *senders*, and wait for their word that they have read it."""
         self.finished = True
         self._unaware.update(senders)
         return [(sender, m.Finish()) for sender in senders]
 
-    def finish_again(self, sender: bytes, node: int) -> Outgoing:
+    def finish_again(self, sender: bytes, node: int) -> m.Outgoing:
         """Tell *node*, which has dialled anew as *sender*, what it has missed."""
         if node < len(self._roster.nodes):
             self._unaware.discard(self._roster.senders[node])
@@ -516,7 +510,7 @@ class Job:
 
     # -- losses -------------------------------------------------------------------------------------------
 
-    def _lost(self, now: float, sender: bytes, message: m.Lost) -> Outgoing:
+    def _lost(self, now: float, sender: bytes, message: m.Lost) -> m.Outgoing:
         error = PeerLostError(f"{self._roster.describe(message.who)} is lost: {message.reason} (seen by "
                               f"{self._name(sender)})")
         kind, _, number = message.who.partition(" ")
@@ -532,7 +526,7 @@ class Job:
             return []
         return self._gone(now, lost, error)
 
-    def _gone(self, now: float, sender: bytes, error: PeerLostError) -> Outgoing:
+    def _gone(self, now: float, sender: bytes, error: PeerLostError) -> m.Outgoing:
         """Go on without the node behind *sender* if it only sums, else end the job with *error*."""
         if self.over or sender not in self._silence:
             return []
@@ -551,7 +545,7 @@ class Job:
             out = self._all_measured(now) + out  # what waits for it is planned after the commit
         return out
 
-    def _go_on(self, now: float) -> Outgoing:
+    def _go_on(self, now: float) -> m.Outgoing:
         """Do what was put off until a recovery's commit; newcomers come first."""
         out = self._take_in(now)
         if self._losses.recovery is not None:
@@ -571,12 +565,9 @@ class Job:
         join = self._admission.joins[sender]
         return f"the node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks)"
 
-    def _to_all(self, message: m.Message, and_newcomers: bool = False) -> Outgoing:
+    def _to_all(self, message: m.Message, and_newcomers: bool = False) -> m.Outgoing:
         senders = self._roster.alive_senders if self._admitted else list(self._admission.joins)
         if and_newcomers:
             senders += self.coming
         return [(sender, message) for sender in senders]
 
-
-def _refusal(error: BpsError) -> m.Refuse:
-    return m.Refuse(error=type(error).__name__, reason=str(error))

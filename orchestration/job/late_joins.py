@@ -1,8 +1,8 @@
 """Nodes that come to a job that runs already: checked, made known to the others, connected, then taken in. Pure.
 
-    coming      admitted, with the next node index: nodes with ranks are told to expect it (`Joined`)
-    welcomed    all of them do: it is told who they are (`Welcome`), and connects, while the job goes on undisturbed
-    linked      it, and all of them, have said so (`Meets`): the next change of epoch takes it in (`NodeLosses.take_in`)
+    coming      admitted, with the next node index: nodes with ranks are told to expect it (`Joined`) welcomed    all of
+    them do: it is told who they are (`Welcome`), and connects, while the job goes on undisturbed linked      it, and
+    all of them, have said so (`NewcomerReady`): the next change of epoch takes it in (`NodeLosses.take_in`)
 
 Only nodes without ranks can come, and only as many as the job expects. While it has as many helpers as that, one more
 waits for a lease, in case one of them is dead and not yet known to be, and is refused then. Who is refused, dies, or is
@@ -20,11 +20,8 @@ from ..errors import BpsError, ConfigError, MismatchError, PeerLostError, StallE
 from ..placement.rates import machines_of
 from ..placement.shares import optimal_shares
 from ..roster import Roster
-from .admission import Admission, node_of, process_of
-from .job_settings import JobSettings
+from .admission import Admission, JobSettings, node_of, process_of
 from .recovery import is_plain
-
-Outgoing = list[tuple[bytes, m.Message]]
 
 #: Lost nodes keep their numbers, and an engine has 4096 sources for the ranks and nodes that it ever knows.
 MAX_NODES = 3072
@@ -114,7 +111,7 @@ class LateJoins:
                            f"host {join.host} (pid {join.pid}) is one too many. To let helpers come later, start the "
                            "job with BPSFAST_MAX_HELPERS set to the most there may be")
 
-    def admit(self, now: float, sender: bytes, join: m.Join) -> Outgoing:
+    def admit(self, now: float, sender: bytes, join: m.Join) -> m.Outgoing:
         """Give a newcomer its index, and have all that it exchanges gradients with expect it."""
         index = len(self._roster.nodes)
         # its NIC is not measured: the others' are busy
@@ -127,8 +124,8 @@ class LateJoins:
         """Whether node *index* is a newcomer that is not taken in."""
         return index in self._coming
 
-    def meets(self, sender: bytes, message: m.Meets, job: str, epoch: int, rates: Sequence[float],
-              units: Sequence[m.UnitPlan]) -> Outgoing:
+    def meets(self, sender: bytes, message: m.NewcomerReady, job: str, epoch: int, rates: Sequence[float],
+              units: Sequence[m.UnitPlan]) -> m.Outgoing:
         """Take the word of a node that it expects a newcomer, or is connected to it.
 
         *job*: its name; *epoch*: the last one that was committed; *rates*: of NICs, by node; *units*: what is summed.
@@ -185,11 +182,11 @@ class LateJoins:
                 f"{self._timeout_s:g} s did not hear from, or was not connected to: {names}")))
         return found
 
-    def give_up(self, index: int, error: BpsError) -> Outgoing:
+    def give_up(self, index: int, error: BpsError) -> m.Outgoing:
         """Go on without newcomer *index*, which is lost, or not connected in time."""
         del self._coming[index]
         self._roster.joining.discard(index)
         self._roster.lost.add(index)
         farewell = m.Abort(error="PeerLostError", goes_on=True, reason=f"the job goes on without this node: {error}")
         return [(self._roster.senders[index], farewell),
-                *((self._roster.senders[worker], m.NotComing(node=index)) for worker in self._roster.workers)]
+                *((self._roster.senders[worker], m.NewcomerGone(node=index)) for worker in self._roster.workers)]

@@ -1,9 +1,9 @@
 """Who of a job is lost, who is only called so, and the change of epoch under way. Pure; `Job` tells it what happens.
 
-A node that only sums can be done without: it is left out of the roster, and a `EpochChange` begins. So it does for nodes
-that have come late: then they get their share of the sums. A node with ranks cannot be done without; but a helper that
-calls one lost may be wrong, for it may have been cut off itself: that one is doubted until it is heard, and then the
-helper is done without, or until it is gone.
+A node that only sums can be done without: it is left out of the roster, and a `EpochChange` begins. So it does for
+nodes that have come late: then they get their share of the sums. A node with ranks cannot be done without; but a helper
+that calls one lost may be wrong, for it may have been cut off itself: that one is doubted until it is heard, and then
+the helper is done without, or until it is gone.
 """
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from .. import messages as m
 from ..errors import BpsError, PeerLostError, StallError
 from ..roster import Roster, is_majority
 from .generations import Generations
-from .recovery import EpochChange
-from .snapshot import JobSnapshot
-
-Outgoing = list[tuple[bytes, m.Message]]
+from .recovery import EpochChange, JobSnapshot
 
 #: The first epoch; each recovery begins the next.
 FIRST_EPOCH = 1
@@ -58,7 +55,7 @@ class NodeLosses:
         due = [helper for helper, (since, _) in doubts.items() if now - since >= _ALIVE_S]
         return [(helper, doubts.pop(helper)[1]) for helper in due]
 
-    def lose(self, now: float, sender: bytes, error: PeerLostError) -> Outgoing:
+    def lose(self, now: float, sender: bytes, error: PeerLostError) -> m.Outgoing:
         """Do without the helper behind *sender*: begin a recovery, or begin anew the one under way."""
         index, before = self._roster.index_of(sender), self.recovery
         self._roster.lost.add(index)
@@ -75,7 +72,7 @@ class NodeLosses:
         workers = self._roster.workers
         return is_majority([index for index in workers if self._roster.senders[index] not in but], workers)
 
-    def resume(self, now: float, past: JobSnapshot) -> Outgoing:
+    def resume(self, now: float, past: JobSnapshot) -> m.Outgoing:
         """Go on where another scheduler has left off: with a recovery, if one was under way or somebody is lost by now.
         """
         self._epoch = self.committed_epoch = past.epoch  # if it was not committed, a next one comes before any newcomer
@@ -87,7 +84,7 @@ class NodeLosses:
 
     # -- who comes late -----------------------------------------------------------------------------------
 
-    def take_in(self, now: float, newcomers: Collection[int]) -> Outgoing:
+    def take_in(self, now: float, newcomers: Collection[int]) -> m.Outgoing:
         """Let *newcomers* take part, and give them their share, as well as those whom a loss has kept from it."""
         self._roster.joining.difference_update(newcomers)
         self._owed.update(newcomers)
@@ -98,7 +95,7 @@ class NodeLosses:
         return self._begin(now, f"{names} has come" if len(self._owed) == 1 else f"{names} have come",
                            joined=self._owed)
 
-    def leave_as_it_is(self, now: float, why: str) -> Outgoing:
+    def leave_as_it_is(self, now: float, why: str) -> m.Outgoing:
         """Begin anew the change under way, in which newcomers were to get their share: they get none, because of *why*.
         """
         assert self.recovery is not None and not self.recovery.lost
@@ -110,14 +107,14 @@ class NodeLosses:
         False if it was to own nothing.
         """
         assert self.recovery is not None
-        changed = {each.part for each in self.recovery.successions}
+        changed = {each.part for each in self.recovery.owner_changes}
         given = sum(part.wire_nbytes for unit in self.recovery.units for part in unit.parts
                     if part.part in changed and part.owner == node)
         if given:
             self._generations.limit(node, room_nbytes, given)
         return given > 0
 
-    def begin_anew(self, now: float) -> Outgoing:
+    def begin_anew(self, now: float) -> m.Outgoing:
         """Begin anew the change under way, which somebody cannot prepare for."""
         assert self.recovery is not None
         return self._begin(now, self.recovery.reason, self.recovery.lost)
@@ -133,7 +130,7 @@ class NodeLosses:
 
     # -- the change under way -----------------------------------------------------------------------------
 
-    def frozen(self, node: int, message: m.Frozen) -> Outgoing:
+    def frozen(self, node: int, message: m.FreezeReport) -> m.Outgoing:
         """Take the word of *node* that it has stopped; after the last one, tell everybody what changes hands.
 
         Raises
@@ -146,26 +143,26 @@ class NodeLosses:
             return []
         try:
             if recovery.joined:
-                units, successions = self._generations.share(
+                units, changes = self._generations.share(
                     recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.lent))
             else:
-                units, successions = self._generations.succeed(
+                units, changes = self._generations.succeed(
                     recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.lent))
         except BpsError as exc:
             then = "" if recovery.joined else "and the job cannot go on without it: "
             raise type(exc)(f"{recovery.reason}; {then}{exc}") from exc
-        recovery.generation, recovery.units, recovery.successions = self._generations.number, units, successions
-        return self._to_all(m.Recover(epoch=recovery.epoch, generation=recovery.generation, units=tuple(units),
-                                      successions=tuple(successions)))
+        recovery.generation, recovery.units, recovery.owner_changes = self._generations.number, units, changes
+        return self._roster.to_all(m.Recover(epoch=recovery.epoch, generation=recovery.generation, units=tuple(units),
+                                      owner_changes=tuple(changes)))
 
-    def ready(self, node: int, generation: int) -> Outgoing:
+    def ready(self, node: int, generation: int) -> m.Outgoing:
         """Take the word of *node* that it is prepared; after the last one, end the change with its commit."""
         recovery = self.recovery
         if recovery is None or not recovery.ready(node, generation):
             return []
         self.recovery, self.committed_epoch = None, recovery.epoch
         self._owed -= recovery.joined
-        return self._to_all(self._generations.succeeded(recovery.units, recovery.successions))
+        return self._roster.to_all(self._generations.succeeded(recovery.units, recovery.owner_changes))
 
     def overdue(self, now: float) -> StallError | None:
         """Return what ends the job if the change has not ended in time."""
@@ -181,11 +178,8 @@ class NodeLosses:
         withdrawn, self._withdrawn = self._withdrawn, ()
         return withdrawn
 
-    def _begin(self, now: float, reason: str, lost: Collection[int] = (), joined: Collection[int] = ()) -> Outgoing:
+    def _begin(self, now: float, reason: str, lost: Collection[int] = (), joined: Collection[int] = ()) -> m.Outgoing:
         self._epoch += 1
         self.recovery = EpochChange(self._epoch, lost, self._roster.alive, reason, now + self._timeout_s, joined)
-        return self._to_all(m.Freeze(epoch=self._epoch, lost=tuple(sorted(lost)), joined=tuple(sorted(joined)),
+        return self._roster.to_all(m.Freeze(epoch=self._epoch, lost=tuple(sorted(lost)), joined=tuple(sorted(joined)),
                                      reason=reason))
-
-    def _to_all(self, message: m.Message) -> Outgoing:
-        return [(sender, message) for sender in self._roster.alive_senders]

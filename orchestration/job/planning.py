@@ -14,8 +14,6 @@ from .declarations import Declarations, Failed
 from .generations import Generations
 from .node_losses import NodeLosses
 
-Outgoing = list[tuple[bytes, m.Message]]
-
 
 class GenerationPlanner:
     """Of one job, once everybody has joined. Parameters are the `Job`'s own, which go on changing.
@@ -32,17 +30,17 @@ class GenerationPlanner:
         self._unmeasured = unmeasured
         self._held: list[tuple[bytes, m.Declare]] = []
 
-    def declare(self, sender: bytes, message: m.Declare) -> Outgoing:
+    def declare(self, sender: bytes, message: m.Declare) -> m.Outgoing:
         """Take a rank's declaration; plan what is complete, and tell whom it concerns what never will be."""
         if self._generations.is_retiring(message.rank, {spec.name for spec in message.tensors}):
             self._held.append((sender, message))  # the names are free once all ranks have retired them
             return []
-        out: Outgoing = []
+        out: m.Outgoing = []
         for failed in self._declarations.add(message.rank, message.tensors, message.positions):
             out += _declare_failed(failed, self._roster.senders_of(failed.ranks))
         return out + self.plan()
 
-    def plan(self) -> Outgoing:
+    def plan(self) -> m.Outgoing:
         """Begin a generation with everything that is complete, unless one is in flight or something is in its way."""
         if self._generations.in_flight is not None or self._unmeasured or self._losses.recovery is not None:
             return []
@@ -50,16 +48,16 @@ class GenerationPlanner:
         if not specs:
             return []
         try:
-            return self._to_all(self._generations.propose(specs))
+            return self._roster.to_all(self._generations.propose(specs))
         except BpsError as exc:
             return self._give_up([spec.name for spec in specs], exc) + self.plan()
 
-    def ready(self, index: int, generation: int) -> Outgoing:
+    def ready(self, index: int, generation: int) -> m.Outgoing:
         """Take the word of node *index* that it is prepared; after the last one, commit, and plan what comes next."""
         commit = self._generations.ready(index, generation)
-        return [] if commit is None else self._to_all(commit) + self.plan()
+        return [] if commit is None else self._roster.to_all(commit) + self.plan()
 
-    def prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> Outgoing:
+    def prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> m.Outgoing:
         """Give up what a node cannot prepare: all ranks hear why. If it was to make up for a loss and the node lacks
         memory, others get more of it.
 
@@ -84,7 +82,7 @@ class GenerationPlanner:
         error = CapacityError(f"{name} cannot prepare generation {message.generation}: {message.reason}")
         return self._give_up(names, error) + self.plan()
 
-    def retire(self, message: m.Retire) -> Outgoing:
+    def retire(self, message: m.Retire) -> m.Outgoing:
         """Once all ranks have no more use for units, let all nodes give back what they use, before any later plan.
 
         Raises
@@ -100,20 +98,17 @@ class GenerationPlanner:
             return []
         names = dict.fromkeys(member.name for unit in over for member in unit.members)
         self._declarations.forget([name for name in names if not self._generations.is_committed(name)])
-        out = self._to_all(m.Retired(units=tuple(unit.unit for unit in over)))
+        out = self._roster.to_all(m.Retired(units=tuple(unit.unit for unit in over)))
         held, self._held = self._held, []
         for declarer, declaration in held:
             out += self.declare(declarer, declaration)
         return out
 
-    def _give_up(self, names: Sequence[str], error: BpsError) -> Outgoing:
+    def _give_up(self, names: Sequence[str], error: BpsError) -> m.Outgoing:
         self._declarations.give_up(names, error)
         return _declare_failed(Failed(tuple(names), error, ()), self._roster.alive_senders)
 
-    def _to_all(self, message: m.Message) -> Outgoing:
-        return [(sender, message) for sender in self._roster.alive_senders]
 
-
-def _declare_failed(failed: Failed, senders: Sequence[bytes]) -> Outgoing:
+def _declare_failed(failed: Failed, senders: Sequence[bytes]) -> m.Outgoing:
     message = m.DeclareFailed(names=failed.names, error=type(failed.error).__name__, reason=str(failed.error))
     return [(sender, message) for sender in senders]

@@ -5,19 +5,241 @@ answered once, in time: whoever does not report is named.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
+from dataclasses import dataclass, field
 
 from .. import messages as m
+from ..messages import (
+    LagAnswer,
+    LagQuestion,
+    LagReport,
+    LagRow,
+    RankLag,
+    Stage,
+    StallAnswer,
+    StallQuestion,
+    StallReport,
+)
 from ..roster import Roster
-from .barriers import Barriers
 from .declarations import Declarations
 from .generations import Generations
 from .key_value_store import KeyValueStore
-from .lags import LagQueries
 from .node_losses import NodeLosses
-from .stalls import StallFinding, StallQueries
 
-Outgoing = list[tuple[bytes, m.Message]]
+#: Nodes answer within this time, or are named as silent: the asker has a deadline of its own.
+REPORT_TIMEOUT_S = 1.5
+#: Of the stages that nodes report, the earliest is what all wait for.
+_STAGES: tuple[Stage, ...] = ("push", "partial", "sum", "result")
+_ADVICE = ". Waiting on cannot help: all ranks must do the same pushes and barriers before they leave"
+
+
+@dataclass
+class _StallInquiry:
+    """One partition's round that is being asked about."""
+
+    deadline: float
+    askers: list[StallQuestion]
+    reports: dict[int, StallReport] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StallFinding:
+    """What is known of a wait: the fields of a `StallAnswer`, `missing` without advice."""
+
+    missing: str
+    stage: Stage
+    hopeless: bool = False
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()
+
+
+class StallQueries:
+    """Open inquiries, by (part, round). `left(rank)` tells who has called shutdown."""
+
+    def __init__(self, roster: Roster, left: Callable[[int], bool]) -> None:
+        self._roster = roster
+        self._left = left
+        self._open: dict[tuple[int, int], _StallInquiry] = {}
+
+    def ask(self, now: float, question: StallQuestion) -> bool:
+        """Take *question*; tell whether the nodes have to be asked (they are not asked twice at a time)."""
+        inquiry = self._open.get((question.part, question.round))
+        if inquiry is not None:
+            inquiry.askers.append(question)
+            return False
+        self._open[question.part, question.round] = _StallInquiry(now + REPORT_TIMEOUT_S, [question])
+        return True
+
+    def report(self, node: int, report: StallReport) -> list[StallAnswer]:
+        """Take *node*'s report; return the answers if it was the last. Late reports are ignored."""
+        inquiry = self._open.get((report.part, report.round))
+        if inquiry is None:
+            return []
+        inquiry.reports[node] = report
+        if not inquiry.reports.keys() >= set(self._roster.alive):
+            return []
+        return self._close(report.part, report.round)
+
+    def expire(self, now: float) -> list[StallAnswer]:
+        """Return the answers to inquiries whose deadline has passed, with those who did not report."""
+        late = [key for key, inquiry in self._open.items() if now >= inquiry.deadline]
+        return [answer for part, round_number in late for answer in self._close(part, round_number)]
+
+    def _close(self, part: int, round_number: int) -> list[StallAnswer]:
+        inquiry = self._open.pop((part, round_number))
+        finding = self._find(inquiry.reports)
+        return [self.answer(asker, finding) for asker in inquiry.askers]
+
+    @staticmethod
+    def answer(question: StallQuestion, finding: StallFinding) -> StallAnswer:
+        """Return the answer to *question*, with what to do if it is hopeless."""
+        return StallAnswer(rank=question.rank, question=question.question, stage=finding.stage,
+                           hopeless=finding.hopeless, ranks=finding.ranks, nodes=finding.nodes,
+                           missing=finding.missing + _ADVICE if finding.hopeless else finding.missing)
+
+    def _find(self, reports: dict[int, StallReport]) -> StallFinding:
+        describe = self._roster.describe_node
+        stages = [report.stage for report in reports.values()]
+        stage: Stage = next((each for each in _STAGES if each in stages), "done")
+        ranks = {rank for report in reports.values() for rank in report.missing_ranks}
+        silent = {node for node in self._roster.alive if node not in reports}
+        if stage == "done" and silent:
+            stage = "unknown"
+        texts = [self.rank_is_missing(rank, "has not pushed") for rank in sorted(ranks)]
+        # A node that waits for its own ranks is not to blame for what it cannot send yet.
+        waiting = {self._roster.node_of(rank) for rank in ranks} | silent
+        kind = "result" if stage == "result" else "partial sum"
+        late: dict[int, list[int]] = {}  # node -> the nodes that have not got its data
+        for at, report in sorted(reports.items()):
+            if (report.stage == "result") == (stage == "result"):
+                for node in report.missing_nodes:
+                    late.setdefault(node, []).append(at)
+        blamed = sorted(set(late) - waiting)
+        texts += [f"{describe(node)}: its {kind} has not arrived at node {', '.join(map(str, late[node]))}"
+                  for node in blamed]
+        texts += [f"{describe(node)}: does not answer" for node in sorted(silent)]
+        nobody = "all have pushed" + (", the sum is still to be made" if stage == "sum" else "")
+        return StallFinding(missing="missing: " + "; ".join(texts) if texts else f"nobody is missing: {nobody}",
+                            stage=stage, hopeless=any(report.gone_ranks for report in reports.values()),
+                            ranks=tuple(sorted(ranks)), nodes=tuple(sorted({*blamed, *silent})))
+
+    def rank_is_missing(self, rank: int, verb: str) -> str:
+        """Say that *rank* "has not pushed", or that it never will because it has left."""
+        return f"{self._roster.describe_rank(rank)}: " + ("has called shutdown" if self._left(rank) else verb)
+
+    def without(self, ranks: Iterable[int], stage: Stage, verb: str) -> StallFinding:
+        """Return that *ranks* are missing from something; it is hopeless if one of them has left."""
+        ranks = tuple(ranks)
+        return StallFinding("missing: " + "; ".join(self.rank_is_missing(rank, verb) for rank in ranks), stage,
+                       any(map(self._left, ranks)), ranks)
+
+
+@dataclass
+class _LagInquiry:
+    deadline: float
+    asker: LagQuestion
+    reports: dict[int, LagReport] = field(default_factory=dict)
+
+
+class LagQueries:
+    """Open questions of ranks, by number."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._n_asked = 0
+        self._open: dict[int, _LagInquiry] = {}
+
+    def ask(self, now: float, asker: LagQuestion) -> int:
+        """Take a question; return the number under which all nodes are to report."""
+        self._n_asked += 1
+        self._open[self._n_asked] = _LagInquiry(now + REPORT_TIMEOUT_S, asker)
+        return self._n_asked
+
+    def report(self, node: int, report: LagReport) -> list[LagAnswer]:
+        """Take *node*'s report; return the answer if it was the last. Late reports are ignored."""
+        inquiry = self._open.get(report.number)
+        if inquiry is None:
+            return []
+        inquiry.reports[node] = report
+        return [self._close(report.number)] if inquiry.reports.keys() >= set(self._roster.alive) else []
+
+    def expire(self, now: float) -> list[LagAnswer]:
+        """Return the answers to questions whose deadline has passed, from the nodes that have reported."""
+        late = [number for number, inquiry in self._open.items() if now >= inquiry.deadline]
+        return [self._close(number) for number in late]
+
+    def _close(self, number: int) -> LagAnswer:
+        inquiry = self._open.pop(number)
+        silent = tuple(index for index in self._roster.alive if index not in inquiry.reports)
+        return LagAnswer(rank=inquiry.asker.rank, question=inquiry.asker.question, silent_nodes=silent,
+                         ranks=combined(inquiry.reports))
+
+
+def combined(reports: dict[int, LagReport]) -> tuple[RankLag, ...]:
+    """Return the lags of all ranks in *reports* (by node), in the order of ranks.
+
+    An owner sees a rank of its own machine as it is. Of another machine it sees the sum, which is there once the last
+    rank has pushed: a rank was early by as much as it is before the last one on its machine, in the mean; and that it
+    was the last one, as often as it is on its machine.
+    """
+    seen: dict[int, list[LagRow]] = {}  # by node, at all owners
+    for report in reports.values():
+        for row in report.owned:
+            if row.node >= 0:
+                seen.setdefault(row.node, []).append(row)
+    found = []
+    for index, report in reports.items():
+        own = {row.rank: row for row in report.owned if row.rank >= 0}
+        n_units = sum(row.n_last for row in report.local)
+        spread_ns = sum(row.last_total_ns for row in report.local) / n_units if n_units else 0.0
+        elsewhere = seen.get(index, [])
+        count = sum(row.count for row in elsewhere)
+        total_ns = sum(row.total_ns for row in elsewhere)
+        n_last = sum(row.n_last for row in elsewhere)
+        for row in report.local:
+            here = own.get(row.rank, LagRow(rank=row.rank))
+            early_ns = spread_ns - row.total_ns / row.count
+            all_ns = here.total_ns + max(0.0, total_ns - count * early_ns)
+            times_last = here.n_last + n_last * row.n_last / n_units
+            n = here.count + count
+            found.append(RankLag(rank=row.rank, count=n, mean_s=all_ns / n / 1e9 if n else 0.0,
+                                 last_share=times_last / n if n else 0.0))
+    return tuple(sorted(found, key=lambda each: each.rank))
+
+
+class Barriers:
+    """Who of *size* ranks has entered which barrier."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entered: dict[int, set[int]] = {}
+        self._done = set[int]()
+
+    def resume(self, done: int) -> None:
+        """Know that barriers up to *done* are done."""
+        self._done = {done - 1, done}
+
+    def enter(self, rank: int, sequence: int) -> bool:
+        """Note that *rank* is at barrier *sequence*; tell, once, that it was the last."""
+        if sequence in self._done:
+            return False
+        entered = self._entered.setdefault(sequence, set())
+        entered.add(rank)
+        if len(entered) < self._size:
+            return False
+        del self._entered[sequence]
+        self._done.add(sequence)
+        self._done.discard(sequence - 2)  # nobody enters i + 1 before all left i - 1
+        return True
+
+    def missing(self, sequence: int) -> list[int]:
+        """Return the ranks that have not entered barrier *sequence*."""
+        if sequence in self._done:
+            return []
+        entered = self._entered.get(sequence, set())
+        return [rank for rank in range(self._size) if rank not in entered]
+
+
 #: So many ranks that have not left are named.
 _MOST_NAMED = 8
 
@@ -40,26 +262,26 @@ class RankQueries:
         self._lags = LagQueries(roster)
         self._notices = KeyValueStore(roster, left.__contains__)
         #: By kind of message: called with the time, the sender and the message; return what is to be sent.
-        self.handlers: dict[type, Callable[..., Outgoing]] = {
-            m.Stalled: self._stalled, m.StallReport: self._stall_report, m.LagQuestion: self._lag_question,
+        self.handlers: dict[type, Callable[..., m.Outgoing]] = {
+            m.StallQuestion: self._stalled, m.StallReport: self._stall_report, m.LagQuestion: self._lag_question,
             m.LagReport: self._lag_report, m.Publish: self._publish, m.Withdraw: self._withdraw, m.Lookup: self._lookup,
         }
 
-    def expire(self, now: float) -> Outgoing:
+    def expire(self, now: float) -> m.Outgoing:
         """Return the answers to what has waited long enough for reports."""
         return self._answers([*self._stalls.expire(now), *self._lags.expire(now), *self._notices.expire(now)])
 
-    def rank_left(self, rank: int) -> Outgoing:
+    def rank_left(self, rank: int) -> m.Outgoing:
         """Return the answers to those who wait for notices of *rank*, which has left."""
         return self._answers(self._notices.rank_left(rank))
 
     # -- what comes in ------------------------------------------------------------------------------------
 
-    def _stalled(self, now: float, sender: bytes, message: m.Stalled) -> Outgoing:
+    def _stalled(self, now: float, sender: bytes, message: m.StallQuestion) -> m.Outgoing:
         if message.part >= 0:
             if not self._stalls.ask(now, message):
                 return []
-            return self._to_all(m.StallAsk(part=message.part, round=message.round))
+            return self._roster.to_all(m.StallReportRequest(part=message.part, round=message.round))
         return self._answers([self._stalls.answer(message, self._why_waiting(message.name))])
 
     def _why_waiting(self, name: str) -> StallFinding:
@@ -98,29 +320,24 @@ class RankQueries:
                 return StallFinding(f"missing: {words}", "declare", nodes=tuple(nodes))
         return StallFinding(f"nobody is missing: all ranks have declared {name!r}", "done")
 
-    def _stall_report(self, now: float, sender: bytes, message: m.StallReport) -> Outgoing:
+    def _stall_report(self, now: float, sender: bytes, message: m.StallReport) -> m.Outgoing:
         return self._answers(self._stalls.report(self._roster.index_of(sender), message))
 
-    def _lag_question(self, now: float, sender: bytes, message: m.LagQuestion) -> Outgoing:
-        return self._to_all(m.LagAsk(number=self._lags.ask(now, message)))
+    def _lag_question(self, now: float, sender: bytes, message: m.LagQuestion) -> m.Outgoing:
+        return self._roster.to_all(m.LagReportRequest(number=self._lags.ask(now, message)))
 
-    def _lag_report(self, now: float, sender: bytes, message: m.LagReport) -> Outgoing:
+    def _lag_report(self, now: float, sender: bytes, message: m.LagReport) -> m.Outgoing:
         return self._answers(self._lags.report(self._roster.index_of(sender), message))
 
-    def _publish(self, now: float, sender: bytes, message: m.Publish) -> Outgoing:
+    def _publish(self, now: float, sender: bytes, message: m.Publish) -> m.Outgoing:
         return self._answers(self._notices.publish(message))
 
-    def _withdraw(self, now: float, sender: bytes, message: m.Withdraw) -> Outgoing:
+    def _withdraw(self, now: float, sender: bytes, message: m.Withdraw) -> m.Outgoing:
         self._notices.withdraw(message.rank, message.prefix)
         return []
 
-    def _lookup(self, now: float, sender: bytes, message: m.Lookup) -> Outgoing:
+    def _lookup(self, now: float, sender: bytes, message: m.Lookup) -> m.Outgoing:
         return self._answers(self._notices.lookup(now, message))
 
-    # -- addressing ---------------------------------------------------------------------------------------
-
-    def _answers(self, answers: Sequence[m.StallAnswer | m.LagAnswer | m.Found]) -> Outgoing:
+    def _answers(self, answers: Sequence[m.StallAnswer | m.LagAnswer | m.KeyValueReply]) -> m.Outgoing:
         return [(sender, answer) for answer in answers for sender in self._roster.senders_of([answer.rank])]
-
-    def _to_all(self, message: m.Message) -> Outgoing:
-        return [(sender, message) for sender in self._roster.alive_senders]

@@ -1,6 +1,6 @@
 """A helper is lost, or has come: which round of what changes hands is kept, and who can sum it from now on. Pure.
 
-What a step's truth is made of lies with the ranks until its result has been read (DESIGN.md, "When a helper is lost"),
+What a step's truth is made of lies with the ranks until its result has been read (docs/design/recovery.md),
 so nothing is rolled back. Of each partition that the lost one owned the survivors say which round they passed on last,
 and which is complete with them. Rounds are synchronous: nobody begins one before the one before is complete with
 it, and nobody completes one that somebody has not passed on. So if the latest complete round anywhere is k,
@@ -16,11 +16,13 @@ whatever was passed on to it of the next one: that arrives, and is dropped, befo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import PeerLostError, ProtocolError
-from ..messages import Frozen, NodeInfo, PartPlan, Succession, UnitPlan
-from ..rounds import ahead
+from ..errors import BpsError, PeerLostError, ProtocolError
+from ..messages import FreezeReport, Message, NodeInfo, OwnerChange, PartPlan, UnitPlan
+from ..placement.partition import rounds_ahead
+from ..roster import Roster
 
 
 class EpochChange:
@@ -45,12 +47,12 @@ class EpochChange:
         self.deadline = deadline
         self.generation = 0
         self.units: Sequence[UnitPlan] = ()  # with their new owners
-        self.successions: Sequence[Succession] = ()
+        self.owner_changes: Sequence[OwnerChange] = ()
         self._survivors = frozenset(survivors)
-        self._reports: dict[int, Frozen] = {}
+        self._reports: dict[int, FreezeReport] = {}
         self._ready: set[int] = set()
 
-    def frozen(self, node: int, message: Frozen) -> bool:
+    def frozen(self, node: int, message: FreezeReport) -> bool:
         """Take the word of *node* that it has stopped; whether it was the last. Late words are ignored."""
         if message.epoch != self.epoch or self.generation:
             return False
@@ -69,10 +71,11 @@ class EpochChange:
         """The nodes that have not answered."""
         return sorted(self._survivors - (self._ready if self.generation else self._reports.keys()))
 
-    def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, Succession]) -> list[PartitionMove]:
+    def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, OwnerChange]
+                      ) -> list[PartitionMove]:
         """Return, of each partition of *units* that a lost node owned, what was done and who can own it.
 
-        *lent*, by partition: of the last successions those with a round that some nodes lacked.
+        *lent*, by partition: of the last changes those with a round that some nodes lacked.
 
         Raises
         ------
@@ -86,7 +89,7 @@ class EpochChange:
         return [_heir(unit, part, done, helpers, near, lent.get(part.part))
                 for unit, part, done in self._told(units, nodes, lambda unit, part: part.owner in self.lost)]
 
-    def moves_to_joined(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, Succession]
+    def moves_to_joined(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, OwnerChange]
                 ) -> list[PartitionMove]:
         """Return, of each partition of *units* that its owner can give up to who has joined, what was done.
 
@@ -135,7 +138,7 @@ def is_plain(unit: UnitPlan) -> bool:
 
 
 class PartitionMove:
-    """A partition that is to have a new owner: `candidates` for it, and all else of its `Succession`."""
+    """A partition that is to have a new owner: `candidates` for it, and all else of its `OwnerChange`."""
 
     def __init__(self, unit: UnitPlan, part: PartPlan, candidates: Sequence[int], kept_round: int, keeper: int,
                  lacking: Sequence[int], lent: bool, giver: int = -1, pushed: Sequence[int] = ()) -> None:
@@ -149,14 +152,14 @@ class PartitionMove:
         self.giver = giver
         self.pushed = tuple(pushed)
 
-    def succession(self, owner: int) -> Succession:
+    def succession(self, owner: int) -> OwnerChange:
         """Return how *owner* takes over."""
-        return Succession(part=self.part.part, owner=owner, kept_round=self.kept_round, keeper=self.keeper,
+        return OwnerChange(part=self.part.part, owner=owner, kept_round=self.kept_round, keeper=self.keeper,
                           lacking=self.lacking, lent=self.lent, giver=self.giver, pushed=self.pushed)
 
 
 class _Progress(NamedTuple):
-    """One node's word on one partition, as in `Frozen`."""
+    """One node's word on one partition, as in `FreezeReport`."""
 
     passed_on: int
     complete: int
@@ -164,12 +167,12 @@ class _Progress(NamedTuple):
 
 
 def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
-          near: Mapping[int, set[int]], before: Succession | None) -> PartitionMove:
+          near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
     """Return who can own *part*, of which *done* tells by member; *before*: what was lent when it was last inherited.
     """
     kept = next(iter(done.values())).complete
     for each in done.values():
-        kept = each.complete if ahead(each.complete, kept) > 0 else kept
+        kept = each.complete if rounds_ahead(each.complete, kept) > 0 else kept
     _check(unit, part, done, kept)
     holders = [node for node, each in done.items() if each.complete == kept]
     behind = [node for node in done if node not in holders]
@@ -190,11 +193,12 @@ def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers
         why = (" (it is compressed, and no helper is left)" if unit.codec is not None
                else " (some nodes read results where the lost one has put them, others do not)")
         raise PeerLostError(f"nobody can go on with partition {part.part} of {unit.name!r}{why}")
-    return PartitionMove(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1, lacking, lent)
+    return PartitionMove(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1,
+                         lacking, lent)
 
 
 def _gift(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
-          near: Mapping[int, set[int]], before: Succession | None) -> PartitionMove:
+          near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
     """Return who of *joined* can own *part*, which *giver* owns and lives; *done*: by member, and of *giver*; *before*:
     as in `_heir`.
     """
@@ -215,8 +219,8 @@ def _gift(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progre
 def _check(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], kept: int) -> None:
     """Raise `ProtocolError` if one of *done* cannot be, where *kept* is the last round that is complete anywhere."""
     for node, each in done.items():
-        if (ahead(each.complete, kept) not in (0, -1) or ahead(each.passed_on, kept) not in (0, 1)
-                or ahead(each.passed_on, each.complete) not in (0, 1)):
+        if (rounds_ahead(each.complete, kept) not in (0, -1) or rounds_ahead(each.passed_on, kept) not in (0, 1)
+                or rounds_ahead(each.passed_on, each.complete) not in (0, 1)):
             raise ProtocolError(f"node {node} has passed on round {each.passed_on} of partition {part.part} of "
                                 f"{unit.name!r} and has round {each.complete}, but round {kept} is complete elsewhere")
 
@@ -228,3 +232,42 @@ def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, se
     """
     return all(node == owner or node not in near[owner] or each.place == members[owner].place
                for node, each in members.items())
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """Where a job goes on. `roster` knows who is lost and from where the others are heard; `absent` are lost by now.
+
+    `generation`: no higher number was heard of. `frozen`: a recovery was under way. `rates`: of all NICs, as placement
+    counts on them; `unmeasured` nodes have not said theirs. `answers`: by node, what it has missed, in order; `later`:
+    what nodes have said besides, in order, with their indices.
+    """
+
+    roster: Roster
+    job: str
+    epoch: int
+    absent: Sequence[int]
+    frozen: bool
+    generation: int
+    next_unit: int
+    units: Sequence[UnitPlan]
+    lent: Mapping[int, OwnerChange]
+    gone_from: Mapping[int, Sequence[int]]
+    failed: Mapping[str, BpsError]
+    n_declared: int
+    barrier: int
+    rates: Sequence[float]
+    unmeasured: Sequence[int]
+    ownable_nbytes: Sequence[int]
+    answers: Mapping[int, Sequence[Message]]
+    later: Sequence[tuple[int, Message]]
+
+    @property
+    def lost(self) -> set[int]:
+        """All nodes that are lost, those included that are so by now."""
+        return {*self.roster.lost, *self.absent}
+
+    @property
+    def committed(self) -> list[str]:
+        """The names of all committed tensors, each once."""
+        return list(dict.fromkeys(member.name for unit in self.units for member in unit.members))

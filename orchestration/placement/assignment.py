@@ -8,8 +8,8 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from .. import placement_policy
 from ..errors import ConfigError
+from ..placement_policy import check_policy, server
 from .shares import Machine, rates_of, sum_rates_of
 
 _NEVER = float("inf")
@@ -20,18 +20,6 @@ class WireBytes(NamedTuple):
 
     tx: int
     rx: int
-
-
-def check_policy(policy: str) -> None:
-    """Raise ConfigError unless *policy* is one of "optimal", "colocated", "ps", "hash:NAME" with a known name."""
-    if policy in ("optimal", "colocated", "ps"):
-        return
-    if policy.startswith("hash:") and policy[5:] in placement_policy.NAMES:
-        return
-    raise ConfigError(
-        f"placement {policy!r} is unknown; use optimal, colocated, ps or hash:NAME with NAME one of "
-        f"{', '.join(placement_policy.NAMES)}"
-    )
 
 
 def assign(nbytes_of: Sequence[int], machines: Sequence[Machine], policy: str = "optimal",
@@ -65,7 +53,7 @@ def assign(nbytes_of: Sequence[int], machines: Sequence[Machine], policy: str = 
         return [workers[0]] * len(nbytes_of)  # everything is local: any other owner would put bytes on a wire
     if policy.startswith("hash:"):
         keys = range(len(nbytes_of)) if keys is None else keys
-        return [placement_policy.server(policy[5:], key, len(workers), len(helpers)) for key in keys]
+        return [server(policy[5:], key, len(workers), len(helpers)) for key in keys]
     return _greedy(nbytes_of, machines, workers + helpers if policy == "optimal" else workers, owned)
 
 

@@ -1,18 +1,23 @@
-"""Tensors -> units -> partitions. Pure.
+"""Tensors are packed into units, and units are cut into partitions. Pure.
 
 A unit has one round: a lone tensor, or small members of a declared group packed together (a message for each bias
 vector would cost more than its bytes). A unit is cut into partitions, so that it can be summed in several places
 and so that an urgent tensor overtakes a long one.
+
+A table of the op "rows" is declared with the shape of the whole table, which no process holds in memory. Row r is row r
+// n of partition r % n, of n partitions: in real tables rows that are pushed often are neighbours, and would all fall
+into one range. A partition is a frame (`pyx/rows.h`) with room for a fixed number of rows; a sum of more rows sets a
+flag.
 """
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from .. import codec, store
-from ..errors import CapacityError, UnsupportedError
+from ..errors import CapacityError, ConfigError, UnsupportedError
 from ..messages import MemberPlan, PartPlan, TensorSpec, UnitPlan
-from . import rows
 
 #: Partitions of one job: the board and the slot tables of the engine are this long.
 MAX_PARTS = 65536
@@ -21,12 +26,39 @@ MAX_PARTS = 65536
 ITEM_NBYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
                "uint8": 1}
 
-#: What can be done with inputs; the bitwise ones with those of integers only. Besides there is `rows.ROWS`.
+#: The op of tables that are summed by rows.
+ROWS = "rows"
+#: The other ops; the bitwise ones take integers only.
 OPS = ("sum", "product", "min", "max", "band", "bor", "bxor")
 BITWISE_OPS = ("band", "bor", "bxor")
 
 #: Members begin at multiples of this: a cache line, and a multiple of every element's size.
 MEMBER_ALIGNMENT = 64
+
+
+#: A lone tensor of at least this many bytes has two partitions or more, so that two threads, or two nodes, share its
+#: sum. Members of a group have each other for company: there a second partition only costs.
+_SHARED_NBYTES = 1 << 20
+
+#: Within one machine partitions of what its CPUs copy are of at most this: a few of them, of all ranks, stay in caches
+#: from their copy in to their copy out.
+CACHED_NBYTES = 512 << 10
+
+#: Tables that are fuller than this are not filled with such small ones.
+_MANY_PARTS = MAX_PARTS // 2
+
+
+#: A row frame begins with three 64-bit words: the bytes that follow, the number of rows, flags.
+HEADER_NBYTES = 24
+#: Flag of a row frame that was too short; its number of rows is the number that it would have needed.
+OVERFLOW = 1
+#: Bytes of a row index.
+INDEX_NBYTES = 4
+#: The values of a row frame begin at a multiple of this.
+_ALIGNMENT = 64
+
+#: Rounds of a unit are counted modulo this, so that a job may have any number of them.
+N_ROUNDS = 1 << 32
 
 
 def nbytes_of(spec: TensorSpec) -> int:
@@ -39,11 +71,11 @@ def nbytes_of(spec: TensorSpec) -> int:
     ConfigError
         If a table is declared as it cannot be.
     """
-    if spec.op == rows.ROWS:
-        rows.check(spec.name, spec.shape, spec.max_rows, spec.group)
+    if spec.op == ROWS:
+        check_rows(spec.name, spec.shape, spec.max_rows, spec.group)
     elif spec.op not in OPS:
         raise UnsupportedError(f"tensor {spec.name!r} is to be reduced by {spec.op!r}; supported: {', '.join(OPS)}")
-    if spec.average and spec.op not in ("sum", rows.ROWS):
+    if spec.average and spec.op not in ("sum", ROWS):
         raise UnsupportedError(f"tensor {spec.name!r}: the {spec.op} of inputs cannot be averaged; average=False")
     if spec.op in BITWISE_OPS and "float" in spec.dtype:
         raise UnsupportedError(f"tensor {spec.name!r} has dtype {spec.dtype}, whose bits {spec.op} does not mean; it "
@@ -91,18 +123,6 @@ def check_store(spec: TensorSpec) -> None:
 def has_state(spec: TensorSpec) -> bool:
     """Return whether owners of *spec* keep more than a sum: then they are machines with ranks of it."""
     return spec.store is not None or (spec.codec is not None and spec.codec.has_state)
-
-
-#: A lone tensor of at least this many bytes has two partitions or more, so that two threads, or two nodes, share its
-#: sum. Members of a group have each other for company: there a second partition only costs.
-_SHARED_NBYTES = 1 << 20
-
-#: Within one machine partitions of what its CPUs copy are of at most this: a few of them, of all ranks, stay in caches
-#: from their copy in to their copy out.
-CACHED_NBYTES = 512 << 10
-
-#: Tables that are fuller than this are not filled with such small ones.
-_MANY_PARTS = MAX_PARTS // 2
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -161,7 +181,7 @@ def _cut(specs: Sequence[TensorSpec], first_unit: int, first_part: int, partitio
 
 def _is_copied(spec: TensorSpec) -> bool:
     """Return whether ranks copy *spec* in and out by the CPU, as a whole, and owners keep nothing of it."""
-    return (not spec.on_device and spec.group is None and spec.op != rows.ROWS and spec.codec is None
+    return (not spec.on_device and spec.group is None and spec.op != ROWS and spec.codec is None
             and spec.store is None)
 
 
@@ -175,7 +195,7 @@ def _bundles(specs: Sequence[TensorSpec], fusion_nbytes: int) -> Iterator[tuple[
         spec = specs[position]
         nbytes = round_up(nbytes_of(spec), MEMBER_ALIGNMENT)
         most = spec.fusion_nbytes or fusion_nbytes
-        if spec.group is None or nbytes >= most or spec.codec is not None or spec.op == rows.ROWS:
+        if spec.group is None or nbytes >= most or spec.codec is not None or spec.op == ROWS:
             bundles.append((spec.name, [spec], urgency[position]))
             continue
         kind = (spec.group, spec.dtype, spec.average, spec.op, spec.partition_nbytes, spec.n_streams, most, spec.store,
@@ -195,7 +215,7 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
              page_nbytes: int) -> UnitPlan:
     """Return the plan of one unit: members at aligned offsets, partitions at page-aligned ones."""
     most = max((members[0].partition_nbytes or partition_nbytes) // page_nbytes * page_nbytes, page_nbytes)
-    if members[0].op == rows.ROWS:
+    if members[0].op == ROWS:
         return _lay_out_rows(unit, members[0], priority, first_part, most, page_nbytes)
     placed = []
     end = 0
@@ -221,8 +241,8 @@ def _lay_out_rows(unit: int, spec: TensorSpec, priority: int, first_part: int, p
                   page_nbytes: int) -> UnitPlan:
     """Return the plan of a table that is summed by rows: its bytes are those of the frames' room, in whole pages."""
     row_nbytes = math.prod(spec.shape[1:]) * ITEM_NBYTES[spec.dtype]
-    n_parts, frame_rows = rows.deal(spec.shape[0], spec.max_rows, row_nbytes, partition_nbytes)
-    room = round_up(rows.frame_nbytes(frame_rows, row_nbytes), page_nbytes)
+    n_parts, frame_rows = split_rows(spec.shape[0], spec.max_rows, row_nbytes, partition_nbytes)
+    room = round_up(row_frame_nbytes(frame_rows, row_nbytes), page_nbytes)
     parts = tuple(PartPlan(part=first_part + i, offset=i * room, nbytes=room, owner=-1) for i in range(n_parts))
     member = MemberPlan(name=spec.name, shape=spec.shape, offset=0, nbytes=n_parts * room)
     return UnitPlan(unit=unit, name=spec.name, dtype=spec.dtype, average=spec.average, priority=priority,
@@ -236,3 +256,61 @@ def part_of(kind: TensorSpec | UnitPlan, part: int, offset: int, nbytes: int) ->
     if kind.codec is not None:
         frame = codec.frame_nbytes(kind.codec, nbytes // ITEM_NBYTES[kind.dtype], kind.dtype)
     return PartPlan(part=part, offset=offset, nbytes=nbytes, owner=-1, frame_nbytes=frame)
+
+
+class RowSplit(NamedTuple):
+    """How a table is split: `n_parts` partitions, each frame with room for `frame_rows` rows."""
+
+    n_parts: int
+    frame_rows: int
+
+
+def check_rows(name: str, shape: tuple[int, ...], max_rows: int, group: str | None) -> None:
+    """Raise `ConfigError` or `UnsupportedError` unless table *name* can be summed by rows, *max_rows* at once."""
+    if not shape or 0 in shape[1:]:
+        raise UnsupportedError(f"table {name!r} has shape {shape}: a table has rows, and these at least one element")
+    if max_rows < 1:
+        raise ConfigError(f"table {name!r}: a sum has room for max_rows={max_rows} rows; it must be 1 at least")
+    if group is not None:
+        raise ConfigError(f"table {name!r} is in group {group!r}, but what is summed by rows is fused with nothing")
+
+
+def split_rows(n_rows: int, max_rows: int, row_nbytes: int, partition_nbytes: int) -> RowSplit:
+    """Split a table of *n_rows*, of which a sum has at most *max_rows*, into partitions of about *partition_nbytes*.
+
+    Some partitions get more of those rows than others: a frame has room for four standard deviations more than the mean
+    if all rows are equally likely, and for all of its rows if *max_rows* is the whole table.
+    """
+    if n_rows == 0:
+        return RowSplit(0, 0)
+    most = min(n_rows, max_rows)
+    nbytes = most * (INDEX_NBYTES + row_nbytes)
+    n_parts = max(-(-nbytes // partition_nbytes), 2 if nbytes >= _SHARED_NBYTES else 1, -(-n_rows >> 8 * INDEX_NBYTES))
+    n_parts = min(n_parts, n_rows)
+    mean = -(-most // n_parts)
+    return RowSplit(n_parts, min(-(-n_rows // n_parts), mean + 4 * math.isqrt(mean) + 16))
+
+
+def part_rows(n_rows: int, n_parts: int, index: int) -> int:
+    """Return how many of *n_rows* partition *index* of *n_parts* has."""
+    return -(-(n_rows - index) // n_parts)
+
+
+def values_offset(n_rows: int) -> int:
+    """Return where the values of a frame of *n_rows* begin."""
+    return -(-(HEADER_NBYTES + INDEX_NBYTES * n_rows) // _ALIGNMENT) * _ALIGNMENT
+
+
+def row_frame_nbytes(n_rows: int, row_nbytes: int) -> int:
+    """Return the bytes of a frame of *n_rows* rows of *row_nbytes*."""
+    return values_offset(n_rows) + n_rows * row_nbytes
+
+
+def round_after(round_: int, n: int = 1) -> int:
+    """Return the *n*-th round after *round_*."""
+    return (round_ + n) % N_ROUNDS
+
+
+def rounds_ahead(round_: int, than: int) -> int:
+    """Return how far *round_* is ahead of *than*, negative if it is behind; they must be less than 2^31 apart."""
+    return (round_ - than + N_ROUNDS // 2) % N_ROUNDS - N_ROUNDS // 2

@@ -16,9 +16,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ..errors import ConfigError, PeerLostError, ProtocolError
+from ..errors import DECODE_ERRORS, ConfigError, PeerLostError, ProtocolError
 from ..security import curve_pair
-from ..unreadable import DECODE_ERRORS
 from ..zmq_connections import ZmqHandshakeLimiter, interface
 from .turns import Entry
 
@@ -162,7 +161,8 @@ class LeaderChannel:
                 gone.append(rank)
         return gone
 
-    def send_to_late_joiners(self, message: msgspec.Struct, told: Collection[int], n_others: int, deadline: float) -> None:
+    def send_to_late_joiners(self, message: msgspec.Struct, told: Collection[int], n_others: int,
+                             deadline: float) -> None:
         """Say *message*, the last one, to whoever is still connecting: he would wait for somebody who is gone.
 
         Blocks until *n_others* ranks have been *told*, or `time.monotonic` reaches *deadline*. What they say does not

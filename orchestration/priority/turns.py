@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ..errors import BusyError, MismatchError
-from .credit_queue import CreditQueue
+from .send_queue import CreditQueue
 
 
 class Entry(msgspec.Struct, frozen=True):

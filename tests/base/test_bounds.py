@@ -14,7 +14,7 @@ from bpsfast.node import copy_rate
 from bpsfast.node.transport import pacing, tcp
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import encode
-from bpsfast.orchestration.priority.nic_queue import NicQueue
+from bpsfast.orchestration.priority.send_queue import NicQueue
 from bpsfast.pyx import engine as native, ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment

@@ -1,7 +1,7 @@
 """The log of sends keeps the rounds that are asked for, and no more than there is room for."""
 from __future__ import annotations
 
-from bpsfast.orchestration.priority.write_order import WriteOrder
+from bpsfast.orchestration.priority.send_queue import WriteOrder
 from bpsfast.trace import Limits, SendLog
 
 

@@ -14,7 +14,7 @@ from bpsfast.bench.harness.contestant_group import Group, Turn
 from bpsfast.bench.push_pull import one_machine, steady_state, two_nodes
 from bpsfast.bench.push_pull.options import Plan
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.tools.doctor.shared_cache import CacheLineLatency
+from bpsfast.tools.doctor.facts import CacheLineLatency
 
 
 class NamedGroup(Group):
@@ -162,8 +162,8 @@ def test_each_turn_knows_how_near_the_cores_were(monkeypatch):
             return Turn(samples_s=[1.0] * n, n_wrong=0, cpu_busy=0.5, cpu_s=1.0)
 
     measured = iter([40.0, 41.0, 190.0, 191.0, 0.0, 42.0])
-    monkeypatch.setattr(samples.shared_cache, "measure", lambda host: CacheLineLatency(3, 5, 39.0))
-    monkeypatch.setattr(samples.shared_cache, "again", lambda found: dataclasses.replace(found, ns=next(measured)))
+    monkeypatch.setattr(samples.hardware, "measure", lambda host: CacheLineLatency(3, 5, 39.0))
+    monkeypatch.setattr(samples.hardware, "again", lambda found: dataclasses.replace(found, ns=next(measured)))
     handovers = {"numpy": [40.0, 190.0, 0.0], "torch": [41.0, 191.0, 42.0]}
     rows = [samples.Row(Quick("bpsfast"), name, 4) for name in handovers]
     samples.take_turns(rows, 3, n=2)

@@ -1,4 +1,4 @@
-"""The hall of a bench: which process gets which variables."""
+"""The contestants of a bench: which process gets which variables."""
 from __future__ import annotations
 
 import pytest

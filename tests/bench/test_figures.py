@@ -56,8 +56,9 @@ def test_least_finds_the_bottom_of_a_curve() -> None:
 
 def test_tables_show_every_cell_with_its_error() -> None:
     rows = [Row(figure, "a", at, 1.0, 1.5, "x") for figure in expr3._TITLES for at in ("k=1", "256 GPUs")]
-    text = expr3.tables([Fit("f", 1.0, "s", "12", 1, 0.1)], rows, [claim_tables.Point("m", g, 0, 0, 0) for g in
-                                                                   claim_tables.SWEEP_GBITS], [claim_tables.Size(2, 1, 1, 1, 3)])
+    text = expr3.tables([Fit("f", 1.0, "s", "12", 1, 0.1)], rows, [claim_tables.Point("m", g, 0, 0, 0)
+                                                                   for g in claim_tables.SWEEP_GBITS],
+                        [claim_tables.Size(2, 1, 1, 1, 3)])
     assert text.count("1.00 / 1.50 (+0.50)") == 2 * len(expr3._TITLES)
 
 

@@ -9,7 +9,7 @@ from bpsfast.bench.paper.figure_14 import TRAFFIC, nvlink_way, pcie_way
 from bpsfast.bench.paper.intra_machine import inside, n_slices
 from bpsfast.hardware.topology.strategy_solver import choose
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.tools.simulator.ring import Ring
+from bpsfast.tools.simulator.all_reduce import Ring
 from tests.support.gpu_machines import switched
 
 pytest.importorskip("scipy", reason="scipy is not installed")

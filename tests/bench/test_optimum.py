@@ -135,9 +135,9 @@ def test_one_small_cell_on_real_packets(namespaces):
 @pytest.mark.slow
 @pytest.mark.root
 def test_an_interface_that_goes_away_mid_run_ends_it_in_words(namespaces):
-    with Cluster(["node0", "node1"], rates=2e8) as cluster, ContestantLauncher(2, 2, cluster) as hall:
+    with Cluster(["node0", "node1"], rates=2e8) as cluster, ContestantLauncher(2, 2, cluster) as launcher:
         names = {machine.namespace for machine in cluster}
-        group = hall.bpsfast(transport="tcp", heartbeat_s=0.5, lease_s=3.0)
+        group = launcher.bpsfast(transport="tcp", heartbeat_s=0.5, lease_s=3.0)
         group.measure("numpy", 1 << 20, 0, 1)
         before = cluster["node1"].traffic().tx
         with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
@@ -146,7 +146,7 @@ def test_an_interface_that_goes_away_mid_run_ends_it_in_words(namespaces):
             while cluster["node1"].traffic().tx < before + (4 << 20):
                 assert time.monotonic() < deadline, "nothing moves"
             netns.ip("-n", cluster["node1"].namespace, "link", "del", "eth0")
-            stack.callback(hall.dismiss, group)  # else, if the job hangs, so does the pool
+            stack.callback(launcher.dismiss, group)  # else, if the job hangs, so does the pool
             with pytest.raises(PeerLostError, match=r"(node 1 \(host|scheduler at) .* has been silent for 3\.\d s"):
                 turn.result(60)
         with pytest.raises(ConfigError, match="eth0"):

@@ -17,7 +17,8 @@ from bpsfast.bench.regeneration import PIECES, RESULTS, ROOT, Piece, regenerate
 from bpsfast.launch.namespaces import netns
 from tests.guest.__main__ import _parser as guest_parser
 
-TEXTS = ("README.md", "DESIGN.md", "bench/README.md")
+TEXTS = ("README.md", "DESIGN.md", "bench/README.md", "bench/FINDINGS.md",
+         *(str(path.relative_to(ROOT)) for path in (ROOT / "bpsfast" / "docs" / "design").glob("*.md")))
 
 
 def test_each_kept_file_has_one_piece_that_writes_it() -> None:

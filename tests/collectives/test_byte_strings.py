@@ -1,14 +1,13 @@
 """Bytes of any length among members who do not know how many there are."""
 from __future__ import annotations
 
-from bpsfast.collectives import group_factory
-from bpsfast.collectives.byte_strings import all_gather_bytes, broadcast_bytes
+from bpsfast.collectives.group import all_gather_bytes, broadcast_bytes, make_group
 from bpsfast.trainer import process
 
 
 def say():
     session = process.current()
-    group = group_factory.make(session, range(session.size))
+    group = make_group(session, range(session.size))
     own = bytes([session.rank]) * (session.rank * 1000)
     said = broadcast_bytes(group, own if session.rank == 2 else b"not looked at", 2)
     found = said, broadcast_bytes(group, b"", 0), all_gather_bytes(group, own)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.collectives import chunk_stream, group_factory
+from bpsfast.collectives import chunk_stream
 from bpsfast.collectives.chunk_stream import ChunkSize
+from bpsfast.collectives.group import make_group
 from bpsfast.orchestration.errors import ClosedError, ConfigError, MismatchError, StallError, UnsupportedError
 from bpsfast.trainer import process
 from bpsfast.trainer.tensor_input import tensor_input
@@ -51,7 +52,7 @@ def same(x, y):
 
 def whole():
     session = process.current()
-    return group_factory.make(session, range(session.size))
+    return make_group(session, range(session.size))
 
 
 def reductions(dtype):
@@ -126,7 +127,7 @@ def subgroups():
     for ranks in itertools.permutations(range(session.size), min(2, session.size)):
         if session.rank not in ranks:
             continue
-        group = group_factory.make(session, ranks)
+        group = make_group(session, ranks)
         assert ranks[group.rank] == session.rank
         x = given(session.rank, "float32", 70_000)
         group.all_reduce(tensor_input(x), tensor_input(x), "avg")
@@ -279,7 +280,7 @@ def sent():
 def traffic(ranks, n):
     """Return the bytes that each rank's node writes for one sum of *n* floats among *ranks*, once all is declared."""
     session = process.current()
-    group = group_factory.make(session, ranks) if session.rank in ranks else None
+    group = make_group(session, ranks) if session.rank in ranks else None
     x = given(session.rank, "float32", n)
     moved = []
     for _ in range(2):
@@ -311,7 +312,7 @@ def missing():
     session = process.current()
     ranks = (1, 2)
     if session.rank in ranks:
-        group = group_factory.make(session, ranks, timeout_s=30.0)
+        group = make_group(session, ranks, timeout_s=30.0)
         group.barrier()
         if session.rank == 1:
             with group.within(1.0), pytest.raises(StallError, match=r"missing: rank 2[^;]*: has not pushed$"):
@@ -330,7 +331,7 @@ def without_one_who_left():
     if session.rank == 2:
         bpsfast.shutdown()
         return 0
-    group = group_factory.make(session, ranks, timeout_s=20.0)
+    group = make_group(session, ranks, timeout_s=20.0)
     group.barrier()
     if session.rank == 1:
         time.sleep(2.0)  # meanwhile rank 0 asks, twice a second, whether it waits in vain
@@ -358,9 +359,9 @@ def bad_arguments():
     with pytest.raises(ConfigError, match="1 tensors for the 2 members"):
         group.all_gather(tensor_input(x), [tensor_input(x)])
     with pytest.raises(ConfigError, match=r"ranks \(0, 0\) are not different ranks of a job of 2"):
-        group_factory.make(session, [0, 0])
+        make_group(session, [0, 0])
     with pytest.raises(ConfigError, match="is none of them"):
-        group_factory.make(session, [1 - session.rank])
+        make_group(session, [1 - session.rank])
     group.barrier()  # nothing was begun
     group.close()
     group.close()
@@ -374,7 +375,7 @@ def test_bad_arguments_change_nothing(job):
 
 def late():
     session = process.current()
-    group = group_factory.make(session, range(session.size), timeout_s=1.0)
+    group = make_group(session, range(session.size), timeout_s=1.0)
     if session.rank == 0:
         with pytest.raises(Exception, match=r"rank 1.*has not declared"):
             group.barrier()

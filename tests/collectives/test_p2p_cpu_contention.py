@@ -1,7 +1,7 @@
 """When waits of the post sleep at once."""
 from __future__ import annotations
 
-from bpsfast.collectives.p2p.cpu_contention import CpuContention
+from bpsfast.collectives.p2p.progress_engine import CpuContention
 
 
 def pause_ms(crowd: CpuContention, now: float) -> float:

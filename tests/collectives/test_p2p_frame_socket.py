@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bpsfast.collectives.p2p.frame_socket import _TURN_NBYTES, FrameSocket
-from bpsfast.collectives.p2p.frames import DATA, HEADER, PIECE_NBYTES, Frame
+from bpsfast.collectives.p2p.protocol import DATA, HEADER, PIECE_NBYTES, Frame
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

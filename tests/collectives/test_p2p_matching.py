@@ -5,7 +5,7 @@ from functools import partial
 
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.collectives.p2p.matching import Matching
+from bpsfast.collectives.p2p.receiver import Matching
 
 CHANNELS, SOURCES, TAGS = st.integers(0, 1), st.integers(0, 2), st.integers(0, 2)
 STEPS = st.lists(st.one_of(

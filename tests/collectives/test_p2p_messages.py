@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.collectives.p2p.frames import EAGER_NBYTES
+from bpsfast.collectives.p2p.protocol import EAGER_NBYTES
 from bpsfast.launch.namespaces import netns
 from tests.support.rank_messages import SIZES, pattern, post, receive, ring, send
 

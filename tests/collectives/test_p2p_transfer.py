@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.collectives.p2p.frames import EAGER_NBYTES
+from bpsfast.collectives.p2p.protocol import EAGER_NBYTES
 from tests.support.rank_messages import pattern, receive, ring, send
 
 

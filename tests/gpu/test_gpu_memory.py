@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from bpsfast.bench.device import footprint  # noqa: E402
-from bpsfast.bench.device.hardware import hardware  # noqa: E402
+from bpsfast.bench.device.rank import hardware  # noqa: E402
 from tests.gpu.place import REHEARSES  # noqa: E402
 from tests.gpu.ranks import start_ranks  # noqa: E402
 

@@ -14,7 +14,7 @@ import pytest
 
 from bpsfast.base import settings
 from bpsfast.hardware.host import Host
-from bpsfast.tools.perf import control as lines, ping, ping_server as ping_listener
+from bpsfast.tools.perf import control as lines, ping, ping as ping_listener
 from bpsfast.tools.perf.control import Secret
 
 KEY = b"k" * 32

@@ -16,10 +16,9 @@ import pytest
 from bpsfast.base import settings
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.tools.perf import control as lines
-from bpsfast.tools.tune.perf_options import INCAST, LATENCY, ONE_WAY, TWO_WAY
 from bpsfast.tools.tune.search import ConfigRefusedError
-from bpsfast.tools.tune.testbed import TuneTestbed
-from bpsfast.tools.tune.tune_server import TuneServer
+from bpsfast.tools.tune.testbed import TuneServer, TuneTestbed
+from bpsfast.tools.tune.tunables import INCAST, LATENCY, ONE_WAY, TWO_WAY
 from bpsfast.tools.tune.tuning_run import TuningRun
 
 KEY = b"k" * 32
@@ -160,7 +159,7 @@ def test_a_profile_is_kept_read_by_perf_and_taken_back(tmp_path):
 
     undo = subprocess.run([sys.executable, "-m", "bpsfast", "tune", "rdma", "--undo", "--profile", str(profile)],
                           capture_output=True, text=True, timeout=60, check=True)
-    assert str(profile) in undo.stdout and "put back" in undo.stdout
+    assert str(profile) in undo.stdout and "restored" in undo.stdout
     assert profile.read_text() == before and [path.name for path in tmp_path.iterdir()] == ["job.toml"]
 
 

@@ -210,8 +210,8 @@ def test_who_cannot_note_what_is_executed_harms_nobody(caplog):
     from bpsfast.hvd.service import NegotiationService, Operation
     from bpsfast.orchestration.priority.negotiation import Request
 
-    service = NegotiationService((0,), 0, None, lambda response, operations: None, lambda: True, fusion_nbytes=0, warn_s=0.0,
-                      timeout_s=20.0)
+    service = NegotiationService((0,), 0, None, lambda response, operations: None, lambda: True, fusion_nbytes=0,
+                                 warn_s=0.0, timeout_s=20.0)
     noted = []
 
     def note(response, *_):
@@ -229,7 +229,7 @@ def test_who_cannot_note_what_is_executed_harms_nobody(caplog):
 @pytest.mark.parametrize("failing", [False, True])
 def test_who_connects_after_the_end_hears_of_it(failing, monkeypatch):
     from bpsfast.hvd import service
-    from bpsfast.orchestration.priority import negotiation_messages
+    from bpsfast.orchestration.priority import negotiation
     from bpsfast.orchestration.priority.negotiation import Request
 
     def execute(response, operations):
@@ -241,15 +241,16 @@ def test_who_connects_after_the_end_hears_of_it(failing, monkeypatch):
         return False
 
     def made(rank, line, check):
-        return service.NegotiationService((0, 1), rank, line, execute, check, fusion_nbytes=0, warn_s=0.0, timeout_s=100.0)
+        return service.NegotiationService((0, 1), rank, line, execute, check, fusion_nbytes=0, warn_s=0.0,
+                                          timeout_s=100.0)
 
-    monkeypatch.setattr(service, "_LATE_NOTICE_S", 100.0)
+    monkeypatch.setattr(service.NegotiationService, "_LATE_NOTICE_S", 100.0)
     key = os.urandom(32)
-    line = negotiation_messages.listen(key, "127.0.0.1")
+    line = negotiation.listen(key, "127.0.0.1")
     first = made(0, line, check)
     while first._error is None:  # it has ended before anybody has come
         assert first._thread.is_alive()
-    second = made(1, negotiation_messages.connect("127.0.0.1", line.port, key, "rank 0"), lambda: True)
+    second = made(1, negotiation.connect("127.0.0.1", line.port, key, "rank 0"), lambda: True)
     with pytest.raises(PeerLostError, match="rank 7 is lost" if failing else "Rank 0 has left"):
         operation = second.submit(service.Operation(Request(rank=1, name="x", kind="barrier")))  # may know it already
         assert operation._over.wait(30), "the operation of the other rank did not end"

@@ -3,8 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.orchestration.priority.agreement import disagreement
-from bpsfast.orchestration.priority.negotiation import Request, Spec
+from bpsfast.orchestration.priority.negotiation import Request, Spec, disagreement
 
 
 def ask(rank, kind="allreduce", shapes=((2,),), dtype="float32", op="Sum", names=("a", "b"), **fields):

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.job.barriers import Barriers
+from bpsfast.orchestration.job.rank_queries import Barriers
 
 
 def test_the_last_one_opens_it_once():

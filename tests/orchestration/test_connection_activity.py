@@ -8,7 +8,7 @@ import time
 import pytest
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.pulses import ConnectionActivity
+from bpsfast.orchestration.zmq_connections import ConnectionActivity
 from tests.orchestration.test_scheduler import LIMIT_S, join, start as start  # a fixture
 
 LEASE_S = 0.6

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from bpsfast.orchestration.messages import PartPlan, UnitPlan
-from bpsfast.orchestration.priority.credit_queue import CreditQueue, rank_parts
+from bpsfast.orchestration.priority.send_queue import CreditQueue, rank_parts
 
 
 def drain(queue):

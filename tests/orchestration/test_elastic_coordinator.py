@@ -16,7 +16,8 @@ from bpsfast.orchestration.elastic.coordinator import (
 
 def muster(policy="shrink", n=3, nodes=None, **values):
     """A muster whose first job of *n* members was formed; *nodes*: the node of each."""
-    found = ElasticCoordinator(ElasticRules(**{"lost_worker": policy, "max_ranks": n, "within_s": 10.0, **values}), range(n))
+    rules = ElasticRules(**{"lost_worker": policy, "max_ranks": n, "within_s": 10.0, **values})
+    found = ElasticCoordinator(rules, range(n))
     for member in range(n):
         assert found.decide(0.0) is None
         found.came(member, str(member if nodes is None else nodes[member]), 0.0)
@@ -248,7 +249,8 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["come", "end", "leave", "start", "r
 @given(st.sampled_from(["abort", "shrink", "wait"]), st.integers(1, 5), st.integers(0, 2), st.integers(1, 5), EVENTS)
 def test_whatever_happens(policy, n, n_more, min_ranks, events):
     """Random histories, of processes that behave: only who lives comes, and only who was started lives."""
-    rules = ElasticRules(lost_worker=policy, min_ranks=min(min_ranks, n), max_ranks=n + n_more, within_s=10.0, max_replaced=3)
+    rules = ElasticRules(lost_worker=policy, min_ranks=min(min_ranks, n), max_ranks=n + n_more, within_s=10.0,
+                         max_replaced=3)
     found = ElasticCoordinator(rules, range(n))
     node_of = {member: str(member % 3) for member in range(200)}
     alive, gone, waiting, number, now = set(range(n)), set(), set(), 0, 0.0

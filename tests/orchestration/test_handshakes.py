@@ -92,8 +92,8 @@ class Opened:
         self.came, self.refused, self._calls = queue.Queue(), queue.Queue(), []
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
-        self.door = HandshakeAcceptor(listener, self._prove, lambda sock, proof: self.came.put((sock, proof)), self.refused.put,
-                         lambda words: None)
+        self.door = HandshakeAcceptor(listener, self._prove, lambda sock, proof: self.came.put((sock, proof)),
+                                      self.refused.put, lambda words: None)
         self.door.start()
 
     def call(self, host="127.0.0.1"):

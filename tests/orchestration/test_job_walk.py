@@ -7,8 +7,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bpsfast.orchestration import messages as m
+from bpsfast.orchestration.job.admission import JobSettings
 from bpsfast.orchestration.job.job import Job
-from bpsfast.orchestration.job.job_settings import JobSettings
 from tests.support.job_table import join, spec
 
 HOSTS = {b"A": ("a", 2), b"B": ("b", 1), b"C": ("c", 3), b"H": ("h", 0), b"I": ("i", 0)}
@@ -80,7 +80,7 @@ class Walk(RuleBasedStateMachine):
         elif isinstance(message, m.Plan):
             self.ready[message.generation].add(sender)
             self.say(sender, m.Ready(generation=message.generation))
-        elif isinstance(message, m.StallAsk):
+        elif isinstance(message, m.StallReportRequest):
             self.say(sender, m.StallReport(part=message.part, round=message.round, stage="done",
                                            missing_ranks=(), missing_nodes=()))
 
@@ -135,7 +135,7 @@ class Walk(RuleBasedStateMachine):
     def stall(self, sender, number, part):
         rank = self.rank_of(sender, number)
         if rank is not None:
-            self.say(sender, m.Stalled(rank=rank, question=1, part=part, round=1, name="w"))
+            self.say(sender, m.StallQuestion(rank=rank, question=1, part=part, round=1, name="w"))
 
     @rule()
     def second_passes(self):

@@ -3,8 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.orchestration.job.lags import LagQueries, combined
-from bpsfast.orchestration.job.stalls import REPORT_TIMEOUT_S
+from bpsfast.orchestration.job.rank_queries import REPORT_TIMEOUT_S, LagQueries, combined
 from bpsfast.orchestration.messages import LagQuestion, LagReport, LagRow, NodeInfo
 from bpsfast.orchestration.roster import Roster
 

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.orchestration.priority.nic_queue import NicQueue
+from bpsfast.orchestration.priority.send_queue import NicQueue, WriteOrder, urgency
 from bpsfast.orchestration.priority.turns import Entry, Follower, Leader
-from bpsfast.orchestration.priority.write_order import WriteOrder, urgency
 
 #: Down to one byte: less than any partition.
 CREDITS = st.one_of(st.just(1), st.integers(1, 120))

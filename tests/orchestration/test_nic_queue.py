@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.orchestration.priority.credit_queue import CreditQueue
-from bpsfast.orchestration.priority.nic_queue import NicQueue
+from bpsfast.orchestration.priority.send_queue import CreditQueue, NicQueue
 
 PART = 100
 

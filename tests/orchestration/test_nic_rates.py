@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from bpsfast.orchestration import messages as m
-from bpsfast.orchestration.job.nic_rates import NicRates
+from bpsfast.orchestration.job.admission import NicRates
 
 
 def node(index, rate=0.0, probes=False):

@@ -10,12 +10,12 @@ from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.placement.assignment import (
     WireBytes,
     assign,
-    check_policy,
     predict_wire,
     ring_wire,
     step_time_s,
 )
 from bpsfast.orchestration.placement.shares import Machine, optimal_shares
+from bpsfast.orchestration.placement_policy import check_policy
 
 PART = 4096000
 

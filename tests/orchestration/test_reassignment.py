@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.placement.assignment import assign, machine_times_s, owned_by, step_time_s
-from bpsfast.orchestration.placement.reassignment import reassign
+from bpsfast.orchestration.placement.rebalancing import reassign
 from bpsfast.orchestration.placement.shares import Machine, capacities, optimal_shares
 
 PART = 4096000

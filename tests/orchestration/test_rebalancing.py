@@ -30,18 +30,18 @@ def jobs(draw):
 @given(jobs())
 def test_what_moves_and_what_it_brings(job):
     machines, sizes, owners, can, policy = job
-    moves_to_joined = [p for p in range(len(sizes)) if can[p]]
+    movable = [p for p in range(len(sizes)) if can[p]]
     owned = owned_by(zip(sizes, owners), len(machines))
 
     def share():
-        return shared([sizes[p] for p in moves_to_joined], [owners[p] for p in moves_to_joined], [can[p] for p in moves_to_joined], machines,
+        return shared([sizes[p] for p in movable], [owners[p] for p in movable], [can[p] for p in movable], machines,
                       owned, policy)
 
     found = list(owners)
-    for p, owner in zip(moves_to_joined, share()):
+    for p, owner in zip(movable, share()):
         assert owner == owners[p] or owner in can[p]
         found[p] = owner
-    assert share() == [found[p] for p in moves_to_joined], "the same answer on any machine"
+    assert share() == [found[p] for p in movable], "the same answer on any machine"
     then = owned_by(zip(sizes, found), len(machines))
     before_s, after_s = machine_times_s(owned, machines), machine_times_s(then, machines)
     assert all(have <= machine.limit_nbytes for have, machine in zip(then, machines))

@@ -6,9 +6,8 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.placement.assignment import assign, step_time_s
-from bpsfast.orchestration.placement.layout import lay_out
+from bpsfast.orchestration.placement.layout import LEAST_NBYTES, lay_out, refine
 from bpsfast.orchestration.placement.partition import plan_units
-from bpsfast.orchestration.placement.refinement import LEAST_NBYTES, refine
 from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 from bpsfast.tools.planner import catalog
 

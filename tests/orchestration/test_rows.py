@@ -7,8 +7,14 @@ from hypothesis import given, strategies as st
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.placement.layout import lay_out
-from bpsfast.orchestration.placement.partition import nbytes_of, plan_units
-from bpsfast.orchestration.placement.rows import deal, frame_nbytes, part_rows, values_offset
+from bpsfast.orchestration.placement.partition import (
+    nbytes_of,
+    part_rows,
+    plan_units,
+    row_frame_nbytes,
+    split_rows,
+    values_offset,
+)
 from bpsfast.orchestration.placement.shares import Machine
 
 
@@ -18,7 +24,7 @@ def table(**fields):
 
 @given(n_rows=st.integers(1, 1 << 40), max_rows=st.integers(1, 1 << 41), row_nbytes=st.integers(1, 4096))
 def test_all_rows_have_a_partition_and_no_frame_more_than_its_partition(n_rows, max_rows, row_nbytes):
-    n_parts, frame_rows = deal(n_rows, max_rows, row_nbytes, 4 << 20)
+    n_parts, frame_rows = split_rows(n_rows, max_rows, row_nbytes, 4 << 20)
     most = part_rows(n_rows, n_parts, 0)
     assert 1 <= n_parts <= n_rows and 1 <= frame_rows <= most <= 1 << 32
     assert n_parts * frame_rows >= min(n_rows, max_rows)
@@ -38,18 +44,18 @@ def test_all_rows_have_a_partition_and_no_frame_more_than_its_partition(n_rows, 
     ((1 << 34, 1, 4, 4 << 20), 4, 1 + 4 + 16),
 ])
 def test_deals(arguments, n_parts, frame_rows):
-    assert deal(*arguments) == (n_parts, frame_rows)
+    assert split_rows(*arguments) == (n_parts, frame_rows)
 
 
 def test_the_bytes_of_frames():
     assert [values_offset(n) for n in (0, 1, 10, 11)] == [64, 64, 64, 128]
-    assert frame_nbytes(11, 12) == 128 + 132
+    assert row_frame_nbytes(11, 12) == 128 + 132
 
 
 def test_a_plan_has_room_for_frames_and_not_for_the_table():
     spec = table(shape=(1 << 22, 128), max_rows=40_000)
     (unit,) = plan_units([spec], 0, 7, 4 << 20, 1 << 20, 4096)
-    room = -(-frame_nbytes(unit.frame_rows, 512) // 4096) * 4096
+    room = -(-row_frame_nbytes(unit.frame_rows, 512) // 4096) * 4096
     assert [(part.part, part.offset, part.nbytes) for part in unit.parts] == [
         (7 + i, i * room, room) for i in range(5)]
     assert (unit.nbytes, unit.stride, unit.members[0].shape) == (5 * room, room, (1 << 22, 128))

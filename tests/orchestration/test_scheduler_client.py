@@ -54,7 +54,8 @@ def puppet():
 
 @pytest.fixture
 def membership(puppet):
-    membership = SchedulerClient("127.0.0.1", puppet.port, KEY, now=0.0, heartbeat_s=1.0, lease_s=10.0, start_timeout_s=60.0)
+    membership = SchedulerClient("127.0.0.1", puppet.port, KEY, now=0.0, heartbeat_s=1.0, lease_s=10.0,
+                                 start_timeout_s=60.0)
     yield membership
     membership.close(0)
 

@@ -149,7 +149,8 @@ def test_both_sides_have_one_secret_that_no_other_connection_has(pair):
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_who_encrypts_and_who_does_not_both_hear_of_it(pair, encrypted):
     dialler, acceptor = pair
-    accepting = Side(handshake_as_acceptor, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10, encrypted=not encrypted)
+    accepting = Side(handshake_as_acceptor, acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10,
+                     encrypted=not encrypted)
     hello = msgspec.structs.replace(HELLO, encrypted=encrypted)
     words = {True: "encrypted", False: "in the clear"}
     for side, ours in ((lambda: handshake_as_dialer(dialler, KEY, "data", hello, 10), encrypted),

@@ -5,7 +5,7 @@ import heapq
 
 from hypothesis import given, strategies as st
 
-from bpsfast.orchestration.priority.write_order import ArrivalOrder, WriteOrder, urgency
+from bpsfast.orchestration.priority.send_queue import ArrivalOrder, WriteOrder, urgency
 
 
 class Queue:

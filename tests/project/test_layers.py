@@ -1,4 +1,7 @@
-"""Who may import whom: found by walking the syntax trees of every file, not by importing what happens to be used."""
+"""Which package may import which: the order of the packages, no import circle, and third-party packages by folder.
+
+The tests walk the syntax trees of all files, so they see imports inside functions and below `TYPE_CHECKING` as well.
+"""
 from __future__ import annotations
 
 import ast
@@ -6,7 +9,9 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +21,22 @@ ROOT = Path(__file__).resolve().parents[2]
 STDLIB = sys.stdlib_module_names
 
 
+#: The packages, lowest first: a package imports itself and packages that stand before it. `orchestration` means the files
+#: at its top level; any other folder belongs to the package that it lies in.
+ORDER = (
+    "pyx", "orchestration", "orchestration/placement", "orchestration/priority", "orchestration/elastic",
+    "orchestration/job", "orchestration/failover", "bpsfast/base", "bpsfast/hardware", "bpsfast/kernels",
+    "bpsfast/compression", "bpsfast/gpu", "bpsfast/launch", "bpsfast/node", "bpsfast/trainer", "bpsfast/collectives",
+    "bpsfast/elastic", "bpsfast/jax", "bpsfast/tensorflow", "bpsfast/mxnet", "bpsfast/torch", "bpsfast/keras",
+    "bpsfast/hvd", "bpsfast/tools",
+)
+#: The files at the top level (`__init__`, `cli`, ...) stand above all packages: nothing imports them.
+TOP = "bpsfast"
+MOST_PACKAGES, MOST_LAYERS = 24, 10
+
+
 class Layer(NamedTuple):
-    """A folder, or one file: other packages its modules import at once, and those they import inside functions only."""
+    """A folder or file: third-party packages that its modules import at once, and those imported in functions only."""
 
     folder: str
     at_once: frozenset[str]
@@ -29,7 +48,7 @@ _SHOW = frozenset({"rich", "matplotlib", "sklearn", "scipy"})
 LAYERS = [  # the most special folder first
     Layer("bpsfast/torch_autoload.py", _CORE, frozenset({"torch"})),
     Layer("bpsfast/torch", _CORE | {"torch"}, frozenset({"cloudpickle"})),
-    Layer("bpsfast/device", _CORE, frozenset({"cupy"})),
+    Layer("bpsfast/gpu", _CORE, frozenset({"cupy"})),
     Layer("bpsfast/hvd/keras", _CORE | {"keras"}),
     Layer("bpsfast/hvd/tensorflow", _CORE | {"tensorflow"}),
     Layer("bpsfast/hvd", _CORE | {"torch"}),
@@ -45,7 +64,8 @@ LAYERS = [  # the most special folder first
     Layer("bpsfast", _CORE, _SHOW | {"tomli", "prometheus_client", "pynvml"}),
     Layer("orchestration", frozenset({"zmq", "msgspec"})),
     Layer("pyx", frozenset()),
-    Layer("bench/schedule/training", _CORE | {"torch"}),
+    Layer("bench/schedule/trainer.py", _CORE | {"torch"}),
+    Layer("bench/schedule/timed_network.py", _CORE | {"torch"}),
     Layer("bench/frameworks/jax_rows.py", _CORE | {"jax"}),
     Layer("bench/frameworks/tensorflow_rows.py", _CORE | {"tensorflow"}),
     Layer("bench/training/__init__.py", _CORE, frozenset({"torch"})),
@@ -139,19 +159,135 @@ def test_rule(file: str, source: str, reason: str | None) -> None:
     assert [r for r in reasons if r] == ([reason] if reason else [])
 
 
-#: Of the control plane: whom each folder may know beside what stands at the top.
-KNOWN = {"placement": set(), "order": set(), "muster": {"order"}, "job": {"placement", "order"},
-         "succession": {"job", "placement", "order"}}
+def modules() -> dict[str, Path]:
+    """Return the files of the package by module name; what is not installed (docs' configuration) is left out."""
+    found = {}
+    for folder, name in (("bpsfast", "bpsfast"), ("orchestration", "bpsfast.orchestration"), ("pyx", "bpsfast.pyx")):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            if parts[0] not in ("docs", "orchestration", "pyx", "bench"):  # the latter as an installation's links
+                found[".".join([name, *parts]).removesuffix(".__init__")] = path
+    for path in (ROOT / "pyx").glob("*.pyx"):
+        found[f"bpsfast.pyx.{path.stem}"] = path
+    return found
 
 
-def test_folders_of_the_control_plane_know_no_higher_ones() -> None:
-    folders = {path.parent.name for path in (ROOT / "orchestration").glob("*/__init__.py")}
-    assert folders == set(KNOWN)
-    for folder in folders:
-        for path in (ROOT / "orchestration" / folder).glob("*.py"):
-            known = {found.name.partition(".")[0] for found in imports_of(ast.parse(path.read_text()))
-                     if found.level == 2} & folders
-            assert known <= KNOWN[folder], path.name
+def imported(module: str, path: Path, tree: ast.AST, known: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Yield each of *known* that the file *path* of *module* imports anywhere, with the line."""
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[:len(package.split(".")) - (node.level - 1)] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            names = [f"{source}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            while name and name not in known:
+                name = name.rpartition(".")[0]
+            if name and name != module:
+                yield name, node.lineno
+
+
+def package_of(path: Path) -> str:
+    """Return the name in `ORDER` of the package that the file *path* belongs to, or `TOP`."""
+    folder = path.relative_to(ROOT).parent.as_posix()
+    while folder not in ORDER and folder != TOP:
+        folder, slash, _ = folder.rpartition("/")
+        assert slash, f"{path} lies in no package of ORDER"
+    return folder
+
+
+@cache
+def imports() -> list[tuple[Path, int, Path]]:
+    """Return every import of one of our files by another: importer, line, what is imported."""
+    files = modules()
+    return [(path, line, files[name]) for module, path in files.items() if path.suffix == ".py"
+            for name, line in imported(module, path, ast.parse(path.read_text()), files)]
+
+
+def upward(found: Iterable[tuple[Path, int, Path]]) -> list[str]:
+    """Return the imports among *found* of a package that stands later in `ORDER`."""
+    rank = {name: i for i, name in enumerate((*ORDER, TOP))}
+    return [f"{importer.relative_to(ROOT)}:{line} imports {target.relative_to(ROOT)}, which stands above it"
+            for importer, line, target in found if rank[package_of(target)] > rank[package_of(importer)]]
+
+
+def circles(found: Iterable[tuple[Path, int, Path]]) -> list[list[str]]:
+    """Return the groups of files that import each other, directly or through others."""
+    graph: dict[Path, set[Path]] = {}
+    for importer, _, target in found:
+        graph.setdefault(importer, set()).add(target)
+        graph.setdefault(target, set())
+    sorter, left = TopologicalSorter(graph), dict(graph)
+    try:
+        sorter.prepare()
+        return []
+    except CycleError:
+        pass
+    while True:  # what imports nothing that is left, or is imported by nothing that is left, is in no circle
+        targets = {target for several in left.values() for target in several}
+        kept = {path: several & left.keys() for path, several in left.items()
+                if several & left.keys() and path in targets}
+        if kept == left:
+            return [sorted(str(path.relative_to(ROOT)) for path in left)]
+        left = kept
+
+
+def layers(found: Iterable[tuple[Path, int, Path]]) -> dict[str, int]:
+    """Return the layer of each package: one more than the highest layer that it imports."""
+    below: dict[str, set[str]] = {name: set() for name in ORDER}
+    for importer, _, target in found:
+        a, b = package_of(importer), package_of(target)
+        if a != b and a in below:
+            below[a].add(b)
+    result: dict[str, int] = {}
+    for name in ORDER:
+        result[name] = 1 + max((result[each] for each in below[name]), default=0)
+    return result
+
+
+def test_no_package_imports_one_that_stands_above_it() -> None:
+    found = imports()
+    assert len(found) > 1000
+    assert not upward(found), "\n".join(upward(found))
+
+
+def test_no_import_circle() -> None:
+    assert circles(imports()) == []
+
+
+def test_few_packages_in_few_layers() -> None:
+    found = layers(imports())
+    print(f"{len(found)} packages in {max(found.values())} layers")
+    for layer in range(1, max(found.values()) + 1):
+        print(f"{layer:3}  {', '.join(name for name in ORDER if found[name] == layer)}")
+    assert len(found) <= MOST_PACKAGES and max(found.values()) <= MOST_LAYERS
+
+
+@pytest.mark.parametrize(("file", "source", "target"), [
+    ("bpsfast/base/x.py", "from ..trainer import session", "bpsfast/trainer/session.py"),
+    ("bpsfast/node/x.py", "def f():\n    from ..trainer import session", "bpsfast/trainer/session.py"),
+    ("bpsfast/node/x.py", "if TYPE_CHECKING:\n    from ..trainer.session import Session", "bpsfast/trainer/session.py"),
+    ("bpsfast/node/x.py", "import bpsfast.tools.commands", "bpsfast/tools/commands/__init__.py"),
+    ("bpsfast/torch/x.py", "from .. import __version__", "bpsfast/__init__.py"),
+    ("orchestration/x.py", "from .job import joinings", "orchestration/job/__init__.py"),
+])
+def test_an_import_upward_is_found_wherever_it_stands(file: str, source: str, target: str) -> None:
+    files = modules()
+    path = ROOT / file
+    module = next(name for name, other in files.items() if other.parent == path.parent).rpartition(".")[0] + ".x"
+    found = [(path, line, files[name]) for name, line in imported(module, path, ast.parse(source), files)]
+    assert [str(each.relative_to(ROOT)) for _, _, each in found] == [target]
+    assert len(upward(found)) == 1
+
+
+def test_a_circle_is_found() -> None:
+    a, b, c, d = (ROOT / "bpsfast" / "base" / f"{name}.py" for name in "abcd")
+    assert circles([(a, 1, b), (b, 1, c), (c, 1, d)]) == []
+    assert circles([(a, 1, b), (b, 1, c), (c, 1, b), (c, 2, d)]) == [["bpsfast/base/b.py", "bpsfast/base/c.py"]]
 
 
 def test_cython_modules_import_c_and_the_standard_library_only() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from bpsfast import kernels
 from bpsfast.base.dtypes import NAMES, TABLE
 from bpsfast.base.reference_sum import reduce_rows
-from bpsfast.orchestration.placement.rows import HEADER_NBYTES, frame_nbytes
+from bpsfast.orchestration.placement.partition import HEADER_NBYTES, row_frame_nbytes
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT
@@ -22,7 +22,7 @@ N_ROWS, ELEMENTS = 90, 5
 
 def frames_of(dtype="float32", frame_rows=60):
     frames = RowFrames(N_ROWS, (ELEMENTS,), TABLE[dtype].numpy, 1, frame_rows, PART)
-    assert frame_nbytes(frame_rows, frames.row_nbytes) <= PART
+    assert row_frame_nbytes(frame_rows, frames.row_nbytes) <= PART
     return frames
 
 
@@ -108,13 +108,13 @@ def test_a_result_leaves_with_its_own_length(vertex_of):
     v = vertex_of(frames_of(), n_after=1, to_wire=True)
     v.push([drawn(1, "float32", 3)], [drawn(2, "float32", 4)])
     indices, _ = v.frames.read(v.result())
-    nbytes = frame_nbytes(len(indices), ELEMENTS * 4)
+    nbytes = row_frame_nbytes(len(indices), ELEMENTS * 4)
     assert v.engine.events(10) == [(native.EVENT_RESULT, 0, 0, 1, 0, v.outputs.address + PART, nbytes)]
     counters = v.engine.counters()
     assert counters["published_bytes"] == nbytes
-    assert counters["bytes_summed"] == frame_nbytes(3, 20) + frame_nbytes(4, 20)
-    assert v.engine.pushed_nbytes(v.peers[0]) == frame_nbytes(3, 20)
-    assert v.engine.pushed_nbytes(v.ranks[0]) == frame_nbytes(4, 20)
+    assert counters["bytes_summed"] == row_frame_nbytes(3, 20) + row_frame_nbytes(4, 20)
+    assert v.engine.pushed_nbytes(v.peers[0]) == row_frame_nbytes(3, 20)
+    assert v.engine.pushed_nbytes(v.ranks[0]) == row_frame_nbytes(4, 20)
 
 
 def test_rounds_without_rows(vertex_of):
@@ -141,7 +141,7 @@ def test_a_member_forwards_the_length_of_its_partial(vertex_of, n_ranks):
         ((kind, source, part, round_, flags, address, nbytes),) = v.engine.events(10)
         assert (kind, source, part, round_, flags) == (native.EVENT_FORWARD, owner, 0, 1, 0)
         indices, _ = frames.read(bytes_of(where))
-        assert (address, nbytes) == (where.address, frame_nbytes(len(indices), 20))
+        assert (address, nbytes) == (where.address, row_frame_nbytes(len(indices), 20))
         assert len(indices) == 20 if n_ranks == 1 else len(indices) > 20
         v.engine.arrived(owner, 0, 1, 0)
         assert v.ports[0].wait(0, 1, 1, 10) == DONE
@@ -172,7 +172,7 @@ BROKEN = {
     "too short": lambda head, indices: head.__setitem__(0, 8),
     "too long": lambda head, indices: head.__setitem__(0, 999),
     "far too long": lambda head, indices: head.__setitem__(0, (1 << 64) - 1),
-    "more rows than room": lambda head, indices: head.__setitem__(slice(None), (frame_nbytes(61, 20) - 8, 61, 0)),
+    "more rows than room": lambda head, indices: head.__setitem__(slice(None), (row_frame_nbytes(61, 20) - 8, 61, 0)),
     "rows without end": lambda head, indices: head.__setitem__(1, 1 << 62),
     "unknown flags": lambda head, indices: head.__setitem__(2, 3),
     "an overflow of more than all": lambda head, indices: head.__setitem__(slice(None), (16, 91, 1)),

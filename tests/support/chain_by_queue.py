@@ -7,14 +7,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from bpsfast.tools.simulator.all_reduce import ScheduledAllReduce
-from bpsfast.tools.simulator.cluster import Costs, uniform
-from bpsfast.tools.simulator.event_clock import Clock
-from bpsfast.tools.simulator.network import Load
+from bpsfast.tools.simulator.all_reduce import Ring, ScheduledAllReduce
+from bpsfast.tools.simulator.network import Clock, Costs, Load, uniform
 from bpsfast.tools.simulator.partition_layout import full
 from bpsfast.tools.simulator.push_pull import Done, SimulatedPushPull
-from bpsfast.tools.simulator.ring import Ring
-from bpsfast.tools.simulator.worker import Worker
+from bpsfast.tools.simulator.simulation import Worker
 from bpsfast.tools.simulator.workload import Layer, PartitionedWorkload, Workload, cut, workload
 
 from .best_order import Chain, Op

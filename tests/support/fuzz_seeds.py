@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bpsfast.collectives.p2p import frames
+from bpsfast.collectives.p2p import protocol
 from bpsfast.kernels.codecs import codec_reference
 from bpsfast.node.transport import shm
 from bpsfast.node.transport.rdma import rdma_messages
 from bpsfast.orchestration import messages, security
-from bpsfast.tools.perf.messages import Message as PerfMessage
+from bpsfast.tools.perf.control import Message as PerfMessage
 from tests.support.codec_kernel_calls import CODECS
 from tests.support.fuzzed_parsers import TABLE
 
@@ -81,7 +81,7 @@ def perf_control() -> list[bytes]:
 
 def post_frames() -> list[bytes]:
     """Every kind, and a conversation."""
-    kinds = [frames.Frame(kind, number=1, nbytes=4 * (kind == frames.EAGER)) for kind in range(1, 9)]
+    kinds = [protocol.Frame(kind, number=1, nbytes=4 * (kind == protocol.EAGER)) for kind in range(1, 9)]
     packed = [each.pack() + bytes(each.n_payload) for each in kinds]
     return [*packed, b"".join(packed[:2] + packed[3:])]
 

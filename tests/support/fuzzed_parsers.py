@@ -14,23 +14,21 @@ from unittest import mock
 import numpy as np
 
 from bpsfast.base import message_socket
-from bpsfast.collectives.p2p import frame_socket, frames, message, peer
+from bpsfast.collectives.p2p import frame_socket, peer, protocol, transfer
 from bpsfast.kernels.codecs import codec_kernels, codec_reference
-from bpsfast.kernels.codecs.flags import flags_of
 from bpsfast.node.transport import shm
 from bpsfast.node.transport.rdma import rdma_messages
 from bpsfast.orchestration import messages, security
-from bpsfast.orchestration.codec import count
+from bpsfast.orchestration.codec import count, flags_of
 from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError
-from bpsfast.orchestration.placement.rows import frame_nbytes
-from bpsfast.tools.perf.control import Control
-from bpsfast.tools.perf.messages import Message
-from bpsfast.trainer.row_frames import RowFrames
+from bpsfast.orchestration.placement.partition import row_frame_nbytes
+from bpsfast.tools.perf.control import Control, Message
+from bpsfast.trainer.sparse_table import RowFrames
 from tests.support.codec_kernel_calls import CODECS, DECODE
 from tests.support.guarded_memory import GuardedMemory
 
 TABLE = RowFrames(n_rows=20, row_shape=(2,), dtype=np.dtype(np.float32), n_parts=2, frame_rows=4,
-                stride=-(-frame_nbytes(4, 8) // 64) * 64)
+                stride=-(-row_frame_nbytes(4, 8) // 64) * 64)
 _MOST_ELEMENTS = 255
 _MOST_FRAME_NBYTES = 4096
 
@@ -54,8 +52,8 @@ def control_messages(data: bytes) -> None:
     """Decode a message of the control plane; what was taken is written and taken again."""
     sender = ("node", "scheduler", "local")[data[0] % 3 if data else 0]
     with contextlib.suppress(ProtocolError):
-        message = messages.decode(data[1:], sender)
-        again = messages.encode(message)
+        transfer = messages.decode(data[1:], sender)
+        again = messages.encode(transfer)
         assert messages.encode(messages.decode(again, sender)) == again
 
 
@@ -94,13 +92,13 @@ def post_frames(data: bytes) -> None:
     office = mock.MagicMock(rank=0, job_error=lambda: None)
     talker = peer.Peer(office, 1)
 
-    def arrived(_: int, arrival: message.Arrival) -> None:
+    def arrived(_: int, arrival: transfer.Arrival) -> None:
         assert arrival.data is None or len(arrival.data) == arrival.nbytes
         if arrival.number and arrival.nbytes <= _MOST_FRAME_NBYTES:
             place = _guarded()[0].take(arrival.nbytes)
-            talker.want(message.Incoming(mock.MagicMock(address=place.ctypes.data), arrival))
+            talker.want(transfer.Incoming(mock.MagicMock(address=place.ctypes.data), arrival))
 
-    office.delivery.arrived = arrived
+    office.receiver.arrived = arrived
     with _said(data) as (ours, _):
         talker.link = frame_socket.FrameSocket(ours, talker)
         with contextlib.suppress(ProtocolError, PeerLostError):
@@ -110,10 +108,10 @@ def post_frames(data: bytes) -> None:
 
 def frame_headers(data: bytes) -> None:
     """Read headers of posts wherever they are."""
-    for offset in range(0, len(data) - frames.HEADER.size + 1, 8):
+    for offset in range(0, len(data) - protocol.HEADER.size + 1, 8):
         with contextlib.suppress(ProtocolError):
-            frame = frames.unpack(data, offset)
-            assert frames.unpack(frame.pack(), 0) == frame
+            frame = protocol.unpack(data, offset)
+            assert protocol.unpack(frame.pack(), 0) == frame
 
 
 def row_frames(data: bytes) -> None:
@@ -179,7 +177,7 @@ def main(name: str, options: list[str]) -> None:
     if parse is codec_frames:  # compiled beforehand: else the first inputs count as slow ones
         for index in range(2 * len(CODECS)):
             _decoder(index // 2, ("float32", "float64")[index % 2])
-    for module in (message_socket, messages, security, frames, frame_socket, peer, rdma_messages, shm, codec_reference, sys.modules[RowFrames.__module__],
+    for module in (message_socket, messages, security, protocol, frame_socket, peer, rdma_messages, shm, codec_reference, sys.modules[RowFrames.__module__],
                    sys.modules[Control.__module__]):
         _instrument(atheris, module)
     atheris.Setup([name, *options], parse)

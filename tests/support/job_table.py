@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from bpsfast.orchestration import messages as m
+from bpsfast.orchestration.job.admission import JobSettings
 from bpsfast.orchestration.job.job import Job
-from bpsfast.orchestration.job.job_settings import JobSettings
 from bpsfast.orchestration.messages import TensorSpec
 
 

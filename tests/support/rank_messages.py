@@ -5,14 +5,14 @@ import numpy as np
 
 import bpsfast
 from bpsfast.collectives.p2p import P2PEndpoint, cross_memory
-from bpsfast.collectives.p2p.frames import EAGER_NBYTES
+from bpsfast.collectives.p2p.protocol import EAGER_NBYTES
 from bpsfast.trainer import process
 
 SIZES = [0, 1, EAGER_NBYTES, EAGER_NBYTES + 1, 1 << 20, 50 << 20]
 
 
 def post() -> P2PEndpoint:
-    return process.current().post
+    return process.current().extension(P2PEndpoint)
 
 
 def send(x, to, tag=0, channel=1):

@@ -20,7 +20,7 @@ from bpsfast.launch.rendezvous import Store, place
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.trainer.exit_handling import ExitWatch
-from bpsfast.trainer.joining import join, leave
+from bpsfast.trainer.process import join_job, leave_job
 from tests.support.directory_store import DirectoryStore
 
 FOLDER, RANK, SIZE, KIND = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -46,12 +46,12 @@ class Job:
     def __init__(self, of: Store, timeout_s: float = 30.0) -> None:
         self.settings = load()
         self.place = place(of, RANK, SIZE, self.settings, timeout_s)
-        self.session, started = join(self.place, self.settings)
+        self.session, started = join_job(self.place, self.settings)
         self.watch = ExitWatch(self.close, started)
 
     def close(self) -> None:
         """Leave, whoever else has or has not."""
-        leave(self.session, self.watch, stays=False)
+        leave_job(self.session, self.watch, stays=False)
 
     def total(self, name: str) -> float:
         """Return the sum of all ranks' numbers, each plus one."""

@@ -18,7 +18,7 @@ from bpsfast.node.transport import Epochs, Peering, tcp
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.messages import VERSION, Allocate, Attach, NodeInfo, Plan, TensorSpec, Welcome
 from bpsfast.orchestration.placement.partition import plan_units
-from bpsfast.orchestration.priority.credit_queue import rank_parts
+from bpsfast.orchestration.priority.send_queue import rank_parts
 from bpsfast.pyx.port import Port
 
 KEY = bytes(range(16))

@@ -13,10 +13,8 @@ from bpsfast.base import settings
 from bpsfast.hardware import recorded_host
 from bpsfast.hardware.host import Host
 from bpsfast.hardware.rdma_route import peer_address
-from bpsfast.tools.doctor import verbs_report
-from bpsfast.tools.doctor.facts import Facts
+from bpsfast.tools.doctor.facts import Facts, PeerReport, recorded_verbs
 from bpsfast.tools.doctor.finding import Outcome
-from bpsfast.tools.doctor.peer_report import PeerReport
 from tests.sysfs_trees import unpack
 
 
@@ -85,7 +83,7 @@ class Machine:
         """Return the facts, with *values* as settings; *peer_says*: the doctor at *peer* answers as recorded."""
         host = self.host
         loaded, origins = settings.load_with_origins(values, {})
-        facts = Facts(host, loaded, origins, verbs_report.recorded(self.answers.get("verbs")),
+        facts = Facts(host, loaded, origins, recorded_verbs(self.answers.get("verbs")),
                       (peer, peer_address(host, peer)) if peer else None, 0.1)
         if peer and peer_says:
             facts.peer_report = msgspec.convert(self.answers["peer"], PeerReport)

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from bpsfast.base import command_errors, exit_codes, settings
+from bpsfast.base import exit_codes, settings
 from bpsfast.bench.drawn import RESULTS
 from bpsfast.cli import cli
 from bpsfast.hardware.topology.graph import Topology
-from bpsfast.tools import bug_report_contents, inventory
-from bpsfast.tools.commands.settings_table import SettingRow
+from bpsfast.tools import bug_report, inventory
+from bpsfast.tools.commands.info import SettingRow
 from tests.support import json_schemas as schemas, measurement_schemas
 from tests.support.terminal import on_terminal
 from tests.support.trace_records import job as recorded_job
@@ -86,10 +86,10 @@ def test_help_has_examples_and_fits_the_terminal(width: int) -> None:
             shown = " ".join(typed).removesuffix(" job")
             assert re.search(rf"^  .*bpsfast {shown}", done.output, re.M), f"no example: {typed}"
     root = CliRunner().invoke(cli, ["--help"], terminal_width=width).output
-    for code, words in command_errors.WORDS.items():
+    for code, words in exit_codes.WORDS.items():
         assert f"  {code}  {words.split(':')[0]}" in root
     run = " ".join(CliRunner().invoke(cli, ["run", "--help"], terminal_width=width).output.split())
-    for code, words in command_errors.WORDS_OF_RUN.items():
+    for code, words in exit_codes.WORDS_OF_RUN.items():
         assert f"{code} {words}" in run
 
 
@@ -204,7 +204,7 @@ def test_json_of_files_and_hosts_is_by_its_schema(tmp_path: Path, monkeypatch: p
     assert msgspec.json.decode(summed_up.stdout, type=measurement_schemas.TraceSummary).ranks
     pinged = invoke("ping", "127.0.0.1", "-p", "9", "--wait", "0.2", "--json")
     assert pinged.exit_code == 1 and msgspec.json.decode(pinged.stdout, type=list[schemas.Pinged])[0].error
-    monkeypatch.setattr(bug_report_contents, "_command", lambda *arguments: {})
+    monkeypatch.setattr(bug_report, "_command", lambda *arguments: {})
     reported = invoke("report", "--dry-run", "--json")
     assert reported.exit_code == 0 and msgspec.json.decode(reported.stdout, type=schemas.Report).files
 

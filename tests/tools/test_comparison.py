@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.tools.tune.comparison import compare, noise_of, spread
+from bpsfast.tools.tune.search import compare, noise_of, spread
 
 
 def test_one_disturbed_pair_does_not_decide():

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from bpsfast.cli import cli
 from bpsfast.hardware.rdma_route import choose
 from bpsfast.pyx import verbs
-from bpsfast.tools.commands import gids, rdma_devices, verbs_answers
+from bpsfast.tools.commands import rdma_devices
 from tests.sysfs_trees import NAMES
 from tests.sysfs_trees.machine import Machine
 
@@ -85,11 +85,12 @@ def test_a_recorded_machine_has_no_library_to_ask(recorded_machine: Callable[[st
 
 def test_what_the_library_says_stands_beside_it(recorded_machine: Callable[[str], Machine]) -> None:
     host = recorded_machine("rxe").host
-    assert verbs_answers.active_mtus(verbs, host) == {"rxe0/1": "not listed", "rxe1/1": "not listed"}
-    table = rdma_devices.rows(host, choose(host), {"rxe0/1": "4096", "rxe1/1": "not listed"})
+    assert rdma_devices.active_mtus(verbs, host) == {"rxe0/1": "not listed", "rxe1/1": "not listed"}
+    table = rdma_devices.device_rows(host, choose(host), {"rxe0/1": "4096", "rxe1/1": "not listed"})
     assert [row[-1] for row in table] == ["ACTIVE_MTU", "4096", "not listed"]
-    told = rdma_devices.data(host, choose(host), {"rxe0/1": "4096", "rxe1/1": "not listed"})["devices"]
+    told = rdma_devices.device_data(host, choose(host), {"rxe0/1": "4096", "rxe1/1": "not listed"})["devices"]
     assert [device["ports"][0]["active_mtu"] for device in told] == [4096, "not listed"]
-    found = gids.table(host)
-    assert set(verbs_answers.verdicts(verbs, found).values()) == {"not listed"}
-    assert [row[-1] for row in gids.rows(found, choose(host), dict.fromkeys(found, "same"))] == ["VERBS"] + ["same"] * 4
+    found = rdma_devices.gid_table(host)
+    assert set(rdma_devices.verdicts(verbs, found).values()) == {"not listed"}
+    rows = rdma_devices.gid_rows(found, choose(host), dict.fromkeys(found, "same"))
+    assert [row[-1] for row in rows] == ["VERBS"] + ["same"] * 4

@@ -9,26 +9,26 @@ from click.testing import CliRunner
 from bpsfast.cli import cli
 from bpsfast.hardware.verbs import completions
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.tools.commands import explanations
-from bpsfast.tools.doctor import errnos
-from bpsfast.tools.doctor.checks import CHECKS
+from bpsfast.tools.commands import explain
+from bpsfast.tools.doctor import error_texts
+from bpsfast.tools.doctor.examination import CHECKS
 
 
 def heads(text: str) -> list[str]:
-    return [each.head for each in explanations.explain(text)]
+    return [each.head for each in explain.explain(text)]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.code)
 def test_every_check_is_explained_with_cause_and_commands(check) -> None:
-    [found] = explanations.explain(check.code.lower())
+    [found] = explain.explain(check.code.lower())
     assert found.head == f"{check.code} {check.title}"
     labels = [label for label, _ in found.lines]
     assert {"symptom", "cause", "why", "seen in"} < set(labels) and len(labels) > 4
 
 
-@pytest.mark.parametrize("name", explanations.known())
+@pytest.mark.parametrize("name", explain.known())
 def test_every_name_is_explained(name: str) -> None:
-    assert explanations.explain(name)
+    assert explain.explain(name)
 
 
 @pytest.mark.parametrize(("text", "expected"), [
@@ -143,7 +143,7 @@ _LOGS = [
     "{}", "\x1b[31m{}\x1b[0m", "[  123.456789] {}\r\n", "[rank 1] 12:00:01 {}", "one line\n{}\nanother one",
 ])
 def test_lines_of_logs_are_known_however_they_are_pasted(pasted, head, dressed) -> None:
-    found = explanations.explain(dressed.format(pasted))
+    found = explain.explain(dressed.format(pasted))
     assert any(each.head.startswith(head) for each in found), [each.head for each in found]
     for each in found:
         assert str(each).count("\n") >= 2, "means something, and says what to do"
@@ -179,7 +179,7 @@ def test_a_line_that_the_terminal_has_wrapped_is_known() -> None:
 ])
 def test_other_lines_are_none_of_these(text) -> None:
     with pytest.raises(ConfigError, match="nothing is known"):
-        explanations.explain(text)
+        explain.explain(text)
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -189,15 +189,15 @@ def test_other_lines_are_none_of_these(text) -> None:
 ])
 def test_what_is_unknown_gets_a_proposal(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        explanations.explain(text)
+        explain.explain(text)
     assert words in str(caught.value)
 
 
 def test_every_errno_has_advice_and_the_library_s_words() -> None:
-    assert len(errnos.every()) > 15
-    for words in errnos.every():
+    assert len(error_texts.every()) > 15
+    for words in error_texts.every():
         assert words.name.startswith("E") and words.text and words.means and words.advice
-    assert errnos.explain(0) is None and errnos.explain(4711) is None
+    assert error_texts.explain(0) is None and error_texts.explain(4711) is None
 
 
 def test_every_status_is_found_by_its_number() -> None:

@@ -14,7 +14,7 @@ from bpsfast import __version__
 from bpsfast.base.settings import table
 from bpsfast.cli import cli
 from bpsfast.tools import inventory
-from bpsfast.tools.commands.settings_table import SettingRow
+from bpsfast.tools.commands.info import SettingRow
 from bpsfast.tools.inventory import Inventory
 
 

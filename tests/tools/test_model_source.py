@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.tools.planner import catalog, model_source
+from bpsfast.tools.planner import catalog
 
 MODULE = '''
 class Parameter:
@@ -36,8 +36,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 def test_built_in_models_are_found_first(tmp_path, monkeypatch):
     (tmp_path / "vgg16").write_text("x 1")
     monkeypatch.chdir(tmp_path)
-    assert model_source.named("vgg16") == catalog.load("vgg16")
-    assert model_source.named("vgg16", "bfloat16").nbytes == 2 * 138_357_544
+    assert catalog.named("vgg16") == catalog.load("vgg16")
+    assert catalog.named("vgg16", "bfloat16").nbytes == 2 * 138_357_544
 
 
 @pytest.mark.parametrize("text", [
@@ -45,14 +45,14 @@ def test_built_in_models_are_found_first(tmp_path, monkeypatch):
 def test_files_of_shapes(tmp_path, text):
     path = tmp_path / "net.txt"
     path.write_text(text)
-    model = model_source.named(str(path), "float16")
+    model = catalog.named(str(path), "float16")
     assert (model.name, dict(model.shapes), model.nbytes) == ("net", {"w": (4, 3), "b": (4,)}, 32)
 
 
 @pytest.mark.parametrize(("text", "words"), [
     ("", "names no tensor"), ("# nothing\n", "names no tensor"), ("w\n", "line 1: 'w': expected NAME SHAPE"),
     ("a 1\nw 4xx3", "line 2: 'w 4xx3': expected NAME SHAPE"), ("w 4x-3", "expected NAME SHAPE"),
-    ("w 1\nw 2", "line 2: tensor 'w' stands there twice"), ("w 0", "tensor 'w' has the shape"),
+    ("w 1\nw 2", "line 2: tensor 'w' occurs twice"), ("w 0", "tensor 'w' has the shape"),
     ('{"w": "4"}', "tensor 'w' has the shape '4'"), ('{"w": [1.5]}', "has the shape"),
     ('{"w": [true]}', "has the shape"),
     ('{"w": ', "is no JSON"), ("{}", "names no tensor"), ("\0\xff", "is no text")])
@@ -60,28 +60,28 @@ def test_files_of_anything_else_are_errors_in_words(tmp_path, text, words):
     path = tmp_path / "net.txt"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match="net.txt.*" + words.replace("'", ".")):
-        model_source.named(str(path))
+        catalog.named(str(path))
 
 
 def test_unreadable_files_are_errors_in_words(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        model_source.named(str(tmp_path))
+        catalog.named(str(tmp_path))
     huge = tmp_path / "huge.bin"
     with huge.open("wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(ConfigError, match="1073741824 bytes are no list of shapes"):
-        model_source.named(str(huge))
+    with pytest.raises(ConfigError, match="1073741824 bytes are too many for a list of shapes"):
+        catalog.named(str(huge))
 
 
 def test_parameters_that_take_gradients_count(module):
-    model = model_source.from_torch(f"{module}:build")
+    model = catalog.from_torch(f"{module}:build")
     assert dict(model.shapes) == {"w": (4, 3), "b": (4,)} and model.dtype == "float32"
 
 
 def test_mixed_dtypes_need_a_word(module):
     with pytest.raises(ConfigError, match="float16 and float32; say with --dtype"):
-        model_source.from_torch(f"{module}:mixed")
-    assert model_source.from_torch(f"{module}:mixed", "float16").nbytes == 32
+        catalog.from_torch(f"{module}:mixed")
+    assert catalog.from_torch(f"{module}:mixed", "float16").nbytes == 32
 
 
 @pytest.mark.parametrize(("function", "words"), [
@@ -89,12 +89,12 @@ def test_mixed_dtypes_need_a_word(module):
     ("missing", "AttributeError"), ("Parameter", "TypeError"), ("", "expected MODULE:CALLABLE")])
 def test_what_the_function_does_wrong_is_quoted(module, function, words):
     with pytest.raises(ConfigError, match=words):
-        model_source.from_torch(f"{module}:{function}")
+        catalog.from_torch(f"{module}:{function}")
 
 
 def test_a_real_torch_module(tmp_path, monkeypatch):
     pytest.importorskip("torch", reason="torch is not installed")
     (tmp_path / "realnet.py").write_text("import torch\ndef build(): return torch.nn.Linear(20, 3).bfloat16()\n")
     monkeypatch.chdir(tmp_path)
-    model = model_source.from_torch("realnet:build")
+    model = catalog.from_torch("realnet:build")
     assert (dict(model.shapes), model.dtype) == ({"weight": (3, 20), "bias": (3,)}, "bfloat16")

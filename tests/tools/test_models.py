@@ -7,7 +7,7 @@ import pytest
 
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.planner import catalog
-from bpsfast.tools.planner.ugatit import ugatit
+from bpsfast.tools.planner.model_shapes import ugatit
 
 
 @pytest.mark.parametrize(("name", "n_tensors", "n_parameters"), [

@@ -17,7 +17,7 @@ from bpsfast.orchestration.errors import (
     StallError,
 )
 from bpsfast.tools.perf import control as lines
-from bpsfast.tools.perf.messages import Agree, Alive, Done, Ready, Stop
+from bpsfast.tools.perf.control import Agree, Alive, Done, Ready, Stop
 
 KEY = b"k" * 32
 

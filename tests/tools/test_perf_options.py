@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from bpsfast.base.settings import Settings
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
 from bpsfast.tools.perf import perf_plan as plans
-from bpsfast.tools.tune.perf_options import INCAST, LATENCY, NAMES, ONE_WAY, TWO_WAY, plan_of, rails_of
+from bpsfast.tools.tune.tunables import INCAST, LATENCY, NAMES, ONE_WAY, TWO_WAY, plan_of, rails_of
 from tests.tools.test_tunables import rail, side
 
 START = {name: getattr(Settings(), name) for name in NAMES}

@@ -13,9 +13,8 @@ import pytest
 
 from bpsfast.base.settings import Settings
 from bpsfast.orchestration.handshakes import MAX_PENDING_HANDSHAKES
-from bpsfast.tools.perf import control as lines, ping_server as listeners
-from bpsfast.tools.perf.control import Secret
-from bpsfast.tools.perf.messages import Answer, Ask
+from bpsfast.tools.perf import control as lines, ping as listeners
+from bpsfast.tools.perf.control import Answer, Ask, Secret
 
 KEY = bytes(range(32))
 LIMIT_S = 20.0

@@ -9,7 +9,7 @@ from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import ConfigError, UnsupportedError
 from bpsfast.orchestration.placement.shares import Machine
 from bpsfast.tools.planner import catalog
-from bpsfast.tools.planner.codec_forecast import describe, parse, predict
+from bpsfast.tools.planner.prediction import describe, parse, predict
 
 
 def test_what_is_written_is_read():

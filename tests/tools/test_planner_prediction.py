@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.orchestration.placement.shares import least_time_s, optimal_shares
 from bpsfast.tools.planner import catalog, machine_list, prediction
-from bpsfast.tools.planner.model import Compute, Model
+from bpsfast.tools.planner.catalog import Compute, Model
 
 NET = Model("net", "net", {"a": (10, 10), "a.bias": (10,), "b": (10, 10), "c": (10, 80)})
 

@@ -9,10 +9,9 @@ import string
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.tools import bug_report, bug_report_contents, redaction_rules
-from bpsfast.tools.bug_report_contents import Entry
-from bpsfast.tools.redaction import Redactor
-from bpsfast.tools.redaction_rules import RedactionRules
+from bpsfast.tools import bug_report, redaction
+from bpsfast.tools.bug_report import Entry
+from bpsfast.tools.redaction import RedactionRules, Redactor
 
 _SECRET = st.one_of(
     st.text(min_size=4, max_size=24),
@@ -28,14 +27,14 @@ _AROUND = st.sampled_from(["{}", "login {} now", "{}{}", "key={}", '{{"token": "
 @given(st.dictionaries(_NAME, _SECRET, min_size=1), st.lists(st.tuples(_AROUND, st.integers(0, 7))))
 def test_no_secret_of_the_environment_is_in_any_file(secrets: dict[str, str], said: list[tuple[str, int]]) -> None:
     environ = {**secrets, "BPSFAST_NODE_ID": "n7", "PATH": f"/opt/{next(iter(secrets.values()))}/bin"}
-    values = redaction_rules.secrets_of(environ)
+    values = redaction.secrets_of(environ)
     ordered = sorted(secrets.values())
     text = "\n".join(around.replace("{}", ordered[which % len(ordered)]) for around, which in said)
     files, left_out = bug_report.gather(
         [Entry("log", f"the log {ordered[0]}", lambda: text), Entry("environment", "variables",
-                                                                   lambda: bug_report_contents.variables(environ)),
+                                                                   lambda: bug_report.variables(environ)),
          Entry("data", "as JSON", lambda: {"found": [text, {"path": environ["PATH"]}], "number": 1234, "none": None})],
-        Redactor(redaction_rules.found(environ)))
+        Redactor(redaction.found(environ)))
     assert len(files) + len(left_out) == 3
     for value in values:
         written = json.dumps(value)[1:-1].encode("utf-8", "replace"), value.encode("utf-8", "replace")
@@ -66,7 +65,8 @@ def test_what_is_no_secret_stays(text: str) -> None:
 
 
 def test_one_stand_in_for_each_host_user_and_address_everywhere() -> None:
-    scrub = Redactor(redaction_rules.found({"USER": "anatol", "HOME": "/home/anatol", "SLURM_JOB_NODELIST": "gpu[08-10],login"}))
+    scrub = Redactor(redaction.found({"USER": "anatol", "HOME": "/home/anatol",
+                                      "SLURM_JOB_NODELIST": "gpu[08-10],login"}))
     first = scrub.text("anatol on gpu08: cd /home/anatol/x; ssh gpu08.cluster.internal; node 3 (far) 192.0.2.7 "
                        "/home/bo/y")
     again = scrub.text("GPU08 far 192.0.2.7/24 192.0.2.9 198.51.100.1 anatol@example.org gpu09 login")

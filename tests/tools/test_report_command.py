@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bpsfast.cli import cli
-from bpsfast.tools import bug_report_contents
+from bpsfast.tools import bug_report
 
 KEY, TOKEN = "5e" * 32, 'a"b \\ ünï'
 NAMES = ["info.json", "settings.json", "doctor.json", "devices.json", "gids.json", "topo.json", "packages.txt",
@@ -30,7 +30,7 @@ def invoke(*arguments: str, **variables: str) -> Result:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no command run: what they say is checked once."""
-    monkeypatch.setattr(bug_report_contents, "_command", lambda *arguments: {"command": arguments})
+    monkeypatch.setattr(bug_report, "_command", lambda *arguments: {"command": arguments})
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_what_cannot_be_had_is_named_and_the_rest_is_there(quick: None, monkeypa
     def broken(*arguments: str) -> None:
         raise subprocess.TimeoutExpired(list(arguments), 60.0)
 
-    monkeypatch.setattr(bug_report_contents, "_command", broken)
+    monkeypatch.setattr(bug_report, "_command", broken)
     told = json.loads(invoke("--dry-run", "--json").stdout)
     assert [each["name"] for each in told["left_out"]] == NAMES[:6]
     assert "timed out" in told["left_out"][0]["reason"] and "kernel.txt" in {each["name"] for each in told["files"]}
@@ -102,7 +102,7 @@ def test_an_archive_that_finds_no_room_is_not_left_there_in_part(tmp_path: Path,
 
 def test_a_line_that_a_log_s_end_begins_in_is_left_out(tmp_path: Path, quick: None) -> None:
     """What is left of it may be the end of a secret, which nothing would know again."""
-    end = "line\n" * ((bug_report_contents.MOST_LOG_NBYTES - len(KEY) // 2) // 5)
+    end = "line\n" * ((bug_report.MOST_LOG_NBYTES - len(KEY) // 2) // 5)
     path = tmp_path / "long.log"
     path.write_text(f"first\nkey {KEY}\n{end}")
     assert invoke(str(path), "-o", str(tmp_path / "r.tar.gz"), "--lines", "1000000", BPSFAST_JOB_KEY=KEY).exit_code == 0
@@ -110,7 +110,7 @@ def test_a_line_that_a_log_s_end_begins_in_is_left_out(tmp_path: Path, quick: No
         shown = archive.extractfile("bpsfast-report/logs/01-long.log").read().decode()  # type: ignore[union-attr]
     assert shown == end
     path.write_text(f"first\nkey {KEY}\n")
-    assert bug_report_contents.last_lines(path, 5) == path.read_text()
+    assert bug_report.last_lines(path, 5) == path.read_text()
 
 
 def test_the_rest_of_a_private_key_is_left_out(tmp_path: Path) -> None:
@@ -119,8 +119,9 @@ def test_the_rest_of_a_private_key_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("\n".join(["first", *key, "after", "-----BEGIN PRIVATE KEY-----"]) + "\n")
     for n_lines in range(3, 6):
-        assert bug_report_contents.last_lines(path, n_lines) == "(the rest of a private key)\nafter\n-----BEGIN PRIVATE KEY-----\n"
-    assert bug_report_contents.last_lines(path, 2).startswith("after\n") and "c2VjcmV0" in bug_report_contents.last_lines(path, 6)
+        rest = "(the rest of a private key)\nafter\n-----BEGIN PRIVATE KEY-----\n"
+        assert bug_report.last_lines(path, n_lines) == rest
+    assert bug_report.last_lines(path, 2).startswith("after\n") and "c2VjcmV0" in bug_report.last_lines(path, 6)
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), [

@@ -123,7 +123,8 @@ def test_this_machine_is_shown() -> None:
 
 def test_a_machine_that_hangs_together_badly_is_shown_all_the_same(tmp_path: Path) -> None:
     parts = tuple(Part(name, kind) for name, kind in [
-        ("gpu0", PartKind.GPU), ("gpu1", PartKind.GPU), ("a", PartKind.SWITCH), ("b", PartKind.SWITCH), ("c", PartKind.SWITCH)])
+        ("gpu0", PartKind.GPU), ("gpu1", PartKind.GPU), ("a", PartKind.SWITCH), ("b", PartKind.SWITCH),
+        ("c", PartKind.SWITCH)])
     links = tuple(Link(*ends, LinkKind.PCIE, 1e9) for ends in ("ab", "bc", "ca"))
     file = tmp_path / "m.json"
     file.write_text(to_json(Topology("m", parts, links)))

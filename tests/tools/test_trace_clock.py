@@ -6,7 +6,7 @@ import pytest
 from bpsfast import trace
 from bpsfast.base.trace_file import Process
 from bpsfast.orchestration.clock_offset import Point
-from bpsfast.tools.trace.clocks import align
+from bpsfast.tools.trace.job_trace import align
 from bpsfast.trace import Origin
 from tests.support.trace_records import change, record
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.base.trace_file import FORMAT, Process
 from bpsfast.base.trace_records import Span
-from bpsfast.orchestration.priority.credit_queue import CreditQueue
+from bpsfast.orchestration.priority.send_queue import CreditQueue
 from bpsfast.tools.trace.inversions import examine
 from tests.support.trace_records import send
 

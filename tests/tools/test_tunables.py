@@ -5,8 +5,7 @@ import msgspec
 
 from bpsfast.base.settings import Settings
 from bpsfast.tools.tune import tunables
-from bpsfast.tools.tune.capabilities import HostCapabilities, RailCapabilities
-from bpsfast.tools.tune.perf_options import LATENCY, NAMES, TWO_WAY
+from bpsfast.tools.tune.tunables import LATENCY, NAMES, TWO_WAY, HostCapabilities, RailCapabilities
 
 START = {name: getattr(Settings(), name) for name in NAMES}
 

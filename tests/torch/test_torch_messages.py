@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bpsfast.collectives import group_factory
-from bpsfast.collectives.p2p.send_credit import N_ANNOUNCED, ROOM_NBYTES, cost
+from bpsfast.collectives.group import make_group
+from bpsfast.collectives.p2p.protocol import N_ANNOUNCED, ROOM_NBYTES, cost
 from bpsfast.orchestration.errors import StallError
 from bpsfast.torch.backend.messages import Messages
 from bpsfast.torch.backend.operands import operand
@@ -24,7 +24,7 @@ def ranks(request, shared_job):
 
 def whole(timeout_s=20.0):
     session = process.current()
-    group = group_factory.make(session, range(session.size), timeout_s)
+    group = make_group(session, range(session.size), timeout_s)
     return group, Messages(group)
 
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from bpsfast.orchestration.messages import Attached
-from bpsfast.trainer import attachment
+from bpsfast.trainer import node_connection
 
 ATTACHED = Attached(rank=0, size=1, local_rank=0, local_size=1, node_pid=1, node=0, n_nodes=1, n_helpers=0,
                     transports={}, settings={}, cpus=str(min(os.sched_getaffinity(0))))
@@ -28,13 +28,13 @@ def test_descriptors_are_closed_and_nobody_is_pinned_where_one_cannot_be_mapped(
     os.close(write_end)
     fds[at] = read_end
     with pytest.raises(OSError, match="mmap"):
-        attachment._map(None, None, ATTACHED, tuple(fds))
+        node_connection._map(None, None, ATTACHED, tuple(fds))
     assert os.sched_getaffinity(0) == before
 
 
 def test_what_is_mapped_is_held_until_it_is_closed(no_leaks: None) -> None:
     before = os.sched_getaffinity(0)
-    kept = attachment._map(None, Closeable(), ATTACHED, tuple(memory() for _ in range(4)))
+    kept = node_connection._map(None, Closeable(), ATTACHED, tuple(memory() for _ in range(4)))
     assert len(os.sched_getaffinity(0)) == 1 and not kept.board.closed
     kept.close()
     assert os.sched_getaffinity(0) == before and kept.board.closed

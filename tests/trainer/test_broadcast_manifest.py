@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.trainer.broadcast_manifest import difference
+from bpsfast.trainer.object_broadcast import difference
 
 MINE = [("a", "float32", (2,)), ("b", "int64", (3, 4))]
 

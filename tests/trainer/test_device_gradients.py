@@ -10,7 +10,7 @@ import bpsfast
 from bpsfast.gpu.host import HostArray, host_device
 from bpsfast.trainer.gradients import Gradients
 from bpsfast.trainer.tensor_input import tensor_input
-from bpsfast.trainer.tuning_point import TuningPoint
+from bpsfast.trainer.tuning_search import TuningPoint
 from tests.support.device_arrays import Stream, same, values
 from tests.support.device_memory import LIMIT_S, Slow, eventually, held
 from tests.trainer.test_tuning_in_training import CUTS, Tour
@@ -147,7 +147,7 @@ def tuned():
                 stream.check(elsewhere[name], 2 * (step % 7) + 1, wrong)
                 if not (np.asarray(g.wait(name)) == 2 * (step % 7) + 1).all():
                     wrong.append((step, name))
-            editions.add(g._edition.cut)
+            editions.add(g._layout.sizes)
             g.step(wait=step % 2 == 0)
             for name in g:
                 g.finish(name)

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 import bpsfast
 from bpsfast.orchestration.codec import CodecSpec
-from bpsfast.orchestration.rounds import N_ROUNDS, after, ahead
+from bpsfast.orchestration.placement.partition import N_ROUNDS, round_after, rounds_ahead
 from bpsfast.trainer import process
 from tests.collectives import test_collective_group
 from tests.support.lossy_training import counts, train, until_step
@@ -21,11 +21,11 @@ EVERYWHERE = [((2, 1), "tcp", 1), ((2, 1), "shm", 1), ((2,), "auto", 0)]
 
 @given(st.integers(0, LAST), st.integers(-(1 << 31) + 1, (1 << 31) - 1))
 def test_a_round_is_ahead_of_another_by_as_many_as_follow_it(round_, n):
-    assert ahead(after(round_, n), round_) == n and 0 <= after(round_, n) <= LAST
+    assert rounds_ahead(round_after(round_, n), round_) == n and 0 <= round_after(round_, n) <= LAST
 
 
 def test_the_round_after_the_last_one_is_0():
-    assert after(LAST) == 0 and after(0, -1) == LAST and ahead(0, LAST) == 1 and ahead(LAST, 1) == -2
+    assert round_after(LAST) == 0 and round_after(0, -1) == LAST and rounds_ahead(0, LAST) == 1 and rounds_ahead(LAST, 1) == -2
 
 
 @pytest.fixture(params=EVERYWHERE, ids=["tcp", "shm", "one node"])
@@ -113,7 +113,7 @@ def say_how_far():
     for _ in range(5):
         bpsfast.push_pull(x, name="known")
     unit = session.tensors.unit("known", 20)
-    return [session.port._inquiry.ask(unit.first_part, after(unit.round, n), "known").stage for n in (-4, -3, 0)]
+    return [session.port._inquiry.ask(unit.first_part, round_after(unit.round, n), "known").stage for n in (-4, -3, 0)]
 
 
 def test_a_round_before_the_last_one_is_over(shared_job):

@@ -8,15 +8,15 @@ from hypothesis import given, settings, strategies as st
 
 from bpsfast.base.dtypes import NAMES, TABLE
 from bpsfast.orchestration.errors import ProtocolError
-from bpsfast.orchestration.placement.rows import frame_nbytes
-from bpsfast.trainer.row_frames import RowFrames
+from bpsfast.orchestration.placement.partition import row_frame_nbytes
+from bpsfast.trainer.sparse_table import RowFrames
 
 
 def frames_of(n_rows, row_shape=(3,), dtype="float32", n_parts=1, frame_rows=None):
     dtype = TABLE[dtype].numpy
     frame_rows = frame_rows or -(-n_rows // n_parts)
     row_nbytes = int(np.prod(row_shape)) * dtype.itemsize
-    stride = -(-frame_nbytes(frame_rows, row_nbytes) // 4096) * 4096
+    stride = -(-row_frame_nbytes(frame_rows, row_nbytes) // 4096) * 4096
     return RowFrames(n_rows, row_shape, dtype, n_parts, frame_rows, stride)
 
 
@@ -78,7 +78,7 @@ def test_what_does_not_fit_says_how_much_it_is():
     frames = frames_of(20, (2,), n_parts=2, frame_rows=4)
     memory = memory_of(frames)
     indices = np.array([0, 2, 4, 6, 8, 10, 1, 3])
-    assert frames.write(memory, indices, np.ones((8, 2), np.float32)) == 24 + frame_nbytes(2, 8)
+    assert frames.write(memory, indices, np.ones((8, 2), np.float32)) == 24 + row_frame_nbytes(2, 8)
     assert frames.needed(memory) == 6
     with pytest.raises(ProtocolError, match="partition 0 of 2"):
         frames.read(memory)

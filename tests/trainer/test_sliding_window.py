@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from bpsfast.trainer.chunk_descriptors import SlidingWindow, is_worth, n_slots
 from bpsfast.trainer.input_memory import Region
-from bpsfast.trainer.sliding_window import SlidingWindow, is_worth, n_slots
 
 WINDOW, SEGMENT, OFFSET, FIRST = 1 << 40, 7, 8192, 100
 

@@ -11,11 +11,8 @@ import bpsfast
 from bpsfast.base.message_socket import MessageSocket
 from bpsfast.orchestration.errors import StallError
 from bpsfast.orchestration.messages import StallAnswer
-from bpsfast.trainer.mailbox import Mailbox
-from bpsfast.trainer.node_requests import NodeRequests
-from bpsfast.trainer.stall_inspector import StallInspector, Subject
-from bpsfast.trainer.stall_query import DOUBT_S, StallQuery
-from bpsfast.trainer.stall_timer import StallTimer
+from bpsfast.trainer.node_connection import Mailbox, NodeRequests
+from bpsfast.trainer.stall_inspector import DOUBT_S, StallInspector, StallQuery, StallTimer, Subject
 
 SUBJECT = Subject.of("w", ["w"], 0, 1, 3)
 MISSING = StallAnswer(rank=0, question=1, missing="missing: rank 2", stage="push", ranks=(2,))
@@ -29,7 +26,7 @@ def inquiry():
     mailbox = Mailbox(MessageSocket(ours), pidfd, lambda message, fds: None, lambda: None,
                       lambda: bpsfast.PeerLostError("the node is lost"))
     with MessageSocket(theirs):
-        yield StallQuery(0, NodeRequests(60.0, lambda: None, lambda: mailbox), lambda: None, lambda: mailbox)
+        yield StallQuery(0, NodeRequests(60.0, lambda: None, mailbox), lambda: None, mailbox)
     mailbox.close()
     os.close(pidfd)
 

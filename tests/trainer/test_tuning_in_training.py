@@ -11,7 +11,7 @@ import pytest
 import bpsfast
 from bpsfast.trainer import process
 from bpsfast.trainer.gradients import Gradients
-from bpsfast.trainer.tuning_point import TuningPoint
+from bpsfast.trainer.tuning_search import TuningPoint
 from bpsfast.trainer.tuning_trials import Decision
 
 pytestmark = pytest.mark.matrix
@@ -70,7 +70,7 @@ def train(n_steps, wait=True, tour=()):
             else:
                 arrays[name][...] = value
                 g.ready(name)
-        cuts.add(g._edition.cut)
+        cuts.add(g._layout.sizes)
         g.step(wait=wait)
         views = {}
         for name in g:

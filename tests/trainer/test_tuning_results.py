@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.trainer import tuning_results
-from bpsfast.trainer.tuning_point import TuningPoint
+from bpsfast.trainer import tuning_trials
+from bpsfast.trainer.tuning_search import TuningPoint
 from bpsfast.trainer.tuning_trials import Trial
 
 TRIALS = Trial(TuningPoint(1, 2, 3, 2), 0.5, 3, "present"), Trial(TuningPoint(4, 5, 6, 1), None, 0, "default")
-RESULT = tuning_results.Result(chosen=TuningPoint(1, 2, 3, 2), trials=TRIALS, n_steps=9, is_over=True)
+RESULT = tuning_trials.Result(chosen=TuningPoint(1, 2, 3, 2), trials=TRIALS, n_steps=9, is_over=True)
 
 
 def test_what_is_written_is_read(tmp_path):
     file = tmp_path / "a" / "b.json"
-    tuning_results.write(file, RESULT)
-    tuning_results.write(file, RESULT)
-    assert tuning_results.read(file) == RESULT and list(file.parent.iterdir()) == [file]
-    assert tuning_results.plain(RESULT)["trials"][1] == {
+    tuning_trials.write(file, RESULT)
+    tuning_trials.write(file, RESULT)
+    assert tuning_trials.read(file) == RESULT and list(file.parent.iterdir()) == [file]
+    assert tuning_trials.plain(RESULT)["trials"][1] == {
         "point": {"partition_nbytes": 4, "fusion_nbytes": 5, "credit_nbytes": 6, "n_streams": 1}, "step_s": None,
         "n_steps": 0, "reason": "default"}
 
@@ -26,27 +26,27 @@ def test_what_is_written_is_read(tmp_path):
 @pytest.mark.parametrize("content", ["", "{}", '{"chosen": 3}'])
 def test_anything_else_is_as_nothing(tmp_path, caplog, content):
     file = tmp_path / "x.json"
-    assert tuning_results.read(file) is None and not caplog.records
+    assert tuning_trials.read(file) is None and not caplog.records
     file.write_text(content)
-    assert tuning_results.read(file) is None and str(file) in caplog.text
+    assert tuning_trials.read(file) is None and str(file) in caplog.text
 
 
 def test_a_folder_that_cannot_be_had_harms_nobody(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    tuning_results.write(tmp_path / "file" / "x.json", RESULT)
+    tuning_trials.write(tmp_path / "file" / "x.json", RESULT)
     assert "cannot be written" in caplog.text
 
 
 def test_folders(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    assert tuning_results.folder("") == Path("/nowhere/bpsfast/tuned") and tuning_results.folder("/else") == Path("/else")
+    assert tuning_trials.folder("") == Path("/nowhere/bpsfast/tuned") and tuning_trials.folder("/else") == Path("/else")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert tuning_results.folder("") == Path.home() / ".cache" / "bpsfast" / "tuned"
+    assert tuning_trials.folder("") == Path.home() / ".cache" / "bpsfast" / "tuned"
 
 
 def test_models_and_clusters_have_keys_of_their_own():
     tensors = [("a", (2, 3), "float32")]
-    keys = {tuning_results.key(tensors, [[(1, 0.0)], []]), tuning_results.key([("a", (3, 2), "float32")], [[(1, 0.0)], []]),
-            tuning_results.key([("a", (2, 3), "float16")], [[(1, 0.0)], []]), tuning_results.key(tensors, [[(2, 0.0)], []]),
-            tuning_results.key(tensors, [[(1, 1e9)], []])}
-    assert len(keys) == 5 and tuning_results.key(tensors, [[(1, 0.0)], []]) in keys
+    keys = {tuning_trials.key(tensors, [[(1, 0.0)], []]), tuning_trials.key([("a", (3, 2), "float32")], [[(1, 0.0)], []]),
+            tuning_trials.key([("a", (2, 3), "float16")], [[(1, 0.0)], []]), tuning_trials.key(tensors, [[(2, 0.0)], []]),
+            tuning_trials.key(tensors, [[(1, 1e9)], []])}
+    assert len(keys) == 5 and tuning_trials.key(tensors, [[(1, 0.0)], []]) in keys

@@ -8,9 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from bpsfast.orchestration.placement.shares import Machine
-from bpsfast.trainer.tuning_model import expectation
-from bpsfast.trainer.tuning_point import TuningPoint
-from bpsfast.trainer.tuning_search import CREDITS, FUSIONS, PARTITIONS, STREAMS, WORTHWHILE, Search
+from bpsfast.trainer.tuning_search import (
+    CREDITS,
+    FUSIONS,
+    PARTITIONS,
+    STREAMS,
+    WORTHWHILE,
+    Search,
+    TuningPoint,
+    expectation,
+)
 
 DEFAULT = TuningPoint(4_096_000, 4_096_000, 16_777_216, 2)
 

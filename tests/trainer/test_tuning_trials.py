@@ -3,8 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.trainer.tuning_point import TuningPoint
-from bpsfast.trainer.tuning_search import Search
+from bpsfast.trainer.tuning_search import Search, TuningPoint
 from bpsfast.trainer.tuning_trials import N_COLD, N_MEASURED, TrialRunner
 
 DEFAULT = TuningPoint(4_096_000, 4_096_000, 16_777_216, 2)

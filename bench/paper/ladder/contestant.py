@@ -40,7 +40,8 @@ class Side:
         """Return the area that the peer writes into."""
         return self.stage if rung.switches & exchange.COPY else self.land
 
-    def rows(self, rung: LadderVariant, begin: int, rkey: int) -> list[tuple[int, int, int, int, int, int, int, int, int]]:
+    def rows(self, rung: LadderVariant, begin: int, rkey: int
+             ) -> list[tuple[int, int, int, int, int, int, int, int, int]]:
         """Return the partitions for `WriteExchange.add_end`; the peer's area begins at *begin*."""
         copies = bool(rung.switches & exchange.COPY)
         send, land, stage = (area.addresses(rung.unaligned) for area in (self.send, self.land, self.stage))
@@ -100,7 +101,8 @@ class Writes(Contestant):
     *polls* never sleeps.
     """
 
-    def __init__(self, port: Port, rung: LadderVariant, side: Side, own: Sequence[Side] = (), polls: bool = False) -> None:
+    def __init__(self, port: Port, rung: LadderVariant, side: Side, own: Sequence[Side] = (),
+                 polls: bool = False) -> None:
         self._port, self._rung, self._side, self._own = port, rung, side, own
         sides = [side, *own]
         self._queue = port.completions([len(each.indices) for each in sides])

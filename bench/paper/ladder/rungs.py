@@ -29,14 +29,17 @@ class LadderVariant:
 
 
 OURS = LadderVariant("ours", "registered and addressed once, in place, page-aligned, one SGE, both directions at once")
-VANILLA = LadderVariant("vanilla", "all of the above taken back", exchange.REGISTER | exchange.RENDEZVOUS | exchange.COPY
-               | exchange.TWO_SGES | exchange.HALF_DUPLEX, own_by_wire=True, unaligned=True)
+VANILLA = LadderVariant("vanilla", "all of the above taken back",
+                        exchange.REGISTER | exchange.RENDEZVOUS | exchange.COPY
+                        | exchange.TWO_SGES | exchange.HALF_DUPLEX, own_by_wire=True, unaligned=True)
 TCP = LadderVariant("tcp", "plain sockets, the own share through the loopback interface", own_by_wire=True, is_tcp=True)
 
 RUNGS = (
     OURS,
-    LadderVariant("register per step", "each write's source is registered before it, deregistered after it", exchange.REGISTER),
-    LadderVariant("rendezvous per step", "the receiver is asked for address and key before each write", exchange.RENDEZVOUS),
+    LadderVariant("register per step", "each write's source is registered before it, deregistered after it",
+                  exchange.REGISTER),
+    LadderVariant("rendezvous per step", "the receiver is asked for address and key before each write",
+                  exchange.RENDEZVOUS),
     LadderVariant("memcpy at both ends", "through staging buffers at sender and receiver", exchange.COPY),
     LadderVariant("loopback through NIC", "the own share goes through the device, not shared memory", own_by_wire=True),
     LadderVariant("unaligned", "partitions begin 52 bytes behind a page's begin", unaligned=True),

@@ -73,12 +73,12 @@ def _measure(name: str, sizes: Sequence[int], quick: bool, gloo: bool, n_rounds:
     with contextlib.ExitStack() as stack:
 
         def point(value: int, nbytes: int = _NBYTES, n_ranks: int = 2, n_nodes: int = 2, **settings: Any) -> Point:
-            hall = stack.enter_context(ContestantLauncher(n_ranks, n_nodes))
-            return Point(hall.bpsfast(transport="tcp", **settings), value, nbytes, n_ranks, n_nodes)
+            launcher = stack.enter_context(ContestantLauncher(n_ranks, n_nodes))
+            return Point(launcher.bpsfast(transport="tcp", **settings), value, nbytes, n_ranks, n_nodes)
 
         if name == "size":
-            hall = stack.enter_context(ContestantLauncher(2, 2))
-            ours, theirs = hall.bpsfast(transport="tcp"), hall.gloo() if gloo else None
+            launcher = stack.enter_context(ContestantLauncher(2, 2))
+            ours, theirs = launcher.bpsfast(transport="tcp"), launcher.gloo() if gloo else None
             points = [Point(group, nbytes, nbytes, 2, 2) for nbytes in sizes for group in (ours, theirs) if group]
         elif name == "ranks":
             points = [point(n, n_ranks=n) for n in _some(_RANKS, quick)]

@@ -26,8 +26,7 @@ import msgspec
 from ...base import message_socket as channel
 from ...base.message_socket import MessageSocket
 from ...orchestration import messages, security
-from ...orchestration.errors import BpsError, PeerLostError, ProtocolError
-from ...orchestration.unreadable import DECODE_ERRORS
+from ...orchestration.errors import DECODE_ERRORS, BpsError, PeerLostError, ProtocolError
 from ...pyx import ring
 from ...pyx.pages import Segment
 from .epochs import Epochs

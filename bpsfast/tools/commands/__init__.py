@@ -1,10 +1,9 @@
-"""Commands of the command line that live in a file of their own, and the group that imports each when it is called.
+"""The commands of ``bpsfast``, a file for each subject, and the group that imports a command when it is called.
 
-`COMMANDS` says, by name, which module here defines the command (a `click.Command` named ``command``) and its line on
-the help page, so that ``bpsfast --help`` imports none of them.
+`COMMANDS` names the module of each command and its line on the help page, so that ``bpsfast --help`` imports none.
 
-Conventions of every command (`output.show`, `exits.exit_on_error`): results on standard output, log and complaints
-on standard error; ``--json`` prints one valid JSON document, also when the command fails; exit codes as in `exits`.
+Every command prints results on standard output, and logs and errors on standard error (`output.show`,
+`exit_codes.exit_on_error`). ``--json`` prints one valid JSON document, also when the command fails.
 """
 from __future__ import annotations
 
@@ -15,29 +14,29 @@ from typing import Any
 
 import click
 
-from ...base import command_errors
+from ...base import exit_codes
 
-#: name -> (module, what the help page says). The names of bench's modules are text only: tools import no bench.
+#: name -> (module, with ":attribute" if the command is not named `command`; help). Tools import no bench: names only.
 COMMANDS = {
-    "add": (".add", "Add workers to a running job that `bpsfast run --elastic --control FILE` has started."),
-    "bench": ("bpsfast.bench.cli", "Measure this machine: figures of one run beside each other."),
-    "clean": (".clean", "Remove what killed jobs have left on this machine."),
-    "compare": ("bpsfast.bench.compare", "Say which rows of a bench's result file are slower than in another, and how sure that is."),
-    "devices": (".rdma_devices", "List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link."),
-    "doctor": (".doctor", "Find what keeps RDMA from working, and say what to type."),
-    "explain": (".explain", "Say what an error code means and what to do about it."),
-    "gids": (".gids", "List the GID table, and which GID would be used."),
-    "info": (".info", "Show what is installed here and works, and why the rest does not."),
-    "ping": (".ping", "Try who reaches whom, over TCP and from each RDMA port to each."),
-    "plan": (".plan", "Predict communication and step time, and say which helpers pay."),
-    "simulate": (".simulate", "Time of a training step on machines that are not there, by simulated events."),
-    "report": (".report", "Make one archive for a bug report, without secrets and names."),
-    "run": (".run", "Run a program as a job of several ranks, here or on several hosts."),
+    "add": (".run:add", "Add workers to a running job started by `bpsfast run --elastic --control FILE`."),
+    "bench": ("bpsfast.bench.cli", "Measure this machine: benchmarks that compare alternatives in one run."),
+    "clean": (".clean", "Remove stale resources of killed jobs from this machine."),
+    "compare": ("bpsfast.bench.compare", "Compare two result files of a benchmark, with confidence intervals."),
+    "devices": (".rdma_devices:devices", "List RDMA devices and network cards: state, rate, MTU, NUMA, PCIe link."),
+    "doctor": (".doctor", "Find out why RDMA does not work, and print the commands that fix it."),
+    "explain": (".explain", "Explain an error code and what to do about it."),
+    "gids": (".rdma_devices:gids", "List the GID table and the GID that would be used."),
+    "info": (".info", "Show what is installed and works, and why the rest does not."),
+    "ping": (".ping", "Test which hosts reach each other, over TCP and between all RDMA ports."),
+    "plan": (".plan", "Predict communication and step time, and how many helpers pay off."),
+    "simulate": (".simulate", "Simulate the time of a training step on a given cluster."),
+    "report": (".report", "Write an archive for a bug report, without secrets and names."),
+    "run": (".run", "Run a program as a job of several ranks, on this machine or on several hosts."),
     "perf": (".perf", "Measure bandwidth or latency between two machines, as perftest does."),
-    "topo": (".topo", "Show what is inside a machine: GPUs, switches, sockets, cards, and the rate of each link."),
-    "top": (".top", "Watch a running job: bytes, sums and queue of nodes; steps, stalls and lag of ranks."),
-    "trace": (".trace", "Merge the traces of a job's processes, or say where the time of its steps went."),
-    "tune": (".tune", "Find better settings by measuring, within a budget of time."),
+    "topo": (".topo", "Show the topology of a machine: GPUs, switches, sockets, network cards, link rates."),
+    "top": (".top", "Watch a running job: traffic, sums and queues of nodes; steps, stalls and lag of ranks."),
+    "trace": (".trace", "Merge the traces of a job's processes, or summarize where the time of a step went."),
+    "tune": (".tune", "Find better settings by measuring, within a time budget."),
 }
 
 
@@ -55,11 +54,12 @@ class LazyGroup(click.Group):
         """Return the command, importing its module if it is one of `COMMANDS`."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
-        return importlib.import_module(COMMANDS[cmd_name][0], __name__).command
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        return getattr(importlib.import_module(module, __name__), attribute or "command")
 
     def resolve_command(self, ctx: click.Context,
                         args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that *args* name; what is none is met with the nearest one."""
+        """Return the command that *args* name; suggest the nearest one if there is none."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as exc:
@@ -68,12 +68,12 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"no such command: {args[0]}; {hint}", ctx) from exc
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep what was typed: a command that cannot be understood is yet asked for JSON, or not."""
+        """Keep the arguments: an invalid command line may still ask for JSON."""
         ctx.meta[_TYPED] = list(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; if it was typed wrongly and with ``--json``, standard output gets a JSON document, too."""
+        """Run the command; after a usage error with ``--json``, print it as a JSON document, too."""
         try:
             return super().invoke(ctx)
         except click.UsageError as exc:
@@ -85,9 +85,9 @@ class LazyGroup(click.Group):
             raise
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what exit codes mean."""
+        """Write the meaning of exit codes."""
         with formatter.section("Exit codes of every command (of run: that of the process that failed first)"):
-            formatter.write_dl([(str(code), words) for code, words in command_errors.WORDS.items()])
+            formatter.write_dl([(str(code), words) for code, words in exit_codes.WORDS.items()])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing those in `COMMANDS`."""

@@ -1,4 +1,4 @@
-"""``bpsfast clean``: remove what dead jobs have left on this machine."""
+"""``bpsfast clean`` removes the stale resources of dead jobs from this machine."""
 from __future__ import annotations
 
 import sys
@@ -6,25 +6,24 @@ from typing import Any
 
 import click
 
-from ...base import command_errors, output
+from ...base import exit_codes, output
 
 _HEAD = ("KIND", "NAME", "LEFT BY", "WHAT")
 
 
 @click.command()
 @click.option("--yes", "-y", "is_agreed", is_flag=True, help="Remove without asking.")
-@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document; asks nothing, so it removes with --yes only.")
-@command_errors.exit_on_error
+@click.option("--dry-run", is_flag=True, help="List what would be removed, and remove nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document; removes only with --yes.")
+@exit_codes.exit_on_error
 def command(is_agreed: bool, dry_run: bool, as_json: bool) -> None:
-    """Remove what dead jobs have left here: their processes, network namespaces and temporary folders.
+    """Remove stale resources of dead jobs: processes, network namespaces and temporary folders.
 
-    Only what provably is bpsfast's, this user's, and of an owner that has ended: a running job is never touched. Jobs
-    that end, or fail, leave nothing; this is for those whose launcher or bench was killed. Their memory and sockets
-    need no cleaning, they vanish with their processes. A control file (`bpsfast run --control FILE`) is replaced by the
-    next job.
+    Removes only what bpsfast created for this user and whose owner has ended; it never touches a running job. A job
+    cleans up after itself unless its launcher or benchmark was killed. Memory and sockets vanish with their processes.
+    The next job replaces a control file (`bpsfast run --control FILE`).
 
-    Exit code 0 if nothing is left afterwards, 1 if something is, 3 if root would be needed.
+    Exit code 0 if nothing is left, 1 if something is left, 3 if root is needed.
 
     \b
     bpsfast clean --dry-run
@@ -48,19 +47,19 @@ def command(is_agreed: bool, dry_run: bool, as_json: bool) -> None:
              "removed": reasons.get(each) == "", "reason": reasons.get(each, "")} for each in found]
         output.show(output.OutputOptions(as_json=True), str, {"leftovers": rows})
     elif not found:
-        click.echo("nothing is left of dead jobs here: no processes, network namespaces or temporary folders")
+        click.echo("no stale resources: no processes, network namespaces or temporary folders of dead jobs")
     for each, reason in reasons.items():
         if reason:
             click.echo(f"bpsfast: {each.kind} {each.name} is still there: {reason}", err=True)
     if is_agreed and not as_json and found:
         click.echo(f"removed {_counted(sum(not reason for reason in reasons.values()))}")
     if stale_resources.NEEDS_ROOT in reasons.values():
-        sys.exit(command_errors.ENVIRONMENT)
+        sys.exit(exit_codes.ENVIRONMENT)
     if any(reasons.values()):
-        sys.exit(command_errors.FAILED)
+        sys.exit(exit_codes.FAILED)
     if found and not is_agreed and not dry_run:
-        click.echo("bpsfast: nothing was removed; with --yes it is", err=True)
-        sys.exit(command_errors.FAILED)
+        click.echo("bpsfast: nothing was removed; use --yes to remove", err=True)
+        sys.exit(exit_codes.FAILED)
 
 
 def _counted(number: int) -> str:

@@ -1,4 +1,4 @@
-"""``bpsfast doctor``: what keeps RDMA from working on this machine, or towards a peer, and what to type."""
+"""``bpsfast doctor`` finds out why RDMA does not work, on this machine or to a peer, and how to fix it."""
 from __future__ import annotations
 
 import sys
@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...base import command_errors, output
-from ...orchestration.errors import ConfigError
-from .options import overrides, set_option, verbs_option
-from .root_option import root_option
+from ...base import exit_codes, output
+from .options import overrides, root_option, set_option, verbs_option
 
 if TYPE_CHECKING:
     from ...base.settings import Settings
@@ -17,99 +15,99 @@ if TYPE_CHECKING:
     from ..doctor.facts import Facts
 
 _DEFAULT_PORT = 18619
-#: Longest wait for one ping: several may remain without an answer, and none of them travels long.
+#: Longest wait for one ping, of which several may stay unanswered.
 _PING_S = 1.0
 
 
 @click.command()
-@click.option("--peer", metavar="HOST[:PORT]", help="Also look at the way to HOST, and compare both ends.")
+@click.option("--peer", metavar="HOST[:PORT]", help="Also check the path to HOST, and compare both ends.")
 @click.option("--listen", "port", type=click.IntRange(0, 65535), is_flag=False, flag_value=_DEFAULT_PORT,
-              metavar="[PORT]", help=f"Answer the --peer of other machines on PORT ({_DEFAULT_PORT}).")
+              metavar="[PORT]", help=f"Answer `bpsfast doctor --peer` of other machines on PORT ({_DEFAULT_PORT}).")
 @click.option("--host", "bind", default="", metavar="ADDRESS",
-              help="With --listen: the address to listen on.  [default: all; without a key 127.0.0.1]")
-@click.option("--once", is_flag=True, help="With --listen: end after the first answer.")
+              help="With --listen: address to listen on.  [default: all; without a job key 127.0.0.1]")
+@click.option("--once", is_flag=True, help="With --listen: exit after the first answer.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
               metavar="S", help="Longest wait for the peer's doctor, and for the queue pair to it.")
 @verbs_option
 @root_option
 @set_option
 @output.options()
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s: float, verbs: str | None,
             root: str | None, assignments: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
-    """Find what keeps RDMA from working, and say what to type.
+    """Find out why RDMA does not work, and print the commands that fix it.
 
-    Every check says PASS, FAIL, WARN, INFO or SKIP, and why; below the list stand the commands for what is not well.
-    Nothing on the machine is changed. Exit code 1 if a check failed, 3 if there is no RDMA device, else 0.
+    Every check reports PASS, FAIL, WARN, INFO or SKIP with its reason; the commands that fix a problem follow the list.
+    The machine is not changed. Exit code 1 if a check failed, 3 if there is no RDMA device, else 0.
 
     \b
     bpsfast doctor                        this machine
     bpsfast doctor --listen               on one machine, then on another:
-    bpsfast doctor --peer gpu08           both ends, the way, a real queue pair
+    bpsfast doctor --peer gpu08           both ends, the path, a queue pair
     bpsfast doctor --json -o report.json  for a bug report
     bpsfast explain RD05                  more about one check
 
-    With --peer both machines must have the same BPSFAST_JOB_KEY, or BPSFAST_INSECURE=1.
+    With --peer, both machines need the same BPSFAST_JOB_KEY, or BPSFAST_INSECURE=1.
     """
     from ...base import settings
     from ...hardware.recorded_host import host
-    from ..doctor import doctor_text, examination
+    from ..doctor import examination
 
     chosen = output.form(as_json, path, no_color)
     machine = host(root)
     loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs), machine.kernel.environ)
     if port is not None:
         if peer or root or as_json:
-            raise click.UsageError("--listen answers others: it takes no --peer, --root or --json")
+            raise click.UsageError("--listen cannot be combined with --peer, --root or --json")
         return listen(loaded, origins, bind, port, once, timeout_s)
     facts = gather_facts(machine, loaded, origins, peer, timeout_s)
     findings = examination.examine(facts)
-    output.show(chosen, lambda: doctor_text.text(facts, findings, output.terminal_width()), doctor_text.data(facts, findings))
+    output.show(chosen, lambda: examination.text(facts, findings, output.terminal_width()),
+                examination.data(facts, findings))
     code = examination.exit_code(facts, findings)
     if code:
         sys.exit(code)
 
 
 def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str | None, timeout_s: float) -> Facts:
-    """Return the facts about *host* and, if *peer* is given, what is there at the other end."""
+    """Return the facts about *host* and, if *peer* is given, about the other end."""
     import msgspec
 
     from ...hardware.rdma_route import peer_address
     from ...hardware.recorded_host import RecordedKernel
-    from ..doctor import facts, peer as other, shared_cache, verbs_report
-    from ..doctor.peer_report import PeerReport
-    from ..perf.control import secret_for
+    from ..doctor import facts, hardware, peer as peer_doctor
+    from ..perf.control import host_and_port, secret_for
 
-    name, port = split(peer) if peer else ("", _DEFAULT_PORT)
+    name, port = host_and_port(peer, _DEFAULT_PORT) if peer else ("", _DEFAULT_PORT)
     address = peer_address(host, name) if peer else None
     answers = host.kernel.answers if isinstance(host.kernel, RecordedKernel) else None
-    said = verbs_report.recorded(answers.verbs) if answers else verbs_report.examine(loaded.verbs)
+    said = facts.recorded_verbs(answers.verbs) if answers else facts.ask_verbs(loaded.verbs)
     found = facts.Facts(host, loaded, origins, said, (name, address) if address else None, min(timeout_s, _PING_S))
     if answers is not None:
         if address is not None and answers.peer is not None:
-            found.peer_report = msgspec.convert(answers.peer, PeerReport)
+            found.peer_report = msgspec.convert(answers.peer, facts.PeerReport)
         return found
-    found.cache_latency = shared_cache.measure(host)
+    found.cache_latency = hardware.measure(host)
     if address is not None:
-        other.ask(found, address, port, secret_for(loaded, [str(address)]).key, timeout_s, _provider(said))
+        peer_doctor.ask(found, address, port, secret_for(loaded, [str(address)]).key, timeout_s, _provider(said))
     return found
 
 
 def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once: bool, timeout_s: float) -> None:
-    """Answer other doctors until interrupted, or the first one only."""
+    """Answer the doctors of other machines until interrupted; with *once*, only the first one."""
     from ...hardware.host import Host
-    from ..doctor import peer as other, verbs_report
-    from ..doctor.facts import Facts
+    from ..doctor import peer as peer_doctor
+    from ..doctor.facts import Facts, ask_verbs
     from ..perf.control import listen_address
 
     place = listen_address(loaded, bind)
     host = place.host or "0.0.0.0"
-    said = verbs_report.examine(loaded.verbs)
+    said = ask_verbs(loaded.verbs)
 
     def examine(asker: Address) -> Facts:
         return Facts(Host(), loaded, origins, said, (str(asker), asker), timeout_s)
 
-    with other.Listener(host, port, place.secret, examine, _provider(said), timeout_s) as listener:
+    with peer_doctor.Listener(host, port, place.secret, examine, _provider(said), timeout_s) as listener:
         click.echo(f"listening on {host} port {listener.port}{place.remark}; on the other machine: "
                    f"bpsfast doctor --peer HOST{'' if listener.port == _DEFAULT_PORT else f':{listener.port}'}")
         sys.stdout.flush()
@@ -120,20 +118,8 @@ def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once
                 return
 
 
-def split(peer: str) -> tuple[str, int]:
-    """Return host and port of HOST, HOST:PORT, an IPv6 address, or [IPv6]:PORT."""
-    host, colon, port = peer.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif not colon or ":" in host:
-        return peer.strip("[]"), _DEFAULT_PORT
-    if not (port.isdecimal() and 0 < int(port) < 65536) or not host:
-        raise ConfigError(f"--peer {peer}: expected HOST, HOST:PORT or [IPv6]:PORT")
-    return host, int(port)
-
-
 def _provider(said: Any) -> Any:
-    """Return the module of verbs to try a queue pair with, None where it does not load."""
+    """Return the verbs module for a test queue pair, None if it does not load."""
     if said.error or not said.devices:
         return None
     from ...hardware.verbs import provider

@@ -1,12 +1,14 @@
-"""``bpsfast info``: what is installed here and works, and why the rest does not; or every setting and its origin."""
+"""``bpsfast info`` shows what is installed and works, or every setting with its value and origin."""
 from __future__ import annotations
 
 import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
-from ...base import command_errors, output
+from ...base import exit_codes, output, settings
 from .options import overrides, set_option, verbs_option
 
 if TYPE_CHECKING:
@@ -18,16 +20,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--effective", "as_settings", is_flag=True,
-              help="Show every setting with its value here and where that came from, instead (as `bpsfast env` does).")
+              help="Show every setting, its value and where that comes from, instead (as `bpsfast env` does).")
 @verbs_option
 @set_option
 @output.options()
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], as_json: bool, path: str | None,
             no_color: bool) -> None:
-    """Show what is installed here and works, and why the rest does not.
+    """Show what is installed and works, and why the rest does not.
 
-    [X] works, [ ] does not, and says why. Frameworks are found by their packages' metadata and not imported. Exit code
+    [X] works; [ ] does not, with the reason. Frameworks are found by package metadata and are not imported. Exit code
     3 if a compiled module of bpsfast does not load.
 
     \b
@@ -40,19 +42,19 @@ def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], 
     chosen = output.form(as_json, path, no_color)
     loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs))
     if as_settings:
-        from . import settings_table
+        from . import info
 
-        found = settings_table.effective(loaded, origins)
-        output.show(chosen, lambda: settings_table.text(found), found)
+        found = info.setting_rows(loaded, origins)
+        output.show(chosen, lambda: info.settings_text(found), found)
         return
     here = taken(loaded, origins)
     output.show(chosen, lambda: text(here), here)
     if not here.is_whole:
-        sys.exit(command_errors.ENVIRONMENT)
+        sys.exit(exit_codes.ENVIRONMENT)
 
 
 def taken(loaded: Settings, origins: dict[str, str]) -> Inventory:
-    """Return what is here, under these settings."""
+    """Take the inventory under these settings."""
     from ...hardware.host import Host
     from .. import inventory
     from .doctor import gather_facts
@@ -61,7 +63,7 @@ def taken(loaded: Settings, origins: dict[str, str]) -> Inventory:
 
 
 def text(here: Inventory) -> str:
-    """Return what people read."""
+    """Return the inventory as text."""
     machine, limits = here.machine, here.limits
     lines = output.hanging("", f"bpsfast {here.version}, Python {here.python}, {machine.system}, kernel "
                                f"{machine.kernel}")
@@ -74,11 +76,11 @@ def text(here: Inventory) -> str:
     lines += ["", "Frameworks", *_parts(here.frameworks)]
     lines += ["", "GPUs", *_parts(here.gpus)]
     lines += ["", "Packages", *_package_lines(here.packages)]
-    locked = f"{_size(limits.memlock_bytes)}, hard {_size(limits.memlock_hard_bytes)}"
+    locked = f"{output.size(limits.memlock_bytes)}, hard {output.size(limits.memlock_hard_bytes)}"
     lines += ["", "Limits", *_pairs([
         ("memlock", f"{locked}{', lifted by CAP_IPC_LOCK' if limits.may_lock_all else ''}"),
         ("nofile", f"{_number(limits.n_files)}, hard {_number(limits.n_files_hard)}"),
-        ("/dev/shm", "not there" if limits.shm_bytes is None else _size(limits.shm_bytes)),
+        ("/dev/shm", "not there" if limits.shm_bytes is None else output.size(limits.shm_bytes)),
         ("max_map_count", "not told" if limits.max_map_count is None else str(limits.max_map_count))])]
     return "\n".join(lines)
 
@@ -88,7 +90,7 @@ def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
                                        if machine.n_cpus_allowed != machine.n_cpus else "")
     return [("cpu", f"{machine.cpu}, {machine.architecture}: {cpus}, {machine.n_numa_nodes} NUMA node"
                     f"{'' if machine.n_numa_nodes == 1 else 's'}"),
-            ("memory", _size(machine.memory_bytes)), ("SIMD", " ".join(machine.simd) or "none known"),
+            ("memory", output.size(machine.memory_bytes)), ("SIMD", " ".join(machine.simd) or "none known"),
             ("sums for", f"{machine.kernels_for} (compiled by numba where they run)"),
             ("container", machine.container or "none")]
 
@@ -115,14 +117,50 @@ def _package_lines(packages: tuple[Part, ...]) -> list[str]:
         f"  {part.name:<{width}}  ", f"{part.found or 'not installed':<14} {part.reason}")]
 
 
-def _size(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "unlimited"
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.4g} {unit}"
-    return f"{nbytes} B"
-
-
 def _number(limit: int | None) -> str:
     return "unlimited" if limit is None else str(limit)
+
+_INDENT = "    "
+_SECRET = "job_key"
+
+
+class SettingRow(msgspec.Struct, frozen=True):
+    """One setting. `value` of a secret is "(set)"; `origin`: default, a variable, a profile or the command line.
+
+    `byteps`: BytePS's variables for it; `agree`: all processes of a job need the same value.
+    """
+
+    name: str
+    variable: str
+    value: bool | int | float | str
+    origin: str
+    default: bool | int | float | str
+    kind: str
+    unit: str
+    byteps: tuple[str, ...]
+    agree: bool
+    doc: str
+
+
+def setting_rows(loaded: settings.Settings, origins: dict[str, str]) -> list[SettingRow]:
+    """Return every setting, in the order of the table."""
+    return [SettingRow(row.name, row.variable, _shown(row.name, getattr(loaded, row.name)), origins[row.name],
+                      row.default, row.kind, row.unit, row.aliases, row.agree, row.doc) for row in settings.table()]
+
+
+def _shown(name: str, value: bool | int | float | str) -> bool | int | float | str:
+    """Return *value*, or for a secret only whether it is set."""
+    return "(set)" if name == _SECRET and value else value
+
+
+def settings_text(found: list[SettingRow]) -> str:
+    """Return one line per setting; on a terminal its meaning follows, wrapped."""
+    cells = [(each.variable, "-" if each.value == "" else str(each.value), each.origin) for each in found]
+    docs = [f"{each.kind}{f' [{each.unit}]' if each.unit else ''}: {each.doc}"
+            f"{f' (BytePS: {chr(44).join(each.byteps)})' if each.byteps else ''}" for each in found]
+    width = output.terminal_width()
+    if width is None:
+        return output.columns([(*row, doc) for row, doc in zip(cells, docs)])
+    heads = output.columns(cells).splitlines()
+    return "\n".join(f"{head}\n{textwrap.fill(doc, width, initial_indent=_INDENT, subsequent_indent=_INDENT)}"
+                     for head, doc in zip(heads, docs))

@@ -1,4 +1,4 @@
-"""``bpsfast perf bw`` and ``perf lat``: what two machines can do, measured as perftest does it."""
+"""``bpsfast perf bw`` and ``perf lat`` measure bandwidth and latency between two machines, as perftest does."""
 from __future__ import annotations
 
 import secrets
@@ -8,11 +8,19 @@ from typing import Any
 
 import click
 
-from ...base import command_errors, output
+from ...base import exit_codes, output
 from ...orchestration.errors import BpsError
-from . import host_options
-from .help_group import FullHelpGroup
-from .options import overrides, set_option
+from .options import (
+    FullHelpGroup,
+    given_ssh_options,
+    hosts_of,
+    hosts_option,
+    overrides,
+    set_option,
+    ssh_options,
+    take_ssh,
+    with_options,
+)
 
 _SERVER_WAIT_S, _CLIENT_WAIT_S = 300.0, 10.0
 
@@ -30,7 +38,7 @@ _EXAMPLES = """
 
 @click.group(cls=FullHelpGroup)
 def command() -> None:
-    """Measure bandwidth or latency between two machines, with perftest's options and columns.
+    """Measure bandwidth or latency between two machines, with the options and columns of perftest.
 
     \b
     bpsfast perf bw                 on one machine
@@ -41,53 +49,50 @@ def command() -> None:
 
 def _options(function: Callable) -> Callable:
     """Add the options that both commands share."""
-    options: list[Callable[[Any], Any]] = [
+    return exit_codes.exit_on_error(with_options(function, [
         click.argument("host", required=False),
-        host_options.hosts_option,
-        host_options.ssh_options,
+        hosts_option,
+        ssh_options,
         click.option("-p", "--port", "control_port", type=click.IntRange(1, 65535), help="TCP port of the server "
-                     "[default: 18515; with -H a free one]."),
+                     "[default: 18515; with -H a free port]."),
         click.option("--transport", type=click.Choice(["rdma", "tcp", "shm"]), help="[default: rdma]"),
         click.option("--op", "operation", type=click.Choice(["write_imm", "write", "send", "read"]),
-                     help="RDMA operation; write_imm is what jobs use [default: write_imm]."),
-        click.option("--verbs", "providers", metavar="NAME[,NAME]", help="Which implementation of RDMA verbs; "
-                     "native,pyverbs measures both side by side [default: the setting verbs]."),
-        click.option("-d", "--ib-dev", "device", metavar="DEV", help="This side's RDMA device [default: the one on "
+                     help="RDMA operation; jobs use write_imm [default: write_imm]."),
+        click.option("--verbs", "providers", metavar="NAME[,NAME]", help="Implementation of RDMA verbs; "
+                     "native,pyverbs measures both in turns [default: the setting verbs]."),
+        click.option("-d", "--ib-dev", "device", metavar="DEV", help="RDMA device of this side [default: the one on "
                      "the route]."),
-        click.option("-i", "--ib-port", "port", type=click.IntRange(1, 255), help="Its port."),
-        click.option("-x", "--gid-index", type=click.IntRange(0), help="Its row of the GID table (`bpsfast gids`)."),
+        click.option("-i", "--ib-port", "port", type=click.IntRange(1, 255), help="Port of that device."),
+        click.option("-x", "--gid-index", type=click.IntRange(0), help="Row of its GID table (`bpsfast gids`)."),
         click.option("-s", "--size", "nbytes", type=click.IntRange(1), metavar="BYTES", help="Size of a message."),
         click.option("-a", "--all", "all_sizes", is_flag=True, help="All sizes from 2 bytes to 8 MiB."),
         click.option("-n", "--iters", "iterations", type=click.IntRange(1), help="Messages on each queue pair."),
         click.option("-m", "--mtu", type=int, metavar="BYTES", help="RDMA path MTU [default: the smaller port's]."),
         click.option("-t", "--tx-depth", "depth", type=click.IntRange(1), help="Messages in flight on each queue pair "
-                     "[default: 128, tcp and shm 16]."),
-        click.option("-r", "--rx-depth", "receive_depth", type=click.IntRange(1), help="Receives kept posted "
+                     "[default: 128; tcp and shm 16]."),
+        click.option("-r", "--rx-depth", "receive_depth", type=click.IntRange(1), help="Receive requests kept posted "
                      "[default: 512]."),
         click.option("-I", "--inline_size", "inline_nbytes", type=click.IntRange(0), metavar="BYTES",
-                     help="Messages up to this size travel inside the work request."),
+                     help="Copy messages up to this size into the work request."),
         click.option("-u", "--qp-timeout", "ack_timeout", type=click.IntRange(1, 31), metavar="N",
-                     help="Send again what was not acknowledged within 4 us * 2^N [default: 14]."),
-        click.option("-e", "--events", is_flag=True, help="Sleep until a completion comes, instead of polling."),
+                     help="Resend what is not acknowledged within 4 us * 2^N [default: 14]."),
+        click.option("-e", "--events", is_flag=True, help="Block until a completion arrives, instead of polling."),
         click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), help="Seconds to wait for the other "
-                     "side to appear [default: server 300, client 10]."),
-        click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="Seconds in which nothing "
-                     "moves until it is given up [default: 30]."),
+                     "side to connect [default: server 300, client 10]."),
+        click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="Give up after this many "
+                     "seconds without progress [default: 30]."),
         set_option,
         output.options(tabular=True),
-    ]
-    for option in reversed(options):
-        function = option(function)
-    return command_errors.exit_on_error(function)
+    ]))
 
 
-@command.command("bw", help="Bandwidth; without HOST, be the server for one client." + _EXAMPLES.format(verb="bw"))
+@command.command("bw", help="Measure bandwidth; without HOST, serve one client." + _EXAMPLES.format(verb="bw"))
 @click.option("-D", "--duration", "duration_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
-              help="Measure so long instead of -n.")
+              help="Measure for this long instead of -n messages.")
 @click.option("-q", "--qp", "pairs", type=click.IntRange(1), help="Queue pairs, or tcp streams [default: 1].")
-@click.option("-b", "--bidirectional", "both_ways", is_flag=True, help="Both ways at once; the sum is shown.")
+@click.option("-b", "--bidirectional", "both_ways", is_flag=True, help="Send both ways at once and show the sum.")
 @click.option("--reversed", is_flag=True, help="The server sends.")
-@click.option("-Q", "--cq-mod", "moderation", type=click.IntRange(1), help="Ask for a completion every so many sends "
+@click.option("-Q", "--cq-mod", "moderation", type=click.IntRange(1), help="Request a completion every N sends "
               "[default: 100 below 8 KiB, else 1].")
 @_options
 def bandwidth(**options: Any) -> None:
@@ -95,7 +100,7 @@ def bandwidth(**options: Any) -> None:
     _run("bw", options)
 
 
-@command.command("lat", help="Latency; without HOST, be the server for one client. One way, reads there and back."
+@command.command("lat", help="Measure latency (one way; of reads, the round trip); without HOST, serve one client."
                  + _EXAMPLES.format(verb="lat"))
 @_options
 def latency(**options: Any) -> None:
@@ -106,18 +111,18 @@ def latency(**options: Any) -> None:
 def _run(verb: str, options: dict[str, Any]) -> None:
     """Measure as *options* say; with -H, start the other side first."""
     from ...base import settings
-    from ...launch import roles
+    from ...base.job_key import given_key
     from ...launch.remote_listeners import RemoteListeners
 
-    there, typed = host_options.hosts_of(options.pop("hosts_text"), None), host_options.given(options)
-    ssh = host_options.take_ssh(options)
+    there, typed = hosts_of(options.pop("hosts_text"), None), given_ssh_options(options)
+    ssh = take_ssh(options)
     if not there:
         if typed:
-            raise click.UsageError(f"{', '.join(typed)}: for which host? Name it by -H")
+            raise click.UsageError(f"{', '.join(typed)}: there is no host; name it with -H")
         return _measure(verb, options)
     if len(there) > 1 or options["host"] is not None:
-        raise click.UsageError("-H: one host; what is measured is between here and there")
-    secret = roles.given_key(settings.load(overrides(options["assignments"]))) or secrets.token_hex(32)
+        raise click.UsageError("-H: expected one host; the measurement is between this host and that one")
+    secret = given_key(settings.load(overrides(options["assignments"]))) or secrets.token_hex(32)
     with RemoteListeners(there, ssh, ["perf", verb], secret, options["control_port"]) as started:
         address, options["control_port"] = started.addresses[0]
         try:
@@ -131,7 +136,7 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
     from ...base import settings
     from ...orchestration import security
     from ...orchestration.errors import ConfigError
-    from ..perf import control, perf_plan as plans, results
+    from ..perf import control, perf_plan, results
     from ..perf.perf_run import PerfRun
 
     host, wait_s = options.pop("host"), options.pop("wait_s")
@@ -159,8 +164,8 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
         say(results.line(visit.plan, row))
 
     if host is None:
-        # what a server was not told, the client says; but what it was told must be possible
-        plans.make(verb, given)
+        # the client decides what the server's options leave open; those options must be valid
+        perf_plan.make(verb, given)
         place = control.listen_address(loaded, loaded.node_host)
         key = place.secret.key
         with control.listen(control_port, place.host) as listener:
@@ -170,7 +175,7 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
         given.pop("timeout_s", None)
         plan = None
     else:
-        plan = plans.make(verb, given)
+        plan = perf_plan.make(verb, given)
         name, port = control.host_and_port(host, control_port)
         key = security.job_key(secret, "") if secret else control.secret_for(loaded, [name]).key
         accepted = control.connect(name, port, key, wait_s or _CLIENT_WAIT_S, plan.timeout_s)
@@ -182,7 +187,7 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
             else:
                 visit.as_client(plan, began)
     except KeyboardInterrupt:
-        click.echo("bpsfast: interrupted; the other side was told", err=True)
+        click.echo("bpsfast: interrupted; the other side has been told", err=True)
         sys.exit(130)
     except ValueError as exc:
         if isinstance(exc, ConfigError):
@@ -200,13 +205,13 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
 
 
 def _set(verb: str, loaded: Any, origins: dict[str, str]) -> dict[str, Any]:
-    """Return what somebody has set for jobs, in a profile say, by the plan's names; a latency has one queue pair."""
-    from ..perf import perf_plan as plans
+    """Return the settings for jobs that are not defaults, as fields of the plan; latency uses one queue pair."""
+    from ..perf import perf_plan
 
-    found = {field: getattr(loaded, name) for name, field in plans.SETTINGS.items()
+    found = {field: getattr(loaded, name) for name, field in perf_plan.SETTINGS.items()
              if origins[name] != "default" and not (verb == "lat" and field in ("pairs", "moderation"))}
     if "moderation" in found:
-        found["moderation"] = min(found["moderation"], loaded.rdma_queue_depth)  # as the transport takes it
+        found["moderation"] = min(found["moderation"], loaded.rdma_queue_depth)  # as the transport does
     return found
 
 
@@ -214,20 +219,20 @@ def _device(options: dict[str, Any]) -> str | None:
     """Return -d and -i in the syntax of the setting rdma_devices."""
     device, port = options.pop("device"), options.pop("port")
     if port is not None and device is None:
-        raise click.UsageError("-i: of which device? Give -d too")
+        raise click.UsageError("-i needs -d: it is a port of that device")
     return None if device is None else f"={device}" + (f":{port}" if port is not None else "")
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what was asked for, by the plan's names."""
-    from ..perf import perf_plan as plans
+    """Return the given options by the names of the plan's fields."""
+    from ..perf import perf_plan
 
     nbytes, all_sizes, providers = options.pop("nbytes"), options.pop("all_sizes"), options.pop("providers")
     if nbytes is not None and all_sizes:
         raise click.UsageError("-s and -a: choose one")
     given = {name: value for name, value in options.items() if value is not None and value is not False}
     if nbytes is not None or all_sizes:
-        given["sizes"] = plans.ALL_SIZES if all_sizes else (nbytes,)
+        given["sizes"] = perf_plan.ALL_SIZES if all_sizes else (nbytes,)
     if providers is not None:
         given["providers"] = tuple(name.strip() for name in providers.split(","))
     return given

@@ -1,4 +1,4 @@
-"""``bpsfast ping``: who reaches whom, over TCP and from each RDMA port to each."""
+"""``bpsfast ping`` tests which hosts reach each other, over TCP and between all RDMA ports."""
 from __future__ import annotations
 
 import contextlib
@@ -9,35 +9,43 @@ from typing import Any
 
 import click
 
-from ...base import command_errors, output
-from . import host_options
-from .options import overrides, set_option, verbs_option
+from ...base import exit_codes, output
+from .options import (
+    given_ssh_options,
+    hosts_of,
+    hosts_option,
+    overrides,
+    set_option,
+    ssh_options,
+    take_ssh,
+    verbs_option,
+)
 
 
 @click.command()
 @click.argument("hosts", nargs=-1, metavar="[HOST[:PORT]]...")
-@click.option("--listen", is_flag=True, help="Be the other side, until Ctrl-C.")
-@click.option("--all", "matrix", is_flag=True, help="Each host pings every other one: the whole matrix.")
+@click.option("--listen", is_flag=True, help="Answer other hosts until Ctrl-C.")
+@click.option("--all", "matrix", is_flag=True, help="Let each host ping every other one, and show the matrix.")
 @click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help="More hosts, one a line: a hostfile as of `bpsfast run`.")
-@host_options.hosts_option
-@host_options.ssh_options
+              help="More hosts, one per line, as the hostfile of `bpsfast run`.")
+@hosts_option
+@ssh_options
 @click.option("-p", "--port", type=click.IntRange(1, 65535), help="TCP port of the other side [default: 18520; with -H "
-              "a free one].")
-@click.option("-d", "--ib-dev", "device", metavar="DEV", help="Only this RDMA device here.")
-@click.option("-x", "--gid-index", type=click.IntRange(0), help="This row of the GID table.")
+              "a free port].")
+@click.option("-d", "--ib-dev", "device", metavar="DEV", help="Use only this RDMA device of this host.")
+@click.option("-x", "--gid-index", type=click.IntRange(0), help="Use this row of the GID table.")
 @click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
               help="Seconds to wait for a host to answer.")
 @verbs_option
 @set_option
 @output.options()
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path | None, port: int | None,
             device: str | None, gid_index: int | None, wait_s: float, verbs: str | None, assignments: tuple[str, ...],
             as_json: bool, path: str | None, no_color: bool, hosts_text: str | None, **ssh_options: Any) -> None:
-    """Try to reach hosts over TCP and from every RDMA port here to every one there.
+    """Test whether hosts can be reached over TCP, and from every RDMA port of this host to every port of theirs.
 
-    Exit code 1 if a host cannot be reached, or by none of its RDMA ports.
+    Exit code 1 if a host cannot be reached, or if none of its RDMA ports can.
 
     \b
     bpsfast ping --listen              on each host
@@ -46,41 +54,41 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     bpsfast ping --all -H gpu01,gpu02  the same, the other side started over ssh
     """
     from ...base import settings
-    from ...launch import roles
+    from ...base.job_key import given_key
     from ...launch.remote_listeners import RemoteListeners
     from ...orchestration import security
-    from ..perf import control as lines, ping, ping_server
+    from ..perf import control, ping
 
     form = output.form(as_json, path, no_color)
     loaded = settings.load(overrides(assignments, rdma_devices=f"={device}" if device else None,
                                      rdma_gid_index=gid_index, verbs=verbs))
-    there = host_options.hosts_of(hosts_text, None)
-    typed = host_options.given(ssh_options)
+    there = hosts_of(hosts_text, None)
+    typed = given_ssh_options(ssh_options)
     if typed and not there:
-        raise click.UsageError(f"{', '.join(typed)}: for which hosts? Name them by -H")
+        raise click.UsageError(f"{', '.join(typed)}: there are no hosts; name them with -H")
     names = [*hosts, *_names(hostfile)]
     if listen + bool(names) + bool(there) != 1:
-        raise click.UsageError("give hosts to ping, or --listen, or -H for hosts where the other side is to be started")
+        raise click.UsageError("give hosts to ping, or --listen, or -H for hosts on which to start the other side")
     default_port = port or ping.DEFAULT_PORT
     if listen:
-        place = lines.listen_address(loaded, loaded.node_host)
-        with lines.listen(default_port, place.host) as sock:
+        place = control.listen_address(loaded, loaded.node_host)
+        with control.listen(default_port, place.host) as sock:
             click.echo(f"bpsfast ping: listening on port {default_port}{place.remark}", err=True)
             try:
-                ping_server.serve(sock, place.secret, loaded)
+                ping.serve(sock, place.secret, loaded)
             except KeyboardInterrupt:
                 sys.exit(130)
         return
     with contextlib.ExitStack() as stack:
-        where = [lines.host_and_port(name, default_port) for name in names]
+        where = [control.host_and_port(name, default_port) for name in names]
         if there:
-            drawn = roles.given_key(loaded) or secrets.token_hex(32)
+            drawn = given_key(loaded) or secrets.token_hex(32)
             key = security.job_key(drawn, "")
-            ssh = host_options.take_ssh(ssh_options)
+            ssh = take_ssh(ssh_options)
             started = stack.enter_context(RemoteListeners(there, ssh, ["ping", "--listen"], drawn, port))
             where = started.addresses
         else:
-            key = lines.secret_for(loaded, [host for host, _ in where]).key
+            key = control.secret_for(loaded, [host for host, _ in where]).key
         if matrix:
             found = [ping.ask_to_reach(source, target, key, wait_s) for source in where for target in where
                      if source != target]
@@ -90,16 +98,16 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
             started.check()
     output.show(form, lambda: text(found, where if matrix else []), found)
     if not all(map(reached, found)):
-        sys.exit(command_errors.FAILED)
+        sys.exit(exit_codes.FAILED)
 
 
 def reached(found: dict[str, Any]) -> bool:
-    """Whether the host answered, and by RDMA too if both sides have ports for it."""
+    """Tell whether the host answered, and also over RDMA if both sides have ports for it."""
     return found["error"] is None and (not found["pairs"] or any(not pair["error"] for pair in found["pairs"]))
 
 
 def text(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
-    """Return what was found for people; with *where* the matrix first."""
+    """Return the results as text; with *where*, start with the matrix."""
     lines = [matrix_of(found, where), ""] if where else []
     for each in found:
         source = f"{each['source']} -> " if "source" in each else ""
@@ -117,7 +125,7 @@ def text(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
 
 
 def matrix_of(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
-    """Return who reaches whom, and by how many of the pairs of RDMA ports."""
+    """Return a table of which host reaches which, and over how many pairs of RDMA ports."""
     cells = {(each["source"], f"{each['host']}:{each['port']}"): _summary(each) for each in found}
     names = [f"{host}:{port}" for host, port in where]
     return output.columns([("from \\ to", *names),
@@ -151,7 +159,7 @@ def _time(seconds: float) -> str:
 
 
 def _names(hostfile: Path | None) -> list[str]:
-    """Return the hosts of a hostfile as `bpsfast run` takes it; slots and users mean nothing here."""
+    """Return the host names of a hostfile of `bpsfast run`, without slots and users."""
     from ...launch import host_list as hosts
 
     return [] if hostfile is None else [f"[{name}]" if ":" in name else name for name in (

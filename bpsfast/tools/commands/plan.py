@@ -1,48 +1,48 @@
-"""``bpsfast plan``: what a step would take, before anything is started."""
+"""``bpsfast plan`` predicts the time of a training step before anything is started."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import click
 
-from ...base import command_errors, output
+from ...base import exit_codes, output
 from ...orchestration.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..planner.model import Compute, Model
+    from ..planner.catalog import Compute, Model
 
 
 @click.command()
-@click.option("--workers", metavar="N|RATES", help="Machines with ranks: how many, or their NICs in Gbit/s "
+@click.option("--workers", metavar="N|RATES", help="Machines with ranks: their number, or their NICs in Gbit/s "
               "(4x25,4x10).")
 @click.option("--helpers", "--servers", default="0", show_default=True, metavar="K|RATES",
-              help="Machines that only sum: how many, or NICs in Gbit/s; 25/8 has a quota of 8 for its sums.")
+              help="Machines that only sum: their number, or NICs in Gbit/s; 25/8 sums at most 8 Gbit/s.")
 @click.option("--nic", "nic_gbps", type=float, default=25.0, show_default=True, metavar="RATE",
-              help="NIC of machines that are only counted, Gbit/s each way.")
+              help="NIC of machines given by number only, Gbit/s each way.")
 @click.option("--model", metavar="NAME|FILE", help="Built-in model, or a file with lines NAME SHAPE (or JSON).")
-@click.option("--from-torch", "torch_place", metavar="MODULE:CALLABLE", help="A function that returns a torch module.")
-@click.option("--dtype", help="Gradients travel in this dtype instead of the model's.")
+@click.option("--from-torch", "torch_place", metavar="MODULE:CALLABLE", help="Function that returns a torch module.")
+@click.option("--dtype", help="Dtype of gradients on the wire, instead of the model's.")
 @click.option("--batch", type=click.IntRange(1), help="Scale the model's compute times to this batch.")
 @click.option("--forward-ms", type=click.FloatRange(0), help="Time of one forward pass.")
 @click.option("--backward-ms", type=click.FloatRange(0), help="Time of one backward pass.")
 @click.option("--partition-bytes", "partition_nbytes", default=4_096_000, show_default=True,
               type=click.IntRange(4096), help="Largest partition of a tensor.")
-@click.option("--compression", metavar="KIND[:OPTIONS]", help="What a codec would give, and for which tensors it pays, "
+@click.option("--compression", metavar="KIND[:OPTIONS]", help="Predict what a codec gains and for which tensors, "
               "such as topk:k=0.01,error_feedback.")
 @click.option("--copy-rate", "copy_gbytes", default=50.0, show_default=True, metavar="RATE",
-              type=click.FloatRange(0, min_open=True), help="GB/s that the summing threads of a machine copy together, "
-              "for --compression: kernels take so many times as long as a copy.")
-@click.option("--table", type=click.Choice(["models"]), help="Instead: the authors' table of models, recomputed.")
+              type=click.FloatRange(0, min_open=True), help="For --compression: GB/s that all summing threads of a "
+              "machine copy; the cost of codec kernels is measured in copies.")
+@click.option("--table", type=click.Choice(["models"]), help="Instead, recompute the models table of BytePS's authors.")
 @output.options(tabular=True)
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(workers: str | None, helpers: str, nic_gbps: float, model: str | None, torch_place: str | None,
             dtype: str | None, batch: int | None, forward_ms: float | None, backward_ms: float | None,
             partition_nbytes: int, compression: str | None, copy_gbytes: float,
             table: str | None, as_json: bool, as_csv: bool, path: str | None, no_color: bool) -> None:
     """Predict communication and step time for a ring, servers only, colocated servers and the optimal placement.
 
-    "formula" is the closed form, "placed" the time of whole partitions with the owners a job would give them. Nothing
-    is measured: NICs are taken to carry their rate both ways, sums to be free unless a quota is given.
+    "formula" is the closed form; "placed" is the time with whole partitions and the owners that a job would choose.
+    Nothing is measured: NICs are assumed to carry their rate both ways, and sums to cost nothing unless limited.
 
     \b
     bpsfast plan --workers 8 --helpers 4 --nic 25 --model vgg16
@@ -55,30 +55,31 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
     if table is not None:
         from ..planner import authors_table
 
-        return output.show(chosen, authors_table.text, authors_table.data() if as_json else None, authors_table.rows(authors_table.lines()))
-    from ..planner import codec_forecast as compressing, machine_list, plan_text, prediction as plans
+        return output.show(chosen, authors_table.text, authors_table.data() if as_json else None,
+                           authors_table.rows(authors_table.lines()))
+    from ..planner import machine_list, plan_text, prediction
 
     if workers is None:
-        raise ConfigError("--workers is missing: how many machines have ranks?")
-    codec = None if compression is None else compressing.parse(compression)
+        raise ConfigError("--workers is missing: the number of machines with ranks")
+    codec = None if compression is None else prediction.parse(compression)
     machines = [*machine_list.parse(workers, True, nic_gbps), *machine_list.parse(helpers, False, nic_gbps)]
     network = _model(model, torch_place, dtype)
     compute = _compute(network, batch, forward_ms, backward_ms)
-    made = plans.make(network, machines, compute=compute, partition_nbytes=partition_nbytes, codec=codec,
+    made = prediction.make(network, machines, compute=compute, partition_nbytes=partition_nbytes, codec=codec,
                       copy_rate=copy_gbytes * 1e9)
     output.show(chosen, lambda: plan_text.text(made), plan_text.data(made), plan_text.rows(made))
 
 
 def _model(name: str | None, torch_place: str | None, dtype: str | None) -> Model:
-    from ..planner import model_source
+    from ..planner import catalog
 
     if (name is None) == (torch_place is None):
         raise ConfigError("give --model or --from-torch" if name is None else "--model and --from-torch: choose one")
-    return model_source.named(name, dtype) if name is not None else model_source.from_torch(str(torch_place), dtype)
+    return catalog.named(name, dtype) if name is not None else catalog.from_torch(str(torch_place), dtype)
 
 
 def _compute(model: Model, batch: int | None, forward_ms: float | None, backward_ms: float | None) -> Compute | None:
-    from ..planner.model import Compute
+    from ..planner.catalog import Compute
 
     if (forward_ms is None) != (backward_ms is None):
         raise ConfigError("--forward-ms and --backward-ms: give both, or neither")

@@ -1,4 +1,4 @@
-"""``bpsfast report``: one archive for a bug report, without secrets and names."""
+"""``bpsfast report`` writes an archive for a bug report, without secrets and names."""
 from __future__ import annotations
 
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ...base import command_errors, output
+from ...base import exit_codes, output
 
 
 @click.command()
@@ -16,29 +16,30 @@ from ...base import command_errors, output
 @click.option("-o", "--output", "path", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="The archive.  [default: bpsfast-report-DATE-TIME.tar.gz]")
 @click.option("--lines", "n_lines", type=click.IntRange(1), default=2000, show_default=True, metavar="N",
-              help="How many lines of each LOG, from its end.")
-@click.option("--hide", "words", multiple=True, metavar="NAME", help="Another host's name to replace; may be repeated.")
-@click.option("--dry-run", is_flag=True, help="Say what would go in, and write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document: what is in it, and where it is.")
-@command_errors.exit_on_error
+              help="Number of lines of each LOG, from its end.")
+@click.option("--hide", "words", multiple=True, metavar="NAME", help="Also replace this host name; may be repeated.")
+@click.option("--dry-run", is_flag=True, help="List what the archive would contain, and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the contents and the path as one JSON document.")
+@exit_codes.exit_on_error
 def command(paths: tuple[Path, ...], path: Path | None, n_lines: int, words: tuple[str, ...], dry_run: bool,
             as_json: bool) -> None:
-    """Make one archive for a bug report: this machine, its settings, and the LOGs you name (or all files in a folder).
+    """Write an archive for a bug report: this machine, its settings, and the LOGs you name (or all files in a folder).
 
-    In it: info, settings with their origins, doctor, devices, GIDs, topology, Python packages, variables of bpsfast
-    and its neighbours, limits and the kernel's files about cards. Secrets are left out; users, home folders, hosts,
-    IP, MAC and GID addresses are replaced, each by the same stand-in everywhere. Look into it before you send it.
+    It contains info, settings with their origins, doctor, devices, GIDs, topology, Python packages, environment
+    variables of bpsfast and related libraries, limits and the kernel's files about network cards. Secrets are removed;
+    users, home folders, hosts, IP, MAC and GID addresses are each replaced by one placeholder. Check it before you
+    send it.
 
     \b
     bpsfast report --dry-run
     bpsfast report train.log out/logs   files and folders (--tee-dir, trace_dir)
     bpsfast report --hide login1.example.org -o report.tar.gz
     """
-    from .. import bug_report, bug_report_contents, redaction, redaction_rules
+    from .. import bug_report, redaction
 
-    scrub = redaction.Redactor(redaction_rules.found(os.environ, redaction_rules.job_key_of(os.environ), words))
-    logs, skipped = bug_report_contents.named(paths)
-    files, left_out = bug_report.gather(bug_report_contents.entries(os.environ, logs, n_lines), scrub)
+    scrub = redaction.Redactor(redaction.found(os.environ, redaction.job_key_of(os.environ), words))
+    logs, skipped = bug_report.named(paths)
+    files, left_out = bug_report.gather(bug_report.entries(os.environ, logs, n_lines), scrub)
     files.insert(0, bug_report.readme(files, left_out))
     place = path or Path(time.strftime("bpsfast-report-%Y%m%d-%H%M%S.tar.gz"))
     nbytes = None if dry_run else bug_report.write(place, files)
@@ -52,15 +53,15 @@ def command(paths: tuple[Path, ...], path: Path | None, n_lines: int, words: tup
 
 
 def text(told: dict[str, Any]) -> str:
-    """Return what people read."""
+    """Return the contents of the archive as text."""
     rows = [("FILE", "BYTES", "WHAT"),
             *((each["name"], str(each["nbytes"]), each["about"]) for each in told["files"])]
     lines = [output.table(rows, right=(1,))]
-    lines += [f"not in it: {each['name']}: {each['reason']}" for each in told["left_out"]]
+    lines += [f"omitted: {each['name']}: {each['reason']}" for each in told["left_out"]]
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(told["replaced"].items()) if number)
     lines.append(f"replaced: {counts or 'nothing'}")
     if told["path"] is None:
         return "\n".join([*lines, "nothing was written (--dry-run)"])
     return "\n".join([
-        *lines, "", f"{told['path']} ({told['nbytes']} bytes, readable by you alone). Look into it before you send it:",
+        *lines, "", f"{told['path']} ({told['nbytes']} bytes, readable only by you). Check it before you send it:",
         f"  tar -xzOf {told['path']} | less", f"  tar -xzf {told['path']} -C /tmp      # folder /tmp/bpsfast-report"])

@@ -1,4 +1,4 @@
-"""``bpsfast run``: a whole job from one command, on this machine or on several hosts."""
+"""``bpsfast run`` starts a job on this machine or on several hosts; ``bpsfast add`` adds workers to an elastic one."""
 from __future__ import annotations
 
 import contextlib
@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...base import logs, output, settings
-from ...base.command_errors import WORDS_OF_RUN, exit_on_error
+from ...base.exit_codes import FAILED, WORDS_OF_RUN, exit_on_error
 from ...orchestration.errors import ConfigError
-from . import host_options
-from .options import overrides, set_option
+from .options import job_options, overrides, set_option, take_plan
 
 if TYPE_CHECKING:
     from ...launch.processes import Command
 
 _COUNT = click.IntRange(1)
-_VIRTUAL_DRIVERS = ("n_nodes", "ranks", "n_helpers", "netns", "rate")
+_SIMULATED = ("n_nodes", "ranks", "n_helpers", "netns", "rate")
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 _EXAMPLES = """
@@ -36,7 +35,7 @@ _ELASTIC = {"lost_worker": "--lost-worker", "min_ranks": "--min-ranks", "max_ran
 
 
 class _Run(click.Command):
-    """Shows the exit codes that only a launcher has."""
+    """The command, with the exit codes of a launcher on its help page."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes: that of the process that failed first, or"):
@@ -47,34 +46,36 @@ class _Run(click.Command):
 @click.command(cls=_Run, context_settings={"allow_interspersed_args": False},
                help="Run PROGRAM as a job of several ranks, here or (-H, --hostfile) on several hosts." + _EXAMPLES)
 @click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT,
-              help="Ranks in all.  [default: 1; of hosts, all slots]")
-@click.option("--nodes", "n_nodes", type=_COUNT, help="Machines to spread them over, played here.  [default: 1]")
-@click.option("--ranks", help="Ranks of each node instead, such as 2,3.")
-@click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Machines that only sum, played here.")
+              help="Number of ranks.  [default: 1; with hosts, all slots]")
+@click.option("--nodes", "n_nodes", type=_COUNT, help="Number of simulated machines on this host.  [default: 1]")
+@click.option("--ranks", help="Ranks of each node, such as 2,3, instead of -n.")
+@click.option("--helpers", "n_helpers", type=click.IntRange(0), help="Number of simulated helpers on this host.")
 @click.option("--restart-helpers", "restarts", type=click.IntRange(0), default=0, metavar="N",
-              help="Start lost helpers again, at most N times in all.")
+              help="Restart lost helpers, at most N times in all.")
 @click.option("--max-helpers", type=click.IntRange(0), metavar="N",
-              help="Helpers there may be at a time, with those that come later.  [default: as many as are started]")
-@click.option("--netns", is_flag=True, help="Each machine in its own network namespace (needs root).")
-@click.option("--rate", help="With --netns: rate of each link, both directions, such as 10gbit.")
-@host_options.job_options
-@click.option("--elastic", is_flag=True, help="Workers may be lost and added: PROGRAM uses bpsfast.elastic.")
+              help="Most helpers at a time, including those that join later.  [default: the number started]")
+@click.option("--netns", is_flag=True, help="Run each machine in its own network namespace (needs root).")
+@click.option("--rate", help="With --netns: rate of each link in each direction, such as 10gbit.")
+@job_options
+@click.option("--elastic", is_flag=True, help="Allow workers to be lost and added; PROGRAM must use bpsfast.elastic.")
 @click.option("--lost-worker", type=click.Choice(["abort", "shrink", "wait"]),
-              help="Then: end the job, go on without it, or start another one and wait for that.  [default: abort]")
-@click.option("--min-ranks", type=_COUNT, help="With fewer the job does not go on.  [default: 1]")
-@click.option("--max-ranks", type=_COUNT, help="More workers are not let in (bpsfast add).  [default: -n]")
+              help="If a worker is lost: end the job, go on without it, or replace it.  [default: abort]")
+@click.option("--min-ranks", type=_COUNT, help="End the job if fewer ranks are left.  [default: 1]")
+@click.option("--max-ranks", type=_COUNT, help="Most ranks, with workers that `bpsfast add` adds.  [default: -n]")
 @click.option("--within", "within_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
-              help="Workers must have come to their next job by then.  [default: 300]")
-@click.option("--max-replaced", type=click.IntRange(0), help="Lost workers for whom another is started.  [default: 10]")
+              help="Longest wait for workers to join the next generation.  [default: 300]")
+@click.option("--max-replaced", type=click.IntRange(0), help="Most lost workers to replace.  [default: 10]")
 @click.option("--control", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="File to make, by which `bpsfast add` finds the job.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="End the job by then (seconds).")
-@click.option("--tee-dir", type=_FOLDER, help="Also write the output of every process here.")
+              help="File to create, by which `bpsfast add` finds the job.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+              help="End the job after this time.")
+@click.option("--tee-dir", type=_FOLDER, help="Also write the output of every process to this folder.")
 @click.option("--output-filename", "rank_dir", type=_FOLDER, metavar="DIR",
-              help="Also write that of each rank to DIR/rank.N/stdout and stderr.")
-@click.option("--prefix-output-with-timestamp", "stamped", is_flag=True, help="Head each line by its time, too.")
+              help="Also write the output of each rank to DIR/rank.N/stdout and stderr.")
+@click.option("--prefix-output-with-timestamp", "stamped", is_flag=True, help="Start each output line with its time.")
 @click.option("--dry-run", is_flag=True, help="Print the commands and start nothing.")
-@click.option("--json", "as_json", is_flag=True, help="With --dry-run: as one JSON document, with the job's key.")
+@click.option("--json", "as_json", is_flag=True,
+              help="With --dry-run: print one JSON document, which includes the job key.")
 @set_option
 @click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
 @exit_on_error
@@ -85,11 +86,11 @@ def command(**options: Any) -> None:
     from ...launch.supervisor import Limits
 
     if options["rate"] is not None and not options["netns"]:
-        raise ConfigError("--rate shapes the links of --netns: give both, or neither")
+        raise ConfigError("--rate needs --netns: it limits the links between network namespaces")
     if options["as_json"] and not options["dry_run"]:
-        raise ConfigError("--json shows what --dry-run would start: give it, too (what a job prints is its program's)")
+        raise ConfigError("--json needs --dry-run: the output of a running job is that of its program")
     chosen = _take_elastic(options)
-    plan = host_options.take_plan(options, _VIRTUAL_DRIVERS)
+    plan = take_plan(options, _SIMULATED)
     program, show_only = options["program"], options["dry_run"]
     given = overrides(options["assignments"], max_helpers=options["max_helpers"])
     loaded = settings.load(given, _without_place(os.environ))
@@ -116,13 +117,13 @@ def command(**options: Any) -> None:
             return ssh_job.dry_run(plan, program, loaded, click.echo)
         try:
             sys.exit(ssh_job.run(plan, program, loaded, limits=limits, output=out, restarts=options["restarts"]))
-        except KeyboardInterrupt:  # while hosts were looked at; a job that runs ends by `Supervisor`
+        except KeyboardInterrupt:  # before the job ran; then `Supervisor` ends it
             click.echo("bpsfast: interrupted before anything was started", err=True)
             sys.exit(130)
 
 
 def _show_plan(hosts: list[tuple[str, str, list[str], list[Command]]]) -> None:
-    """Print as JSON what would be started: for each host its name ("" is this one), folder, agent, processes."""
+    """Print as JSON what would be started on each host: name ("" is this one), folder, agent, processes."""
     output.show(output.OutputOptions(as_json=True), str, {"hosts": [{
         "name": name, "folder": folder, "agent": agent,
         "processes": [{"name": command.name, "kind": command.kind.value, "argv": list(command.argv),
@@ -131,18 +132,18 @@ def _show_plan(hosts: list[tuple[str, str, list[str], list[Command]]]) -> None:
 
 
 def _take_elastic(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Take the options of elastic jobs out of *options*; return those that were given, None without ``--elastic``."""
+    """Pop the options of elastic jobs from *options*; return those that are given, None without ``--elastic``."""
     given = {name: value for name in _ELASTIC if (value := options.pop(name)) is not None}
     if not options.pop("elastic"):
         if given:
-            raise ConfigError(f"{', '.join(_ELASTIC[name] for name in given)}: for jobs with --elastic only")
+            raise ConfigError(f"{', '.join(_ELASTIC[name] for name in given)}: needs --elastic")
         return None
     others = {"hosts_text": "-H", "hostfile": "--hostfile", "netns": "--netns", "n_helpers": "--helpers",
               "max_helpers": "--max-helpers", "dry_run": "--dry-run"}
     wrong = [typed for name, typed in others.items() if options.get(name)]
     if wrong:
-        raise ConfigError(f"{', '.join(wrong)} with --elastic: elastic jobs are started on this machine, and without "
-                          "helpers; over several machines use torchrun's elastic agent")
+        raise ConfigError(f"{', '.join(wrong)} with --elastic: an elastic job runs on this machine without helpers; "
+                          "on several machines use torchrun's elastic agent")
     return given
 
 
@@ -157,8 +158,33 @@ def _run_elastic(shape: Any, options: dict[str, Any], loaded: settings.Settings,
 
 
 def _without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return *environ* without a place of another job: a launcher gives places, it has none."""
+    """Return *environ* without the rank variables of an enclosing job, which are not meant for this one."""
     places = ("rank", "size", "local_rank", "local_size", "node_id", "node_index", "num_nodes", "num_helpers",
               "num_servers", "scheduler", "muster", "member")
     aliases = {alias for row in settings.table() if row.name in places for alias in (row.variable, *row.aliases)}
     return {name: value for name, value in environ.items() if name not in aliases}
+
+
+@click.command()
+@click.option("-n", "count", type=click.IntRange(1), default=1, show_default=True, help="Number of workers.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.argument("control", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
+@exit_on_error
+def add(count: int, control: Path, as_json: bool) -> None:
+    """Add workers to a running elastic job; FILE is that of `bpsfast run --elastic --control FILE`.
+
+    They join at the next commit of the program. Exit code 1 if fewer workers than requested were started.
+
+    \b
+    bpsfast run -n 2 --elastic --max-ranks 4 --control FILE -- python train.py
+    bpsfast add -n 2 FILE           in another terminal
+    """
+    from ...launch import elastic_job
+
+    added = elastic_job.add(control, count)
+    words = f"{added.count} workers are started" if added.count != 1 else "1 worker is started"
+    output.show(output.OutputOptions(as_json), lambda: words,
+                {"asked": count, "added": added.count, "reason": added.reason if added.count < count else ""})
+    if added.count < count:
+        click.echo(f"bpsfast: {added.count} of {count} workers were started: {added.reason}", err=True)
+        sys.exit(FAILED)

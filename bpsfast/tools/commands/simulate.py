@@ -1,16 +1,16 @@
-"""``bpsfast simulate``: what a step would take on machines that are not there, by the simulator."""
+"""``bpsfast simulate`` simulates the time of a training step on a given cluster."""
 from __future__ import annotations
 
 from typing import Any
 
 import click
 
-from ...base import command_errors, output
+from ...base import exit_codes, output
 from ...orchestration.errors import ConfigError
-from ..simulator.cluster import Cluster, Costs, uniform
-from ..simulator.layer_chains import MODELS, build
-from ..simulator.ring import Ring
+from ..simulator.all_reduce import Ring
+from ..simulator.network import Cluster, Costs, uniform
 from ..simulator.simulation import Options, Outcome, simulate
+from ..simulator.workload import MODELS, build
 
 _STRATEGIES = ("ring", "all-reduce", "ps", "colocated", "optimal")
 
@@ -24,34 +24,37 @@ _EXAMPLES = """
 """
 
 
-@click.command(help="Time of a training step by simulated events: a ring first come first (ring) or by urgency "
-               "(all-reduce), PS, colocated, optimal." + _EXAMPLES)
-@click.option("--model", required=True, type=click.Choice(sorted(MODELS)), help="Layers and gradients.")
-@click.option("-n", "--workers", type=int, required=True, help="Machines with ranks.")
-@click.option("-k", "--helpers", type=int, default=0, show_default=True, help="Machines that only sum.")
+@click.command(help="Simulate the time of a training step: ring all-reduce in order of arrival (ring) or of "
+               "priority (all-reduce), PS, colocated, optimal." + _EXAMPLES)
+@click.option("--model", required=True, type=click.Choice(sorted(MODELS)), help="Model to simulate.")
+@click.option("-n", "--workers", type=int, required=True, help="Number of machines with ranks.")
+@click.option("-k", "--helpers", type=int, default=0, show_default=True, help="Number of machines that only sum.")
 @click.option("--nic", "nic_gbits", type=float, default=100.0, show_default=True, help="Rate of every NIC [Gbit/s].")
 @click.option("--compute", "compute_ms", type=float, default=300.0, show_default=True,
-              help="Forward and backward of one step [ms].")
+              help="Forward and backward time of a step [ms].")
 @click.option("--strategy", "strategies", multiple=True, type=click.Choice(_STRATEGIES),
-              help="May be repeated.  [default: all that have the machines they need]")
+              help="May be repeated.  [default: all that fit the machines]")
 @click.option("--gpus", type=int, default=1, show_default=True, help="Ranks of the ring on each machine.")
-@click.option("--overhead", "overhead_us", type=float, default=0.0, show_default=True, help="Of a message [us].")
-@click.option("--latency", "latency_us", type=float, default=0.0, show_default=True, help="Between machines [us].")
+@click.option("--overhead", "overhead_us", type=float, default=0.0, show_default=True, help="Cost of a message [us].")
+@click.option("--latency", "latency_us", type=float, default=0.0, show_default=True,
+              help="Latency between machines [us].")
 @click.option("--sum-rate", "sum_gbits", type=float, default=float("inf"), show_default=True,
-              help="Inputs that an owner sums [Gbit/s].")
+              help="Rate at which an owner sums inputs [Gbit/s].")
 @click.option("--inside-rate", "inside_gbits", type=float, default=float("inf"), show_default=True,
-              help="Reducing and broadcasting inside a machine [Gbit/s].")
-@click.option("--partition", "partition_nbytes", type=int, default=4_096_000, show_default=True, help="[bytes]")
+              help="Rate of reduce and broadcast inside a machine [Gbit/s].")
+@click.option("--partition", "partition_nbytes", type=int, default=4_096_000, show_default=True,
+              help="Largest partition of a tensor [bytes].")
 @click.option("--credit", "credit_nbytes", type=int, default=16_777_216, show_default=True,
-              help="Under way to one peer, or in the ring [bytes].")
-@click.option("--priority/--no-priority", default=True, show_default=True, help="Most urgent first, or first come.")
-@click.option("--cross-barrier", is_flag=True, help="A layer's forward waits for its own sums only.")
-@click.option("--interleave", is_flag=True, help="Place partitions in forward order; else the largest first.")
-@click.option("--fold/--full", default=None, help="One machine stands for its role, or every machine is simulated.  "
-              "[default: fold where the full simulation took minutes]")
+              help="Most bytes in flight to one peer, or in the ring.")
+@click.option("--priority/--no-priority", default=True, show_default=True,
+              help="Send in order of priority, or of arrival.")
+@click.option("--cross-barrier", is_flag=True, help="Let the forward pass of a layer wait for its own sums only.")
+@click.option("--interleave", is_flag=True, help="Place partitions in forward order instead of largest first.")
+@click.option("--fold/--full", default=None, help="Simulate one machine for each role, or every machine.  "
+              "[default: fold if a full simulation would take minutes]")
 @click.option("--steps", "n_steps", type=int, default=4, show_default=True)
 @output.options(tabular=True)
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(as_json: bool, as_csv: bool, path: str | None, no_color: bool, **asked: Any) -> None:
     """Simulate and show."""
     form = output.form(as_json, path, no_color, as_csv)
@@ -76,7 +79,7 @@ def command(as_json: bool, as_csv: bool, path: str | None, no_color: bool, **ask
 
 
 def _without_idle(cluster: Cluster, strategy: str) -> Cluster:
-    """Return the cluster that *strategy* uses: helpers stand idle beside colocated servers."""
+    """Return *cluster* without the machines that *strategy* leaves idle: helpers with colocated servers."""
     if strategy != "colocated":
         return cluster
     return cluster._replace(machines=tuple(machine for machine in cluster.machines if machine.has_ranks))

@@ -1,4 +1,4 @@
-"""``bpsfast top``: a running job, as its nodes tell of it."""
+"""``bpsfast top`` shows a running job by the metrics of its nodes."""
 from __future__ import annotations
 
 import itertools
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from ...base import command_errors
+from ...base import exit_codes
 from .options import overrides, set_option
 
 if TYPE_CHECKING:
     from ..top.sample import Sample
     from ..top.watch import MetricsAddress, Watch
 
-#: Where nodes are looked for if no setting says so; Prometheus' exporters have these ports.
+#: Default port of nodes, in the range of Prometheus exporters.
 _DEFAULT_PORT = 9400
 _LEAST_INTERVAL_S = 0.2
 _ANY = ("0.0.0.0", "::", "")
-#: The last remarks stay on the screen.
+#: Number of remarks on the screen.
 _N_REMARKS = 4
 
 
@@ -30,24 +30,24 @@ _N_REMARKS = 4
 @click.argument("places", metavar="[HOST[:PORT]]...", nargs=-1)
 @click.option("-i", "--interval", "interval_s", type=click.FloatRange(_LEAST_INTERVAL_S), default=1.0,
               show_default=True, metavar="S", help="Seconds between two samples.")
-@click.option("--once", is_flag=True, help="Show one sample and end.")
-@click.option("-n", "--samples", "n_samples", type=click.IntRange(1), metavar="N", help="End after N samples.")
+@click.option("--once", is_flag=True, help="Show one sample and exit.")
+@click.option("-n", "--samples", "n_samples", type=click.IntRange(1), metavar="N", help="Exit after N samples.")
 @click.option("--wait", "wait_s", type=click.FloatRange(0), default=0.0, metavar="S",
-              help="Wait up to S seconds for the job to begin, and after its end for the next one at the same place "
-                   "(as of an elastic job after a loss).")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object for each sample, each in a line.")
-@click.option("--plain", is_flag=True, help="Plain tables, one below the other, on a terminal too.")
+              help="Wait up to S seconds for the job to start, and after its end for the next job at the same "
+                   "address (as an elastic job has after a loss).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line and sample.")
+@click.option("--plain", is_flag=True, help="Print plain tables one after the other, on a terminal, too.")
 @set_option
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def command(places: tuple[str, ...], interval_s: float, once: bool, n_samples: int | None, wait_s: float, as_json: bool,
             plain: bool, assignments: tuple[str, ...]) -> None:
-    """Watch a running job: bytes, sums and queue of each node; steps, stalls and lag of each rank; who is lost.
+    """Watch a running job: traffic, sums and queue of each node; steps, stalls and lag of each rank; lost nodes.
 
-    The job was started with BPSFAST_METRICS_PORT=9400, and this command looks there: first on this machine, or on each
-    HOST, at this port (or by --set metrics_port=N) and the following ones, as several nodes of a host have them.
-    HOST:PORT is one node alone. Nodes are asked once per sample, and nothing else is done to the job.
+    Start the job with BPSFAST_METRICS_PORT=9400. This command scrapes that port (or --set metrics_port=N) and the
+    following ones, which further nodes of a host use, on this machine or on each HOST. HOST:PORT is a single node. Each
+    sample costs one request to each node.
 
-    Exit code 0 when the job has ended, 1 if there is none or a node with ranks was lost, 4 if nodes do not answer.
+    Exit code 0 when the job has ended, 1 if there is no job or a node with ranks was lost, 4 if nodes do not answer.
 
     \b
     BPSFAST_METRICS_PORT=9400 bpsfast run -n 4 -- python train.py
@@ -74,12 +74,12 @@ def command(places: tuple[str, ...], interval_s: float, once: bool, n_samples: i
         try:
             n_shown, last = _show(samples, as_json, plain or once)
         except KeyboardInterrupt:
-            sys.exit(command_errors.OK)
+            sys.exit(exit_codes.OK)
     _end(job, n_shown, last, ended=n_shown < (1 if once else n_samples or sys.maxsize))
 
 
 def metrics_address(text: str, port: int) -> MetricsAddress:
-    """Return where HOST or HOST:PORT is."""
+    """Parse HOST or HOST:PORT."""
     from ...base import settings
     from ..top.watch import MetricsAddress
 
@@ -90,7 +90,7 @@ def metrics_address(text: str, port: int) -> MetricsAddress:
 
 
 def sampled(job: Watch, interval_s: float, wait_s: float = 0.0) -> Iterator[Sample]:
-    """Yield a sample every *interval_s* seconds until no node listens any more, nor does within *wait_s*."""
+    """Yield a sample every *interval_s* seconds until no node has listened for *wait_s* seconds."""
     next_s = time.monotonic()
     while True:
         next_s = max(next_s + interval_s, time.monotonic())
@@ -103,7 +103,7 @@ def sampled(job: Watch, interval_s: float, wait_s: float = 0.0) -> Iterator[Samp
 
 
 def _show(samples: Iterator[Sample], as_json: bool, plain: bool) -> tuple[int, Sample | None]:
-    """Show every sample; return how many, and the last one."""
+    """Show every sample; return their number and the last one."""
     if as_json:
         return _lines(samples)
     if plain or not sys.stdout.isatty() or not _has_rich():
@@ -148,7 +148,7 @@ def _live(samples: Iterator[Sample], out: TextIO) -> tuple[int, Sample | None]:
             remarks += sample.remarks
             size = console.size
             live.update(screen.picture(sample, size.width, size.height, remarks), refresh=True)
-    if sample is not None:  # the screen is the shell's again: what was there last stays to be read
+    if sample is not None:  # leave the last sample on the shell's screen
         console.print(screen.picture(sample, console.size.width, sys.maxsize, remarks))
     return number, sample
 
@@ -158,19 +158,19 @@ def _has_rich() -> bool:
 
     if importlib.util.find_spec("rich") is not None:
         return True
-    click.echo("bpsfast: plain tables, for rich is not installed: pip install 'bpsfast[cli]'", err=True)
+    click.echo("bpsfast: showing plain tables because rich is not installed: pip install 'bpsfast[cli]'", err=True)
     return False
 
 
 def _end(job: Watch, n_shown: int, last: Sample | None, ended: bool) -> None:
-    """Say how it ended; exit with what that means."""
+    """Print how the job ended, and exit with the code for it."""
     if ended:
-        click.echo(f"bpsfast: no node of the job listens any more, after {n_shown} samples: it has ended (its launcher "
-                   "says how)", err=True)
+        click.echo(f"bpsfast: the job has ended: no node listens any more, after {n_shown} samples; its launcher "
+                   "prints how it ended", err=True)
     if job.missed:
         names = ", ".join(f"node {node}" for node in sorted(job.missed))
-        click.echo(f"bpsfast: {names} had ranks and was gone while others went on", err=True)
-        sys.exit(command_errors.FAILED)
+        click.echo(f"bpsfast: lost {names} with ranks while other nodes went on", err=True)
+        sys.exit(exit_codes.FAILED)
     if last is not None and all(node.state == "silent" for node in last.nodes):
-        click.echo("bpsfast: the job's nodes listen and do not answer: are they stopped?", err=True)
-        sys.exit(command_errors.TIMEOUT)
+        click.echo("bpsfast: the nodes of the job listen but do not answer; they may be stopped", err=True)
+        sys.exit(exit_codes.TIMEOUT)

@@ -1,4 +1,4 @@
-"""``bpsfast trace``: what a job did, when ``trace_dir`` was set."""
+"""``bpsfast trace`` merges and summarizes the traces of a job that ran with ``trace_dir``."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...base import command_errors, output
-from .help_group import FullHelpGroup
+from ...base import exit_codes, output
+from .options import FullHelpGroup
 
 if TYPE_CHECKING:
     from ..trace.job_trace import Job
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=FullHelpGroup)
 def command() -> None:
-    """Merge the traces of a job's processes, or say where the time of its steps went.
+    """Merge the traces of a job's processes, or summarize where the time of a step went.
 
     \b
     BPSFAST_TRACE_DIR=out bpsfast run -n 4 --nodes 2 -- python train.py
@@ -28,23 +28,23 @@ def command() -> None:
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("-o", "--output", "path", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="The merged trace.  [default: DIR/trace.json]")
-@click.option("--json", "as_json", is_flag=True, help="Say as one JSON document what was written.")
-@command_errors.exit_on_error
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as one JSON document.")
+@exit_codes.exit_on_error
 def merge(folder: Path, path: Path | None, as_json: bool) -> None:
-    """Join what all processes of a job wrote to its trace_dir into one trace, on the scheduler's clock.
+    """Merge the files in a job's trace_dir into one trace, on the scheduler's clock.
 
     Open it in ui.perfetto.dev. Arrows lead from a rank's gradient through its sums to the result; priority inversions
-    are marked. Of several machines, gather the files of all in DIR first.
+    are marked. If the job ran on several machines, copy all files to DIR first.
 
     \b
     bpsfast trace merge out -o trace.json
     """
-    from ... import trace
+    from ..trace import job_trace, summary as summaries
 
     path = path or folder / "trace.json"
-    job = trace.load(folder)
-    n_events = trace.dump(job, path)
-    clocks = trace.summarise(job).clocks_line
+    job = job_trace.load(folder)
+    n_events = job_trace.dump(job, path)
+    clocks = summaries.summarise(job).clocks_line
     words = f"{path}: {n_events} events of {len(job.processes)} processes. Open it in ui.perfetto.dev\n{clocks}"
     output.show(output.OutputOptions(as_json), lambda: words,
                 {"path": str(path), "events": n_events, "processes": len(job.processes), "clocks": clocks})
@@ -53,25 +53,25 @@ def merge(folder: Path, path: Path | None, as_json: bool) -> None:
 @command.command()
 @click.argument("place", metavar="DIR|FILE", type=click.Path(path_type=Path))
 @output.options()
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def summary(place: Path, as_json: bool, path: str | None, no_color: bool) -> None:
-    """Say in five lines where the time of a step went.
+    """Summarize in five lines where the time of a step went.
 
-    From a job's trace_dir, or from what `bpsfast trace merge` made of it. Times are of a step: computing, copying and
-    waiting are the mean of the ranks.
+    Reads a job's trace_dir, or the file that `bpsfast trace merge` wrote. Times are per step; computing, copying and
+    waiting are means over the ranks.
 
     \b
     bpsfast trace summary out
     bpsfast trace summary trace.json --json
     """
-    from ... import trace
+    from ..trace.summary import summarise
 
     chosen = output.form(as_json, path, no_color)
-    found = trace.summarise(_job(place))
+    found = summarise(_job(place))
     output.show(chosen, lambda: "\n".join(found.lines()), found.data())
 
 
 def _job(place: Path) -> Job:
-    from ... import trace
+    from ..trace import job_trace
 
-    return trace.load(place) if place.is_dir() else trace.reload(place)
+    return job_trace.load(place) if place.is_dir() else job_trace.reload(place)

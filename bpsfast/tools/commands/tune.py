@@ -1,5 +1,4 @@
-"""``bpsfast tune rdma``: find settings that move more bytes between these machines, and keep them if asked to.
-``bpsfast tune -- COMMAND``: let a job find better settings of its own while it trains."""
+"""``bpsfast tune rdma`` finds better RDMA settings; ``bpsfast tune -- COMMAND`` tunes a job while it trains."""
 from __future__ import annotations
 
 import os
@@ -12,15 +11,14 @@ from typing import Any
 
 import click
 
-from ...base import command_errors, output
-from .help_group import FullHelpGroup
-from .options import overrides, set_option
+from ...base import exit_codes, output
+from .options import FullHelpGroup, overrides, set_option
 
 _LISTENER_WAIT_S, _DRIVER_WAIT_S = 600.0, 10.0
 
 
 class _Group(FullHelpGroup):
-    """What stands behind ``--`` is a job to be tuned, not a command of ours."""
+    """A group that takes everything behind ``--`` as a job to tune, not as a command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args and args[0] not in self.commands:
@@ -30,7 +28,7 @@ class _Group(FullHelpGroup):
 
 @click.group(cls=_Group)
 def command() -> None:
-    """Find better settings by measuring, within a budget of time: of RDMA, or (tune -- COMMAND) of a job that trains.
+    """Find better settings by measuring, within a time budget: of RDMA, or (tune -- COMMAND) of a training job.
 
     \b
     bpsfast tune -- bpsfast run -n 4 --nodes 2 -- python train.py
@@ -42,20 +40,20 @@ def command() -> None:
 @command.command("job", context_settings={"allow_interspersed_args": False})
 @output.options()
 @click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
-    """Run PROGRAM, which starts a job, and let it find partition, fusion, credit and streams while it trains.
+    """Run PROGRAM, which starts a job, and tune partition, fusion, credit and streams while it trains.
 
-    As long as every step of the job is of use: the weights are the same bits as without. What was found is used by
-    every later job with the same model and cluster that has the setting autotune.
+    No step is wasted: the weights are bitwise those of a run without tuning. Later jobs with the same model and cluster
+    use the result if they have the setting autotune.
 
     \b
     bpsfast tune -- bpsfast run -n 4 --nodes 2 -- python train.py
     bpsfast tune --json -o found.json -- torchrun ... train.py
     BPSFAST_AUTOTUNE=1 torchrun ... train.py        on machines without rank 0
     """
-    from ...base.process_mark import folder_prefix
-    from ...trainer import tuning_results
+    from ...base.process_identity import folder_prefix
+    from ...trainer import tuning_trials
 
     form = output.form(as_json, path, no_color)
     with tempfile.TemporaryDirectory(prefix=folder_prefix("tune")) as folder:
@@ -65,17 +63,17 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
             code = subprocess.run(program, env={**os.environ, **variables}, check=False).returncode
         except OSError as exc:
             raise click.UsageError(f"{program[0]} cannot be started: {exc.strerror}") from exc
-        result = tuning_results.read(report)
+        result = tuning_trials.read(report)
     if result is None:
-        click.echo("bpsfast tune: nothing was measured: the program trained no model with bpsfast on several ranks, or "
-                   "for less than a dozen steps", err=True)
+        click.echo("bpsfast tune: nothing was measured: the program trained no model with bpsfast on several ranks for "
+                   "at least a dozen steps", err=True)
         sys.exit(code or 1)
-    output.show(form, lambda: _table(result), tuning_results.plain(result))
+    output.show(form, lambda: _table(result), tuning_trials.plain(result))
     sys.exit(code)
 
 
 def _table(result: Any) -> str:
-    """Return what was tried and chosen, for people."""
+    """Return the trials and the choice as text."""
     rows = [["partition", "fusion", "credit", "streams", "step [ms]", "steps", "why"]]
     for point, step_s, n_steps, reason in result.trials:
         shown = "cannot be had" if step_s is None else f"{1e3 * step_s:.2f}"
@@ -99,7 +97,7 @@ class _Duration(click.ParamType):
 
 
 class _Numbers(click.ParamType):
-    """Numbers up to a limit, with commas."""
+    """Comma-separated numbers up to a limit."""
 
     name = "numbers"
 
@@ -118,36 +116,36 @@ class _Numbers(click.ParamType):
 @command.command("rdma")
 @click.argument("hosts", nargs=-1, metavar="[HOST[:PORT]]...")
 @click.option("-p", "--port", type=click.IntRange(1, 65535), help="TCP port of the other side [default: 18530].")
-@click.option("-d", "--ib-dev", "device", metavar="DEV", help="This side's RDMA device [default: the one on the route, "
-              "all are tried].")
-@click.option("-x", "--gid-index", type=click.IntRange(0), help="Its row of the GID table.")
+@click.option("-d", "--ib-dev", "device", metavar="DEV", help="RDMA device of this side [default: the one on the "
+              "route; all are tried].")
+@click.option("-x", "--gid-index", type=click.IntRange(0), help="Row of its GID table.")
 @click.option("--budget", "budget_s", type=_Duration(), default="120s", show_default=True,
-              help="How long to measure in all: 90s, 2m.")
-@click.option("--goal", type=click.Choice(["one-way", "two-way", "incast"]), help="What decides [default: two-way]. "
-              "All are shown; incast, several hosts that write to this one at once, needs several.")
-@click.option("--only", metavar="NAME,...", help="Try these settings only.")
+              help="Total time to measure: 90s, 2m.")
+@click.option("--goal", type=click.Choice(["one-way", "two-way", "incast"]), help="Traffic to optimize "
+              "[default: two-way]. All are shown; incast (many hosts write to this one at once) needs several hosts.")
+@click.option("--only", metavar="NAME,...", help="Try only these settings.")
 @click.option("--traffic-class", "traffic_classes", type=_Numbers(255), default=(), metavar="N,...",
-              help="Traffic classes (DSCP * 4) that the switches know, to be tried.")
+              help="Traffic classes (DSCP * 4) to try; the switches must know them.")
 @click.option("--service-level", "service_levels", type=_Numbers(15), default=(), metavar="N,...",
-              help="Service levels to be tried.")
-@click.option("--profile", metavar="FILE", help="The profile to start from and to change [default: the setting "
+              help="Service levels to try.")
+@click.option("--profile", metavar="FILE", help="Profile to start from and to change [default: the setting "
               "profile].")
-@click.option("--apply", "applies", is_flag=True, help="Write what was found to be better into the profile.")
-@click.option("--undo", "undoes", is_flag=True, help="Put the profile back to what it was before the last --apply.")
-@click.option("--seed", type=int, default=0, help="Of the order in which things are tried [default: 0].")
+@click.option("--apply", "applies", is_flag=True, help="Write the better settings to the profile.")
+@click.option("--undo", "undoes", is_flag=True, help="Restore the profile as it was before the last --apply.")
+@click.option("--seed", type=int, default=0, help="Seed of the order of trials [default: 0].")
 @click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), help="Seconds to wait for the other side "
-              "[default: listening 600, else 10].")
+              "[default: 600 when listening, else 10].")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True,
-              help="Seconds in which nothing moves until it is given up.")
+              help="Give up after this many seconds without progress.")
 @set_option
 @output.options()
-@command_errors.exit_on_error
+@exit_codes.exit_on_error
 def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, profile: str | None, **options: Any) \
         -> None:
-    """Tune the settings of RDMA between this machine and HOSTs; without HOST, be measured from another one.
+    """Tune RDMA settings between this machine and HOSTs; without HOST, wait to be measured by another machine.
 
-    Settings are tried in turns with the present ones; those that are better by more than the noise are shown, and
-    written nowhere unless --apply says so.
+    Trials alternate with the current settings. Settings that are better by more than the noise are shown, and written
+    only with --apply.
 
     \b
     bpsfast tune rdma                                   listens, on the others
@@ -156,8 +154,8 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
     bpsfast tune rdma --undo --profile job.toml         takes that back
     """
     from ...base import profile as profiles, settings
-    from ..perf import control as lines
-    from ..tune import testbed as field
+    from ..perf import control
+    from ..tune import testbed
 
     form = output.form(options.pop("as_json"), options.pop("path"), options.pop("no_color"))
     device = options.pop("device")
@@ -167,20 +165,20 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
     loaded, origins = settings.load(chosen), settings.load_with_origins(chosen)[1]
     file = profile or loaded.profile
     if (applies or undoes) and not file:
-        raise click.UsageError("--apply and --undo change a profile: name it by --profile FILE or BPSFAST_PROFILE")
+        raise click.UsageError("--apply and --undo need a profile: name it with --profile FILE or BPSFAST_PROFILE")
     if undoes:
         if hosts or applies:
             raise click.UsageError("--undo measures nothing: give it without hosts and --apply")
         change = profiles.undo(file)
         output.show(form, lambda: undone(change), {"profile": change._asdict()})
         return
-    default_port = port or field.DEFAULT_PORT
+    default_port = port or testbed.DEFAULT_PORT
     if hosts:
         if applies:
             profiles.writable(file)
-        where = [lines.host_and_port(name, default_port) for name in hosts]
+        where = [control.host_and_port(name, default_port) for name in hosts]
         options["only"] = _names(options["only"])
-        key = lines.secret_for(loaded, [host for host, _ in where]).key
+        key = control.secret_for(loaded, [host for host, _ in where]).key
         _drive(form, where, key, loaded, origins, file if applies else "", options)
     elif applies:
         raise click.UsageError("--apply: nothing was measured; name the host to measure with")
@@ -191,12 +189,12 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
 def _listen(port: int, loaded: Any, wait_s: float | None) -> None:
     from ...hardware.host import Host
     from ...hardware.rdma_route import choose
-    from ..perf import control as lines
-    from ..tune.tune_server import TuneServer
+    from ..perf import control
+    from ..tune.testbed import TuneServer
 
     choose(Host(), devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index).require()
-    place = lines.listen_address(loaded, loaded.node_host)
-    with lines.listen(port, place.host) as listener:
+    place = control.listen_address(loaded, loaded.node_host)
+    with control.listen(port, place.host) as listener:
         click.echo(f"bpsfast tune rdma: listening on port {port}{place.remark}", err=True)
         partner = TuneServer(listener, place.secret.key, loaded,
                           lambda words: click.echo(f"bpsfast tune rdma: {words}", err=True))
@@ -209,12 +207,12 @@ def _listen(port: int, loaded: Any, wait_s: float | None) -> None:
 def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes, loaded: Any, origins: dict[str, str],
            file: str, options: dict[str, Any]) -> None:
     from ...orchestration.errors import BpsError
-    from ..tune import tune_text as report
+    from ..tune import tuning_run as report
     from ..tune.testbed import TuneTestbed
     from ..tune.tuning_run import TuningRun, network
 
     def say(text: str) -> None:
-        """Show progress: on standard output where people read, else where it does no harm."""
+        """Show progress on standard output, or on standard error if that holds the result."""
         click.echo(text, err=form.as_json or form.path is not None)
 
     field = TuneTestbed(where, key, loaded, options["wait_s"] or _DRIVER_WAIT_S, options["timeout_s"])
@@ -225,7 +223,7 @@ def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes,
         outcome = session.search(lambda tried: say(report.step(tried)), options["seed"])
         try:
             field.ask("end")
-        except BpsError as exc:  # what was measured stands
+        except BpsError as exc:  # the measurements are valid
             click.echo(f"bpsfast: {exc}: end the other side there", err=True)
     except KeyboardInterrupt:
         click.echo("bpsfast: interrupted; nothing was changed", err=True)
@@ -237,7 +235,7 @@ def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes,
 
 
 def _keep(outcome: Any, origins: dict[str, str], file: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """Write what was found into the profile if asked to; return that for JSON, and in words."""
+    """Write the better settings to the profile if asked to; return the change for JSON, and as text."""
     from ...base import profile as profiles
     from ..tune.search import describe
 
@@ -247,25 +245,25 @@ def _keep(outcome: Any, origins: dict[str, str], file: str) -> tuple[dict[str, A
     if not file:
         return None, ["nothing was changed: --apply --profile FILE writes this into a profile"]
     change = profiles.apply(file, found, f"tune rdma: {outcome.words}")
-    words = [f"written to {change.path}; `bpsfast tune rdma --undo --profile {file}` takes it back",
-             f"jobs read it with BPSFAST_PROFILE={change.path}; all machines of a job need the same one"]
-    words += [f"{name} is set by {origins[name]}, which wins over the profile: take it away there"
+    words = [f"written to {change.path}; `bpsfast tune rdma --undo --profile {file}` undoes it",
+             f"jobs read it with BPSFAST_PROFILE={change.path}; all machines of a job need the same profile"]
+    words += [f"{name} is set by {origins[name]}, which overrides the profile: remove it there"
               for name in found if origins[name] not in ("default", f"profile {file}")]
     return change._asdict(), words
 
 
 def _names(text: str | None) -> tuple[str, ...]:
     """Return the settings that --only names; empty: all."""
-    from ..tune.perf_options import NAMES
+    from ..tune.tunables import NAMES
 
     names = tuple(name.strip() for name in text.split(",")) if text else ()
     unknown = [name for name in names if name not in NAMES]
     if unknown:
-        raise click.UsageError(f"--only: {', '.join(unknown)} cannot be tuned; there is {', '.join(NAMES)}")
+        raise click.UsageError(f"--only: {', '.join(unknown)} cannot be tuned; supported: {', '.join(NAMES)}")
     return names
 
 
 def undone(change: Any) -> str:
-    """Return in words what `--undo` did."""
-    what = "removed, there was none before" if change.removed else "put back to what it was"
-    return f"{change.path}: {what} before {change.date} ({change.reason})"
+    """Return the effect of `--undo` as text."""
+    what = "removed, as there was none before" if change.removed else "restored to its state before"
+    return f"{change.path}: {what} {change.date} ({change.reason})"

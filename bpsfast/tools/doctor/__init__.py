@@ -1,1 +1,1 @@
-"""Examines a machine for what keeps RDMA from working, and says what to type."""
+"""Examines a machine for problems with RDMA and says how to fix them."""

@@ -1,17 +1,20 @@
-"""RD05, RD07, RD18: under which address this machine is reached, and by which card it reaches its peer."""
+"""RD05, RD07, RD08, RD18: GIDs, routes, packet sizes and host names."""
 from __future__ import annotations
 
 import ipaddress
 
+from ...base.value_formats import PATH_MTUS
 from ...hardware import gids
+from ...hardware.netlink import Address
+from ...hardware.ping import PingResult
+from ...hardware.rdma_devices import ROCE_OVERHEAD_NBYTES, roce_mtu
 from ...hardware.rdma_route import Rail, on_route
-from .facts import Facts
+from .facts import Facts, PeerPort
 from .finding import Check, Outcome, Severity, Status, advice, failed, passed, skipped, told, warned
-from .peer_report import PeerPort
 
 
 def gid(facts: Facts) -> Outcome:
-    """RD05: is there a GID that reaches further than this wire, and does the peer have one of the same kind?"""
+    """RD05: check that a port has a GID that routers pass, of the same kind as the peer's."""
     roce = [(device, port) for device, port in facts.host.ports if port.is_roce and port.is_active]
     if not roce:
         infiniband = any(port.link_layer == "InfiniBand" for _, port in facts.usable)
@@ -36,7 +39,7 @@ def gid(facts: Facts) -> Outcome:
 
 
 def route(facts: Facts) -> Outcome:
-    """RD07: does the route to the peer leave by the card that would be used?"""
+    """RD07: check that the route to the peer leaves through the chosen network card."""
     if not facts.host.devices:
         return skipped("no RDMA device")
     if not facts.choice.rails:
@@ -58,13 +61,13 @@ def route(facts: Facts) -> Outcome:
     others = [each for each in facts.choice.spare if on_route(facts.host, each.netdev, facts.route)]
     job = f"BPSFAST_RDMA_DEVICES=={others[0].device}:{others[0].port}" if others else ""
     return warned(f"{facts.peer_name} ({facts.peer}) is reached by {facts.route.netdev}, but {rail.name} is on "
-                  f"{rail.netdev or 'no interface'}: that is right only if the two networks both lead there",
+                  f"{rail.netdev or 'no interface'}: that works only if both networks lead there",
                   job=job, host=f"or give the peer's address on the network of {rail.netdev}",
                   check=f"ip route get {facts.peer}")
 
 
 def hostname(facts: Facts) -> Outcome:
-    """RD18: would a peer be told 127.0.0.1?"""
+    """RD18: check that peers are not told a loopback address."""
     own = {str(address) for card in facts.host.netdevs.values() for address in card.ips}
     wanted = facts.settings.node_host
     if wanted:
@@ -76,10 +79,10 @@ def hostname(facts: Facts) -> Outcome:
             except OSError as exc:
                 return failed(f"BPSFAST_NODE_HOST = {wanted}: {exc.strerror}", job="unset BPSFAST_NODE_HOST")
         if not own & set(addresses):
-            return failed(f"BPSFAST_NODE_HOST = {wanted} is no address of this machine, which has "
+            return failed(f"BPSFAST_NODE_HOST = {wanted} is not an address of this machine, which has "
                           f"{', '.join(sorted(own)) or 'none'}",
                           job="unset BPSFAST_NODE_HOST   # the address on the route to the scheduler is used")
-        return passed(f"peers are told {wanted} (BPSFAST_NODE_HOST)")
+        return passed(f"peers use {wanted} (BPSFAST_NODE_HOST)")
     try:
         addresses = list(map(str, facts.host.kernel.resolve(facts.hostname)))
     except OSError:
@@ -94,35 +97,8 @@ def hostname(facts: Facts) -> Outcome:
     return passed(f"{facts.hostname} is {', '.join(addresses)}")
 
 
-CHECKS = (
-    Check("RD05", "GID", Severity.BLOCKS,
-          ("ibv_modify_qp failed with error Connection timed out (110)", "status=12 vendor err 129",
-           "Network is unreachable", "modify QP to RTR: Invalid argument (22)"),
-          "The row of the GID table is link-local (fe80::), of RoCE v1, or of another IP version than the peer's; or "
-          "there is no IPv4 row because the interface has no address.",
-          "The queue pair does not connect, or connects and every packet is lost.",
-          "NVIDIA/nccl#426, #769 and #1131, NVIDIA/nccl-tests#185 and #227", gid,
-          advice(host="sudo ip addr add A.B.C.D/24 dev IFACE   # makes the rows that RoCE v2 needs",
-                 job="BPSFAST_RDMA_GID_INDEX=3   # only if the choice by content is wrong",
-                 check="bpsfast gids --peer HOST")),
-    Check("RD07", "route", Severity.BLOCKS,
-          ("RDMA_CM_EVENT_ADDR_ERROR", "connects over the wrong network"),
-          "The address that was given belongs to another interface than the RDMA card.",
-          "Traffic takes the slow network, or none.", "bytedance/byteps#365, #394 and #397", route,
-          advice(host="give the peer's address on the card's own network", job="BPSFAST_RDMA_DEVICES==mlx5_1:1",
-                 check="ip route get PEER; bpsfast devices --peer PEER")),
-    Check("RD18", "own name", Severity.SLOW,
-          ("a peer tries to connect to 127.0.0.1", "gloo: connect 127.0.1.1: Connection refused"),
-          "The host name resolves to a loopback address, which some libraries then advertise.",
-          "bpsfast takes the source address of the route to the scheduler instead, other libraries do not.",
-          "aws-samples/aws-do-eks PR#50, #51 and #69", hostname,
-          advice(host="remove the line with the host name and 127.0.x.1 from /etc/hosts",
-                 check="getent hosts $(hostname)")),
-)
-
-
 def _judge(facts: Facts, rail: Rail) -> Outcome:
-    """Return a verdict on one port's GID."""
+    """Return a verdict on the GID of one port."""
     row = rail.gid
     assert row is not None
     shown = f"{rail.name} GID {row.index} RoCE {row.version} {row.address}"
@@ -131,7 +107,7 @@ def _judge(facts: Facts, rail: Rail) -> Outcome:
     better = gids.best(facts.host.gids(rail.device, port), facts.route)
     if pinned and better is not None and better.index != row.index and (row.version == "v1" or row.is_link_local):
         return failed(f"{shown}, by BPSFAST_RDMA_GID_INDEX ({facts.origins.get('rdma_gid_index', 'setting')}): row "
-                      f"{better.index} (RoCE {better.version} {better.address}) is the one that passes routers",
+                      f"{better.index} (RoCE {better.version} {better.address}) passes routers",
                       job=f"use index {better.index}: BPSFAST_RDMA_GID_INDEX={better.index}, or unset it")
     address = f"sudo ip addr add A.B.C.D/24 dev {rail.netdev or 'IFACE'}"
     if row.version == "v1":
@@ -144,14 +120,14 @@ def _judge(facts: Facts, rail: Rail) -> Outcome:
 
 
 def _against_peer(facts: Facts) -> Outcome | None:
-    """Return what is wrong between our ports and the peer's, pair by pair; None if nothing is."""
+    """Compare our ports with those of the peer, pair by pair; return the first mismatch, or None."""
     theirs = facts.peer_report.used if facts.peer_report else []
     for ours, other in zip(facts.choice.rails, theirs):
         mine = ours.gid
         if mine is None or mine.version == "IB" or other.address is None:
             if (mine is not None and mine.version != "IB") != (other.address is not None):
-                return failed(f"{ours.name} here and {other.name} at {facts.peer_name} are not of one link layer: one "
-                              "is InfiniBand, the other Ethernet", job="BPSFAST_RDMA_DEVICES names the right ones")
+                return failed(f"{ours.name} here and {other.name} at {facts.peer_name} have different link layers: "
+                              "InfiniBand and Ethernet", job="choose ports with BPSFAST_RDMA_DEVICES")
             continue
         if mine.version != other.gid_version or mine.address.version != other.address.version:
             return failed(f"{ours.name} would use RoCE {mine.version} {mine.address}, {facts.peer_name} RoCE "
@@ -171,3 +147,137 @@ def _common_row(facts: Facts, rail: Rail, other: PeerPort) -> str:
 def _has_address(facts: Facts, rail: Rail) -> bool:
     return any(facts.host.netdevs[name].ips for name in facts.host.family(rail.netdev or "")
                if name in facts.host.netdevs)
+
+_WANTED_MTU = 9000
+#: Smallest MTU of an interface for a RoCE path MTU of 4096 bytes.
+_ENOUGH_MTU = PATH_MTUS[0] + ROCE_OVERHEAD_NBYTES
+_SMALL_NBYTES = 576
+_ETHERNET_MTU = 1500
+
+
+def packet_size(facts: Facts) -> Outcome:
+    """RD08: check that the path MTU is the largest possible and that the path to the peer carries it."""
+    if not facts.choice.rails:
+        return skipped("no RDMA device" if not facts.host.devices else "no port can be used")
+    small, shown, first = [], [], None
+    for rail in (*facts.choice.rails, *facts.choice.spare):
+        mtu, path_mtu = _mtus(facts, rail)
+        words = f"{rail.name} path MTU {path_mtu or 'unknown'}" + (f" ({rail.netdev} mtu {mtu})" if mtu else "")
+        peer = _peer_mtu(facts, rail)
+        if peer:
+            words += f"; {facts.peer_name} has mtu {peer}"
+        if 0 < path_mtu < PATH_MTUS[0] or (peer and mtu and peer != mtu):
+            small.append(words)
+            first = first or rail
+        else:
+            shown.append(words)
+    blocked = _blocked(facts)
+    if blocked:
+        return Outcome(blocked.status, "\n".join([blocked.found, *small, *shown]), blocked.actions)
+    if first is not None:
+        roce = first.gid is not None and first.gid.version != "IB"
+        return warned("\n".join(small + shown), **(_raise(facts, first) if roce else {
+            "switch": "the subnet manager's partition sets the MTU: mtu=5 in opensm's partitions.conf (4096 bytes)"}))
+    return passed("\n".join(shown))
+
+
+def _mtus(facts: Facts, rail: Rail) -> tuple[int, int]:
+    """Return the MTU of a port's interface and the port's path MTU in bytes, 0 if unknown."""
+    card = facts.host.netdevs.get(rail.netdev or "")
+    mtu = card.mtu if card else 0
+    fits = roce_mtu(mtu) if mtu and rail.gid is not None and rail.gid.version != "IB" else 0
+    return mtu, facts.path_mtus.get(rail.name, 0) or fits
+
+
+def _peer_mtu(facts: Facts, rail: Rail) -> int:
+    """Return the MTU of the peer's interface in the same position, 0 if unknown."""
+    if facts.peer_report is None:
+        return 0
+    ours, theirs = ((facts.choice.rails, facts.peer_report.used) if rail in facts.choice.rails
+                    else (facts.choice.spare, facts.peer_report.spare))
+    place = ours.index(rail)
+    return theirs[place].mtu if place < len(theirs) else 0
+
+
+def _raise(facts: Facts, rail: Rail) -> dict[str, str]:
+    virtual = all(device.driver in ("rxe", "siw") for device, _ in facts.usable)
+    actions = {"host": f"sudo ip link set {rail.netdev} mtu {_WANTED_MTU}   # on both machines, lasting: in netplan, "
+                       "NetworkManager or ifcfg"}
+    if not virtual:
+        actions["switch"] = f"mtu 9216 on all ports of that network ({_ENOUGH_MTU} is the least for 4096)"
+    if facts.peer is not None:
+        actions["check"] = f"ping -M do -s {_WANTED_MTU - 28} {facts.peer}"
+    return actions
+
+
+def _blocked(facts: Facts) -> Outcome | None:
+    """Ping the peer with the largest packets of each interface; return a problem if they do not arrive, or None."""
+    for rail, address in _ways(facts):
+        card = facts.host.netdevs.get(rail.netdev or "")
+        if card is None or card.mtu <= _SMALL_NBYTES:
+            continue
+        if (_ping(facts, address, card.mtu, card.name) is not PingResult.SILENT
+                or _ping(facts, address, _SMALL_NBYTES, card.name) is not PingResult.ANSWERED):
+            continue  # the large packet passes, or pings are not answered at all, which says nothing about sizes
+        sizes = sorted([each + ROCE_OVERHEAD_NBYTES for each in PATH_MTUS] + [_ETHERNET_MTU], reverse=True)
+        passing = next((each for each in sizes if each < card.mtu
+                        and _ping(facts, address, each, card.name) is PingResult.ANSWERED), _SMALL_NBYTES)
+        outcome = failed if passing < _mtus(facts, rail)[1] + ROCE_OVERHEAD_NBYTES else warned
+        return outcome(
+            f"packets of {card.mtu} bytes ({card.name}'s mtu) do not reach {facts.peer_name} ({address}), packets of "
+            f"{passing} do: the path or the other end has a smaller MTU",
+            switch=f"mtu 9216 on all ports between the two, also between switches; or, until then, here: sudo ip link "
+                   f"set {card.name} mtu {passing}",
+            peer=f"sudo ip link set IFACE mtu {card.mtu}", check=f"ping -M do -s {card.mtu - 28} {address}")
+    return None
+
+
+def _ways(facts: Facts) -> list[tuple[Rail, Address]]:
+    """Return each of our ports with the peer's address on its network: that of the peer's port, or the given one."""
+    if facts.peer is None or facts.route is None or facts.route.local:
+        return []
+    theirs = facts.peer_report.used if facts.peer_report else []
+    found = [(rail, other.address) for rail, other in zip(facts.choice.rails, theirs) if other.address is not None]
+    return found or [(rail, facts.peer) for rail in facts.choice.rails[:1] if rail.netdev == facts.route.netdev]
+
+
+def _ping(facts: Facts, address: Address, nbytes: int, netdev: str) -> PingResult:
+    try:
+        return facts.host.kernel.ping(address, nbytes, netdev, facts.timeout_s)
+    except OSError:
+        return PingResult.FORBIDDEN
+
+
+CHECKS = (
+    Check("RD05", "GID", Severity.BLOCKS,
+          ("ibv_modify_qp failed with error Connection timed out (110)", "status=12 vendor err 129",
+           "Network is unreachable", "modify QP to RTR: Invalid argument (22)"),
+          "The row of the GID table is link-local (fe80::), of RoCE v1, or of another IP version than the peer's; or "
+          "there is no IPv4 row because the interface has no address.",
+          "The queue pair does not connect, or connects and every packet is lost.",
+          "NVIDIA/nccl#426, #769 and #1131, NVIDIA/nccl-tests#185 and #227", gid,
+          advice(host="sudo ip addr add A.B.C.D/24 dev IFACE   # adds the rows that RoCE v2 needs",
+                 job="BPSFAST_RDMA_GID_INDEX=3   # only if the choice by content is wrong",
+                 check="bpsfast gids --peer HOST")),
+    Check("RD07", "route", Severity.BLOCKS,
+          ("RDMA_CM_EVENT_ADDR_ERROR", "connects over the wrong network"),
+          "The address that was given belongs to another interface than the RDMA card.",
+          "Traffic takes the slow network, or none.", "bytedance/byteps#365, #394 and #397", route,
+          advice(host="give the peer's address on the card's own network", job="BPSFAST_RDMA_DEVICES==mlx5_1:1",
+                 check="ip route get PEER; bpsfast devices --peer PEER")),
+    Check("RD18", "own name", Severity.SLOW,
+          ("a peer tries to connect to 127.0.0.1", "gloo: connect 127.0.1.1: Connection refused"),
+          "The host name resolves to a loopback address, which some libraries then advertise.",
+          "bpsfast takes the source address of the route to the scheduler instead, other libraries do not.",
+          "aws-samples/aws-do-eks PR#50, #51 and #69", hostname,
+          advice(host="remove the line with the host name and 127.0.x.1 from /etc/hosts",
+                 check="getent hosts $(hostname)")),
+    Check("RD08", "MTU", Severity.SLOW,
+          ("modify QP to RTR: Invalid argument, with path_mtu 4096", "small messages pass, large ones hang"),
+          "The RoCE path MTU is the power of two below the interface's MTU: 1500 bytes leave 1024. Ends or switches "
+          "with different MTUs drop larger packets silently.",
+          "More packets per message (slow), or none of the large ones arrive.", "tensorflow PR#9432", packet_size,
+          advice(host=f"sudo ip link set IFACE mtu {_WANTED_MTU}   # on all machines",
+                 switch=f"mtu 9216 on all ports of that network ({_ENOUGH_MTU} is the least for a path MTU of 4096)",
+                 check="ping -M do -s 8972 PEER")),
+)

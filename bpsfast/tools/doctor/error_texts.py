@@ -1,7 +1,7 @@
-"""What perftest, rdma-core, the kernel and libraries above them print when RDMA fails, and what it means.
+"""The meaning of errnos and of messages that perftest, rdma-core, the kernel, UCX, NCCL and Mooncake print.
 
-Each message is known by a pattern that leaves out names and numbers, so that it is found behind a rank, a time stamp or
-a device. `bpsfast explain` shows the meanings of those that a pasted text holds.
+A message is recognized by a pattern without names and numbers, so that a rank, a time stamp or a device before it does
+not matter. `bpsfast explain` shows the meanings of all messages in a pasted text.
 
 References
 ----------
@@ -10,14 +10,85 @@ The messages are those of perftest 4.5 to 25.x, rdma-core 17 to 55 (libibverbs, 
 """
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class ErrnoMeaning:
+    """The meaning of one errno: number, name, the C library's text, its meaning for RDMA, advice."""
+
+    number: int
+    name: str
+    text: str
+    means: str
+    advice: str
+
+
+_WORDS: dict[int, tuple[str, str]] = {
+    errno.EPERM: ("the process lacks a capability or may not lock memory",
+                  "bpsfast explain RD01; in a container RD04"),
+    errno.ENOENT: ("the device, or the queue pair that a firmware command named, does not exist", "bpsfast devices"),
+    errno.EIO: ("the card or its firmware failed, or the device went away", "dmesg | grep -iE 'mlx|infiniband|rdma'"),
+    errno.ENXIO: ("the device has no such port, or its driver was unloaded", "bpsfast devices"),
+    errno.EAGAIN: ("a queue is full, or there is nothing to be had right now", "try again; in a log it is harmless"),
+    errno.ENOMEM: ("registration: memory may not be locked (RLIMIT_MEMLOCK), or too many mappings; creating a "
+                   "queue: more entries than the card has (max_qp_wr, max_cqe)",
+                   "bpsfast explain RD01, then RD02; ibv_devinfo -v shows the card's limits"),
+    errno.EACCES: ("the device file belongs to another group, or memory was registered without the right that a "
+                   "request needs", "ls -l /dev/infiniband; bpsfast explain RD04"),
+    errno.EFAULT: ("the memory to register is not mapped, or read-only memory was to become writable",
+                   "register memory that exists, and writable for remote writes"),
+    errno.EBUSY: ("something still uses the object: queue pairs on a queue, regions of a domain",
+                  "close children before their parent"),
+    errno.ENODEV: ("there is no such device, or its port is gone", "bpsfast devices; bpsfast explain RD03"),
+    errno.EINVAL: ("an attribute does not fit: mostly the GID (wrong row, RoCE v1 with v2, IPv4 with IPv6), the path "
+                   "MTU (above the port's), or the state (RTR only after INIT)",
+                   "bpsfast gids --peer HOST; bpsfast explain RD05 and RD08"),
+    errno.ENOSPC: ("a table of the card is full", "fewer queue pairs or regions; other jobs on the card count too"),
+    errno.ENOSYS: ("the kernel has no RDMA, or the provider does not know the verb",
+                   "bpsfast explain RD03 and RD15"),
+    errno.ENODATA: ("nothing fits what was asked for; libfabric says so when no provider can be used, and not why",
+                    "bpsfast doctor gives the reason for each port (RD16)"),
+    errno.EPROTONOSUPPORT: ("the device has no such kind of queue pair (EFA has no RC)", "bpsfast explain RD15"),
+    errno.EOPNOTSUPP: ("the device cannot do this operation, or this kind of queue pair", "bpsfast explain RD15"),
+    errno.EMSGSIZE: ("a message is larger than the port allows, or a packet than the interface's MTU",
+                     "bpsfast explain RD08"),
+    errno.EADDRINUSE: ("another process listens on that port", "choose another port, or end that process"),
+    errno.EADDRNOTAVAIL: ("the address is not of this machine, or a name does not resolve",
+                          "ip addr; bpsfast explain RD18"),
+    errno.ENETUNREACH: ("there is no route; from ibv_modify_qp: the GID's interface has no route to the peer's GID",
+                        "ip route get PEER; bpsfast explain RD05 and RD07"),
+    errno.ECONNRESET: ("the peer's process ended or closed the connection", "look into the peer's log"),
+    errno.ETIMEDOUT: ("no answer; from ibv_modify_qp to RTR: the peer's hardware address could not be found (ARP, "
+                      "neighbour discovery), so wrong GID or wrong network",
+                      "ping the peer's address of that interface; bpsfast explain RD05 and RD06"),
+    errno.ECONNREFUSED: ("the machine is reached, nobody listens on that port",
+                         "start the other side first; check host and port"),
+    errno.EHOSTUNREACH: ("no answer to ARP on the last network, or a firewall says no",
+                         "ping the peer's address; bpsfast explain RD07 and RD14"),
+}
+
+
+def explain(number: int) -> ErrnoMeaning | None:
+    """Return the meaning of an errno (a positive number), or None if it is unknown or unrelated to RDMA."""
+    if number not in _WORDS:
+        return None
+    means, advice = _WORDS[number]
+    return ErrnoMeaning(number, errno.errorcode[number], os.strerror(number), means, advice)
+
+
+def every() -> list[ErrnoMeaning]:
+    """Return all errnos with a meaning."""
+    return [words for number in _WORDS if (words := explain(number))]
+
+
+@dataclass(frozen=True)
 class LogMessage:
-    """One kind of message: who prints it, its pattern, what it means, what to do."""
+    """One kind of message: who prints it, its pattern, its meaning, advice."""
 
     source: str
     pattern: re.Pattern[str]
@@ -35,7 +106,7 @@ _CABLE = ("look at cable and module (ethtool -m IFACE; mlxlink -d DEVICE -m), th
 _FIRMWARE = ("dmesg | grep mlx5 for what comes before it; firmware (ethtool -i IFACE) and driver must be of one "
              "release. Report it to the card's maker with the syndrome")
 
-#: source, pattern, meaning, advice; of several that fit one line, the first one counts
+#: source, pattern, meaning, advice; the first pattern that matches a line counts
 _MESSAGES: tuple[tuple[str, str, str, str], ...] = (
     # -- queue pairs ---------------------------------------------------------------------------------------------------
     ("perftest, rdma-core, Mooncake",
@@ -152,7 +223,7 @@ _MESSAGES: tuple[tuple[str, str, str, str], ...] = (
      r"different versions?\b.{0,40}perftest",
      "the two ends run releases of perftest that do not understand each other",
      "install the same release on both"),
-    # -- the connection beside -----------------------------------------------------------------------------------------
+    # -- control connections -------------------------------------------------------------------------------------------
     ("perftest, rdma-core",
      r"couldn'?t connect to \S+|unable to open file descriptor for socket|unable to init the socket connection|"
      r"unable to set ?up socket connection",
@@ -332,7 +403,7 @@ _MESSAGES: tuple[tuple[str, str, str, str], ...] = (
      r"failed reclaiming pages|page allocation failure.*(?:mlx|rdma|ib_)|give_pages|out of pages",
      "the driver found no memory for the card",
      "free; fewer queue pairs and regions; dmesg for what else has failed"),
-    # -- whatever else they say of trouble, last as it tells least ----------------------------------------------------
+    # -- general errors, last because they say least ------------------------------------------------------------------
     ("perftest, rdma-core",
      r"couldn'?t (?:get (?:port info|local LID|device)|set the link layer|connect to remote QP)|"
      r"failed to query (?:port|device)|error when trying to query|ibv_query_\w+\b.{0,40}(?:fail|error)",
@@ -368,10 +439,10 @@ _KNOWN = tuple(LogMessage(source, re.compile(pattern, re.I), means, advice)
                for source, pattern, means, advice in _MESSAGES)
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
-#: mlx5's own numbers of a failed completion (struct mlx5_err_cqe, syndrome) -> ibv_wc_status, as its driver has them
+#: syndrome of a failed mlx5 completion (struct mlx5_err_cqe) -> ibv_wc_status, as in the driver
 _MLX5_SYNDROMES = {0x01: 1, 0x02: 2, 0x04: 4, 0x05: 5, 0x06: 6, 0x10: 7, 0x11: 8, 0x12: 9, 0x13: 10, 0x14: 11, 0x15: 12,
                    0x16: 13, 0x22: 16}
-#: the line of a dump that holds bytes 48 to 63, as words (rdma-core, older kernels) or bytes (newer ones)
+#: line of a dump with bytes 48 to 63, as words (rdma-core, older kernels) or bytes (newer kernels)
 _AS_WORDS = re.compile(r"\b[0-9a-f]{8} [0-9a-f]{4}([0-9a-f]{2})([0-9a-f]{2}) [0-9a-f]{8} [0-9a-f]{8}\b", re.I)
 _AS_BYTES = re.compile(r"\b0*30: (?:[0-9a-f]{2} ){6}([0-9a-f]{2}) ([0-9a-f]{2}) (?:[0-9a-f]{2} ?){8}", re.I)
 _SPELLED = re.compile(r"\bsyndrome\s+(0x[0-9a-f]+),? vendor[ _]syndrome\s+(0x[0-9a-f]+)|"
@@ -379,15 +450,15 @@ _SPELLED = re.compile(r"\bsyndrome\s+(0x[0-9a-f]+),? vendor[ _]syndrome\s+(0x[0-
 
 
 def plain(text: str) -> str:
-    """Return pasted *text* without colours, carriage returns and typographic quotes."""
+    """Return *text* without colors, carriage returns and typographic quotes."""
     text = _COLOURS.sub("", text).replace("\r", "\n").replace("\u2019", "'").replace("\u2018", "'")
     return text.replace("\u201c", '"').replace("\u201d", '"').replace("\xa0", " ")
 
 
 def find(text: str) -> Iterator[tuple[str, LogMessage]]:
-    """Yield each kind of message that *text* (`plain`) holds, with the words that were found, once and in its order.
+    """Yield each kind of message in *text* (from `plain`) with the matched words, once and in order.
 
-    A line that a terminal has wrapped is found as well.
+    Lines that a terminal has wrapped match as well.
     """
     told: set[LogMessage] = set()
     lines = text.splitlines()
@@ -400,7 +471,7 @@ def find(text: str) -> Iterator[tuple[str, LogMessage]]:
 
 
 def mlx5_completions(text: str) -> Iterator[tuple[int, int]]:
-    """Yield (ibv_wc_status, vendor error) of each failed completion that mlx5 has dumped or spelled into *text*."""
+    """Yield (ibv_wc_status, vendor error) of each failed completion in mlx5 dumps and messages of *text*."""
     for pattern in (_AS_WORDS, _AS_BYTES):
         for vendor, syndrome in pattern.findall(text):
             if int(syndrome, 16) in _MLX5_SYNDROMES:

@@ -1,17 +1,15 @@
-"""What a check is, and what it found: a verdict, words, and commands to type."""
+"""A check of the doctor and its outcome: a verdict, an explanation and the commands to type."""
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .facts import Facts
+from .facts import Facts
 
 
 class Severity(enum.Enum):
-    """How bad what the check looks for is at its worst."""
+    """Severity of a check that fails."""
 
     BLOCKS = "E"
     SLOW = "W"
@@ -19,9 +17,10 @@ class Severity(enum.Enum):
 
 
 class Status(enum.Enum):
-    """The verdict. FAIL: RDMA cannot work so. WARN: it works, slowly or until something happens. INFO: good to know.
+    """The verdict of a check.
 
-    SKIP: the check does not apply or needs something that is missing, which its words name.
+    FAIL: RDMA cannot work. WARN: it is slow or fragile. INFO: good to know. SKIP: the check does not apply, or
+    something that it needs is missing.
     """
 
     PASS = "PASS"
@@ -33,7 +32,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """What to type, and where: "host", "docker", "k8s", "switch", "job" (its settings), "check" (did it help?)..."""
+    """A command to type, and where: "host", "docker", "k8s", "switch", "job" (settings), "check" (verify)..."""
 
     where: str
     command: str
@@ -41,7 +40,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check returns: the verdict, what it found in words, what to do if that is not good."""
+    """The result of a check: the verdict, what was found, and the actions that fix it."""
 
     status: Status
     found: str
@@ -50,11 +49,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """One check: its number and name, what `explain` tells about it, and the function that does it.
+    """One check: number, name, what `bpsfast explain` prints about it, and the function that runs it.
 
-    `symptoms` are the texts that users paste; `cause` is what is really wrong then; `why` is what happens if it stays
-    so; `seen` are public threads where it was; `advice` is what to type on any machine, with names in capitals to fill
-    in (an outcome's actions name this machine's own).
+    `symptoms` are texts that users paste; `cause` is the cause behind them; `why` is the effect if nothing is done;
+    `seen` names public reports; `advice` has commands for any machine, with names in capitals to fill in (the actions
+    of an outcome are for this machine).
     """
 
     code: str
@@ -82,34 +81,30 @@ class Finding:
 
 
 def passed(found: str) -> Outcome:
-    """Return that all is well."""
+    """Return the outcome of a check that passed."""
     return Outcome(Status.PASS, found)
 
 
 def skipped(reason: str) -> Outcome:
-    """Return that the check could not be done, and why."""
+    """Return the outcome of a check that could not run, and why."""
     return Outcome(Status.SKIP, reason)
 
 
 def told(found: str, **actions: str) -> Outcome:
-    """Return something good to know; *actions* by where to type them."""
-    return Outcome(Status.INFO, found, _actions(actions))
+    """Return an outcome for information; *actions* are commands by where to type them."""
+    return Outcome(Status.INFO, found, advice(**actions))
 
 
 def warned(found: str, **actions: str) -> Outcome:
-    """Return that something is slow or fragile."""
-    return Outcome(Status.WARN, found, _actions(actions))
+    """Return the outcome of something slow or fragile."""
+    return Outcome(Status.WARN, found, advice(**actions))
 
 
 def failed(found: str, **actions: str) -> Outcome:
-    """Return that RDMA cannot work so."""
-    return Outcome(Status.FAIL, found, _actions(actions))
+    """Return the outcome of something that prevents RDMA."""
+    return Outcome(Status.FAIL, found, advice(**actions))
 
 
 def advice(**commands: str) -> tuple[Action, ...]:
-    """Return actions by where to type them."""
-    return _actions(commands)
-
-
-def _actions(commands: dict[str, str]) -> tuple[Action, ...]:
+    """Return actions from commands by where to type them."""
     return tuple(Action(where, command) for where, command in commands.items() if command)

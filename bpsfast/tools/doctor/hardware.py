@@ -1,16 +1,22 @@
-"""RD11: where the card sits: its PCIe link, its NUMA node, the IOMMU before it."""
+"""RD11, RD21: the PCIe link, NUMA node and IOMMU of a network card, and the shared cache of cores."""
 from __future__ import annotations
 
+import os
+
+from ...base.value_formats import parse_cpus
+from ...hardware.host import Host
+from ...hardware.numa import siblings
 from ...hardware.rdma_devices import RdmaDevice
-from .facts import Facts
+from ...pyx.perf import handover_ns
+from .facts import CacheLineLatency, Facts
 from .finding import Check, Outcome, Severity, advice, passed, skipped, warned
 
-#: share of a PCIe link's rate that is left for payload after packet headers, at the usual 256 bytes a packet
+#: share of a PCIe link's rate left for payload after packet headers, with the usual 256 bytes a packet
 _PAYLOAD = 0.88
 
 
 def place(facts: Facts) -> Outcome:
-    """RD11: can the card run at its port's rate from this process?"""
+    """RD11: check that the network card can run at its port's rate from this process."""
     if not facts.host.devices:
         return skipped("no RDMA device")
     cards = [device for device in facts.host.devices if device.pcie is not None or device.numa_node is not None]
@@ -18,7 +24,7 @@ def place(facts: Facts) -> Outcome:
         return skipped("no RDMA device is a PCIe card")
     used = {device.name for device, _ in facts.used}
     narrow = [words for device in cards if (words := _narrow(device))]
-    with_cpus = {number for number, node in facts.host.numa.items() if node.cpus}  # nobody can run elsewhere
+    with_cpus = {number for number, node in facts.host.numa.items() if node.cpus}  # there is only one NUMA node
     far = [device for device in cards if device.name in used and device.numa_node in with_cpus - facts.host.own_numa]
     lines = narrow + [f"{device.name} is on NUMA node {device.numa_node}, this process runs on "
                       f"{_listed(facts.host.own_numa)}" for device in far]
@@ -29,28 +35,17 @@ def place(facts: Facts) -> Outcome:
         actions["job"] = f"numactl --cpunodebind={far[0].numa_node} --membind={far[0].numa_node} bpsfast run ..."
     if narrow:
         address = next(device.pcie.address for device in cards if device.pcie and _narrow(device))
-        actions["host"] = "move the card to a slot with all its lanes, or look into the BIOS for bifurcation"
+        actions["host"] = "move the card to a slot with all lanes, or check bifurcation in the BIOS"
         actions["check"] = f"sudo lspci -vv -s {address} | grep -E 'LnkCap|LnkSta'"
     if _translates(facts):
-        lines.append("the IOMMU translates for the card (no iommu=pt): each registration costs more, GPU peers suffer")
+        lines.append("the IOMMU translates addresses of the card (no iommu=pt): registrations cost more, and GPU peers "
+                     "are slow")
         actions["kernel"] = "add iommu=pt to the kernel's command line (GRUB_CMDLINE_LINUX), then boot again"
     return warned("\n".join(lines), **actions)
 
 
-CHECKS = (
-    Check("RD11", "PCIe and NUMA", Severity.SLOW,
-          ("half the bandwidth that was expected", "perftest is fast on one socket and slow on the other"),
-          "The card runs with fewer lanes than it has, or sits at the other socket, or an IOMMU stands before it.",
-          "Bandwidth stops at the PCIe link's rate; memory traffic crosses the sockets.",
-          "bytedance/byteps#250, NVIDIA/nccl#2409", place,
-          advice(job="numactl --cpunodebind=N --membind=N bpsfast run ...",
-                 kernel="iommu=pt; for GPU peers also ACS off on the bridges (see the GPU vendor's guide)",
-                 check="bpsfast devices; sudo lspci -vv -s ADDRESS | grep -E 'LnkCap|LnkSta'")),
-)
-
-
 def _narrow(device: RdmaDevice) -> str:
-    """Return what is wrong with the card's link: below what the card can do *and* what its ports need; "" if fine."""
+    """Return why the PCIe link is slower than both the card's maximum and its ports' rate; "" if it is not."""
     link = device.pcie
     if link is None or not link.degraded:
         return ""
@@ -80,3 +75,91 @@ def _translates(facts: Facts) -> bool:
     words = (facts.host.tree.text("proc/cmdline") or "").split()
     return bool(facts.host.tree.names("sys/kernel/iommu_groups")) and "iommu=pt" not in words \
         and "iommu.passthrough=1" not in words
+
+#: A line takes 20 to 80 ns within a shared cache, and 100 or more between chiplets or sockets.
+_MOST_NS = 100.0
+#: Cores that are measured against the first one; each takes a millisecond.
+_MOST_CORES = 15
+
+
+def measure(host: Host) -> CacheLineLatency:
+    """Measure between cores of this machine that share the last level of cache according to the kernel."""
+    cores = sharers(host, frozenset(os.sched_getaffinity(0)))
+    if len(cores) < 2:
+        return CacheLineLatency(error="no two usable cores share a cache according to the kernel")
+    first, *others = cores[:_MOST_CORES + 1]
+    return max((again(CacheLineLatency(first, other)) for other in others),
+               key=lambda found: (not found.error, found.ns))
+
+
+def again(before: CacheLineLatency) -> CacheLineLatency:
+    """Repeat the measurement of *before*, if it has cores."""
+    if before.first < 0:
+        return before
+    try:
+        return CacheLineLatency(before.first, before.second, handover_ns(before.first, before.second))
+    except OSError as exc:
+        return CacheLineLatency(before.first, before.second, error=exc.strerror or str(exc))
+
+
+def differ(first_ns: float, second_ns: float) -> bool:
+    """Tell whether cores shared a cache in one of two measurements only; 0 ns is unknown."""
+    return bool(first_ns and second_ns) and (first_ns <= _MOST_NS) != (second_ns <= _MOST_NS)
+
+
+def sharers(host: Host, usable: frozenset[int]) -> list[int]:
+    """Return one CPU of each core in the largest subset of *usable* that shares the last level of cache, or []."""
+    groups = dict.fromkeys(parse_cpus(_last_cache(host, cpu, "shared_cpu_list")) & usable for cpu in sorted(usable))
+    return max((_cores(host, cpus) for cpus in groups), key=len, default=[])
+
+
+def shared_cache(facts: Facts) -> Outcome:
+    """RD21: check that cores that share a cache exchange cache lines at its speed."""
+    found = facts.cache_latency
+    if found is None:
+        return skipped("nobody has measured it")
+    if found.error:
+        return skipped(found.error)
+    level = _last_cache(facts.host, found.first, "level") or "?"
+    pair = f"CPUs {found.first} and {found.second}"
+    took = f"a cache line takes {found.ns:.0f} ns from one to the other"
+    if found.ns <= _MOST_NS:
+        return passed(f"{pair} share an L{level} cache: {took}")
+    return warned(f"{pair} share an L{level} cache according to the kernel, but {took}: the host of this virtual "
+                  "machine now runs them on different chips, and sums of local ranks take twice as long",
+                  host="on the host of the virtual machine: virsh vcpupin NAME 0 CPU   # all to cores of one L3",
+                  check="bpsfast doctor   # again in a minute: where CPUs are not pinned it changes")
+
+
+def _cores(host: Host, cpus: frozenset[int]) -> list[int]:
+    """Return the first CPU of each core of *cpus*."""
+    return sorted({min(siblings(host.tree, cpu) & cpus, default=cpu) for cpu in cpus})
+
+
+def _last_cache(host: Host, cpu: int, name: str) -> str:
+    """Return a property of the largest cache of *cpu* from sysfs; "" if there is none."""
+    place = f"sys/devices/system/cpu/cpu{cpu}/cache"
+    levels = [(int(host.tree.text(f"{place}/{index}/level") or 0), index)
+              for index in host.tree.names(place) if index.startswith("index")]
+    return host.tree.text(f"{place}/{max(levels)[1]}/{name}") or "" if levels else ""
+
+
+CHECKS = (
+    Check("RD11", "PCIe and NUMA", Severity.SLOW,
+          ("half the bandwidth that was expected", "perftest is fast on one socket and slow on the other"),
+          "The card runs with fewer lanes than it has, is at the other socket, or is behind an IOMMU.",
+          "Bandwidth stops at the PCIe link's rate; memory traffic crosses the sockets.",
+          "bytedance/byteps#250, NVIDIA/nccl#2409", place,
+          advice(job="numactl --cpunodebind=N --membind=N bpsfast run ...",
+                 kernel="iommu=pt; for GPU peers also ACS off on the bridges (see the GPU vendor's guide)",
+                 check="bpsfast devices; sudo lspci -vv -s ADDRESS | grep -E 'LnkCap|LnkSta'")),
+    Check("RD21", "shared cache", Severity.SLOW,
+          ("a job is twice as slow as yesterday, on the same virtual machine", "benchmarks have two modes"),
+          "A virtual machine's CPUs are threads of its host, which moves them between chips, or parts of a chip "
+          "that have a cache each, while the guest's kernel still reports that they share one.",
+          "Data that one rank wrote is read from memory, or across the host's interconnect, by another.",
+          "two CPUs that were 40 ns apart for minutes, then 200, while exchanges of 4 MiB fell from 12 to 5 GB/s",
+          shared_cache,
+          advice(host="on the host of the virtual machine: virsh vcpupin NAME 0 CPU",
+                 check="bpsfast doctor; cat /sys/devices/system/cpu/cpu*/cache/index3/shared_cpu_list")),
+)

@@ -1,13 +1,15 @@
-"""The doctor at the other end: ``bpsfast doctor --listen`` there answers ``bpsfast doctor --peer`` here.
+"""The protocol of two doctors: ``bpsfast doctor --listen`` answers ``bpsfast doctor --peer`` of another machine.
 
-Both ends prove a key (`perf.control.secret_for`) in the handshake of data connections. Then the asker sends `Ask` and
-gets `Told`; for each pair of ports that would be used it sends the end of a queue pair and gets the other end, writes
-over it, and says when that is done. Each message is its length (4 bytes) and msgpack.
+Both ends prove a key (`perf.control.secret_for`) in the handshake of data connections. The asker sends `Ask` and gets
+`Told`. For each pair of ports that would be used it sends the address of a queue pair, gets the other address, writes
+over the queue pair, and sends `Done`. A message is its length (4 bytes) and MessagePack.
 """
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import mmap
+import os
 import queue
 import socket
 import time
@@ -16,65 +18,148 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ... import __version__
+from ..._version import __version__
 from ...hardware.kernel import Kernel
 from ...hardware.netlink import Address
 from ...hardware.rdma_route import Rail
+from ...hardware.verbs import completions
 from ...orchestration import security
-from ...orchestration.errors import BpsError, ConfigError, PeerLostError, ProtocolError
+from ...orchestration.errors import DECODE_ERRORS, BpsError, ConfigError, PeerLostError, ProtocolError
 from ...orchestration.handshakes import HandshakeAcceptor
-from ...orchestration.unreadable import DECODE_ERRORS
 from ..perf.control import Secret
-from .facts import Facts
-from .peer_report import PeerReport, describe
-from .queue_pair_test import QueuePairAddress, QueuePairTest
+from .facts import Facts, PeerReport, describe_ports
+
+#: Several packets of any path MTU.
+NBYTES = 64 * 1024
+_WR_ID = 1
+#: 4.096 us * 2^16 = 0.27 s without an acknowledgement, and three retries
+_TIMEOUT, _RETRIES = 16, 3
+
+
+class QueuePairAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """The address of one end's queue pair, and where to write."""
+
+    port: str
+    number: int
+    psn: int
+    link_layer: str
+    gid: bytes
+    lid: int
+    mtu: int
+    address: int
+    rkey: int
+
+
+class QueuePairTest:
+    """A queue pair on *rail* with `NBYTES` of registered memory. Owner thread only; a context manager.
+
+    Raises
+    ------
+    OSError
+        A verb failed; the text says which one, with which arguments.
+    """
+
+    def __init__(self, verbs: Any, rail: Rail) -> None:
+        self._rail = rail
+        self._closing: list[Any] = []
+        try:
+            self._memory = self._keep(mmap.mmap(-1, NBYTES))
+            device = self._keep(verbs.Device(rail.device))
+            domain = self._keep(verbs.ProtectionDomain(device))
+            self._region = self._keep(verbs.MemoryRegion(domain, self._memory))
+            self._queue = self._keep(verbs.CompletionQueue(device, 16, events=True))
+            self._pair = self._keep(verbs.QueuePair(domain, self._queue, self._queue, max_send=4, max_recv=4))
+            self._pair.to_init(rail.port)
+            port = device.port(rail.port)
+        except BaseException:
+            self.close()
+            raise
+        self.end = QueuePairAddress(
+            port=rail.name, number=self._pair.number, psn=self._pair.psn, link_layer=port["link_layer"],
+            gid=rail.gid.value if rail.gid else b"", lid=port["lid"], mtu=port["active_mtu"],
+            address=self._region.address, rkey=self._region.rkey)
+
+    def connect(self, other: QueuePairAddress) -> None:
+        """Connect to the other end's queue pair."""
+        self._pair.to_rtr(other.number, other.psn, mtu=min(self.end.mtu, other.mtu), port=self._rail.port,
+                          **self._rail.path(self.end.link_layer, other.lid, other.gid))
+        self._pair.to_rts(timeout=_TIMEOUT, retry_count=_RETRIES)
+
+    def write(self, other: QueuePairAddress, timeout_s: float) -> str:
+        """Write all bytes to the other end; return "" once they are acknowledged, else the reason of the failure."""
+        self._memory[:16] = os.urandom(16)
+        self._pair.post_write(_WR_ID, self._region.address, NBYTES, self._region.lkey, other.address, other.rkey)
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            for _, status, *_ in self._queue.poll():
+                failure = getattr(self._pair, "failure", None) or {}
+                return "" if status == completions.SUCCESS else str(completions.explain(
+                    status, failure.get("vendor_error", 0)))
+            self._queue.wait(left)
+        return (f"a write of {NBYTES} bytes from {self.end.port} to {other.port} was neither acknowledged nor failed "
+                f"within {timeout_s:g} s")
+
+    def _keep(self, each: Any) -> Any:
+        self._closing.append(each)
+        return each
+
+    def close(self) -> None:
+        """Close everything in reverse order. Idempotent."""
+        while self._closing:
+            self._closing.pop().close()
+
+    def __enter__(self) -> QueuePairTest:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 DEFAULT_PORT = 18619
 _CONTEXT = "bpsfast doctor"
 _MAX_NBYTES = 1 << 20
-#: Words about strangers that wait to be told; more are not kept.
+#: Most refusals that wait to be reported.
 _MOST_UNTOLD = 64
 _HELLO = security.StreamHello(peer=0, stream=0, epoch=0)
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """What the asker says first: its version, and the TCP port on which it waits for a connection back."""
+    """The first message of an asker: its version, and the TCP port on which it waits for a connection back."""
 
     version: str
     back_port: int
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer."""
+    """The answer to `Ask`."""
 
     report: PeerReport
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """The asker's end of a queue pair, for the answerer's port in this place; no end: the conversation is over."""
+    """The asker's queue pair for the answerer's port with index `place`; no `end`: the conversation is over."""
 
     end: QueuePairAddress | None = None
     place: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The other end, connected, or why there is none."""
+    """The answerer's queue pair, connected, or why there is none."""
 
     end: QueuePairAddress | None = None
     objection: str = ""
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """The asker has written what it wanted; both ends may close the queue pair."""
+    """The asker has finished writing; both ends may close the queue pair."""
 
 
 Message = TypeVar("Message", Ask, Told, Offer, Answer, Done)
 
 
 def ask(facts: Facts, address: Address, port: int, secret: bytes, timeout_s: float, verbs: Any = None) -> None:
-    """Ask the doctor at *address* and put what it says into *facts*; silence is put there too, in words.
+    """Ask the doctor at *address* and store its report in *facts*, or why it does not answer.
 
-    *verbs* is the provider for a queue pair; None: do not try one.
+    *verbs* is the provider for a test queue pair; None: do not test one.
     """
     where = f"{facts.peer_name or address} port {port}"
     try:
@@ -87,20 +172,22 @@ def ask(facts: Facts, address: Address, port: int, secret: bytes, timeout_s: flo
     except (OSError, BpsError) as exc:
         reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
         if facts.peer_report is None:
-            facts.peer_silence = f"no doctor answers at {where}: {reason}; type `bpsfast doctor --listen` there"
+            facts.peer_silence = f"no doctor answers at {where}: {reason}; run `bpsfast doctor --listen` there"
         else:
-            facts.trial_error = f"the connection to {where} ended meanwhile: {reason}"
+            facts.trial_error = f"the connection to {where} ended early: {reason}"
 
 
 class Listener:
-    """Answers doctors. *examine* makes fresh facts towards an asker's address. Owner thread only; context manager.
+    """Answers other doctors. Owner thread only; a context manager.
 
     Parameters
     ----------
     secret
-        If everybody knows it, no connection back to an asker is tried.
+        If it is public, the listener does not connect back to an asker.
+    examine
+        Returns new facts for the address of an asker.
     verbs
-        The provider for queue pairs; None: object to them.
+        The provider for queue pairs; None: refuse them.
     """
 
     def __init__(self, host: str, port: int, secret: Secret, examine: Callable[[Address], Facts], verbs: Any = None,
@@ -113,19 +200,19 @@ class Listener:
                               "--host another address of this machine") from exc
         self.port = listener.getsockname()[1]
         self._secret, self._examine, self._verbs, self._timeout_s = secret, examine, verbs, timeout_s
-        self._visits: queue.Queue[socket.socket | str] = queue.Queue()  # who has come; in words: who was refused
+        self._visits: queue.Queue[socket.socket | str] = queue.Queue()  # connections, or texts about refused ones
         self._door = HandshakeAcceptor(listener, self._greet, self._came, lambda exc: None,
                           self._visits.put, name="bpsfast-doctor")
         self._door.start()
 
     def _came(self, sock: socket.socket, hello: security.StreamHello) -> None:
-        if self._visits.qsize() >= _MOST_UNTOLD:  # under a key that everybody knows there is no end of them
+        if self._visits.qsize() >= _MOST_UNTOLD:  # anybody may connect with a public key
             sock.close()
             return
         self._visits.put(sock)
 
     def _greet(self, sock: socket.socket) -> security.StreamHello:
-        host = "somebody"
+        host = "unknown"
         try:
             host = sock.getpeername()[0]
             return security.plain_handshake_acceptor(sock, self._secret.key, _CONTEXT, peer=0, epoch=0,
@@ -136,12 +223,12 @@ class Listener:
             raise
 
     def serve(self, timeout_s: float | None = None) -> str:
-        """Wait for one asker, answer it, return who it was and what came of it, in words.
+        """Answer one asker; return its address and the result as text.
 
         Raises
         ------
         TimeoutError
-            Nobody asked within *timeout_s* (None: wait for ever).
+            Nobody asked within *timeout_s* (None: no limit).
         """
         try:
             visit = self._visits.get(timeout=timeout_s)
@@ -150,7 +237,7 @@ class Listener:
         if isinstance(visit, str):
             return visit
         with visit as sock:
-            asker = "somebody"
+            asker = "unknown"
             try:
                 asker = sock.getpeername()[0]
                 return f"{asker}: {self._answer(sock, ipaddress.ip_address(asker.partition('%')[0]))}"
@@ -162,20 +249,20 @@ class Listener:
         wanted = _receive(sock, Ask)
         facts = self._examine(asker)
         reached = "" if self._secret.is_public else Kernel().connect(asker, wanted.back_port, self._timeout_s)
-        used, spare = describe(facts.host, facts.choice, facts.path_mtus)
+        used, spare = describe_ports(facts.host, facts.choice, facts.path_mtus)
         _send(sock, Told(report=PeerReport(
             version=__version__, hostname=facts.hostname, transport=facts.settings.transport, used=used, spare=spare,
             rejected=dict(facts.choice.rejected), reached=reached)))
-        told = ["told what there is here"]
-        sock.settimeout(2 * self._timeout_s)  # the asker's own limits come first
+        told = ["sent the report"]
+        sock.settimeout(2 * self._timeout_s)  # longer than the asker's own limits
         while (offer := _receive(sock, Offer)).end is not None:
             told.append(self._meet(sock, facts, offer.end, offer.place))
         return "; ".join(told)
 
     def _meet(self, sock: socket.socket, facts: Facts, offered: QueuePairAddress, place: int) -> str:
-        """Make the other end of a queue pair, and keep it until the asker is done."""
+        """Open the other end of a queue pair, and keep it until the asker is done."""
         if self._verbs is None or not 0 <= place < len(facts.choice.rails):
-            _send(sock, Answer(objection="there is no such port that could be used"))
+            _send(sock, Answer(objection="there is no such usable port"))
             return f"no port for a queue pair from {offered.port}"
         try:
             trial = QueuePairTest(self._verbs, facts.choice.rails[place])
@@ -208,7 +295,7 @@ class Listener:
 
 
 def _try(facts: Facts, sock: socket.socket, verbs: Any, timeout_s: float) -> None:
-    """Write over a queue pair for each pair of ports that would be used; put what came of it into *facts*."""
+    """Test a queue pair for each pair of ports that would be used; store the result in *facts*."""
     theirs = facts.peer_report.used if facts.peer_report else []
     if verbs is not None and facts.choice.rails and theirs:
         errors = [_try_one(rail, place, sock, verbs, timeout_s)
@@ -218,7 +305,7 @@ def _try(facts: Facts, sock: socket.socket, verbs: Any, timeout_s: float) -> Non
 
 
 def _try_one(rail: Rail, place: int, sock: socket.socket, verbs: Any, timeout_s: float) -> str:
-    """Write from *rail* to the peer's port in this place; return "" or why that did not work."""
+    """Test a queue pair from *rail* to the peer's port with index *place*; return "" or the error."""
     try:
         trial = QueuePairTest(verbs, rail)
     except OSError as exc:
@@ -239,7 +326,7 @@ def _try_one(rail: Rail, place: int, sock: socket.socket, verbs: Any, timeout_s:
 
 @contextlib.contextmanager
 def _callback_listener(sock: socket.socket) -> Iterator[int]:
-    """Listen on the address of *sock* as long as the conversation lasts; yield the port."""
+    """Listen on the local address of *sock*; yield the port."""
     with socket.create_server((sock.getsockname()[0], 0), family=sock.family) as door:
         yield door.getsockname()[1]
 
@@ -250,7 +337,7 @@ def _send(sock: socket.socket, message: Any) -> None:
 
 
 def _receive(sock: socket.socket, kind: type[Message]) -> Message:
-    """Return one message; the socket's own time limit holds for the whole of it."""
+    """Return one message; the time limit of the socket holds for the whole message."""
     deadline = time.monotonic() + (sock.gettimeout() or 10.0)
     nbytes = int.from_bytes(_exactly(sock, 4, deadline), "little")
     if nbytes > _MAX_NBYTES:
@@ -258,7 +345,8 @@ def _receive(sock: socket.socket, kind: type[Message]) -> Message:
     try:
         return msgspec.msgpack.decode(_exactly(sock, nbytes, deadline), type=kind)
     except DECODE_ERRORS as exc:
-        raise ProtocolError(f"the other doctor's {kind.__name__} cannot be read: {exc}; another version?") from exc
+        raise ProtocolError(f"the other doctor's {kind.__name__} cannot be read: {exc}; its version may "
+                            "differ") from exc
 
 
 def _exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:

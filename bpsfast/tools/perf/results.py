@@ -1,9 +1,82 @@
-"""A run of ``perf`` as perftest prints it: a block of what was agreed, then a row for each size."""
+"""Results of ``perf``: bandwidths and latencies as perftest defines and prints them."""
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from .perf_plan import Plan
+
+_IMPROVEMENTS = 50
+
+
+def peak_seconds(posted_ns: bytes | Sequence[int], completed_ns: bytes | Sequence[int]) -> float | None:
+    """Return the shortest time per message of any stretch of the run, which defines perftest's peak.
+
+    A stretch i..j takes from the post of its first message to the completion of its last one: the minimum of
+    (completed[j] - posted[i]) / (j - i + 1) over all i <= j. None if no times were recorded.
+
+    perftest compares all pairs. Here each pass finds the stretch that undercuts a guess most, which is the next guess
+    (Dinkelbach's method); a few passes suffice.
+    """
+    posted, completed = _nanoseconds(posted_ns), _nanoseconds(completed_ns)
+    n = min(len(posted), len(completed))
+    if n == 0:
+        return None
+    posted, completed = posted[:n] - posted[0], completed[:n] - posted[0]
+    index = np.arange(n)
+    guess = float(completed[-1]) / n
+    for _ in range(_IMPROVEMENTS):
+        starts = posted - guess * index
+        ends = completed - guess * (index + 1)
+        most = np.maximum.accumulate(starts)
+        j = int(np.argmin(ends - most))
+        i = int(np.argmax(starts[:j + 1]))
+        better = float(completed[j] - posted[i]) / (j - i + 1)
+        if not 0 < better < guess:
+            break
+        guess = better
+    return guess / 1e9 if guess > 0 else None
+
+
+def bandwidth(nbytes: int, sent: int, seconds: float, peak_s: float | None) -> dict[str, Any]:
+    """Return the numbers of one direction; the peak is at least the average."""
+    average = nbytes * sent / seconds if seconds > 0 else 0.0
+    return {"messages": sent, "seconds": seconds, "average_bytes_per_s": average,
+            "peak_bytes_per_s": max(average, nbytes / peak_s) if peak_s else None,
+            "messages_per_s": sent / seconds if seconds > 0 else 0.0}
+
+
+def both(own: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
+    """Return the sum of two directions, as -b of perftest prints it."""
+    peaks = [each["peak_bytes_per_s"] for each in (own, peer)]
+    return {"messages": own["messages"] + peer["messages"], "seconds": max(own["seconds"], peer["seconds"]),
+            "average_bytes_per_s": own["average_bytes_per_s"] + peer["average_bytes_per_s"],
+            "peak_bytes_per_s": None if None in peaks else sum(peaks),
+            "messages_per_s": own["messages_per_s"] + peer["messages_per_s"]}
+
+
+def latency(samples_ns: bytes | Sequence[int], n_warmup: int, halves: bool) -> dict[str, Any]:
+    """Return perftest's latency numbers of the samples after *n_warmup*; *halves*: samples are round trips, halve them.
+
+    A percentile is the smallest sample that so many per cent do not exceed.
+    """
+    values = np.sort(_nanoseconds(samples_ns)[n_warmup:] / (2e9 if halves else 1e9))
+    if not len(values):
+        raise ValueError(f"no samples after {n_warmup} of warm-up")
+
+    def percentile(percent: float) -> float:
+        return float(values[max(0, math.ceil(len(values) * percent / 100) - 1)])
+
+    return {"min_s": float(values[0]), "max_s": float(values[-1]), "typical_s": float(np.median(values)),
+            "average_s": float(values.mean()), "stdev_s": float(values.std()), "p99_s": percentile(99),
+            "p999_s": percentile(99.9)}
+
+
+def _nanoseconds(values: bytes | Sequence[int]) -> np.ndarray:
+    return np.frombuffer(values, np.int64) if isinstance(values, bytes) else np.asarray(values, np.int64)
 
 _RULE = "-" * 91
 _BW_HEAD = (" #bytes", "#iterations", "BW peak[Gb/sec]", "BW average[Gb/sec]", "MsgRate[Mpps]")
@@ -13,7 +86,7 @@ _LAT_FIELDS = ("min_s", "max_s", "typical_s", "average_s", "stdev_s", "p99_s", "
 
 
 def block(plan: Plan, places: dict[str, Any]) -> str:
-    """Return the head of the table: what runs, between whom."""
+    """Return the heading: what is measured, between which sides."""
     title = "Bandwidth" if plan.verb == "bw" else "Latency"
     facts: list[tuple[str, Any]] = [("Transport", plan.transport), ("Operation", plan.operation)]
     if plan.transport == "rdma":
@@ -35,7 +108,7 @@ def block(plan: Plan, places: dict[str, Any]) -> str:
 
 
 def where(place: dict[str, Any]) -> str:
-    """Return one side in words."""
+    """Return one side as text."""
     if "device" not in place:
         return ", ".join(f"{name} {value}" for name, value in place.items())
     gid = f"GID {place['gid_index']} ({place['gid_version']}) {place['gid']}" if place["gid"] else "no GID"
@@ -43,13 +116,13 @@ def where(place: dict[str, Any]) -> str:
 
 
 def head(plan: Plan) -> str:
-    """Return the line above the rows."""
+    """Return the head of the table."""
     names = _BW_HEAD if plan.verb == "bw" else _LAT_HEAD
     return "  ".join(names) + ("  verbs" if len(plan.providers) > 1 else "")
 
 
 def line(plan: Plan, row: dict[str, Any]) -> str:
-    """Return one row; below it, what the cards counted if that is not clean."""
+    """Return one row, followed by counted errors."""
     cells = cells_of(plan, row)
     names = _BW_HEAD if plan.verb == "bw" else _LAT_HEAD
     text = "  ".join(f" {cell:<{len(name) - 1}}" if i == 0 else f"{cell:<{len(name)}}"
@@ -60,7 +133,7 @@ def line(plan: Plan, row: dict[str, Any]) -> str:
 
 
 def cells_of(plan: Plan, row: dict[str, Any]) -> list[str]:
-    """Return the numbers of a row in perftest's units."""
+    """Return the cells of a row in perftest's units."""
     if plan.verb == "lat":
         return [str(row["nbytes"]), str(row["iterations"]), *(f"{row[name] * 1e6:.2f}" for name in _LAT_FIELDS)]
     peak = row["peak_bytes_per_s"]
@@ -69,13 +142,13 @@ def cells_of(plan: Plan, row: dict[str, Any]) -> list[str]:
 
 
 def trouble(row: dict[str, Any]) -> list[str]:
-    """Return what grew among the error counters during a row, by side, with what that means."""
+    """Return the error counters that grew during a row, by side, with their meaning."""
     return [f"   {side} {delta['device']}/{delta['port']}: {verdict}"
             for side, found in row["counters"].items() for delta in found for verdict in delta["verdicts"]]
 
 
 def counted(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the counters of the whole run, a line for each port of each side."""
+    """Return the counters of the whole run, one line for each port of each side."""
     totals: dict[tuple[str, str, int], dict[str, int]] = {}
     for row in rows:
         for side, found in row["counters"].items():
@@ -90,12 +163,12 @@ def counted(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def data(plan: Plan, places: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what JSON shows: bytes, seconds, bytes per second."""
+    """Return the JSON data: bytes, seconds, bytes per second."""
     options = {name: getattr(plan, name) for name in plan.__struct_fields__}
     return {"plan": options, "places": places, "rows": rows}
 
 
 def table(plan: Plan, rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return what CSV shows, the head first."""
+    """Return the CSV rows, head first."""
     names = [name.strip() for name in (_BW_HEAD if plan.verb == "bw" else _LAT_HEAD)]
     return [[*names, "verbs"], *([*cells_of(plan, row), row["verbs"] or ""] for row in rows)]

@@ -1,22 +1,73 @@
-"""The built-in models by name.
+"""Models: the built-in ones, and those of a file or a torch module.
 
-Compute times are those that BytePS's authors show on slides (HPC Interconnects Forum 2020), on one V100.
+Built-in compute times are those on slides of BytePS's authors (HPC Interconnects Forum 2020), on one V100.
 """
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import re
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ...orchestration.errors import ConfigError
-from . import bert, gpt2, inception, model_shapes, resnet, transformer, ugatit
-from .model import Compute, Model, Shapes
+from ...orchestration.messages import TensorSpec
+from ...orchestration.placement.partition import ITEM_NBYTES
+from . import model_shapes
+from .model_shapes import Shapes
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of a forward and a backward pass with *batch* samples (`unit`) on one `hardware`."""
+
+    forward_s: float
+    backward_s: float
+    batch: int
+    unit: str
+    hardware: str
+
+    def of_batch(self, batch: int) -> Compute:
+        """Return the times scaled to another batch, which is right if this batch kept the hardware busy."""
+        factor = batch / self.batch
+        return Compute(self.forward_s * factor, self.backward_s * factor, batch, self.unit, self.hardware)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One network. `dtype` is that of its gradients on the wire, as in `messages.TensorSpec`."""
+
+    name: str
+    title: str
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: str = "float32"
+    compute: Compute | None = None
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters."""
+        return sum(map(prod, self.shapes.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients."""
+        return self.n_parameters * ITEM_NBYTES[self.dtype]
+
+    def specs(self) -> list[TensorSpec]:
+        """Return the tensors as the PyTorch adapter declares them: one group, in the order of the forward pass."""
+        return [TensorSpec(name=name, dtype=self.dtype, shape=shape, group=self.name)
+                for name, shape in self.shapes.items()]
 
 _HARDWARE = "V100"
 
 
 class _Entry(NamedTuple):
-    """How to make one model: compute is (forward ms, backward ms, batch, of what), () where it is not published."""
+    """How to make one model: `compute` is (forward ms, backward ms, batch, unit), None if it is not published."""
 
     title: str
     shapes: Callable[[], Shapes]
@@ -24,18 +75,18 @@ class _Entry(NamedTuple):
     compute: tuple[float, float, int, str] | None = None
 
 
-# The authors train BERT with half-precision gradients (their ideal times say so), all others in float32.
+# the authors train BERT with half-precision gradients (as their ideal times show), all others in float32
 _ENTRIES: Mapping[str, _Entry] = {
-    "resnet50": _Entry("ResNet-50", resnet.resnet50, "float32", (32, 64, 32, "images")),
-    "resnet18": _Entry("ResNet-18", resnet.resnet18),
+    "resnet50": _Entry("ResNet-50", model_shapes.resnet50, "float32", (32, 64, 32, "images")),
+    "resnet18": _Entry("ResNet-18", model_shapes.resnet18),
     "vgg16": _Entry("VGG-16", model_shapes.vgg16, "float32", (49, 100, 32, "images")),
     "vgg19": _Entry("VGG-19", model_shapes.vgg19),
-    "inception-bn": _Entry("Inception-BN", inception.inception_bn),
-    "transformer": _Entry("Transformer base", transformer.transformer, "float32", (95, 114, 16, "samples")),
-    "bert-base": _Entry("BERT-base", bert.bert_base, "float16", (188, 281, 85, "samples")),
-    "bert-large": _Entry("BERT-large", bert.bert_large, "float16", (339, 508, 35, "samples")),
-    "gpt2": _Entry("GPT-2 small", gpt2.gpt2),
-    "ugatit": _Entry("U-GAT-IT", ugatit.ugatit),
+    "inception-bn": _Entry("Inception-BN", model_shapes.inception_bn),
+    "transformer": _Entry("Transformer base", model_shapes.transformer, "float32", (95, 114, 16, "samples")),
+    "bert-base": _Entry("BERT-base", model_shapes.bert_base, "float16", (188, 281, 85, "samples")),
+    "bert-large": _Entry("BERT-large", model_shapes.bert_large, "float16", (339, 508, 35, "samples")),
+    "gpt2": _Entry("GPT-2 small", model_shapes.gpt2),
+    "ugatit": _Entry("U-GAT-IT", model_shapes.ugatit),
 }
 
 #: Name -> function that returns the shapes.
@@ -48,7 +99,7 @@ def load(name: str) -> Model:
     Raises
     ------
     ConfigError
-        If there is none of that name.
+        There is no such model.
     """
     if name not in _ENTRIES:
         raise ConfigError(f"model {name!r} is not built in; there are {', '.join(_ENTRIES)}")
@@ -61,10 +112,109 @@ def load(name: str) -> Model:
 
 
 def n_elements(name: str) -> list[int]:
-    """Return the elements of each parameter of model *name* (a key of `MODELS`)."""
+    """Return the number of elements of each parameter of model *name* (a key of `MODELS`)."""
     return [prod(shape) for shape in MODELS[name]().values()]
 
 
 def divided(name: str, divisor: int) -> Shapes:
-    """Return the tensors of model *name* as vectors of 1/*divisor* of their elements, at least one each."""
+    """Return the tensors of model *name* as vectors with 1/*divisor* of their elements, at least one each."""
     return {tensor: (max(1, prod(shape) // divisor),) for tensor, shape in load(name).shapes.items()}
+
+#: Largest file with a list of shapes.
+_MOST_NBYTES = 64 << 20
+
+
+def named(name: str, dtype: str | None = None) -> Model:
+    """Return the built-in model *name* or, if there is none, the model in the file *name*; *dtype* overrides its dtype.
+
+    Raises
+    ------
+    ConfigError
+        There is neither, the file cannot be read or parsed, or the dtype has no kernel.
+    """
+    if name in MODELS:
+        return _with_dtype(load(name), dtype)
+    path = Path(name)
+    if not path.exists() and os.sep not in name and not path.suffix:
+        return load(name)  # raises with the list of models
+    return _with_dtype(Model(path.stem, path.name, _read(path)), dtype)
+
+
+def from_torch(place: str, dtype: str | None = None) -> Model:
+    """Return the model of the torch module that ``module:callable`` returns when called without arguments.
+
+    Only parameters with gradients count. An error of the callable becomes a ConfigError that quotes it.
+    """
+    module_name, colon, function_name = place.partition(":")
+    if not (colon and module_name and function_name):
+        raise ConfigError(f"--from-torch {place!r}: expected MODULE:CALLABLE, such as mynet:build")
+    sys.path.insert(0, os.getcwd())
+    try:
+        built = getattr(importlib.import_module(module_name), function_name)()
+        parameters = [(name, p) for name, p in built.named_parameters() if p.requires_grad]
+        shapes = {name: tuple(int(length) for length in p.shape) for name, p in parameters}
+        dtypes = {str(p.dtype).removeprefix("torch.") for _, p in parameters}
+    except Exception as exc:
+        raise ConfigError(f"--from-torch {place!r}: {type(exc).__name__}: {exc}") from exc
+    finally:
+        sys.path.remove(os.getcwd())
+    if not shapes:
+        raise ConfigError(f"--from-torch {place!r}: the module has no parameter that takes a gradient")
+    if len(dtypes) > 1 and dtype is None:
+        raise ConfigError(f"--from-torch {place!r}: its parameters are {' and '.join(sorted(dtypes))}; choose the "
+                          "dtype of gradients with --dtype")
+    return _with_dtype(Model(function_name, place, shapes), dtype or dtypes.pop())
+
+
+def _with_dtype(model: Model, dtype: str | None) -> Model:
+    if dtype is not None and dtype not in ITEM_NBYTES:
+        raise ConfigError(f"dtype {dtype!r} has no sum kernel; supported: {', '.join(ITEM_NBYTES)}")
+    return model if dtype is None else replace(model, dtype=dtype)
+
+
+def _read(path: Path) -> Shapes:
+    try:
+        if path.stat().st_size > _MOST_NBYTES:
+            raise ConfigError(f"model file {path}: {path.stat().st_size} bytes are too many for a list of shapes")
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as exc:
+        raise ConfigError(f"model file {path} cannot be read: {exc.strerror}; built-in models are "
+                          f"{', '.join(MODELS)}") from exc
+    except UnicodeDecodeError:
+        raise ConfigError(f"model file {path} is not text; expected lines NAME SHAPE, such as fc.weight 4096x25088, "
+                          "or JSON {\"NAME\": [4096, 25088]}") from None
+    shapes = _of_json(path, text) if text.lstrip().startswith("{") else _of_lines(path, text)
+    if not shapes:
+        raise ConfigError(f"model file {path} names no tensor; expected lines NAME SHAPE, such as fc.weight 4096x25088")
+    return shapes
+
+
+def _of_json(path: Path, text: str) -> Shapes:
+    try:
+        told = json.loads(text)
+    except ValueError as exc:
+        raise ConfigError(f"model file {path} is not JSON: {exc}") from None
+    return {name: _shape(path, name, lengths) for name, lengths in told.items()}
+
+
+def _of_lines(path: Path, text: str) -> Shapes:
+    shapes: Shapes = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or not re.fullmatch(r"\d+(?:[x,]\d+)*", words[1]):
+            raise ConfigError(f"model file {path}, line {number}: {line.strip()!r}: expected NAME SHAPE, such as "
+                              "fc.weight 4096x25088")
+        if words[0] in shapes:
+            raise ConfigError(f"model file {path}, line {number}: tensor {words[0]!r} occurs twice")
+        shapes[words[0]] = _shape(path, words[0], [int(length) for length in re.split("[x,]", words[1])])
+    return shapes
+
+
+def _shape(path: Path, name: str, lengths: Any) -> tuple[int, ...]:
+    lengths = lengths.get("shape") if isinstance(lengths, Mapping) else lengths
+    if not isinstance(lengths, list) or not all(type(length) is int and length > 0 for length in lengths):
+        raise ConfigError(f"model file {path}: tensor {name!r} has the shape {lengths!r}; expected a list of positive "
+                          "numbers")
+    return tuple(lengths)

@@ -1,17 +1,20 @@
-"""What is trained: layers in forward order, with the time each takes and the tensors whose gradients it makes."""
+"""The simulated workload: layers in forward order with their times and tensors, and the built-in models as such."""
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from ...orchestration.errors import ConfigError
 from ...orchestration.messages import TensorSpec, UnitPlan
 from ...orchestration.placement.partition import plan_units
+from ..planner import catalog
+from ..planner.model_shapes import Shapes
 
 
 class Layer(NamedTuple):
-    """One link of the chain. Its gradients are ready when its backward is over; its forward needs their sums."""
+    """One layer. Its gradients are ready after its backward pass; its forward pass needs their sums."""
 
     name: str
     forward_s: float
@@ -20,7 +23,7 @@ class Layer(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """One training step of one worker: a chain of layers, and each tensor's shape."""
+    """One training step of a worker: a chain of layers, and each tensor's shape."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -29,12 +32,12 @@ class Workload(NamedTuple):
 
     @property
     def compute_s(self) -> float:
-        """Return the time of a step without communication."""
+        """Time of a step without communication."""
         return sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all gradients."""
+        """Bytes of all gradients."""
         return sum(tensor_nbytes(self.shapes[name], self.dtype) for layer in self.layers for name in layer.tensors)
 
 
@@ -50,7 +53,7 @@ def workload(name: str, layers: Sequence[Layer], shapes: Mapping[str, tuple[int,
     Raises
     ------
     ConfigError
-        If there is no layer, a time is no number of seconds, or a tensor has no shape or two layers.
+        There is no layer, a time is invalid, or a tensor has no shape or two layers.
     """
     if not layers:
         raise ConfigError(f"workload {name!r} has no layers: there is nothing to compute")
@@ -71,7 +74,7 @@ def workload(name: str, layers: Sequence[Layer], shapes: Mapping[str, tuple[int,
 
 
 def one_bulk(nbytes: int, n_tensors: int = 1) -> Workload:
-    """Return a workload without computing whose *n_tensors* gradients of *nbytes* in all are ready at once."""
+    """Return a workload without computing: *n_tensors* gradients of *nbytes* in all, ready at once."""
     if nbytes < 4 * n_tensors or n_tensors < 1:
         raise ConfigError(f"{nbytes} bytes cannot be spread over {n_tensors} tensors of float32")
     n = nbytes // 4
@@ -89,9 +92,9 @@ class PartitionedWorkload(NamedTuple):
 
 
 def cut(job: Workload, partition_nbytes: int, fusion_nbytes: int = 0) -> PartitionedWorkload:
-    """Pack and cut the tensors by `partition.plan_units`, as the scheduler does.
+    """Pack and partition the tensors with `partition.plan_units`, as the scheduler does.
 
-    *fusion_nbytes* 0: every tensor stands alone, as in BytePS; else small ones are one declared group.
+    *fusion_nbytes* 0: every tensor alone, as in BytePS; else small tensors form one declared group.
     """
     group = "small" if fusion_nbytes else None
     names = [tensor for layer in job.layers for tensor in layer.tensors]
@@ -105,3 +108,65 @@ def cut(job: Workload, partition_nbytes: int, fusion_nbytes: int = 0) -> Partiti
         for unit in of_layer:
             layers_of_unit[unit] += 1
     return PartitionedWorkload(units, units_of_layer, layers_of_unit)
+
+#: Models of BytePS's figures, or similar ones.
+MODELS = ("resnet50", "vgg16", "transformer", "bert-large", "gpt2", "ugatit")
+#: Tensors that BytePS's figures train besides: they state 387M parameters of BERT-large, more than with one matrix
+#: for input and output words.
+_BESIDES: dict[str, Shapes] = {"bert-large": {"words.decoder.weight": (30522, 1024)}}
+_LOOKUPS = ("embedding.weight", "embeddings.word.weight", "embeddings.position.weight", "embeddings.segment.weight",
+            "wte.weight", "wpe.weight")
+#: Pixels per side of the input of convolutions with such names; the first match counts, else `_SIDE`.
+_SIDES: dict[str, tuple[tuple[str, int], ...]] = {
+    "vgg16": (("conv10.", 28), ("conv11.", 14), ("conv12.", 14), ("conv13.", 14), ("conv1.", 224), ("conv2.", 224),
+              ("conv3.", 112), ("conv4.", 112), ("conv5.", 56), ("conv6.", 56), ("conv7.", 56), ("conv8.", 28),
+              ("conv9.", 28)),
+    "resnet50": (("conv1.", 112), ("layer1.", 56), ("layer2.", 28), ("layer3.", 14), ("layer4.", 7)),
+}
+_SIDE = 64
+#: A generator of U-GAT-IT is used three times per step, of six passes in all: its gradients are complete only in the
+#: backward pass of the first use, the last third of the computing.
+_LATE = {"ugatit": 1 / 3}
+
+
+def shapes_of(model: str) -> Shapes:
+    """Return name -> shape of *model*, one of `MODELS`."""
+    return catalog.MODELS[model]() | _BESIDES.get(model, {})
+
+
+def build(model: str, compute_s: float, backward_share: float = 2 / 3) -> Workload:
+    """Return *model* with *compute_s* of computing per step, *backward_share* of it in the backward pass.
+
+    Raises
+    ------
+    ConfigError
+        The model is unknown or a time is invalid.
+    """
+    if model not in MODELS:
+        raise ConfigError(f"model {model!r} is unknown to the simulator; known: {', '.join(sorted(MODELS))}")
+    if not compute_s >= 0 or not 0 <= backward_share <= 1:
+        raise ConfigError(f"a step that computes {compute_s} s, {backward_share} of it backward, is invalid")
+    shapes = shapes_of(model)
+    stems: dict[str, list[str]] = {}
+    for tensor in shapes:
+        stems.setdefault(tensor.removesuffix(".weight").removesuffix(".bias"), []).append(tensor)
+    costs = {stem: sum(_multiplications(model, tensor, shapes[tensor]) for tensor in tensors)
+             for stem, tensors in stems.items()}
+    total = sum(costs.values())
+    late = _LATE.get(model, 1.0)
+    layers = [Layer(stem, compute_s * late * (1 - backward_share) * costs[stem] / total,
+                    compute_s * late * backward_share * costs[stem] / total, tuple(tensors))
+              for stem, tensors in stems.items()]
+    if late < 1:
+        rest_s = compute_s * (1 - late)
+        layers.append(Layer("later uses", rest_s * (1 - backward_share), rest_s * backward_share, ()))
+    return workload(model, layers, shapes, catalog.load(model).dtype)
+
+
+def _multiplications(model: str, tensor: str, shape: tuple[int, ...]) -> float:
+    if len(shape) < 2 or tensor in _LOOKUPS:
+        return 0.0
+    if len(shape) == 2:
+        return float(prod(shape))
+    side = next((side for stem, side in _SIDES.get(model, ()) if tensor.startswith(stem)), _SIDE)
+    return float(prod(shape) * side * side)

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ...base.settings import Settings
-from ..input_memory import Memory
+from ..input_memory import InputMemory
 
 
 class DeviceSession(Protocol):
     """What this package needs of the session (`trainer.session.Session`)."""
 
     settings: Settings
-    memory: Memory
+    memory: InputMemory
     rank: int
     size: int
     local_rank: int

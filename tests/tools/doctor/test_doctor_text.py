@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.tools.doctor import doctor_text
+from bpsfast.tools.doctor import examination
 from bpsfast.tools.doctor.finding import Check, Finding, Outcome, Severity, failed, passed, told, warned
 from tests.sysfs_trees.machine import Machine
 
@@ -26,7 +26,7 @@ def _finding(outcome: Outcome, code: str = "X1") -> Finding:
 ])
 def test_the_verdict_counts_and_names_the_transport(outcomes: list[Outcome], words: str,
                                                     recorded_machine: Callable[[str], Machine]) -> None:
-    assert doctor_text.verdict(recorded_machine("rxe").facts(), list(map(_finding, outcomes))).startswith(words)
+    assert examination.verdict(recorded_machine("rxe").facts(), list(map(_finding, outcomes))).startswith(words)
 
 
 @pytest.mark.parametrize(("transport", "outcome", "words"), [
@@ -37,19 +37,19 @@ def test_the_verdict_counts_and_names_the_transport(outcomes: list[Outcome], wor
 def test_the_transport_follows_the_setting_and_the_findings(transport: str, outcome: Outcome, words: str,
                                                             recorded_machine: Callable[[str], Machine]) -> None:
     facts = recorded_machine("rxe").facts(transport=transport)
-    assert doctor_text.transport(facts, [_finding(outcome)]).startswith(words)
+    assert examination.transport(facts, [_finding(outcome)]).startswith(words)
 
 
 def test_what_to_type_stands_below_with_the_reason(recorded_machine: Callable[[str], Machine]) -> None:
     facts = recorded_machine("rxe").facts()
-    text = doctor_text.text(facts, [_finding(failed("one\ntwo", host="type this"))])
+    text = examination.text(facts, [_finding(failed("one\ntwo", host="type this"))])
     assert "[X1] a check: It matters.\n  host:    type this\n  more:    bpsfast explain X1" in text
     lines = text.splitlines()
     assert lines[1].index("one") - lines[1].index("  \x1b") > 0 and lines[2].strip() == "two"
 
 
 def test_a_check_that_passed_has_nothing_to_type(recorded_machine: Callable[[str], Machine]) -> None:
-    assert "[X1]" not in doctor_text.text(recorded_machine("rxe").facts(), [_finding(passed("x"))])
+    assert "[X1]" not in examination.text(recorded_machine("rxe").facts(), [_finding(passed("x"))])
 
 
 @pytest.mark.parametrize(("path", "words"), [
@@ -57,5 +57,5 @@ def test_a_check_that_passed_has_nothing_to_type(recorded_machine: Callable[[str
     ("var/run/secrets/kubernetes.io/token", "in a kubernetes container")])
 def test_the_head_names_the_container(path: str, words: str, recorded_machine: Callable[[str], Machine]) -> None:
     machine = recorded_machine("rxe")
-    assert "container" not in doctor_text.head(machine.facts())
-    assert words in doctor_text.head(machine.write(path, "").facts())
+    assert "container" not in examination.head(machine.facts())
+    assert words in examination.head(machine.write(path, "").facts())

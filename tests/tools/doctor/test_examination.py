@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from bpsfast.tools.doctor import examination
-from bpsfast.tools.doctor.checks import CHECKS
+from bpsfast.tools.doctor.examination import CHECKS
 from bpsfast.tools.doctor.facts import Facts
 from bpsfast.tools.doctor.finding import Check, Outcome, Severity, Status, failed, passed, skipped, told, warned
 from tests.sysfs_trees import NAMES

@@ -9,9 +9,9 @@ import pytest
 
 from bpsfast.hardware.host import Host
 from bpsfast.pyx.perf import handover_ns
-from bpsfast.tools.doctor import shared_cache
+from bpsfast.tools.doctor import hardware
+from bpsfast.tools.doctor.facts import CacheLineLatency
 from bpsfast.tools.doctor.finding import Status
-from bpsfast.tools.doctor.shared_cache import CacheLineLatency
 from tests.sysfs_trees.machine import Machine, commands
 
 
@@ -30,22 +30,22 @@ def cached(machine: Machine, shared: str, cpus: int = 8) -> Machine:
 def test_one_cpu_of_each_core_that_shares_the_last_cache(usable: tuple[int, ...], cores: list[int],
                                                          recorded_machine: Callable[[str], Machine]) -> None:
     host = cached(recorded_machine("none"), "0-7").host
-    assert shared_cache.sharers(host, frozenset(usable)) == cores
+    assert hardware.sharers(host, frozenset(usable)) == cores
 
 
 def test_the_largest_set_counts(recorded_machine: Callable[[str], Machine]) -> None:
     machine = cached(recorded_machine("none"), "0,4", 8)
     for cpu in (1, 2, 5, 6):
         machine.write(f"sys/devices/system/cpu/cpu{cpu}/cache/index3/shared_cpu_list", "1,2,5,6")
-    assert shared_cache.sharers(machine.host, frozenset(range(8))) == [1, 2]
-    assert shared_cache.sharers(recorded_machine("none").host, frozenset()) == []
+    assert hardware.sharers(machine.host, frozenset(range(8))) == [1, 2]
+    assert hardware.sharers(recorded_machine("none").host, frozenset()) == []
 
 
 def test_a_kernel_that_says_nothing_of_caches(recorded_machine: Callable[[str], Machine]) -> None:
     machine = recorded_machine("none")
     if (machine.root / "sys/devices/system/cpu/cpu0/cache").exists():
         machine.remove("sys/devices/system/cpu/cpu0/cache")
-    found = shared_cache.measure(machine.host)
+    found = hardware.measure(machine.host)
     assert "no two cores" in found.error
 
 
@@ -57,27 +57,27 @@ def test_what_the_doctor_says(ns: float, status: Status, words: str,
                               recorded_machine: Callable[[str], Machine]) -> None:
     facts = cached(recorded_machine("none"), "0-7").facts()
     facts.cache_latency = CacheLineLatency(0, 3, ns)
-    found = shared_cache.shared_cache(facts)
+    found = hardware.shared_cache(facts)
     assert found.status is status and words in found.found
     assert ("vcpupin" in commands(found).get("host", "")) == (status is Status.WARN)
 
 
 def test_what_was_not_measured_is_skipped(recorded_machine: Callable[[str], Machine]) -> None:
     facts = recorded_machine("none").facts()
-    assert shared_cache.shared_cache(facts).status is Status.SKIP
+    assert hardware.shared_cache(facts).status is Status.SKIP
     facts.cache_latency = CacheLineLatency(error="CPU 3 is busy")
-    found = shared_cache.shared_cache(facts)
+    found = hardware.shared_cache(facts)
     assert (found.status, found.found) == (Status.SKIP, "CPU 3 is busy")
 
 
 def test_this_machine() -> None:
     before = os.sched_getaffinity(0)
-    found = shared_cache.measure(Host())
+    found = hardware.measure(Host())
     assert found.error or (0 < found.ns < 1e6 and found.first < found.second), found
-    again = shared_cache.again(found)
+    again = hardware.again(found)
     assert (again.first, again.second) == (found.first, found.second) and (found.error or again.error or again.ns > 0)
     assert os.sched_getaffinity(0) == before
-    assert "1023" in shared_cache.again(CacheLineLatency(0, 1023, 40.0)).error
+    assert "1023" in hardware.again(CacheLineLatency(0, 1023, 40.0)).error
 
 
 def test_the_farthest_that_could_be_measured(recorded_machine: Callable[[str], Machine],
@@ -89,20 +89,20 @@ def test_the_farthest_that_could_be_measured(recorded_machine: Callable[[str], M
             raise OSError(errno.ETIMEDOUT, "busy")
         return took[second]
 
-    monkeypatch.setattr(shared_cache, "sharers", lambda host, usable: [1, 2, 3, 4])
-    monkeypatch.setattr(shared_cache, "handover_ns", handover)
+    monkeypatch.setattr(hardware, "sharers", lambda host, usable: [1, 2, 3, 4])
+    monkeypatch.setattr(hardware, "handover_ns", handover)
     host = recorded_machine("none").host
-    assert shared_cache.measure(host) == CacheLineLatency(1, 3, 60.0)
+    assert hardware.measure(host) == CacheLineLatency(1, 3, 60.0)
     took.clear()
-    assert shared_cache.measure(host).error == "busy" and shared_cache.again(shared_cache.measure(host)).error == "busy"
+    assert hardware.measure(host).error == "busy" and hardware.again(hardware.measure(host)).error == "busy"
     took[2] = 50.0
-    assert shared_cache.again(CacheLineLatency(1, 2, error="busy")) == CacheLineLatency(1, 2, 50.0)
-    assert shared_cache.again(CacheLineLatency(error="alone")) == CacheLineLatency(error="alone")
+    assert hardware.again(CacheLineLatency(1, 2, error="busy")) == CacheLineLatency(1, 2, 50.0)
+    assert hardware.again(CacheLineLatency(error="alone")) == CacheLineLatency(error="alone")
 
 
 def test_measurements_that_differ() -> None:
-    assert shared_cache.differ(40.0, 190.0) and shared_cache.differ(190.0, 40.0)
-    assert not any(shared_cache.differ(*ns) for ns in ((40.0, 60.0), (150.0, 190.0), (0.0, 190.0), (40.0, 0.0)))
+    assert hardware.differ(40.0, 190.0) and hardware.differ(190.0, 40.0)
+    assert not any(hardware.differ(*ns) for ns in ((40.0, 60.0), (150.0, 190.0), (0.0, 190.0), (40.0, 0.0)))
 
 
 def test_a_cpu_that_may_not_be_used() -> None:

@@ -5,12 +5,12 @@ import pytest
 
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import verbs
-from bpsfast.tools.doctor import verbs_report
-from bpsfast.tools.doctor.verbs_report import OpenedDevice
+from bpsfast.tools.doctor import facts
+from bpsfast.tools.doctor.facts import OpenedDevice
 
 
 def test_this_machine_s_library_or_why_there_is_none() -> None:
-    report = verbs_report.examine()
+    report = facts.ask_verbs()
     if report.error:
         assert "libibverbs" in report.error and not report.version and not report.devices
     else:
@@ -20,19 +20,19 @@ def test_this_machine_s_library_or_why_there_is_none() -> None:
 
 def test_an_implementation_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(ConfigError, match="expected one of native, pyverbs"):
-        verbs_report.examine("other")
+        facts.ask_verbs("other")
 
 
 def test_a_report_that_was_written_down() -> None:
-    report = verbs_report.recorded({"provider": "native", "version": "44.0", "fork": "unneeded", "devices": {
+    report = facts.recorded_verbs({"provider": "native", "version": "44.0", "fork": "unneeded", "devices": {
         "rxe0": {"attributes": {"max_mr": 7}, "ports": {"1": {"active_mtu": 1024}}, "registered_nbytes": 5}}})
     assert report is not None
     expected = OpenedDevice(attributes={"max_mr": 7}, ports={1: {"active_mtu": 1024}}, registered_nbytes=5)
     assert report.devices["rxe0"] == expected
-    assert verbs_report.recorded(None) is None
+    assert facts.recorded_verbs(None) is None
 
 
 @pytest.mark.parametrize("answer", ["text", {"version": "44.0"}, {"provider": "native", "devices": []}])
 def test_what_is_no_report_is_refused(answer: object) -> None:
     with pytest.raises(ConfigError, match="recorded machine cannot be read"):
-        verbs_report.recorded(answer)
+        facts.recorded_verbs(answer)

@@ -3,10 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.tools.simulator.all_reduce import ScheduledAllReduce
-from bpsfast.tools.simulator.cluster import Cluster, Costs, uniform
-from bpsfast.tools.simulator.event_clock import Clock
-from bpsfast.tools.simulator.ring import Ring, reduce_s
+from bpsfast.tools.simulator.all_reduce import Ring, ScheduledAllReduce, reduce_s
+from bpsfast.tools.simulator.network import Clock, Cluster, Costs, uniform
 from bpsfast.tools.simulator.simulation import Options, simulate
 from bpsfast.tools.simulator.workload import Layer, Workload, cut, one_bulk, workload
 

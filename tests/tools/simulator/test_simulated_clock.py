@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from bpsfast.tools.simulator.event_clock import Clock
+from bpsfast.tools.simulator.network import Clock
 
 
 def test_events_happen_by_time_then_in_the_order_they_were_planned() -> None:

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.tools.simulator.cluster import MAX_MACHINES, Costs, cluster, uniform
+from bpsfast.tools.simulator.network import MAX_MACHINES, Costs, cluster, uniform
 
 
 def test_counts_and_uniformity() -> None:

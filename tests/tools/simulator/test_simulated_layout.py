@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.tools.simulator.cluster import Cluster, Costs, cluster, uniform
+from bpsfast.tools.simulator.network import Cluster, Costs, cluster, uniform
 from bpsfast.tools.simulator.partition_layout import folded, full, is_symmetric
 from bpsfast.tools.simulator.simulation import Options, simulate
 from bpsfast.tools.simulator.workload import Layer, Workload, cut, one_bulk, workload

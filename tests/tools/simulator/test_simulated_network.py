@@ -3,9 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.tools.simulator.cluster import FREE, Costs
-from bpsfast.tools.simulator.event_clock import Clock
-from bpsfast.tools.simulator.network import Load, Network
+from bpsfast.tools.simulator.network import FREE, Clock, Costs, Load, Network
 
 
 def arrivals(rates: list[float], posts: list[tuple[int, int, float]], costs: Costs = FREE

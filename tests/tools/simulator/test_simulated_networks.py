@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from bpsfast.orchestration.errors import ConfigError
-from bpsfast.tools.simulator.layer_chains import MODELS, build, shapes_of
+from bpsfast.tools.simulator.workload import MODELS, build, shapes_of
 
 
 @pytest.mark.parametrize(("model", "millions", "within"), [

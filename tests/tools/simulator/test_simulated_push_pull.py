@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from bpsfast.tools.simulator.cluster import Costs, uniform
-from bpsfast.tools.simulator.event_clock import Clock
+from bpsfast.tools.simulator.network import Clock, Costs, uniform
 from bpsfast.tools.simulator.partition_layout import full
 from bpsfast.tools.simulator.push_pull import SimulatedPushPull, Stage
 from bpsfast.tools.simulator.workload import Layer, cut, workload

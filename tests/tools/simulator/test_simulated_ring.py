@@ -3,9 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.tools.simulator.cluster import Costs, cluster, uniform
-from bpsfast.tools.simulator.event_clock import Clock
-from bpsfast.tools.simulator.ring import Ring, RingAllReduce, reduce_s, wire_nbytes
+from bpsfast.tools.simulator.all_reduce import Ring, RingAllReduce, reduce_s, wire_nbytes
+from bpsfast.tools.simulator.network import Clock, Costs, cluster, uniform
 
 
 def test_lock_steps_take_the_slowest_cards_time() -> None:

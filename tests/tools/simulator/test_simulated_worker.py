@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.tools.simulator.event_clock import Clock
-from bpsfast.tools.simulator.worker import Worker
+from bpsfast.tools.simulator.network import Clock
+from bpsfast.tools.simulator.simulation import Worker
 from bpsfast.tools.simulator.workload import Layer
 
 LAYERS = (Layer("a", 1.0, 2.0, ()), Layer("b", 1.0, 2.0, ()))

@@ -8,7 +8,7 @@ import pytest
 
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.placement.assignment import assign
-from bpsfast.tools.simulator.cluster import Costs, cluster, uniform
+from bpsfast.tools.simulator.network import Costs, cluster, uniform
 from bpsfast.tools.simulator.simulation import Options, simulate
 from bpsfast.tools.simulator.workload import Layer, Workload, cut, one_bulk, workload
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from ....orchestration import messages
-from ....orchestration.errors import ProtocolError
-from ....orchestration.unreadable import DECODE_ERRORS
+from ....orchestration.errors import DECODE_ERRORS, ProtocolError
 
 #: Bumped whenever a field changes its meaning.
 VERSION = 1

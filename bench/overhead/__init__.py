@@ -1,0 +1,88 @@
+"""``bpsfast bench overhead``: what a gradient costs on its way from the hook to the announcement on the rank's lane.
+
+Two ranks of this machine run `program`: the same backward pass with the optimizer's hooks and without them, in turns.
+The difference, divided by the number of tensors, is the time of a tensor; a run of its own counts Python calls and
+locks. With ``--against`` another installation runs the same program in turns with this one.
+"""
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bpsfast.bench.harness import table
+from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+
+N_TENSORS = (161, 2000)
+_TIMEOUT_S = 170.0
+_PROGRAM = Path(__file__).with_name("program.py")
+
+
+def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Measure as *options* say, print a table, and return (and write) the records.
+
+    Parameters
+    ----------
+    options
+        against: a Python interpreter that has another version; n_elements (256) of a tensor; n_rounds (5); quick;
+        json_path. All may be None.
+
+    Raises
+    ------
+    ConfigError
+        If *against* is no program.
+    PeerLostError, StallError
+        If a run fails, or does not end.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    pythons = {"this": sys.executable}
+    if "against" in given:
+        if not Path(given["against"]).is_file():
+            raise ConfigError(f"--against {given['against']}: expected the path of a Python interpreter")
+        pythons["against"] = given["against"]
+    n_rounds, n_steps = (1, 5) if given.get("quick") else (given.get("n_rounds") or 5, 30)
+    n_elements = given.get("n_elements") or 256
+    began = time.time()
+    records = []
+    for n_tensors in N_TENSORS:
+        found: dict[str, list[float]] = {name: [] for name in pythons}
+        for _ in range(n_rounds):
+            for name, python in pythons.items():
+                found[name] += measure(python, n_tensors, n_elements, n_steps)["samples_s"]
+        for name, python in pythons.items():
+            counted = measure(python, n_tensors, n_elements, 1, counts=True)
+            records.append({"section": "overhead", "chosen": {"version": name, "n_tensors": n_tensors},
+                            "measured": {"samples_s": found[name], "median_s": statistics.median(found[name]),
+                                         "calls": counted["calls"], "locks": counted["locks"]}})
+    print(report(records), flush=True)
+    return table.finish("overhead", given, began, records)
+
+
+def measure(python: str, n_tensors: int, n_elements: int, n_steps: int, counts: bool = False) -> dict[str, Any]:
+    """Return what rank 0 of one job of two ranks found with the interpreter *python*."""
+    options = json.dumps({"n_tensors": n_tensors, "n_elements": n_elements, "n_steps": n_steps, "counts": counts})
+    command = [python, "-m", "bpsfast", "run", "-n", "2", "--", python, str(_PROGRAM), options]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as exc:
+        raise StallError(f"{n_tensors} tensors with {python} did not end within {_TIMEOUT_S:g} s") from exc
+    lines = [line[line.index("{"):] for line in done.stdout.splitlines() if '"samples_s"' in line]
+    if done.returncode or len(lines) != 1:
+        raise PeerLostError(f"{n_tensors} tensors with {python} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    found: dict[str, Any] = json.loads(lines[0])
+    return found
+
+
+def report(records: list[dict[str, Any]]) -> str:
+    """Return the table: microseconds, Python calls and locks for each tensor."""
+    rows = [["tensors", "version", "us per tensor", "Python calls", "locks"]]
+    for record in records:
+        chosen, measured = record["chosen"], record["measured"]
+        rows.append([str(chosen["n_tensors"]), chosen["version"], f"{1e6 * measured['median_s']:.2f}",
+                     f"{measured['calls']:.1f}", f"{measured['locks']:.1f}"])
+    return table.plain(rows)

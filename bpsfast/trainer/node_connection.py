@@ -1,0 +1,346 @@
+"""How a rank becomes part of the job: connect to the machine's node, prove the key, get lane, board and doorbell."""
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..base import message_socket as channels
+from ..base.addresses import unreachable_hint
+from ..base.end_reports import report
+from ..base.message_socket import MessageSocket
+from ..base.settings import Settings, fingerprint
+from ..base.value_formats import format_cpus, parse_cpus
+from ..hardware.affinity.binding import ThreadBinding, binding_variable, default_gpu
+from ..launch.process_role import ProcessRole
+from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError, error_of
+from ..orchestration.messages import VERSION, Attach, Attached, Message, Refuse
+from ..pyx.pages import Segment
+
+#: The node and the scheduler know who is missing; a rank's own deadline comes this much after theirs.
+_GRACE_S = 5.0
+
+
+@dataclass
+class Attachment:
+    """What the node gave to this rank at *place*. `node_pidfd` and everything else is the owner's to close.
+
+    `pins`: the CPUs that this process keeps to meanwhile.
+    """
+
+    place: ProcessRole
+    channel: MessageSocket
+    attached: Attached
+    lane: Segment
+    board: Segment
+    doorbell: Segment
+    node_pidfd: int
+    pins: ThreadBinding
+
+    def close(self) -> None:
+        """Close everything. The port must be closed before."""
+        self.pins.undo()
+        self.channel.close()
+        for segment in (self.lane, self.board, self.doorbell):
+            segment.close()
+        os.close(self.node_pidfd)
+
+
+def attach(place: ProcessRole, settings: Settings, version: str, failure: Callable[[], str | None]) -> Attachment:
+    """Attach to this machine's node and return once the whole job has joined.
+
+    Parameters
+    ----------
+    version
+        This package's version; the node's must be the same.
+    failure
+        Says what became of the daemons this process started, or None while they are well.
+
+    Raises
+    ------
+    MismatchError, ConfigError, StallError, PeerLostError
+        What the node or the scheduler refused with, or what became of them.
+    """
+    deadline = time.monotonic() + settings.start_timeout_s + _GRACE_S
+    connection = _connect(place, settings, failure)
+    try:
+        _introduce(connection, place, settings, version)
+        while True:
+            try:
+                message, fds = connection.recv(0.2)
+                break
+            except StallError:
+                _raise_failure(failure)
+                if time.monotonic() >= deadline:
+                    raise StallError(
+                        f"rank {place.rank} attached to its node (pid {connection.peer[0]}), but the job was not "
+                        f"complete within start_timeout_s={settings.start_timeout_s:g} s: a node, helper, rank or the "
+                        f"scheduler at {place.scheduler[0]}:{place.scheduler[1]} is missing."
+                        f"{unreachable_hint(*place.scheduler)}"
+                    ) from None
+            except PeerLostError as exc:
+                _raise_failure(failure)
+                report("told")
+                raise PeerLostError(f"the node of this machine (pid {connection.peer[0]}) went away while rank "
+                                    f"{place.rank} was attaching; see its output") from exc
+        if isinstance(message, Refuse):
+            if message.error == PeerLostError.__name__:
+                report("told")
+            raise error_of(message.error, message.reason)
+        if not isinstance(message, Attached) or len(fds) != 4:
+            _close_all(fds)
+            raise ProtocolError(f"the node answered an attach with {type(message).__name__} and {len(fds)} descriptors")
+        return _map(place, connection, message, fds)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _connect(place: ProcessRole, settings: Settings, failure: Callable[[], str | None]) -> MessageSocket:
+    deadline = time.monotonic() + settings.start_timeout_s
+    name = channels.address(place.job_key, place.node_id)
+    while True:
+        try:
+            return channels.connect(name, min(0.5, max(0.0, deadline - time.monotonic())))
+        except StallError as exc:
+            _raise_failure(failure)
+            if time.monotonic() >= deadline:
+                raise StallError(
+                    f"rank {place.rank}: no node of this job listened on this machine within start_timeout_s="
+                    f"{settings.start_timeout_s:g} s (node_id {place.node_id!r}). {exc}.{unreachable_hint(*place.scheduler)}"
+                ) from exc
+
+
+def _raise_failure(failure: Callable[[], str | None]) -> None:
+    text = failure()
+    if text is not None:
+        report("told")
+        raise PeerLostError(text)
+
+
+def _introduce(connection: MessageSocket, place: ProcessRole, settings: Settings, version: str) -> None:
+    pid = os.getpid()
+    proof = channels.attach_proof(place.job_key, pid, place.local_rank)
+    pidfd = os.pidfd_open(pid)
+    try:
+        connection.send(
+            Attach(version=VERSION, package=version, pid=pid, local_rank=place.local_rank, local_size=place.local_size,
+                   rank=place.rank, size=place.size, proof=proof, settings=fingerprint(settings),
+                   cpus=format_cpus(os.sched_getaffinity(0)),
+                   stays=not settings.numa or bool(binding_variable(os.environ)),
+                   gpu=default_gpu(os.environ, place.local_rank)),
+            [pidfd],
+        )
+    except PeerLostError:
+        # The node may have refused before it read everything: its reason is what counts, and is read next.
+        return
+    finally:
+        os.close(pidfd)
+
+
+def _map(place: ProcessRole, connection: MessageSocket, attached: Attached, fds: tuple[int, ...]) -> Attachment:
+    mapped: list[Segment] = []
+    try:
+        for fd, is_writable in zip(fds, (True, False, True)):
+            mapped.append(Segment.attach(fd, writable=is_writable))
+    except BaseException:
+        for segment in mapped:
+            segment.close()
+        _close_all(fds[len(mapped):])
+        raise
+    lane, board, doorbell = mapped
+    return Attachment(place=place, channel=connection, attached=attached, node_pidfd=fds[3], lane=lane, board=board,
+                      doorbell=doorbell, pins=ThreadBinding(parse_cpus(attached.cpus)))
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+T = TypeVar("T")
+
+#: How often a wait looks at the job's state on the board, which no descriptor announces.
+SLICE_S = 0.1
+
+
+class Mailbox:
+    """Messages to and from the node over *channel*. Any thread.
+
+    Parameters
+    ----------
+    channel
+        Owned from now on.
+    node_pidfd
+        Polled beside the socket: it fires when the node dies, even if a forked child of it holds the socket open.
+    deliver
+        Called with each message and its descriptors (which it owns), one at a time.
+    check
+        Called before each sleep; raises if the job is over.
+    lost
+        Returns what to raise when the node is gone.
+    """
+
+    def __init__(self, channel: MessageSocket, node_pidfd: int, deliver: Callable[[Message, tuple[int, ...]], None],
+                 check: Callable[[], None], lost: Callable[[], BpsError]) -> None:
+        self._channel = channel
+        self._deliver = deliver
+        self._check = check
+        self._lost = lost
+        self._condition = threading.Condition()
+        self._reading = False
+        self._poller = select.poll()
+        self._poller.register(channel.fileno(), select.POLLIN)
+        self._poller.register(node_pidfd, select.POLLIN)
+        self._node_pidfd = node_pidfd
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send *message*; raises what the job was aborted with, or what `lost` returns, if the node is gone."""
+        try:
+            self._channel.send(message, fds)
+        except PeerLostError as exc:
+            self._check()  # what the job was aborted with is why the node has left
+            raise self._lost() from exc
+
+    def wait(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
+        """Read messages until ``ready()`` is not None and return that, or None after *timeout_s* seconds.
+
+        Raises
+        ------
+        PeerLostError
+            If the node died, or what `check` raises; but what was said before that counts first.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._condition:
+                found = ready()
+                remaining_s = deadline - time.monotonic()
+                if found is not None or remaining_s <= 0:
+                    return found
+                if self._reading:
+                    self._condition.wait(min(remaining_s, SLICE_S))
+                    continue
+                self._reading = True
+            try:
+                self._read(min(remaining_s, SLICE_S))
+            except ClosedError:
+                raise
+            except BpsError:
+                with self._condition:
+                    found = ready()
+                if found is None:
+                    raise
+                return found
+            finally:
+                with self._condition:
+                    self._reading = False
+                    self._condition.notify_all()
+
+    def pump(self) -> None:
+        """Deliver what has arrived, without waiting; nothing if another thread is reading."""
+        with self._condition:
+            if self._reading:
+                return
+            self._reading = True
+        try:
+            self._read(0.0)
+        finally:
+            with self._condition:
+                self._reading = False
+                self._condition.notify_all()
+
+    def _read(self, timeout_s: float) -> None:
+        """Take what arrives in time. An abort comes by the board and overtakes what the socket says of its cause."""
+        try:
+            self._check()
+        except ClosedError:  # the socket is another's: of the process that forked us, or closed by another thread
+            raise
+        except BpsError:
+            with contextlib.suppress(PeerLostError):
+                self._take()
+            raise
+        events = dict(self._poller.poll(timeout_s * 1000))
+        if self._channel.fileno() in events:
+            try:
+                self._take()
+            except PeerLostError as exc:
+                self._check()  # an abort that was published before the node left is the better reason
+                raise self._lost() from exc
+        elif self._node_pidfd in events:
+            self._check()
+            raise self._lost()
+
+    def _take(self) -> None:
+        arrived = self._channel.recv_nowait()
+        with self._condition:
+            for message, fds in arrived:
+                self._deliver(message, fds)
+
+    def close(self) -> None:
+        """Close the socket. No thread may be waiting."""
+        self._channel.close()
+
+
+class NodeRequests:
+    """Asks, and knows what was answered. Any thread.
+
+    Parameters
+    ----------
+    timeout_s
+        How long an answer may take unless a question says otherwise.
+    require_open
+        Raises `ClosedError` when the session is closed, or is another process's.
+    mailbox
+        The way to the node; it delivers what `receive` takes.
+    """
+
+    def __init__(self, timeout_s: float, require_open: Callable[[], None], mailbox: Mailbox) -> None:
+        self._timeout_s = timeout_s
+        self._require_open = require_open
+        self._mailbox = mailbox
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, list[Message]] = {}  # of the questions that somebody still waits for
+
+    def receive(self, number: int, answer: Message) -> None:
+        """Enter the answer to question *number*, if it is still wanted. Called by the mailbox, one at a time."""
+        answers = self._answers.get(number)
+        if answers is not None:
+            answers.append(answer)
+
+    def ask(self, question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0,
+            given_up: Callable[[], Message | None] = lambda: None, fds: Sequence[int] = ()) -> Message:
+        """Return the answer to ``question(number)``.
+
+        Parameters
+        ----------
+        trouble
+            What has happened if there is none, for the error.
+        timeout_s
+            0: what the session's setting says.
+        given_up
+            Asked now and then; what it returns, unless None, counts as the answer.
+        fds
+            Descriptors that go with the question; they stay the caller's.
+
+        Raises
+        ------
+        StallError
+            If no answer came in time.
+        """
+        timeout_s = timeout_s or self._timeout_s
+        self._require_open()
+        number = next(self._numbers)
+        answers = self._answers[number] = []
+        try:
+            self._mailbox.send(question(number), fds)
+            answer = self._mailbox.wait(lambda: answers[0] if answers else given_up(), timeout_s)
+        finally:
+            del self._answers[number]
+        if answer is None:
+            raise StallError(f"{trouble} within {timeout_s:g} s")
+        return answer
