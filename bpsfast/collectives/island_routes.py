@@ -40,7 +40,7 @@ class IslandGroup(Group):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """A route for the fraction `share` of all partitions: its islands, and the fraction that each root of them copies."""
+    """A route for the fraction `share` of all partitions: its islands, and the fraction that each root copies."""
 
     share: float
     islands: tuple[tuple[int, ...], ...]
@@ -60,7 +60,7 @@ class IslandRoutes(msgspec.Struct, frozen=True):
     routes: tuple[Route, ...]
 
     def partition_route(self, part: int, rank: int) -> PartitionRoute:
-        """Return the route of *rank*'s input of the job's partition *part*; a rank without an island is its own root."""
+        """Return the route of *rank*'s input of the job's partition *part*; a rank in no island is its own root."""
         at = part * _GOLDEN % 1.0
         for route in self.routes:
             if at < route.share or route is self.routes[-1]:
@@ -101,7 +101,7 @@ def routes_of(strategy: Strategy, rank_of: Mapping[str, int]) -> IslandRoutes:
 
 
 def shared_routes(gpu_of: Sequence[tuple[int, str]]) -> IslandRoutes:
-    """Return the route of a machine with these (rank, GPU): ranks that share a GPU are an island and copy equal parts."""
+    """Return the route of a machine with these (rank, GPU): ranks of one GPU are an island and copy equal parts."""
     gpus: dict[str, list[int]] = {}
     for rank, gpu in sorted(gpu_of):
         gpus.setdefault(gpu, []).append(rank)

@@ -2,8 +2,8 @@
 
     torch tensors                             torch's current stream of their device
     CuPy arrays                               CuPy's current stream
-    others with ``__cuda_array_interface__``  the stream that they name, else the default one (version 3 of the protocol;
-                                              older arrays that name none, as of torch and Numba, are ordered there)
+    others with ``__cuda_array_interface__``  the stream that they name, else the default one (version 3 of it; older
+                                              arrays name none, as of torch and Numba, and are ordered there)
     others with CUDA DLPack                   ``__dlpack__(stream=)`` orders them; results are ordered on CuPy's current
                                               stream, as those of new arrays, which are CuPy's
 """

@@ -1,4 +1,4 @@
-"""Copy threads: each device has one that copies partitions to the host, and one that copies sums back; most urgent first.
+"""Copy threads: each device has one that copies partitions to the host and one that copies sums back, urgent ones first.
 
 `ToHostCopier` runs `CopyToHost`s. A hook of the backward pass only adds one, and the training's stream goes on. Copies
 are enqueued once their input is computed, so a stream that blocks (it may wait for another rank, which waits for a sum
@@ -268,8 +268,8 @@ class CopyToHost(DeviceCopy):
         self._readers = deque(readers)
 
     def is_ready(self, pending: set[Hashable]) -> bool:
-        """Return whether copies that are enqueued now begin at once. The origin of an event that is not reached is added
-        to *pending*; later events of an origin in it are not asked.
+        """Return whether copies that are enqueued now begin at once. *pending* collects the origins of events that are
+        not reached: their later events are not asked.
         """
         while self._after:
             origin = self._after[0].origin

@@ -6,8 +6,8 @@ A window has two slots, used in turn. A rank that fills a slot again has passed 
 they had read it, and its stream waits for that record. So there is one barrier on the host for each slot, in a thread.
 
 Windows are opened by CUDA IPC on a GPU, by a memfd on the host device. They are buffers of our own because frameworks
-may allocate memory that cannot be exported (expandable segments). Streams of different processes are ordered by exported
-events; a wait means what was recorded when it was called, hence the barrier between the two.
+may allocate memory that cannot be exported (expandable segments). Exported events order streams of different processes;
+a wait means what was recorded when it was called, hence the barrier between the two.
 """
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Windows(Protocol):
         """Copy within the device."""
 
     def sum(self, stream: Stream, target: int, own: int, offset: int, nbytes: int, dtype: str) -> None:
-        """Sum what lies at *offset* of all windows, in the order of the members; this member's own part lies at *own*."""
+        """Sum what lies at *offset* of all windows, in the order of the members; this member's part is at *own*."""
 
     def record(self, stream: Stream, number: int) -> None:
         """Record event *number* of this member after everything enqueued so far."""
@@ -117,8 +117,8 @@ class HostWindows:
         event = stream.record()
         while not event.wait(_SLICE_S):
             if self._is_closed() or time.monotonic() > deadline:
-                raise StallError(f"rank {self._group.ranks[self._group.rank]} waited {self._group.timeout_s:g} s for its "
-                                 "stream before a sum with its island, or was closed meanwhile")
+                raise StallError(f"rank {self._group.ranks[self._group.rank]} waited {self._group.timeout_s:g} s for "
+                                 "its stream before a sum with its island, or was closed meanwhile")
 
     def wait(self, stream: Stream, number: int) -> None:
         """See `Windows`."""
@@ -394,4 +394,5 @@ class SharedCommunicator:
     def _take_target(self, stream: Stream, parts: Sequence[_SlotPart], begin: int, dtype: str) -> None:
         for each, at, nbytes, offset in parts:
             if each.root != self._group.rank:
-                self._windows.copy(stream, each.target + at, self._windows.addresses[each.root] + begin + offset, nbytes)
+                window = self._windows.addresses[each.root] + begin
+                self._windows.copy(stream, each.target + at, window + offset, nbytes)

@@ -26,8 +26,8 @@ def test_slotfuls_hold_every_byte_once_and_apart(sizes: list[int], slot: int) ->
         end = 0
         for part in lot:
             assert part.offset >= end and part.offset % 256 == 0 and part.nbytes > 0 and part.nbytes % 8 == 0
-            assert part.at == seen[id(part.run)]
-            seen[id(part.run)] += part.nbytes
+            assert part.at == seen[id(part.range)]
+            seen[id(part.range)] += part.nbytes
             end = part.offset + part.nbytes
         assert 0 < end <= slot * 1024
     assert all(seen[id(run)] == run.nbytes for run in runs)

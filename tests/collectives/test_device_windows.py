@@ -75,7 +75,8 @@ def runtime(monkeypatch):
 
 def made(runtime):
     device = SimpleNamespace(number=0, current=lambda what: contextlib.nullcontext())
-    return CudaWindows(device, SimpleNamespace(size=3, rank=1, ranks=(0, 1, 2), all_gather_bytes=lambda own: [own] * 3), 4096, N_EVENTS)
+    group = SimpleNamespace(size=3, rank=1, ranks=(0, 1, 2), all_gather_bytes=lambda own: [own] * 3)
+    return CudaWindows(device, group, 4096, N_EVENTS)
 
 
 def kept():

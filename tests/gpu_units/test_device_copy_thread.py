@@ -35,7 +35,7 @@ class Errands(CopyThread[Errand]):
             else:
                 rest.append(errand)
         if rest:
-            self._nap()
+            self._pause()
         return rest
 
 

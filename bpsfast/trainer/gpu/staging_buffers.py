@@ -38,7 +38,8 @@ class StagingBuffer:
     Raises as `StagingBuffers.allocate`.
     """
 
-    def __init__(self, buffers: StagingBuffers, place: DeviceLocation, address: int, nbytes: int, keeps: object) -> None:
+    def __init__(self, buffers: StagingBuffers, place: DeviceLocation, address: int, nbytes: int,
+                 keeps: object) -> None:
         self.place = place
         self.region = buffers.allocate(place, nbytes)
         self._buffers = buffers
