@@ -50,8 +50,8 @@ def cupy() -> Any:
     except ImportError as exc:
         is_there = importlib.util.find_spec("cupy") is not None
         how = "cannot be imported" if is_there else "is not installed"
-        raise UnsupportedError(f"arrays on a GPU are reached through CuPy, which {how} ({exc.__cause__ or exc}). "
-                               "pip install bpsfast[cuda], or a CuPy for your CUDA or ROCm") from exc
+        raise UnsupportedError(f"arrays on a GPU are reached through CuPy, which {how}: pip install bpsfast[cuda], or "
+                               f"a CuPy for your CUDA or ROCm ({exc.__cause__ or exc})") from exc
     try:
         n_devices = module.cuda.runtime.getDeviceCount()
     except module.cuda.runtime.CUDARuntimeError as exc:

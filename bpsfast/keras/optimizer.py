@@ -246,6 +246,18 @@ def distribute(optimizer: Any, reduction: Reduction, n_passes: int = 1) -> Any:
     return optimizer
 
 
+def wrap_for_tensorflow(optimizer: Any, name: str | None, average: bool, compression: Any, n_passes: int,
+                        averages_passes: bool) -> Any:
+    """As `bpsfast.tensorflow.DistributedOptimizer`, whose compressors become Keras's; *averages_passes* divides the
+    gradients of several passes by their number.
+    """
+    own = {"float16": Compression.fp16, "bfloat16": Compression.bf16}
+    if isinstance(compression, type):
+        compression = own.get(vars(compression).get("wire_name", ""), compression)
+    return distribute(optimizer, Reduction(name, average, *parted(compression),
+                                           postscale=1 if averages_passes else n_passes), n_passes)
+
+
 def is_distributed(optimizer: Any) -> bool:
     """Whether *optimizer* is a DistributedOptimizer."""
     return issubclass(type(optimizer), Distributed)

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import tensorflow as tf
 
 from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ..trainer.arguments import Average, averages
-from .compression import BF16Compressor, Compression, CompressionLike, FP16Compressor, parted
+from .compression import Compression, CompressionLike, parted
 from .ops import reduced
 
 
@@ -213,15 +214,8 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: b
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return _Summing(optimizer, name, use_locking, compression, sparse_as_dense, mean,
                         PassAccumulator(n, average_aggregated_gradients) if n > 1 else None)
-    from .. import keras
-    from ..keras.compression import parted as keras_parted
-    from ..keras.optimizer import Reduction, distribute
-
-    own: dict[Any, Any] = {Compression.none: keras.Compression.none, FP16Compressor: keras.Compression.fp16,
-                           BF16Compressor: keras.Compression.bf16}
-    chosen: Any = own.get(compression, compression) if isinstance(compression, type) else compression
-    reduction = Reduction(name, mean, *keras_parted(chosen), postscale=1 if average_aggregated_gradients else n)
-    return distribute(optimizer, reduction, n)
+    of_keras = import_module("bpsfast.keras.optimizer")  # by name: it stands above this package, and imports Keras
+    return of_keras.wrap_for_tensorflow(optimizer, name, mean, compression, n, average_aggregated_gradients)
 
 
 class _Summing(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
