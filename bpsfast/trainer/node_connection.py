@@ -19,7 +19,7 @@ from ..base.settings import Settings, fingerprint
 from ..hardware import numa
 from ..hardware.affinity import environment
 from ..hardware.affinity.binding import ThreadBinding
-from ..launch.roles import ProcessRole
+from ..launch.process_role import ProcessRole
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.messages import VERSION, Attach, Attached, Message, Refuse
 from ..pyx.pages import Segment

@@ -5,13 +5,13 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .. import __version__
+from .._version import __version__
 from ..base import logs
 from ..base.end_reports import report
 from ..base.settings import Settings, take_job_key
 from ..launch import daemons
 from ..launch.daemons import Daemons
-from ..launch.roles import ProcessRole
+from ..launch.process_role import ProcessRole
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError, UnsupportedError
 from . import node_connection
 from .exit_handling import ExitWatch, shorten_tracebacks
@@ -195,7 +195,7 @@ def join_job(place: ProcessRole, settings: Settings,
     """
     started = daemons.start(place, settings)
     try:
-        attached = node_connection.attach(started.place, started.place.settings(settings), __version__,
+        attached = node_connection.attach(started.role, started.role.settings(settings), __version__,
                                      lambda: started.failure() or why_void())
         session = Session(attached, settings, started.failure)
         report("joined")

@@ -16,8 +16,15 @@ import numpy as np
 from ..base.dtypes import TABLE, wire_name
 from ..orchestration.errors import BusyError, MismatchError, ProtocolError, UnsupportedError
 from ..orchestration.messages import TensorSpec
-from ..orchestration.placement.partition import ROWS
-from ..orchestration.placement.partition import HEADER_NBYTES, INDEX_NBYTES, OVERFLOW, row_frame_nbytes, part_rows, values_offset
+from ..orchestration.placement.partition import (
+    HEADER_NBYTES,
+    INDEX_NBYTES,
+    OVERFLOW,
+    ROWS,
+    part_rows,
+    row_frame_nbytes,
+    values_offset,
+)
 from . import process
 from .arguments import flag
 from .session import Session

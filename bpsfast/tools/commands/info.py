@@ -1,4 +1,4 @@
-"""``bpsfast info``: what is installed here and works, and why the rest does not; or every setting and its origin."""
+"""``bpsfast info`` shows what is installed and works, or every setting with its value and origin."""
 from __future__ import annotations
 
 import sys
@@ -54,7 +54,7 @@ def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], 
 
 
 def taken(loaded: Settings, origins: dict[str, str]) -> Inventory:
-    """Return what is here, under these settings."""
+    """Take the inventory under these settings."""
     from ...hardware.host import Host
     from .. import inventory
     from .doctor import gather_facts
@@ -63,7 +63,7 @@ def taken(loaded: Settings, origins: dict[str, str]) -> Inventory:
 
 
 def text(here: Inventory) -> str:
-    """Return what people read."""
+    """Return the inventory as text."""
     machine, limits = here.machine, here.limits
     lines = output.hanging("", f"bpsfast {here.version}, Python {here.python}, {machine.system}, kernel "
                                f"{machine.kernel}")
@@ -134,8 +134,9 @@ _SECRET = "job_key"
 
 
 class SettingRow(msgspec.Struct, frozen=True):
-    """One setting as it holds here. `value` of a secret is "(set)"; `origin`: default, a variable, a profile, the
-    command line. `byteps`: BytePS's variables for it; `agree`: all processes of a job must have the same value.
+    """One setting. `value` of a secret is "(set)"; `origin`: default, a variable, a profile or the command line.
+
+    `byteps`: BytePS's variables for it; `agree`: all processes of a job need the same value.
     """
 
     name: str
@@ -157,12 +158,12 @@ def setting_rows(loaded: settings.Settings, origins: dict[str, str]) -> list[Set
 
 
 def _shown(name: str, value: bool | int | float | str) -> bool | int | float | str:
-    """Return *value*, but of a secret only whether it is set."""
+    """Return *value*, or for a secret only whether it is set."""
     return "(set)" if name == _SECRET and value else value
 
 
 def settings_text(found: list[SettingRow]) -> str:
-    """Return one line for each setting; on a terminal what it means stands below, as wide as that is."""
+    """Return one line per setting; on a terminal its meaning follows, wrapped."""
     cells = [(each.variable, "-" if each.value == "" else str(each.value), each.origin) for each in found]
     docs = [f"{each.kind}{f' [{each.unit}]' if each.unit else ''}: {each.doc}"
             f"{f' (BytePS: {chr(44).join(each.byteps)})' if each.byteps else ''}" for each in found]

@@ -1,4 +1,4 @@
-"""``bpsfast devices``: RDMA devices as ibv_devinfo and ibdev2netdev tell them, and the other network cards."""
+"""``bpsfast devices`` and ``bpsfast gids``: RDMA devices, other network cards, and GID tables."""
 from __future__ import annotations
 
 import sys
@@ -63,7 +63,7 @@ def devices(peer: str | None, verbs: str | None, root: str | None, assignments: 
 
 
 def device_text(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> str:
-    """Return the tables for people; *mtus*: what libibverbs says, by "device/port", None if it was not asked."""
+    """Return the tables as text; *mtus*: path MTUs from libibverbs by "device/port", None without them."""
     parts = []
     if host.devices:
         parts.append(output.table(device_rows(host, choice, mtus)))
@@ -87,7 +87,7 @@ def device_rows(host: Host, choice: RailChoice, mtus: dict[str, str] | None = No
 
 
 def device_data(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return what JSON shows: base units, null where the kernel does not say."""
+    """Return the JSON data: base units, null if the kernel does not say."""
     uses = _uses(choice)
     return {
         "devices": [{
@@ -129,7 +129,7 @@ def _row(host: Host, choice: RailChoice, device: RdmaDevice, port: Port) -> tupl
 
 
 def _uses(choice: RailChoice) -> dict[str, tuple[str, str]]:
-    """Return what is to become of each port ("used", "spare", "rejected"), and why."""
+    """Return the use of each port ("used", "spare", "rejected"), and the reason."""
     uses = {name: ("rejected", reason) for name, reason in choice.rejected.items()}
     uses |= {rail.name: ("spare", rail.reason) for rail in choice.spare}
     return uses | {rail.name: ("used", rail.reason) for rail in choice.rails}
@@ -148,7 +148,7 @@ def _roce_mtu(host: Host, port: Port) -> int | None:
 
 
 def _other_cards(host: Host) -> list[Netdev]:
-    """Return the network cards whose interface no RDMA port shares."""
+    """Return the network cards without an RDMA port."""
     shared = {port.netdev for _, port in host.ports}
     return [netdev for netdev in host.netdevs.values() if netdev.is_card and netdev.name not in shared]
 
@@ -160,7 +160,7 @@ def _card_row(card: Netdev) -> tuple[str, ...]:
 
 
 def _pcie(link: PcieLink | None) -> str:
-    """Return "16 GT/s x8 of x16": what runs, and what could where that is more."""
+    """Return the link as "16 GT/s x8 of x16": current values, and the maximum if it is larger."""
     if link is None:
         return "-"
     width = f"x{link.width}" + (f" of x{link.max_width}" if link.width < link.max_width else "")
@@ -219,19 +219,19 @@ def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None
 
 
 def check_device(host: Host, name: str | None) -> None:
-    """Raise `ConfigError` if there are devices, and *name* is none of them."""
+    """Raise `ConfigError` if there are devices, but none is called *name*."""
     names = [device.name for device in host.devices]
     if name is not None and names and name not in names:
-        raise ConfigError(f"there is no RDMA device {name!r}; there is {', '.join(names)}")
+        raise ConfigError(f"there is no RDMA device {name!r}; there are {', '.join(names)}")
 
 
 def gid_table(host: Host, name: str | None = None) -> list[Gid]:
-    """Return the rows in use, of all devices or the one named."""
+    """Return the used rows of all devices, or of device *name*."""
     return [gid for device, port in host.ports if name in (None, device.name) for gid in host.gids(device.name, port)]
 
 
 def gid_text(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> str:
-    """Return the table for people; *said*: what libibverbs says of each row, None if it was not asked."""
+    """Return the table as text; *said*: libibverbs's verdict on each row, None without them."""
     if not found:
         return "No GID in use."
     lines = [output.table(gid_rows(found, choice, said))]
@@ -240,14 +240,14 @@ def gid_text(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None =
 
 
 def gid_rows(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[tuple[str, ...]]:
-    """Return the head and one row for each GID, as show_gids prints them."""
+    """Return the head and one row for each GID, as show_gids does."""
     head = _GID_HEAD if said is None else (*_GID_HEAD, "VERBS")
     return [head, *((gid.device, str(gid.port), str(gid.index), gid.text, str(gid.ipv4 or "-"), gid.version,
                      gid.netdev or "-", _mark(gid, choice), *(() if said is None else (said[gid],))) for gid in found)]
 
 
 def gid_data(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[dict[str, Any]]:
-    """Return what JSON shows."""
+    """Return the JSON data."""
     return [{"device": gid.device, "port": gid.port, "index": gid.index, "gid": gid.text,
              "ipv4": str(gid.ipv4) if gid.ipv4 else None, "version": gid.version, "netdev": gid.netdev,
              "used": _mark(gid, choice) == "*", **({} if said is None else {"verbs": said[gid]})} for gid in found]
@@ -271,19 +271,20 @@ def asked(verbs: str | None, root: str | None) -> Any:
     if verbs is None:
         return None
     if root is not None:
-        raise click.UsageError("--verbs asks this machine's libibverbs, --root looks at another machine: choose one")
+        raise click.UsageError("--verbs queries libibverbs of this machine, --root examines another machine: choose "
+                               "one")
     return provider(verbs)
 
 
 def active_mtus(verbs: Any, host: Host) -> dict[str, str]:
-    """Return the path MTU that each port runs with, by "device/port"; where there is none, the reason."""
+    """Return the active path MTU of each port by "device/port", or the reason why there is none."""
     listed = verbs.devices()
     return {f"{device.name}/{port.number}": _ask(verbs, listed, device.name, partial(_active_mtu, port.number))
             for device, port in host.ports}
 
 
 def verdicts(verbs: Any, rows: list[Gid]) -> dict[Gid, str]:
-    """Return for each row of the kernel's table what libibverbs says: "same", another GID, or the reason."""
+    """Return libibverbs's GID for each row of the kernel's table: "same", the other GID, or the error."""
     listed = verbs.devices()
     return {row: _ask(verbs, listed, row.device, partial(_verdict, row)) for row in rows}
 

@@ -32,18 +32,18 @@ def locked_memory(facts: Facts) -> Outcome:
         return passed(own + _registered(facts))
     if not facts.capable:
         less = ", less than RDMA needs (bpsfast explain RD01)" if soft < _LEAST_LOCKED_NBYTES else ""
-        return skipped(f"no device for it; the limit would be {_size(soft)}{less}")
+        return skipped(f"no RDMA device; the limit would be {_size(soft)}{less}")
     found = f"{_size(soft)}"
     if hard != soft:
         found += f" (hard limit {'unlimited' if hard is None else _size(hard)})"
     login = facts.login_memlock
     if login is not None and (login[0] is None or login[0] > soft):
-        found += f", though {login[1]} gives {_size(login[0]) if login[0] else 'no limit'} to who logs in anew"
+        found += f", though {login[1]} gives {_size(login[0]) if login[0] else 'no limit'} to new logins"
     refused = _refused(facts)
     if hard is None or hard > soft:
         actions = {"now": f"ulimit -l {'unlimited' if hard is None else hard // 1024}   # this shell only"} | actions
     if refused or soft < _LEAST_LOCKED_NBYTES:
-        need = f"{found}, need at least {_size(_LEAST_LOCKED_NBYTES)} and better no limit{_why(facts)}"
+        need = f"{found}, need at least {_size(_LEAST_LOCKED_NBYTES)}, better no limit{_why(facts)}"
         return failed("\n".join([need, *refused]), **actions)
     return warned(f"{found}: a job registers every gradient buffer, several times the model's gradients{_why(facts)}",
                   **actions)
@@ -154,7 +154,7 @@ def fork(facts: Facts) -> Outcome:
             return skipped("no RDMA device")
         if facts.kernel_version >= _COPY_ON_FORK:
             return passed(f"kernel {facts.kernel_release} copies pinned pages for the child")
-        return skipped("libibverbs was not asked")
+        return skipped("libibverbs was not queried")
     if report.fork == "unneeded":
         return passed("the kernel copies pinned pages for the child (ibv_fork_init is not needed)")
     if report.fork == "enabled":
@@ -181,7 +181,7 @@ def gpu_memory(facts: Facts) -> Outcome:
 CHECKS = (
     Check("RD01", "locked memory", Severity.BLOCKS,
           ("ibv_reg_mr: Cannot allocate memory", "ibv_create_cq(cqe=4096) failed: Cannot allocate memory",
-           "NCCL falls back to sockets without a word"),
+           "NCCL silently falls back to sockets"),
           "RLIMIT_MEMLOCK is the distribution's default (64 KiB or 8 MiB). Registered memory is locked memory.",
           "Without registered memory there is no RDMA: jobs end, or go on over TCP.",
           "openucx/ucx#8229, bytedance/byteps#282 and #372, NVIDIA/nvidia-container-toolkit#2037", locked_memory,
@@ -196,7 +196,7 @@ CHECKS = (
                  check="cat /proc/sys/vm/max_map_count; ibv_devinfo -v | grep max_mr")),
     Check("RD20", "/dev/shm", Severity.INFORMS,
           ("Bus error in a container", "unable to open shared memory object"),
-          "A container's /dev/shm has 64 MiB unless it is told otherwise.",
+          "A container's /dev/shm has 64 MiB by default.",
           "bpsfast does not use it, but data loaders and other libraries in the same process do.",
           "the documentation of docker run --shm-size", shared_memory,
           advice(docker="docker run --shm-size=8g ...   # or --ipc=host",
@@ -206,7 +206,7 @@ CHECKS = (
            "local protection error some time after os.fork()"),
           "A fork marks all pages copy-on-write. On kernels before 5.12 the parent may then get the copy, while the "
           "card still writes into the old page.",
-          "Data arrives in pages that nobody reads, or the child dies.",
+          "Data arrives in pages that no process reads, or the child crashes.",
           "facebookincubator/gloo#340, aws/aws-ofi-nccl#69, linux-rdma/rdma-core PR#1431", fork,
           advice(host="RDMAV_FORK_SAFE=1 python train.py",
                  job="DataLoader(..., multiprocessing_context='forkserver')")),
