@@ -129,6 +129,16 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def size(nbytes: int | None) -> str:
+    """Return "64 KiB", "8 MiB", "1.5 GiB"; None is "unlimited"."""
+    if nbytes is None:
+        return "unlimited"
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.4g} {unit}"
+    return f"{nbytes} bytes"
+
+
 def _finite(data: Any) -> Any:
     """Return *data* with None for every number that JSON cannot represent."""
     if isinstance(data, dict):

@@ -112,7 +112,7 @@ class Inventory(msgspec.Struct, frozen=True):
 def take(facts: Facts) -> Inventory:
     """Take the inventory; *facts* must be those of this machine, not of a recorded one."""
     return Inventory(
-        version=__version__, folder=str(Path(__file__).parent), python=platform.python_version(),
+        version=__version__, folder=str(Path(__file__).parents[1]), python=platform.python_version(),
         interpreter=sys.executable, machine=_machine(facts), modules=tuple(map(_module, _MODULES)),
         transports=_transports(facts), verbs=_verbs(facts), devices=_devices(facts),
         frameworks=tuple(_framework(*row) for row in _FRAMEWORKS),
@@ -241,7 +241,7 @@ def _framework(name: str, distributions: tuple[str, ...], module: str, needs: tu
 
 def _is_ours(module: str) -> bool:
     """Tell whether bpsfast has *module*, without importing it, which might import the framework."""
-    place = Path(__file__).parent.joinpath(*module.split(".")[1:])
+    place = Path(__file__).parents[1].joinpath(*module.split(".")[1:])
     return place.is_dir() or place.with_suffix(".py").is_file()
 
 
@@ -253,9 +253,9 @@ def _package(name: str, what: str) -> Part:
 def _gpus(facts: Facts) -> tuple[Part, ...]:
     from ..hardware.topology import discovery
     from ..hardware.topology.graph import PartKind
-    from ..hardware.topology.nvml import examine
+    from ..hardware.topology.nvml import query_nvml
 
-    answer = examine()
+    answer = query_nvml()
     parts = tuple(Part(part.name, not answer.error, f"{part.model} {part.address}".strip(), answer.error)
                   for part in discovery.machine(facts.host, answer).of(PartKind.GPU))
     return parts or (Part("gpu", False, "", f"none found; NVML: {answer.error or 'lists none'}"),)

@@ -386,7 +386,7 @@ class Packs:
                 pack.unit.learning_rate = rate
             arrived = pack.put(place, completion, each.offset * itemsize, timeout_s)
             if arrived is not None:
-                round = pack.unit.push_staging()
+                round = pack.unit.push()
                 executor.run(partial(pack.deliver, round, arrived, timeout_s), partial(_part_done, arrived),
                              inline=False)
 

@@ -76,11 +76,11 @@ def text(here: Inventory) -> str:
     lines += ["", "Frameworks", *_parts(here.frameworks)]
     lines += ["", "GPUs", *_parts(here.gpus)]
     lines += ["", "Packages", *_package_lines(here.packages)]
-    locked = f"{_size(limits.memlock_bytes)}, hard {_size(limits.memlock_hard_bytes)}"
+    locked = f"{output.size(limits.memlock_bytes)}, hard {output.size(limits.memlock_hard_bytes)}"
     lines += ["", "Limits", *_pairs([
         ("memlock", f"{locked}{', lifted by CAP_IPC_LOCK' if limits.may_lock_all else ''}"),
         ("nofile", f"{_number(limits.n_files)}, hard {_number(limits.n_files_hard)}"),
-        ("/dev/shm", "not there" if limits.shm_bytes is None else _size(limits.shm_bytes)),
+        ("/dev/shm", "not there" if limits.shm_bytes is None else output.size(limits.shm_bytes)),
         ("max_map_count", "not told" if limits.max_map_count is None else str(limits.max_map_count))])]
     return "\n".join(lines)
 
@@ -90,7 +90,7 @@ def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
                                        if machine.n_cpus_allowed != machine.n_cpus else "")
     return [("cpu", f"{machine.cpu}, {machine.architecture}: {cpus}, {machine.n_numa_nodes} NUMA node"
                     f"{'' if machine.n_numa_nodes == 1 else 's'}"),
-            ("memory", _size(machine.memory_bytes)), ("SIMD", " ".join(machine.simd) or "none known"),
+            ("memory", output.size(machine.memory_bytes)), ("SIMD", " ".join(machine.simd) or "none known"),
             ("sums for", f"{machine.kernels_for} (compiled by numba where they run)"),
             ("container", machine.container or "none")]
 
@@ -115,15 +115,6 @@ def _package_lines(packages: tuple[Part, ...]) -> list[str]:
     width = max(len(part.name) for part in packages)
     return [line for part in packages for line in output.hanging(
         f"  {part.name:<{width}}  ", f"{part.found or 'not installed':<14} {part.reason}")]
-
-
-def _size(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "unlimited"
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.4g} {unit}"
-    return f"{nbytes} B"
 
 
 def _number(limit: int | None) -> str:

@@ -4,21 +4,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from ...base import exit_codes, output
+from ...base import exit_codes, output, settings
+from ...hardware import recorded_host
 from ...hardware.gids import Gid
 from ...hardware.host import Host
+from ...hardware.interfaces import Netdev, PcieLink
+from ...hardware.rdma_devices import Port, RdmaDevice, roce_mtu
+from ...hardware.rdma_route import Rail, RailChoice, choose, peer_address
 from ...hardware.verbs import provider
 from ...orchestration.errors import ConfigError
 from .options import overrides, root_option, set_option, verbs_option
-
-if TYPE_CHECKING:
-    from ...hardware.interfaces import Netdev, PcieLink
-    from ...hardware.rdma_devices import Port, RdmaDevice
-    from ...hardware.rdma_route import Rail, RailChoice
 
 _DEVICE_HEAD = ("DEVICE", "PORT", "STATE", "RATE", "LINK", "NETDEV", "MTU", "NUMA", "PCIE", "DRIVER", "FIRMWARE", "USE")
 _CARD_HEAD = ("NETDEV", "STATE", "SPEED", "MTU", "NUMA", "PCIE", "DRIVER", "ADDRESSES")
@@ -43,20 +42,24 @@ def devices(peer: str | None, verbs: str | None, root: str | None, assignments: 
     bpsfast devices --peer gpu08
     bpsfast devices --json | jq '.devices[].ports[].state'
     """
-    from ...base import settings
-    from ...hardware import recorded_host
-    from ...hardware.rdma_route import choose, peer_address
-    from . import rdma_devices
-
     chosen = output.form(as_json, path, no_color, as_csv)
     host = recorded_host.host(root)
-    loaded = settings.load(overrides(assignments), host.kernel.environ)
-    choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
-                    peer=peer_address(host, peer) if peer else None)
-    library = rdma_devices.asked(verbs, root)
-    mtus = None if library is None else rdma_devices.active_mtus(library, host)
+    choice = _choose(host, assignments, peer)
+    library = asked(verbs, root)
+    mtus = None if library is None else active_mtus(library, host)
     output.show(chosen, lambda: device_text(host, choice, mtus), device_data(host, choice, mtus),
                 device_rows(host, choice, mtus))
+    _require_devices(host)
+
+
+def _choose(host: Host, assignments: tuple[str, ...], peer: str | None) -> RailChoice:
+    """Return the ports of *host* that a job with these settings would use, towards *peer* if it is given."""
+    loaded = settings.load(overrides(assignments), host.kernel.environ)
+    return choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
+                  peer=peer_address(host, peer) if peer else None)
+
+
+def _require_devices(host: Host) -> None:
     if not host.devices:
         click.echo("bpsfast: no RDMA device here (/sys/class/infiniband is empty); `bpsfast doctor` says why", err=True)
         sys.exit(exit_codes.ENVIRONMENT)
@@ -141,8 +144,6 @@ def _mtu(host: Host, port: Port) -> int | None:
 
 
 def _roce_mtu(host: Host, port: Port) -> int | None:
-    from ...hardware.rdma_devices import roce_mtu
-
     mtu = _mtu(host, port)
     return roce_mtu(mtu) if mtu is not None and port.is_roce else None
 
@@ -197,25 +198,16 @@ def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None
     bpsfast gids
     bpsfast gids -d mlx5_0 --peer gpu08
     """
-    from ...base import settings
-    from ...hardware import recorded_host
-    from ...hardware.rdma_route import choose, peer_address
-    from . import rdma_devices
-
     chosen = output.form(as_json, path, no_color, as_csv)
     host = recorded_host.host(root)
-    loaded = settings.load(overrides(assignments), host.kernel.environ)
     check_device(host, name)
-    choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
-                    peer=peer_address(host, peer) if peer else None)
+    choice = _choose(host, assignments, peer)
     found = gid_table(host, name)
-    library = rdma_devices.asked(verbs, root)
-    said = None if library is None else rdma_devices.verdicts(library, found)
+    library = asked(verbs, root)
+    said = None if library is None else verdicts(library, found)
     output.show(chosen, lambda: gid_text(found, choice, said), gid_data(found, choice, said),
                 gid_rows(found, choice, said))
-    if not host.devices:
-        click.echo("bpsfast: no RDMA device here (/sys/class/infiniband is empty); `bpsfast doctor` says why", err=True)
-        sys.exit(exit_codes.ENVIRONMENT)
+    _require_devices(host)
 
 
 def check_device(host: Host, name: str | None) -> None:

@@ -21,7 +21,7 @@ from ...hardware.rdma_route import Rail, choose, peer_address
 from ...orchestration.errors import BpsError, ConfigError
 from . import perf_plan
 from .control import Alive, Answer, Ask, Control, Secret, connect, handshake_acceptor
-from .rdma import RdmaEnd
+from .rdma import RdmaEnd, described
 
 DEFAULT_PORT = 18520
 _N_ECHOES = 10
@@ -45,14 +45,6 @@ def open_end(rail: Rail, host: Host, verbs: str) -> RdmaEnd:
     """Return one end of a queue pair on *rail* for a few small messages, by the implementation *verbs*."""
     plan = perf_plan.make("lat", {"iterations": _TURNS, "depth": 16, "receive_depth": 64, "timeout_s": _PAIR_S})
     return RdmaEnd(plan, rail, verbs, host)
-
-
-def described(rail: Rail) -> dict[str, Any]:
-    """Return *rail* as JSON data."""
-    gid = rail.gid
-    return {"device": rail.device, "port": rail.port, "gid_index": gid.index if gid else None,
-            "gid": str(gid.address) if gid else None, "gid_version": gid.version if gid else None,
-            "reason": rail.reason}
 
 
 def reach(name: str, port: int, key: bytes, loaded: Settings, wait_s: float) -> dict[str, Any]:

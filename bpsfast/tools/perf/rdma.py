@@ -11,7 +11,7 @@ import errno
 import time
 from typing import Any
 
-from ...hardware.affinity.device_threads import device_cores, on_cores
+from ...hardware.affinity.binding import device_cores, on_cores
 from ...hardware.host import Host
 from ...hardware.nic_counters import CounterDelta, CounterSnapshot, difference, snapshot
 from ...hardware.rdma_route import Rail
@@ -125,10 +125,7 @@ class RdmaEnd:
 
     def place(self) -> dict[str, Any]:
         """Return a description of this side, once connected."""
-        gid = self.rail.gid
-        return {"device": self.rail.device, "port": self.rail.port, "gid_index": gid.index if gid else None,
-                "gid": str(gid.address) if gid else None, "gid_version": gid.version if gid else None,
-                "mtu": self.mtu, "reason": self.rail.reason, "inline_nbytes": self._inline_nbytes}
+        return described(self.rail) | {"mtu": self.mtu, "inline_nbytes": self._inline_nbytes}
 
     # -- runs -------------------------------------------------------------------------------------------------
 
@@ -207,6 +204,14 @@ class RdmaEnd:
         """Destroy everything in order. Idempotent."""
         self._loop = None
         self._undo.close()
+
+
+def described(rail: Rail) -> dict[str, Any]:
+    """Return *rail* as JSON data."""
+    gid = rail.gid
+    return {"device": rail.device, "port": rail.port, "gid_index": gid.index if gid else None,
+            "gid": str(gid.address) if gid else None, "gid_version": gid.version if gid else None,
+            "reason": rail.reason}
 
 
 def deltas(before: list[CounterSnapshot], after: list[CounterSnapshot]) -> list[CounterDelta]:

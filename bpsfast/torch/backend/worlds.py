@@ -6,6 +6,7 @@ The default group makes one of all ranks, through torch's store, so that no addr
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 import weakref
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...base import logs
+from ...base.addresses import format_address
 from ...base.settings import load, parse_address
 from ...launch import rendezvous, roles
 from ...orchestration.errors import ClosedError, ConfigError, MismatchError
@@ -224,6 +226,11 @@ def _is_in_job(given: dict[str, str]) -> bool:
     return True
 
 
+def _store_numbers(session: Session) -> Iterator[int]:
+    """Return a count of the stores of *session* (`Session.extension`)."""
+    return itertools.count()
+
+
 def store_of(session: Session, timeout: timedelta) -> Any:
     """Return a store that all ranks of *session* share; rank 0's process holds it. All ranks call this equally often.
 
@@ -232,13 +239,12 @@ def store_of(session: Session, timeout: timedelta) -> Any:
     StallError
         If rank 0 does not come within *timeout*.
     """
-    number = session.n_stores
-    session.n_stores += 1
+    number = next(session.extension(_store_numbers))
     key = f"{_NOTICE}/{number}"
     if session.rank == 0:
         host = session.host
         store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        session.notices.publish(key, roles.format_address(host, store.port).encode())
+        session.notices.publish(key, format_address(host, store.port).encode())
         return store
     found = session.notices.lookup(key, timeout.total_seconds(), "rank 0").decode()
     host, port = parse_address(found, "rank 0")
