@@ -187,7 +187,8 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add our options."""
-    parser.addoption("--thorough", action="store_true", help="run all cases of all tests (see tests/support/portions.py)")
+    parser.addoption("--thorough", action="store_true",
+                     help="run all cases of all tests (see tests/support/portions.py)")
     parser.addoption("--write-golden", action="store_true",
                      help="write tests/golden/* from what the code says now; read the difference before you commit it")
     parser.addoption("--strangers-messages", type=int, default=3000,
@@ -216,7 +217,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture
 def vertex():
-    """Return a factory of vertices (`tests.support.engine_node`), all closed at the end."""
+    """Return a factory of `tests.support.engine_node.Vertex`, all closed at the end."""
     from tests.support.engine_node import Vertex
 
     made = []

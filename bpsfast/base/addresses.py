@@ -151,7 +151,7 @@ def default_route_host() -> str:
 def job_route_source(host: str, timeout_s: float) -> str:
     """Return this machine's address on the route to the scheduler's *host*, whose name may not be known at once.
 
-    On the scheduler's own machine its name may mean the loopback (Debian's /etc/hosts): then it is `default_route_host`.
+    On the scheduler's own machine its name may be the loopback (Debian's /etc/hosts): then it is `default_route_host`.
 
     Raises
     ------

@@ -2,7 +2,7 @@
 nodes, whether there was a job at all.
 
 The output of a rank is not enough for that: an exception may be caught, chained or printed nowhere, and a rank that
-failed first may take longest to end. So the launcher of a process (`child.LocalProcesses`) keeps a memory file, which the
+failed first may take longest to end. So the launcher of a process (`LocalProcesses`) keeps a memory file, which the
 process finds in its environment, and bpsfast's runtime in the rank appends one line to it when one of `WORDS` is true:
 
     attached  (a node) the first rank has attached to it

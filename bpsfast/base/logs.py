@@ -33,8 +33,8 @@ _TEXT_JOB_LENGTH = 8
 def configure(level: str, who: str = "", form: str = "") -> None:
     """Show messages of the "bpsfast" loggers from *level* on, in *form* ("text" or "json"). May be called again.
 
-    *who*: see `set_identity`. An empty *form* changes nothing. Adds a handler only if neither the root logger nor ours has one:
-    a program's own logging is left alone.
+    *who*: see `set_identity`. An empty *form* changes nothing. A handler is added only if neither the root logger nor
+    ours has one, so a program's own logging stays as it is.
     """
     global _handler
     set_identity(who)

@@ -29,8 +29,8 @@ _KEY = "BPSFAST_JOB_KEY"
 _MIN_LIMIT_GBPS = 0.001
 _MIN_HELPER_LEASE_S = 0.5
 _MAX_TCP_STREAMS = 4
-#: What takes the values of settings takes no more (`tests/base/test_bounds.py`): an engine of threads, C's int of numbers
-#: and of milliseconds, and a round. More bytes than _MAX_BYTES no machine has.
+#: Limits of the code that takes the values (`tests/base/test_bounds.py`): threads of an engine, a C int, milliseconds
+#: in a C int, a round number. No machine has more than _MAX_BYTES bytes.
 MAX_ENGINE_THREADS = 64
 _MAX_INT = (1 << 31) - 1
 _MAX_ROUND = (1 << 32) - 1

@@ -42,12 +42,12 @@ def untold(monkeypatch: pytest.MonkeyPatch) -> None:
 @binds
 @pytest.mark.parametrize("huge", [False, True])
 def test_a_segment_prefers_its_home(huge: bool) -> None:
-    with NumaMemory({}).segment(_NODE, 4 << 20, huge=huge) as with_allowed_memory, NumaMemory({}).segment(None, 4096) as anywhere:
-        assert policy(with_allowed_memory.address) == policy(with_allowed_memory.address + (4 << 20) - 1) == (1, 1 << _NODE)
+    with NumaMemory({}).segment(_NODE, 4 << 20, huge=huge) as bound, NumaMemory({}).segment(None, 4096) as anywhere:
+        assert policy(bound.address) == policy(bound.address + (4 << 20) - 1) == (1, 1 << _NODE)
         assert policy(anywhere.address)[0] == 0
-        with Segment.attach(os.dup(with_allowed_memory.fileno()), writable=True) as mapped:
+        with Segment.attach(os.dup(bound.fileno()), writable=True) as mapped:
             assert policy(mapped.address) == (1, 1 << _NODE), "whoever maps it"
-        assert not any(memoryview(with_allowed_memory)[::4096])
+        assert not any(memoryview(bound)[::4096])
 
 
 def test_a_node_that_does_not_exist_is_refused_and_costs_nothing() -> None:

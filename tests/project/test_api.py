@@ -1,6 +1,6 @@
 """The public names and how they are called, as written down in tests/golden/api_*.txt: nobody changes them unawares.
 
-A change that is meant is written by ``pytest tests/project/test_api.py --write-golden``, and read by whoever reads the commit.
+A change that is meant is written by ``pytest tests/project/test_api.py --write-golden``, and read in the commit.
 """
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a run of the suite leaves out, so that it ends in time on a small machine: most of what takes long.
+"""Which tests a run of the suite leaves out, so that it ends in time on a small machine: most of those that take long.
 
     pytestmark = pytest.mark.matrix     # of each test of three or more cases a twelfth, drawn by the commit
     @pytest.mark.thorough               # nothing of it
 
-and a twelfth of the other tests that are listed as costly (see `tests.support.costs`). In the emulated machine all are costly:
-a sixth of them is run.
+and a twelfth of the other tests that are listed as costly (see `tests.support.costs`). In the emulated machine all
+are costly: a sixth of them is run.
 
 Hooks of pytest, for conftest. ``--thorough`` (make test-thorough) leaves nothing out, nor does naming tests by ``::``.
 """

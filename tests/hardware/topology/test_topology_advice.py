@@ -45,7 +45,7 @@ def test_who_could_send_straight_is_told_and_done_if_asked():
     off, on = report_strategy(dgx1(), 0.75), report_strategy(dgx1(), 0.75, Settings(gpu_direct=True))
     assert "Straight to a network card (gpu_direct, off; never measured):" in off.lines()
     assert "  gpu0 can, to nic0" in off.lines() and any(line.startswith("  gpu2 cannot: it") for line in off.lines())
-    assert "straight to nic0" in on.lines()[2] and "(gpu_direct, on; " in "\n".join(on.lines())
+    assert "directly to nic0" in on.lines()[2] and "(gpu_direct, on; " in "\n".join(on.lines())
     told = on.as_dict()
     assert told["ways"][0]["copied"][0]["card"] == "nic0" and told["gpu_direct"]["on"]
     assert [pair["gpu"] for pair in told["gpu_direct"]["pairs"] if not pair["reason"]] == ["gpu0", "gpu1"]
