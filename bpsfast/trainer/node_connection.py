@@ -18,7 +18,7 @@ from ..base.message_socket import MessageSocket
 from ..base.settings import Settings, fingerprint
 from ..base.value_formats import format_cpus, parse_cpus
 from ..hardware.affinity.binding import ThreadBinding, binding_variable, default_gpu
-from ..launch.roles import ProcessRole
+from ..launch.process_role import ProcessRole
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.messages import VERSION, Attach, Attached, Message, Refuse
 from ..pyx.pages import Segment
@@ -296,10 +296,10 @@ class NodeRequests:
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
     mailbox
-        Returns the way to the node; it delivers what `receive` takes.
+        The way to the node; it delivers what `receive` takes.
     """
 
-    def __init__(self, timeout_s: float, require_open: Callable[[], None], mailbox: Callable[[], Mailbox]) -> None:
+    def __init__(self, timeout_s: float, require_open: Callable[[], None], mailbox: Mailbox) -> None:
         self._timeout_s = timeout_s
         self._require_open = require_open
         self._mailbox = mailbox
@@ -337,8 +337,8 @@ class NodeRequests:
         number = next(self._numbers)
         answers = self._answers[number] = []
         try:
-            self._mailbox().send(question(number), fds)
-            answer = self._mailbox().wait(lambda: answers[0] if answers else given_up(), timeout_s)
+            self._mailbox.send(question(number), fds)
+            answer = self._mailbox.wait(lambda: answers[0] if answers else given_up(), timeout_s)
         finally:
             del self._answers[number]
         if answer is None:

@@ -98,7 +98,7 @@ def post_frames(data: bytes) -> None:
             place = _guarded()[0].take(arrival.nbytes)
             talker.want(transfer.Incoming(mock.MagicMock(address=place.ctypes.data), arrival))
 
-    office.delivery.arrived = arrived
+    office.receiver.arrived = arrived
     with _said(data) as (ours, _):
         talker.link = frame_socket.FrameSocket(ours, talker)
         with contextlib.suppress(ProtocolError, PeerLostError):

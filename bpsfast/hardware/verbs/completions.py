@@ -113,8 +113,8 @@ _STATUSES: dict[int, tuple[str, str, str, str]] = {
          "bpsfast uses no tag matching."),
 }
 
-#: The texts of ibv_wc_status_str (rdma-core) and ib_wc_status_msg (the kernel) in lower case, without those that logs use
-#: for other things as well (fatal error, general error).
+#: The texts of ibv_wc_status_str (rdma-core) and ib_wc_status_msg (the kernel) in lower case, without those that logs
+#: use for other things as well (fatal error, general error).
 _LOG_TEXTS = {
     "local length error": 1, "local qp operation error": 2, "local ee context operation error": 3,
     "local protection error": 4, "work request flushed error": 5, "wr flushed": 5,
@@ -174,10 +174,10 @@ _OPERATIONS = {0: "WRITE", 1: "WRITE with immediate", 2: "SEND", 3: "SEND with i
 
 
 class CompletionError(BpsError, ConnectionError):
-    """An operation on a queue pair failed, and the connection with it: open a new one.
+    """An operation on a queue pair failed, and with it the connection: open a new one.
 
-    Attributes: `operation` in words, `wr_id`, `slot` (None where it was for none), `device`, `peer`, `nbytes`, `status`
-    and `vendor_error` as the device gave them, `meaning` (see `Completion`).
+    Attributes: `operation` (its name), `wr_id`, `slot` (None if there was none), `device`, `peer`, `nbytes`, `status`
+    and `vendor_error` as reported by the device, `meaning` (a `Completion`).
     """
 
     def __init__(self, status: int, *, operation: str, wr_id: int, device: str, peer: str, nbytes: int = 0,

@@ -1,4 +1,4 @@
-"""``bpsfast topo``: what is inside a machine, and how fast what joins it is."""
+"""``bpsfast topo`` shows the topology of a machine, the best way to sum in it, or the CPU affinity of a job."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -71,15 +71,15 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     from ...hardware.topology import discovery
 
     if source is not None and root is not None:
-        raise click.UsageError("--read has the machine from a file, --root from a folder: choose one")
+        raise click.UsageError("--read reads a machine from a file, --root from a folder: choose one")
     if service and not as_strategy:
-        raise click.UsageError("--service says what --strategy shall reckon with: give both")
+        raise click.UsageError("--service needs --strategy")
     if (n_ranks or nics) and not as_seats:
-        raise click.UsageError("--ranks and --nic say what --cores shall reckon with: give it, too")
+        raise click.UsageError("--ranks and --nic need --cores")
     if as_seats and (source is not None or picture_path is not None or as_strategy):
-        raise click.UsageError("--cores goes with --root, --ranks and --nic only")
+        raise click.UsageError("--cores can be combined only with --root, --ranks and --nic")
     if assignments and not as_strategy:
-        raise click.UsageError("--set changes what --strategy shows: give both")
+        raise click.UsageError("--set needs --strategy")
     chosen = output.form(as_json, path, no_color)
     if as_seats:
         seating = AffinityTable(root, n_ranks or 0, nics)
@@ -100,7 +100,7 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
 
 
 def read(source: str) -> Topology:
-    """Return the machine that the file *source* describes; raises `ConfigError` with what is wrong in which file."""
+    """Return the machine that the file *source* describes; raise `ConfigError` if it cannot be parsed."""
     from ...hardware.topology import graph
     from ...orchestration.errors import ConfigError
 
@@ -113,7 +113,7 @@ def read(source: str) -> Topology:
 
 
 def text(topology: Topology) -> str:
-    """Return what people read: the matrix, what hangs where, what joins sockets, what the words mean."""
+    """Return the topology as text: the matrix of connections, the tree of parts, links of sockets, a legend."""
     from ...hardware.topology.display import CONNECTION_WORDS
     from ...hardware.topology.graph import LinkKind, PartKind
 
@@ -123,7 +123,7 @@ def text(topology: Topology) -> str:
     lines = [f"{topology.name}: " + ", ".join(_counted(*each) for each in counts), ""]
     matrix = matrix_rows(topology)
     if len(matrix) > 2:
-        lines += ["Joined by, and GB/s of the slowest link on the way:", output.columns(matrix), ""]
+        lines += ["Connection, and GB/s of the slowest link on the path:", output.columns(matrix), ""]
     lines.append(output.table(part_rows(topology), right=(1, 2)))
     between = [link for link in topology.links if link.kind is LinkKind.SOCKETS]
     if between:
@@ -134,7 +134,7 @@ def text(topology: Topology) -> str:
 
 
 def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
-    """Return the head and a row for each GPU and card: how it is joined to each, as ``nvidia-smi topo -m`` has it."""
+    """Return the head and a row for each GPU and card: its connection to each, as ``nvidia-smi topo -m`` prints it."""
     from ...hardware.topology.display import connection
     from ...hardware.topology.graph import PartKind
 
@@ -151,7 +151,7 @@ def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
 
 
 def part_rows(topology: Topology) -> list[tuple[str, ...]]:
-    """Return the head and a row for each part, below what it hangs at; at the end what hangs nowhere."""
+    """Return the head and a row for each part, below its parent; at the end parts without one."""
     from ...hardware.topology.graph import LinkKind, PartKind
 
     rows: list[tuple[str, ...]] = [_HEAD]
@@ -183,15 +183,15 @@ _AFFINITY_HEAD = ("WHO", "CORES", "CPUS", "MEMORY ON NODE", "DEVICE")
 
 
 class AffinityTable:
-    """The plan for *n_ranks* ranks (0: one for each GPU, else for each NUMA node) of this machine or a recorded one.
+    """The CPU affinity of a job on this machine or a recorded one.
 
-    *names*: the cards that bytes go through; none: those by which settings and routes say that others are reached, else
-    the fastest. Of the settings those count that this process has.
+    *n_ranks*: number of local ranks (0: one for each GPU, or for each NUMA node). *names*: network cards of the job;
+    none: those that settings and routes choose, or the fastest one. Uses the settings of this process.
 
     Raises
     ------
     ConfigError
-        A card that does not exist, or settings that do not fit the machine.
+        A card does not exist, or settings do not suit the machine.
     """
 
     def __init__(self, root: str | None, n_ranks: int, names: tuple[str, ...]) -> None:
@@ -220,7 +220,7 @@ class AffinityTable:
             self.ranks = tuple(with_allowed_memory(seat, mems) for seat in plan_ranks(self.cores, ranks, wishes, taken))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as data; no CPUs: wherever it may run."""
+        """Return the plan as data; no CPUs mean no restriction."""
         return {
             "nodes": {str(number): format_cpus(self.cores.cpus_of(number)) for number in self.cores.nodes},
             "allowed": format_cpus(self.allowed), "cards": list(self.cards.names), "why_not": self.why_not,
@@ -228,13 +228,13 @@ class AffinityTable:
         }
 
     def text(self) -> str:
-        """Return the plan for people."""
+        """Return the plan as text."""
         lines = [f"NUMA node {number}: {len(found)} cores, CPUs {format_cpus(self.cores.cpus_of(number))}"
                  for number, found in self.cores.nodes.items()]
         if self.allowed != self.cores.cpus:
             lines.append(f"This process may use CPUs {format_cpus(self.allowed)}")
         if self.why_not:
-            return "\n".join([*lines, "", f"Nobody is kept anywhere: {self.why_not}."])
+            return "\n".join([*lines, "", f"No process is bound: {self.why_not}."])
         rows = [_AFFINITY_HEAD, self._row("node", self.node, ", ".join(self.cards.names))]
         for number, seat in enumerate(self.ranks):
             gpu = f"gpu{number}" if number < len(self._gpus) else ""

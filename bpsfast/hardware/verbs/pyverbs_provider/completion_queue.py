@@ -1,4 +1,4 @@
-"""CompletionQueue, and the account of posted work that has not completed: `pyx/work.h` in Python, with the same rules."""
+"""CompletionQueue, and the account of posted work (`pyx/work.h` in Python, with the same rules)."""
 from __future__ import annotations
 
 import errno
