@@ -50,7 +50,7 @@ def test_integers_are_left_alone_by_a_choice_for_all_and_refused_by_one_for_them
 
 
 @pytest.mark.parametrize(("choice", "words"), [
-    ("onebit", "'onebit' is no choice: expected a codec"),
+    ("onebit", "'onebit' is not a choice: expected a codec"),
     (5, "5 is no choice"),
     ({"*": "onebit"}, r"compression\['\*'\] is 'onebit'"),
     ({5: TOP}, "has the key 5"),
