@@ -36,7 +36,7 @@ def policy(address: int) -> tuple[int, int]:
 @pytest.fixture
 def untold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was refused in this process yet."""
-    monkeypatch.setattr(binding, "_told", [])
+    monkeypatch.setattr(binding, "_warned", [])
 
 
 @binds
@@ -87,10 +87,10 @@ def test_where_that_cannot_be_either_it_is_made_anywhere(untold: None, caplog: p
 @pytest.mark.skipif(not can_refuse(), reason="system calls of this machine are not known here")
 def test_a_container_that_refuses_mbind(tmp_path: Path) -> None:
     program = f"""
-from bpsfast.hardware.affinity.binding import Homes
+from bpsfast.hardware.affinity.binding import NumaMemory
 from tests.support.refused_calls import refuse
 refuse("mbind")
-makes = Homes({{{_NODE}: frozenset({{{_CPU}}})}})
+makes = NumaMemory({{{_NODE}: frozenset({{{_CPU}}})}})
 for _ in range(3):
     with makes.segment({_NODE}, 1 << 20) as segment:
         memoryview(segment)[:4] = b"here"

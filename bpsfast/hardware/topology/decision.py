@@ -122,8 +122,8 @@ class StrategyReport:
         """Return the report as text for people."""
         return [f"{self.topology.name}: a gradient, in and out, and {self.service:g} of its size summed for others", "",
                 *self.chosen.lines(), "",
-                f"{_ms(self.chosen.loads.time)} for each GB of gradient; at least {_ms(self.bound.time)} by any, "
-                f"{_ms(self.rule.loads.time)} by the rule of the paper", "",
+                f"{_ms(self.chosen.loads.time)} for each GB of gradient; at least {_ms(self.bound.time)} with any "
+                f"strategy, {_ms(self.rule.loads.time)} with the paper's rule", "",
                 *self._forced_lines(),
                 "Busiest, in sizes of the gradient per direction:",
                 *(f"  {name}: {load:.3g}, {_ms(time)}" for time, name, load in self.busiest()),
