@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STDLIB = sys.stdlib_module_names
 
 
-#: The packages, lowest first: a package imports itself and packages that stand before it. `orchestration` means the files
-#: at its top level; any other folder belongs to the package that it lies in.
+#: The packages, lowest first: a package imports itself and packages before it. `orchestration` means the files at its
+#: top level; any other folder belongs to the package that it lies in.
 ORDER = (
     "pyx", "orchestration", "orchestration/placement", "orchestration/priority", "orchestration/elastic",
     "orchestration/job", "orchestration/failover", "bpsfast/base", "bpsfast/hardware", "bpsfast/kernels",
