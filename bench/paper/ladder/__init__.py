@@ -6,7 +6,7 @@ arrived. The other half is summed on the worker's own machine, in memory that bo
 is row `ours`; each other row takes one decision back (`rungs`), `vanilla` all of them, and `tcp` moves the same lists
 over plain sockets.
 
-The loops are native (`bpsfast.pyx.exchange`) and the same for every rung, so what differs is what the rung does.
+The loops are native (`bpsfast.bench.paper.ladder.exchange`) and the same for every rung, so what differs is what the rung does.
 What is the bench's own: a table look-up and a queue entry for each message, and a thread on each host for everything.
 What it leaves out: sums (the service returns what it got) and, of the share that stays, the hand-over through shared
 memory, a microsecond or so for each partition.

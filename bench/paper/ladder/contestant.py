@@ -15,8 +15,9 @@ from bpsfast.bench.paper.ladder.rungs import LadderVariant
 from bpsfast.hardware.verbs import completions
 from bpsfast.launch.namespaces import CpuMeter
 from bpsfast.orchestration.errors import PeerLostError
-from bpsfast.pyx import exchange, verbs
-from bpsfast.pyx.exchange import StreamExchange, WriteExchange
+from bpsfast.bench.paper.ladder import exchange
+from bpsfast.pyx import verbs
+from bpsfast.bench.paper.ladder.exchange import StreamExchange, WriteExchange
 from bpsfast.pyx.pages import Segment
 
 _AWAKE_US = 50  # as a rail of the transport

@@ -8,7 +8,8 @@ from bpsfast.bench.paper.ladder.control import Offer
 from bpsfast.hardware.host import Host
 from bpsfast.hardware.rdma_route import Rail, choose, peer_address
 from bpsfast.orchestration.errors import UnsupportedError
-from bpsfast.pyx import exchange, verbs
+from bpsfast.bench.paper.ladder import exchange
+from bpsfast.pyx import verbs
 
 #: Writes of one end that may be under way.
 MAX_SEND = 64

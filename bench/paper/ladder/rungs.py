@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bpsfast.pyx import exchange
+from bpsfast.bench.paper.ladder import exchange
 
 
 @dataclass(frozen=True)
