@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from bpsfast.bench.paper.ladder import exchange
-from bpsfast.pyx import verbs
 from bpsfast.bench.paper.ladder.exchange import WriteExchange
+from bpsfast.pyx import verbs
 from bpsfast.pyx.pages import Segment
 from tests.guest.hosts import DEVICES, GID_INDEX
 
