@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..base.message_socket import MessageSocket
 from ..base.settings import Settings
-from ..hardware import numa
+from ..base.value_formats import format_cpus
 from ..orchestration import messages
 from ..orchestration.errors import (
     BpsError,
@@ -132,7 +132,7 @@ class LocalRanks:
             rank.tell(messages.Attached(
                 rank=rank.rank, size=n_ranks, local_rank=rank.local_rank, local_size=len(self.ranks), node_pid=me.pid,
                 node=me.index, n_nodes=len(welcome.nodes) - n_helpers, n_helpers=n_helpers, transports=transports,
-                settings=self._fingerprint, machines=machines, cpus=numa.format_cpus(rank.seat.cpus),
+                settings=self._fingerprint, machines=machines, cpus=format_cpus(rank.seat.cpus),
                 job=welcome.job),
                 runtime.fds_for(rank))
         if self._departed is not None:

@@ -20,22 +20,24 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+import msgspec
 import zmq
 
-from .. import __version__
+from .._version import __version__
 from ..base import logs
-from ..base.addresses import local_host, unreachable_hint
+from ..base.addresses import is_loopback, local_host, unreachable_hint
 from ..base.end_reports import report
 from ..base.exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
-from ..base.settings import Settings, fingerprint, parse_address
+from ..base.job_key import default_node_id, job_key
+from ..base.process_identity import is_below_launcher
+from ..base.settings import Settings, fingerprint, parse_address, take_job_key
 from ..hardware.host import Host
-from ..launch.process_role import is_loopback
 from ..orchestration import messages
-from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
+from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
 from ..orchestration.failover.control_log import ControlLog
 from ..orchestration.scheduler_client import SchedulerClient
 from ..trainer.node_connection import error_of
-from . import capacity, local_listener, metrics, transport
+from . import capacity, cpu_quota, local_listener, metrics, transport
 from .affinity import NodeAffinity
 from .counters import told
 from .event_loop import EventLoop
@@ -58,6 +60,21 @@ _BREATH_S = 0.1
 _OWN_QUESTION = -1
 
 T = TypeVar("T")
+
+
+def run_node(settings: Settings, is_awaited: bool = False) -> int:
+    """Be this machine's node (or a helper) until the job ends; return the exit code.
+
+    *is_awaited*: see `main`.
+    """
+    if not settings.scheduler:
+        raise ConfigError("the node must know where the scheduler is: set BPSFAST_SCHEDULER (--scheduler host:port)")
+    logs.configure(settings.log_level, "node")
+    take_job_key()
+    settings = cpu_quota.take(settings)
+    return main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex(),
+                                        node_id=default_node_id(settings, settings.scheduler)),
+                is_awaited=is_awaited, awaits_ranks=is_below_launcher())
 
 
 def main(settings: Settings, host: Host | None = None, is_awaited: bool = False, awaits_ranks: bool = False) -> int:

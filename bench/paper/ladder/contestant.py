@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bpsfast.bench.paper.ladder import exchange
+import bpsfast.bench.paper.ladder.exchange as exchange
 from bpsfast.bench.paper.ladder.control import ANSWER_TIMEOUT_S, Offer
 from bpsfast.bench.paper.ladder.device import MAX_SEND, Port
 from bpsfast.bench.paper.ladder.exchange import StreamExchange, WriteExchange

@@ -4,7 +4,7 @@ from __future__ import annotations
 import errno
 from types import TracebackType
 
-from bpsfast.bench.paper.ladder import exchange
+import bpsfast.bench.paper.ladder.exchange as exchange
 from bpsfast.bench.paper.ladder.control import Offer
 from bpsfast.hardware.host import Host
 from bpsfast.hardware.rdma_route import Rail, choose, peer_address

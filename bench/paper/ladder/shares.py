@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import bpsfast.bench.paper.ladder.exchange as exchange
 from bpsfast.bench.harness.pattern import Array
-from bpsfast.bench.paper.ladder import exchange
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.planner.catalog import MODELS, n_elements
 

@@ -1,0 +1,148 @@
+"""Sums of doubles that are the same on any CPU: in lanes, of element i in lane i mod `N_LANES`, then lane by lane."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from bpsfast.kernels.codecs.elements import Elements, wide_name
+from bpsfast.kernels.codecs.intrinsics import helper, nbytes_of as width_of
+from bpsfast.kernels.element_ir import F64, I64, constant, nbytes_of, shape
+
+#: As many as keep the adders of the widest vectors busy; part of the arithmetic (`reading`).
+N_LANES = 32
+
+
+@intrinsic
+def sum_of_magnitudes(typing, x, n):  # type: ignore[no-untyped-def]
+    """Return the sum of the magnitudes of *n* elements of T at *x*."""
+    return types.float64(x, n), _codegen(x, squares=False)
+
+
+@intrinsic
+def sum_of_squares(typing, x, n):  # type: ignore[no-untyped-def]
+    """Return the sum of the squares of *n* elements of T at *x*."""
+    return types.float64(x, n), _codegen(x, squares=True)
+
+
+def _codegen(pointer: Any, squares: bool) -> Any:
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return LaneSum(builder, wide_name(pointer), squares).of(*args)
+
+    return codegen
+
+
+class LaneSum:
+    """Emit such a sum."""
+
+    def __init__(self, builder: ir.IRBuilder, wide: str, squares: bool = False) -> None:
+        self.b = builder
+        self.elements = Elements(builder, wide)
+        self.wide = wide
+        self.squares = squares
+        kind = shape(F64, N_LANES)
+        self.whole = cgutils.alloca_once(builder, kind)  # only ever used whole: LLVM keeps it in registers
+        self.memory = cgutils.alloca_once(builder, kind)
+        builder.store(constant(F64, 0.0, N_LANES), self.whole)
+
+    def of(self, x: ir.Value, n: ir.Value) -> ir.Value:
+        """Add up *n* elements at *x*."""
+        whole = self.b.and_(n, I64(-N_LANES))
+        with cgutils.for_range_slice(self.b, I64(0), whole, I64(N_LANES), I64) as (index, _):
+            self.add(self.elements.load(x, self.wide, index, N_LANES))
+        self.begin_rest()
+        with cgutils.for_range_slice(self.b, whole, n, I64(1), I64) as (index, _):
+            self.add_one(self.elements.load(x, self.wide, index, 1), index)
+        return self.total()
+
+    def add(self, values: ir.Value) -> None:
+        """Add `N_LANES` elements."""
+        self.b.store(self.b.fadd(self.b.load(self.whole), self._term(values)), self.whole)
+
+    def begin_rest(self) -> None:
+        """Say that elements come one by one from here on."""
+        self.b.store(self.b.load(self.whole), self.memory)
+
+    def add_one(self, value: ir.Value, index: ir.Value) -> None:
+        """Add the element with this *index*."""
+        lanes = self.b.bitcast(self.memory, F64.as_pointer())
+        lane = self.b.gep(lanes, [self.b.and_(index, I64(N_LANES - 1))])
+        self.b.store(self.b.fadd(self.b.load(lane), self._term(value)), lane)
+
+    def total(self) -> ir.Value:
+        """Add up the lanes."""
+        lanes = self.b.bitcast(self.memory, F64.as_pointer())
+        total: ir.Value = F64(0.0)
+        for lane in range(N_LANES):
+            total = self.b.fadd(total, self.b.load(self.b.gep(lanes, [I64(lane)])))
+        return total
+
+    def _term(self, values: ir.Value) -> ir.Value:
+        n_lanes = getattr(values.type, "count", 1)
+        doubles = values if self.wide == "float64" else self.b.fpext(values, shape(F64, n_lanes))
+        return self.b.fmul(doubles, doubles) if self.squares else self.elements.magnitude(doubles)
+
+
+#: Elements that `reaching` looks at.
+N_TOGETHER = 64
+
+
+@helper
+def magnitude(bits, i):  # type: ignore[no-untyped-def]
+    """Return the bits of |x| of element *i* of those whose bits are at *bits*; one number for every NaN."""
+    if width_of(bits) == 4:
+        return min(np.uint64(bits[i]) & np.uint64(0x7FFFFFFF), np.uint64(0x7F800001))
+    return min(np.uint64(bits[i]) & np.uint64(0x7FFFFFFFFFFFFFFF), np.uint64(0x7FF0000000000001))
+
+
+@intrinsic
+def largest(typing, x, n):  # type: ignore[no-untyped-def]
+    """Return the largest of *n* magnitudes at *x*, NaN if one is NaN; 0 of none."""
+    wide = wide_name(x)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        x, n = args
+        elements = Elements(builder, wide)
+        word = ir.IntType(8 * nbytes_of(elements.wide))
+        kind = shape(word, N_TOGETHER)
+        most = cgutils.alloca_once_value(builder, constant(word, 0, N_TOGETHER))
+        last = cgutils.alloca_once_value(builder, word(0))
+        whole = builder.and_(n, I64(-N_TOGETHER))
+        with cgutils.for_range_slice(builder, I64(0), whole, I64(N_TOGETHER), I64) as (index, _):
+            values = elements.magnitude(elements.load(x, wide, index, N_TOGETHER))
+            builder.store(_larger(builder, builder.load(most), builder.bitcast(values, kind)), most)
+        with cgutils.for_range_slice(builder, whole, n, I64(1), I64) as (index, _):
+            value = elements.magnitude(elements.load(x, wide, index, 1))
+            builder.store(_larger(builder, builder.load(last), builder.bitcast(value, word)), last)
+        name = f"llvm.vector.reduce.umax.v{N_TOGETHER}i{word.width}"
+        reduce = cgutils.get_or_insert_function(builder.module, ir.FunctionType(word, [kind]), name)
+        return builder.bitcast(_larger(builder, builder.call(reduce, [builder.load(most)]), builder.load(last)),
+                               elements.wide)
+
+    return x.dtype(x, n), codegen
+
+
+def _larger(builder: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
+    return builder.select(builder.icmp_unsigned(">", left, right), left, right)
+
+
+@intrinsic
+def reaching(typing, x, index, bound):  # type: ignore[no-untyped-def]
+    """Return which of `N_TOGETHER` elements at x[*index*] have a magnitude with bits of at least *bound*, those of a
+    number: a word, its lowest bit for the first.
+    """
+    wide = wide_name(x)
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        x, index, bound = args
+        elements = Elements(builder, wide)
+        values = elements.magnitude(elements.load(x, wide, index, N_TOGETHER))
+        word = bound if wide == "float64" else builder.trunc(bound, ir.IntType(32))
+        least = elements.splat(builder.bitcast(word, elements.wide), N_TOGETHER)
+        return builder.bitcast(builder.fcmp_unordered(">=", values, least), I64)
+
+    return types.uint64(x, index, bound), codegen
