@@ -10,8 +10,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.bench import claims, drawn
-from bpsfast.bench.claims import CLAIMS, ROOT, Difference, differences, renew, renewed
-from bpsfast.bench.claims_new import Claim
+from bpsfast.bench.claims import CLAIMS, ROOT, Claim, Difference, differences, renew, renewed
 from bpsfast.orchestration.errors import ConfigError
 
 PAGES = {page: (ROOT / page).read_text() for page in CLAIMS}
