@@ -11,10 +11,11 @@ launcher and daemons do, loads no NumPy, no framework and no compiled kernel. Py
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import _renamed
 from ._version import __version__ as __version__
+from .base import hooks
 
 if TYPE_CHECKING:
     from . import compression as compression
@@ -98,6 +99,29 @@ def __getattr__(name: str) -> object:
         ) from exc
     globals()[name] = found
     return found
+
+
+def _make_islands(session: Any, devices: Any, device: Any) -> Any:
+    from .collectives.islands import Islands
+
+    return Islands(session, devices, device)
+
+
+def _open_elastic_client(settings: Any) -> Any:
+    from .elastic.coordinator_client import open_client
+
+    return open_client(settings)
+
+
+def _current_elastic_client() -> Any:
+    from .elastic.coordinator_client import current_client
+
+    return current_client()
+
+
+hooks.make_islands = _make_islands
+hooks.open_elastic_client = _open_elastic_client
+hooks.current_elastic_client = _current_elastic_client
 
 
 def __dir__() -> list[str]:

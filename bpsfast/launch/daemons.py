@@ -30,8 +30,7 @@ from ..base.addresses import is_loopback
 from ..base.exit_codes import FAILED, code_of_daemon
 from ..base.job_key import job_key
 from ..base.settings import Settings, environment, fingerprint, parse_address, take_job_key
-from ..hardware.affinity.binding import unbound_cpus
-from ..hardware.affinity.device_threads import on_cores
+from ..hardware.affinity.binding import on_cores, unbound_cpus
 from ..orchestration.errors import ConfigError, error_of
 from ..orchestration.wake_up import WakeUp
 from .process_role import ProcessRole

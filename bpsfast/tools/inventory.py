@@ -253,9 +253,9 @@ def _package(name: str, what: str) -> Part:
 def _gpus(facts: Facts) -> tuple[Part, ...]:
     from ..hardware.topology import discovery
     from ..hardware.topology.graph import PartKind
-    from ..hardware.topology.nvml import examine
+    from ..hardware.topology.nvml import query_nvml
 
-    answer = examine()
+    answer = query_nvml()
     parts = tuple(Part(part.name, not answer.error, f"{part.model} {part.address}".strip(), answer.error)
                   for part in discovery.machine(facts.host, answer).of(PartKind.GPU))
     return parts or (Part("gpu", False, "", f"none found; NVML: {answer.error or 'lists none'}"),)

@@ -22,11 +22,11 @@ class KeyValueClient:
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
     mailbox
-        Returns the way to the node.
+        The way to the node.
     """
 
     def __init__(self, rank: int, questions: NodeRequests, require_open: Callable[[], None],
-                 mailbox: Callable[[], Mailbox]) -> None:
+                 mailbox: Mailbox) -> None:
         self._rank = rank
         self._questions = questions
         self._require_open = require_open
@@ -51,7 +51,7 @@ class KeyValueClient:
     def withdraw(self, prefix: str) -> None:
         """Take back this rank's notices whose keys begin with *prefix*. Not waited for."""
         self._require_open()
-        self._mailbox().send(Withdraw(rank=self._rank, prefix=prefix))
+        self._mailbox.send(Withdraw(rank=self._rank, prefix=prefix))
 
     def lookup(self, key: str, timeout_s: float, who: str, given_up: Callable[[], bool] = lambda: False) -> bytes:
         """Return the value of notice *key*, as soon as somebody has published it.

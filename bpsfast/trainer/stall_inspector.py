@@ -182,11 +182,11 @@ class StallQuery:
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
     mailbox
-        Returns the way to the node; what it delivers includes that somebody has departed.
+        The way to the node; what it delivers includes that somebody has departed.
     """
 
     def __init__(self, rank: int, questions: NodeRequests, require_open: Callable[[], None],
-                 mailbox: Callable[[], Mailbox]) -> None:
+                 mailbox: Mailbox) -> None:
         self._rank = rank
         self._questions = questions
         self._require_open = require_open
@@ -201,7 +201,7 @@ class StallQuery:
         """Return whether a rank has left, as far as the node's messages say: only then can a wait be hopeless."""
         if not self._departed:
             self._require_open()  # before any lock: a forked child may have inherited it locked
-            self._mailbox().pump()
+            self._mailbox.pump()
         return self._departed
 
     def ask(self, part: int, round: int, name: str) -> StallAnswer:

@@ -73,7 +73,7 @@ def leave_with_a_push_under_way():
         bpsfast.push_pull_async(np.ones(1000), False, "announced")
         bpsfast.shutdown()
         return 3.0
-    while not process.current().inquiry.has_departures():
+    while not process.current().stall_query.has_departures():
         os.sched_yield()
     return total("announced")
 
@@ -93,8 +93,8 @@ def asked():
     pidfd = os.pidfd_open(os.getpid())
     mailbox = Mailbox(MessageSocket(ours), pidfd, lambda message, fds: questions.receive(message.question, message),
                       lambda: None, lambda: bpsfast.PeerLostError("the node is lost"))
-    questions = NodeRequests(60.0, lambda: None, lambda: mailbox)
-    inquiry = StallQuery(0, questions, lambda: None, lambda: mailbox)
+    questions = NodeRequests(60.0, lambda: None, mailbox)
+    inquiry = StallQuery(0, questions, lambda: None, mailbox)
     with MessageSocket(theirs) as node:
         yield inquiry, node
     mailbox.close()

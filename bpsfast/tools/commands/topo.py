@@ -6,9 +6,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...base import exit_codes, output, settings
+from ...base.value_formats import format_cpus
 from ...hardware import numa, recorded_host
-from ...hardware.affinity import cores, locality
-from ...hardware.affinity.plan import AffinityOptions, CpuAffinity, Rank, plan_node, plan_ranks, with_allowed_memory
+from ...hardware.affinity import locality
+from ...hardware.affinity.locality import fastest_nics, gpu_numa_nodes, nics_by_name, traffic_nics
+from ...hardware.affinity.plan import (
+    AffinityOptions,
+    CpuAffinity,
+    Rank,
+    plan_node,
+    plan_ranks,
+    read_cores,
+    with_allowed_memory,
+)
 from ...orchestration.errors import ConfigError
 from .options import overrides, root_option, set_option
 
@@ -77,13 +87,13 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
         return
     topology = discovery.discover(root) if source is None else read(source)
     if picture_path is not None:
-        from ...hardware.topology import drawing
+        from ...hardware.topology import display
 
-        drawing.draw(topology, picture_path)
+        display.draw(topology, picture_path)
     if as_strategy:
-        from ...hardware.topology.strategy_report import advise
+        from ...hardware.topology.decision import report_strategy
 
-        advice = advise(topology, service, settings.load(overrides(assignments)))
+        advice = report_strategy(topology, service, settings.load(overrides(assignments)))
         output.show(chosen, lambda: "\n".join(output.fitting(advice.lines())), advice.as_dict())
     else:
         output.show(chosen, lambda: text(topology), msgspec.to_builtins(topology))
@@ -104,7 +114,7 @@ def read(source: str) -> Topology:
 
 def text(topology: Topology) -> str:
     """Return the topology as text: the matrix of connections, the tree of parts, links of sockets, a legend."""
-    from ...hardware.topology.connections import WORDS
+    from ...hardware.topology.display import CONNECTION_WORDS
     from ...hardware.topology.graph import LinkKind, PartKind
 
     counts = [(len(topology.of(kind)), words) for kind, words in (
@@ -119,13 +129,13 @@ def text(topology: Topology) -> str:
     if between:
         lines += ["", *(f"{link.a} - {link.b}: {_gb(link.rate_bytes)} GB/s" for link in between)]
     words = {cell.split()[0].rstrip("0123456789") for row in matrix[1:] for cell in row[1:]}
-    legend = [f"{word:<5} {meaning}" for word, meaning in WORDS.items() if word.rstrip("#") in words]
+    legend = [f"{word:<5} {meaning}" for word, meaning in CONNECTION_WORDS.items() if word.rstrip("#") in words]
     return "\n".join(lines + (["", *legend] if legend else []))
 
 
 def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
     """Return the head and a row for each GPU and card: its connection to each, as ``nvidia-smi topo -m`` prints it."""
-    from ...hardware.topology.connections import joint
+    from ...hardware.topology.display import connection
     from ...hardware.topology.graph import PartKind
 
     names = [part.name for kind in (PartKind.GPU, PartKind.NIC) for part in topology.of(kind)]
@@ -133,7 +143,7 @@ def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
     for one in names:
         cells = []
         for other in names:
-            found = joint(topology, one, other)
+            found = connection(topology, one, other)
             cells.append("X" if one == other else f"{found.word} {_gb(found.rate_bytes)}" if found.rate_bytes
                          else found.word)
         rows.append((one, *cells))
@@ -187,10 +197,10 @@ class AffinityTable:
     def __init__(self, root: str | None, n_ranks: int, names: tuple[str, ...]) -> None:
         host = recorded_host.host(root)
         given, _ = settings.load_with_origins(None, None if root is None else host.kernel.environ)
-        self.cores = cores.read(host.tree, given.whole_cores)
+        self.cores = read_cores(host.tree, given.whole_cores)
         self.allowed = numa.allowed_cpus(host.tree) or self.cores.cpus
         self.cards = _cards(host, given, names)
-        gpus = locality.gpus(host)
+        gpus = gpu_numa_nodes(host)
         ranks = [Rank(self.allowed, beside=gpus[number] if number < len(gpus) else None)
                  for number in range(n_ranks or len(gpus) or len(self.cores.nodes))]
         self._gpus = gpus
@@ -212,17 +222,17 @@ class AffinityTable:
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as data; no CPUs mean no restriction."""
         return {
-            "nodes": {str(number): numa.format_cpus(self.cores.cpus_of(number)) for number in self.cores.nodes},
-            "allowed": numa.format_cpus(self.allowed), "cards": list(self.cards.names), "why_not": self.why_not,
+            "nodes": {str(number): format_cpus(self.cores.cpus_of(number)) for number in self.cores.nodes},
+            "allowed": format_cpus(self.allowed), "cards": list(self.cards.names), "why_not": self.why_not,
             "node": _data(self.node), "ranks": [_data(seat) for seat in self.ranks],
         }
 
     def text(self) -> str:
         """Return the plan as text."""
-        lines = [f"NUMA node {number}: {len(found)} cores, CPUs {numa.format_cpus(self.cores.cpus_of(number))}"
+        lines = [f"NUMA node {number}: {len(found)} cores, CPUs {format_cpus(self.cores.cpus_of(number))}"
                  for number, found in self.cores.nodes.items()]
         if self.allowed != self.cores.cpus:
-            lines.append(f"This process may use CPUs {numa.format_cpus(self.allowed)}")
+            lines.append(f"This process may use CPUs {format_cpus(self.allowed)}")
         if self.why_not:
             return "\n".join([*lines, "", f"No process is bound: {self.why_not}."])
         rows = [_AFFINITY_HEAD, self._row("node", self.node, ", ".join(self.cards.names))]
@@ -232,25 +242,25 @@ class AffinityTable:
         return "\n".join([*lines, "", output.columns(rows, right=(1,))])
 
     def _row(self, who: str, seat: CpuAffinity, device: str) -> tuple[str, ...]:
-        return (who, str(self.cores.within(seat.cpus or self.allowed).count), numa.format_cpus(seat.cpus) or "any",
+        return (who, str(self.cores.within(seat.cpus or self.allowed).count), format_cpus(seat.cpus) or "any",
                 "any" if seat.home is None else str(seat.home), device or "-")
 
 
 def _cards(host: Any, given: settings.Settings, names: tuple[str, ...]) -> locality.NicLocality:
     if names:
-        found = locality.named(host, names)
+        found = nics_by_name(host, names)
         if missing := sorted(set(names) - {device.name for device in host.devices} - set(host.netdevs)):
             raise ConfigError(f"--nic {missing[0]}: there is no such device or interface; there are "
                               f"{', '.join([device.name for device in host.devices] + list(host.netdevs)) or 'none'}")
         return found
     if isinstance(host.kernel, recorded_host.RecordedKernel):
-        found = locality.cards(host, given, given.node_host)
+        found = traffic_nics(host, given, given.node_host)
     else:
         from ...base.addresses import configured_host, default_route_host
 
-        found = locality.cards(host, given, configured_host(given) or default_route_host())
-    return found if found.nodes else locality.fastest(host)
+        found = traffic_nics(host, given, configured_host(given) or default_route_host())
+    return found if found.nodes else fastest_nics(host)
 
 
 def _data(seat: CpuAffinity) -> dict[str, Any]:
-    return {"cpus": numa.format_cpus(seat.cpus), "home": seat.home}
+    return {"cpus": format_cpus(seat.cpus), "home": seat.home}

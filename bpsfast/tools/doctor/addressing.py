@@ -3,10 +3,11 @@ from __future__ import annotations
 
 import ipaddress
 
+from ...base.value_formats import PATH_MTUS
 from ...hardware import gids
 from ...hardware.netlink import Address
 from ...hardware.ping import PingResult
-from ...hardware.rdma_devices import PATH_MTUS, ROCE_OVERHEAD_NBYTES, roce_mtu
+from ...hardware.rdma_devices import ROCE_OVERHEAD_NBYTES, roce_mtu
 from ...hardware.rdma_route import Rail, on_route
 from .facts import Facts, PeerPort
 from .finding import Check, Outcome, Severity, Status, advice, failed, passed, skipped, told, warned

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import os
 
+from ...base.value_formats import parse_cpus
 from ...hardware.host import Host
-from ...hardware.numa import parse_cpus, siblings
+from ...hardware.numa import siblings
 from ...hardware.rdma_devices import RdmaDevice
 from ...pyx.perf import handover_ns
 from .facts import CacheLineLatency, Facts

@@ -11,7 +11,7 @@ import errno
 import time
 from typing import Any
 
-from ...hardware.affinity.device_threads import device_cores, on_cores
+from ...hardware.affinity.binding import device_cores, on_cores
 from ...hardware.host import Host
 from ...hardware.nic_counters import CounterDelta, CounterSnapshot, difference, snapshot
 from ...hardware.rdma_route import Rail

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...base import rdma_device_list
 from ...base.settings import Settings
+from ...base.value_formats import PATH_MTUS, parse_rdma_devices
 from ...hardware import numa
 from ...hardware.host import Host
-from ...hardware.rdma_devices import PATH_MTUS
 from ...hardware.verbs import provider
 from ...node.transport.rdma.handshake import ACK_TIMEOUT
 from ...orchestration.errors import ConfigError, UnsupportedError
@@ -109,7 +108,7 @@ def rails_of(side: HostCapabilities, devices: str) -> list[RailCapabilities]:
     """
     if not devices:
         return list(side.require()[:side.n_used])
-    wanted = rdma_device_list.parse(devices)
+    wanted = parse_rdma_devices(devices)
     found = [rail for rail in side.require() if wanted.admits(rail.device, rail.port)]
     if not found:
         raise ConfigError(f"rdma_devices={devices!r} names no usable port of {side.host}")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ....base.settings import Settings
 from ....hardware import rdma_route
-from ....hardware.affinity.device_threads import device_cores, on_cores
+from ....hardware.affinity.binding import device_cores, on_cores
 from ....hardware.host import Host
 from ....hardware.verbs import provider
 from ....orchestration.errors import BpsError, CapacityError
@@ -43,7 +43,7 @@ class Registered(NamedTuple):
 
 
 class Rail:
-    """One port, opened by *verbs* (`bpsfast.hardware.verbs`). The `Rails` own it; `users` is the number of lanes over it.
+    """One port, opened by *verbs* (`hardware.verbs`). Owned by `Rails`; `users` is the number of lanes over it.
 
     Its thread runs on *cores* only, if there are any.
 
