@@ -5,16 +5,17 @@
     mean = bpsfast.push_pull(gradient, name="layer1")
     bpsfast.shutdown()
 
-Public names are listed here and nowhere else; they are loaded at first use, so that importing the package (or one
-of its light modules, as the launcher and the daemons do) costs nothing: no NumPy, no framework, no compiled kernel.
-PyTorch users import `bpsfast.torch`.
+Public names are listed here. Each is loaded at its first use, so importing the package, or one of its light modules as
+launcher and daemons do, loads no NumPy, no framework and no compiled kernel. PyTorch users import `bpsfast.torch`.
 """
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from . import _renamed
+from ._version import __version__ as __version__
+from .base import hooks
 
 if TYPE_CHECKING:
     from . import compression as compression
@@ -76,6 +77,7 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
+_renamed.install()
 __all__ = sorted([*_MODULE_OF, "compression"])
 
 
@@ -97,6 +99,29 @@ def __getattr__(name: str) -> object:
         ) from exc
     globals()[name] = found
     return found
+
+
+def _make_islands(session: Any, devices: Any, device: Any) -> Any:
+    from .collectives.islands import Islands
+
+    return Islands(session, devices, device)
+
+
+def _open_elastic_client(settings: Any) -> Any:
+    from .elastic.coordinator_client import open_client
+
+    return open_client(settings)
+
+
+def _current_elastic_client() -> Any:
+    from .elastic.coordinator_client import current_client
+
+    return current_client()
+
+
+hooks.make_islands = _make_islands
+hooks.open_elastic_client = _open_elastic_client
+hooks.current_elastic_client = _current_elastic_client
 
 
 def __dir__() -> list[str]:

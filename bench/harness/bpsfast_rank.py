@@ -15,6 +15,7 @@ from bpsfast.bench.compressed import step
 from bpsfast.bench.harness import memory_bound, pattern
 from bpsfast.bench.harness.contestant import Operation
 from bpsfast.bench.post import ping_pong
+from bpsfast.collectives.p2p import P2PEndpoint
 from bpsfast.tools.planner import catalog
 from bpsfast.trainer.process import current
 
@@ -116,7 +117,7 @@ class Ranks:
         return Operation(run, fill, n_wrong)
 
     def _ping_pong(self, nbytes: int) -> Operation:
-        post, array = current().post, np.zeros(nbytes, np.uint8)
+        post, array = current().extension(P2PEndpoint), np.zeros(nbytes, np.uint8)
         address = array.ctypes.data
         return ping_pong.operation(
             self.rank, array, lambda to: post.send(0, to, 0, address, nbytes, array).wait(),

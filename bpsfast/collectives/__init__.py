@@ -1,6 +1,10 @@
-"""Collectives of the ranks of a job, or of some of them: what `bpsfast.torch.backend` and `bpsfast.hvd` are made of.
+"""Collectives and messages between ranks, over `trainer`. `bpsfast.torch.backend` and `bpsfast.hvd` are made of them.
 
-    groups       sub-groups of a session, found by all their members under one name
-    group        the collectives: each a list of loads, and a ticket that says what is called
-    pipe         how loads of any size go through a few partitions of fixed size
+    group             a group of ranks and its collectives
+    chunk_stream      how collectives of any size go through a few partitions of fixed size
+    serial_executor   threads that run a group's calls in order
+    p2p               messages between two ranks, gather, scatter, all-to-all
+    turn_service      operations that all ranks must begin in one order
+    group_service     what turn_service and `hvd.service` have in common
+    islands           sums among the GPUs of one machine before the data leaves them
 """

@@ -1,9 +1,9 @@
-"""Pipes: units of few partitions, through which bytes of any size and number pass in the order of their calls.
+"""Chunk streams: units of few partitions through which collectives of any size pass, chunk by chunk.
 
-Gradients have units of their own (`Unit`): declared once, summed in every step. What a program calls collectives with
-may change with every call, so a pipe is declared instead, and each load is cut into *strips* that take turns on its
-partitions: strip c of the pipe's life is partition c mod n, round c div n + 1. All members cut alike. There are pipes
-of three sizes, so that few bytes take a short way and many take few turns.
+A gradient has a unit of its own, declared once and summed in every step. The arguments of collectives change with every
+call, so a stream is declared instead, and the bytes of a call are cut into chunks that use its partitions in turn: chunk c
+of the stream's life is partition c mod n, round c div n + 1. All members cut alike. There are three chunk sizes, so that
+few bytes have low latency and many bytes need few chunks.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ChunkSize(NamedTuple):
-    """How wide a pipe is: bytes of a strip, and how many may be in it."""
+    """Bytes of a chunk, and how many chunks may be in a stream at once."""
 
     name: str
     chunk_nbytes: int
@@ -31,24 +31,24 @@ class ChunkSize(NamedTuple):
 
 TINY = ChunkSize("tiny", 4 << 10, 32)
 SMALL = ChunkSize("small", 64 << 10, 16)
-#: Within one machine few strips, which stay in the caches; between machines enough to fill the links.
+#: Within one machine few chunks, which stay in the caches; between machines enough to fill the links.
 WIDE_WITHIN = ChunkSize("wide", 256 << 10, 8)
 WIDE_BETWEEN = ChunkSize("wide", 512 << 10, 32)
-#: What members tell each other of their calls goes a way of its own: where calls differ, so do their strips.
-TICKETS = ChunkSize("tickets", 4 << 10, 32)
-#: A tail of more tiny strips than this takes one small one: a turn costs more than its bytes.
+#: Call fingerprints have a stream of their own: where calls differ, so do their chunks.
+FINGERPRINTS = ChunkSize("fingerprints", 4 << 10, 32)
+#: A tail of more tiny chunks than this takes one small chunk: a chunk costs more than its bytes.
 _MOST_TINY = 1
-#: Whoever waits for a collective waits for nothing else: they go before gradients.
+#: Collectives go before gradients: their callers are blocked.
 _PRIORITY = 1 << 20
 
 
 def chunk_sizes(is_within: bool) -> tuple[ChunkSize, ChunkSize, ChunkSize]:
-    """Return the bores, widest first, for a job that is within one machine or not."""
+    """Return the chunk sizes, largest first, for a job within one machine or not."""
     return (WIDE_WITHIN if is_within else WIDE_BETWEEN), SMALL, TINY
 
 
 def cut(nbytes: int, wide: ChunkSize) -> list[tuple[ChunkSize, int]]:
-    """Return how many strips of which bore *nbytes* take, widest first; the last may be short."""
+    """Return how many chunks of each size *nbytes* take, largest first; the last chunk may be short."""
     found = []
     if nbytes >= wide.chunk_nbytes:
         found.append((wide, nbytes // wide.chunk_nbytes))
@@ -65,9 +65,9 @@ def cut(nbytes: int, wide: ChunkSize) -> list[tuple[ChunkSize, int]]:
 
 
 class ChunkStream:
-    """One pipe of *session*; the ranks of *spec* make the same calls in the same order. One thread at a time.
+    """One stream of *session*; the ranks of *spec* make the same calls in the same order. One thread at a time.
 
-    It waits until all of them have it, *timeout_s* at most. Raises as `TensorRegistry.unit`.
+    The constructor waits until all of them have declared it, at most *timeout_s*. Raises as `TensorRegistry.unit`.
     """
 
     def __init__(self, session: Session, spec: TensorSpec, timeout_s: float) -> None:
@@ -79,9 +79,9 @@ class ChunkStream:
         self._results = results(unit)
 
     def chunks(self, n: int) -> np.ndarray[Any, Any]:
-        """Return the next *n* turns, without what is conveyed."""
+        """Return the descriptors of the next *n* chunks, without source, destination and size."""
         if n == 1:
-            return self._leg()
+            return self._next_chunk()
         strips = np.arange(self._next, self._next + n, dtype=np.uint64)
         self._next += n
         slots = (strips % np.uint64(self.unit.n_parts)).astype(np.intp)
@@ -90,8 +90,8 @@ class ChunkStream:
         chunks["result"] = self._results[(rounds & np.uint64(1)).astype(np.intp), slots]
         return chunks
 
-    def _leg(self) -> np.ndarray[Any, Any]:
-        """Return the next turn: as `chunks`, without the price of vectors."""
+    def _next_chunk(self) -> np.ndarray[Any, Any]:
+        """Return the descriptor of the next chunk: as `chunks`, without the cost of vector operations."""
         number, slot = divmod(self._next, self.unit.n_parts)
         self._next += 1
         chunks = self._slots[slot:slot + 1].copy()
@@ -99,21 +99,21 @@ class ChunkStream:
         chunks["result"] = self._results[round_ & 1, slot]
         return chunks
 
-    def ticket(self, words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return one turn of a pipe of 64 bit words combined by "band": do all members give the same two *words*?"""
+    def fingerprint(self, words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return a chunk that compares the two 64-bit *words* of all members: the stream combines them by "band"."""
         chunks = self.chunks(1)
         chunks["source"], chunks["nbytes"], chunks["flags"] = words.ctypes.data, words.nbytes, FINGERPRINT
         return chunks
 
     def close(self) -> None:
-        """Give it up; what it uses is free when all members have. No call may be under way on any member."""
+        """Retire the stream; its memory is free when all members have. No call may be under way on any member."""
         region = self.unit.staging
         self.unit.session.retire([self.unit])
         self.unit.session.memory.release(region)
 
 
 def spec_of(name: str, ranks: tuple[int, ...], dtype: str, op: str, size: ChunkSize) -> TensorSpec:
-    """Return how the pipe of *bore* for the *op* of *dtype* ("avg": a sum that is averaged) is declared."""
+    """Return the declaration of the stream of this *size* for *op* ("avg": an averaged sum) of *dtype*."""
     n = size.n_chunks * size.chunk_nbytes // TABLE[dtype].itemsize
     return TensorSpec(name=f"{name}/{dtype}.{op}.{size.name}", dtype=dtype, shape=(n,), average=op == "avg",
                       op="sum" if op == "avg" else op, ranks=ranks, priority=_PRIORITY,

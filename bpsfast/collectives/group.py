@@ -1,9 +1,8 @@
 """A group of ranks and its collectives.
 
-Most collectives are a list of *loads*: some bytes from one, some or all members to one, some or all of them, combined
-on the way by the summation services, as gradients are; where each byte has one sender and one receiver, they are
-messages. Before them goes a *ticket*, by which all members find out whether they call the same: else sums of different
-things would be handed out as if they were one.
+Most collectives are a list of loads: bytes from one, some or all members to one, some or all of them, combined by the
+summation services like gradients. Collectives in which each byte has one sender and one receiver are made of messages.
+Before either goes the fingerprint of the call: if the members' calls differ, all of them raise `MismatchError`.
 """
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import contextlib
 import hashlib
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,23 +21,23 @@ from ..orchestration.placement.partition import OPS
 from ..pyx.port import copy
 from ..trainer.chunk_descriptors import CHUNK_DTYPE
 from ..trainer.tensor_input import TensorInput, from_array
-from .chunk_stream import TICKETS, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
+from ..trainer.unit import Unit
+from .chunk_stream import FINGERPRINTS, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
 from .p2p import message_collectives
+from .p2p.endpoint import P2PEndpoint
 
 if TYPE_CHECKING:
     from ..trainer.session import Session
-    from ..trainer.unit import Unit
-    from .p2p.endpoint import P2PEndpoint
 
-#: Bytes of what each member called that are shown to all after a mismatch.
+#: Bytes of each member's call that the error of a mismatch shows.
 _SAID_NBYTES = 128
 _RAW = np.dtype((np.void, CHUNK_DTYPE.itemsize))
-_TICKET = "int64", "band", TICKETS
+_FINGERPRINT = "int64", "band", FINGERPRINTS
 _BYTES = "uint8", "sum"  # of one contribution: its copy
 
 
 class _Load(NamedTuple):
-    """Bytes from `source` (0: not from here) to `destination` (0: not wanted here)."""
+    """Bytes from address `source` (0: this member gives none) to `destination` (0: it needs none)."""
 
     source: int
     destination: int
@@ -45,7 +45,7 @@ class _Load(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """How a call that is made of messages tells them from others'."""
+    """The messages of one call: endpoint, channel, tag (the call's number) and owner of the memory."""
 
     post: P2PEndpoint
     channel: int
@@ -56,21 +56,21 @@ class _Call(NamedTuple):
 class Group:
     """Collectives of *ranks* of *session*, which is one of them; all members make the same calls in the same order.
 
-    Any thread, one call at a time: a second one waits for its turn. Memory is the caller's, contiguous, not written
-    meanwhile. A call that fails on a member (another one differs, or does not come in time) leaves the group unusable:
-    what comes next cannot be told from it.
+    Any thread, one call at a time: a second one waits for its turn. Memory is the caller's, contiguous, and must not be
+    written meanwhile. After a failed call (a member called something else, or did not call in time) the group is
+    unusable: the members' calls are out of step.
 
     Parameters
     ----------
     name
-        The same on all members, and no other group's of the job.
+        The same on all members, and of no other group of the job.
 
     All calls raise
     ---------------
     MismatchError
-        If members do not call the same; the text says what each called.
+        If members call different collectives; the text says what each called.
     StallError, PeerLostError, ClosedError
-        If a member does not come in time, or is gone.
+        If a member does not call in time, or is lost.
     """
 
     def __init__(self, session: Session, ranks: Sequence[int], name: str, timeout_s: float) -> None:
@@ -84,8 +84,8 @@ class Group:
             raise ConfigError(f"group {name!r} is of ranks {self.ranks}; rank {session.rank} is none of them")
         self.rank, self.size = self.ranks.index(session.rank), len(self.ranks)
         self._declared = () if self.size == session.size else tuple(sorted(self.ranks))
-        self._bores = chunk_sizes(session.n_nodes + session.n_helpers == 1)
-        self._pipes: dict[tuple[str, str, ChunkSize], ChunkStream] = {}
+        self._sizes = chunk_sizes(session.n_nodes + session.n_helpers == 1)
+        self._streams: dict[tuple[str, str, ChunkSize], ChunkStream] = {}
         self._lock = threading.Lock()
         self._channel = zlib.crc32(name.encode())
         self._calls = 0
@@ -93,20 +93,25 @@ class Group:
         self._closed = False
         self._within_s: float | None = None
 
+    @property
+    def p2p(self) -> P2PEndpoint:
+        """Messages between ranks of the job."""
+        return self.session.extension(P2PEndpoint)
+
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: TensorInput, out: TensorInput, op: str = "sum") -> None:
         """Combine *x* of all members into *out* on all (it may be *x*); *op*: "avg" or one of `partition.OPS`."""
         self._check_op(op)
         _check_size(x, out)
-        self._convey(f"all_reduce {op} {x.dtype} {x.shape}", x.dtype, op, [_Load(x.address, out.address, x.nbytes)])
+        self._run(f"all_reduce {op} {x.dtype} {x.shape}", x.dtype, op, [_Load(x.address, out.address, x.nbytes)])
 
     def reduce(self, x: TensorInput, out: TensorInput | None, root: int, op: str = "sum") -> None:
         """Combine *x* of all members into *out* on the *root*-th member; others' is None."""
         self._check_op(op)
         self._check_root(root)
         destination = out.address if out is not None and root == self.rank else 0
-        self._convey(f"reduce {op} {x.dtype} {x.shape} to {root}", x.dtype, op,
+        self._run(f"reduce {op} {x.dtype} {x.shape} to {root}", x.dtype, op,
                      [_Load(x.address, destination, x.nbytes)])
 
     def reduce_scatter(self, xs: Sequence[TensorInput], out: TensorInput, op: str = "sum") -> None:
@@ -114,14 +119,14 @@ class Group:
         self._check_op(op)
         self._check_number(xs)
         _check_size(xs[self.rank], out)
-        self._convey(f"reduce_scatter {op} {out.dtype} {[x.nbytes for x in xs]}", out.dtype, op,
+        self._run(f"reduce_scatter {op} {out.dtype} {[x.nbytes for x in xs]}", out.dtype, op,
                      [_Load(x.address, out.address if i == self.rank else 0, x.nbytes) for i, x in enumerate(xs)])
 
     def broadcast(self, x: TensorInput, root: int) -> None:
         """Overwrite *x* by that of the *root*-th member."""
         self._check_root(root)
         is_root = root == self.rank
-        self._convey(f"broadcast {x.dtype} {x.shape} from {root}", *_BYTES,
+        self._run(f"broadcast {x.dtype} {x.shape} from {root}", *_BYTES,
                      [_Load(x.address if is_root else 0, 0 if is_root else x.address, x.nbytes)])
 
     def all_gather(self, x: TensorInput, outs: Sequence[TensorInput]) -> None:
@@ -131,7 +136,7 @@ class Group:
         """
         self._check_number(outs)
         _check_size(x, outs[self.rank])
-        self._convey(f"all_gather {x.dtype} {[out.nbytes for out in outs]}", *_BYTES,
+        self._run(f"all_gather {x.dtype} {[out.nbytes for out in outs]}", *_BYTES,
                      [_Load(x.address, 0 if out.address == x.address else out.address, out.nbytes) if i == self.rank
                       else _Load(0, out.address, out.nbytes) for i, out in enumerate(outs)])
 
@@ -161,13 +166,30 @@ class Group:
             call.post, call.channel, self.ranks, self.rank, _memories(xs), _memories(outs), call.owner,
             self._limit_s, call.number))
 
+    def broadcast_bytes(self, data: bytes, root: int) -> bytes:
+        """Return the *data* of the *root*-th member, of any length; that of others is ignored."""
+        length = np.array([len(data)], np.int64)
+        self.broadcast(from_array(length), root)
+        whole = np.frombuffer(data, np.uint8).copy() if self.rank == root else np.empty(int(length[0]), np.uint8)
+        if whole.nbytes:
+            self.broadcast(from_array(whole), root)
+        return whole.tobytes()
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the *data* of all members, of any length, in their order."""
+        lengths = [np.empty(1, np.int64) for _ in range(self.size)]
+        self.all_gather(from_array(np.array([len(data)], np.int64)), [from_array(length) for length in lengths])
+        wholes = [np.empty(int(length[0]), np.uint8) for length in lengths]
+        self.all_gather(from_array(np.frombuffer(data, np.uint8).copy()), [from_array(whole) for whole in wholes])
+        return [whole.tobytes() for whole in wholes]
+
     def barrier(self, note: str = "") -> None:
-        """Wait until all members are here, who all come with this *note*."""
-        self._convey(f"barrier {note}".rstrip(), *_BYTES, [])
+        """Wait until all members call this with the same *note*."""
+        self._run(f"barrier {note}".rstrip(), *_BYTES, [])
 
     @contextlib.contextmanager
     def within(self, timeout_s: float) -> Iterator[None]:
-        """Let calls that this thread makes meanwhile take *timeout_s* at most. For one thread at a time."""
+        """Limit the calls of this thread inside the context to *timeout_s*. One thread at a time."""
         self._within_s = timeout_s
         try:
             yield
@@ -175,30 +197,30 @@ class Group:
             self._within_s = None
 
     def close(self) -> None:
-        """Give up what the group uses; it is free once all members have. Idempotent, and waits for nobody.
+        """Release the group's memory, which is free once all members have done so. Idempotent; does not wait.
 
-        A call of another thread that waits for sums fails within a second, unless it comes to its end before.
+        A call under way in another thread fails within a second, unless it completes before.
         """
         self._closed = True
         if not self._lock.acquire(blocking=False):
-            return  # the call under way does this at its end
+            return  # the call under way closes the group at its end
         try:
             if self._broken is None and not self.session.closed:
-                for pipe in self._pipes.values():
-                    pipe.close()
-            self._pipes.clear()
+                for stream in self._streams.values():
+                    stream.close()
+            self._streams.clear()
         finally:
             self._lock.release()
 
     # -- innards ---------------------------------------------------------------------------------------------------
 
     def _exchange(self, text: str, owner: object, move: Callable[[_Call], None]) -> None:
-        """Move bytes from member to member, once all are known to want that."""
-        self._convey(text, *_BYTES, [], lambda: move(_Call(self.session.post, self._channel, self._calls, owner)))
+        """Exchange messages, once all members are known to make the same call."""
+        self._run(text, *_BYTES, [], lambda: move(_Call(self.p2p, self._channel, self._calls, owner)))
 
-    def _convey(self, text: str, dtype: str, op: str, loads: Sequence[_Load],
+    def _run(self, text: str, dtype: str, op: str, loads: Sequence[_Load],
                 then: Callable[[], None] = lambda: None) -> None:
-        self.session.require_open()  # in a fork the lock may be held by a thread that is not there
+        self.session.require_open()  # before the lock, which a fork may have inherited locked
         with self._lock:
             self._require_usable()
             self._calls += 1
@@ -210,27 +232,27 @@ class Group:
                 then()
             except BaseException as exc:
                 self._broken = exc if isinstance(exc, MismatchError) else ClosedError(
-                    f"group {self.name!r} cannot be used any more: its call {self._calls} ({text}) did not get to its "
-                    f"end on rank {self.session.rank} ({type(exc).__name__}: {exc})")
-                if isinstance(exc, StallError):  # what is waited for is said in terms of pipes
+                    f"group {self.name!r} cannot be used any more: its call {self._calls} ({text}) failed "
+                    f"on rank {self.session.rank} ({type(exc).__name__}: {exc})")
+                if isinstance(exc, StallError):  # the error names a stream, not the call
                     raise StallError(f"call {self._calls} of group {self.name!r}, {text}: {exc}") from exc
                 raise
         if self._closed:
             self.close()
 
     def _call(self, text: str, dtype: str, op: str, loads: Sequence[_Load]) -> None:
-        words = _ticket(text)
-        tickets = self._pipe(*_TICKET)
-        chunks, units = [tickets.ticket(words)], [tickets.unit]
-        strips = [strip for load in loads for strip in _strips(load, self._bores[0])]
-        if any((dtype, op, size) not in self._pipes for size, _, _ in strips):
-            self._check(text, self._go(chunks, units))  # before members wait for each other to make different pipes
-            chunks, units = [], []
-        for size, n, load in strips:
-            pipe = self._pipe(dtype, op, size)
-            chunks.append(_laden(pipe.chunks(n), load, size.chunk_nbytes))
-            units.append(pipe.unit)
-        self._check(text, self._go(chunks, units))
+        words = _fingerprint(text)
+        fingerprints = self._stream(*_FINGERPRINT)
+        descriptors, units = [fingerprints.fingerprint(words)], [fingerprints.unit]
+        pieces = [piece for load in loads for piece in _pieces(load, self._sizes[0])]
+        if any((dtype, op, size) not in self._streams for size, _, _ in pieces):
+            self._check(text, self._go(descriptors, units))  # else members might wait to declare different streams
+            descriptors, units = [], []
+        for size, n, load in pieces:
+            stream = self._stream(dtype, op, size)
+            descriptors.append(_filled(stream.chunks(n), load, size.chunk_nbytes))
+            units.append(stream.unit)
+        self._check(text, self._go(descriptors, units))
 
     def _check(self, text: str, do_agree: bool) -> None:
         if not do_agree:
@@ -244,41 +266,42 @@ class Group:
                 if i < len(some):
                     return unit, int(some["part"][i]), int(some["round"][i])
                 i -= len(some)
-            raise AssertionError("no such leg")
+            raise AssertionError("no such chunk")
 
-        # where pages are large a pipe has fewer turns than its bore says
-        ahead = min(*(size.n_chunks for size in self._bores), *(unit.n_parts for unit in units))
-        # As bytes: to NumPy the fields of a record are worth a look at each other in Python.
+        # where pages are large a stream has fewer chunks than its size says
+        ahead = min(*(size.n_chunks for size in self._sizes), *(unit.n_parts for unit in units))
+        # As bytes: for records NumPy compares the fields in Python.
         together = np.concatenate([some.view(_RAW) for some in chunks]).view(CHUNK_DTYPE)
         return self.session.port.pipelined_transfer(together, ahead, subject_of, self._limit_s)
 
     @property
     def _limit_s(self) -> float:
-        """How long the call under way may take."""
+        """How long the current call may take."""
         return self.timeout_s if self._within_s is None else self._within_s
 
     def _who_said(self, text: str) -> str:
-        """Return in words what each member called: all have found out, and each says it in bytes of its own."""
-        said = np.full(self.size * _SAID_NBYTES, 0xFF, np.uint8)  # what others say is not changed by ones
+        """Return what each member called, in words. All members call this after a mismatch."""
+        said = np.full(self.size * _SAID_NBYTES, 0xFF, np.uint8)  # ones do not change the bytes of others
         mine = np.zeros(_SAID_NBYTES, np.uint8)
         raw = text.encode()[:_SAID_NBYTES]
         mine[:len(raw)] = np.frombuffer(raw, np.uint8)
         said[self.rank * _SAID_NBYTES:][:_SAID_NBYTES] = mine
-        pipe = self._pipe(*_TICKET)
-        chunks = pipe.chunks(-(-said.nbytes // TICKETS.chunk_nbytes))
+        stream = self._stream(*_FINGERPRINT)
+        chunks = stream.chunks(-(-said.nbytes // FINGERPRINTS.chunk_nbytes))
         load = _Load(said.ctypes.data, said.ctypes.data, said.nbytes)
-        self._go([_laden(chunks, load, TICKETS.chunk_nbytes)], [pipe.unit])
+        self._go([_filled(chunks, load, FINGERPRINTS.chunk_nbytes)], [stream.unit])
         who: dict[str, list[int]] = {}
         for rank, row in zip(self.ranks, said.reshape(self.size, _SAID_NBYTES)):
             who.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)
         return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {what}"
                          for what, ranks in who.items())
 
-    def _pipe(self, dtype: str, op: str, size: ChunkSize) -> ChunkStream:
+    def _stream(self, dtype: str, op: str, size: ChunkSize) -> ChunkStream:
         key = dtype, op, size
-        if key not in self._pipes:
-            self._pipes[key] = ChunkStream(self.session, spec_of(self.name, self._declared, dtype, op, size), self._limit_s)
-        return self._pipes[key]
+        if key not in self._streams:
+            spec = spec_of(self.name, self._declared, dtype, op, size)
+            self._streams[key] = ChunkStream(self.session, spec, self._limit_s)
+        return self._streams[key]
 
     def _require_usable(self) -> None:
         self.session.require_open()
@@ -301,8 +324,8 @@ class Group:
             raise ConfigError(f"{len(memories)} tensors for the {self.size} members of group {self.name!r}")
 
 
-def _strips(load: _Load, wide: ChunkSize) -> list[tuple[ChunkSize, int, _Load]]:
-    """Return (bore, number of strips, what they carry) of *load*."""
+def _pieces(load: _Load, wide: ChunkSize) -> list[tuple[ChunkSize, int, _Load]]:
+    """Return (chunk size, number of chunks, their bytes) of *load*."""
     found = []
     at = 0
     for size, n in cut(load.nbytes, wide):
@@ -313,8 +336,8 @@ def _strips(load: _Load, wide: ChunkSize) -> list[tuple[ChunkSize, int, _Load]]:
     return found
 
 
-def _laden(chunks: np.ndarray[Any, Any], load: _Load, chunk_nbytes: int) -> np.ndarray[Any, Any]:
-    """Return *legs* with *load* on them."""
+def _filled(chunks: np.ndarray[Any, Any], load: _Load, chunk_nbytes: int) -> np.ndarray[Any, Any]:
+    """Fill in source, destination and size of *chunks* that carry *load*; return them."""
     at = np.arange(len(chunks), dtype=np.uint64) * np.uint64(chunk_nbytes)
     chunks["nbytes"] = np.minimum(np.uint64(load.nbytes) - at, np.uint64(chunk_nbytes))
     if load.source:
@@ -338,7 +361,7 @@ def _memories(xs: Sequence[TensorInput]) -> list[message_collectives.Memory]:
     return [_memory(x) for x in xs]
 
 
-def _ticket(text: str) -> np.ndarray[Any, Any]:
+def _fingerprint(text: str) -> np.ndarray[Any, Any]:
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return np.array([digest, ~digest & (1 << 64) - 1], np.uint64)
 
@@ -348,11 +371,16 @@ def _check_size(x: TensorInput, out: TensorInput) -> None:
         raise ConfigError(f"{x.nbytes} bytes of input for {out.nbytes} bytes of output")
 
 
+def _counts_of_groups(session: Session) -> Counter[tuple[int, ...]]:
+    """Return how many groups of *session* were made of the same ranks in the same order (`Session.extension`)."""
+    return Counter()
+
+
 def make_group(session: Session, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
     """Return a new group of *ranks* of *session*: its i-th member is the i-th of them.
 
-    All of them call this, as often and in the same order for the same *ranks*; others need not. Nothing is exchanged
-    before the first collective. *timeout_s*: how long a collective may take; None: the setting.
+    All of them call this equally often for the same *ranks*, in the same order; other ranks need not. Nothing is exchanged
+    before the first collective. *timeout_s*: how long a collective may take; None: by the setting.
 
     Raises
     ------
@@ -360,8 +388,9 @@ def make_group(session: Session, ranks: Sequence[int], timeout_s: float | None =
         If this rank is none of *ranks*, or they are not ranks of the job.
     """
     key = tuple(ranks)
-    number = session.n_groups[key]
-    session.n_groups[key] += 1
+    counts = session.extension(_counts_of_groups)
+    number = counts[key]
+    counts[key] += 1
     is_all = key == tuple(range(session.size))
     who = "all" if is_all else hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
     return Group(session, key, f"bpsfast.group/{who}/{number}",
@@ -369,19 +398,10 @@ def make_group(session: Session, ranks: Sequence[int], timeout_s: float | None =
 
 
 def broadcast_bytes(group: Group, data: bytes, root: int) -> bytes:
-    """Return the *data* of the *root*-th member; others' is not looked at. Collective; raises as `Group`'s calls."""
-    length = np.array([len(data)], np.int64)
-    group.broadcast(from_array(length), root)
-    whole = np.frombuffer(data, np.uint8).copy() if group.rank == root else np.empty(int(length[0]), np.uint8)
-    if whole.nbytes:
-        group.broadcast(from_array(whole), root)
-    return whole.tobytes()
+    """See `Group.broadcast_bytes`."""
+    return group.broadcast_bytes(data, root)
 
 
 def all_gather_bytes(group: Group, data: bytes) -> list[bytes]:
-    """Return the *data* of all members, in their order. Collective; raises as `Group`'s calls."""
-    lengths = [np.empty(1, np.int64) for _ in range(group.size)]
-    group.all_gather(from_array(np.array([len(data)], np.int64)), [from_array(length) for length in lengths])
-    wholes = [np.empty(int(length[0]), np.uint8) for length in lengths]
-    group.all_gather(from_array(np.frombuffer(data, np.uint8).copy()), [from_array(whole) for whole in wholes])
-    return [whole.tobytes() for whole in wholes]
+    """See `Group.all_gather_bytes`."""
+    return group.all_gather_bytes(data)

@@ -1,4 +1,4 @@
-"""The threads of a group that make its calls one after another, in the order in which the program asked for them."""
+"""Runs the calls of a group one after another, in the order in which the program asked for them."""
 from __future__ import annotations
 
 import os
@@ -19,12 +19,11 @@ class _Job(NamedTuple):
 
 
 class SerialExecutor:
-    """Runs jobs in order, one at a time. Any thread; a thread of its own is started by the first job that nobody waits
-    for, another one where a job is to be run and all others are inside ``done``: what a program hangs on a future may
-    make further calls, and wait for them.
+    """Runs jobs in order, one at a time. Any thread.
 
-    A job that its caller waits for at once is run in the caller's thread if it is its turn: a thread that is woken
-    beside a busy one waits for the interpreter first.
+    The first job that its caller does not wait for starts a thread; another one is started when a job is due and all
+    threads are inside ``done``: a callback on a future may make further calls and wait for them. A job that its caller
+    waits for is run in the caller's thread if it is its turn, because a woken thread waits for the interpreter first.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,15 +34,15 @@ class SerialExecutor:
         self._running = False
         self._closing = False
         self._threads: list[threading.Thread] = []
-        self._n_telling = 0  # of them: inside ``done``
+        self._n_telling = 0  # threads inside ``done``
 
     def run(self, job: Callable[[], None], done: Done, inline: bool) -> None:
-        """Run *job* when it is its turn, then ``done(error)``, None if it went well; *inline*: here, if that is now.
+        """Run *job* when it is its turn, then ``done(error)`` (None: no error). *inline*: in this thread, if that is now.
 
         Raises
         ------
         ClosedError
-            After `close`, and in a fork of the process that made this, which has not its thread.
+            After `close`, and in a fork of the process that made this.
         """
         if os.getpid() != self._pid:
             raise ClosedError(f"{self._name} belongs to process {self._pid}; this is a fork of it")
@@ -60,9 +59,9 @@ class SerialExecutor:
             self._carry_out(_Job(job, done))
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more jobs, let those that are there come to their end, end the threads; whether they have ended.
+        """Accept no more jobs, wait for those that were given, and end the threads; return whether all have ended.
 
-        What cannot come to its end must be made to fail first, by closing what it waits for. A fork has nothing to end.
+        Close first what a stuck job waits for, so that it fails. Does nothing in a fork.
         """
         if os.getpid() != self._pid:
             return True
@@ -70,13 +69,13 @@ class SerialExecutor:
             self._closing = True
             self._condition.notify_all()
         deadline = time.monotonic() + timeout_s
-        for thread in self._threads:  # others may come while jobs are left
+        for thread in self._threads:  # more may be started while jobs are left
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
 
     def _see_to_jobs(self) -> None:
-        """Wake a thread for the jobs that wait, or start one; under the lock."""
+        """Wake a thread for the waiting jobs, or start one; under the lock."""
         if self._jobs and self._n_telling == len(self._threads):
             thread = threading.Thread(target=self._conduct, name=self._name, daemon=True)
             thread.start()
@@ -89,13 +88,13 @@ class SerialExecutor:
             with self._condition:
                 while self._running or not self._jobs:
                     if self._closing and not self._jobs:
-                        self._condition.notify()  # the next one that waits, if it was woken while there were jobs
+                        self._condition.notify()  # wake the next one, which may have missed its notification
                         return
                     self._condition.wait()
                 job = self._jobs.popleft()
                 self._running = True
             self._carry_out(job, is_own=True)
-            del job  # what it holds is not held until the next one comes
+            del job  # release what it holds before the next one comes
 
     def _carry_out(self, job: _Job, is_own: bool = False) -> None:
         error: BaseException | None = None
@@ -103,7 +102,7 @@ class SerialExecutor:
             job.run()
         except BaseException as exc:
             error = exc
-        finally:  # whatever interrupts: others must have their turn, and whoever waits must be told
+        finally:  # also after an interrupt: other jobs must run, and the caller must be told
             with self._condition:
                 self._running = False
                 self._n_telling += is_own

@@ -24,7 +24,7 @@ def byteps_declare_tensor(name: str, **kwargs: Any) -> None:
     """
     codec = from_byteps(kwargs)
     session = process.current()
-    session.order.setdefault(name, len(session.order))
+    session.tensors.note_order(name)
     if codec is not None:
         _codecs[name] = codec
 
@@ -47,12 +47,11 @@ def byteps_push_pull(tensor: Any, version: int = 0, priority: int = 0, name: str
 def push_pull_all(tensors: Sequence[tuple[str | None, Any, int]], is_average: bool = True,
                   compression: Choice | None = None, learning_rate: float | None = None) -> None:
     """Replace each of *tensors* (name, tensor, priority) by its sum (mean); all are under way at once."""
-    order = process.current().order
+    tensors_of_job = process.current().tensors
     memories = [memory_of(tensor) for _, tensor, _ in tensors]
     handles = []
     for (name, tensor, priority), memory in zip(tensors, memories):
-        if priority == 0 and name in order:
-            priority = -order[name]
+        priority = tensors_of_job.noted_priority(name, priority)
         codec = _codecs.get(name or "", compression)
         handles.append(operations.start(memory, name, is_average, priority, memory, tensor, codec,
                                         learning_rate if codec is not None else None))

@@ -69,9 +69,9 @@ class OwnerTransfer:
         self._regions = regions
         self._takeovers = takeovers
         self._message = message
-        self._owned: list[tuple[messages.Succession, dict[str, Any]]] = []
-        self._followed: list[messages.Succession] = []
-        self._given_up: list[tuple[messages.Succession, dict[str, Any] | None]] = []
+        self._owned: list[tuple[messages.OwnerChange, dict[str, Any]]] = []
+        self._followed: list[messages.OwnerChange] = []
+        self._given_up: list[tuple[messages.OwnerChange, dict[str, Any] | None]] = []
         self._awaited: list[tuple[int, int, int]] = []  # (node, part, round) that is under way to this node
         self._left: list[tuple[int, int, list[int]]] = []  # (unit, part, nodes) of which nothing more comes
         #: Results that this node has to send to others after the commit.
@@ -79,7 +79,7 @@ class OwnerTransfer:
 
     def prepare(self, generation: Generation, unit_installer: Callable[[dict[str, int], str], UnitInstaller]) -> None:
         """Allocate and bind; everything is recorded in *generation* at once. Raises `CapacityError`."""
-        of = {each.part: each for each in self._message.successions}
+        of = {each.part: each for each in self._message.owner_changes}
         changed = [(unit, part, of[part.part]) for unit in self._message.units for part in unit.parts
                    if part.part in of]
         made = unit_installer(self._room([(unit, part) for unit, part, _ in changed]),
@@ -116,12 +116,12 @@ class OwnerTransfer:
     @property
     def parts(self) -> set[int]:
         """The partitions whose owner changes."""
-        return {each.part for each in self._message.successions}
+        return {each.part for each in self._message.owner_changes}
 
     @property
     def given_up(self) -> set[int]:
         """The partitions that living owners give up: once all has `arrived`, nothing of them is under way."""
-        return {each.part for each in self._message.successions if each.giver >= 0}
+        return {each.part for each in self._message.owner_changes if each.giver >= 0}
 
     @property
     def arrived(self) -> bool:
@@ -170,7 +170,7 @@ class OwnerTransfer:
         assert link is not None, "an owner that gives up shares no memory with nodes that push"
         return link
 
-    def _part_from(self, unit: UnitPlan, part: PartPlan, change: messages.Succession, here: bool) -> None:
+    def _part_from(self, unit: UnitPlan, part: PartPlan, change: messages.OwnerChange, here: bool) -> None:
         """Record what has to arrive until nothing of *part* is under way, and which nodes are unbound then."""
         if change.giver == self._me.index:
             nodes = [node for node in self._role.members_of(unit.ranks).nodes if node != self._me.index]
@@ -188,7 +188,7 @@ class OwnerTransfer:
     def _room(self, changed: list[tuple[UnitPlan, PartPlan]]) -> dict[str, int]:
         """Return the bytes to be allocated here, by the kinds of `Regions`, for new owners and new members."""
         room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store"), 0)
-        givers = {each.part: each.giver for each in self._message.successions}
+        givers = {each.part: each.giver for each in self._message.owner_changes}
         for unit, part in changed:
             if givers[part.part] == self._me.index and not self._partial(unit, part):
                 room["partial"] += page_round(self._role.partial_nbytes(unit, part))
@@ -226,7 +226,7 @@ class OwnerTransfer:
             raise ProtocolError(f"results lie in the memory of node {extent.node}, which is not lost: a bug of bpsfast")
         return self._takeovers[extent.node].address(extent.segment)
 
-    def _plan_resends(self, unit: UnitPlan, part: PartPlan, change: messages.Succession, coded: bool) -> None:
+    def _plan_resends(self, unit: UnitPlan, part: PartPlan, change: messages.OwnerChange, coded: bool) -> None:
         address = self._arriving_at(unit, part)[change.kept_round & 1]
         nbytes = part.nbytes
         if coded or unit.op == ROWS:  # a frame: its first eight bytes say how many follow

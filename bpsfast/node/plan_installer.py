@@ -233,7 +233,7 @@ class PlanInstaller:
             resources.bound = [bound for bound in resources.bound if bound[0] != link.index]
 
     def progress(self, lost: Sequence[int], everything: bool = False) -> tuple[tuple[int, int, int, int], ...]:
-        """Return the entries of `Frozen` for the partitions that *lost* nodes owned and ranks here push.
+        """Return the entries of `FreezeReport` for the partitions that *lost* nodes owned and ranks here push.
 
         *everything*: for all that ranks here push, and all that this node owns.
         """
@@ -312,7 +312,7 @@ class PlanInstaller:
     # -- internal -----------------------------------------------------------------------------------------
 
     def _require_reach(self, message: Recover) -> None:
-        changed = {each.part for each in message.successions}
+        changed = {each.part for each in message.owner_changes}
         for unit in message.units:
             resources = self._unit_resources.get(unit.unit)
             for part in unit.parts if resources is not None else ():

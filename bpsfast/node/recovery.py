@@ -2,7 +2,7 @@
 
 A change of epoch, because a helper is lost or has joined:
 
-    freeze      stop summing; disconnect lost nodes, connect new ones; report the progress of each partition (`Frozen`)
+    freeze      stop summing; disconnect lost nodes, connect new ones; report the progress of each partition (`FreezeReport`)
     prepare     allocate and bind for the new owners (`owner_changes`); wait for what is under way to or from owners
                 that give a partition up; then send Ready
     commit      go on, and first send what is owed of the last round
@@ -64,7 +64,7 @@ class Recovery:
         self.epoch = 0
 
     def freeze(self, message: messages.Freeze) -> None:
-        """Stop summing, disconnect lost nodes, connect joined ones, and answer Frozen."""
+        """Stop summing, disconnect lost nodes, connect joined ones, and answer FreezeReport."""
         if not self._runtime.connected:
             self._early = message
             self._plans.drop_early()  # their owners may be lost; the scheduler has withdrawn them
@@ -86,7 +86,7 @@ class Recovery:
         for index in message.joined:
             self._take_in(index)
         installer = self._runtime.installer
-        self._node.send(messages.Frozen(epoch=message.epoch, near=installer.near,
+        self._node.send(messages.FreezeReport(epoch=message.epoch, near=installer.near,
                                         progress=installer.progress(message.lost, everything=bool(message.joined))))
 
     def connected(self) -> None:
@@ -171,7 +171,7 @@ class SchedulerFailover:
                       "for another one there", address, self._timeout_s)
         self._send_account(0)
 
-    def recalled(self, message: messages.Recall) -> None:
+    def recalled(self, message: messages.RejoinRequest) -> None:
         """Send the account to the scheduler that asks for it."""
         self._since = self._since or time.monotonic()
         if self._welcome is not None:

@@ -9,7 +9,7 @@ import torch
 
 from ..orchestration.errors import MismatchError, UnsupportedError
 from ..trainer import process
-from ..trainer.broadcaster import check_root
+from ..trainer.broadcaster import Broadcaster, check_root
 from ..trainer.object_broadcast import Manifest, broadcast_object, difference
 from .ops import REACHED
 from .optimizer_extras import load_user_state_dict, user_state_dict
@@ -98,9 +98,9 @@ def broadcast_buffers(named: list[tuple[str, torch.Tensor]], root_rank: int, tit
     text = f"{title}, {len(named)} tensors, whose names, dtypes and shapes have the digest {kinds}"
     dense = _dense(named)
     if session.rank == root_rank:
-        session.broadcaster.send(text, _pieces(dense))
+        session.extension(Broadcaster).send(text, _pieces(dense))
     else:
-        session.broadcaster.receive(root_rank, text, lambda nbytes: _pieces(dense))
+        session.extension(Broadcaster).receive(root_rank, text, lambda nbytes: _pieces(dense))
         _copy_back(dense)
 
 
@@ -116,11 +116,11 @@ def _broadcast_tensors(named: list[tuple[str, torch.Tensor]], root_rank: int) ->
     if session.size == 1:
         return
     if is_root:
-        session.broadcaster.send(text, _pieces(dense))
+        session.extension(Broadcaster).send(text, _pieces(dense))
         return
     wrong = difference(mine, theirs, "tensor", session.rank, root_rank)
     # What does not fit is received all the same, so that the channel stays in step.
-    session.broadcaster.receive(root_rank, text, lambda nbytes: [] if wrong else _pieces(dense))
+    session.extension(Broadcaster).receive(root_rank, text, lambda nbytes: [] if wrong else _pieces(dense))
     if wrong:
         raise MismatchError(wrong)
     _copy_back(dense)

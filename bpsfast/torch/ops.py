@@ -86,7 +86,7 @@ def declare(name: str) -> int:
     All ranks must declare in one order. Names need not be declared.
     """
     session = process.current()
-    session.order.setdefault(name, len(session.order))
+    session.tensors.note_order(name)
     return 0
 
 
@@ -163,8 +163,7 @@ def _push_pull(tensor: torch.Tensor, average: bool, name: str, priority: int, co
 
 
 def _priority(name: str | None, priority: int) -> int:
-    place = process.current().order.get(name) if name is not None else None
-    return -place if place is not None and priority == 0 else priority
+    return process.current().tensors.noted_priority(name, priority)
 
 
 class _PushPull(torch.autograd.Function):

@@ -182,7 +182,7 @@ class Packs:
                 pack.unit.learning_rate = rate
             arrived = pack.put(place, landing, each.offset * itemsize, timeout_s)
             if arrived is not None:
-                round = pack.unit.push_staging()
+                round = pack.unit.push()
                 conductor.run(partial(pack.deliver, round, arrived, timeout_s), partial(_landed, arrived), inline=False)
 
 

@@ -59,7 +59,7 @@ class SparseExchange(Exchange):
         unit = session.tensors.unit(title)
         staging = unit.staging
         staging.array[:unit.nbytes].view(np.int32)[:] = [each is not None and each.is_sparse for each in gradients]
-        unit.push_staging()
+        unit.push()
         unit.wait(unit.round, session.settings.timeout_s)
         n_ranks = unit.view(unit.round).view(np.int32).tolist()
         session.retire([unit])

@@ -295,11 +295,11 @@ class StoredTensor:
 
     def push_place(self) -> None:
         """Push what was written into `place`; raises `BusyError` as `push`."""
-        self._unit.push_staging()
+        self._unit.push()
 
     def push_nothing(self) -> None:
         """Take part in a round without a contribution; raises `BusyError` as `push`."""
-        self._unit.push_empty()
+        self._unit.push_nothing()
 
     def wait(self, timeout_s: float | None = None) -> np.ndarray[Any, Any]:
         """Wait for the answer to the last push: a read-only array, valid until the second next push.

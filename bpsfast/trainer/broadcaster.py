@@ -22,7 +22,7 @@ import hashlib
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,11 +33,9 @@ from ..orchestration.placement.partition import round_after
 from ..pyx.port import copy
 from . import process
 from .gpu.broadcasts import broadcast as broadcast_afar
+from .session import Session
 from .tensor_input import tensor_input
 from .unit import Unit
-
-if TYPE_CHECKING:
-    from .session import Session
 
 N_PARTS = 16
 PART_NBYTES = 256 << 10
@@ -273,16 +271,16 @@ def broadcast(x: Any, root_rank: int, name: str | None = None) -> Any:
     memory = session.devices.placed(tensor_input(x))
     text = f"{name or 'broadcast'} {memory.dtype} {memory.shape}"
     if memory.place is not None:
-        return broadcast_afar(session, x, memory, root_rank, text)
+        return broadcast_afar(session, session.extension(Broadcaster), x, memory, root_rank, text)
     if session.rank == root_rank:
         if session.size > 1:
-            session.broadcaster.send(text, [(memory.address, memory.nbytes)])
+            session.extension(Broadcaster).send(text, [(memory.address, memory.nbytes)])
         return x if memory.writable else memory.array().copy()
     target = memory
     if not memory.writable:
         x = np.empty(memory.shape, TABLE[memory.dtype].numpy)
         target = tensor_input(x)
-    session.broadcaster.receive(root_rank, text, lambda nbytes: [(target.address, nbytes)])
+    session.extension(Broadcaster).receive(root_rank, text, lambda nbytes: [(target.address, nbytes)])
     return x
 
 
@@ -294,7 +292,7 @@ def broadcast_bytes(data: bytes | None, root_rank: int, text: str) -> bytes:
         assert data is not None, "the root has data"
         if session.size > 1:
             memory = np.frombuffer(data, np.uint8)
-            session.broadcaster.send(text, [(memory.ctypes.data, memory.nbytes)])
+            session.extension(Broadcaster).send(text, [(memory.ctypes.data, memory.nbytes)])
         return data
     received = np.empty(0, np.uint8)
 
@@ -303,5 +301,5 @@ def broadcast_bytes(data: bytes | None, root_rank: int, text: str) -> bytes:
         received = np.empty(nbytes, np.uint8)
         return [(received.ctypes.data, nbytes)]
 
-    session.broadcaster.receive(root_rank, text, accept)
+    session.extension(Broadcaster).receive(root_rank, text, accept)
     return received.tobytes()

@@ -116,7 +116,7 @@ def _push(unit: Unit, members: Sequence[_Member], sources: Sequence[int]) -> int
     base = unit.staging.address
     for place, offset, nbytes in members:
         copy(base + offset, sources[place], nbytes)
-    return unit.push_staging()
+    return unit.push()
 
 
 def _deliver(unit: Unit, round: int, members: Sequence[_Member], targets: Sequence[int], deadline: float) -> None:

@@ -1,13 +1,11 @@
 """Leg: one partition's way from where its input is to where its result goes, as `Port.pipelined_transfer` takes many of."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .input_memory import Region
-    from .unit import Unit
+from .input_memory import Region
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.void]]
 Offsets = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
@@ -20,7 +18,19 @@ CHUNK_DTYPE = np.dtype([
 assert CHUNK_DTYPE.itemsize == 64, "convey.h says so"
 
 
-def chunk_table(unit: Unit, region: Region, places: Offsets) -> Array:
+class PartitionedUnit(Protocol):
+    """What chunks are made from: a `Unit`."""
+
+    nbytes: int
+    stride: int
+    n_parts: int
+    first_part: int
+
+    def result_address(self, round: int, offset: int) -> int:
+        """Return where byte *offset* of the result of *round* lies in this process."""
+
+
+def chunk_table(unit: PartitionedUnit, region: Region, places: Offsets) -> Array:
     """Return a leg for each partition of *unit*, whose inputs lie in *region* at *places*, without what is conveyed."""
     chunks = np.zeros(unit.n_parts, CHUNK_DTYPE)
     chunks["staging"] = places + np.uint64(region.address)
@@ -30,12 +40,12 @@ def chunk_table(unit: Unit, region: Region, places: Offsets) -> Array:
     return chunks
 
 
-def offsets(unit: Unit) -> Offsets:
+def offsets(unit: PartitionedUnit) -> Offsets:
     """Return where in *unit* each of its partitions begins."""
     return np.arange(unit.n_parts, dtype=np.uint64) * np.uint64(unit.stride)
 
 
-def results(unit: Unit) -> Offsets:
+def results(unit: PartitionedUnit) -> Offsets:
     """Return where the result of each partition lies in this process, of shape (2, partitions): even and odd rounds."""
     return np.array([[unit.result_address(parity, int(at)) for at in offsets(unit)] for parity in (0, 1)], np.uint64)
 
@@ -57,7 +67,7 @@ def is_worth(n_parts: int, local_size: int) -> bool:
 class SlidingWindow:
     """The way of *unit*'s partitions through *region*, *slots* partitions long, in turns. One thread at a time."""
 
-    def __init__(self, unit: Unit, region: Region, slots: int) -> None:
+    def __init__(self, unit: PartitionedUnit, region: Region, slots: int) -> None:
         self.slots = slots
         self._at = offsets(unit)
         self._legs = chunk_table(unit, region, self._at % np.uint64(slots * unit.stride))

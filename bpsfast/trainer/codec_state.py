@@ -1,17 +1,15 @@
 """What this rank's node keeps of compressed tensors from round to round: saved with the model, loaded to resume."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from ..orchestration.errors import BusyError, UnsupportedError
 from ..orchestration.messages import StateAsk, StateDone
-from .input_memory import Memory, Region
+from .input_memory import InputMemory, Region
 from .node_connection import NodeRequests, error_of
-
-if TYPE_CHECKING:
-    from .unit import Unit
+from .unit import Unit
 
 
 class States:
@@ -21,7 +19,7 @@ class States:
     one, and a job with other machines cannot take it up.
     """
 
-    def __init__(self, questions: NodeRequests, memory: Memory) -> None:
+    def __init__(self, questions: NodeRequests, memory: InputMemory) -> None:
         self._questions = questions
         self._memory = memory
 

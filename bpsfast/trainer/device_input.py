@@ -1,13 +1,11 @@
 """Where the input of a unit lies when its tensors come from a device: on the host, or in memory that cards read."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ..gpu.device_segments import DeviceRegion
 from ..pyx.pages import Segment
-
-if TYPE_CHECKING:
-    from ..gpu.device_segments import DeviceRegion
-    from .input_memory import Region
+from .input_memory import Region
 
 
 class DeviceInput(NamedTuple):

@@ -1,31 +1,31 @@
-"""An edition of a model's gradients: the same tensors, declared once more with partitions and fusion of their own.
+"""A layout of a model's gradients: which units they travel in, and where their input lies. Each gradient is one `Slot` of it.
 
-Only one edition is pushed in a step. Inputs stay where the first edition has them: a tensor that is fused with others
-than in the first one is copied beside its new neighbours when it is ready, what stands alone is pushed from its place.
+A job that tunes itself declares the same tensors several times, with other partitions and fusion; one layout is pushed in a
+step. Inputs stay where the first layout has them: a tensor that is fused with others than there is copied beside its new
+neighbours when it is ready, and one that travels alone is pushed from where it lies.
 """
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from ..gpu import arrays
 from ..orchestration.errors import BpsError
-from ..orchestration.messages import MemberPlan, TensorSpec
+from ..orchestration.messages import TensorSpec
 from .input_memory import Region
+from .session import Session
 from .unit import Unit
-
-if TYPE_CHECKING:
-    from .session import Session
 
 _PAGE_NBYTES = 4096
 
 
 class LayoutSizes(NamedTuple):
-    """How an edition's tensors are cut and packed, in bytes, and sent; 0: as the job's settings say."""
+    """How a layout's tensors are partitioned, fused (bytes) and sent; 0: by the job's settings."""
 
     partition_nbytes: int = 0
     fusion_nbytes: int = 0
@@ -33,34 +33,75 @@ class LayoutSizes(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Where a tensor's input lies for good: at `offset` of `block`, input memory of one unit of the first edition."""
+    """Where a tensor's input lies for good: at `offset` of `block`, input memory of one unit of the first layout."""
 
     block: Region
     offset: int
 
 
-class GradientLayout:
-    """Edition *number* of *specs* (by the trainer's names), declared as *cut* says; 0 is the first. Returns at once.
-    *device*: from which all tensors come.
+class UnitSlots:
+    """The gradients of one unit, and how many of them are not ready in this step."""
 
-    Not thread-safe until it is laid out; after that it does not change.
+    __slots__ = ("n_left", "slots", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.slots: list[Slot] = []
+        self.n_left = len(unit.members)
+
+
+class Slot:
+    """One gradient: its place in a unit, the memory of its input, and whether it is ready in this step.
+
+    `address` is where its unit wants the input. `home` is where the trainer writes it (the same in the first layout), and
+    `array` that memory with the gradient's dtype and shape. `views` are read-only results of even and odd rounds.
     """
 
-    def __init__(self, session: Session, specs: Mapping[str, TensorSpec], number: int, cut: LayoutSizes,
+    __slots__ = ("address", "array", "group", "home", "is_alone", "is_ready", "name", "nbytes", "offset", "shape", "unit",
+                 "views", "wire_name")
+
+    def __init__(self, name: str, wire_name: str, group: UnitSlots, home: Region | None) -> None:
+        unit = group.unit
+        member = unit.members[wire_name]
+        place = unit.staging.part(member.offset, member.nbytes)
+        self.name, self.wire_name = name, wire_name
+        self.group, self.unit = group, unit
+        self.offset, self.nbytes, self.shape = member.offset, member.nbytes, member.shape
+        self.address = place.address
+        self.home = home or place
+        self.array: np.ndarray[Any, Any] = self.home.array.view(unit.dtype).reshape(member.shape)
+        self.views: list[np.ndarray[Any, Any] | None] = [None, None]
+        self.is_alone = len(unit.members) == 1
+        self.is_ready = False
+        group.slots.append(self)
+
+    def view(self, round: int) -> np.ndarray[Any, Any]:
+        """Return the result of *round*, which is complete: the same memory every other round."""
+        parity = round & 1
+        found = self.views[parity]
+        if found is None:
+            found = self.views[parity] = self.unit.member_view(self.unit.members[self.wire_name], round)
+        return found
+
+
+class GradientLayout:
+    """Layout *number* of *specs* (by the trainer's names), declared with *sizes*; 0 is the first. Returns at once.
+
+    *device*: on which all tensors lie, if on one. Not thread-safe until it is laid out; after that only slots change.
+    """
+
+    def __init__(self, session: Session, specs: Mapping[str, TensorSpec], number: int, sizes: LayoutSizes,
                  device: str | None = None) -> None:
-        self.cut = cut
-        self.device = device
-        self.units: dict[str, Unit] = {}
-        self.members: dict[str, MemberPlan] = {}
-        self.places: dict[str, Region] = {}
-        self.homes: dict[str, Home] = {}  # where its inputs lie: what later editions are laid out to
-        self.views: tuple[dict[str, np.ndarray[Any, Any]], ...] = {}, {}
+        self.sizes, self.device = sizes, device
+        self.slots: dict[str, Slot] = {}  # in the order of urgency
+        self.groups: list[UnitSlots] = []  # the most urgent first
+        self.homes: dict[str, Home] = {}  # where its inputs lie: what later layouts are laid out to
         self._session = session
-        self._own: list[Region] = []  # input memory that is this edition's alone
+        self._own: list[Region] = []  # input memory that is this layout's alone
         ending = f"~{number}" if number else ""
         self.wires = {name: spec.name + ending for name, spec in specs.items()}
         declared = [msgspec.structs.replace(spec, name=self.wires[name], group=spec.group and spec.group + ending,
-                                            **cut._asdict()) for name, spec in specs.items()]
+                                            **sizes._asdict()) for name, spec in specs.items()]
         if device is not None and session.settings.gpu_direct:
             session.devices.direct.cover(arrays.device_of(device), declared)
         session.tensors.declare(declared, lenient=True)
@@ -71,12 +112,16 @@ class GradientLayout:
         return all(self._session.tensors.unit_nowait(wire) is not None for wire in self.wires.values())
 
     @property
-    def distinct(self) -> list[Unit]:
-        """Its units, each once."""
-        return list(dict.fromkeys(self.units.values()))
+    def units(self) -> list[Unit]:
+        """Its units, once each, the most urgent first; waits for the commit if it is not laid out."""
+        if self.groups:
+            return [group.unit for group in self.groups]
+        return list(dict.fromkeys(self._session.tensors.unit(wire) for wire in self.wires.values()))
 
-    def lay_out(self, by_urgency: Sequence[str], homes: Mapping[str, Home]) -> None:
+    def lay_out(self, by_urgency: Sequence[str], homes: Mapping[str, Home], first: GradientLayout | None = None) -> None:
         """Wait for the commit and find input memory for every unit, in *homes* as far as they lie as the unit wants.
+
+        *first*: the layout whose homes they are; None: this is the first.
 
         Raises
         ------
@@ -99,15 +144,21 @@ class GradientLayout:
             for unit, nbytes in zip(homeless, rounded):
                 unit.use_staging(memory.part(offset, nbytes))
                 offset += nbytes
-        for name, wire in self.wires.items():
-            member = units[name].members[wire]
-            self.members[name] = member
-            self.places[name] = units[name].staging.part(member.offset, member.nbytes)
-        self.units = units
-        self.homes = {name: Home(unit.staging, self.members[name].offset) for name, unit in units.items()}
+        groups = {unit: UnitSlots(unit) for unit in dict.fromkeys(units.values())}
+        slots = {name: Slot(name, self.wires[name], groups[unit], None if first is None else first.slots[name].home)
+                 for name, unit in units.items()}
+        self.homes = {name: Home(slot.unit.staging, slot.offset) for name, slot in slots.items()}
+        self.groups, self.slots = list(groups.values()), slots
+
+    def begin_step(self) -> None:
+        """Let no gradient be ready."""
+        for group in self.groups:
+            group.n_left = len(group.unit.members)
+        for slot in self.slots.values():
+            slot.is_ready = False
 
     def abandon(self) -> None:
-        """Give up what this rank has of an edition that it cannot have whole."""
+        """Give up what this rank has of a layout that it cannot have whole."""
         units: list[Unit] = []
         for wire in self.wires.values():
             with contextlib.suppress(BpsError):
@@ -125,9 +176,9 @@ class GradientLayout:
         StallError, PeerLostError
             As `push_pull`, if a round that nobody has waited for does not complete.
         """
-        tensors = self._session.tensors
-        units = self.distinct or list(dict.fromkeys(tensors.unit(wire) for wire in self.wires.values()))
-        if any(self._session.n_users[wire] > 1 for wire in self.wires.values()):
+        units = self.units
+        users = self._session.extension(users_of_names)
+        if any(users[wire] > 1 for wire in self.wires.values()):
             return  # another object with the same names pushes them too
         for unit in units:
             if unit.in_flight:
@@ -137,10 +188,15 @@ class GradientLayout:
             self.release_input()
 
     def release_input(self) -> None:
-        """Give back the input memory that is this edition's alone."""
+        """Give back the input memory that is this layout's alone."""
         own, self._own = self._own, []
         for memory in own:
             self._session.memory.release(memory)
+
+
+def users_of_names(session: Session) -> Counter[str]:
+    """Return how many `Gradients` of *session* push each name on the wire (`Session.extension`)."""
+    return Counter()
 
 
 def _block(unit: Unit, homes: Sequence[Home | None]) -> Region | None:

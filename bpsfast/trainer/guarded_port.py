@@ -5,28 +5,53 @@ deferred go out (another rank may wait for one of them before it does what we wa
 """
 from __future__ import annotations
 
-import threading
+import os
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..base.end_reports import report
-from ..orchestration.errors import BpsError, StallError
+from ..orchestration.errors import BpsError, StallError, error_of
 from ..orchestration.messages import StallAnswer
 from ..pyx.port import ABORTED, DIFFERENT, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
-from .node_connection import error_of
 from .stall_inspector import StallInspector, StallQuery, StallTimer, Subject
-
-if TYPE_CHECKING:
-    from .unit import Unit
 
 #: A wait sleeps at most this long before it looks whether the session was closed by another thread.
 _SLICE_S = 0.5
 #: The same while pushes are deferred: their commits arrive by socket, which no futex announces.
 _DEFERRED_SLICE_S = 0.002
+
+
+class WaitedUnit(Protocol):
+    """What errors of a wait tell of its unit."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def members(self) -> Mapping[str, object]:
+        """Its tensors by name."""
+
+    @property
+    def first_part(self) -> int:
+        """The job's number of its first partition."""
+
+    @property
+    def n_parts(self) -> int:
+        """How many it has."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one to the next."""
 
 
 class GuardedPort:
@@ -59,40 +84,56 @@ class GuardedPort:
         self._inspector = inspector
         self._start_deferred = start_deferred
         self._node_lost = node_lost
-        self._lock = threading.Lock()
-        self._n_inside = 0
-        self._closing = False
-        self._inside = _Inside(self)
+        self._is_closing = False
+        self._inside: list[None] = []  # an item for each call inside: appending and popping need no lock
+        self._entrance = _Entrance(self)
+        _open.add(self)
 
     def submit(self, part: int, n_parts: int, round: int, segment: int, offset: int, nbytes: int = 0) -> None:
         """Announce inputs (`Port.submit`)."""
-        with self._inside as port:
-            port.submit(part, n_parts, round, segment, offset, nbytes=nbytes)
+        inside = self._inside
+        inside.append(None)
+        try:
+            if self._is_closing:
+                self._require_open()
+            self._port.submit(part, n_parts, round, segment, offset, nbytes=nbytes)
+        except (ConnectionError, LaneFull) as exc:
+            raise self._blamed(exc) from exc
+        finally:
+            inside.pop()
 
     def submit_empty(self, part: int, n_parts: int, round: int) -> None:
         """Take part in a round without contributing."""
-        with self._inside as port:
+        with self._entrance as port:
             port.submit(part, n_parts, round, 0, 0, empty=True)
 
     def set_rate(self, part: int, n_parts: int, round: int, rate: float) -> None:
         """Say which learning rate inputs are computed for from *round* on (`Port.set_rate`)."""
-        with self._inside as port:
+        with self._entrance as port:
             port.set_rate(part, n_parts, round, rate)
 
     def copy_in(self, destination: int, source: int, nbytes: int, part: int, stride: int, round: int, segment: int,
                 offset: int) -> None:
         """Copy into the segment and announce, partition by partition (`Port.copy_in`)."""
-        with self._inside as port:
-            port.copy_in(destination, source, nbytes, part, stride, round, segment, offset)
+        inside = self._inside
+        inside.append(None)
+        try:
+            if self._is_closing:
+                self._require_open()
+            self._port.copy_in(destination, source, nbytes, part, stride, round, segment, offset)
+        except (ConnectionError, LaneFull) as exc:
+            raise self._blamed(exc) from exc
+        finally:
+            inside.pop()
 
     def land(self, part: int, round: int, segment: int, offset: int, nbytes: int, begin_ns: int) -> None:
         """Announce a partition that a line has brought from a device (`Port.land`)."""
-        with self._inside as port:
+        with self._entrance as port:
             port.land(part, round, segment, offset, nbytes, begin_ns)
 
     def look(self, part: int, round: int, timeout_s: float) -> bool:
         """Return whether *round* of a partition is complete, waiting a moment for it. Raises when it never will be."""
-        with self._inside as port:
+        with self._entrance as port:
             if timeout_s <= 0 or port.done(part, 1, round):
                 return port.done(part, 1, round)
             outcome = port.look(part, round, timeout_s)
@@ -102,15 +143,15 @@ class GuardedPort:
 
     def note_arrival(self, part: int, round: int, nbytes: int, begin_ns: int) -> None:
         """Note that a result is on a device (`Port.note_arrival`)."""
-        with self._inside as port:
+        with self._entrance as port:
             port.note_arrival(part, round, nbytes, begin_ns)
 
     def done(self, part: int, n_parts: int, round: int) -> bool:
         """Return whether *round* of all these partitions is complete."""
-        with self._inside as port:
+        with self._entrance as port:
             return port.done(part, n_parts, round)
 
-    def wait(self, unit: Unit, part: int, n_parts: int, round: int, timeout_s: float) -> None:
+    def wait(self, unit: WaitedUnit, part: int, n_parts: int, round: int, timeout_s: float) -> None:
         """Wait until *round* of these partitions of *unit* is complete.
 
         Raises
@@ -123,18 +164,18 @@ class GuardedPort:
         self._in_slices(lambda port, wait_s: port.wait(part, n_parts, round, wait_s),
                         unit, part, n_parts, round, timeout_s)
 
-    def exchange(self, unit: Unit, round: int, place: tuple[int, int], timeout_s: float) -> None:
+    def exchange(self, unit: WaitedUnit, round: int, place: tuple[int, int], timeout_s: float) -> None:
         """Announce *unit*'s inputs at *place* (segment, offset) and wait, with less around it than two calls have."""
         part, n_parts = unit.first_part, unit.n_parts
         slice_s = min(timeout_s, _DEFERRED_SLICE_S if self._start_deferred() else _SLICE_S)
-        with self._inside as port:
+        with self._entrance as port:
             port.submit(part, n_parts, round, *place, nbytes=unit.nbytes)
             outcome = port.wait(part, n_parts, round, slice_s)
         if outcome != DONE:
             self._in_slices(lambda port, wait_s: port.wait(part, n_parts, round, wait_s),
                             unit, part, n_parts, round, timeout_s, spent_s=slice_s)
 
-    def deliver(self, unit: Unit, address: int, source: int, nbytes: int, part: int, round: int,
+    def deliver(self, unit: WaitedUnit, address: int, source: int, nbytes: int, part: int, round: int,
                 timeout_s: float) -> None:
         """Copy *nbytes* at *source*, results from partition *part* on, to *address* as they complete.
 
@@ -146,7 +187,7 @@ class GuardedPort:
             lambda port, wait_s: port.deliver(address, source, nbytes, part, unit.stride, round, wait_s),
             unit, part, n_parts, round, timeout_s)
 
-    def pipelined_transfer(self, chunks: np.ndarray[Any, Any], ahead: int, subject_of: Callable[[int], tuple[Unit, int, int]],
+    def pipelined_transfer(self, chunks: np.ndarray[Any, Any], ahead: int, subject_of: Callable[[int], tuple[WaitedUnit, int, int]],
                timeout_s: float) -> bool:
         """Put in and take out *legs* (`Port.pipelined_transfer`); whether the tickets among them agree. *subject_of* leg i is
         (unit, partition of the job, round).
@@ -158,7 +199,7 @@ class GuardedPort:
         deferred = self._start_deferred()
         with StallTimer(self._me, timeout_s, self._inquiry, self._inspector) as patience:
             while True:
-                with self._inside as port:
+                with self._entrance as port:
                     outcome, n_in, n_out = port.pipelined_transfer(
                         raw, ahead, n_in, n_out, min(_DEFERRED_SLICE_S if deferred else _SLICE_S, patience.rest_s))
                 if outcome in (DONE, DIFFERENT):
@@ -172,7 +213,7 @@ class GuardedPort:
 
     def check(self) -> None:
         """Raise what the job was aborted with, if it was."""
-        with self._inside as port:
+        with self._entrance as port:
             if port.state()[0]:
                 raise self._abort_error()
 
@@ -180,15 +221,18 @@ class GuardedPort:
         """Return the native records so far."""
         return self._port.trace()
 
+    def refuse_calls(self) -> None:
+        """Let every call ask first whether the session is open: it is being closed, or this is a forked child."""
+        self._is_closing = True
+
     def close(self, timeout_s: float) -> bool:
         """Close the port once no thread is inside; return False, and leave it open, if one still is at the end.
 
-        The session must be closed before, so that nobody comes in.
+        The session must be closed before, so that no thread comes in.
         """
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            self._closing = True
-        while self._n_inside:
+        self.refuse_calls()
+        while self._inside:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.01)
@@ -197,12 +241,12 @@ class GuardedPort:
 
     # -- innards ---------------------------------------------------------------------------------------------------
 
-    def _in_slices(self, wait: Callable[[Port, float], int], unit: Unit, part: int, n_parts: int, round: int,
+    def _in_slices(self, wait: Callable[[Port, float], int], unit: WaitedUnit, part: int, n_parts: int, round: int,
                    timeout_s: float, spent_s: float = 0.0) -> None:
         deferred = self._start_deferred()
         with StallTimer(self._me, timeout_s, self._inquiry, self._inspector, spent_s=spent_s) as patience:
             while True:
-                with self._inside as port:
+                with self._entrance as port:
                     outcome = wait(port, min(_DEFERRED_SLICE_S if deferred else _SLICE_S, patience.rest_s))
                 if outcome == DONE:
                     break
@@ -212,7 +256,7 @@ class GuardedPort:
                 patience.look(lambda: self._ask(unit, part, n_parts, round), lambda: self.done(part, n_parts, round))
                 deferred = self._start_deferred()
 
-    def _ask(self, unit: Unit, part: int, n_parts: int, round: int) -> tuple[Subject, StallAnswer]:
+    def _ask(self, unit: WaitedUnit, part: int, n_parts: int, round: int) -> tuple[Subject, StallAnswer]:
         """Ask who is missing from the first of these partitions that is not complete."""
         first = next((i for i in range(part, part + n_parts) if not self.done(i, 1, round)), part)
         subject = Subject.of(unit.name, list(unit.members), first - unit.first_part, unit.n_parts, round)
@@ -224,14 +268,20 @@ class GuardedPort:
             return self._abort_error()
         return self._node_lost()
 
+    def _blamed(self, error: ConnectionError | LaneFull) -> BpsError:
+        """Return what an *error* of the native port means, which may be one of `require_open`."""
+        if isinstance(error, BpsError):
+            return error
+        return StallError(f"{self._node} {error}") if isinstance(error, LaneFull) else self._over()
+
     def _abort_error(self) -> BpsError:
         report("told")
         name, _, reason = self._port.state()[1].partition(": ")
         return error_of(name, reason)
 
 
-class _Inside:
-    """A thread's stay inside the port; as many at once as like. Per push and wait, so no generator."""
+class _Entrance:
+    """Lets a thread into the port; as many at once as like."""
 
     __slots__ = ("_guarded",)
 
@@ -240,20 +290,27 @@ class _Inside:
 
     def __enter__(self) -> Port:
         guarded = self._guarded
-        guarded._require_open()  # before the lock: in a forked child nobody may be there to release it
-        with guarded._lock:
-            if guarded._closing:
+        guarded._inside.append(None)  # before the look: `close` waits for who is inside
+        if guarded._is_closing:
+            try:
                 guarded._require_open()
-            guarded._n_inside += 1
+            except BaseException:
+                guarded._inside.pop()
+                raise
         return guarded._port
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        guarded = self._guarded
-        try:
-            if isinstance(exc, ConnectionError) and not isinstance(exc, BpsError):
-                raise guarded._over() from exc
-            if isinstance(exc, LaneFull):
-                raise StallError(f"{guarded._node} {exc}") from exc
-        finally:
-            with guarded._lock:
-                guarded._n_inside -= 1
+        self._guarded._inside.pop()
+        if isinstance(exc, ConnectionError | LaneFull) and not isinstance(exc, BpsError):
+            raise self._guarded._blamed(exc) from exc
+
+
+_open: weakref.WeakSet[GuardedPort] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for port in list(_open):
+        port.refuse_calls()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -303,7 +303,9 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     """
     is_simple = (isinstance(x, np.ndarray) and not isinstance(x, HostArray) and compression is None
                  and learning_rate is None)
-    repeat = process.current().repeats.get(name) if name and out is None and is_simple else None
+    repeat = None
+    if name and out is None and is_simple:
+        repeat = process.current().extension(repeated_pushes).get(name)
     view = repeat.push_pull(x, average, priority) if repeat is not None else None
     if view is not None:
         return view
@@ -314,7 +316,7 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     result = start(source, name, average, priority, None, None, compression, learning_rate).wait()
     if name is not None and is_simple:
         session = process.current()
-        session.repeats[name] = RepeatedPush(session, session.tensors.unit(name), x, average, priority)
+        session.extension(repeated_pushes)[name] = RepeatedPush(session, session.tensors.unit(name), x, average, priority)
     return result
 
 
@@ -394,6 +396,11 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: str | No
 Array = np.ndarray[Any, Any]
 
 
+def repeated_pushes(session: Session) -> dict[str, RepeatedPush]:
+    """Return the repeated pushes of *session* by name (`Session.extension`)."""
+    return {}
+
+
 class RepeatedPush:
     """How arrays of one shape and dtype are pushed under one name. Any thread, as `Unit`."""
 
@@ -411,7 +418,7 @@ class RepeatedPush:
 
         Raises as `handle.push_pull`.
         """
-        if (x.shape != self._shape or x.dtype != self._dtype or average != self._average or priority != self._priority
+        if (self._unit.is_retired or x.shape != self._shape or x.dtype != self._dtype or average != self._average or priority != self._priority
                 or not x.flags.c_contiguous):
             return None
         round = self._unit.exchange(x.ctypes.data, self._nbytes, self._session.settings.timeout_s)

@@ -32,7 +32,7 @@ class Region:
         return Region(self.array[offset : offset + nbytes], self.segment, self.offset + offset, self.address + offset)
 
 
-class Memory:
+class InputMemory:
     """What *rank* has mapped, and its input memory: given out, taken back. Any thread.
 
     Parameters
@@ -42,11 +42,11 @@ class Memory:
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
     mailbox
-        Returns the way to the node; it delivers what `receive` takes.
+        The way to the node; it delivers what `receive` takes.
     """
 
     def __init__(self, rank: int, timeout_s: float, require_open: Callable[[], None],
-                 mailbox: Callable[[], Mailbox]) -> None:
+                 mailbox: Mailbox) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
         self._require_open = require_open
@@ -91,9 +91,9 @@ class Memory:
             request = self._requests
             self._asked[request] = nbytes
             answers = self._answers[request] = []
-            self._mailbox().send(Allocate(request=request, nbytes=nbytes))
+            self._mailbox.send(Allocate(request=request, nbytes=nbytes))
         try:
-            self._mailbox().wait(lambda: answers[0] if answers else None, self._timeout_s)
+            self._mailbox.wait(lambda: answers[0] if answers else None, self._timeout_s)
         finally:
             with self._receiving:
                 del self._answers[request]

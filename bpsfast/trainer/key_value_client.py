@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..orchestration.job import key_value_store
-from ..orchestration.messages import Found, Lookup, Message, Publish, Withdraw
+from ..orchestration.messages import KeyValueReply, Lookup, Message, Publish, Withdraw
 from .node_connection import Mailbox, NodeRequests, error_of
 
 #: How much longer than the scheduler a rank waits for its word on a notice.
 _FINDING_S = 5.0
-_GIVEN_UP = Found(rank=-1, question=0, error="ClosedError", reason="nobody waits for the notice any more")
+_GIVEN_UP = KeyValueReply(rank=-1, question=0, error="ClosedError", reason="nobody waits for the notice any more")
 
 
 class KeyValueClient:
@@ -22,11 +22,11 @@ class KeyValueClient:
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
     mailbox
-        Returns the way to the node.
+        The way to the node.
     """
 
     def __init__(self, rank: int, questions: NodeRequests, require_open: Callable[[], None],
-                 mailbox: Callable[[], Mailbox]) -> None:
+                 mailbox: Mailbox) -> None:
         self._rank = rank
         self._questions = questions
         self._require_open = require_open
@@ -51,7 +51,7 @@ class KeyValueClient:
     def withdraw(self, prefix: str) -> None:
         """Take back this rank's notices whose keys begin with *prefix*. Not waited for."""
         self._require_open()
-        self._mailbox().send(Withdraw(rank=self._rank, prefix=prefix))
+        self._mailbox.send(Withdraw(rank=self._rank, prefix=prefix))
 
     def lookup(self, key: str, timeout_s: float, who: str, given_up: Callable[[], bool] = lambda: False) -> bytes:
         """Return the value of notice *key*, as soon as somebody has published it.
@@ -77,10 +77,10 @@ class KeyValueClient:
         return found.value
 
     def _find(self, question: Callable[[int], Message], trouble: str, timeout_s: float,
-              given_up: Callable[[], bool] = lambda: False) -> Found:
+              given_up: Callable[[], bool] = lambda: False) -> KeyValueReply:
         found = self._questions.ask(question, f"node or scheduler {trouble}", timeout_s + _FINDING_S,
                                     lambda: _GIVEN_UP if given_up() else None)
-        assert isinstance(found, Found)
+        assert isinstance(found, KeyValueReply)
         if found.error:
             raise error_of(found.error, found.reason)
         return found

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..orchestration.errors import MismatchError, UnsupportedError
 from . import process
-from .broadcaster import broadcast_bytes, check_root
+from .broadcaster import Broadcaster, broadcast_bytes, check_root
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
@@ -102,12 +102,12 @@ def broadcast_arrays(named: Sequence[tuple[str, Array]], root_rank: int, title: 
         return arrays
     text = f"{len(theirs)} {title}"
     if is_root:
-        session.broadcaster.send(text, _pieces(arrays))
+        session.extension(Broadcaster).send(text, _pieces(arrays))
         return arrays
     wrong = difference(mine, theirs, "array", session.rank, root_rank)
     received = [np.empty(array.shape, array.dtype) for array in arrays]
     # What does not fit is received all the same, so that the channel stays in step.
-    session.broadcaster.receive(root_rank, text, lambda nbytes: [] if wrong else _pieces(received))
+    session.extension(Broadcaster).receive(root_rank, text, lambda nbytes: [] if wrong else _pieces(received))
     if wrong:
         raise MismatchError(wrong)
     return received

@@ -3,22 +3,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from .. import __version__
-from ..base import logs
+from .._version import __version__
+from ..base import hooks, logs
 from ..base.end_reports import report
-from ..base.settings import Settings, take_job_key
-from ..launch import daemons
+from ..base.settings import Settings, load, take_job_key
+from ..launch import daemons, roles
 from ..launch.daemons import Daemons
-from ..launch.roles import ProcessRole
+from ..launch.process_role import ProcessRole
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError, UnsupportedError
 from . import node_connection
 from .exit_handling import ExitWatch, shorten_tracebacks
 from .session import Session
-
-if TYPE_CHECKING:
-    from ..launch.process_role import ProcessRole
 
 _current: Session | None = None
 _watch: ExitWatch | None = None
@@ -46,15 +42,10 @@ def init(**settings: object) -> None:
     """
     if session() is not None:
         return
-    from ..base.settings import load
-    from ..launch import roles
-
     found = load(settings)
     logs.configure(found.log_level, "rank")
     if found.muster:
-        from ..elastic.coordinator_client import open_client
-
-        open_client(found).join()
+        hooks.open_elastic_client(found).join()
         return
     begin(roles.detect(found), found)
 
@@ -195,7 +186,7 @@ def join_job(place: ProcessRole, settings: Settings,
     """
     started = daemons.start(place, settings)
     try:
-        attached = node_connection.attach(started.place, started.place.settings(settings), __version__,
+        attached = node_connection.attach(started.role, started.role.settings(settings), __version__,
                                      lambda: started.failure() or why_void())
         session = Session(attached, settings, started.failure)
         report("joined")
@@ -252,7 +243,7 @@ def suspend(leave: Callable[[], None] = shutdown) -> None:
             "members: nobody can leave it, nor join it later. Start the program by `bpsfast run --elastic` (and see "
             "bpsfast.elastic, which needs no suspend). Or, to go on with other numbers, save a checkpoint on rank 0, "
             "end the program, start it again with the new numbers, and broadcast rank 0's state to all")
-    declared = sorted(session.order, key=lambda name: session.order[name])
+    declared = session.tensors.order()
     leave()
     _suspended = declared
 
@@ -278,13 +269,11 @@ def resume(num_workers: int, num_servers: int, global_rank: int, context: object
     bpsfast.elastic.TrainingOver
         As `init`.
     """
-    from ..elastic.coordinator_client import current_client
-
     global _suspended
     if num_workers < 1 or num_servers < 0 or global_rank < 0:
         raise ConfigError(f"resume(num_workers={num_workers}, num_servers={num_servers}, global_rank={global_rank}): "
                           "at least one worker is needed, and no number is negative")
-    member, by_variables = current_client(), os.environ.get("DMLC_ROLE") == "worker"
+    member, by_variables = hooks.current_elastic_client(), os.environ.get("DMLC_ROLE") == "worker"
     if not by_variables and global_rank >= num_workers:
         raise ConfigError(f"resume(num_workers={num_workers}, ..., global_rank={global_rank}): ranks are numbered from "
                           "0 to num_workers - 1")
@@ -304,7 +293,8 @@ def resume(num_workers: int, num_servers: int, global_rank: int, context: object
             os.environ.update(DMLC_NUM_WORKER=str(num_workers), DMLC_NUM_SERVER=str(num_servers),
                               BYTEPS_GLOBAL_RANK=str(global_rank), DMLC_WORKER_ID=str(global_rank // local_size))
         init_again()
-    current().order.update({name: place for place, name in enumerate(_suspended)})
+    for name in _suspended:
+        current().tensors.note_order(name)
     _suspended = None
 
 

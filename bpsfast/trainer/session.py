@@ -1,8 +1,8 @@
 """A rank's session with its node: everything a rank owns, from `init` to `shutdown`.
 
-`Memory` knows the segments that were shared, `TensorRegistry` the names and units. Waits on rounds are native (`GuardedPort`);
-the socket is read only by a call that needs a reply, and beside a wait while pushes are deferred. `current` holds the
-one session of a process.
+`InputMemory` knows the segments that were shared, `TensorRegistry` the names and units. Waits on rounds are native
+(`GuardedPort`); the socket is read only by a call that needs a reply, and beside a wait while pushes are deferred. Modules
+that build on sessions keep what they know of one as its extensions. `process` holds the one session of a process.
 """
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ import contextlib
 import os
 import select
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar, cast
 
 from ..base.addresses import local_host
 from ..base.end_reports import report
 from ..base.settings import Settings
+from ..base.trace_file import Origin, write as write_trace
 from ..base.trace_records import RECORD, limits
-from ..orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, ProtocolError
+from ..orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, ProtocolError, error_of
 from ..orchestration.messages import (
     Allocated,
-    Ask,
     BarrierDone,
     BarrierEnter,
+    Counters,
+    CountersRequest,
     Credit,
     Declared,
     DeclareFailed,
-    Departed,
     Detach,
     Detached,
     DeviceShared,
-    Direct,
-    Found,
+    FirstRankLeft,
+    GpuDirectTensors,
+    KeyValueReply,
     LagAnswer,
     LagQuestion,
     Message,
@@ -42,26 +43,21 @@ from ..orchestration.messages import (
     ShareDevice,
     StallAnswer,
     StateDone,
-    Told,
     UnitReady,
 )
 from ..pyx.port import Port
 from .codec_state import States
 from .gpu.devices import Devices
 from .guarded_port import GuardedPort
-from .input_memory import Memory
+from .input_memory import InputMemory
 from .key_value_client import KeyValueClient
-from .node_connection import Attachment, Mailbox, NodeRequests, error_of
+from .node_connection import Attachment, Mailbox, NodeRequests
 from .stall_inspector import StallInspector, StallQuery
 from .step_clock import StepClock
 from .tensor_registry import TensorRegistry
 from .unit import Unit
 
-if TYPE_CHECKING:
-    from ..collectives.p2p import P2PEndpoint
-    from .broadcaster import Broadcaster
-    from .handle import RepeatedPush
-    from .sparse_table import SparseTable
+T = TypeVar("T")
 
 #: How long `close` waits for the node's goodbye, and for other threads to come out of the port.
 _CLOSE_TIMEOUT_S = 5.0
@@ -85,7 +81,6 @@ class Session:
         self.transports = dict(attached.transports)
         self.machines = attached.machines
         self.job = attached.job
-        self.tunes = False  # whether the gradients of some model are tuned: those that come first
         self.settings = settings
         self.place = attachment.place
         self.pid = os.getpid()
@@ -95,36 +90,27 @@ class Session:
         self._node_name = f"node {self.node} (pid {attached.node_pid} on this machine)"
         self._failure = failure
         self._attachment = attachment
-        self._questions = NodeRequests(settings.timeout_s, self.require_open, lambda: self._mailbox)
-        self.inquiry = StallQuery(self.rank, self._questions, self.require_open, lambda: self._mailbox)
+        self._mailbox = mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive,
+                                          lambda: self.port.check(), self._node_lost)
+        self._requests = NodeRequests(settings.timeout_s, self.require_open, mailbox)
+        self.stall_query = StallQuery(self.rank, self._requests, self.require_open, mailbox)
         self.inspector = StallInspector(f"rank {self.rank}", settings.stall_warn_s, port.count_stall)
         self._retired_nbytes = 0  # pushed by units that are retired
-        self.clock = StepClock(
-            port, lambda: self._retired_nbytes + sum(unit.pushed_nbytes for unit in self.tensors.units()))
-        self.memory = Memory(self.rank, settings.timeout_s, self.require_open, lambda: self._mailbox)
-        self.states = States(self._questions, self.memory)
-        self.notices = KeyValueClient(self.rank, self._questions, self.require_open, lambda: self._mailbox)
-        self.tensors = TensorRegistry(self.rank, self.size, settings.timeout_s, self.require_open, lambda: self._mailbox,
-                               self.inquiry, self.inspector)
-        self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.inquiry,
+        self.clock = StepClock(port, self._pushed_nbytes)
+        self.memory = InputMemory(self.rank, settings.timeout_s, self.require_open, mailbox)
+        self.states = States(self._requests, self.memory)
+        self.notices = KeyValueClient(self.rank, self._requests, self.require_open, mailbox)
+        self.tensors = TensorRegistry(self.rank, self.size, settings.timeout_s, self.require_open, mailbox,
+                                      self.stall_query, self.inspector)
+        self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.stall_query,
                                 self.inspector, self.tensors.start_committed, self._node_lost)
         self.devices = Devices(self)
         self._lock = threading.RLock()
-        self.repeats: dict[str, RepeatedPush] = {}
-        self.row_tables: dict[str, SparseTable] = {}
-        self.n_stores = 0  # made for torch (`torch.backend.launched`)
-        self.n_groups: Counter[tuple[int, ...]] = Counter()  # made of the same ranks in the same order (`collective`)
-        self.n_users: Counter[str] = Counter()  # name on the wire -> how many `Gradients` push it
+        self._extensions: dict[Callable[..., Any], _Extension] = {}
         self._barriers_entered = 0
         self._barriers_done = 0
-        self.order: dict[str, int] = {}  # of names: the place at which `bpsfast.torch.declare` was told of them
         self._released = False
-        self._broadcaster: Broadcaster | None = None
-        self._post: P2PEndpoint | None = None
-        self._post_lock = threading.RLock()  # a signal handler may close while a post is made
         self._is_leaving = False
-        self._mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive, self.port.check,
-                                self._node_lost)
 
     # -- the job ---------------------------------------------------------------------------------------------------
 
@@ -144,28 +130,27 @@ class Session:
         self.tensors.wait(lambda: True if self._barriers_done >= sequence else None, timeout_s,
                           f"in barrier {sequence}", f"barrier:{sequence}")
 
-    @property
-    def broadcaster(self) -> Broadcaster:
-        """The session's broadcast channel."""
-        from .broadcaster import Broadcaster
+    def extension(self, make: Callable[[Session], T]) -> T:
+        """Return what *make* made of this session when it was first asked for; `close` calls its ``close``, if any.
 
-        with self._lock:
-            if self._broadcaster is None:
-                self._broadcaster = Broadcaster(self)
-            return self._broadcaster
-
-    @property
-    def post(self) -> P2PEndpoint:
-        """Messages from rank to rank. Others are reached once they have asked for theirs, too."""
-        from ..collectives.p2p import P2PEndpoint
-
-        self.require_open()
-        with self._post_lock:  # not the other lock: a post waits for the node
-            if self._is_leaving:
-                raise ClosedError(_SHUT_DOWN)
-            if self._post is None:
-                self._post = P2PEndpoint(self)
-            return self._post
+        Raises
+        ------
+        ClosedError
+            If it was not made, and the session is closed, or is being closed.
+        """
+        found = self._extensions.get(make)
+        if found is None:
+            with self._lock:
+                found = self._extensions.setdefault(make, _Extension())
+        if not found.is_made:
+            with found.lock:  # not the session's: some wait for the node while they are made
+                if not found.is_made:
+                    self.require_open()
+                    if self._is_leaving:
+                        raise ClosedError(_SHUT_DOWN)
+                    found.value = make(self)
+                    found.is_made = True
+        return cast("T", found.value)
 
     @property
     def host(self) -> str:
@@ -188,8 +173,6 @@ class Session:
         self.devices.direct.forget(names)
         for unit in units:
             self._retired_nbytes += unit.pushed_nbytes
-            for name in unit.members:
-                self.repeats.pop(name, None)
             unit.forget()
         self._mailbox.send(Retire(rank=self.rank, units=tuple(unit.number for unit in units)))
 
@@ -199,25 +182,25 @@ class Session:
         self.require_open()
         self._mailbox.send(Credit(rank=self.rank, nbytes=nbytes))
 
-    def ask_node(self) -> Told:
+    def ask_node(self) -> Counters:
         """Return what this machine's node has counted."""
-        told = self._questions.ask(lambda request: Ask(request=request), "the node did not tell its counters")
-        assert isinstance(told, Told)
+        told = self._requests.ask(lambda request: CountersRequest(request=request), "the node did not tell its counters")
+        assert isinstance(told, Counters)
         return told
 
     def share_device(self, question: Callable[[int], ShareDevice], trouble: str, fd: int) -> DeviceShared:
         """Ask the node to register memory of this rank's device, whose descriptor *fd* is; see `NodeRequests.ask`."""
-        answer = self._questions.ask(question, trouble, fds=[fd])
+        answer = self._requests.ask(question, trouble, fds=[fd])
         assert isinstance(answer, DeviceShared)
         return answer
 
     def say_direct(self, names: Sequence[str]) -> None:
         """Tell the node which of the tensors that are declared next lie on this rank's device."""
-        self._mailbox.send(Direct(names=tuple(names)))
+        self._mailbox.send(GpuDirectTensors(names=tuple(names)))
 
     def ask_lags(self) -> LagAnswer:
         """Return how late the ranks of the whole job were: nodes that do not answer in a second or two are named."""
-        answer = self._questions.ask(lambda request: LagQuestion(rank=self.rank, question=request),
+        answer = self._requests.ask(lambda request: LagQuestion(rank=self.rank, question=request),
                                      "node or scheduler did not tell who is late")
         assert isinstance(answer, LagAnswer)
         return answer
@@ -231,16 +214,19 @@ class Session:
                 self._commit(message.units)
             case DeclareFailed():
                 self.tensors.refused(message.names, error_of(message.error, message.reason))
-            case Departed():
-                self.inquiry.departed()
+            case FirstRankLeft():
+                self.stall_query.departed()
             case BarrierDone():
                 self._barriers_done = max(self._barriers_done, message.sequence)
-            case Told() | StateDone() | DeviceShared():
-                self._questions.receive(message.request, message)
-            case StallAnswer() | LagAnswer() | Found():
-                self._questions.receive(message.question, message)
+            case Counters() | StateDone() | DeviceShared():
+                self._requests.receive(message.request, message)
+            case StallAnswer() | LagAnswer() | KeyValueReply():
+                self._requests.receive(message.question, message)
             case Detached():
                 self._released = True
+
+    def _pushed_nbytes(self) -> int:
+        return self._retired_nbytes + sum(unit.pushed_nbytes for unit in self.tensors.units())
 
     def _commit(self, units: Sequence[UnitReady]) -> None:
         """Enter units as tensors of this rank; those of an edition that cannot be mapped are given up at once.
@@ -296,10 +282,11 @@ class Session:
         """
         if self.closed or self.pid != os.getpid():
             return
-        with self._post_lock:  # of a post that another thread is just making, too
-            self._is_leaving = True
-        if self._post is not None:
-            self._post.close()
+        self._is_leaving = True
+        for extension in reversed(list(self._extensions.values())):
+            with extension.lock:  # of one that another thread is just making, too
+                if hasattr(extension.value, "close"):
+                    extension.value.close()
         with contextlib.suppress(BpsError):  # the node may be gone or the job aborted: leaving needs nobody's consent
             held_up = tuple(unit.number for unit in self.tensors.units() if unit.has_siblings and not unit.in_flight)
             if clean and held_up:  # other workers shall not wait for pushes that never come
@@ -310,11 +297,11 @@ class Session:
         if clean and self._released:
             report("left")
         self.closed = True
+        self.port.refuse_calls()
         devices_closed = self.devices.close(_CLOSE_TIMEOUT_S, lambda: ClosedError(_SHUT_DOWN))
         self._write_trace()
         self.tensors.forget()
-        self.repeats.clear()
-        self.row_tables.clear()
+        self._extensions.clear()
         segments = self.memory.forget()
         if not self.port.close(_CLOSE_TIMEOUT_S) or not devices_closed:
             return  # a thread is still inside: better to keep the mappings than to pull them from under it
@@ -325,9 +312,16 @@ class Session:
 
     def _write_trace(self) -> None:
         if self.settings.trace_dir:
-            from .. import trace
-
             records = self.port.trace()
             parts = {number: part for unit in self.tensors.units() for number, part in unit.titles().items()}
-            trace.write(self.settings.trace_dir, f"rank {self.rank}", records, parts, trace.Origin(
+            write_trace(self.settings.trace_dir, f"rank {self.rank}", records, parts, Origin(
                 node=self.node, rank=self.rank, full=len(records) >= self.settings.trace_capacity * RECORD.size))
+
+
+class _Extension:
+    """A slot for what is made at the first use, under a lock of its own: a signal handler may close while it is made."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.value: Any = None
+        self.is_made = False

@@ -16,8 +16,15 @@ import numpy as np
 from ..base.dtypes import TABLE, wire_name
 from ..orchestration.errors import BusyError, MismatchError, ProtocolError, UnsupportedError
 from ..orchestration.messages import TensorSpec
-from ..orchestration.placement.partition import ROWS
-from ..orchestration.placement.partition import HEADER_NBYTES, INDEX_NBYTES, OVERFLOW, row_frame_nbytes, part_rows, values_offset
+from ..orchestration.placement.partition import (
+    HEADER_NBYTES,
+    INDEX_NBYTES,
+    OVERFLOW,
+    ROWS,
+    part_rows,
+    row_frame_nbytes,
+    values_offset,
+)
 from . import process
 from .arguments import flag
 from .session import Session
@@ -123,7 +130,7 @@ class SparseTable:
     def _push(self, given: tuple[Array, Array], timeout_s: float) -> Unit:
         unit = self._session.tensors.unit(self._wire, timeout_s)
         nbytes = self._frames(unit).write(unit.staging.array, *given) if unit.n_parts else 0
-        self._round = unit.push_staging(nbytes)
+        self._round = unit.push(nbytes=nbytes)
         self._unit = unit
         return unit
 
@@ -157,6 +164,11 @@ def _checked(name: str, shape: tuple[int, ...], dtype: str, indices: Any, values
     return places.astype(np.int64, copy=False), rows
 
 
+def sparse_tables(session: Session) -> dict[str, SparseTable]:
+    """Return the tables of *session* by name (`Session.extension`)."""
+    return {}
+
+
 def table_of(session: Session, name: str, shape: tuple[int, ...], dtype: Any, average: bool = True,
              max_rows: int = 0) -> SparseTable:
     """Return the table that this rank has under *name*, a new one at first; parameters are `SparseTable`'s.
@@ -166,9 +178,10 @@ def table_of(session: Session, name: str, shape: tuple[int, ...], dtype: Any, av
     MismatchError
         If it is another one.
     """
-    table = session.row_tables.get(name)
+    tables = session.extension(sparse_tables)
+    table = tables.get(name)
     if table is None:
-        table = session.row_tables[name] = SparseTable(session, name, shape, dtype, average, max_rows)
+        table = tables[name] = SparseTable(session, name, shape, dtype, average, max_rows)
     if (table.shape, table.dtype, table.average) != (tuple(shape), wire_name(dtype), average):
         raise MismatchError(f"table {name!r} is of shape {table.shape}, dtype {table.dtype}, average={table.average}; "
                             f"now of shape {shape}, dtype {dtype}, average={average}: use one name for one table")

@@ -17,7 +17,7 @@ import msgspec
 
 from ..base.end_reports import report
 from ..orchestration.errors import StallError
-from ..orchestration.messages import Stage, StallAnswer, Stalled
+from ..orchestration.messages import Stage, StallAnswer, StallQuestion
 from .node_connection import Mailbox, NodeRequests
 
 log = logging.getLogger("bpsfast.trainer")
@@ -182,11 +182,11 @@ class StallQuery:
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
     mailbox
-        Returns the way to the node; what it delivers includes that somebody has departed.
+        The way to the node; what it delivers includes that somebody has departed.
     """
 
     def __init__(self, rank: int, questions: NodeRequests, require_open: Callable[[], None],
-                 mailbox: Callable[[], Mailbox]) -> None:
+                 mailbox: Mailbox) -> None:
         self._rank = rank
         self._questions = questions
         self._require_open = require_open
@@ -201,14 +201,14 @@ class StallQuery:
         """Return whether a rank has left, as far as the node's messages say: only then can a wait be hopeless."""
         if not self._departed:
             self._require_open()  # before any lock: a forked child may have inherited it locked
-            self._mailbox().pump()
+            self._mailbox.pump()
         return self._departed
 
     def ask(self, part: int, round: int, name: str) -> StallAnswer:
         """Ask who has not arrived for *round* of *part* of tensor *name*, and whether waiting on is in vain."""
         try:
             answer = self._questions.ask(
-                lambda question: Stalled(rank=self._rank, question=question, part=part, round=round, name=name),
+                lambda question: StallQuestion(rank=self._rank, question=question, part=part, round=round, name=name),
                 "no answer to who is missing, from node or scheduler,", _ANSWER_S)
         except StallError as exc:  # to wait is the caller's to end, with what it knows
             return StallAnswer(rank=self._rank, question=0, stage="unknown", missing=str(exc))

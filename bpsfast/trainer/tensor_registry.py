@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -15,9 +15,7 @@ from ..orchestration.errors import BpsError, BusyError, ConfigError, MismatchErr
 from ..orchestration.messages import Declare, TensorSpec
 from .node_connection import Mailbox
 from .stall_inspector import StallInspector, StallQuery, StallTimer, Subject
-
-if TYPE_CHECKING:
-    from .unit import Unit
+from .unit import Unit
 
 T = TypeVar("T")
 
@@ -34,7 +32,7 @@ class TensorRegistry:
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
     mailbox
-        Returns the way to the node.
+        The way to the node.
     inquiry
         Knows who is missing.
     inspector
@@ -42,7 +40,7 @@ class TensorRegistry:
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float, require_open: Callable[[], None],
-                 mailbox: Callable[[], Mailbox], inquiry: StallQuery, inspector: StallInspector) -> None:
+                 mailbox: Mailbox, inquiry: StallQuery, inspector: StallInspector) -> None:
         self._rank, self._size = rank, size
         self._timeout_s = timeout_s
         self._require_open = require_open
@@ -54,6 +52,7 @@ class TensorRegistry:
         self._units: dict[str, Unit] = {}
         self._failed: dict[str, BpsError] = {}
         self._deferred: dict[str, Callable[[], None]] = {}
+        self._order: dict[str, int] = {}  # of names that the program has declared itself
         self._unnamed: dict[str, int] = {}
         self._editions: dict[str, int] = {}  # name -> how many models of the trainer have had it
 
@@ -92,7 +91,7 @@ class TensorRegistry:
             for spec in new:
                 self._specs[spec.name] = spec
         if new:
-            self._mailbox().send(Declare(rank=self._rank, tensors=tuple(new)))
+            self._mailbox.send(Declare(rank=self._rank, tensors=tuple(new)))
 
     def retire(self, names: Sequence[str]) -> None:
         """Forget *names*, whose units are retired."""
@@ -131,6 +130,19 @@ class TensorRegistry:
             number = self._unnamed.get(prefix, 0)
             self._unnamed[prefix] = number + 1
         return f"{prefix}.{number}"
+
+    def note_order(self, name: str) -> None:
+        """Note that *name* is needed after those that were noted before (`bpsfast.torch.declare`); once only."""
+        self._order.setdefault(name, len(self._order))
+
+    def noted_priority(self, name: str | None, priority: int) -> int:
+        """Return *priority*; if it is 0 and *name* was noted, that of its place: the first is the most urgent."""
+        place = self._order.get(name) if name is not None and priority == 0 else None
+        return priority if place is None else -place
+
+    def order(self) -> list[str]:
+        """Return the names that were noted, in their order."""
+        return list(self._order)
 
     def edition(self, names: Iterable[str]) -> int:
         """Return the number of a new model that calls its tensors *names*: above that of every earlier model on this
@@ -172,7 +184,7 @@ class TensorRegistry:
         self._require_open()
         if name not in self._units or name in self._deferred:
             try:
-                self._mailbox().pump()
+                self._mailbox.pump()
             except BpsError as exc:
                 raise self._failed.get(name, exc) from None  # why the name failed may be why the job ended
             self._start_deferred()
@@ -200,7 +212,7 @@ class TensorRegistry:
         """Start deferred pushes whose commit has arrived; return whether some are left."""
         if self._deferred:
             self._require_open()  # before any lock: a forked child may have inherited it locked
-            self._mailbox().pump()
+            self._mailbox.pump()
             self._start_deferred()
         return bool(self._deferred)
 
@@ -215,7 +227,7 @@ class TensorRegistry:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         with StallTimer(f"rank {self._rank}", timeout_s, self._inquiry, self._inspector, what) as patience:
             while True:
-                self._mailbox().wait(lambda: ready() or self._startable(), patience.rest_s)
+                self._mailbox.wait(lambda: ready() or self._startable(), patience.rest_s)
                 self._start_deferred()
                 found = ready()
                 if found is not None:

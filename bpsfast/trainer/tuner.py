@@ -12,18 +12,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..orchestration.errors import BpsError, ProtocolError
 from ..orchestration.messages import TensorSpec
 from .gradient_layout import GradientLayout, LayoutSizes
+from .session import Session
 from .tuning_search import TuningPoint
-
-if TYPE_CHECKING:
-    from .session import Session
-    from .tuning_trials import Decision
+from .tuning_trials import Decision, TuningRun
 
 log = logging.getLogger("bpsfast.tuner")
 
@@ -45,8 +42,6 @@ class Tuner:
 
     def __init__(self, session: Session, name: str, specs: Mapping[str, TensorSpec], edition: GradientLayout,
                  by_urgency: Sequence[str], tuned: TuningPoint | None = None) -> None:
-        from . import tuning_trials
-
         self._session = session
         self._name = f"Tuning of {name}"
         self._specs = specs
@@ -68,7 +63,7 @@ class Tuner:
         self._ended = 0.0
         self._is_last = False
         self._announced = self._counted = False  # of the step that is being ended
-        self._pilot = tuning_trials.TuningRun(session, specs, present, tuned) if session.rank == 0 else None
+        self._pilot = TuningRun(session, specs, present, tuned) if session.rank == 0 else None
         session.tensors.declare([TensorSpec(name=self._name, dtype="float64", shape=(_N_WORDS,), average=False,
                                             priority=_FIRST_OF_ALL)])
 
@@ -97,7 +92,7 @@ class Tuner:
             if self._pilot is not None:
                 words[:_READY] = _encoded(self._pilot.decision)
             words[_READY], words[_FAILED] = self._coming_state
-            unit.push_staging()
+            unit.push()
         self._announced = True
 
     def conclude(self, timeout_s: float) -> GradientLayout:

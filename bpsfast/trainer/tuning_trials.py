@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,10 +23,8 @@ from ..base.settings import Settings
 from ..orchestration.messages import TensorSpec
 from ..orchestration.placement.partition import nbytes_of
 from ..orchestration.placement.shares import Machine
+from .session import Session
 from .tuning_search import STREAMS, Search, TuningPoint, expectation
-
-if TYPE_CHECKING:
-    from .session import Session
 
 #: Steps that a trial measures, and the first ones of a job, in which memory is found and threads settle.
 N_MEASURED, N_COLD = 3, 3

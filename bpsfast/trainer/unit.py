@@ -3,35 +3,33 @@
 A unit is a tensor or a fused group; its partitions have consecutive indexes and lie `stride` bytes apart, in the
 input and in the result. Results have two copies (even and odd rounds) in the segment of the node that owns the
 partition, or of this machine's node when they came over a wire: `extents` say where, run by run.
-
-Longer than other files: one round, from its begin to its end, changes one state, under one lock.
 """
 from __future__ import annotations
 
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..base.dtypes import TABLE
+from ..base.settings import Settings
 from ..base.trace_records import Part
+from ..gpu.copy_to_device import CopyToDevice
+from ..gpu.device import Device
 from ..gpu.device_segments import DeviceSegment
-from ..orchestration.errors import BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
+from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.placement.partition import round_after
 from ..pyx.pages import Segment, Window
 from .chunk_descriptors import SlidingWindow, is_worth, n_slots
 from .device_input import DeviceInput
-
-if TYPE_CHECKING:
-    from ..gpu.copy_to_device import CopyToDevice
-    from ..gpu.device import Device
-    from .input_memory import Region
-    from .session import Session
+from .guarded_port import GuardedPort
+from .input_memory import InputMemory, Region
+from .step_clock import StepClock
 
 #: Inputs must begin at multiples of this: the kernels' vectors.
 INPUT_ALIGNMENT = 64
@@ -40,13 +38,32 @@ NO_SEGMENTS: Mapping[int, DeviceSegment] = MappingProxyType({})
 _SLICE_S = 0.1
 
 
+class UnitOwner(Protocol):
+    """What a unit needs of the session that it belongs to."""
+
+    port: GuardedPort
+    memory: InputMemory
+    clock: StepClock
+    settings: Settings
+    local_size: int
+    n_nodes: int
+    n_helpers: int
+    devices: Any
+
+    def require_open(self) -> None:
+        """Raise `ClosedError` if it is closed, or another process's."""
+
+    def retire(self, units: Sequence[Unit]) -> None:
+        """Give up *units* for good."""
+
+
 class Unit:
     """One committed unit. Rounds are pushed one after another; a round must be waited for before the next.
 
     Any thread; two threads that push the same unit at once get a `BusyError`, not a race.
     """
 
-    def __init__(self, session: Session, ready: UnitReady, segments: Mapping[tuple[str, int], Segment],
+    def __init__(self, session: UnitOwner, ready: UnitReady, segments: Mapping[tuple[str, int], Segment],
                  on_device: Mapping[int, DeviceSegment] = NO_SEGMENTS) -> None:
         plan = ready.plan
         self.session = session
@@ -72,7 +89,7 @@ class Unit:
         self.has_begun = False  # it was pushed
         self.pushed_nbytes = 0  # in all rounds
         self.in_flight = False
-        self._is_retired = False
+        self.is_retired = False
         self._step = 0  # of the session's clock, in which it was last pushed
         self._given_up = ""  # why the last round failed, if no handle stands for it
         self._complete = self.round  # the last round that was seen complete: nothing to wait for any more
@@ -134,32 +151,47 @@ class Unit:
             if self._staging is None:
                 self._staging = region
 
-    def push(self, address: int, nbytes: int) -> int:
-        """Announce the *nbytes* at *address* as this rank's input and return the round.
+    def push(self, address: int | None = None, nbytes: int | None = None) -> int:
+        """Announce the unit's bytes at *address* (None: in `staging`) as this rank's input and return the round.
 
         Bytes inside one of this rank's segments are announced where they are; others are copied into `staging`,
         partition by partition, each announced as soon as it is whole. In either case they must not change before the
-        round is complete (after the copy, only the copy counts).
+        round is complete (after the copy, only the copy counts). *nbytes*: how many there are at *address*, which must
+        be all; in `staging`, how many are input (None: all).
 
         Raises
         ------
         BusyError
             If the previous round was not waited for.
         """
-        if nbytes != self.nbytes:
-            raise ProtocolError(f"unit {self.name!r} has {self.nbytes} bytes, {nbytes} were pushed")
-        self._require_host("memory of the host is pushed as")
-        place = self.session.memory.locate(address, nbytes) if address % INPUT_ALIGNMENT == 0 else None
-        staging = self.staging if place is None and self.n_parts else None
-        round = self._begin(nbytes)
-        if self.n_parts == 0:
+        place, session = None, self.session
+        if address is not None:
+            if nbytes is not None and nbytes != self.nbytes:
+                raise ProtocolError(f"unit {self.name!r} has {self.nbytes} bytes, {nbytes} were pushed")
+            if address % INPUT_ALIGNMENT == 0:
+                place = session.memory.locate(address, self.nbytes)
+        if self.on_device:
+            self._require_host("memory of the host is pushed as")
+        if place is None and self.n_parts:
+            staging = self._staging or self.staging
+            if address is None:
+                place = staging.segment, staging.offset
+        round = self._begin(self.nbytes if nbytes is None else nbytes)
+        if not self.n_parts:
             return round
         if place is not None:
-            self.session.port.submit(self.first_part, self.n_parts, round, *place, nbytes)
+            session.port.submit(self.first_part, self.n_parts, round, *place, self.nbytes)
         else:
-            assert staging is not None, "a unit with partitions has staging memory"
-            self.session.port.copy_in(staging.address, address, nbytes, self.first_part, self.stride, round,
-                                      staging.segment, staging.offset)
+            assert address is not None, "what lies in staging is not copied there"
+            session.port.copy_in(staging.address, address, self.nbytes, self.first_part, self.stride, round,
+                                 staging.segment, staging.offset)
+        return round
+
+    def push_nothing(self) -> int:
+        """Take part in a round without contributing and return the round."""
+        round = self._begin(0)
+        if self.n_parts:
+            self.session.port.submit_empty(self.first_part, self.n_parts, round)
         return round
 
     def exchange(self, address: int, nbytes: int, timeout_s: float) -> int | None:
@@ -198,7 +230,7 @@ class Unit:
                 or session.memory.locate(destination, nbytes) is not None):
             return False
         with self._lock:
-            if self._sliding is None and not self._is_retired:
+            if self._sliding is None and not self.is_retired:
                 region = self._staging or session.memory.allocate(slots * self.stride)
                 self._sliding = SlidingWindow(self, region, slots)
             sliding = self._sliding
@@ -212,22 +244,6 @@ class Unit:
             raise
         self.finish(round)  # not before: the next but one round overwrites this result
         return True
-
-    def push_staging(self, nbytes: int | None = None) -> int:
-        """Announce what lies in `staging`, of which *nbytes* are input if not all are, and return the round."""
-        self._require_host("memory of the host is pushed as")
-        staging = self.staging
-        round = self._begin(self.nbytes if nbytes is None else nbytes)
-        if self.n_parts:
-            self.session.port.submit(self.first_part, self.n_parts, round, staging.segment, staging.offset, self.nbytes)
-        return round
-
-    def push_empty(self) -> int:
-        """Take part in a round without contributing and return the round."""
-        round = self._begin(0)
-        if self.n_parts:
-            self.session.port.submit_empty(self.first_part, self.n_parts, round)
-        return round
 
     def begin(self, nbytes: int) -> tuple[int, list[CopyToDevice]]:
         """Begin the next round, of which *nbytes* are this rank's input. Return it, and who still reads what lies where
@@ -243,20 +259,10 @@ class Unit:
     def _begin(self, nbytes: int, reads: bool = True) -> int:
         if reads and self._readers:
             self._await_readers(self._reading(round_after(self.round)))
+        clock = self.session.clock
         with self._lock:
-            if self._is_retired:
-                raise ClosedError(f"{self.name!r} was retired: its partitions may be another tensor's by now")
-            if self.in_flight and self._given_up:
-                raise BusyError(
-                    f"{self.name!r} cannot be pushed again: its round {self.round} ended with an error in the call "
-                    f"that pushed it, which nobody can wait for any more; use another name "
-                    f"({self._given_up})")
-            if self.in_flight:
-                raise BusyError(
-                    f"{self.name!r} is pushed again, but its round {self.round} was not waited for: synchronize the "
-                    "handle (or wait for the gradient) first, or use another name"
-                )
-            clock = self.session.clock
+            if self.in_flight or self.is_retired:
+                raise self._refusal()
             if self._step == clock.step:
                 clock.begin(self._step)
             self._step = clock.step
@@ -269,6 +275,17 @@ class Unit:
             self.session.port.set_rate(self.first_part, self.n_parts, round, rate)
             self._told_rate = rate
         return round
+
+    def _refusal(self) -> BpsError:
+        """Return why the next round cannot begin."""
+        if self.is_retired:
+            return ClosedError(f"{self.name!r} was retired: its partitions may be another tensor's by now")
+        if self._given_up:
+            return BusyError(f"{self.name!r} cannot be pushed again: its round {self.round} ended with an error in the "
+                             f"call that pushed it, which nobody can wait for any more; use another name "
+                             f"({self._given_up})")
+        return BusyError(f"{self.name!r} is pushed again, but its round {self.round} was not waited for: synchronize "
+                         "the handle (or wait for the gradient) first, or use another name")
 
     # -- results ---------------------------------------------------------------------------------------------------
 
@@ -407,7 +424,7 @@ class Unit:
     def forget(self) -> None:
         """Let go of all mappings and memory; arrays that were handed out keep theirs. No push any more."""
         with self._lock:
-            self._is_retired = True
+            self.is_retired = True
             self._views.clear()
             self._runs = []
             self._readers = []

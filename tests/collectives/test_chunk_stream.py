@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.collectives.chunk_stream import (
+    FINGERPRINTS,
     SMALL,
-    TICKETS,
     TINY,
     WIDE_BETWEEN,
     WIDE_WITHIN,
@@ -43,7 +43,7 @@ def test_strips_cover_a_load_and_are_few(wide, nbytes):
     assert small <= wide.chunk_nbytes // SMALL.chunk_nbytes and tiny <= 4
 
 
-@pytest.mark.parametrize("bore", [WIDE_WITHIN, WIDE_BETWEEN, SMALL, TINY, TICKETS])
+@pytest.mark.parametrize("bore", [WIDE_WITHIN, WIDE_BETWEEN, SMALL, TINY, FINGERPRINTS])
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "float64"])
 def test_each_strip_has_a_partition_of_its_own(bore, dtype):
     (unit,) = plan_units([spec_of("g", (), dtype, "sum", bore)], 0, 0, 4 << 20, 4 << 20)
@@ -55,7 +55,7 @@ def test_what_a_pipe_is_declared_as():
         name="g/0/bfloat16.avg.small", dtype="bfloat16", shape=(512 << 10,), average=True, op="sum", ranks=(1, 3),
         priority=1 << 20, partition_nbytes=64 << 10)
     assert spec_of("g/0", (), "int8", "bor", TINY).op == "bor"
-    names = {spec_of("g", (), "int64", "band", bore).name for bore in (*chunk_sizes(True), TICKETS)}
+    names = {spec_of("g", (), "int64", "band", bore).name for bore in (*chunk_sizes(True), FINGERPRINTS)}
     assert len(names) == 4, "tickets go a way of their own"
 
 
@@ -74,7 +74,7 @@ def turns():
     assert set(chunks["segment"]) == {region.segment} and not chunks["source"].any() and not chunks["flags"].any()
     assert list(chunks["result"]) == [unit.result_address((c // 4 + 1) % 2, c % 4 * 4096) for c in range(10)]
     words = np.array([5, ~5], np.int64)
-    (ticket,) = pipe.ticket(words)
+    (ticket,) = pipe.fingerprint(words)
     assert (ticket["part"], ticket["round"]) == (unit.first_part + 2, 3)
     assert (ticket["source"], ticket["nbytes"], ticket["flags"]) == (words.ctypes.data, 16, FINGERPRINT)
     pipe.close()

@@ -74,14 +74,14 @@ def test_crossing_connects_leave_one_connection(office, far):
 @contextlib.contextmanager
 def dialling_each_other(made):
     """Let ranks 0 and 1 dial each other, and only rank 1 get through; yields what lets rank 0 find an address."""
-    come, has_come = made.posts[0].meeting._come, threading.Event()
+    come, has_come = made.posts[0].connector._come, threading.Event()
 
     def note(*arguments):
         taken = come(*arguments)
         has_come.set()
         return taken
 
-    made.posts[0].meeting._come = note
+    made.posts[0].connector._come = note
     address = msgspec.msgpack.decode(made.board.pop("post:1:"), type=Address)
     transfers = [(post, receive(post, 1 - post.rank, 4), send(post, 1 - post.rank, np.full(4, post.rank, np.uint8)))
                  for post in made.posts[:2]]
@@ -101,7 +101,7 @@ def test_of_two_connections_the_one_that_comes_about_counts(office, reachable):
             received.wait()
             assert x.tolist() == [1 - post.rank] * 4
     ends = [peer.link.sock.getpeername() for post in made.posts for peer in post._peers.values()]
-    listener = made.posts[1 if reachable else 0].meeting.listeners[1].getsockname()
+    listener = made.posts[1 if reachable else 0].connector.listeners[1].getsockname()
     assert listener in ends
 
 
@@ -109,7 +109,7 @@ def test_who_ends_while_two_dial_each_other_lets_the_other_go(office):
     made = office(far=True)
     with dialling_each_other(made) as ([_, (_, (_, received), _)], _):
         made.posts[0].close()
-        with pytest.raises(PeerLostError, match="rank 0 has refused a connection of rank 1: it has given it up"):
+        with pytest.raises(PeerLostError, match="rank 0 has refused a connection of rank 1, which it takes for lost"):
             received.wait()
 
 
@@ -203,7 +203,7 @@ def test_who_makes_no_sense_is_given_up_and_nobody_else(office, said, words):
         waits = made.posts[0].receive(1, 1, 5, 0, 0, None)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendall(said)
-        with pytest.raises(ProtocolError, match="rank 1 sent rank 0 what makes no sense") as caught:
+        with pytest.raises(ProtocolError, match="rank 1 sent rank 0 an invalid frame") as caught:
             waits.wait()
         assert words in str(caught.value)
         with pytest.raises(ProtocolError):
@@ -231,7 +231,7 @@ def test_nobody_listens_there(office):
 def test_another_job_is_another_key(office):
     made, other = office(), office()
     other.board["post:1:"] = made.board["post:1:"]
-    made.posts[1].meeting._key = bytes(32)
+    made.posts[1].connector._key = bytes(32)
     with pytest.raises(PeerLostError, match="wrong job key"):
         send(other.posts[0], 1, np.zeros(3, np.uint8)).wait()
 
@@ -267,7 +267,7 @@ def no_descriptors():
 
 def test_without_descriptors_nobody_is_let_in_for_a_while_and_then_again(office, no_descriptors, caplog):
     made = office()
-    meeting = made.posts[0].meeting
+    meeting = made.posts[0].connector
     accept, tried, again = meeting.accept, [], threading.Event()
 
     def counted(listener):
@@ -287,7 +287,7 @@ def test_without_descriptors_nobody_is_let_in_for_a_while_and_then_again(office,
         assert tried[1] - tried[0] > 0.9, "no core is kept busy by trying"
         assert len(sock.recv(100)) == 40, "a nonce: it was let in after all"
     assert still_works(made)
-    assert caplog.text.count("cannot let in who wants to exchange messages") == 1
+    assert caplog.text.count("cannot accept connections for messages") == 1
 
 
 def test_the_end_of_the_job_is_told_though_nobody_waits(office):
@@ -311,7 +311,7 @@ def test_what_is_under_way_when_a_post_is_closed_is_closed_and_its_peer_not_blam
     _, mine = receive(made.posts[0], 1, 4)
     _, theirs = receive(made.posts[1], 0, 4)
     made.posts[0].close()
-    with pytest.raises(ClosedError, match="the post of rank 0 was closed"):
+    with pytest.raises(ClosedError, match="the message endpoint of rank 0 was closed"):
         mine.wait()
     with pytest.raises(PeerLostError, match="rank 0 has left"):
         theirs.wait()

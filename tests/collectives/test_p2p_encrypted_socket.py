@@ -271,7 +271,7 @@ def test_whoever_is_between_changes_nothing_unnoticed():
 @pytest.mark.parametrize("encrypts", [0, 1])
 def test_who_encrypts_and_who_does_not_do_not_talk(office, encrypts):
     made = office(encryption="on")
-    made.posts[1 - encrypts].meeting._encryption = Encryption.NONE
+    made.posts[1 - encrypts].connector._encryption = Encryption.NONE
     made.board.pop("post:0:")
     x = np.zeros(3, np.uint8)
     with pytest.raises((MismatchError, PeerLostError), match="BPSFAST_ENCRYPTION"):

@@ -20,7 +20,7 @@ def unexpected(nbytes, n):
             transfer.wait(20)
         return sent_at_once, 0
     receive(np.zeros(1, np.uint8), 0, 9, channel=3).wait(10)  # what was sent before it has come before it
-    lie = [each for here in post().delivery.matching._arrivals.values() for queue in here.values() for _, each in queue]
+    lie = [each for here in post().receiver.matching._arrivals.values() for queue in here.values() for _, each in queue]
     bpsfast.barrier()
     x = np.zeros(nbytes, np.uint8)
     for number in range(n):

@@ -352,6 +352,6 @@ def test_a_single_process_suspends_and_resumes():
         assert bps.size() == 1 and bps.push_pull(torch.ones(2), name="c").tolist() == [1.0] * 2
         from bpsfast.trainer import process
 
-        assert list(process.current().order) == ["b", "a"]
+        assert process.current().tensors.order() == ["b", "a"]
     finally:
         bps.shutdown()

@@ -154,7 +154,7 @@ def tuned(steps):
     optimizer.load_state_dict({**optimizer.state_dict(), "tuned": POINT})
     assert optimizer.state_dict()["tuned"] == POINT, "before the first step"
     train(model, optimizer, range(steps))
-    return optimizer.state_dict()["tuned"], optimizer._exchange.gradients._edition.cut
+    return optimizer.state_dict()["tuned"], optimizer._exchange.gradients._layout.sizes
 
 
 @pytest.mark.parametrize("autotune", [True, False])

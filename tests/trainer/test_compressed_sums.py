@@ -57,7 +57,7 @@ def rounds(name, dtype, codec, n_rounds, average=True, rates=None, empties=()):
         if rates is not None:
             unit.learning_rate = rates[round_ - 1]
         if (session.rank, round_) in empties:
-            unit.push_empty()
+            unit.push_nothing()
         else:
             unit.push(x.ctypes.data, x.nbytes)
         unit.wait(unit.round, 20)
@@ -190,7 +190,7 @@ def cannot_compress(name):
         n_pages = int(Path(f"/proc/{node}/statm").read_text().split()[0])
         resource.prlimit(node, resource.RLIMIT_AS, (n_pages * resource.getpagesize() + (8 << 20), limits[1]))
     try:
-        unit.wait(unit.push_staging(), 30)
+        unit.wait(unit.push(), 30)
     finally:
         resource.prlimit(node, resource.RLIMIT_AS, limits)
 

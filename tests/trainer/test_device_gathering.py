@@ -36,9 +36,9 @@ def unit_of(prefix):
     g = Gradients(SHAPES, prefix=prefix, average=False)
     for name in g:
         g.region(name)
-    unit = g._edition.units["a"]
-    assert {id(each) for each in g._edition.units.values()} == {id(unit)}
-    return g, unit, {name: member.offset for name, member in g._edition.members.items()}
+    unit = g._slots["a"].unit
+    assert {id(slot.unit) for slot in g._slots.values()} == {id(unit)}
+    return g, unit, {name: slot.offset for name, slot in g._slots.items()}
 
 
 def fused():

@@ -147,7 +147,7 @@ def tuned():
                 stream.check(elsewhere[name], 2 * (step % 7) + 1, wrong)
                 if not (np.asarray(g.wait(name)) == 2 * (step % 7) + 1).all():
                     wrong.append((step, name))
-            editions.add(g._edition.cut)
+            editions.add(g._layout.sizes)
             g.step(wait=step % 2 == 0)
             for name in g:
                 g.finish(name)

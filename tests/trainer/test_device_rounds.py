@@ -134,10 +134,10 @@ def read_late_by_the_host():
         crossing, unit = begin("late host", on(None), late)
         crossing.wait(deadline())
         unit.staging.array[: unit.nbytes].view("f4")[:] = 7
-        unit.wait(unit.push_staging(), LIMIT_S)
+        unit.wait(unit.push(), LIMIT_S)
         timer = threading.Timer(0.2, gate.go)
         timer.start()
-        unit.wait(unit.push_staging(), LIMIT_S)
+        unit.wait(unit.push(), LIMIT_S)
         timer.join()
         crossing.join(gate.stream)
         gate.stream.record().wait(LIMIT_S)
@@ -177,7 +177,7 @@ def lost_while_it_comes_back():
         bpsfast.declare("lost", late.shape, average=False)
         unit = session.tensors.unit("lost", LIMIT_S)
         unit.staging.array[: unit.nbytes].view("f4")[:] = 7
-        round = unit.push_staging()
+        round = unit.push()
         arrival = session.devices.bring(unit, round, DeviceBytes.of(tensor_input(late)))
         arrival.wait(deadline(), lambda: None)
         departure = DeviceCopy("its way", 0, None)

@@ -68,11 +68,11 @@ def fork_beside_waits():
     waiter = threading.Thread(target=lambda: found.append(float(handle.wait()[0])))
     deferred = bpsfast.push_pull_async(np.ones(9), False, "other")
     waiter.start()
-    while not session.port._n_inside:
+    while not session.port._inside:
         os.sched_yield()
     reader, writer = os.pipe()
     unit = session.tensors._units["beside"]
-    with session._mailbox._condition, session._lock, session.memory._lock, session.tensors._lock, session.port._lock:
+    with session._mailbox._condition, session._lock, session.memory._lock, session.tensors._lock:
         child = os.fork()
         if child == 0:
             calls = (deferred.wait, deferred.done, lambda: unit.wait(unit.round, 40), lambda: total("beside"),

@@ -7,6 +7,7 @@ import pytest
 
 import bpsfast
 from bpsfast.trainer import process
+from bpsfast.trainer.handle import repeated_pushes
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def push_many(name):
         result = bpsfast.push_pull(x, average=False, name=name)
         assert not result.flags.writeable and result.shape == (100,)
         found.append(float(result[99]))
-    return found, name in process.current().repeats
+    return found, name in process.current().extension(repeated_pushes)
 
 
 def test_repeated_pushes_are_summed(ranks):

@@ -69,7 +69,7 @@ def retired_too_early():
     session = process.current()
     session.tensors.declare([TensorSpec(name="early", dtype="float32", shape=(10,))])
     unit = session.tensors.unit("early")
-    unit.push_staging()
+    unit.push()
     try:
         session.retire([unit])
     except bpsfast.BusyError:
@@ -98,11 +98,11 @@ def pushed_after_retiring():
     session = process.current()
     session.tensors.declare([TensorSpec(name="gone", dtype="float32", shape=(10,))])
     unit = session.tensors.unit("gone")
-    unit.push_staging()
+    unit.push()
     unit.wait(1, 30)
     session.retire([unit])
     try:
-        unit.push_staging()
+        unit.push()
     except ClosedError as exc:
         return str(exc)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import bpsfast
+from bpsfast.collectives.p2p import P2PEndpoint
 from bpsfast.trainer import process
 
 
@@ -282,7 +283,7 @@ def leave_while_a_post_is_made():
         assert go_on.wait(20)
 
     session.notices.publish = publish_slowly
-    maker = threading.Thread(target=lambda: session.post)
+    maker = threading.Thread(target=lambda: session.extension(P2PEndpoint))
     leaver = threading.Thread(target=bpsfast.shutdown)
     maker.start()
     assert published.wait(20)
@@ -292,7 +293,7 @@ def leave_while_a_post_is_made():
     maker.join(20)
     leaver.join(20)
     with pytest.raises(bpsfast.ClosedError, match="was shut down"):
-        _ = session.post
+        _ = session.extension(P2PEndpoint)
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("bpsfast-post")]
 
 

@@ -10,7 +10,7 @@ from bpsfast.base.dtypes import NAMES, TABLE
 from bpsfast.base.reference_sum import reduce_rows
 from bpsfast.orchestration.errors import BusyError, MismatchError, UnsupportedError
 from bpsfast.trainer import process
-from bpsfast.trainer.sparse_table import table_of
+from bpsfast.trainer.sparse_table import sparse_tables, table_of
 
 pytestmark = pytest.mark.matrix
 
@@ -101,7 +101,7 @@ def growing():
         values = np.full((len(indices), 100), n, np.float32)
         indices, values = bpsfast.push_pull_rows(indices, values, 100_000, name="growing", average=False, max_rows=10)
         found.append((len(indices), indices.tolist() == list(range(n)), bool((values == n).all())))
-    table = session.row_tables["growing"]
+    table = session.extension(sparse_tables)["growing"]
     return found, len(session.tensors.units()) - before, table._n_editions, table._wire
 
 
@@ -216,7 +216,7 @@ def sees_no_frame():
     if bpsfast.rank() == 1:
         unit = table._unit
         unit.staging.array[:24].view(np.uint64)[1] = 1 << 50
-        unit.wait(unit.push_staging(), 20)
+        unit.wait(unit.push(), 20)
     else:
         table.push([1], np.ones((1, 2), np.float32))
         table.wait()

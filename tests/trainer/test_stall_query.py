@@ -11,7 +11,7 @@ import pytest
 
 import bpsfast
 from bpsfast.base.message_socket import MessageSocket
-from bpsfast.orchestration.messages import StallAnswer, Stalled
+from bpsfast.orchestration.messages import StallAnswer, StallQuestion
 from bpsfast.trainer import process
 from bpsfast.trainer.node_connection import Mailbox, NodeRequests
 from bpsfast.trainer.stall_inspector import StallQuery
@@ -73,7 +73,7 @@ def leave_with_a_push_under_way():
         bpsfast.push_pull_async(np.ones(1000), False, "announced")
         bpsfast.shutdown()
         return 3.0
-    while not process.current().inquiry.has_departures():
+    while not process.current().stall_query.has_departures():
         os.sched_yield()
     return total("announced")
 
@@ -93,8 +93,8 @@ def asked():
     pidfd = os.pidfd_open(os.getpid())
     mailbox = Mailbox(MessageSocket(ours), pidfd, lambda message, fds: questions.receive(message.question, message),
                       lambda: None, lambda: bpsfast.PeerLostError("the node is lost"))
-    questions = NodeRequests(60.0, lambda: None, lambda: mailbox)
-    inquiry = StallQuery(0, questions, lambda: None, lambda: mailbox)
+    questions = NodeRequests(60.0, lambda: None, mailbox)
+    inquiry = StallQuery(0, questions, lambda: None, mailbox)
     with MessageSocket(theirs) as node:
         yield inquiry, node
     mailbox.close()
@@ -105,7 +105,7 @@ def read(node, n):
     found = []
     while len(found) < n:
         found.append(node.recv(20)[0])
-        assert isinstance(found[-1], Stalled)
+        assert isinstance(found[-1], StallQuestion)
     return found
 
 

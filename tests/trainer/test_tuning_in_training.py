@@ -70,7 +70,7 @@ def train(n_steps, wait=True, tour=()):
             else:
                 arrays[name][...] = value
                 g.ready(name)
-        cuts.add(g._edition.cut)
+        cuts.add(g._layout.sizes)
         g.step(wait=wait)
         views = {}
         for name in g:

@@ -1,13 +1,17 @@
-"""Messages from rank to rank, for what is no sum: send and receive, gather, scatter, all-to-all, control talk.
+"""Point-to-point messages between ranks: send, receive, gather, scatter, all-to-all.
 
-    post        what ranks call               peer       the protocol of a pair of ranks
-    transfer    one message, for its owner    link       frames on a socket
-    delivery    payload to its receive        allowance  what may be sent before it is asked for
-    matching    which receive gets what
-    progress    who moves messages on         pull       reading the sender's memory
-    meeting     how two posts find each other exchange   gather, scatter, all-to-all
+    endpoint             what ranks call: `P2PEndpoint`
+    transfer             one message, as its sender or receiver sees it
+    peer                 the protocol between this rank and another one
+    protocol             frames and flow control
+    receiver             matching of messages and receives, and how payloads arrive
+    connector            addresses, handshakes, one connection for each pair of ranks
+    frame_socket         frames on a non-blocking socket; encrypted_socket: the same with encryption
+    cross_memory         reading the sender's memory (process_vm_readv)
+    progress_engine      the thread or waiting caller that drives the connections
+    message_collectives  gather, scatter and all-to-all
 
-MPI's semantics (MPI 4.1, chapter 3), by eager messages and rendezvous, as Open MPI and MPICH have them.
+The semantics are MPI's (MPI 4.1, chapter 3). Small messages are sent eagerly, others by rendezvous.
 """
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""How two posts find each other: addresses by notices, a connection when it is first needed, one for each pair.
+"""Connections between endpoints: addresses in the key-value store, one connection for each pair, made at first use.
 
-Every post listens on a local socket, and on a port if the job has several nodes. Whoever needs the other dials; both
-prove that they hold the job's key (`orchestration.security`) before anything is believed, and name themselves and each
-other. What follows is sealed between machines, if encryption is asked for. The acceptor then says one byte: JOINED, and
-frames follow; or CROSSED: both have dialled, and the connection of the lower rank is the one that counts; or REFUSED. A
-lower rank says CROSSED when its own connection is there: should it not come about, for a firewall that is open one way
-only, the other one counts.
+Every endpoint listens on a local socket, and on a port if the job has several nodes. The rank that needs the other
+dials. Both prove that they hold the job's key (`orchestration.security`) and name themselves before anything else is
+read. With the setting encryption all that follows is encrypted. The acceptor then sends one byte: JOINED, and frames
+follow; CROSSED: both have dialled, and the connection of the lower rank is used; or REFUSED. A lower rank sends CROSSED
+only when its own connection is open: where a firewall blocks that direction, the other connection is used.
 """
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ import msgspec
 
 from ...base import message_socket
 from ...base.encryption import Encryption, check_library, is_loopback, seals_of
+from ...base.logs import RateLimitedLog
 from ...base.process_identity import network_id
-from ...base.rate_limited_log import RateLimitedLog
 from ...orchestration import security
 from ...orchestration.errors import (
     DECODE_ERRORS,
@@ -47,17 +46,17 @@ log = logging.getLogger("bpsfast.collectives.p2p")
 
 JOINED, CROSSED, REFUSED = b"J", b"C", b"R"
 _CONTEXT = "bpsfast post"
-#: A stranger holds up one thread for at most so long.
+#: How long an unauthenticated connection may occupy a thread.
 _CHALLENGE_S = 5.0
-#: A rank publishes its address when it first exchanges messages, hours after others perhaps: whoever waits for it has a
-#: deadline of his own.
+#: A rank publishes its address when it first exchanges messages, maybe hours after others. Waiting calls have deadlines
+#: of their own.
 _ADDRESS_S = 86_400.0
-#: How long nobody is let in after that has failed, for want of file descriptors for example.
+#: How long accepting pauses after it has failed, for example because of too many open files.
 _ACCEPT_PAUSE_S = 1.0
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a rank's post listens: on the local socket `local` of `machine`, at `host`:`port` (0: nowhere)."""
+    """Where a rank's endpoint listens: on the local socket `local` of `machine`, at `host`:`port` (0: nowhere)."""
 
     node: int
     machine: str
@@ -67,15 +66,15 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class PeerConnector:
-    """Listens for, and dials, the posts of *session*'s job.
+    """Dials the endpoints of *session*'s job and accepts connections from them.
 
     Parameters
     ----------
     come
-        Called with (rank, socket, process id or 0) when an authenticated rank has dialled; returns False if it is
-        refused, else takes the socket over, and says what becomes of it.
+        Called with (rank, socket, process id or 0) when an authenticated rank has dialled. Returns False to refuse it;
+        else it owns the socket and sends the acceptor's byte.
     reached
-        Called with the same when this rank was JOINED.
+        Called with the same when another rank has accepted this one (JOINED).
     failed
         Called with (rank, error) when a rank cannot be reached.
     listen
@@ -136,31 +135,31 @@ class PeerConnector:
         return Address(session.node, self._machine, name[1:].decode(), host, port)
 
     def trouble(self, rank: int) -> str:
-        """Say what dialling *rank* is at."""
-        return self._doing.get(rank, "it has dialled, too, and is expected to be heard of")
+        """Return how far the connection to *rank* is, in words."""
+        return self._doing.get(rank, "it has dialled too, and its connection is expected")
 
     def dial(self, rank: int) -> None:
-        """Connect to *rank*; `reached`, `come` or `failed` will be called, from another thread."""
+        """Connect to *rank* in another thread, which calls `reached`, `come` or `failed`."""
         self._doing[rank] = "it has not sent or received anything yet"
         self._begin(lambda: self._dial(rank), f"bpsfast-post-dial-{rank}")
 
     @property
     def listens(self) -> bool:
-        """Whether `accept` should be called when somebody has come: not while too many are here, or it cannot work."""
+        """Whether `accept` may be called: not while too many connections are unauthenticated, or accepting is paused."""
         with self._lock:
             return self._strangers.has_room and not self._accept_again_at
 
     def accept(self, listener: socket.socket) -> None:
-        """Let somebody in who has come to *listener*, once he has proved himself. Never waits."""
+        """Accept a connection at *listener* and authenticate it in another thread. Never blocks."""
         try:
             sock, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # he has gone again
+        except (BlockingIOError, ConnectionAbortedError):  # the peer has closed it again
             return
         except OSError as exc:
             self._pause_accepting(exc)
             return
         if sock.family == socket.AF_UNIX and message_socket.peer_uid(sock)[1] != os.getuid():
-            sock.close()  # other users must not take the places of this one's ranks
+            sock.close()  # other users must not use up the limit of connections
             self._refuse(ProtocolError("another user's process has connected"))
             return
         with self._lock:
@@ -175,7 +174,7 @@ class PeerConnector:
             self._begin(self._make_room, "bpsfast-post-room")
 
     def _make_room(self) -> None:
-        """While there is none, push out a stranger for everybody who waits outside."""
+        """While the limit is reached, drop one unauthenticated connection for each one that waits."""
         while True:
             with self._lock:
                 if self._closed or self._strangers.has_room:
@@ -192,28 +191,28 @@ class PeerConnector:
         self._tell_listening()
 
     def _pause_accepting(self, error: OSError) -> None:
-        """Let nobody in for a while: who has come still stands there, and would be announced again at once."""
+        """Accept nothing for a while: the waiting connection would be reported again at once."""
         with self._lock:
             if self._closed:
                 return
             self._accept_again_at = time.monotonic() + _ACCEPT_PAUSE_S
             warned, self._has_warned = self._has_warned, True
         if not warned:
-            log.warning("rank %d cannot let in who wants to exchange messages with it: %s; it tries again every %g s "
-                        "(too many open files: see ulimit -n)", self._session.rank, error, _ACCEPT_PAUSE_S)
+            log.warning("rank %d cannot accept connections for messages: %s; it tries again every %g s (too many open files: see "
+                        "ulimit -n)", self._session.rank, error, _ACCEPT_PAUSE_S)
         self._tell_listening()
 
     def tick(self) -> None:
-        """Listen again some time after letting in has failed. To be called now and then."""
+        """Resume accepting after a pause. Called periodically."""
         if self._accept_again_at and time.monotonic() >= self._accept_again_at:
             with self._lock:
                 self._accept_again_at = 0.0
             self._tell_listening()
 
     def close(self) -> None:
-        """Take no more part. Waits for handshakes under way, which are short; a look-up is given up.
+        """Close the listeners. Waits for handshakes under way, which are short; look-ups are cancelled.
 
-        May be called in one of the threads that dial and welcome, by what hangs on a transfer.
+        A callback of a transfer may call this in one of the connector's own threads.
         """
         with self._lock:
             self._closed = True
@@ -244,10 +243,10 @@ class PeerConnector:
 
     @contextlib.contextmanager
     def _unproved(self, sock: socket.socket) -> Iterator[None]:
-        """Let `close` interrupt what is done with *sock* inside."""
+        """Let `close` interrupt the use of *sock* in this context."""
         with self._lock:
             if self._closed:
-                raise ClosedError(f"the post of rank {self._session.rank} is closed")
+                raise ClosedError(f"the message endpoint of rank {self._session.rank} is closed")
             self._unproven.add(sock)
         try:
             yield
@@ -281,8 +280,8 @@ class PeerConnector:
             else:
                 sock.close()
                 if verdict != CROSSED:
-                    raise PeerLostError(f"rank {rank} has refused a connection of rank {session.rank}: it has given it "
-                                        "up, see its output")
+                    raise PeerLostError(f"rank {rank} has refused a connection of rank {session.rank}, which it takes for "
+                                        "lost: see its output")
             self._doing.pop(rank, None)
         except BpsError as exc:
             self._failed(rank, exc)
@@ -294,7 +293,7 @@ class PeerConnector:
         try:
             return msgspec.msgpack.decode(data, type=Address)
         except DECODE_ERRORS as exc:
-            raise ProtocolError(f"the address of rank {rank}'s post cannot be read: {exc}") from exc
+            raise ProtocolError(f"the address of rank {rank}'s message endpoint cannot be read: {exc}") from exc
 
     def _is_near(self, rank: int, found: Address) -> bool:
         settings = self._session.settings
@@ -328,7 +327,7 @@ class PeerConnector:
         return verdict
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Let one connection prove itself. A stranger is logged and refused, and harms nobody."""
+        """Authenticate one connection. One that fails is logged and refused."""
         session, taken = self._session, False
         try:
             if sock.family != socket.AF_UNIX:
@@ -354,7 +353,7 @@ class PeerConnector:
                 sock.close()
 
     def _forget(self, sock: socket.socket) -> None:
-        """From here on *sock* is no stranger's, or is over."""
+        """Count *sock* as unauthenticated no longer: it has proved the key, or is closed."""
         with self._lock:
             was_full = not self._strangers.has_room
             self._strangers.remove(sock)
@@ -365,7 +364,7 @@ class PeerConnector:
         self._refusals.note(logging.WARNING, "rank %d refused a connection for messages: %s", self._session.rank, why)
 
     def _sealed(self, sock: socket.socket, secret: bytes, *, dialled: bool) -> socket.socket:
-        """Return what is used in place of *sock* after the handshake, with its *secret*."""
+        """Return the socket to use after the handshake: *sock*, or an encrypted one made of it with *secret*."""
         return EncryptedSocket(sock, seals_of(secret, dialled=dialled)) if self._encryption.covers(sock) else sock
 
     @property

@@ -1,8 +1,8 @@
-"""One copy instead of two: the receiver reads the sender's memory (process_vm_readv), where the kernel lets it.
+"""Cross-memory reads: the receiver copies from the sender's memory (process_vm_readv), where the kernel permits it.
 
-Open MPI and MPICH do the same between processes of one machine ("cross memory attach"). Through a socket every byte is
-copied into the kernel and out again: 5 GB/s with two busy cores where this makes 14 with one. Whether it is possible
-(same user, same process ids, no filter of a container) is found out by reading a token that the peer has named.
+Open MPI and MPICH call it "cross memory attach". Through a socket every byte is copied into the kernel and out again: 5
+GB/s with two busy cores, where one copy makes 14 GB/s with one core. Whether it works (same user and process ids, no
+filter of a container) is tested by reading a token whose address the peer has sent.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import secrets
 import threading
 from pathlib import Path
 
-#: Read at once, between two looks at what else there is to do.
+#: Bytes of one read; other work gets a turn between two.
 PIECE_NBYTES = 8 << 20
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -31,7 +31,7 @@ _libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 
 class Token:
-    """Eight bytes of this process that others may find by `address`, to see whether they can. Keep it."""
+    """Eight bytes of this process at `address`, by which others test whether they can read its memory. Keep it alive."""
 
     def __init__(self) -> None:
         self._memory = ctypes.c_uint64(secrets.randbits(64))
@@ -48,7 +48,7 @@ class Token:
 
 
 def can_read(pid: int, address: int, value: int) -> bool:
-    """Tell whether the token of process *pid* is found where it says."""
+    """Return whether *value* is read at *address* of process *pid*."""
     found = ctypes.c_uint64(~value & (1 << 64) - 1)
     try:
         return bool(pid) and read(pid, address, ctypes.addressof(found), 8) == 8 and found.value == value
@@ -57,7 +57,7 @@ def can_read(pid: int, address: int, value: int) -> bool:
 
 
 def read(pid: int, source: int, destination: int, nbytes: int) -> int:
-    """Copy *nbytes* at *source* in process *pid* to *destination* here; return how many were. Holds no GIL.
+    """Copy *nbytes* at *source* in process *pid* to *destination* here; return how many were copied. Releases the GIL.
 
     Raises
     ------
@@ -74,11 +74,11 @@ def read(pid: int, source: int, destination: int, nbytes: int) -> int:
 
 
 def let_read(pid: int) -> None:
-    """Let process *pid* read this one's memory where Yama only lets ancestors do so (scope 1). Any thread.
+    """Let process *pid* read this one's memory where Yama permits only ancestors (scope 1). Any thread.
 
-    The kernel takes one process, whose descendants may all read: the nearest ancestor that this process has in common
-    with all that it was to let read, which is the launcher or its agent. Is there none but the first process of the
-    machine, or is a process hidden, then all of the user's processes may.
+    The kernel takes one process, whose descendants may all read. This is the nearest common ancestor of this process and
+    of all that were permitted so far: the launcher or its agent. If that is the first process of the machine, or a
+    process is hidden, all of the user's processes may read.
     """
     global _reader
     if not pid or not _is_restricted():

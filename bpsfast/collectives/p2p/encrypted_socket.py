@@ -1,8 +1,8 @@
-"""A stream socket between two ranks on which everything is sealed (setting encryption), for a `FrameSocket` to use as its own.
+"""A stream socket between two ranks that encrypts everything (setting encryption). A `FrameSocket` uses it as a socket.
 
     record   length of the plaintext 4, little endian | ciphertext | tag 16
 
-The length is not sealed: whoever changes it makes a record that does not open.
+The length is not encrypted: a record with a changed length fails to decrypt.
 """
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LENGTH_NBYTES = 4
 
 
 class EncryptedSocket(socket.socket):
-    """Takes over *sock*. Sealed are `sendmsg`, `send`, `recv_into` and `recv`; use nothing else that sends or receives.
+    """Owns *sock*. `sendmsg`, `send`, `recv_into` and `recv` encrypt; no other method may send or receive.
 
-    `OSError` EBADMSG from the latter two if the peer has not sealed what comes, once and for all.
+    The latter two raise `OSError` EBADMSG for data that the peer has not encrypted, and the connection is unusable then.
     """
 
     def __init__(self, sock: socket.socket, seals: Seals) -> None:
@@ -33,23 +33,23 @@ class EncryptedSocket(socket.socket):
 
     @property
     def is_pending(self) -> bool:
-        """Whether something was received and opened that nobody has taken: the kernel does not tell of that."""
+        """Whether decrypted bytes wait to be read: polling the descriptor does not show them."""
         return bool(self._plain)
 
     def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
-        """Seal and send what begins *buffers*; how many bytes of them have left whole.
+        """Encrypt and send one record from the start of *buffers*; return how many of their bytes were sent.
 
-        Who gets a `BlockingIOError` has to come again with the same bytes, which are sealed already; more may follow.
+        After a `BlockingIOError` call again with the same bytes, which are encrypted already; more may follow them.
         """
         if not self._unsent:
             plain = _first(buffers)
             if not plain:
-                return 0  # a record that says nothing would be taken for the end
+                return 0  # an empty record would be taken for the end
             self._n_accepted = len(plain)
             self._unsent = memoryview(len(plain).to_bytes(_LENGTH_NBYTES, "little") + self._seals.out.close(plain))
         self._unsent = self._unsent[super().send(self._unsent, flags):]
         if self._unsent:
-            raise BlockingIOError(errno.EAGAIN, "a record has left in part")
+            raise BlockingIOError(errno.EAGAIN, "a record was sent in part")
         return self._n_accepted
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
@@ -63,7 +63,7 @@ class EncryptedSocket(socket.socket):
         return n
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Send *data*, which the kernel has room for: at the beginning of the connection, where its buffer is empty."""
+        """Send *data*, which must fit into the kernel's buffer: for the first byte of a connection."""
         return self.sendmsg([memoryview(data)], (), flags)
 
     def recv(self, nbytes: int, flags: int = 0) -> bytes:

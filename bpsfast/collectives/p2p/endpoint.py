@@ -1,8 +1,8 @@
-"""A rank's post: sends messages to other ranks' posts, and receives theirs.
+"""The endpoint of a rank: sends messages to other ranks and receives theirs.
 
-Small messages travel at once and wait with the receiver, in bounded room; others wait with the sender until a receive
-has met them. So a send of up to `frames.EAGER_NBYTES` usually ends without a receive, a larger one never does; as with
-MPI_Send, a program may not rely on the former.
+A small message is sent at once and waits at the receiver, in bounded memory. Any other waits at the sender until a receive
+matches it. So a send of up to `protocol.EAGER_NBYTES` usually completes without a receive, a larger one never does; as
+with MPI_Send, a program must not rely on the former.
 """
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bpsfast.collectives.p2p")
 
-#: How long `close` waits until others have read what was said to them.
+#: How long `close` waits until the peers have noticed.
 _CLOSE_TIMEOUT_S = 2.0
 
 
 class P2PEndpoint:
-    """Messages between the ranks of *session*'s job. Any thread; `Session.post` makes and closes it.
+    """Messages between the ranks of *session*'s job. Any thread. An extension of the session, which closes it.
 
-    Two messages from one rank to another, on one channel, do not overtake each other where a receive could take either.
-    Channels keep groups apart that know nothing of each other: a number that its members have agreed on.
+    Two messages from one rank to another on one channel do not overtake each other where a receive matches both. A channel
+    is a number on which the members of a group agree: it keeps independent groups apart.
     """
 
     def __init__(self, session: Session) -> None:
         self.rank, self.size = session.rank, session.size
         self.token = cross_memory.Token()
-        self.writing: set[int] = set()  # ranks to whom something waits for room in a socket
+        self.writing: set[int] = set()  # ranks whose socket buffer is full
         self._session = session
         self._closed = False
-        self._error: BpsError | None = None  # what ended everything
+        self._error: BpsError | None = None  # what has ended all transfers
         self._n_open = 0
         self._ended: list[Transfer] = []
         self._peers: dict[int, Peer] = {}
         self.progress = ProgressEngine(
             f"bpsfast-post-{self.rank}", busy=lambda: bool(self._n_open or self.writing),
-            work=lambda: self.delivery.read_piece(), settle=self._settle, check=session.port.check, failed=self._fail,
-            tick=lambda: self.meeting.tick(), awake_s=session.settings.awake_us / 1e6)
+            work=lambda: self.receiver.read_piece(), settle=self._settle, check=session.port.check, failed=self._fail,
+            tick=lambda: self.connector.tick(), awake_s=session.settings.awake_us / 1e6)
         self._lock = self.progress.lock
-        self.delivery = MessageReceiver(self.rank, self._peers, self.progress)
+        self.receiver = MessageReceiver(self.rank, self._peers, self.progress)
         try:
-            self.meeting = PeerConnector(session, self._come, self._reached, self._unreachable, self._listen)
+            self.connector = PeerConnector(session, self._come, self._reached, self._unreachable, self._listen)
         except BaseException:
             self.progress.close()
             raise
         with self._lock:
-            for listener in self.meeting.listeners:
+            for listener in self.connector.listeners:
                 self.progress.watch(listener.fileno(), select.EPOLLIN, self._visitor_at(listener))
         self.progress.start()
         _open.add(self)
@@ -84,14 +84,14 @@ class P2PEndpoint:
         ConfigError
             If there is no such rank, or a number is out of its range.
         ClosedError
-            If the post is closed, or the session another process's.
+            If the endpoint is closed, or the session is another process's.
         """
         self._check(channel, destination, tag, nbytes)
         transfer = Transfer(self, True, channel, destination, tag, address, nbytes, owner)
         with self._lock:
             self._open(transfer)
             if destination == self.rank:
-                self.delivery.send_to_self(Outgoing(transfer))
+                self.receiver.send_to_self(Outgoing(transfer))
             else:
                 self._peer(destination).send(Outgoing(transfer))
         self._settle()
@@ -101,7 +101,7 @@ class P2PEndpoint:
                 owner: object) -> Transfer:
         """Begin to receive a message of up to *nbytes* into the memory at *address*; None: from any rank, of any tag.
 
-        A longer message is an error of the receiver's, and is consumed. Errors and *owner* as in `send`.
+        A longer message is consumed, and is an error of the receive. Errors and *owner* as in `send`.
         """
         self._check(channel, source, tag, nbytes)
         return self._receive(Transfer(self, False, channel, source, tag, address, nbytes, owner))
@@ -112,9 +112,9 @@ class P2PEndpoint:
         return self._receive(Transfer(self, False, channel, source, tag, 0, -1, None))
 
     def close(self) -> None:
-        """Leave: what was sent at once is delivered, everything else ends with a `ClosedError`. Idempotent.
+        """Close: eager messages are delivered, everything else ends with a `ClosedError`. Idempotent.
 
-        Waits up to two seconds for the others to notice.
+        Waits up to two seconds until the peers have noticed.
         """
         if self._session.pid != os.getpid():
             return
@@ -123,14 +123,14 @@ class P2PEndpoint:
                 return
             self._closed = True
         _open.discard(self)
-        error = ClosedError(f"the post of rank {self.rank} was closed while a message was under way")
+        error = ClosedError(f"the message endpoint of rank {self.rank} was closed while a message was under way")
         self._announce_close(error)
         with self._lock:
-            for listener in self.meeting.listeners:
+            for listener in self.connector.listeners:
                 self.progress.forget(listener.fileno())
             self._fail(error)
         self._settle()
-        self.meeting.close()
+        self.connector.close()
         self.progress.close()
 
     # -- for transfers ---------------------------------------------------------------------------------------------
@@ -159,9 +159,9 @@ class P2PEndpoint:
         """See `Transfer.cancel`."""
         self._session.require_open()
         with self._lock:
-            if transfer.is_send or not self.delivery.matching.withdraw(transfer):
+            if transfer.is_send or not self.receiver.matching.withdraw(transfer):
                 return False
-            transfer.finish(ClosedError(f"{transfer.describe()} is not waited for any more: its receive was cancelled"))
+            transfer.finish(ClosedError(f"{transfer.describe()}: its receive was cancelled"))
         self._settle()
         return True
 
@@ -198,36 +198,36 @@ class P2PEndpoint:
         if self._error is not None:
             raise type(self._error)(str(self._error))
         if self._closed:
-            raise ClosedError(f"the post of rank {self.rank} is closed")
+            raise ClosedError(f"the message endpoint of rank {self.rank} is closed")
 
     def _open(self, transfer: Transfer) -> None:
         self._require_open()
         self._n_open += 1
 
     def _peer(self, rank: int) -> Peer:
-        """Return the peer, dialled if nobody has yet."""
+        """Return the peer; dial it if neither side has."""
         peer = self._peers.get(rank)
         if peer is None:
             peer = self._peers[rank] = Peer(self, rank)
         if peer.state == "apart":
             peer.state = "dialling"
-            self.meeting.dial(rank)
+            self.connector.dial(rank)
         return peer
 
     def _receive(self, transfer: Transfer) -> Transfer:
         source = transfer.peer
         with self._lock:
             self._open(transfer)
-            if not self.delivery.receive(transfer) and source is not None and source != self.rank:
-                error = self._peer(source).error  # connected even so: the end of the connection is the peer's
+            if not self.receiver.receive(transfer) and source is not None and source != self.rank:
+                error = self._peer(source).error  # connected in any case: a broken connection shows that the peer is lost
                 if error is not None:
-                    self.delivery.matching.withdraw(transfer)
+                    self.receiver.matching.withdraw(transfer)
                     transfer.finish(error)
         self._settle()
         return transfer
 
     def _settle(self) -> None:
-        """Tell those who wait for transfers that have ended. Without the lock."""
+        """Wake the threads that wait for ended transfers and run callbacks. Without the lock."""
         if not self._ended:
             return
         with self._lock:
@@ -240,37 +240,37 @@ class P2PEndpoint:
             _call(callback, transfer)
 
     def _missing(self, transfer: Transfer, timeout_s: float) -> str:
-        """Say who keeps *transfer* waiting."""
+        """Return which rank *transfer* waits for, in words."""
         with self._lock:
             peer = self._peers.get(-1 if transfer.peer is None else transfer.peer)
             who = "any rank" if transfer.peer is None else f"rank {transfer.peer}"
             if transfer.is_send:
-                state = peer.describe(transfer) if peer else "it waits for a receive here"
+                state = peer.describe(transfer) if peer else "it waits for a receive on this rank"
                 return (f"rank {self.rank} waited {timeout_s:g} s for {who} to receive {transfer.describe()}: {state}")
-            lying = self.delivery.matching.describe(transfer.channel)
-            if not self.delivery.matching.waits(transfer):
+            lying = self.receiver.matching.describe(transfer.channel)
+            if not self.receiver.matching.waits(transfer):
                 state = (f"rank {transfer.source} has announced it ({transfer.nbytes} bytes), and its payload is on "
                          "the way")
             elif peer is not None and peer.link is None:
-                state = f"not connected to it yet; {self.meeting.trouble(peer.rank)}"
+                state = f"not connected to it yet; {self.connector.trouble(peer.rank)}"
             else:
-                state = f"it has sent none; here are {lying}" if lying else "it has sent none"
+                state = f"it has sent none; unreceived here: {lying}" if lying else "it has sent none"
             return f"rank {self.rank} waited {timeout_s:g} s for {who} to send {transfer.describe()}: {state}"
 
     # -- connections -----------------------------------------------------------------------------------------------
 
     def _visitor_at(self, listener: socket.socket) -> Callable[[int], None]:
-        return lambda events: self.meeting.accept(listener)
+        return lambda events: self.connector.accept(listener)
 
     def _listen(self) -> None:
-        """Let others in, or make them wait."""
+        """Accept connections, or stop accepting, as the connector says."""
         with self._lock:
             if not self._closed:
-                for listener in self.meeting.listeners:
-                    self.progress.change(listener.fileno(), select.EPOLLIN if self.meeting.listens else 0)
+                for listener in self.connector.listeners:
+                    self.progress.change(listener.fileno(), select.EPOLLIN if self.connector.listens else 0)
 
     def _come(self, rank: int, sock: socket.socket, process: int) -> bool:
-        """Decide, in a thread of the meeting, about a connection that *rank* has made; return whether it is taken."""
+        """Accept or refuse a connection from *rank*, in a thread of the connector; return whether it is accepted."""
         with self._lock:
             if self._closed or self._error:
                 return False
@@ -300,21 +300,21 @@ class P2PEndpoint:
             peer = self._peers[rank]
             competing, peer.competing = peer.competing, None
             if peer.state == "dialling" and competing is not None:
-                log.info("rank %d cannot connect to rank %d, which has connected itself: %s", self.rank, rank, error)
+                log.info("rank %d cannot connect to rank %d and uses the connection that rank has made: %s", self.rank, rank, error)
                 peer.join(competing.sock, competing.process, JOINED)
             elif peer.state == "dialling":
                 peer.lose(PeerLostError(f"rank {self.rank} cannot exchange messages with rank {rank}: {error}"))
         self._settle()
 
     def _fail(self, error: BpsError) -> None:
-        """End everything with *error*. With the lock."""
+        """End all transfers with *error*. With the lock."""
         self._error = self._error or error
         for peer in list(self._peers.values()):
             peer.lose(error)
-        self.delivery.fail(error)
+        self.receiver.fail(error)
 
     def _announce_close(self, error: BpsError) -> None:
-        """Withdraw the address, and give what was said to others the time to be read."""
+        """Withdraw the address, tell the peers, and wait until they have closed their connections."""
         with self._lock:
             for peer in self._peers.values():
                 peer.leave(error)
@@ -322,22 +322,22 @@ class P2PEndpoint:
             self._session.notices.withdraw(f"post:{self.rank}:")
             self.progress.wait(lambda: all(peer.link is None for peer in list(self._peers.values())), _CLOSE_TIMEOUT_S)
         except BpsError:
-            log.debug("the job is over: nobody is waited for")
+            log.debug("the job is over: no peer is waited for")
 
     def drop_in_child(self) -> None:
-        """Close, in a forked child, what belongs to its parent: whose end could not be seen otherwise."""
+        """Close the descriptors in a forked child: else peers would not notice the end of its parent."""
         self.progress.drop_in_child()
         links = [peer.link.sock for peer in self._peers.values() if peer.link is not None]
         rivals = [peer.competing.sock for peer in self._peers.values() if peer.competing is not None]
-        for sock in [*links, *rivals, *self.meeting.listeners]:
+        for sock in [*links, *rivals, *self.connector.listeners]:
             sock.close()
 
 
 def _call(callback: Callable[[Transfer], object], transfer: Transfer) -> None:
     try:
         callback(transfer)
-    except (Exception, SystemExit):  # the thread is not the callback's to end
-        log.exception("what was to be done after %s failed", transfer.describe())
+    except (Exception, SystemExit):  # a callback must not end the thread
+        log.exception("the callback of %s failed", transfer.describe())
 
 
 _open: weakref.WeakSet[P2PEndpoint] = weakref.WeakSet()

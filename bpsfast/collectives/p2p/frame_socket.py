@@ -1,4 +1,4 @@
-"""A connection between two posts: frames in order, both ways, on a stream socket that never blocks."""
+"""A connection between two endpoints: frames in order, both ways, on a non-blocking stream socket."""
 from __future__ import annotations
 
 import contextlib
@@ -12,13 +12,13 @@ from .encrypted_socket import EncryptedSocket
 from .protocol import DATA, EAGER_NBYTES, HEADER, Frame, unpack
 
 _STAGING_NBYTES = 64 << 10
-#: Taken from one connection, or given to it, before others have their turn.
+#: Bytes read from one connection, or written to it, before others have their turn.
 _TURN_NBYTES = 4 << 20
 _MOST_BUFFERS = 16
 
 
 class FrameHandler(Protocol):
-    """Who a link belongs to."""
+    """The owner of a frame socket."""
 
     def handle_frame(self, frame: Frame, payload: memoryview) -> None:
         """Act on *frame*; *payload* is only valid until this returns. May raise `ProtocolError`."""
@@ -34,7 +34,7 @@ class FrameHandler(Protocol):
 
 
 class FrameSocket:
-    """Owns *sock*. Not thread-safe: used under the post's lock. Everything raises `PeerLostError` once it is broken."""
+    """Owns *sock*. Not thread-safe: used with the endpoint's lock. Methods raise `PeerLostError` once the connection is broken."""
 
     def __init__(self, sock: socket.socket, talker: FrameHandler) -> None:
         sock.setblocking(False)
@@ -50,11 +50,11 @@ class FrameSocket:
 
     @property
     def backlog(self) -> bool:
-        """Whether something waits until the socket takes more."""
+        """Whether bytes wait until the socket accepts more."""
         return bool(self._outbox)
 
     def send(self, frame: Frame, payload: memoryview | None = None) -> None:
-        """Send *frame* as far as the socket takes it, and keep a copy of the rest: *payload* is the caller's again."""
+        """Send *frame* and *payload*; what the socket does not accept now is copied and sent by `flush`."""
         buffers = [memoryview(frame.pack())]
         if payload:
             buffers.append(payload)
@@ -63,8 +63,7 @@ class FrameSocket:
         self._outbox += [memoryview(bytes(buffer)) for buffer in buffers]
 
     def flush(self) -> None:
-        """Send what the socket takes now, pieces included, up to a turn's share; `backlog` tells whether there is more.
-        """
+        """Send as much as the socket accepts, pieces included, at most one turn's share. `backlog` tells if more waits."""
         budget = _TURN_NBYTES
         while True:
             if not self._outbox:
@@ -86,7 +85,7 @@ class FrameSocket:
                 return
 
     def _write(self, buffers: list[memoryview]) -> list[memoryview]:
-        """Write once or more; return what the socket did not take."""
+        """Write; return what the socket did not accept."""
         while buffers:
             try:
                 n = self.sock.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
@@ -101,7 +100,7 @@ class FrameSocket:
         return buffers
 
     def read(self) -> None:
-        """Take what has arrived, up to a turn's share, and hand over every whole frame."""
+        """Read what has arrived, at most one turn's share, and hand over each complete frame."""
         budget = _TURN_NBYTES
         while budget > 0 or (isinstance(self.sock, EncryptedSocket) and self.sock.is_pending):
             target = self._sink if self._sinking is not None else self._view[self._end:]
@@ -112,7 +111,7 @@ class FrameSocket:
             except OSError as exc:
                 raise PeerLostError(f"its connection broke: {exc}") from exc
             if not n:
-                raise PeerLostError("its connection ended without a last word: its process has ended")
+                raise PeerLostError("its connection ended without a LEAVE frame: its process has ended")
             budget -= n
             full = n == len(target)
             if self._sinking is not None:
@@ -131,7 +130,7 @@ class FrameSocket:
             self._talker.handle_frame(frame, self._sink)
 
     def _cut(self) -> None:
-        """Hand over what is whole in the staging buffer."""
+        """Hand over the complete frames in the staging buffer."""
         while self._sinking is None and self._end - self._begin >= HEADER.size:
             frame = unpack(self._staging, self._begin)
             start = self._begin + HEADER.size
@@ -157,13 +156,13 @@ class FrameSocket:
 
     @property
     def has_hung_up(self) -> bool:
-        """Whether the other end sends nothing any more, even if not all that it has sent was read."""
+        """Whether the other end has stopped sending, even if not all of it was read."""
         poller = select.poll()
         poller.register(self.sock, select.POLLRDHUP)
         return bool(poller.poll(0))
 
     def shutdown_writing(self) -> None:
-        """Tell the other end that nothing follows; it can still be read from."""
+        """Tell the other end that no frame follows; reading goes on."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 

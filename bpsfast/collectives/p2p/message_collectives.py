@@ -1,8 +1,8 @@
-"""Messages of a whole group: all to all, to one, from one. Sizes may differ, and be zero.
+"""Gather, scatter and all-to-all of a group, made of messages. Sizes may differ and may be zero.
 
-In the k-th step a rank sends to the k-th after it and receives from the k-th before it, so that no rank is everybody's
-target at once (the pairwise exchange of MPI libraries: Thakur et al., IJHPCA 2005, section 3.4); a few steps are under
-way at a time. Calls on one channel are made in one order on all its ranks. All wait, up to *timeout_s* in all.
+In step k a rank sends to the k-th rank after it and receives from the k-th before it, so that the load is even (pairwise
+exchange: Thakur et al., IJHPCA 2005, section 3.4); a few steps are under way at a time. All ranks of a channel make the
+same calls in the same order. A call blocks for at most *timeout_s*.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...orchestration.errors import MismatchError
 from .endpoint import P2PEndpoint
 from .transfer import Transfer
 
-#: Messages under way of one call, each way.
+#: Messages of one call under way in each direction.
 N_UNDER_WAY = 4
 
 
@@ -38,7 +38,7 @@ def all_to_all(post: P2PEndpoint, channel: int, ranks: Sequence[int], me: int, s
                destinations: Sequence[Memory], owner: object, timeout_s: float, tag: int = 0) -> None:
     """Send ``sources[i]`` to ``ranks[i]``, receive ``destinations[i]`` from it; *me*: this rank's place in *ranks*.
 
-    *owner* keeps the memory, also if this raises while messages are under way.
+    *owner* keeps the memory alive, also if this raises while messages are under way.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def _check(n: int, me: int, **lists: Sequence[Memory]) -> None:
 
 
 def _carry_out(post: P2PEndpoint, channel: int, tag: int, steps: Iterable[_Step], owner: object, timeout_s: float) -> None:
-    """Begin *steps* in order, a few at a time each way, and wait for them all."""
+    """Begin *steps* in order, a few at a time in each direction, and wait for all of them."""
     deadline = time.monotonic() + timeout_s
     under_way: dict[bool, deque[tuple[_Step, Transfer]]] = {True: deque(), False: deque()}
     try:

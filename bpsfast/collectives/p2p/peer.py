@@ -1,7 +1,7 @@
-"""What one rank has to say to another, and the other way: the protocol of one pair.
+"""The protocol between this rank and one other.
 
-A small message leaves at once while the receiver's allowance lasts. Any other is announced; once a receive has met it,
-the receiver reads its payload from the sender's memory (`pull`), or asks for it to be sent.
+A small message is sent at once while the receiver's credit lasts. Any other is announced; once a receive matches it, the
+receiver reads the payload from the sender's memory (`cross_memory`), or asks the sender to send it.
 """
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from ...orchestration.errors import BpsError, PeerLostError, ProtocolError
 from . import cross_memory, protocol
-from .connector import CROSSED, REFUSED
+from .connector import CROSSED, REFUSED, PeerConnector
 from .frame_socket import FrameSocket
+from .progress_engine import ProgressEngine
 from .protocol import Frame, ReceiveCredit, SendCredit
-from .transfer import Arrival, Incoming, Outgoing, view
+from .receiver import MessageReceiver
+from .transfer import Arrival, Incoming, Outgoing, Transfer, view
 
-if TYPE_CHECKING:
-    from .endpoint import P2PEndpoint
-    from .transfer import Transfer
-
-#: "apart": nobody has dialled; "dialling": this rank has; "joined": there is a link; "lost": for good.
+#: "apart": neither rank has dialled; "dialling": this rank has; "joined": there is a connection; "lost": for good.
 State = Literal["apart", "dialling", "joined", "lost"]
 
 
@@ -34,18 +32,32 @@ class CompetingConnection(NamedTuple):
     process: int
 
 
-class Peer:
-    """Rank *rank*, as this post sees it. Everything here is done with the post's lock."""
+class PeerOwner(Protocol):
+    """What a peer needs of this rank's endpoint."""
 
-    def __init__(self, post: P2PEndpoint, rank: int) -> None:
+    rank: int
+    token: cross_memory.Token
+    progress: ProgressEngine
+    receiver: MessageReceiver
+    connector: PeerConnector
+    writing: set[int]
+
+    def job_error(self) -> BpsError | None:
+        """Return what ended the job, if something did."""
+
+
+class Peer:
+    """Rank *rank*, as this rank's endpoint sees it. Everything here is done with the endpoint's lock."""
+
+    def __init__(self, endpoint: PeerOwner, rank: int) -> None:
         self.rank = rank
         self.state: State = "apart"
         self.error: BpsError | None = None
         self.link: FrameSocket | None = None
-        self.competing: CompetingConnection | None = None  # what counts if this rank's own connection does not come about
+        self.competing: CompetingConnection | None = None  # used if this rank's own connection fails
         self.pid = 0  # of the process whose memory can be read; 0: it cannot
-        self._parting: BpsError | None = None  # this rank has left for this: whatever the peer does then is no news
-        self._post = post
+        self._parting: BpsError | None = None  # why this rank has left: what the peer does then is expected
+        self._endpoint = endpoint
         self._allowance, self._usage = SendCredit(), ReceiveCredit()
         self._waiting: deque[Outgoing] = deque()
         self._announced: dict[int, Outgoing] = {}
@@ -57,16 +69,16 @@ class Peer:
     # -- the connection --------------------------------------------------------------------------------------------
 
     def join(self, sock: socket.socket, process: int, greeting: bytes = b"") -> None:
-        """Talk over *sock* from now on; *process* is the other end's id, 0 if it is on another machine.
+        """Use *sock* from now on; *process* is the other end's id, 0 if it is on another machine.
 
-        *greeting* goes before everything else.
+        *greeting* is sent before everything else.
         """
         self._dismiss_rival(CROSSED)
         self.link = FrameSocket(sock, self)
         self.state, self._process = "joined", process
-        self._post.progress.watch(sock.fileno(), select.EPOLLIN, self._on_events)
+        self._endpoint.progress.watch(sock.fileno(), select.EPOLLIN, self._on_events)
         cross_memory.let_read(process)
-        token = self._post.token
+        token = self._endpoint.token
         self._guard(lambda: self._begin(greeting, Frame(protocol.GREETING, number=token.value, address=token.address)))
 
     def _begin(self, greeting: bytes, frame: Frame) -> None:
@@ -84,7 +96,7 @@ class Peer:
             competing.sock.close()
 
     def lose(self, error: BpsError) -> None:
-        """Give the peer up for *error*: fail all that is under way, and whatever comes later."""
+        """Mark the peer as lost: fail all its transfers, now and later, with *error*."""
         if self.state == "lost":
             return
         error = self._parting or error
@@ -97,35 +109,35 @@ class Peer:
             queue.clear()
         for transfer in under_way:
             transfer.finish(error)
-        self._post.delivery.lost(self.rank, error)
+        self._endpoint.receiver.lost(self.rank, error)
 
     def leave(self, error: BpsError) -> None:
-        """Say that nothing follows; what is under way then ends with *error*."""
+        """Tell the peer that no frame follows; transfers under way end with *error*."""
         self._parting = error
         if self.link is not None:
             self._guard(lambda: self._send(Frame(protocol.LEAVE)))
 
     def close(self) -> None:
-        """Close the connection. What is under way keeps its memory until then: the peer may be reading it."""
+        """Close the connection. Until then transfers keep their memory, which the peer may be reading."""
         link, self.link = self.link, None
-        self._post.writing.discard(self.rank)
+        self._endpoint.writing.discard(self.rank)
         if link is not None:
             link.shutdown_writing()
-            self._post.progress.forget(link.sock.fileno())
+            self._endpoint.progress.forget(link.sock.fileno())
             link.close()
 
     def _guard(self, act: Callable[[], object]) -> None:
-        """Act; if the peer cannot be talked to, or says what makes no sense, it is lost."""
+        """Call *act*; a broken connection or a protocol error marks the peer as lost."""
         try:
             act()
             self._watch_writing()
-        except PeerLostError as exc:  # of a job that is over, posts end before each rank has been told why
-            self.lose(self._post.job_error() or PeerLostError(
-                f"rank {self.rank} is lost to rank {self._post.rank}: {exc}"))
+        except PeerLostError as exc:  # at the end of a job endpoints close before each rank has been told why
+            self.lose(self._endpoint.job_error() or PeerLostError(
+                f"rank {self.rank} is lost to rank {self._endpoint.rank}: {exc}"))
         except ProtocolError as exc:
-            self.lose(ProtocolError(f"rank {self.rank} sent rank {self._post.rank} what makes no sense: {exc}"))
+            self.lose(ProtocolError(f"rank {self.rank} sent rank {self._endpoint.rank} an invalid frame: {exc}"))
         except OSError as exc:
-            self.lose(PeerLostError(f"rank {self.rank} is lost to rank {self._post.rank}: its connection broke: {exc}"))
+            self.lose(PeerLostError(f"rank {self.rank} is lost to rank {self._endpoint.rank}: its connection broke: {exc}"))
 
     def _on_events(self, events: int) -> None:
         if self.link is not None and events & select.EPOLLOUT:
@@ -134,10 +146,10 @@ class Peer:
             self._guard(self.link.read)
 
     def _watch_writing(self) -> None:
-        link, writing = self.link, self._post.writing
+        link, writing = self.link, self._endpoint.writing
         if link is not None and link.backlog != (self.rank in writing):
             (writing.add if link.backlog else writing.discard)(self.rank)
-            self._post.progress.change(link.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if link.backlog else 0))
+            self._endpoint.progress.change(link.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if link.backlog else 0))
 
     def _send(self, frame: Frame, payload: memoryview | None = None) -> None:
         assert self.link is not None
@@ -146,7 +158,7 @@ class Peer:
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def send(self, outgoing: Outgoing) -> None:
-        """Send a message, now or when it may be."""
+        """Send a message, or queue it until credit or the connection is there."""
         if self.error is not None:
             outgoing.transfer.finish(self.error)
             return
@@ -155,7 +167,7 @@ class Peer:
             self._guard(self._admit)
 
     def _admit(self) -> None:
-        """Send or announce what waits, in its order, as far as it is allowed."""
+        """Send or announce queued messages in order, as far as credit lasts."""
         waiting = self._waiting
         while waiting and self.link is not None:
             outgoing = waiting[0]
@@ -177,7 +189,7 @@ class Peer:
                 return
 
     def next_piece(self) -> tuple[Frame, memoryview] | None:
-        """Return the next piece of what the peer wants; of several messages in turn."""
+        """Return the next piece that the peer has asked for; several messages take turns."""
         if not self._wanted:
             return None
         outgoing = self._wanted[0]
@@ -191,15 +203,15 @@ class Peer:
         return Frame(protocol.DATA, number=outgoing.number, nbytes=n), piece
 
     def sent(self, frame: Frame) -> None:
-        """Note that a piece has left; with the last one the memory is the sender's again."""
+        """Note that the kernel has taken a piece; the last one completes the send."""
         outgoing = self._announced.pop(frame.number, None)
         if outgoing is not None:
             outgoing.transfer.finish()
 
     def describe(self, transfer: Transfer) -> str:
-        """Say how far the message of a transfer has come."""
+        """Return how far the message of *transfer* is, in words."""
         if self.link is None:
-            return f"not connected to it yet; {self._post.meeting.trouble(self.rank)}"
+            return f"not connected to it yet; {self._endpoint.connector.trouble(self.rank)}"
         if any(each.transfer is transfer for each in self._waiting):
             return f"{len(self._announced)} messages before it are announced to it, and not received"
         return "announced to it, and not received" if any(
@@ -208,19 +220,19 @@ class Peer:
     # -- hearing ---------------------------------------------------------------------------------------------------
 
     def handle_frame(self, frame: Frame, payload: memoryview) -> None:
-        """Act on a frame of the peer's."""
+        """Handle a frame from the peer."""
         if self.link is None:
-            return  # given up by what the frame before it led to
+            return  # the frame before it has closed the connection
         kind = frame.kind
         if kind == protocol.EAGER:
             self._usage.eager(frame.nbytes)
-            self._post.delivery.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, payload))
+            self._endpoint.receiver.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, payload))
         elif kind == protocol.ANNOUNCE:
             self._n_heard += 1
             if frame.number != self._n_heard:
                 raise ProtocolError(f"ANNOUNCE {frame.number}, expected {self._n_heard}")
             self._usage.announced()
-            self._post.delivery.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, number=frame.number,
+            self._endpoint.receiver.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, number=frame.number,
                                                       address=frame.address))
         elif kind == protocol.DATA:
             self._received(frame)
@@ -233,8 +245,8 @@ class Peer:
             if cross_memory.can_read(self._process, frame.address, frame.number):
                 self.pid = self._process
         else:
-            self.lose(PeerLostError(f"rank {self.rank} has left (it called shutdown, or closed its post): rank "
-                                    f"{self._post.rank} exchanges no more messages with it"))
+            self.lose(PeerLostError(f"rank {self.rank} has left (it called shutdown, or closed its endpoint): "
+                                    f"rank {self._endpoint.rank} exchanges no more messages with it"))
 
     def _answered(self, frame: Frame) -> None:
         outgoing = self._announced.get(frame.number)
@@ -253,13 +265,13 @@ class Peer:
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def consumed(self, nbytes: int) -> None:
-        """Give back the room of a small message that was received."""
+        """Return the credit of a small message that was received."""
         room = self._usage.received(nbytes)
         if room and self.link is not None:
             self._guard(lambda: self._send(Frame(protocol.CREDIT, nbytes=room)))
 
     def taken(self, number: int) -> None:
-        """Say that the payload of an announced message was fetched, or is not wanted."""
+        """Tell the peer that the payload of an announced message was read, or is not needed."""
         self._usage.answered()
         if self.link is not None:
             self._guard(lambda: self._send(Frame(protocol.TAKEN, number=number)))
@@ -275,7 +287,7 @@ class Peer:
         self._guard(lambda: self._send(Frame(protocol.WANT, number=number)))
 
     def sink(self, frame: Frame) -> memoryview:
-        """Return where a piece goes."""
+        """Return the memory for a piece."""
         incoming = self._incoming.get(frame.number)
         left = incoming.arrival.nbytes - incoming.n_received if incoming else 0
         if incoming is None or not 0 < frame.nbytes <= left:

@@ -1,8 +1,8 @@
-"""Who moves messages on: a thread that waits for one, else the post's own thread; one at a time.
+"""The progress engine: drives the connections in the thread that waits for a message, else in a thread of its own.
 
-A Python thread that is woken beside a busy one waits up to 5 ms for the interpreter, and a switch between threads costs
-more than a small message. So a wait does the work itself: it polls the connections, and the thread keeps out of the way
-until nobody has waited for a millisecond. What is under way while nobody waits is the thread's.
+A Python thread that is woken beside a busy one waits up to 5 ms for the interpreter, and a thread switch costs more than a
+small message. So a waiting thread polls the connections itself; the engine's thread takes over when no thread has waited
+for a millisecond.
 """
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ...orchestration.errors import BpsError, ProtocolError
 #: A yield that took longer was slow.
 SLOW_YIELD_S = 0.001
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.002, 0.128
-#: So many waits that are met awake save as much as a slow yield costs.
+#: This many waits that end awake save as much as a slow yield costs.
 _MANY_MET = 64
 
 
 class CpuContention:
-    """Tells when to sleep at once. One slow yield is no proof: a virtual machine may just not have run for a while.
+    """Decides whether waits sleep at once, after slow yields. One slow yield may just be a paused virtual machine.
 
-    So where many waits were met awake since the one before, the pause is short; in a series each is twice as long as
-    the last. Any thread: two at once may make a pause shorter or longer, no more.
+    After a slow yield waits sleep at once for a while: shortly if many waits have ended awake since the one before, else
+    twice as long as the last time. Any thread: a race makes a pause shorter or longer, no more.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class CpuContention:
         self._n_met = 0
 
     def is_there(self, now: float) -> bool:
-        """Tell whether to sleep at once at *now* (`time.monotonic`)."""
+        """Return whether to sleep at once at *now* (`time.monotonic`)."""
         return now < self._until
 
     def slow(self, now: float) -> None:
@@ -45,15 +45,15 @@ class CpuContention:
         self._until = now + self._pause_s
 
     def met(self) -> None:
-        """Note that a wait was met awake."""
+        """Note that a wait has ended awake."""
         self._n_met += 1
 
 log = logging.getLogger("bpsfast.collectives.p2p")
 
-#: How often the state of the job is looked at, which no descriptor announces, while something is under way; and while
-#: nothing is, since what is begun meanwhile does not wake the thread that sleeps.
+#: How often the state of the job is checked, which no descriptor signals: while transfers are under way, and while none
+#: is, since a new one does not wake the sleeping thread.
 _SLICE_S, _IDLE_S = 0.1, 1.0
-#: The thread takes over when nobody has waited for so long; and looks again, if nothing is under way, after so long.
+#: The thread takes over when no thread has waited for this long; without transfers it looks again after at most this long.
 _LINGER_S, _PAUSE_MAX_S = 0.001, 0.05
 
 
@@ -63,15 +63,15 @@ class ProgressEngine:
     Parameters
     ----------
     busy
-        Tells, with the lock, whether something is under way.
+        Returns, with the lock, whether transfers are under way.
     work
-        Does a piece of what needs no descriptor, without the lock; returns whether there was one.
+        Does a piece of work that needs no descriptor, without the lock; returns whether there was one.
     settle
-        Called after each turn, without the lock: tells those who are to be told.
+        Called after each turn, without the lock: wakes waiting threads and runs callbacks.
     check
-        Raises what ended the job, if something did.
+        Raises what ended the job, if it has ended.
     failed
-        Told of that, with the lock.
+        Called with that error, with the lock.
     tick
         Called as often as `check`, without the lock.
     awake_s
@@ -98,7 +98,7 @@ class ProgressEngine:
         self.watch(self._wake, select.EPOLLIN, lambda events: self._woken())
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     # -- with the lock ---------------------------------------------------------------------------------------------
@@ -118,14 +118,14 @@ class ProgressEngine:
             self._epoll.unregister(fd)
 
     def tell(self) -> None:
-        """Let those who wait look whether what they wait for is over."""
+        """Wake the waiting threads, to check their conditions."""
         if self._n_waiting:
             self._changed.notify_all()
             if self._driver != self._thread.ident:
                 self._interrupt()
 
     def nudge(self) -> None:
-        """Let somebody do what `work` does."""
+        """Let a waiting thread, or the engine's, call `work`."""
         self._interrupt()
         if not self._driver and not self._n_waiting:
             self._handover.notify()
@@ -137,7 +137,7 @@ class ProgressEngine:
     # -- without it ------------------------------------------------------------------------------------------------
 
     def wait(self, over: Callable[[], bool], timeout_s: float) -> bool:
-        """Move messages on until ``over()``; return False if it is not after *timeout_s* seconds."""
+        """Drive the connections until ``over()``; return False if it is not after *timeout_s* seconds."""
         deadline = time.monotonic() + timeout_s
         with self.lock:
             self._n_waiting += 1
@@ -164,7 +164,7 @@ class ProgressEngine:
                     self._handover.notify()
 
     def close(self) -> None:
-        """Stop the thread, which may be the caller, and free the descriptors. Nobody may wait any more."""
+        """Stop the thread, which may be the caller, and free the descriptors. No thread may be waiting."""
         with self.lock:
             self._closed = True
             self._changed.notify_all()
@@ -173,7 +173,7 @@ class ProgressEngine:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with self.lock:
-            while self._driver not in (0, threading.get_ident()):  # who polls was woken, and a turn is short
+            while self._driver not in (0, threading.get_ident()):  # the polling thread was woken, and a turn is short
                 self._changed.wait(_SLICE_S)
             self._handlers.clear()
             self._epoll.close()
@@ -187,7 +187,7 @@ class ProgressEngine:
     # -- one turn --------------------------------------------------------------------------------------------------
 
     def _drive(self, over: Callable[[], bool], deadline: float, outer: int) -> None:
-        """Poll until ``over()`` or the deadline. *outer*: who polls afterwards (this thread, in a turn's callback)."""
+        """Poll until ``over()`` or the deadline. *outer*: the thread that polls afterwards (this one, in a callback of a turn)."""
         awake_until, waited = time.monotonic() + self._awake_s, False
         try:
             while not over() and not self._closed:
@@ -217,7 +217,7 @@ class ProgressEngine:
             self._crowd.slow(after)
 
     def _turn(self, timeout_s: float) -> bool:
-        """Wait for events and act on them; return whether there were any."""
+        """Wait for events and handle them; return whether there were any."""
         try:
             worked = self._work()
             events = self._epoll.poll(0.0 if worked else timeout_s)
@@ -237,18 +237,18 @@ class ProgressEngine:
         with self.lock:
             for fd, what in events:
                 handler = self._handlers.get(fd)
-                if handler is not None:  # else a handler before it has closed it
+                if handler is not None:  # else an earlier handler has closed it
                     handler(what)
             if self._n_waiting > 1:
                 self._changed.notify_all()
 
     def _give_up(self, cause: BaseException) -> None:
-        """End everything in words, for an error that nobody expects: a thread that died would be a hang."""
+        """Fail all transfers after an unexpected error: without that they would hang."""
         if self._has_given_up:
-            log.debug("moving messages on failed again", exc_info=cause)
+            log.debug("driving the connections failed again", exc_info=cause)
             return
         self._has_given_up = True
-        log.error("moving messages on failed", exc_info=cause)
+        log.error("driving the connections failed", exc_info=cause)
         error = ProtocolError(f"{self._thread.name} failed: {type(cause).__name__}: {cause}")
         try:
             with self.lock:
@@ -271,7 +271,7 @@ class ProgressEngine:
         pause_s = _LINGER_S
         while True:
             with self.lock:
-                if self._has_given_up and not self._closed:  # what has failed may fail again, and nothing is under way
+                if self._has_given_up and not self._closed:  # it may fail again, and no transfer is under way
                     self._handover.wait(_IDLE_S)
                 if self._closed:
                     return
@@ -285,7 +285,7 @@ class ProgressEngine:
                 slice_s = _SLICE_S if self._busy() else _IDLE_S
             try:
                 self._turn(slice_s)
-            except BaseException as exc:  # whatever it is: nobody else moves on what nobody waits for
+            except BaseException as exc:  # whatever it is: no other thread drives transfers that no thread waits for
                 self._give_up(exc)
             finally:
                 with self.lock:

@@ -1,4 +1,4 @@
-"""What two posts say to each other: a header of 40 bytes, after some of them payload.
+"""The frames that two endpoints exchange, and their flow control. A frame has a header of 40 bytes; some have a payload.
 
     sender -> receiver                              receiver -> sender
     EAGER     a message with its payload            CREDIT  `nbytes` of eager room are free again
@@ -20,16 +20,16 @@ _NAMES = ("EAGER", "ANNOUNCE", "DATA", "GREETING", "CREDIT", "WANT", "TAKEN", "L
 
 HEADER = struct.Struct("<B3xIqQQQ")
 
-#: The longest message that travels before it is asked for.
+#: The longest message that is sent before a receive matches it.
 EAGER_NBYTES = 8 << 10
 #: No message is longer.
 MESSAGE_MAX_NBYTES = 1 << 46
-#: Payload between two headers: what else is to be said to that rank waits no longer than so much takes.
+#: The longest payload of a DATA frame: other frames for that rank wait no longer than this takes to send.
 PIECE_NBYTES = 1 << 20
 
 
 class Frame(NamedTuple):
-    """A header."""
+    """A frame's header."""
 
     kind: int
     channel: int = 0
@@ -39,12 +39,12 @@ class Frame(NamedTuple):
     address: int = 0
 
     def pack(self) -> bytes:
-        """Return its bytes."""
+        """Return the header as bytes."""
         return HEADER.pack(*self)
 
     @property
     def name(self) -> str:
-        """How its kind is called."""
+        """The name of its kind."""
         return _NAMES[self.kind - 1]
 
     @property
@@ -54,7 +54,7 @@ class Frame(NamedTuple):
 
 
 def unpack(buffer: bytes | bytearray | memoryview, offset: int) -> Frame:
-    """Return the header at *offset*, checked as far as it can be without knowing what was said before.
+    """Return the header at *offset*, checked as far as possible without the frames before it.
 
     Raises
     ------
@@ -76,12 +76,12 @@ _PORTION_NBYTES = ROOM_NBYTES // 4
 
 
 def cost(nbytes: int) -> int:
-    """Return the room that a small message of *nbytes* takes; an empty one takes some, too."""
+    """Return the credit that a small message of *nbytes* takes; an empty one takes some, too."""
     return HEADER.size + nbytes
 
 
 class SendCredit:
-    """What is left, at the sender."""
+    """The sender's side: what it may still send to one rank before receives match."""
 
     def __init__(self) -> None:
         self._room = ROOM_NBYTES
@@ -113,7 +113,7 @@ class SendCredit:
 
 
 class ReceiveCredit:
-    """What was used and not given back, at the receiver. Raises `ProtocolError` if that is more than was allowed."""
+    """The receiver's side: what one rank has used. Methods raise `ProtocolError` if that is more than it was given."""
 
     def __init__(self) -> None:
         self._used = 0
@@ -127,7 +127,7 @@ class ReceiveCredit:
             raise ProtocolError(f"small messages of {self._used} bytes, {ROOM_NBYTES} were allowed")
 
     def received(self, nbytes: int) -> int:
-        """Note that it was received; return the room to give back now, 0: nothing yet."""
+        """Note that it was received; return the credit to give back now, 0: none yet."""
         self._free += cost(nbytes)
         if self._free < _PORTION_NBYTES:
             return 0

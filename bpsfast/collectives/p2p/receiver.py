@@ -1,23 +1,40 @@
-"""Where messages meet their receives, and how their payload gets there."""
+"""The receiving side: matches messages with receives by MPI's rules and brings payloads into the receives' memory."""
 from __future__ import annotations
 
 import ctypes
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from ...orchestration.errors import BpsError, CapacityError, MismatchError
 from . import cross_memory, protocol
+from .frame_socket import FrameSocket
 from .progress_engine import ProgressEngine
 from .protocol import ReceiveCredit, SendCredit
 from .transfer import Arrival, Incoming, Outgoing, Transfer, view
 
-if TYPE_CHECKING:
-    from .peer import Peer
+
+class MessageSource(Protocol):
+    """Another rank, as the receiver needs it: a `Peer`."""
+
+    rank: int
+    pid: int  # of the process whose memory can be read; 0: it cannot
+    link: FrameSocket | None
+    error: BpsError | None
+
+    def consumed(self, nbytes: int) -> None:
+        """Give back the room of a small message that was received."""
+
+    def taken(self, number: int) -> None:
+        """Say that the payload of an announced message was fetched, or is not wanted."""
+
+    def want(self, incoming: Incoming) -> None:
+        """Ask for the payload of an announced message."""
+
 
 R = TypeVar("R")
 A = TypeVar("A")
@@ -37,7 +54,7 @@ class Matching(Generic[R, A]):
     _n: int = 0
 
     def receive(self, channel: int, source: int | None, tag: int | None, receive: R) -> A | None:
-        """Return the earliest message that *receive* matches, or keep it until one comes."""
+        """Return the earliest message that *receive* matches, or keep it until one arrives."""
         here = self._arrivals.get(channel)
         if here:
             if source is not None and tag is not None:
@@ -74,11 +91,11 @@ class Matching(Generic[R, A]):
         return None
 
     def withdraw(self, receive: R) -> bool:
-        """Forget *receive*; return False if it has met a message already."""
+        """Remove *receive*; return False if it has matched a message already."""
         return bool(self.take_receives(lambda source, each: each is receive))
 
     def waits(self, receive: R) -> bool:
-        """Return whether *receive* has met no message yet. Looks at all of them."""
+        """Return whether *receive* has matched no message yet. Looks at all receives."""
         return any(each is receive for queue in self._receives.values() for _, each in queue)
 
     def take_receives(self, chosen: Callable[[int | None, R], bool]) -> list[R]:
@@ -108,7 +125,7 @@ class Matching(Generic[R, A]):
         return [arrival for _, arrival in sorted(found, key=lambda each: each[0])]
 
     def describe(self, channel: int) -> str:
-        """Say which messages lie on *channel* without a receive: "rank 1 tag 7 (3 messages), ..."."""
+        """Return which messages on *channel* have no receive, in words: "rank 1 tag 7 (3 messages), ..."."""
         here = self._arrivals.get(channel) or {}
         parts = [f"rank {source} tag {tag}" + (f" ({len(queue)} messages)" if len(queue) > 1 else "")
                  for (source, tag), queue in sorted(here.items())[:8]]
@@ -118,9 +135,9 @@ log = logging.getLogger("bpsfast.collectives.p2p")
 
 
 class MessageReceiver:
-    """What *rank* receives, from itself and *peers* (by rank). Used with *progress*'s lock, but for `read_piece`."""
+    """Receives of *rank*, from itself and *peers* (by rank). Used with *progress*'s lock, except `read_piece`."""
 
-    def __init__(self, rank: int, peers: dict[int, Peer], progress: ProgressEngine) -> None:
+    def __init__(self, rank: int, peers: Mapping[int, MessageSource], progress: ProgressEngine) -> None:
         self.rank = rank
         self.matching: Matching[Transfer, Arrival] = Matching()
         self._peers, self._progress, self._lock = peers, progress, progress.lock
@@ -128,14 +145,14 @@ class MessageReceiver:
         self._own_allowance, self._own_usage = SendCredit(), ReceiveCredit()
 
     def receive(self, transfer: Transfer) -> bool:
-        """Take a receive; return whether it has met a message that was there."""
+        """Add a receive; return whether it has matched a message that had arrived."""
         arrival = self.matching.receive(transfer.channel, transfer.peer, transfer.tag, transfer)
         if arrival is not None:
             self._meet(transfer, arrival)
         return arrival is not None
 
     def arrived(self, channel: int, arrival: Arrival) -> None:
-        """Take a message that has come, or was announced. With the lock."""
+        """Handle a message that has arrived or was announced. With the lock."""
         transfer = self.matching.arrive(channel, arrival.source, arrival.tag, arrival)
         if transfer is not None:
             self._meet(transfer, arrival)
@@ -143,7 +160,7 @@ class MessageReceiver:
             arrival.data = bytes(arrival.data)  # the staging buffer is used again
 
     def lost(self, rank: int, error: BpsError) -> None:
-        """Fail what only *rank* could have brought to an end. What has come from it in full stays. With the lock."""
+        """Fail what needs *rank*. Messages that have arrived from it in full stay. With the lock."""
         self.matching.take_arrivals(lambda source, each: source == rank and each.data is None)
         for transfer in self.matching.take_receives(lambda source, each: source == rank):
             transfer.finish(error)
@@ -152,7 +169,7 @@ class MessageReceiver:
             each.transfer.finish(error)
 
     def fail(self, error: BpsError) -> None:
-        """End everything with *error*, but for what peers bring: that is theirs to end."""
+        """Fail all receives and messages to itself with *error*; peers end their own."""
         for transfer in self.matching.take_receives(lambda source, each: True):
             transfer.finish(error)
         for arrival in self.matching.take_arrivals(lambda source, each: True):
@@ -174,7 +191,7 @@ class MessageReceiver:
             self.arrived(transfer.channel, arrival)
 
     def _meet(self, transfer: Transfer, arrival: Arrival) -> None:
-        """Bring a message into the memory of the receive that it has met."""
+        """Bring a message into the memory of the receive that it has matched."""
         transfer.source, transfer.tag, transfer.nbytes = arrival.source, arrival.tag, arrival.nbytes
         error = self._make_room(transfer)
         if arrival.data is not None:
@@ -193,7 +210,7 @@ class MessageReceiver:
         transfer.finish(error)
 
     def _make_room(self, transfer: Transfer) -> BpsError | None:
-        """Return why the message does not fit; allocate memory if the receive has none."""
+        """Allocate memory if the receive has none; return an error if the message does not fit."""
         if transfer.capacity >= transfer.nbytes:
             return None
         if transfer.capacity >= 0:
@@ -223,7 +240,7 @@ class MessageReceiver:
             peer.want(incoming)
 
     def read_piece(self) -> bool:
-        """Read a piece of the next payload that is read from its sender's memory; return whether there was one."""
+        """Read a piece of the next payload from its sender's memory; return whether there was one."""
         if not self._pulls:
             return False
         with self._lock:
@@ -238,12 +255,12 @@ class MessageReceiver:
                 n = cross_memory.read(peer.pid, arrival.address + done, transfer.address + done,
                               min(cross_memory.PIECE_NBYTES, arrival.nbytes - done))
             except OSError as exc:
-                log.info("rank %d reads no more of rank %d's memory: %s", self.rank, peer.rank, exc)
+                log.info("rank %d cannot read rank %d's memory any more: %s", self.rank, peer.rank, exc)
         with self._lock:
             incoming.n_received += n
             if peer.link is None:
                 transfer.finish(peer.error)
-            elif n == 0 or peer.link.has_hung_up:  # what was read may be anything: its connection will say how it ended
+            elif n == 0 or peer.link.has_hung_up:  # what was read may be invalid: the connection tells how it ended
                 peer.pid = incoming.n_received = 0
                 peer.want(incoming)
             elif incoming.n_received == arrival.nbytes:

@@ -1,21 +1,36 @@
-"""One message on its way, as its sender or its receiver sees it."""
+"""A message under way, as its sender or its receiver sees it."""
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ...orchestration.errors import BpsError
 
-if TYPE_CHECKING:
-    from .endpoint import P2PEndpoint
+
+class TransferOwner(Protocol):
+    """What a transfer needs of its endpoint."""
+
+    rank: int
+
+    def wait(self, transfer: Transfer, timeout_s: float | None) -> None:
+        """See `Transfer.wait`."""
+
+    def on_done(self, transfer: Transfer, callback: Callable[[Transfer], object]) -> None:
+        """See `Transfer.on_done`."""
+
+    def cancel(self, transfer: Transfer) -> bool:
+        """See `Transfer.cancel`."""
+
+    def ended(self, transfer: Transfer) -> None:
+        """Note, with the lock, that *transfer* has ended."""
 
 
 class Transfer:
-    """What `P2PEndpoint.send` and `P2PEndpoint.receive` return. Any thread.
+    """A send or a receive under way; `P2PEndpoint.send` and `receive` return it. Any thread.
 
     Parameters
     ----------
@@ -26,21 +41,21 @@ class Transfer:
     address, nbytes
         The caller's memory: what is sent, or where to put it. nbytes -1: memory is allocated when the message comes.
     owner
-        Kept until the transfer has ended, so that the memory is.
+        Kept until the transfer has ended: it keeps the memory alive.
 
     Once `done`, these say what it was: `source` (a rank), `tag`, `nbytes` of the message, `data` (uint8, only of
     `receive_any_size`, the caller's from then on), `error` (None if it ended well).
     """
 
-    __slots__ = ("_done", "_post", "address", "callbacks", "capacity", "channel", "data", "error", "is_send", "nbytes",
+    __slots__ = ("_done", "_endpoint", "address", "callbacks", "capacity", "channel", "data", "error", "is_send", "nbytes",
                  "owner", "peer", "source", "tag")
 
-    def __init__(self, post: P2PEndpoint, is_send: bool, channel: int, peer: int | None, tag: int | None, address: int,
+    def __init__(self, endpoint: TransferOwner, is_send: bool, channel: int, peer: int | None, tag: int | None, address: int,
                  nbytes: int, owner: object) -> None:
-        self._post = post
+        self._endpoint = endpoint
         self._done = False
         self.is_send, self.channel, self.peer, self.tag = is_send, channel, peer, tag
-        self.source = post.rank if is_send else peer
+        self.source = endpoint.rank if is_send else peer
         self.address, self.nbytes, self.capacity, self.owner = address, nbytes, nbytes, owner
         self.data: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self.error: BpsError | None = None
@@ -61,37 +76,37 @@ class Transfer:
         Raises
         ------
         StallError
-            If it has not; the text names who is missing.
+            If it has not ended in time; the text names the rank that is missing.
         PeerLostError
             If the other rank is gone, or has left the job.
         MismatchError
-            If the message was longer than the receiver's memory. It is consumed; its sender hears nothing of it.
+            If the message was longer than the receive's memory. It is consumed; the sender is not told.
         ClosedError
-            If the post was closed, or the transfer cancelled.
+            If the endpoint was closed, or the transfer cancelled.
         """
-        self._post.wait(self, timeout_s)
+        self._endpoint.wait(self, timeout_s)
 
     def on_done(self, callback: Callable[[Transfer], object]) -> None:
         """Call *callback* with this once it has ended; at once if it has.
 
-        In any thread that moves messages on: it keeps others waiting. What it raises is logged.
+        It runs in a thread that drives messages and blocks them meanwhile. An exception in it is logged.
         """
-        self._post.on_done(self, callback)
+        self._endpoint.on_done(self, callback)
 
     def cancel(self) -> bool:
-        """End a receive that no message has met, with a `ClosedError`; return False if it goes on, or has ended."""
-        return self._post.cancel(self)
+        """End a receive that has matched no message, with a `ClosedError`; return False if it goes on, or has ended."""
+        return self._endpoint.cancel(self)
 
     def finish(self, error: BpsError | None = None) -> None:
-        """Note the end. With the post's lock; who calls it sees to the callbacks afterwards."""
+        """Note the end, with the endpoint's lock. The caller runs the callbacks afterwards."""
         if not self._done:
             self.error = error
             self.owner = None
             self._done = True
-            self._post.ended(self)
+            self._endpoint.ended(self)
 
     def describe(self) -> str:
-        """Return what it is in words: "a message with tag 3 on channel 7"."""
+        """Return the message in words: "a message with tag 3 on channel 7"."""
         tag = "any tag" if self.tag is None else f"tag {self.tag}"
         size = "any size" if self.capacity < 0 else f"{self.capacity} bytes"
         return f"a message with {tag} on channel {self.channel} ({size if self.is_send else 'up to ' + size})"
@@ -99,7 +114,7 @@ class Transfer:
 
 @dataclass(eq=False)
 class Outgoing:
-    """A message to be sent, and how much of it was."""
+    """A message to send, and how much of it was sent."""
 
     transfer: Transfer
     number: int = 0
@@ -113,7 +128,7 @@ class Outgoing:
 
 @dataclass(eq=False)
 class Arrival:
-    """A message that has come, or was announced, from rank *source*.
+    """A message that has arrived, or was announced, from rank *source*.
 
     Its payload is `data`; or still in the memory of `outgoing`, if this rank has sent it to itself; or with the sender,
     at `address` in its process, under `number`.
@@ -130,7 +145,7 @@ class Arrival:
 
 @dataclass(eq=False)
 class Incoming:
-    """A payload on its way into the memory of *transfer*, which has met *arrival*."""
+    """A payload on its way into the memory of *transfer*, which *arrival* matches."""
 
     transfer: Transfer
     arrival: Arrival
@@ -143,7 +158,7 @@ _READ, _WRITE = 0x100, 0x200
 
 
 def view(address: int, nbytes: int, writable: bool = False) -> memoryview:
-    """Return the *nbytes* at *address*. Nothing keeps them alive: the caller does, for longer than the view is used."""
+    """Return the *nbytes* at *address*, which the caller keeps alive longer than the view."""
     if not nbytes:
         return memoryview(b"")
     found: memoryview = _from_memory(address, nbytes, _WRITE if writable else _READ)

@@ -97,7 +97,7 @@ class QueuePairTest:
                 return "" if status == completions.SUCCESS else str(completions.explain(
                     status, failure.get("vendor_error", 0)))
             self._queue.wait(left)
-        return (f"a write of {NBYTES} bytes from {self.end.port} to {other.port} was neither acknowledged nor given up "
+        return (f"a write of {NBYTES} bytes from {self.end.port} to {other.port} was neither acknowledged nor failed "
                 f"within {timeout_s:g} s")
 
     def _keep(self, each: Any) -> Any:
@@ -174,9 +174,9 @@ def ask(facts: Facts, address: Address, port: int, secret: bytes, timeout_s: flo
     except (OSError, BpsError) as exc:
         reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
         if facts.peer_report is None:
-            facts.peer_silence = f"no doctor answers at {where}: {reason}; type `bpsfast doctor --listen` there"
+            facts.peer_silence = f"no doctor answers at {where}: {reason}; run `bpsfast doctor --listen` there"
         else:
-            facts.trial_error = f"the connection to {where} ended meanwhile: {reason}"
+            facts.trial_error = f"the connection to {where} ended early: {reason}"
 
 
 class Listener:
@@ -214,7 +214,7 @@ class Listener:
         self._visits.put(sock)
 
     def _greet(self, sock: socket.socket) -> security.StreamHello:
-        host = "somebody"
+        host = "unknown"
         try:
             host = sock.getpeername()[0]
             return security.plain_handshake_acceptor(sock, self._secret.key, _CONTEXT, peer=0, epoch=0,
@@ -239,7 +239,7 @@ class Listener:
         if isinstance(visit, str):
             return visit
         with visit as sock:
-            asker = "somebody"
+            asker = "unknown"
             try:
                 asker = sock.getpeername()[0]
                 return f"{asker}: {self._answer(_Conversation(sock), ipaddress.ip_address(asker.partition('%')[0]))}"

@@ -6,6 +6,7 @@ store that torch wants is made on rank 0's machine and found through the job.
 """
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -15,6 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch.distributed as dist
 
 from ...base import logs
+from ...base.addresses import format_address
 from ...base.settings import load, parse_address
 from ...launch import roles
 from ...orchestration.errors import ClosedError, MismatchError
@@ -74,6 +76,11 @@ def _is_in_job(given: dict[str, str]) -> bool:
     return True
 
 
+def _store_numbers(session: Session) -> Iterator[int]:
+    """Return a count of the stores of *session* (`Session.extension`)."""
+    return itertools.count()
+
+
 def store_of(session: Session, timeout: timedelta) -> Any:
     """Return a store that all ranks of *session* share; rank 0's process holds it. All ranks call this equally often.
 
@@ -82,13 +89,12 @@ def store_of(session: Session, timeout: timedelta) -> Any:
     StallError
         If rank 0 does not come within *timeout*.
     """
-    number = session.n_stores
-    session.n_stores += 1
+    number = next(session.extension(_store_numbers))
     key = f"{_NOTICE}/{number}"
     if session.rank == 0:
         host = session.host
         store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        session.notices.publish(key, roles.format_address(host, store.port).encode())
+        session.notices.publish(key, format_address(host, store.port).encode())
         return store
     found = session.notices.lookup(key, timeout.total_seconds(), "rank 0").decode()
     host, port = parse_address(found, "rank 0")

@@ -95,14 +95,14 @@ class Messages:
     def send(self, one: Operand, to: int, tag: int) -> Work:
         """Begin to send *one* to member *to*."""
         group, memory = self._group, one.memory
-        transfer = group.session.post.send(self._channel, group.ranks[to], tag, memory.address, memory.nbytes,
+        transfer = group.p2p.send(self._channel, group.ranks[to], tag, memory.address, memory.nbytes,
                                            memory.owner)
         return MessageWork(transfer, one, group.ranks, group.timeout_s, f"send to rank {to}")
 
     def receive(self, one: Operand, source: int | None, tag: int) -> Work:
         """Begin to receive *one* from member *source*, None: from any."""
         group, memory = self._group, one.memory
-        transfer = group.session.post.receive(self._channel, None if source is None else group.ranks[source], tag,
+        transfer = group.p2p.receive(self._channel, None if source is None else group.ranks[source], tag,
                                               memory.address, memory.nbytes, memory.owner)
         self._receives.add(transfer)
         transfer.on_done(self._receives.discard)
@@ -124,7 +124,7 @@ class Messages:
             self._come(timeout_s)
 
     def _await_others(self, timeout_s: float, names_all: bool) -> None:
-        group, post, tag = self._group, self._group.session.post, self._n_barriers
+        group, post, tag = self._group, self._group.p2p, self._n_barriers
         if timeout_s <= 0.0 and group.size > 1:
             raise StallError(f"Rank 0 timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms: it waited for "
                              "nobody")
@@ -158,7 +158,7 @@ class Messages:
             raise StallError(said) from next(iter(missing.values()))
 
     def _come(self, timeout_s: float) -> None:
-        post, tag, first = self._group.session.post, self._n_barriers, self._group.ranks[0]
+        post, tag, first = self._group.p2p, self._n_barriers, self._group.ranks[0]
         here = np.ones(1, np.uint8)
         post.send(self._barriers, first, tag, here.ctypes.data, here.nbytes, here)
         answer = post.receive_any_size(self._barriers, first, tag)

@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...gpu import arrays
 from ...pyx.port import copy
@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from ..session import Session
 
 
-def broadcast(session: Session, x: Any, memory: TensorInput, root_rank: int, text: str) -> Any:
+class Channel(Protocol):
+    """What gives bytes to all ranks: `trainer.broadcaster.Broadcaster`."""
+
+    def send(self, text: str, pieces: Sequence[tuple[int, int]]) -> None:
+        """Send the bytes of *pieces* to all other ranks."""
+
+    def receive(self, root: int, text: str, accept: Callable[[int], Sequence[tuple[int, int]]]) -> None:
+        """Receive what rank *root* sends into the pieces that ``accept(nbytes)`` returns."""
+
+
+def broadcast(session: Session, channel: Channel, x: Any, memory: TensorInput, root_rank: int, text: str) -> Any:
     """As `trainer.broadcaster.broadcast`, of *x*, which is *memory* on a device.
 
     The root's bytes count as they are after what its owner has enqueued; what is enqueued from the return on finds the
@@ -27,14 +37,14 @@ def broadcast(session: Session, x: Any, memory: TensorInput, root_rank: int, tex
         target = session.devices.placed(tensor_input(result))
     if session.rank != root_rank:
         with _twin(session, target) as twin:
-            session.broadcaster.receive(root_rank, text, lambda nbytes: [(twin.region.address, nbytes)])
+            channel.receive(root_rank, text, lambda nbytes: [(twin.region.address, nbytes)])
             _give(twin)
         return result
     with _twin(session, memory) as source:
         source.fetch()
         source.wait(time.monotonic() + session.settings.timeout_s)
         if session.size > 1:
-            session.broadcaster.send(text, [(source.region.address, memory.nbytes)])
+            channel.send(text, [(source.region.address, memory.nbytes)])
         if not memory.writable:
             with _twin(session, target) as twin:
                 copy(twin.region.address, source.region.address, memory.nbytes)

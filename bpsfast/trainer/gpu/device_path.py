@@ -59,6 +59,11 @@ class DevicePath:
                                        "has one device")
         self._gathered[unit.name] = [*members, _Member(offset, source, target)]
 
+    def push(self, unit: Unit) -> None:
+        """Push *unit*, which is whole, from the device, or from its staging memory if none of it lies on one."""
+        if not self.send(unit):
+            unit.push()
+
     def send(self, unit: Unit) -> bool:
         """Begin the next round of *unit*, which is whole; False, and nothing done, if none of it lies on a device.
 

@@ -1,0 +1,14 @@
+"""Functions of higher packages that lower ones call. `bpsfast/__init__`, which is above all, sets them before anything of
+the package is used; they import what they need when they are called.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: (session, devices, device) -> what sums a machine's tensors on their GPUs first (`collectives.islands.Islands`).
+make_islands: Callable[[Any, Any, Any], Any]
+#: (settings) -> this process's connection to the coordinator of its elastic program, opened at the first call.
+open_elastic_client: Callable[[Any], Any]
+#: () -> the same if it was opened, else None.
+current_elastic_client: Callable[[], Any]
