@@ -69,7 +69,7 @@ def test_both_sides_hear_of_an_objection(no_leaks):
 
 
 @pytest.mark.parametrize(("answer", "kind", "words"), [
-    (rdma_messages.RdmaOffer(version=9, rails=(RAIL,)), NoRdmaError, "speaks version 9 of the rendezvous, this is 1"),
+    (rdma_messages.RdmaOffer(version=9, rails=(RAIL,)), NoRdmaError, "has version 9 of the RDMA handshake, this node 1"),
     (rdma_messages.RdmaOffer(version=1), NoRdmaError, "node 1 offers no port"),
     (rdma_messages.RdmaOffer(version=1, rails=(RAIL,), n_pairs=0), NoRdmaError, "node 1 offers no port"),
     (rdma_messages.RdmaOffer(version=1, rails=(
