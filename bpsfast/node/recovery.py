@@ -2,7 +2,8 @@
 
 A change of epoch, because a helper is lost or has joined:
 
-    freeze      stop summing; disconnect lost nodes, connect new ones; report the progress of each partition (`FreezeReport`)
+    freeze      stop summing; disconnect lost nodes, connect new ones; report the progress of each partition
+                (`FreezeReport`)
     prepare     allocate and bind for the new owners (`owner_changes`); wait for what is under way to or from owners
                 that give a partition up; then send Ready
     commit      go on, and first send what is owed of the last round
