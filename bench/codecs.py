@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from bpsfast.bench.harness import machine_info, table
-from bpsfast.kernels.codecs import codec_kernels, codec_reference, flags
-from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, frame_nbytes
+from bpsfast.kernels.codecs import codec_kernels, codec_reference
+from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, flags_of, frame_nbytes
 
 Array = np.ndarray[Any, Any]
 
@@ -84,7 +84,7 @@ class Tensors:
         self.generator = np.full(2, codec.seed, np.uint64)
         at = codec_kernels.addresses(codec, dtype)
         self._encode, self._decode = _ENCODE(at.encode), _DECODE(at.decode)
-        self._k, self._flags = count(codec, self.n), flags.flags_of(codec)
+        self._k, self._flags = count(codec, self.n), flags_of(codec)
         for i in range(n_tensors):
             self.encode(i, False)
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bpsfast.base import value_formats
+from bpsfast.base.value_formats import parse_size
 from bpsfast.bench import rdma_perf
 from bpsfast.bench.harness import machine_info, table
 from bpsfast.bench.harness.launcher import ContestantLauncher
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--size", default="64M", help="bytes of each rank (64M)")
     parser.add_argument("--json", metavar="FILE", help="write medians and raw samples here")
     options = parser.parse_args(arguments)
-    devices, nbytes = options.devices.split(","), value_formats.parse(options.size)
+    devices, nbytes = options.devices.split(","), parse_size(options.size)
     if len(devices) != 2 or not nbytes:
         parser.error(f"--devices {options.devices} --size {options.size}: expected two devices, and bytes such as 64M")
     samples = measure(devices, nbytes, options.rounds)

@@ -5,16 +5,16 @@
     mean = bpsfast.push_pull(gradient, name="layer1")
     bpsfast.shutdown()
 
-Public names are listed here and nowhere else; they are loaded at first use, so that importing the package (or one
-of its light modules, as the launcher and the daemons do) costs nothing: no NumPy, no framework, no compiled kernel.
-PyTorch users import `bpsfast.torch`.
+Public names are listed here. Each is loaded at its first use, so importing the package, or one of its light modules as
+launcher and daemons do, loads no NumPy, no framework and no compiled kernel. PyTorch users import `bpsfast.torch`.
 """
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from . import _renamed
+from ._version import __version__ as __version__
 from .base import hooks
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
+_renamed.install()
 __all__ = sorted([*_MODULE_OF, "compression"])
 
 

@@ -1,23 +1,22 @@
-"""`import byteps.torch` as a name for `bpsfast.torch`, for programs that are not to be changed; so for TensorFlow.
+"""`import byteps.torch` as a name of `bpsfast.torch`, for programs that are to run unchanged; also for TensorFlow.
 
     python -m bpsfast.byteps_alias train.py --epochs 3     # as python train.py --epochs 3
     import bpsfast.byteps_alias                            # or: this line before the first import of byteps
 
-Nothing installs it by itself: a name that is somebody else's is taken by who asks for it, and only where BytePS is not
-installed. Only what is here is found, each module when it is imported: `byteps.server`, for example, is not.
+The alias is never installed by default, since the name belongs to BytePS, and not at all where BytePS is installed.
+Only `MODULES` can be imported, `byteps.server` for example cannot.
 """
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from ._renamed import AliasLoader
 from .orchestration.errors import ConfigError
 
 #: Modules of BytePS that programs import, below `byteps`; the same names below `bpsfast`.
@@ -38,13 +37,11 @@ MODULES = (
 
 
 class _AliasFinder:
-    """Finds `MODULES` when they are imported, and no other module of `byteps`; what lies beside ours would be loaded a
-    second time under that name.
-    """
+    """Finds `MODULES` when they are imported, and no other module of `byteps`: it would be loaded a second time."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Raise `ModuleNotFoundError` for other modules of `byteps`; leave the rest to who comes next."""
+        """Return the spec of a module of `byteps`, raise `ModuleNotFoundError` for one that is missing, else None."""
         package, _, module = name.partition(".")
         if package != "byteps":
             return None
@@ -52,29 +49,11 @@ class _AliasFinder:
             raise ModuleNotFoundError(
                 f"bpsfast stands for byteps here (bpsfast.byteps_alias), and has no {name}: it has "
                 f"{', '.join('byteps.' + each for each in MODULES)}", name=name)
-        return ModuleSpec(name, _AliasLoader(f"bpsfast.{module}"))
-
-
-class _AliasLoader(Loader):
-    """Loads the module *name* for another name: it is the same object under both."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._spec: ModuleSpec | None = None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module; what loads it gives it another spec."""
-        module = importlib.import_module(self._name)
-        self._spec = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec back: it was executed when it was imported."""
-        module.__spec__ = self._spec
+        return ModuleSpec(name, AliasLoader(f"bpsfast.{module}"))
 
 
 def install() -> None:
-    """Let `import byteps.torch` import `bpsfast.torch` in this process. A second call changes nothing.
+    """Make `import byteps.torch` import `bpsfast.torch` in this process. A second call changes nothing.
 
     Raises
     ------
@@ -94,7 +73,7 @@ def install() -> None:
 
 
 def main() -> None:
-    """Run the program that the command line names, with the rest as its arguments."""
+    """Run the program named on the command line, with the remaining arguments."""
     if len(sys.argv) < 2:
         raise SystemExit("which program? usage: python -m bpsfast.byteps_alias PROGRAM.py [ARGUMENT...]")
     del sys.argv[0]

@@ -87,6 +87,7 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
     bpsfast node --scheduler 10.0.0.1:7700 --helper --cores 2 --nic-rate 5
     """
     from .launch import daemons
+    from .node import main as control
 
     logs.set_identity("helper" if helper else "node")
     if helper:
@@ -96,7 +97,7 @@ def node(starter_fd: int | None, helper: bool, assignments: tuple[str, ...], **o
     loaded = settings.load(overrides(assignments, **options))
     if starter_fd is not None:
         daemons.watch_starter(starter_fd, loaded)
-    sys.exit(daemons.run_node(loaded, is_awaited=starter_fd is not None))
+    sys.exit(control.run_node(loaded, is_awaited=starter_fd is not None))
 
 
 @cli.command(context_settings={"allow_interspersed_args": False})
@@ -115,7 +116,12 @@ def dmlc(assignments: tuple[str, ...], program: tuple[str, ...]) -> None:
     """
     from .launch import local_job as launch
 
-    sys.exit(launch.dmlc(program, settings.load(overrides(assignments))))
+    def run_node(loaded: settings.Settings) -> int:
+        from .node import main as control
+
+        return control.run_node(loaded)
+
+    sys.exit(launch.dmlc(program, settings.load(overrides(assignments)), run_node))
 
 
 @cli.command(hidden=True)

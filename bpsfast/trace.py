@@ -1,15 +1,10 @@
-"""Traces: what every process of a job did when, on one clock, to be looked at and to be summed up.
+"""Reads and writes the traces of a job: what every process did when, on one clock.
 
-    records         native records and sends of one process -> spans
-    clock           the clocks of several machines -> the scheduler's
-    process_file    spans of one process <-> its file
-    chrome          spans -> events of Chrome's Trace Event Format
-    flows           arrows from an input through its sums to where the result is taken
-    urgency         writes that left before more urgent ones that waited
-    merge           all process files of a job -> one trace
-    summary         where the time of a step went
+    write        writes the trace file of a process; `SendLog`, `limits`: what it records
+    merge        merges all process files of a job into one trace (`load`, then `dump`; `reload` reads it back)
+    summarise    summarizes where the time of a step went; `durations`: seconds per process and kind of work
 
-Open the merged file (and each process file too) in https://ui.perfetto.dev or chrome://tracing.
+Open a merged file or a process file in https://ui.perfetto.dev or chrome://tracing.
 """
 from .base.trace_file import Origin, durations, read, write
 from .base.trace_records import KINDS, Limits, Part, SendLog, limits

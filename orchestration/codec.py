@@ -110,3 +110,16 @@ def elias_bits(value: int) -> int:
     """Return the bits of the Elias delta code of *value*, 1 at least."""
     length = value.bit_length()
     return 2 * (length.bit_length() - 1) + length
+
+
+#: onebit sends the mean magnitude.
+SCALED = 1
+#: The levels of dithering are powers of two.
+NATURAL = 2
+#: The levels of dithering are relative to the Euclidean norm.
+L2 = 4
+
+
+def flags_of(codec: CodecSpec) -> int:
+    """Return the *flags* of *codec*'s kernels."""
+    return SCALED * codec.scaled | NATURAL * codec.natural | L2 * codec.l2

@@ -1,9 +1,7 @@
-"""Control messages: what travels between ranks, nodes and the scheduler, and nothing of the data path.
+"""The control messages between ranks, nodes and the scheduler. Tensor data travels by other ways.
 
-Every message is one MessagePack map with a ``type`` tag, encoded and validated by msgspec.
-`VERSION` is checked once per connection (`Join`, `Attach`): two versions never talk past each other.
-
-Longer than other files on purpose: one protocol with one `VERSION` is read, and changed, as a whole.
+Every message is one MessagePack map with a ``type`` tag, encoded and validated by msgspec. `VERSION` is checked once
+per connection (`Join`, `Attach`), so two versions never misread each other.
 
     rank  <-> node       a Unix stream socket, one length-prefixed message after another (`LocalMessage`)
     node  <-> scheduler  ZeroMQ DEALER/ROUTER under CURVE, one message a frame (`NodeMessage`, `SchedulerMessage`)
@@ -18,47 +16,46 @@ from .codec import CodecSpec
 from .errors import DECODE_ERRORS, BpsError, ProtocolError
 from .store import StoreSpec
 
-#: Bumped whenever a field changes its meaning.
-VERSION = 17
-#: No message to the scheduler is longer; a declaration of 65536 tensors has about 10 MB.
+#: Raised with every change of a message.
+VERSION = 18
+#: The longest message to the scheduler; a declaration of 65536 tensors has about 10 MB.
 LONGEST_NBYTES = 16 << 20
 
-#: What a wait waits for, in the order in which it happens: ranks "declare" a tensor and "push" their inputs, the
-#: "partial" of a machine travels to the owner, which makes the "sum", whose "result" travels back. Or for a "barrier".
-#: "done": nothing any more. "unknown": who should know does not answer.
+#: The stage at which a wait is, in order: ranks "declare" a tensor and "push" their inputs; the "partial" sum of a node
+#: travels to the owner, which makes the "sum", whose "result" travels back. Or a "barrier". "done": nothing is missing.
+#: "unknown": the node that should know does not answer.
 Stage = Literal["declare", "barrier", "push", "partial", "sum", "result", "done", "unknown"]
-#: What a node has found at another one's data port.
+#: What a node found when it connected to another node's data port.
 Outcome = Literal["answers", "refused", "silent"]
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, omit_defaults=True):
-    """Root of all control messages; the class name is the tag on the wire."""
+    """Base of all control messages; the class name is the tag on the wire."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Root of what messages are made of."""
+    """Base of the records that messages contain."""
 
 
 # -- what is summed ---------------------------------------------------------------------------------------
 
 
 class TensorSpec(Record):
-    """One tensor as a rank declares it. All ranks must declare the same, field by field, but for the priority.
+    """One tensor as a rank declares it. All ranks declare every field alike, except for the priority.
 
-    `group` fuses small tensors: members of one group are listed in one order on all ranks, and packed by urgency into
-    units of one round, which share dtype and `average`. `priority`: higher is sent first, and rank 0's counts; None:
-    minus the order of declaration. `partition_nbytes` (at most so many in a partition) and `fusion_nbytes` (of a group,
-    for all its members alike): 0 means the job's setting, as it does for `n_streams`, the connections that its
-    partitions take turns on where a peer is reached by tcp. Tensors with the same `edition_of`, if it is not empty,
-    take turns: only one edition is pushed at a time, so each is placed as if the others were not there.
-    `op` is what is done with the inputs (`partition.OPS`); `average` goes with "sum" and "rows" only. `ranks`: the only
-    ranks that declare and push it, in ascending order; empty: all of the job. `codec`: how it is compressed between
-    nodes, None: not at all; what has one is fused with nothing. `store`: its owners keep it, and do more than sum.
-    `islands`: ranks of one machine sum it among their GPUs first, as far as that machine's strategy says. `on_device`:
-    its first rank has it there, and the CPU does not copy it.
+    Members of one `group` are small tensors that are fused: listed in one order on all ranks, and packed by urgency
+    into units, which share dtype and `average`. `priority`: higher is sent first, rank 0's counts; None: minus the
+    position in the order of declaration. `partition_nbytes` (the most bytes of a partition), `fusion_nbytes` (of a
+    group, alike for all members) and `n_streams` (connections that the partitions take turns on, over tcp): 0 means the
+    job's setting. Of the tensors with the same non-empty `edition_of` only one is pushed at a time, so each is placed
+    as if the others did not exist. `op`: the reduction (`partition.OPS`); `average` goes with "sum" and "rows" only.
+    `ranks`: the only ranks that declare and push it, ascending; empty: all. `codec`: how it is compressed between
+    nodes; None: not. A tensor with a codec is fused with nothing. `store`: its owners keep it as weights. `islands`:
+    the ranks of a machine sum it among their GPUs first, as that machine's strategy says. `on_device`: the first rank
+    has it on a device, and the CPU does not copy it.
 
-    Or `op` is "rows" (`rows.py`): `shape` is that of a table, of which inputs and sum are only some rows, `max_rows`
-    of them together; it is fused with nothing.
+    Or `op` is "rows" (`partition.ROWS`): `shape` is that of a table; an input, and the sum, are a few of its rows, at
+    most `max_rows` together. It is fused with nothing.
     """
 
     name: str
@@ -90,9 +87,10 @@ class MemberPlan(Record):
 
 
 class PartPlan(Record):
-    """One partition: `part` is its job-wide index (also its slot and board word), `owner` a node index.
+    """One partition: `part` is its number in the job (also of its slot and board word), `owner` a node index.
 
-    `frame_nbytes`: the most that travels between nodes each way, if that is not `nbytes` because of a codec; 0: it is.
+    `frame_nbytes`: the most bytes that travel between nodes each way, if a codec makes that differ from `nbytes`; else
+    0.
     """
 
     part: int
@@ -103,18 +101,18 @@ class PartPlan(Record):
 
     @property
     def wire_nbytes(self) -> int:
-        """The most bytes that one node sends another of this partition."""
+        """The most bytes of this partition that one node sends to another."""
         return self.frame_nbytes or self.nbytes
 
 
 class UnitPlan(Record):
-    """What has one round: a tensor, or a group of small ones. `stride` is the bytes between its partitions.
+    """The plan of one unit: a tensor, or a group of small ones. `stride`: bytes between its partitions.
 
-    `n_streams`, `op`, `ranks`, `codec`, `store` and `islands`: as its members say (`TensorSpec`). `frame_rows`: of the
-    op "rows" the most rows in a partition's frame; `nbytes` are then those of the frames' room. Of a store each worker
-    has a unit with the same members, cut and placed alike; `ranks` are then the worker's, `store_unit` is the first
-    worker's unit, `n_workers` how many there are. Rounds are counted modulo 2^32, from `first_round` on. `edition_of`:
-    as its members say.
+    `n_streams`, `op`, `ranks`, `codec`, `store`, `islands`, `edition_of`: as of its members (`TensorSpec`).
+    `frame_rows`: of the op "rows" the most rows in a partition's frame; `nbytes` is then the room for the frames. With
+    a store each worker has a unit with the same members, partitioned and placed alike: `ranks` are the worker's,
+    `store_unit` is the first worker's unit, `n_workers` their number. Rounds are counted modulo 2^32, from
+    `first_round` on.
     """
 
     unit: int
@@ -140,9 +138,9 @@ class UnitPlan(Record):
 
 
 class LagRow(Record):
-    """How late the inputs of one rank, or of one node, were for `count` units (`pyx/lag.h`); the other number is -1.
+    """How late the inputs of one rank, or of one node, were over `count` units (`pyx/lag.h`); the other number is -1.
 
-    `n_last` times it was the last; `last_total_ns` is how late it was then, in all.
+    It was the last `n_last` times, and then late by `last_total_ns` in all.
     """
 
     rank: int = -1
@@ -156,7 +154,7 @@ class LagRow(Record):
 
 
 class RankLag(Record):
-    """How late a rank was in the whole job: in `count` units, in the mean, and in which share of them it was last."""
+    """How late a rank was in the whole job: the mean over `count` units, and the share in which it was last."""
 
     rank: int
     count: int
@@ -170,11 +168,11 @@ class RankLag(Record):
 class Join(Message):
     """A node asks to be admitted.
 
-    `index` is the node's own wish (-1: none). `ranks` are its ranks' global numbers by local rank (-1: the
-    scheduler counts). `server_processes` counts BytePS-style server processes found on this machine.
-    `settings` must agree on all nodes (the fingerprint); `address` is where peers connect for data; `page_nbytes` is
-    the machine's page size. Rates in bytes/s, 0: not known, not limited, more than enough; `copy_rate_bytes` of all
-    summing threads. `room_nbytes`: memory for sums (-1: any).
+    `index`: the node index that it wants (-1: any). `ranks`: the global ranks by local rank (-1: the scheduler numbers
+    them). `server_processes`: BytePS server processes found on this machine. `settings`: those that must agree on all
+    nodes. `address`: where peers connect for data; `page_nbytes`: the machine's page size. Rates in bytes/s; 0 means
+    unknown, unlimited, or more than enough. `copy_rate_bytes`: of all summing threads. `room_nbytes`: memory for sums
+    (-1: not bounded).
     """
 
     version: int
@@ -197,13 +195,13 @@ class Join(Message):
 
 
 class Measured(Message):
-    """This node, which `probes`, has found what its NIC carries: bytes/s, 0 if there was nobody to measure with."""
+    """The rate that this node measured for its NIC, bytes/s; 0 if there was no node to measure with."""
 
     nic_rate_bytes: float
 
 
 class Declare(Message):
-    """Rank `rank` declares tensors. `positions`: in the order of all that it ever declared, if this is said again."""
+    """Rank `rank` declares tensors. `positions`: on a repetition, their positions in all that it ever declared."""
 
     rank: int
     tensors: tuple[TensorSpec, ...]
@@ -211,38 +209,40 @@ class Declare(Message):
 
 
 class Retire(Message):
-    """Rank `rank` will never push or read `units`, by number, again, and has seen their last rounds complete."""
+    """Rank `rank` will not push or read `units` (numbers) again, and has seen their last rounds complete."""
 
     rank: int
     units: tuple[int, ...]
 
 
 class Credit(Message):
-    """Let every node have `nbytes` under way to one peer from now on; 0: what its own setting says. From rank 0."""
+    """Rank 0 sets the bytes that every node may have in flight to one peer; 0: the node's own setting."""
 
     rank: int
     nbytes: int
 
 
 class Ready(Message):
-    """This node has allocated, registered and bound everything of `generation`.
+    """This node has allocated, registered and bound all memory of `generation`.
 
-    `ownable_nbytes`: how many bytes of further partitions it can own, if its memory is bounded (-1: it is not).
+    `ownable_nbytes`: bytes of further partitions that it can own (-1: its memory is not bounded).
     """
 
     generation: int
     ownable_nbytes: int = -1
 
 
-class Room(Message):
-    """This node, whose memory is bounded, has given back what units used. `ownable_nbytes`: as in `Ready`."""
+class MemoryFreed(Message):
+    """This node, whose memory is bounded, has freed units. `ownable_nbytes`: as in `Ready`."""
 
     ownable_nbytes: int
 
 
 class PrepareFailed(Message):
-    """This node cannot prepare `generation`; nothing of it was kept. `ownable_nbytes`: as in `Ready`. `room_nbytes`: if
-    it has no memory for what it was to own in place of lost nodes, about how much of that it could; else -1.
+    """This node cannot prepare `generation`, and kept nothing of it. `ownable_nbytes`: as in `Ready`.
+
+    `room_nbytes`: if it lacks memory for what it was to own instead of lost nodes, about how much it could own; else
+    -1.
     """
 
     generation: int
@@ -251,13 +251,13 @@ class PrepareFailed(Message):
     room_nbytes: int = -1
 
 
-class Frozen(Message):
-    """Nothing is summed or passed on at this node, and nothing can come any more from those whom `Freeze` calls lost.
+class FreezeReport(Message):
+    """This node sums and forwards nothing, and nothing more can arrive from the nodes that `Freeze` calls lost.
 
-    `progress`: of partitions that those owned and ranks here push (if somebody has joined: of all partitions that ranks
-    here push, or that are owned here), (part, the last round that was passed on from here, the last one that is
-    complete here, the node in whose memory ranks here read results, -1 without such ranks). `near`: the nodes that this
-    one shares memory with, those included that are lost.
+    `progress`: (part, last round forwarded from here, last round complete here, node whose memory ranks here read
+    results in, -1 without such ranks), of the partitions that lost nodes owned and ranks here push; if a node has
+    joined, of all partitions that ranks here push or that this node owns. `near`: nodes that this one shares memory
+    with, lost ones included.
     """
 
     epoch: int
@@ -265,10 +265,10 @@ class Frozen(Message):
     near: tuple[int, ...] = ()
 
 
-class Meets(Message):
-    """This node expects the connections of node `node`, which comes late; `is_linked`: they are there.
+class NewcomerReady(Message):
+    """This node accepts connections of the late node `node`; `is_linked`: they are established.
 
-    From node `node` itself: it is connected to all that it exchanges gradients with.
+    From node `node` itself: it is connected to all nodes that it exchanges gradients with.
     """
 
     node: int
@@ -283,30 +283,31 @@ class BarrierEnter(Message):
 
 
 class Heartbeat(Message):
-    """Sent every heartbeat interval in both directions. `sent_ns`: a node's clock; it wants to be answered: `Echo`."""
+    """Sent every heartbeat interval in both directions. `sent_ns`: a node's clock, to be answered by `Echo`."""
 
     sequence: int
     sent_ns: int = 0
 
 
 class Lost(Message):
-    """This node saw `who` ("rank 3", "node 1", ...) go away."""
+    """This node saw `who` ("rank 3", "node 1", ...) disappear."""
 
     who: str
     reason: str
 
 
-class Visited(Message):
-    """What this node has found at the data port of node `node`: it "answers", nobody listens there ("refused"), or
-    there was no answer ("silent"). The answer to `Visit`; "refused" also without, while another link is sought.
+class ProbeResult(Message):
+    """What this node found at the data port of `node`: it "answers", the connection was "refused", or it was "silent".
+
+    The reply to `ProbeRequest`; "refused" is also reported without one, while a node reconnects.
     """
 
     node: int
     outcome: Outcome
 
 
-class Finished(Message):
-    """`Finish` was read: the scheduler need not stay for this node any more."""
+class FinishAck(Message):
+    """This node has read `Finish`; the scheduler need not wait for it."""
 
 
 class RankLeft(Message):
@@ -315,14 +316,14 @@ class RankLeft(Message):
     rank: int
 
 
-#: What a `Stalled` names that asks who has not left the job yet.
+#: The name in a `StallQuestion` that asks which ranks have not called shutdown.
 THE_END = "shutdown:"
 
 
-class Stalled(Message):
-    """Rank `rank` waits too long for `round` of `part` (tensor `name`): who is missing?
+class StallQuestion(Message):
+    """Rank `rank` has waited too long for `round` of `part` (tensor `name`), and asks who is missing.
 
-    `question` is the rank's own number for it, which the answer repeats.
+    `question`: the rank's own number, repeated in the reply.
     """
 
     rank: int
@@ -333,10 +334,10 @@ class Stalled(Message):
 
 
 class StallReport(Message):
-    """What this node knows of a stalled partition: how far it has come here, and what it waits for.
+    """What this node knows of a stalled partition: the stage it is at here, and what it waits for.
 
-    `missing_nodes`: in the stage "partial" those whose sums have not arrived at this owner, in "result" the owner.
-    `gone_ranks` are those of `missing_ranks` that have left: what they did not announce before will never come.
+    `missing_nodes`: in stage "partial" those whose sums have not arrived at this owner, in "result" the owner.
+    `gone_ranks`: those of `missing_ranks` that have left, and will never push what they have not announced.
     """
 
     part: int
@@ -348,14 +349,14 @@ class StallReport(Message):
 
 
 class LagQuestion(Message):
-    """Rank `rank` wants to know who is late in the whole job. `question`: as in `Stalled`."""
+    """Rank `rank` asks which ranks of the job are late. `question`: as in `StallQuestion`."""
 
     rank: int
     question: int
 
 
 class LagReport(Message):
-    """The answer to `LagAsk`: ranks of this machine among each other, and all inputs of units that it owns."""
+    """The reply to `LagReportRequest`: ranks of this machine, and all inputs of units that it owns."""
 
     number: int
     local: tuple[LagRow, ...]
@@ -363,19 +364,18 @@ class LagReport(Message):
 
 
 class Rejoin(Message):
-    """Node `index` of the job named `job` says all it knows: to a new scheduler, or to one that has asked (`recall`).
+    """Node `index` of job `job` tells all it knows: to a new scheduler, or to one that asked for it (`recall`).
 
-    There follow its committed units, `n_units` of them (`Kept`), what its ranks have said and was not answered, as they
-    said it, and `Recounted`. `version`, `package`, `settings`: as in `Join`. `rates`: as `Rates` said, `measured`: as
-    this node did (-1: it has not). `epoch` and `lost`: as the last `Freeze` said, `frozen`: there was no commit since.
-    `committed`: the last generation that was, `prepared`: the one that is neither committed nor dropped (0: none), with
-    these new units; `seen`: the last number that was heard of, `next_unit` the first of a unit that was not. `lent`: of
-    successions that have been committed, those with a round that some lacked. `gone_from`: ranks that have retired
-    theirs of a store, by the number of its first unit. `failed`: names that cannot be committed. `barrier`: the last
-    one that is done. `n_declared`: tensors that ranks here have ever declared. `ownable_nbytes`: as this
-    node has said last (-2: it has not). `is_late`: it came to the running job, and knows only the units that it had to
-    do with. `joining`: nodes that were expected to come late, and had not been taken in. `farewells`: nodes all of
-    whose ranks have left, as they said themselves.
+    It is followed by its `n_units` committed units (`CommittedUnits`), the unanswered messages of its ranks, and
+    `RejoinComplete`. `version`, `package`, `settings`: as in `Join`. `rates`: as in `Rates`; `measured`: as this node
+    reported (-1: not). `epoch` and `lost`: of the last `Freeze`; `frozen`: no commit has followed. `committed`: the
+    last committed generation; `prepared`: the one that is neither committed nor dropped (0: none), with these new
+    units; `seen`: the highest number heard of; `next_unit`: the first unit number not heard of. `lent`: of committed
+    owner changes those with a round that some nodes lacked. `gone_from`: by the number of a store's first unit, ranks
+    that have retired theirs. `failed`: names that cannot be committed. `barrier`: the last one that is done.
+    `n_declared`: tensors that ranks here have ever declared. `ownable_nbytes`: as last reported (-2: not). `is_late`:
+    the node came to the running job, and knows only units that concern it. `joining`: nodes expected late that had not
+    been taken in. `nodes_left`: nodes all of whose ranks have left, as they said themselves.
     """
 
     version: int
@@ -396,7 +396,7 @@ class Rejoin(Message):
     prepared_units: tuple[int, ...] = ()
     seen: int = 0
     next_unit: int = 0
-    lent: tuple[Succession, ...] = ()
+    lent: tuple[OwnerChange, ...] = ()
     gone_from: tuple[tuple[int, tuple[int, ...]], ...] = ()
     failed: tuple[tuple[str, str, str], ...] = ()
     barrier: int = 0
@@ -404,21 +404,21 @@ class Rejoin(Message):
     ownable_nbytes: int = -2
     is_late: bool = False
     joining: tuple[int, ...] = ()
-    farewells: tuple[int, ...] = ()
+    nodes_left: tuple[int, ...] = ()
 
 
-class Kept(Message):
-    """Some of the committed units of the node that says `Rejoin`, in the order of their commits."""
+class CommittedUnits(Message):
+    """Some of the committed units of the node that sent `Rejoin`, in the order of their commits."""
 
     units: tuple[UnitPlan, ...]
 
 
-class Recounted(Message):
-    """That was all: the end of what begins with `Rejoin`."""
+class RejoinComplete(Message):
+    """The end of what begins with `Rejoin`."""
 
 
 class Publish(Message):
-    """Rank `rank` leaves a notice for others to find. `question`: as in `Stalled`; answered by `Found`."""
+    """Rank `rank` stores `value` under `key` for others. `question`: as in `StallQuestion`; reply: `KeyValueReply`."""
 
     rank: int
     question: int
@@ -427,14 +427,17 @@ class Publish(Message):
 
 
 class Withdraw(Message):
-    """Rank `rank` takes back its notices whose keys begin with `prefix`. Not answered."""
+    """Rank `rank` removes its values whose keys begin with `prefix`. No reply."""
 
     rank: int
     prefix: str
 
 
 class Lookup(Message):
-    """Rank `rank` waits up to `timeout_s` for a notice. `who` publishes it, in words; if "rank 3" has left, in vain."""
+    """Rank `rank` waits up to `timeout_s` for a value. `who` publishes it, in words.
+
+    If `who` is "rank 3" and that rank has left, the lookup fails.
+    """
 
     rank: int
     question: int
@@ -447,11 +450,11 @@ class Lookup(Message):
 
 
 class NodeInfo(Record):
-    """One admitted node as everyone knows it; `ranks` by local rank, empty for a helper.
+    """One admitted node as all others know it; `ranks` by local rank, empty for a helper.
 
-    Bytes/s: `nic_rate_bytes` of its NIC (0: not known), `nic_limit_bytes` that it may take of that (0: all),
-    `sum_rate_bytes` of input that it sums (0: no matter), `copy_rate_bytes` that its summing threads copy. `probes`:
-    it measures its NIC before anything is planned. `room_nbytes` of memory that it has for sums (-1: not bounded).
+    Bytes/s: `nic_rate_bytes` of its NIC (0: unknown), `nic_limit_bytes` that it may use of that (0: all),
+    `sum_rate_bytes` of input that it sums (0: not a limit), `copy_rate_bytes` that its summing threads copy. `probes`:
+    it measures its NIC before anything is planned. `room_nbytes` of memory for sums (-1: not bounded).
     """
 
     index: int
@@ -470,11 +473,11 @@ class NodeInfo(Record):
 
 
 class Welcome(Message):
-    """All have joined: your index, everybody in node order (the order of the association), the epoch.
+    """All have joined: your index, all nodes in node order (the order of association), the epoch.
 
-    `is_late`: the job runs already; connect, answer `Meets`, and take part from the next `Freeze` on. `lost`: those of
-    `nodes` that are not there any more, `joining`: not yet; `kinds`: (dtype, op) of what is summed; `share_nbytes`: how
-    much of that you may get to own then. `job`: a name that no other job has.
+    `is_late`: the job runs already; connect, send `NewcomerReady`, and take part from the next `Freeze` on. `lost`:
+    those of `nodes` that are gone; `joining`: not there yet; `kinds`: (dtype, op) of all units; `share_nbytes`: about
+    how much of them you will own. `job`: a unique name.
     """
 
     index: int
@@ -488,52 +491,51 @@ class Welcome(Message):
     job: str = ""
 
 
-class Recall(Message):
-    """Say all you know (`Rejoin`), with this `number`: a node was cut off, and may have missed what others have heard.
-    """
+class RejoinRequest(Message):
+    """Tell all you know (`Rejoin`, with this `number`): a node was cut off, and may have missed messages."""
 
     number: int
 
 
 class Resume(Message):
-    """This scheduler knows all that the one before did. What you have prepared and it has not committed is dropped.
+    """This scheduler knows all that the one before knew. Drop what you have prepared and it has not committed.
 
-    `missed`: to a node with ranks, the nodes that have come late after all that it knows of, of which it was never
-    told, and which the job goes on without.
+    `missed`: to a node with ranks, late nodes that it was never told of and that the job goes on without.
     """
 
     missed: tuple[NodeInfo, ...] = ()
 
 
 class Joined(Message):
-    """A node without ranks comes late: expect its connections, answer `Meets`, and again once they are there."""
+    """A node without ranks comes late: accept its connections, send `NewcomerReady`, and again once connected."""
 
     node: NodeInfo
 
 
-class NotComing(Message):
-    """Node `node`, which was to come late, will not: expect it no more."""
+class NewcomerGone(Message):
+    """Node `node`, which was to come late, will not come."""
 
     node: int
 
 
 class Rates(Message):
-    """All who measure have: what the NICs of all nodes carry, in node order, as placement counts on it from now on."""
+    """The measured rates of all NICs, in node order, as placement uses them from now on."""
 
     nic_rate_bytes: tuple[float, ...]
 
 
 class Refuse(Message):
-    """You are not admitted, or your request was refused. `error` is a class name of `errors`."""
+    """You are not admitted, or your request was refused. `error`: a class name of `errors`."""
 
     error: str
     reason: str
 
 
 class Plan(Message):
-    """First phase of a commit: prepare these new units. `remark`: what whoever runs the job should know of it.
+    """First phase of a commit: prepare these new units.
 
-    `choice`: what was compressed, if that was to be chosen, and why.
+    `remark`: what the user should know of it. `choice`: which tensors are compressed, if that was to be chosen, and
+    why.
     """
 
     generation: int
@@ -543,16 +545,16 @@ class Plan(Message):
 
 
 class Commit(Message):
-    """Second phase: everybody is ready. `order[part]` is each partition's integer rank, 0 is most urgent."""
+    """Second phase: all nodes are ready. `order[part]` is each partition's rank, 0 is most urgent."""
 
     generation: int
     order: tuple[int, ...]
 
 
 class Freeze(Message):
-    """First step into `epoch`: sum and pass on nothing, part with nodes `lost`, answer `Frozen`.
+    """First step into `epoch`: sum and forward nothing, disconnect from nodes `lost`, send `FreezeReport`.
 
-    `joined`: nodes that are taken in, unless they were before, and are to get their share of the sums.
+    `joined`: nodes that are taken in, unless they were before, and get their share of the sums.
     """
 
     epoch: int
@@ -561,15 +563,15 @@ class Freeze(Message):
     joined: tuple[int, ...] = ()
 
 
-class Succession(Record):
-    """`owner` sums `part` from the round after `kept_round` on, in the place of a node that is lost.
+class OwnerChange(Record):
+    """`owner` sums `part` from the round after `kept_round` on, in place of a node that is lost.
 
-    The result of `kept_round` is there somewhere; nodes `lacking` get it from node `keeper`, which has sent it already
-    if it is `lent`: at the recovery before.
+    The result of `kept_round` exists somewhere; nodes `lacking` get it from node `keeper`, which has sent it already if
+    it is `lent`: at the recovery before.
 
-    Or in the place of node `giver`, which lives and has summed `kept_round` last: then it is the keeper, and has sent
-    that result. Nodes `pushed` have sent it their inputs of the next round, which they send the new owner as well. Who
-    has sent what arrives before anybody is `Ready`, so that nothing of the partition is under way at the commit.
+    Or in place of node `giver`, which lives and has summed `kept_round` last: then it is the keeper, and has sent that
+    result. Nodes `pushed` have sent it their inputs of the next round, and send them to the new owner as well. What was
+    sent arrives before any node is `Ready`, so nothing of the partition is in flight at the commit.
     """
 
     part: int
@@ -583,31 +585,31 @@ class Succession(Record):
 
 
 class Recover(Message):
-    """Second step: prepare for these owners, and answer `Ready`. The `Commit` of `generation` is the third.
+    """Second step: prepare for these owners, and send `Ready`. The `Commit` of `generation` is the third.
 
-    `units`: those with partitions that have new owners, as they are from now on.
+    `units`: those with partitions that change owners, as they are from now on.
     """
 
     epoch: int
     generation: int
     units: tuple[UnitPlan, ...]
-    successions: tuple[Succession, ...]
+    owner_changes: tuple[OwnerChange, ...]
 
 
 class Retired(Message):
-    """All ranks have retired these units: give back what they use. Their partitions' numbers will be used again."""
+    """All ranks have retired these units: free what they use. Their partition numbers will be used again."""
 
     units: tuple[int, ...]
 
 
 class CreditChanged(Message):
-    """From now on `nbytes` may be under way to one peer; 0: what this node's setting says."""
+    """From now on `nbytes` may be in flight to one peer; 0: as this node's setting says."""
 
     nbytes: int
 
 
 class DeclareFailed(Message):
-    """These names cannot be committed; every rank that declared one of them is told."""
+    """These names cannot be committed; all ranks that declared one of them are told."""
 
     names: tuple[str, ...]
     error: str
@@ -627,14 +629,14 @@ class Echo(Message):
     there_ns: int
 
 
-class Visit(Message):
-    """The scheduler does not hear node `node`: see whether its data port answers, and say so (`Visited`)."""
+class ProbeRequest(Message):
+    """The scheduler does not hear node `node`: connect to its data port, and report (`ProbeResult`)."""
 
     node: int
 
 
-class StallAsk(Message):
-    """Report what you know of this partition."""
+class StallReportRequest(Message):
+    """Report what you know of this partition (`StallReport`)."""
 
     part: int
     round: int
@@ -643,8 +645,7 @@ class StallAsk(Message):
 class StallAnswer(Message):
     """To the node of the rank that asked: who is missing, in words and numbers. `hopeless`: waiting on cannot help.
 
-    `stage`: how far the slowest input has come. `ranks` are global, `nodes` are missing for themselves: not those that
-    wait for their ranks.
+    `stage`: that of the slowest input. `ranks` are global; `nodes` are missing themselves, not waiting for their ranks.
     """
 
     rank: int
@@ -656,8 +657,8 @@ class StallAnswer(Message):
     nodes: tuple[int, ...] = ()
 
 
-class LagAsk(Message):
-    """Report how late inputs were."""
+class LagReportRequest(Message):
+    """Report how late inputs were (`LagReport`)."""
 
     number: int
 
@@ -671,8 +672,8 @@ class LagAnswer(Message):
     silent_nodes: tuple[int, ...] = ()
 
 
-class Found(Message):
-    """To the node of the rank that asked: a notice; or that its own was taken. Or `error`, a class name of `errors`."""
+class KeyValueReply(Message):
+    """The reply to `Lookup` (a value) or `Publish` (stored). Or `error`, a class name of `errors`."""
 
     rank: int
     question: int
@@ -681,14 +682,16 @@ class Found(Message):
     reason: str = ""
 
 
-class Departed(Message):
-    """The first rank has left the job: a wait that goes on should ask whether what it waits for can still come."""
+class FirstRankLeft(Message):
+    """The first rank has left: a wait that goes on should ask whether what it waits for can still come."""
 
     rank: int
 
 
 class Abort(Message):
-    """The job is over: raise `error` with `reason` on every rank. `goes_on`: for this node only, others do without it.
+    """The job is over: raise `error` with `reason` on every rank.
+
+    `goes_on`: for this node only; the others go on without it.
     """
 
     error: str
@@ -704,9 +707,9 @@ class Finish(Message):
 
 
 class Attach(Message):
-    """A rank's first message, with its own pidfd. `proof` is the HMAC of `pid` under the job key.
+    """A rank's first message, sent with its own pidfd. `proof`: the HMAC of `pid` under the job key.
 
-    `cpus`: where it may run ("0-3,8"); `stays`: it is not to be put elsewhere; `gpu`: the number of its GPU, -1: none.
+    `cpus`: where it may run ("0-3,8"); `stays`: it must not be moved; `gpu`: the number of its GPU, -1: none.
     """
 
     version: int
@@ -724,7 +727,7 @@ class Attach(Message):
 
 
 class AttachServer(Message):
-    """A BytePS-style server process that found its machine's node running: count me, tell me when it ends."""
+    """A BytePS server process found its machine's node running: count it, and tell it when the job ends."""
 
     version: int
     pid: int
@@ -732,10 +735,10 @@ class AttachServer(Message):
 
 
 class Attached(Message):
-    """All have joined. With it come four descriptors: lane, board, doorbell, the node's pidfd.
+    """All have joined. Four descriptors come along: lane, board, doorbell, the node's pidfd.
 
-    `machines`: of each node, in node order, its number of ranks and what is known of its rate (bytes/s, 0: nothing).
-    `cpus`: those that the rank is to keep to ("0-3,8"); "": to none. `job`: as of `Welcome`.
+    `machines`: of each node, in node order, its number of ranks and its rate (bytes/s, 0: unknown). `cpus`: those that
+    the rank has to keep to ("0-3,8"); "": any. `job`: as in `Welcome`.
     """
 
     rank: int
@@ -754,7 +757,7 @@ class Attached(Message):
 
 
 class SegmentShared(Message):
-    """Segment `segment` of `owner` ("rank": your inputs, "result:N": node N's results); its descriptor comes along."""
+    """Segment `segment` of `owner` ("rank": your inputs, "result:N": node N's results), with its descriptor."""
 
     owner: str
     segment: int
@@ -777,10 +780,10 @@ class Allocated(Message):
 
 
 class ShareDevice(Message):
-    """Register `nbytes` of my device's memory, whose descriptor comes along, with the cards that you use.
+    """Register `nbytes` of my device's memory, whose descriptor comes along, with the NICs that you use.
 
-    The first `result_nbytes` are for results, which you place; where inputs lie in what follows I say. `gpu`: the
-    address on PCIe of the GPU whose dma-buf it is; "": it is a memfd, the host device's.
+    The first `result_nbytes` are for results, which you place; I say where inputs lie in the rest. `gpu`: the PCIe
+    address of the GPU whose dma-buf it is; "": it is a memfd, the host device's.
     """
 
     request: int
@@ -790,7 +793,7 @@ class ShareDevice(Message):
 
 
 class DeviceShared(Message):
-    """It is your segment `segment` from now on, its results' part mine to give; with an `error` nothing is."""
+    """It is your segment `segment` from now on, and I place results in it; with an `error` it is not."""
 
     request: int
     segment: int = 0
@@ -798,16 +801,16 @@ class DeviceShared(Message):
     reason: str = ""
 
 
-class Direct(Message):
-    """The tensors `names`, which I declare next, lie on my device: cards may take them there, and bring their sums."""
+class GpuDirectTensors(Message):
+    """The tensors `names`, which I declare next, lie on my device: NICs may read and write them there."""
 
     names: tuple[str, ...]
 
 
 class StateAsk(Message):
-    """Copy this node's state of the compressed unit `unit` to my input memory, or take it from there.
+    """Copy this node's state of the compressed unit `unit` to my input memory ("save"), or from there ("load").
 
-    `action` "size": only say how long it is. Nothing of the unit is under way.
+    `action` "size": only return its size. Nothing of the unit is in flight.
     """
 
     request: int
@@ -819,7 +822,7 @@ class StateAsk(Message):
 
 
 class StateDone(Message):
-    """It has `nbytes` bytes, and was copied; with an `error` nothing was."""
+    """The state has `nbytes` bytes, and was copied; with an `error` nothing was."""
 
     request: int
     nbytes: int = 0
@@ -828,7 +831,7 @@ class StateDone(Message):
 
 
 class Extent(Record):
-    """A run of result bytes: segment `segment` of node `node`, byte offsets of the even and the odd round's copy."""
+    """A run of result bytes: segment `segment` of node `node`, offsets of the even and the odd round's copy."""
 
     node: int
     segment: int
@@ -839,7 +842,7 @@ class Extent(Record):
 
 
 class UnitReady(Record):
-    """A committed unit and where its results appear, part by part."""
+    """A committed unit, and where its results appear, part by part."""
 
     plan: UnitPlan
     extents: tuple[Extent, ...]
@@ -853,23 +856,23 @@ class Declared(Message):
 
 
 class Detach(Message):
-    """This rank leaves. `clean` False: it is dying of an exception (`reason`)."""
+    """This rank leaves. `clean` False: it ends by an exception (`reason`)."""
 
     clean: bool
     reason: str = ""
 
 
 class Detached(Message):
-    """The whole job has left, or the node lets you go."""
+    """All ranks have left, or the node lets you go."""
 
 
-class Ask(Message):
-    """A rank asks for the node's counters (request ids are the rank's own)."""
+class CountersRequest(Message):
+    """A rank asks for the node's counters (request numbers are the rank's own)."""
 
     request: int
 
 
-class Told(Message):
+class Counters(Message):
     """The node's counters, and how late its ranks were compared to each other."""
 
     request: int
@@ -878,21 +881,20 @@ class Told(Message):
 
 
 NodeMessage = (
-    Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | Room | Frozen | Meets | BarrierEnter
-    | Heartbeat | Lost | RankLeft | Stalled | StallReport | LagQuestion | LagReport | Publish | Withdraw | Lookup
-    | Rejoin | Kept | Recounted | Finished | Visited
+    Join | Measured | Declare | Retire | Credit | Ready | PrepareFailed | MemoryFreed | FreezeReport | NewcomerReady
+    | BarrierEnter | Heartbeat | Lost | RankLeft | StallQuestion | StallReport | LagQuestion | LagReport | Publish
+    | Withdraw | Lookup | Rejoin | CommittedUnits | RejoinComplete | FinishAck | ProbeResult
 )
 SchedulerMessage = (
-    Welcome | Joined | NotComing | Recall | Resume | Rates | Refuse | Plan | Commit | Freeze | Recover | Retired
-    | CreditChanged | Visit
-    | DeclareFailed | BarrierDone | Heartbeat | Echo | StallAsk | StallAnswer | LagAsk | LagAnswer | Found | Departed
-    | Abort | Finish
+    Welcome | Joined | NewcomerGone | RejoinRequest | Resume | Rates | Refuse | Plan | Commit | Freeze | Recover
+    | Retired | CreditChanged | ProbeRequest | DeclareFailed | BarrierDone | Heartbeat | Echo | StallReportRequest
+    | StallAnswer | LagReportRequest | LagAnswer | KeyValueReply | FirstRankLeft | Abort | Finish
 )
 LocalMessage = (
     Attach | AttachServer | Attached | Refuse | SegmentShared | Allocate | Allocated | Declare | Declared | Retire
-    | Credit | DeclareFailed | BarrierEnter | BarrierDone | Stalled | StallAnswer | Departed | Detach | Detached | Ask
-    | Told | ShareDevice | DeviceShared | Direct
-    | StateAsk | StateDone | LagQuestion | LagAnswer | Publish | Withdraw | Lookup | Found
+    | Credit | DeclareFailed | BarrierEnter | BarrierDone | StallQuestion | StallAnswer | FirstRankLeft | Detach
+    | Detached | CountersRequest | Counters | ShareDevice | DeviceShared | GpuDirectTensors | StateAsk | StateDone
+    | LagQuestion | LagAnswer | Publish | Withdraw | Lookup | KeyValueReply
 )
 
 #: Messages with the connections that they go to, in the order to be sent.
@@ -912,12 +914,12 @@ def refusal(error: BpsError) -> Refuse:
 
 
 def connection_id(process: str, number: int) -> bytes:
-    """Return the ZeroMQ identity of a node's connection: the *number*-th, from 1 on, that its *process* has dialled."""
+    """Return the ZeroMQ identity of a node's *number*-th connection (from 1 on), made by *process*."""
     return f"{process}#{number}".encode()
 
 
 def dialled_as(connection: bytes) -> tuple[bytes, int]:
-    """Return the process and the number that `connection_id` got; the number is 0 of what is no such identity."""
+    """Return the process and number in a `connection_id`; the number is 0 for any other identity."""
     process, separator, number = connection.rpartition(b"#")
     return (process, int(number)) if separator and number.isdigit() else (connection, 0)
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bpsfast.base.process_mark import folder_prefix
+from bpsfast.base.process_identity import folder_prefix
 from bpsfast.bench.harness import table
 from bpsfast.launch.namespaces import netns
 from bpsfast.orchestration.errors import ConfigError, LackingError, PeerLostError, StallError

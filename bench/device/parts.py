@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bpsfast.base.process_mark import folder_prefix
+from bpsfast.base.process_identity import folder_prefix
 from bpsfast.bench.device import overlap
 from bpsfast.bench.device.copies import AFTER, BOTH, IN, OUT
 from bpsfast.bench.device.footprint import WAYS

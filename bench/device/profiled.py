@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bpsfast.base.process_mark import folder_prefix
+from bpsfast.base.process_identity import folder_prefix
 
 #: Calls that block the host until the device has done something: of the runtime, and of the driver below it.
 WAITS = frozenset({

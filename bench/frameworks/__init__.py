@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bpsfast.base.process_mark import folder_prefix
+from bpsfast.base.process_identity import folder_prefix
 from bpsfast.bench.harness import table
 from bpsfast.launch.daemons import clean_environment
 from bpsfast.orchestration.errors import ConfigError, PeerLostError

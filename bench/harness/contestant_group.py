@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from bpsfast.launch.daemons import end, tie_to_parent
+from bpsfast.launch.daemons import terminate, tie_to_parent
 from bpsfast.launch.namespaces import CpuMeter
 from bpsfast.orchestration.errors import PeerLostError, StallError
 
@@ -160,7 +160,7 @@ class Group:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                end(process)
+                terminate(process)
 
 
 def _family(pid: int) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from bpsfast.base import settings
-from bpsfast.base.process_mark import folder_prefix
+from bpsfast.base.process_identity import folder_prefix
 from bpsfast.bench.harness.contestant_group import START_TIMEOUT_S, Group, Start
 from bpsfast.launch import local_job as launch
 from bpsfast.launch.daemons import clean_environment, reserve_port

@@ -1,7 +1,7 @@
 """Sizes as a user names them."""
 from __future__ import annotations
 
-from bpsfast.base import value_formats
+from bpsfast.base.value_formats import parse_size
 from bpsfast.orchestration.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def _size(text: str) -> int:
-    nbytes = value_formats.parse(text)
+    nbytes = parse_size(text)
     if not nbytes or nbytes % 4:
         raise ConfigError(f"{text!r} is no size: expected bytes (a multiple of 4) with K, M or G, such as 64M")
     return nbytes

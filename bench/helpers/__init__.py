@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bpsfast.base.process_mark import folder_prefix
+from bpsfast.base.process_identity import folder_prefix
 from bpsfast.bench.harness.table import finish, plain
 from bpsfast.orchestration.errors import StallError
 

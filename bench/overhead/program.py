@@ -1,7 +1,7 @@
 """A rank that times its own backward passes: N_TENSORS tensors with gradients, with the optimizer's hooks and without.
 
-Run by path (`bpsfast run -n 2 -- python program.py JSON`), so that other versions of bpsfast can run it: it uses nothing
-but their public names. Rank 0 prints one JSON line.
+Run by path (`bpsfast run -n 2 -- python program.py JSON`), so that other versions of bpsfast can run it: it uses
+nothing but their public names. Rank 0 prints one JSON line.
 """
 from __future__ import annotations
 

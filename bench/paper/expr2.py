@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from bpsfast import __version__
+from bpsfast._version import __version__
 from bpsfast.base import exit_codes
 from bpsfast.bench.paper import figure_14
 from bpsfast.bench.paper.calibration import Fit

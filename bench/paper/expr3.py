@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from bpsfast import __version__
+from bpsfast._version import __version__
 from bpsfast.base import exit_codes
 from bpsfast.bench.paper import claim_tables
 from bpsfast.bench.paper.calibration import Fit, calibrate, mean_error

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from bpsfast.hardware.topology.strategy_solver import Strategy
+
 from ...hardware.topology.graph import PartKind, Topology
 from ...hardware.topology.loads import Traffic
-from ...hardware.topology.strategy import Strategy
 from ...hardware.topology.strategy_solver import choose, islands_by_size, islands_of
 from ...tools.simulator.all_reduce import Ring
 from ...tools.simulator.network import Costs, uniform

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...hardware.topology.copies import socket_of
 from ...hardware.topology.graph import Link, LinkKind, PartKind, Topology
 from ...hardware.topology.loads import Traffic
-from ...hardware.topology.strategy import Strategy
+from ...hardware.topology.strategy_solver import Strategy
 from ...orchestration.errors import ConfigError
 from ...tools.simulator.all_reduce import Ring
 

@@ -22,7 +22,7 @@ _QUICK_SIZES = {1: "4K,64K,1M,16M,64M", 2: "64M:64M"}
 _APIS = {"numpy": ("numpy",), "torch": ("torch",), "both": ("numpy", "torch")}
 
 
-def run(options: Mapping[str, Any], hosts: ssh_job.Plan | None = None) -> list[dict[str, Any]]:
+def run(options: Mapping[str, Any], hosts: ssh_job.SshPlan | None = None) -> list[dict[str, Any]]:
     """Measure as *options* say, print tables, and return (and write) the records.
 
     Parameters

@@ -22,7 +22,7 @@ class Elsewhere(Group):
         self.name = name
 
 
-def run(plan: Plan, hosts: ssh_job.Plan) -> list[dict[str, Any]]:
+def run(plan: Plan, hosts: ssh_job.SshPlan) -> list[dict[str, Any]]:
     """Measure as *plan* says on *hosts*; print tables, return the records.
 
     Raises
@@ -45,7 +45,7 @@ def run(plan: Plan, hosts: ssh_job.Plan) -> list[dict[str, Any]]:
     return _report(plan, hosts, rows)
 
 
-def _report(plan: Plan, hosts: ssh_job.Plan, rows: list[Row]) -> list[dict[str, Any]]:
+def _report(plan: Plan, hosts: ssh_job.SshPlan, rows: list[Row]) -> list[dict[str, Any]]:
     n_nodes, records = len(hosts.hosts), []
     where = ", ".join([f"{host.name}:{host.slots}" for host in hosts.hosts]
                       + [f"helper {host.name}" for host in hosts.helpers])

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from bpsfast.base import value_formats
+from bpsfast.base.value_formats import parse_size
 from bpsfast.bench.harness import table
 from bpsfast.launch.namespaces import netns
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
@@ -45,7 +45,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     given = {name: value for name, value in options.items() if value is not None}
     quick = bool(given.get("quick"))
-    nbytes = value_formats.parse(given.get("table_size") or ("64M" if quick else "2G"))
+    nbytes = parse_size(given.get("table_size") or ("64M" if quick else "2G"))
     dim, share = given.get("row_elements") or 128, given.get("share") or 0.01
     n_rows = (nbytes or 0) // (4 * dim)
     n_pushed = int(n_rows * share)

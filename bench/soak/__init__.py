@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from bpsfast.base.process_mark import folder_prefix
+from bpsfast.base.process_identity import folder_prefix
 from bpsfast.bench.harness.table import finish, plain
 
 from ..chaos.processes import Processes

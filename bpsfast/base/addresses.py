@@ -1,4 +1,4 @@
-"""Who reaches whom: this machine's own names and addresses, and whether anybody answers at the scheduler's."""
+"""Network addresses: this machine's own, those of routes, and whether the scheduler's address can be reached."""
 from __future__ import annotations
 
 import ipaddress
@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Iterable
 
-from ..launch.process_role import format_address, is_loopback
 from ..orchestration.errors import ConfigError, StallError
 from ..orchestration.host_lookup import Lookup, is_address, resolve
 from .settings import Settings
@@ -16,18 +15,33 @@ from .settings import Settings
 _log = logging.getLogger("bpsfast.reach")
 _TIMEOUT_S = 2.0
 _AGAIN_S = 0.5
-#: An address of documentation (RFC 5737): the route to it is the default route, and nothing is sent there.
+#: An address for documentation (RFC 5737): its route is the default route. Nothing is sent there.
 _ANYWHERE = "192.0.2.1"
-#: Names that are looked up at a time.
+#: Names that are looked up at the same time.
 _N_LOOKUPS = 64
-#: What gloo's and NCCL's variables take beside a name: `^` (all but), `=` (exactly), a list, a port of the interface.
+#: What gloo's and NCCL's variables accept beside a name: `^` (all but), `=` (exactly), a list, a port.
 _OF_A_LIST = re.compile(r"[\^=,:\s]")
+#: Names that mean the loopback on every machine (RFC 6761, Debian's and Red Hat's hosts files).
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "localhost6")
+
+
+def format_address(host: str, port: int) -> str:
+    """Return ``host:port``, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether *host* can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() in _LOOPBACK_NAMES
 
 
 def unreachable_hint(host: str, port: int) -> str:
-    """Return a sentence, with a space before it, if no connection to *host*:*port* can be made; else nothing.
+    """Return a sentence, with a leading space, if no connection to *host*:*port* is possible; else "".
 
-    Port 0: this process does not know it; nothing is said. Blocks for at most four seconds.
+    Also "" for port 0, which means unknown. Blocks for at most four seconds.
     """
     if port == 0:
         return ""
@@ -40,25 +54,18 @@ def unreachable_hint(host: str, port: int) -> str:
 
 
 def local_host(settings: Settings, scheduler_host: str) -> str:
-    """Return this machine's own address: node_host, or the interface's, or that of the route to the scheduler.
+    """Return this machine's own address: `node_host`, else the interface's, else that of the route to the scheduler.
 
-    Raises
-    ------
-    ConfigError
-        If the interface does not exist or has no IPv4 address, or there is no route.
-    StallError
-        If the scheduler's name was not resolved within `start_timeout_s`.
+    Raises `ConfigError` if the interface does not exist or has no IPv4 address, or there is no route. `StallError` if
+    the scheduler's name was not resolved within `start_timeout_s`.
     """
     return configured_host(settings) or job_route_source(scheduler_host, settings.start_timeout_s)
 
 
 def configured_host(settings: Settings) -> str:
-    """Return this machine's own address as the settings choose it: node_host, or the interface's; "" if neither is set.
+    """Return this machine's own address from the settings: `node_host`, else the interface's; "" if neither is set.
 
-    Raises
-    ------
-    ConfigError
-        If the interface does not exist or has no IPv4 address.
+    Raises `ConfigError` if the interface does not exist or has no IPv4 address.
     """
     if settings.node_host or not settings.interface:
         return settings.node_host
@@ -82,7 +89,7 @@ def configured_host(settings: Settings) -> str:
 
 
 def route_source(host: str) -> str | None:
-    """Return this machine's address on the route to *host*, None if there is no route or no such name.
+    """Return this machine's address on the route to *host*; None without a route or for an unknown name.
 
     Blocks for at most two seconds.
     """
@@ -93,9 +100,9 @@ def route_source(host: str) -> str | None:
 
 
 def local_hosts_among(hosts: Iterable[str]) -> set[str]:
-    """Return those of *hosts* (names or addresses) that are this machine's. Blocks for at most two seconds.
+    """Return those of *hosts* (names or addresses) that are this machine. Blocks for at most two seconds.
 
-    The host name is this machine's wherever it resolves to; any other name is if all its addresses are.
+    This machine's host name counts whatever it resolves to; any other name does if all its addresses are local.
     """
     import psutil
 
@@ -118,7 +125,7 @@ def local_hosts_among(hosts: Iterable[str]) -> set[str]:
         for host, lookup in lookups.items():
             try:
                 lookup.address(until_s - time.monotonic())
-            except OSError:  # ssh may know it by another name
+            except OSError:  # ssh may know the name
                 continue
             if all(_is_own(address, own) for address in lookup.addresses):
                 found.add(host)
@@ -132,12 +139,12 @@ def _is_own(address: str, own: set[str]) -> bool:
 
 
 def _bare(address: str) -> str:
-    """Return *address* without the interface that a link-local one names, as `ipaddress` writes it."""
+    """Return *address* in the spelling of `ipaddress`, without the interface of a link-local one."""
     return str(ipaddress.ip_address(address.partition("%")[0]))
 
 
 def default_route_host() -> str:
-    """Return the address of the default route, else of the first interface that is up; "" if there is only loopback."""
+    """Return the address of the default route, else of the first interface that is up; "" with loopback only."""
     source = route_source(_ANYWHERE)
     if source and not is_loopback(source):
         return source
@@ -149,16 +156,13 @@ def default_route_host() -> str:
 
 
 def job_route_source(host: str, timeout_s: float) -> str:
-    """Return this machine's address on the route to the scheduler's *host*, whose name may not be known at once.
+    """Return this machine's address on the route to the scheduler's *host*, once its name is known.
 
-    On the scheduler's own machine its name may mean the loopback (Debian's /etc/hosts): then it is `default_route_host`.
+    On the scheduler's own machine the name may mean the loopback (Debian's /etc/hosts); then return
+    `default_route_host`.
 
-    Raises
-    ------
-    StallError
-        If the name was not resolved within *timeout_s*: that of a headless service is there when its pod is.
-    ConfigError
-        If there is no route.
+    Raises `StallError` if the name was not resolved within *timeout_s*. (The name of a headless service exists once its
+    pod does.) `ConfigError` if there is no route.
     """
     address = _resolve(host, timeout_s)
     try:
@@ -180,7 +184,7 @@ def _resolve(host: str, timeout_s: float) -> str:
             why = exc.strerror or exc
             _log.info("the scheduler's host %r cannot be resolved yet (%s)", host, why)
             time.sleep(min(_AGAIN_S, max(0.0, deadline - time.monotonic())))
-            if time.monotonic() >= deadline:  # no time to ask again: what the resolver has said last is the reason
+            if time.monotonic() >= deadline:  # the resolver's last error is the reason
                 raise StallError(
                     f"the name {host!r} in the scheduler's address was not resolved within {timeout_s:g} s "
                     f"({why}): check it with `getent hosts`, or give an address in BPSFAST_SCHEDULER") from exc
@@ -188,5 +192,5 @@ def _resolve(host: str, timeout_s: float) -> str:
 
 def _source(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: only asks the routing table
+        probe.connect((host, 9))  # sends nothing, only asks the routing table
         return probe.getsockname()[0]

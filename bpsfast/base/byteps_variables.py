@@ -1,7 +1,7 @@
-"""BytePS's and ps-lite's environment variables, as far as they mean something here.
+"""BytePS's and ps-lite's environment variables as settings, so that programs for BytePS start unchanged.
 
-`ALIASES` maps each of them to a setting, `ROLE_VARIABLES` are read by `roles`, `NO_EFFECT` says in words why the rest
-changes nothing. A program written for BytePS so starts unchanged, and one line of the log tells it the new names.
+`ALIASES` maps each of them to a setting, `launch.environments` reads `ROLE_VARIABLES`, `NO_EFFECT` has the reason why a
+variable changes nothing. A log line gives the new names.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _told: set[str] = set()
 
 
 class Alias(NamedTuple):
-    """`setting` is set by a BytePS variable; `value(text, environ, values)` gives its value, or None for "no effect".
+    """The setting that a BytePS variable sets; `value(text, environ, values)` returns its value, None for "no effect".
 
     `values` are the settings read so far, in the order of the table.
     """
@@ -26,7 +26,7 @@ class Alias(NamedTuple):
 
 
 class Translated(NamedTuple):
-    """What one variable says about one setting."""
+    """A variable, and the value it gives a setting."""
 
     variable: str
     value: Any
@@ -100,7 +100,7 @@ def _number(variable: str, text: str) -> int:
         raise ConfigError(f"{variable} = {text!r} is no whole number") from None
 
 
-#: variable -> what it sets; of two for one setting the first that is set counts
+#: Variable -> setting; of two variables for one setting, the first one that is set counts.
 ALIASES: dict[str, Alias] = {
     "DMLC_PS_ROOT_URI": Alias("scheduler", _scheduler),
     "DMLC_NUM_WORKER": Alias("num_nodes", _same),
@@ -125,7 +125,7 @@ ALIASES: dict[str, Alias] = {
     "BYTEPS_NUMA_ON": Alias("numa", _same),
     "BYTEPS_VISIBLE_CPU_CORES": Alias("rank_cpus", _same),
     "BYTEPS_NUMA_DEFAULT_QUOTA": Alias("rank_cores", _same),
-    "BYTEPS_NUMA_ROOT_QUOTA": Alias("node_cores", _same),  # what the root does there, the node does here
+    "BYTEPS_NUMA_ROOT_QUOTA": Alias("node_cores", _same),  # BytePS's root does what the node does here
     "BYTEPS_CPU_BLACKLIST": Alias("avoid_cpus", _cpus),
     "BYTEPS_MULTITHREADED_CPU": Alias("whole_cores", _same),
     "BYTEPS_ENABLE_ASYNC": Alias("async_training", _same),
@@ -135,23 +135,23 @@ ALIASES: dict[str, Alias] = {
     "PS_HEARTBEAT_TIMEOUT": Alias("lease_s", _positive),
 }
 
-#: what a variable stands for besides, where no other one says so: BytePS's own defaults
+#: Further settings of a variable, unless another one sets them: BytePS's own defaults.
 IMPLIED: dict[str, tuple[Alias, ...]] = {
     "BYTEPS_TRACE_ON": (Alias("trace_first_step", _default_step("10")), Alias("trace_last_step", _default_step("20"))),
 }
 
-#: read elsewhere: by `roles`, or together with one of the above
+#: Read elsewhere: by `launch.environments`, or together with one of the above.
 ROLE_VARIABLES = frozenset({
     "DMLC_ROLE", "DMLC_PS_ROOT_PORT", "BYTEPS_GLOBAL_RANK", "BYTEPS_FORCE_DISTRIBUTED", "BYTEPS_TRACE_DIR",
 })
 
-#: asks for something bpsfast would do differently: worth a warning
+#: Variables that ask for something bpsfast does not do: a warning is logged.
 NOT_OBEYED = {
     "PS_DROP_MSG": "no message is dropped",
     "DMLC_ENABLE_UCX": "there is no UCX transport",
 }
 
-#: variable -> why it changes nothing
+#: Variable -> why it changes nothing.
 NO_EFFECT = {
     "BYTEPS_ENABLE_MIXED_MODE": "the optimal placement is always on",
     "BYTEPS_MIXED_MODE_BOUND": "the optimal placement needs no hash buckets",
@@ -177,10 +177,7 @@ NO_EFFECT = {
 def translate(setting: str, environ: Mapping[str, str], values: Mapping[str, Any]) -> Translated | None:
     """Return what BytePS's variables in *environ* say about *setting*, or None.
 
-    Raises
-    ------
-    ConfigError
-        If a variable has no meaning, or needs another one that is missing.
+    Raises `ConfigError` if a variable has no meaning, or needs another one that is missing.
     """
     implied = [(variable, alias) for variable, aliases in IMPLIED.items() for alias in aliases]
     for variable, alias in [*ALIASES.items(), *implied]:
@@ -193,13 +190,13 @@ def translate(setting: str, environ: Mapping[str, str], values: Mapping[str, Any
 
 
 def clamped(said: Translated, setting: str, most: float) -> None:
-    """Log, once per process and variable, that *most* is used of what a variable has said."""
+    """Log, once per process and variable, that the limit *most* replaces a variable's value."""
     if _first_time(f"{said.variable}={said.value}"):
         _log.warning("%s = %s is read as %s = %g: more is not possible", said.variable, said.value, setting, most)
 
 
 def report(environ: Mapping[str, str], origins: Mapping[str, str]) -> None:
-    """Log, once per process and variable, what became of BytePS's variables. Warnings name the new variable."""
+    """Log, once per process and variable, how BytePS's variables are used, with the new names."""
     read = [f"{variable} as BPSFAST_{alias.setting.upper()}" for variable, alias in ALIASES.items()
             if origins.get(alias.setting) == f"{variable} (alias)" and _first_time(variable)]
     if read:

@@ -1,15 +1,14 @@
-"""What the ranks of a job report of their own ends, so that the launcher can tell the cause from its consequences; and
-nodes, whether there was a job at all.
+"""What ranks report about their ends, so that the launcher finds the process that failed first.
 
-The output of a rank is not enough for that: an exception may be caught, chained or printed nowhere, and a rank that
-failed first may take longest to end. So the launcher of a process (`child.LocalProcesses`) keeps a memory file, which the
-process finds in its environment, and bpsfast's runtime in the rank appends one line to it when one of `WORDS` is true:
+Their output is not enough: an exception may be caught, chained or printed nowhere, and a rank that failed first may
+take longest to end. So the launcher (`launch.processes.LocalProcesses`) keeps a memory file, which each process finds
+by its environment. bpsfast appends a line to it with one of `WORDS`:
 
     attached  (a node) the first rank has attached to it
-    joined    it has become a rank of a job
-    told      it was told that the job is over because of another process: whatever follows is no cause
-    leaves    it begins to leave the job: at exit, for an exception, or by `shutdown`
-    left      the job has let it go, as all ranks have left: what it does from now on concerns nobody else
+    joined    it has joined a job
+    told      it was told that another process ended the job: its own end is a consequence
+    leaves    it begins to leave the job: at exit, by an exception, or by `shutdown`
+    left      the job has let it go, as all ranks have left: its end no longer concerns the others
 
 A path through /proc works below shells, wrappers and network namespaces, and leaves nothing behind if the launcher is
 killed. Where it does not work (another user, another PID namespace) nothing is reported, and the launcher judges by
@@ -23,7 +22,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-#: Of a process's environment: the file's path, and the number that the launcher has given to the process.
+#: Environment variable with the file's path and the number of the process.
 VARIABLE = "_BPSFAST_END_REPORTS"
 WORDS = ("attached", "joined", "told", "leaves", "left")
 _LONGEST_NBYTES = 64
@@ -40,7 +39,8 @@ class Report(NamedTuple):
 
 
 def report(word: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Append *word* with the time, if a launcher wants to know, once until the next "joined". Never raises; any thread.
+    """Append *word* and the time, if there is a launcher; each word once until the next "joined". Never raises; any
+    thread.
     """
     path, _, number = environ.get(VARIABLE, "").rpartition(":")
     if not path:
@@ -52,7 +52,7 @@ def report(word: str, environ: Mapping[str, str] = os.environ) -> None:
     _said.add(word)
     with contextlib.suppress(OSError):
         if not os.readlink(path).startswith(f"/memfd:{_FILE}"):
-            return  # in another PID namespace the number may be another process's
+            return  # in another PID namespace, the path may be of another process
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             os.write(fd, f"{number} {word} {time.monotonic_ns()}\n".encode())
@@ -61,18 +61,18 @@ def report(word: str, environ: Mapping[str, str] = os.environ) -> None:
 
 
 class Reports:
-    """The launcher's file, and what is in it. One thread; `close` gives the file back."""
+    """The launcher's file. One thread."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create(_FILE, os.MFD_CLOEXEC)
         self._n_read = 0
 
     def environ(self, number: int) -> dict[str, str]:
-        """Return what the environment of process *number* needs."""
+        """Return the variable for the environment of process *number*."""
         return {VARIABLE: f"/proc/{os.getpid()}/fd/{self._fd}:{number}"}
 
     def read(self) -> list[Report]:
-        """Return what was reported since the last call, in order; lines that are none are left out."""
+        """Return the reports since the last call, in order, without lines that are none."""
         data = os.pread(self._fd, os.fstat(self._fd).st_size - self._n_read, self._n_read)
         data = data[:data.rfind(b"\n") + 1]
         self._n_read += len(data)
@@ -80,12 +80,12 @@ class Reports:
         return [each for each in found if each is not None]
 
     def close(self) -> None:
-        """Give the file back. Processes that still report then report to nobody."""
+        """Close the file. Later reports are lost."""
         os.close(self._fd)
 
 
-class End:
-    """When one process began to end, as far as it has reported that; `take` what it reports, in order."""
+class EndTiming:
+    """When a process began to end, from its reports; `take` them in order."""
 
     def __init__(self) -> None:
         self._told_s: float | None = None
@@ -103,12 +103,12 @@ class End:
             self._leaves_s = time_s
 
     def began_s(self, ended_s: float) -> float:
-        """Return when it began to end: when it left the job, if before the end *ended_s*."""
+        """Return when it began to end: when it began to leave the job, if that was before its end *ended_s*."""
         return ended_s if self._leaves_s is None else min(ended_s, self._leaves_s)
 
     @property
     def follows(self) -> bool:
-        """Whether it knew, before it began to end, that another process had ended the job."""
+        """Whether it was told, before it began to end, that another process had ended the job."""
         return self._told_s is not None and (self._leaves_s is None or self._told_s <= self._leaves_s)
 
 

@@ -1,7 +1,7 @@
-"""Exit codes: the one table of what each means, for every command, daemon and launcher of the package.
+"""The exit codes of all commands, daemons and launchers, and what they mean.
 
-A launcher that starts users' programs ends with the code of one of them, so those can be anything; the codes that it
-gives itself are those of the shell, `timeout` and `ssh`.
+A launcher of user programs ends with the code of one of them; its own codes are those of the shell, `timeout` and
+`ssh`.
 """
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ..orchestration.errors import BpsError, CapacityError, ConfigError, Lacking
 from . import logs
 
 OK = 0
-#: A check failed, or whatever has no code of its own.
+#: A check failed, or the error has no code of its own.
 FAILED = 1
-#: Wrong options or settings; as click's own.
+#: Wrong options or settings, as in click.
 USAGE = 2
 #: The machine lacks what the command needs: a device, a library, a permission.
 ENVIRONMENT = 3
 TIMEOUT = 4
-#: Of a helper: its job goes on without it.
+#: Helper: its job goes on without it.
 LEFT_BEHIND = 5
-#: Of a daemon: another process of the job failed, and that ended this one.
+#: Daemon: another process of the job failed and ended it.
 ABORTED = 6
-#: Of a launcher: the job has not ended in time; as timeout(1).
+#: Launcher: the job did not end in time, as timeout(1).
 JOB_TIMEOUT = 124
-#: Of a launcher: a program cannot be executed, or is not there; as shells.
+#: Launcher: a program cannot be executed, or does not exist, as in shells.
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
-#: Of a launcher: a process was lost with its host; as ssh.
+#: Launcher: a process was lost with its host, as ssh.
 LOST_HOST = 255
 
 WORDS = {
@@ -44,7 +44,7 @@ WORDS = {
     LEFT_BEHIND: "of a helper: its job has lost or refused it, and goes on without it",
     ABORTED: "of a node or scheduler: another process failed first and ended the job; the last line names it",
 }
-#: What `bpsfast run` ends with where it is not a process's own code; beside 128 + N, see `words_of`.
+#: Further exit codes of `bpsfast run`, besides those of processes and 128 + N; see `words_of`.
 WORDS_OF_RUN = {
     JOB_TIMEOUT: "the job has not ended within --timeout",
     NOT_EXECUTABLE: "PROGRAM cannot be executed",
@@ -54,19 +54,19 @@ WORDS_OF_RUN = {
 
 
 def words_of(code: int) -> str:
-    """Return what exit code *code* of a command, daemon or launcher of this package means; "" for none of ours."""
+    """Return the meaning of exit code *code*, "" if it is not one of ours."""
     if code - 128 in signal.valid_signals():
         return f"the process, or the launcher itself, was ended by {signal.Signals(code - 128).name}"
     return WORDS.get(code) or WORDS_OF_RUN.get(code, "")
 
 
 def code_of_daemon(error: BpsError) -> int:
-    """Return the exit code of a daemon that ends with *error*: who lost a peer is not to blame."""
+    """Return the exit code of a daemon that ends with *error*; a lost peer is not its own fault."""
     return ABORTED if isinstance(error, PeerLostError) else code_of(error)
 
 
 def code_of(error: Exception) -> int:
-    """Return the exit code of *error*: by whose fault it is."""
+    """Return the exit code of *error* by its cause."""
     if isinstance(error, LackingError):
         return ENVIRONMENT
     if isinstance(error, ConfigError):
@@ -83,10 +83,10 @@ _log = logging.getLogger("bpsfast")
 
 
 def exit_on_error(function: Callable) -> Callable:
-    """Print an error as one line; a traceback of our own files would not help who has to fix a setting.
+    """Print an error of a command as one line without a traceback, and exit with its code.
 
-    With ``log_format=json`` it is a log line. With the option ``--json`` (a parameter ``as_json``) standard output gets
-    an object ``{"error": ...}`` as well.
+    With ``log_format=json`` the line is a log record. With the option ``--json`` (parameter ``as_json``) standard
+    output gets ``{"error": ...}`` as well.
     """
 
     import click  # ranks import this module, too, and need no command line
@@ -97,7 +97,7 @@ def exit_on_error(function: Callable) -> Callable:
             return function(*args, **kwargs)
         except (BpsError, OSError) as exc:
             if isinstance(exc, BrokenPipeError):
-                raise  # standard output was closed (`| head`): click ends quietly
+                raise  # standard output was closed (`| head`): click exits quietly
             if kwargs.get("as_json"):
                 click.echo(json.dumps({"error": {"class": type(exc).__name__, "text": str(exc)}}))
             if logs.is_json():

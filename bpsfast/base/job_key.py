@@ -1,39 +1,43 @@
-"""This user's secret on this machine: from it the keys of jobs are derived that do not leave the machine.
+"""The secret key of a job: the given one, or one derived from this user's secret on this machine.
 
-Ranks of a job on one machine (torchrun, mpirun, a Slurm step, BytePS's variables) have no channel of their own before
-they meet, and what they have in common, such as a port or the process that started them, every user of the machine can
-see. A file that only this user can read is such a channel.
+Ranks of a job on one machine (torchrun, mpirun, a Slurm step, BytePS's variables) share nothing that other users of the
+machine cannot see: a port, or the process that started them. So `machine_secret` keeps a secret in a file that only
+this user can read; jobs that stay on the machine derive their keys from it.
 """
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..orchestration import security
 from ..orchestration.errors import ConfigError
+from .addresses import is_loopback
+from .settings import Settings, parse_address
 
-#: Where the secret may lie: the first of them in which this user has, or can have, a folder of its own. TMPDIR does not
-#: count, since not all processes of a job need have the same.
+_log = logging.getLogger("bpsfast.roles")
+_ANY_NODE = Settings().node_id
+
+#: Folders for the secret: the first one in which this user has, or can have, a folder of its own. TMPDIR is not used,
+#: as the processes of a job may have different ones.
 _PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 _FILE = "machine.key"
-#: What is over soon, and says nothing of the folder.
+#: Temporary errors, which do not mean that the folder is unusable.
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EINTR)
 _NBYTES = 32
 
 
 def machine_secret(places: Sequence[str | Path] = _PLACES) -> bytes:
-    """Return the 32 bytes that all processes of this user on this machine get, and nobody else but root.
+    """Return 32 bytes that all processes of this user on this machine get, and no others but root's.
 
-    The first process that asks draws them. They last as long as the file does; jobs read it at their start only.
+    The first process draws them. They last as long as the file; jobs read it only at their start.
 
-    Raises
-    ------
-    ConfigError
-        In none of *places* this user can have a folder that nobody else can write or read.
+    Raises `ConfigError` if this user has a private folder in none of *places*.
     """
     objections = []
     for place in places:
@@ -41,7 +45,7 @@ def machine_secret(places: Sequence[str | Path] = _PLACES) -> bytes:
         try:
             return _read_or_draw(folder)
         except OSError as exc:
-            if exc.errno in _PASSING:  # another process may have better luck, and would go elsewhere
+            if exc.errno in _PASSING:  # another process might succeed here, and use another folder
                 raise ConfigError(f"this user's secret in {folder} cannot be read: {exc}; try again, or set "
                                   "BPSFAST_JOB_KEY to the same random hex for all processes of the job") from exc
             objections.append(f"{folder}: {exc.strerror or exc}")
@@ -70,7 +74,7 @@ def _read(within: int) -> bytes:
     try:
         _check_owner(fd)
         data = os.read(fd, _NBYTES + 1)
-        os.utime(fd)  # who cleans up by age leaves it to jobs that still run
+        os.utime(fd)  # so that cleaning up by age does not remove it
     finally:
         os.close(fd)
     if len(data) != _NBYTES:
@@ -79,7 +83,7 @@ def _read(within: int) -> bytes:
 
 
 def _draw(within: int) -> None:
-    """Make the file, whole from the moment that others see it; another process may have been faster."""
+    """Create the file atomically, unless another process was faster."""
     name = f".{os.getpid()}-{secrets.token_hex(8)}"
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=within)
     try:
@@ -92,9 +96,77 @@ def _draw(within: int) -> None:
 
 
 def _check_owner(fd: int) -> None:
-    """Raise OSError unless *fd* is this user's, and nobody else's to read or to write."""
+    """Raise `OSError` unless *fd* is this user's, without permissions for others."""
     found = os.fstat(fd)
     if found.st_uid != os.geteuid():
         raise OSError(f"it belongs to user {found.st_uid}")
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise OSError(f"other users may use it (mode {stat.S_IMODE(found.st_mode):04o})")
+
+
+def given_key(settings: Settings) -> str:
+    """Return the job's key as given in the settings (hex), "" if none; raise `ConfigError` for an unreadable file."""
+    if settings.job_key or not settings.job_key_file:
+        return settings.job_key
+    try:
+        return Path(settings.job_key_file).read_text(encoding="utf-8-sig").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"BPSFAST_JOB_KEY_FILE = {settings.job_key_file!r} cannot be read: {exc}") from exc
+
+
+def job_key(settings: Settings, scheduler: str) -> bytes:
+    """Return the key of the job with the scheduler at *scheduler* ("host:port").
+
+    It is the given one; else, if only this machine can reach the scheduler, one derived from `machine_secret`. Any
+    other job without a key is refused, unless BPSFAST_INSECURE=1: then the key follows from the address, and is no
+    secret.
+
+    Raises `ConfigError` if there is no key, its file cannot be read, or it is too short or not hexadecimal.
+    """
+    host = parse_address(scheduler, "the scheduler")[0]
+    if given_key(settings) or is_loopback(host):
+        return local_key(settings, scheduler)
+    check_insecure(settings, f"could join the job of the scheduler at {scheduler}")
+    return security.job_key(None, f"bpsfast|{scheduler}")
+
+
+def local_key(settings: Settings, common: str) -> bytes:
+    """Return the key of a job on one machine: the given one, or one that only this user's processes can derive.
+
+    *common* is known to the processes of this job, and differs from other jobs on this machine.
+    """
+    given = given_key(settings)
+    if given:
+        return security.job_key(given, "")
+    return security.prove(machine_secret(), "bpsfast job key", common)
+
+
+def check_insecure(settings: Settings, danger: str) -> None:
+    """Raise `ConfigError` unless the user allows a job without a key; then log a warning.
+
+    *danger* completes "whoever reaches this port ...".
+    """
+    if not settings.insecure:
+        raise ConfigError(
+            f"there is no job key, and without one whoever reaches its port {danger}: set BPSFAST_JOB_KEY to the same "
+            "random hex on all machines (openssl rand -hex 32), or BPSFAST_JOB_KEY_FILE to a file with it, or "
+            "BPSFAST_INSECURE=1 on a network where everybody is trusted")
+    if settings.local_rank in (0, -1):
+        _log.warning("BPSFAST_INSECURE=1 and no job key: whoever reaches its port %s", danger)
+
+
+def default_node_id(settings: Settings, scheduler: str) -> str:
+    """Return the name of this machine's node in the job with the scheduler at *scheduler* ("host:port"), as two jobs on
+    one machine may have the same key.
+    """
+    return node_id_or_default(settings, f"machine of {scheduler.lower()}")
+
+
+def node_id_or_default(settings: Settings, name: str) -> str:
+    """Return the setting `node_id` if it is set, else *name*, which differs from other jobs on this host."""
+    return name if settings.node_id == _ANY_NODE else settings.node_id
+
+
+def elastic_key(key: bytes) -> bytes:
+    """Return the key of the line between an elastic job's workers and its coordinator, derived from the job's *key*."""
+    return security.prove(key, "muster")

@@ -1,11 +1,11 @@
-"""What bpsfast logs, on standard error, unless the program has configured logging itself.
+"""The format of bpsfast's log, on standard error unless the program has configured logging itself.
 
 Two formats (the setting ``log_format``). Text: time (local, with its offset), process, job, role, level, message:
 
     2026-01-31T09:30:00.123+01:00 pid=4711 job=3fa9c1d2 bpsfast node 1 ERROR: PeerLostError: rank 2 ...
 
 JSON: one object a line, with the keys ts, level, logger, pid, role, a number named as the role, job, message, and
-exception where there is one. ``job`` is the name that the scheduler gave to the job, of which text shows eight digits.
+exception if there is one. ``job`` is the job's name from the scheduler, of which text shows eight digits.
 """
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ import json
 import logging
 import os
 import re
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 _handler: logging.Handler | None = None
 
-#: How a daemon's line begins that tells of an end which others caused: a launcher knows it by that.
+#: Prefix of a daemon's message that another process ended it, by which a launcher recognizes the message.
 ABORTED = "the job was aborted: "
 _JSON_START = b'{"ts": '
 _HEAD = rb"(\S+ )(pid=\d+ job=\S+ )"
-#: Matches a line, of either format, by which a process says that it ends because of another one.
+#: Matches a line, in either format, of a process that ends because of another one.
 CONSEQUENCE = (rb"(?:(?:" + _HEAD + rb")?bpsfast .*: |\{\"ts\": .*\"message\": \"(?:the job is aborted: )?)"
                rb"(?:PeerLostError|" + ABORTED.encode() + rb")")
 _LINE = re.compile(_HEAD + rb"bpsfast (\w+(?: \d+)?) (?=[A-Z]+: )")
@@ -33,8 +35,8 @@ _TEXT_JOB_LENGTH = 8
 def configure(level: str, who: str = "", form: str = "") -> None:
     """Show messages of the "bpsfast" loggers from *level* on, in *form* ("text" or "json"). May be called again.
 
-    *who*: see `set_identity`. An empty *form* changes nothing. Adds a handler only if neither the root logger nor ours has one:
-    a program's own logging is left alone.
+    *who*: see `set_identity`. An empty *form* changes nothing. Adds a handler only if neither the root logger nor
+    "bpsfast" has one, so a program's own logging is left alone.
     """
     global _handler
     set_identity(who)
@@ -50,10 +52,10 @@ def configure(level: str, who: str = "", form: str = "") -> None:
 
 
 def set_identity(who: str = "", job: str | Callable[[], str] = "") -> None:
-    """Let further lines say *who* this process is ("node 1", "launcher") and the name of its *job*; "": as before.
+    """Show in further lines *who* this process is ("node 1", "launcher") and the name of its *job*; "": no change.
 
-    *job* may be what returns the name, where that is not known yet ("") or changes. A process of several jobs says the
-    one that it has joined last.
+    *job* may be a function that returns the name, if it is not known yet or changes. A process of several jobs shows
+    the one it has joined last.
     """
     if who:
         _formatter.who = who
@@ -62,17 +64,17 @@ def set_identity(who: str = "", job: str | Callable[[], str] = "") -> None:
 
 
 def is_json() -> bool:
-    """Whether lines are JSON: by `configure`, or else by the environment, which says it before settings are read."""
+    """Whether lines are JSON: by `configure`, or, before settings are read, by the environment."""
     return (_formatter.form or os.environ.get("BPSFAST_LOG_FORMAT", "")) == "json"
 
 
 def time_of(seconds: float) -> str:
-    """Return a time (s since the epoch) in ISO 8601, local, with milliseconds and offset."""
+    """Return *seconds* since the epoch as local time in ISO 8601, with milliseconds and offset."""
     return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
 
 
 def identity(who: str) -> dict[str, str | int]:
-    """Return what JSON says of *who*: "rank 3" is ``{"role": "rank", "rank": 3}``."""
+    """Return the JSON keys of *who*: "rank 3" is ``{"role": "rank", "rank": 3}``."""
     kind, _, number = who.rpartition(" ")
     return {"role": kind, kind: int(number)} if kind and number.isdecimal() else {"role": who}
 
@@ -83,7 +85,7 @@ def is_json_line(line: bytes) -> bool:
 
 
 def strip_log_prefix(line: bytes, who: bytes, timed: bool) -> bytes:
-    """Return a text *line* as it reads after a head that says *who* wrote it, and when if *timed*."""
+    """Return a text *line* without the parts that its new prefix repeats: *who*, and the time if *timed*."""
     found = _LINE.match(line)
     if found is None:
         return line
@@ -93,7 +95,7 @@ def strip_log_prefix(line: bytes, who: bytes, timed: bool) -> bytes:
 
 
 class _Formatter(logging.Formatter):
-    """Both formats. `form`: "" is text."""
+    """Formats lines as text or JSON. `form`: "" is text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,3 +120,32 @@ class _Formatter(logging.Formatter):
 
 
 _formatter = _Formatter()
+
+
+_PAUSE_S = 1.0
+
+
+class RateLimitedLog:
+    """Logs to *log* at most one line of each level in a second; the next one has the number of those left out.
+
+    For what strangers cause, such as refused connections. Any thread. *clock* returns monotonic seconds.
+    """
+
+    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._next: dict[int, float] = {}
+        self._n_omitted: dict[int, int] = {}
+
+    def note(self, level: int, text: str, *values: object) -> None:
+        """Log *text*, formatted with *values*, unless a line of that *level* was logged within the last second."""
+        now = self._clock()
+        with self._lock:
+            if now < self._next.get(level, now):
+                self._n_omitted[level] = self._n_omitted.get(level, 0) + 1
+                return
+            self._next[level] = now + _PAUSE_S
+            n_omitted = self._n_omitted.pop(level, 0)
+        self._log.log(level, text + (" (and %d more since the last such line)" if n_omitted else ""),
+                      *values, *((n_omitted,) if n_omitted else ()))

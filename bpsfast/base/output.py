@@ -1,7 +1,7 @@
-"""How commands show results: the options they share, columns of text, JSON, CSV.
+"""The output of commands: shared options, tables as text, JSON, CSV.
 
-Plain columns need no package and look the same in a log file; colours appear on a terminal only (click strips them
-elsewhere, and ``NO_COLOR`` or ``--no-color`` everywhere).
+Tables are plain text that needs no package and suits a log. Colors appear only on a terminal (click strips them
+elsewhere; ``NO_COLOR`` and ``--no-color`` turn them off).
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import msgspec
 
 
 class OutputOptions(NamedTuple):
-    """What the shared options asked for; `path` None is standard output."""
+    """The values of the shared options; `path` None is standard output."""
 
     as_json: bool = False
     as_csv: bool = False
@@ -43,23 +43,23 @@ def options(*, tabular: bool = False) -> Callable[[Callable], Callable]:
 
 
 def form(as_json: bool, path: str | None, no_color: bool, as_csv: bool = False) -> OutputOptions:
-    """Return the shared options as one value."""
+    """Return the values of the shared options."""
     if as_json and as_csv:
         raise click.UsageError("--json and --csv: choose one")
     return OutputOptions(as_json, as_csv, path, False if no_color or os.environ.get("NO_COLOR") else None)
 
 
 def show(chosen: OutputOptions, text: Callable[[], str], data: Any, rows: Sequence[Sequence[Any]] = ()) -> None:
-    """Print the result in the form asked for.
+    """Print a result in the form that the options ask for.
 
     Parameters
     ----------
     text
-        Makes the text for people; not called for other forms.
+        Returns the text; called only for text output.
     data
-        What JSON shows: structs, dicts, lists, numbers, text, None. Infinite and undefined numbers become null.
+        The JSON data: structs, dicts, lists, numbers, text, None. Infinite and undefined numbers become null.
     rows
-        What CSV shows, the head first.
+        The CSV rows, head first.
     """
     if chosen.as_json:
         content = json.dumps(_finite(msgspec.to_builtins(data)), indent=2)
@@ -77,12 +77,12 @@ def show(chosen: OutputOptions, text: Callable[[], str], data: Any, rows: Sequen
 
 
 def terminal_width() -> int | None:
-    """Return how many columns standard output has, None if it is no terminal: then lines are as long as they are."""
+    """Return the width of standard output, None if it is not a terminal; then lines are not wrapped."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def hanging(head: str, words: str) -> list[str]:
-    """Return *head* and *words* as one line; on a terminal as several, those after the first below the words."""
+    """Return *head* and *words* as one line; on a terminal wrapped, with *words* aligned."""
     width, indent = terminal_width(), len(click.unstyle(head))
     if width is None or width < indent + 20:
         return [f"{head}{words}".rstrip()]
@@ -91,13 +91,13 @@ def hanging(head: str, words: str) -> list[str]:
 
 
 def fitting(lines: Sequence[str]) -> list[str]:
-    """Return *lines*; on a terminal what is wider than that goes on below."""
+    """Return *lines*, wrapped on a terminal."""
     width = terminal_width()
     return [part for line in lines for part in (hanging("", line) if width and len(line) > width else [line])]
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Return left-justified columns, those in *right* right-justified; the first row is the head."""
+    """Return left-aligned columns, right-aligned for the indices in *right*; the first row is the head."""
     widths = [max(len(click.unstyle(row[i])) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -110,9 +110,7 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Return `columns`; on a terminal that has no room for them, each row by itself: its first cell, and below each
-    other what its columns are called and hold, as many in a line as find room.
-    """
+    """Return `columns`; on a terminal that is too narrow, each row as a block: its first cell, then heads and cells."""
     whole, width = columns(rows, right), terminal_width()
     if width is None or max(len(click.unstyle(line)) for line in whole.splitlines()) <= width:
         return whole
@@ -131,8 +129,18 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def size(nbytes: int | None) -> str:
+    """Return "64 KiB", "8 MiB", "1.5 GiB"; None is "unlimited"."""
+    if nbytes is None:
+        return "unlimited"
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.4g} {unit}"
+    return f"{nbytes} bytes"
+
+
 def _finite(data: Any) -> Any:
-    """Return *data* with every number that JSON cannot hold replaced by None."""
+    """Return *data* with None for every number that JSON cannot represent."""
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

@@ -18,12 +18,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..hardware import numa
-from ..hardware.rdma_devices import PATH_MTUS
 from ..orchestration.errors import ConfigError
 from ..orchestration.placement_policy import check_policy
-from . import logs, profile as profiles, rdma_device_list, value_formats
+from . import logs, profile as profiles
 from .byteps_variables import ALIASES, Translated, clamped, report, translate
+from .value_formats import PATH_MTUS, is_cpu_list, parse_cpus, parse_rdma_devices, parse_size
 
 PREFIX = "BPSFAST_"
 _KEY = "BPSFAST_JOB_KEY"
@@ -435,7 +434,7 @@ def _typed(name: str, raw: Any, origin: str) -> Any:
         text = text.upper()
     row = _row(name)
     if row.unit == "bytes" and isinstance(text, str):
-        nbytes = value_formats.parse(text)
+        nbytes = parse_size(text)
         text = text if nbytes is None else nbytes
     try:
         return msgspec.convert(text, row_type, strict=False)
@@ -477,7 +476,7 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
         raise ConfigError(f"BPSFAST_REDUCE_ROOTS = {settings.reduce_roots!r} ({origins['reduce_roots']}): expected "
                           "local ranks such as 2,3")
     try:
-        rdma_device_list.parse(settings.rdma_devices)
+        parse_rdma_devices(settings.rdma_devices)
     except ValueError as exc:
         raise ConfigError(
             f"BPSFAST_RDMA_DEVICES = {settings.rdma_devices!r} ({origins['rdma_devices']}): {exc}"
@@ -485,14 +484,14 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
     if settings.rdma_mtu not in (0, *PATH_MTUS):
         raise ConfigError(f"BPSFAST_RDMA_MTU = {settings.rdma_mtu} ({origins['rdma_mtu']}): a path MTU is one of "
                           f"{', '.join(map(str, sorted(PATH_MTUS)))}; 0: the smaller of both ports'")
-    if settings.rdma_cores not in ("", "numa") and not numa.parse_cpus(settings.rdma_cores):
+    if settings.rdma_cores not in ("", "numa") and not parse_cpus(settings.rdma_cores):
         raise ConfigError(f"BPSFAST_RDMA_CORES = {settings.rdma_cores!r} ({origins['rdma_cores']}): expected cores "
                           "such as 3 or 4-7, numa, or nothing")
-    if settings.cpus and (not numa.parse_cpus(settings.cpus) or not settings.cores):
+    if settings.cpus and (not parse_cpus(settings.cpus) or not settings.cores):
         raise ConfigError(f"BPSFAST_CPUS = {settings.cpus!r} ({origins['cpus']}): expected CPUs such as 3 or 4-7, of "
                           f"which BPSFAST_CORES = {settings.cores} ({origins['cores']}) says how many are used")
     for name, given in (("rank_cpus", settings.rank_cpus.split(":")), ("avoid_cpus", [settings.avoid_cpus])):
-        if getattr(settings, name) and not all(map(numa.is_list, given)):
+        if getattr(settings, name) and not all(map(is_cpu_list, given)):
             more = ", for each local rank, with : between them" if name == "rank_cpus" else ""
             raise ConfigError(f"BPSFAST_{name.upper()} = {getattr(settings, name)!r} ({origins[name]}): expected CPUs "
                               f"such as 3 or 4-7,9{more}")

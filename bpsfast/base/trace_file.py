@@ -1,4 +1,9 @@
-"""The file that each process of a job leaves in ``trace_dir``: its spans, and what `merge` has to know of it."""
+"""The trace file of a process, in Chrome's Trace Event Format: writing spans as events, and reading them back.
+
+Consecutive spans become complete events (``X``) in rows, each the ``tid`` of a virtual thread; where two threads of a
+rank copied at once there are two rows, as slices of a row must not overlap. Only such slices can carry arrows. Spans
+that may overlap become pairs of asynchronous events (``b``, ``e``).
+"""
 from __future__ import annotations
 
 import json
@@ -15,15 +20,15 @@ from ..orchestration.errors import ConfigError
 from .process_identity import boot_id
 from .trace_records import DETAILS, Part, Span, spans
 
-#: Viewers cut times to whole nanoseconds: what is nearer than this might overlap there, and what is shorter vanish.
+#: Viewers round times to nanoseconds: closer slices might overlap there, and shorter ones vanish.
 _GAP_NS = 2
-#: Of two events of one time: a slice comes before the arrows that are bound to it.
+#: Order of events at one time: a slice precedes the arrows bound to it.
 _PHASES = {"M": 0, "e": 1, "X": 2, "b": 3}
 _LAST_PHASE = 4
 
 
 class Slice(NamedTuple):
-    """A span in its place: `pid` and `tid` of the events."""
+    """A span and the `pid` and `tid` of its events."""
 
     pid: int
     tid: int
@@ -31,14 +36,14 @@ class Slice(NamedTuple):
 
 
 class Rows:
-    """Gives spans of one process rows in which nothing overlaps. Spans come in the order of their beginnings."""
+    """Assigns spans of one process to rows without overlap. Spans come in order of their beginnings."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[tuple[int, int]]] = {}
         self.names: dict[int, str] = {}
 
     def place(self, title: str, begin_ns: int, end_ns: int) -> int:
-        """Return the row: the first of those with this *title* that is free."""
+        """Return the first free row with this *title*."""
         rows = self._rows.setdefault(title, [])
         number = next((i for i, (_, free_ns) in enumerate(rows) if free_ns <= begin_ns), len(rows))
         if number == len(rows):
@@ -50,7 +55,7 @@ class Rows:
 
 
 def place(spans: Iterable[Span], pid: int) -> tuple[list[Slice], dict[int, str]]:
-    """Return *spans* in the order of time, each in its row (0: asynchronous), and the names of the rows."""
+    """Return *spans* in order of time with their rows (0: asynchronous), and the names of the rows."""
     rows = Rows()
     placed = [Slice(pid, 0 if span.overlaps else rows.place(_title(span), span.begin_ns, span.end_ns), span)
               for span in sorted(spans, key=lambda span: (span.begin_ns, span.end_ns))]
@@ -74,7 +79,7 @@ def titles(pid: int, role: str, rows: Mapping[int, str]) -> Iterator[dict[str, A
 
 
 def events(slices: Iterable[Slice], parts: Mapping[int, Part], base_ns: int, *, full: bool) -> Iterator[dict[str, Any]]:
-    """Yield the events of *slices*, *base_ns* being time 0; *full*: with all that is known of the partition."""
+    """Yield the events of *slices*, with *base_ns* as time 0; *full*: with all details of the partition."""
     for number, (pid, tid, span) in enumerate(slices):
         part = parts.get(span.args["part"], Part(f"part {span.args['part']}"))
         args = span.args
@@ -91,12 +96,12 @@ def events(slices: Iterable[Slice], parts: Mapping[int, Part], base_ns: int, *, 
 
 
 def micros(nanoseconds: int) -> float:
-    """Return microseconds, the format's unit; exact while the time is below a hundred days."""
+    """Return microseconds, the unit of the format; exact below a hundred days."""
     return nanoseconds / 1000
 
 
 def dump(path: Path, found: Iterable[dict[str, Any]], other: Mapping[str, Any]) -> int:
-    """Write *found*, one event a line, beside *path* and move it there: a reader never sees half. Return how many."""
+    """Write *found* to *path*, one event per line, atomically; return their number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     number = 0
@@ -113,7 +118,7 @@ def dump(path: Path, found: Iterable[dict[str, Any]], other: Mapping[str, Any]) 
 
 
 def in_order(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return events by time; metadata first, and slices before what is bound to them."""
+    """Return events by time: metadata first, and slices before what is bound to them."""
     return sorted(found, key=lambda event: (event.get("ts", -1.0), _PHASES.get(event["ph"], _LAST_PHASE)))
 
 FORMAT = "bpsfast process 1"
@@ -121,11 +126,11 @@ PATTERN = "*.trace.json"
 
 
 class Origin(NamedTuple):
-    """Where records come from.
+    """The origin of records.
 
-    `node`: index of the process's node; `rank`: -1 for the node itself. Of nodes: `clock`, what is known of the
-    scheduler's clock; `peers`, the node behind each source id; `credit_nbytes` that may be under way to one of them.
-    `full`: there may have been more records than were kept.
+    `node`: index of the process's node; `rank`: -1 for the node itself. Of nodes: `clock`, known points of the
+    scheduler's clock; `peers`, the node behind each source id; `credit_nbytes`, most bytes in flight to a peer. `full`:
+    records may have been dropped.
     """
 
     node: int = -1
@@ -140,7 +145,7 @@ _NOWHERE = Origin()
 
 
 class Process(msgspec.Struct, kw_only=True):
-    """One process of a job, as its file tells. `clock_id` is the same where CLOCK_MONOTONIC is."""
+    """One process of a job, as read from its file. `clock_id` identifies its CLOCK_MONOTONIC."""
 
     format: str
     role: str
@@ -159,18 +164,18 @@ class Process(msgspec.Struct, kw_only=True):
 
 def write(folder: str | Path, role: str, records: bytes, parts: Mapping[int, Part] | None = None,
           origin: Origin = _NOWHERE, sends: Iterable[Span] = ()) -> Path:
-    """Write what this process did as ``<folder>/<role>-<pid>.trace.json`` and return that path.
+    """Write the spans of this process to ``<folder>/<role>-<pid>.trace.json`` and return that path.
 
     Parameters
     ----------
     role
-        What the process is, as it should be titled: "node 0", "rank 3".
+        The title of the process: "node 0", "rank 3".
     records
-        Concatenated native records, as `Engine.trace`, `Stream.trace` and `Port.trace` return them.
+        Concatenated native records of `Engine.trace`, `Stream.trace` and `Port.trace`.
     parts
-        What the partitions are called; those that are not here are called by number.
+        The names of partitions; others are shown by number.
     sends
-        What `SendLog.spans` gives.
+        The spans of `SendLog.spans`.
     """
     folder, parts, pid = Path(folder), parts or {}, os.getpid()
     found = [*spans(records, origin.peers), *sends]
@@ -186,10 +191,10 @@ def write(folder: str | Path, role: str, records: bytes, parts: Mapping[int, Par
 
 
 def clock_id() -> str:
-    """Return what tells clocks apart: the machine's boot, and the namespace that its CLOCK_MONOTONIC belongs to."""
+    """Return an id of this clock: the machine's boot and the time namespace, to which CLOCK_MONOTONIC belongs."""
     try:
         return f"{boot_id()} {os.readlink('/proc/self/ns/time')}"
-    except OSError:  # kernels before 5.6 have one for all
+    except OSError:  # kernels before 5.6 have no time namespaces
         return boot_id()
 
 
@@ -199,7 +204,7 @@ def read(path: Path) -> Process:
     Raises
     ------
     ConfigError
-        If the file cannot be read, is cut off, or is none of ours.
+        The file cannot be read, is incomplete, or is not a bpsfast trace.
     """
     document = decode(path)
     try:
@@ -226,7 +231,7 @@ def decode(path: Path) -> dict[str, Any]:
 
 
 def spans_of(events: Iterable[dict[str, Any]], base_ns: int) -> Iterable[Span]:
-    """Yield the spans in *events*, which `chrome.events` made."""
+    """Yield the spans in *events*, which `events` made."""
     begun: dict[str, dict[str, Any]] = {}
     for event in events:
         phase = event["ph"]
@@ -249,7 +254,7 @@ def spans_of(events: Iterable[dict[str, Any]], base_ns: int) -> Iterable[Span]:
 
 
 def durations(folder: str | Path) -> dict[str, dict[str, float]]:
-    """Return seconds spent per role and kind of work: {"node 0": {"sum": 0.8, "wire": 1.2}, ...}."""
+    """Return seconds spent per role and kind of span: {"node 0": {"sum": 0.8, "wire": 1.2}, ...}."""
     found: dict[str, dict[str, float]] = {}
     for path in sorted(Path(folder).glob(PATTERN)):
         process = read(path)
@@ -260,5 +265,5 @@ def durations(folder: str | Path) -> dict[str, dict[str, float]]:
 
 
 def words(exc: Exception) -> str:
-    """Return what is wrong with a file whose contents raised *exc*."""
+    """Return why the contents of a file raised *exc*."""
     return f"{exc.args[0]!r} is missing" if isinstance(exc, KeyError) else str(exc)

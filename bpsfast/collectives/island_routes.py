@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ..hardware.topology.strategy import NOTHING, Strategy
+from ..hardware.topology.strategy_solver import NOTHING, Strategy
 
 _GOLDEN = 0.6180339887498949
 

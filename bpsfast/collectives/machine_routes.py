@@ -12,8 +12,7 @@ from ..gpu.device import Device
 from ..gpu.host import HostDevice
 from ..hardware.topology import discovery
 from ..hardware.topology.decision import strategy_of
-from ..hardware.topology.graph import PartKind
-from ..hardware.topology.subsets import of_host, with_gpus
+from ..hardware.topology.graph import PartKind, of_host, with_gpus
 from ..orchestration.errors import BpsError, ConfigError, error_of
 from .group import Group, all_gather_bytes, broadcast_bytes
 from .island_routes import IslandRoutes, routes, shared_routes

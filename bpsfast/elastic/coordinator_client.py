@@ -14,11 +14,10 @@ from datetime import timedelta
 
 import msgspec
 
+from ..base.job_key import elastic_key, given_key
 from ..base.process_identity import network_id
 from ..base.settings import Settings, parse_address
 from ..launch import rendezvous
-from ..launch.elastic_service import elastic_key
-from ..launch.process_role import given_key
 from ..orchestration import errors, security
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.protocol import (
@@ -111,7 +110,7 @@ class CoordinatorClient:
         while True:
             formed = self._await_job(n_commits, reason)
             try:
-                place = rendezvous.place(_Store(self, formed.job), formed.rank, formed.size, self._settings,
+                place = rendezvous.role_of(_Store(self, formed.job), formed.rank, formed.size, self._settings,
                                          self._settings.start_timeout_s)
                 process.begin(msgspec.structs.replace(place, launcher="elastic"), self._settings, self._why_void)
                 return

@@ -5,11 +5,10 @@ import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
+from ..base.value_formats import parse_cpus
 from .sysfs import Tree
 
 _NODES = "sys/devices/system/node"
-#: Linux has at most 8192; whoever says more is not worth a set of that size.
-_MAX_CPUS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -53,39 +52,6 @@ def siblings(tree: Tree, cpu: int) -> frozenset[int]:
 def nodes_of(cpus: Set[int], known: dict[int, NumaNode]) -> frozenset[int]:
     """Return the nodes that some of *cpus* belong to."""
     return frozenset(number for number, node in known.items() if node.cpus & cpus)
-
-
-def parse_cpus(text: str) -> frozenset[int]:
-    """Return the cores of a list such as "0-3,8,10-11"; what is none (see `is_list`) is left out."""
-    cpus: set[int] = set()
-    for word in text.split(","):
-        if (ends := _ends(word)) is not None:
-            cpus.update(range(ends[0], ends[1] + 1))
-    return frozenset(cpus)
-
-
-def is_list(text: str) -> bool:
-    """Whether *text* is a list such as "0-3,8", of at least one core, without anything that `parse_cpus` leaves out."""
-    return all(_ends(word) is not None for word in text.split(","))
-
-
-def _ends(word: str) -> tuple[int, int] | None:
-    found = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word, re.ASCII)
-    if found is None:
-        return None
-    first, last = int(found[1]), int(found[2] or found[1])
-    return (first, last) if first <= last < _MAX_CPUS else None
-
-
-def format_cpus(cpus: Set[int]) -> str:
-    """Return *cpus* as a list such as "0-3,8": the inverse of `parse_cpus`."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _status(tree: Tree, name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..base.value_formats import PATH_MTUS
 from .interfaces import PcieLink, pcie_link
 from .sysfs import Tree
 
@@ -17,7 +18,6 @@ _VERBS = "sys/class/infiniband_verbs"
 #: What stands in a RoCE packet beside the payload, at most; the kernel's iboe_get_mtu subtracts the same (GRH 40,
 #: UDP 8, BTH 12, XRC 4, atomic 28, ICRC 4).
 ROCE_OVERHEAD_NBYTES = 96
-PATH_MTUS = (4096, 2048, 1024, 512, 256)
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,10 @@
-"""Launching: who a process is (`roles`), daemons it starts (`daemons`), whole jobs here (`job`, `supervisor`) and on
-other hosts (`over_ssh`).
+"""Start and watch the processes of a job; design: bpsfast/docs/design/launch.md.
+
+    roles             who this process is, from the variables of `environments`, `slurm` or a store (`rendezvous`)
+    daemons           scheduler and node, as a rank or a command starts them
+    local_job         `bpsfast run` on this machine, by the `supervisor` of `processes`
+    ssh_job           the same on other hosts: `remote_hosts`, and `remote_agent` there
+    elastic_job       `bpsfast run --elastic`
+    namespaces        clusters inside one machine
+    stale_resources   `bpsfast clean`
 """

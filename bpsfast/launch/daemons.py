@@ -1,11 +1,11 @@
-"""The two daemons of a job, scheduler and node: how they are started, tied to their starter, and ended.
+"""Start, watch and end the two daemons of a job, the scheduler and the node.
 
-Two ways of not outliving the starter, for two situations:
+No daemon outlives its starter:
 
-* Under ``bpsfast run`` every process has the launcher as its parent and is killed with it (`tethered`).
-* Started by a rank (torchrun, BytePS's variables, a single process) a daemon must see that rank die, tell the others in
-  words, and only then end. It gets a session of its own, so that a signal to the rank's process group passes it by, and
-  the rank's pidfd: `lease_s` + 5 s after the rank has ended, a daemon that is still there ends itself.
+* Under ``bpsfast run`` every process is a child of the launcher and is killed with it (`tie_to_parent`).
+* A rank (torchrun, BytePS's variables, a single process) starts its daemons in sessions of their own, so that a signal
+  to the rank's process group does not reach them. If the rank dies, they first report that to the others, then end:
+  they have the rank's pidfd, and end at the latest `lease_s` + 5 s after it.
 """
 from __future__ import annotations
 
@@ -19,174 +19,230 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from ..base import logs, process_mark
+from .._version import __version__
+from ..base import logs, process_identity
+from ..base.addresses import is_loopback
 from ..base.exit_codes import FAILED, code_of_daemon
+from ..base.job_key import job_key
 from ..base.settings import Settings, environment, fingerprint, parse_address, take_job_key
-from ..hardware.affinity.binding import unbound_cpus
-from ..hardware.affinity.device_threads import on_cores
+from ..hardware.affinity.binding import on_cores, unbound_cpus
 from ..orchestration.errors import ConfigError, error_of
-from .die_with_parent import VARIABLE as LAUNCHER_VARIABLE
-from .process_role import ProcessRole, default_node_id, is_loopback, job_key
-from .restarter import Restarter
+from ..orchestration.wake_up import WakeUp
+from .process_role import ProcessRole
 
 _log = logging.getLogger("bpsfast.daemons")
 
-#: Variables by which a launcher tells a process its place: a daemon gets its place from its starter alone.
-PLACE_PREFIXES = ("BPSFAST_", "DMLC_", "BYTEPS_", "TORCHELASTIC_")
-PLACE_VARIABLES = frozenset({
+#: Variables by which a launcher tells a process its role. A daemon gets its role from its starter alone.
+ROLE_PREFIXES = ("BPSFAST_", "DMLC_", "BYTEPS_", "TORCHELASTIC_")
+ROLE_VARIABLES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PS_VERBOSE", "PS_HEARTBEAT_INTERVAL",
     "PS_HEARTBEAT_TIMEOUT",
 })
 
 _STARTER_GRACE_S = 5.0
-#: How often a process that waits for others' end says so.
+#: Interval of the log line of a process that waits for other ranks.
 _REMARK_S = 120.0
+#: A daemon that is killed more often than this has a lasting reason.
+N_RESTARTS = 3
+
+
+class Restarter:
+    """Starts a daemon, and again when a signal has killed it, at most `N_RESTARTS` times, until `stop`. Any thread.
+
+    An exit of the daemon's own ends the restarts. *name* is for the log.
+    """
+
+    def __init__(self, name: str, start: Callable[[], subprocess.Popen]) -> None:
+        self._name, self._start = name, start
+        self._lock = threading.Lock()
+        self._n_restarts = 0
+        self._stopped = False
+        self._wake = WakeUp()
+        try:
+            self._process = start()
+        except OSError:
+            self._wake.close()
+            raise
+        self._thread = threading.Thread(target=self._watch, name="bpsfast-restarter", daemon=True)
+        self._thread.start()
+
+    @property
+    def process(self) -> subprocess.Popen:
+        """The present process, or the last one."""
+        with self._lock:
+            return self._process
+
+    @property
+    def will_restart(self) -> bool:
+        """Whether the process is started again if a signal kills it."""
+        with self._lock:
+            return not self._stopped and self._n_restarts < N_RESTARTS
+
+    def stop(self) -> None:
+        """Do not start it again. Idempotent."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+        self._wake.ring()
+        self._thread.join()
+        self._wake.close()
+
+    def _watch(self) -> None:
+        while True:
+            process = self.process
+            if not self._has_ended(process):
+                return
+            code = process.wait()
+            with self._lock:
+                if code >= 0 or self._stopped or self._n_restarts == N_RESTARTS:
+                    return
+                self._n_restarts += 1
+                _log.warning("the %s (pid %d) %s: it is started again (%d of %d times)", self._name, process.pid,
+                             describe_exit(code), self._n_restarts, N_RESTARTS)
+                try:
+                    self._process = self._start()
+                except OSError as exc:
+                    self._n_restarts = N_RESTARTS
+                    _log.error("the %s cannot be started again: %s", self._name, exc)
+                    return
+
+    def _has_ended(self, process: subprocess.Popen) -> bool:
+        """Wait for the end of *process*; return False if `stop` was called first."""
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:  # another thread has waited for it
+            return True
+        try:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.register(self._wake, select.POLLIN)
+            return self._wake.fileno() not in dict(poll.poll())
+        finally:
+            os.close(pidfd)
 
 
 class Daemons:
     """The daemons that this process has started: none, a node, or a node and the scheduler. Owner thread only.
 
-    A scheduler that a signal has ended is started again (`Restarter`): the job waits for it. `place` is the place they
-    were started from, its scheduler port resolved.
+    A scheduler that a signal has killed is started again (`Restarter`): the job waits for it. `role` is the starter's
+    role with the scheduler's port.
     """
 
-    def __init__(self, place: ProcessRole, reserved: socket.socket | None = None) -> None:
-        self.place = place
-        self.keeper: Restarter | None = None
+    def __init__(self, role: ProcessRole, reserved: socket.socket | None = None) -> None:
+        self.role = role
+        self.restarter: Restarter | None = None
         self.node: subprocess.Popen | None = None
         self._reserved = reserved
 
     @property
     def scheduler(self) -> subprocess.Popen | None:
         """The scheduler's process, if this process has started it."""
-        return self.keeper.process if self.keeper is not None else None
+        return self.restarter.process if self.restarter is not None else None
 
     def failure(self) -> str | None:
-        """Return which daemon has ended with an error, in words, or None. (A node ends with 0 if another one runs.)"""
+        """Return which daemon has ended with an error, and how; None if none has. (A second node ends with 0.)"""
         for name, process in (("scheduler", self.scheduler), ("node", self.node)):
             if process is not None and process.poll():
-                if process is not self.node and process.returncode < 0 and self.keeper and self.keeper.returns:
+                if self.restarter and name == "scheduler" and process.returncode < 0 and self.restarter.will_restart:
                     continue
                 return f"the {name} (pid {process.pid}) {describe_exit(process.returncode)}; its output is above"
         return None
 
     def reap(self) -> bool:
-        """Tell whether all have ended; then nothing is left to close."""
+        """Tell whether all daemons have ended; then also close."""
         over = all(process is None or process.poll() is not None for process in (self.node, self.scheduler))
         if over:
             self.close(0.0)
         return over
 
     def wait_for_job_end(self) -> None:
-        """Wait as long as the job lives, which other ranks have not left; say so now and then.
+        """Wait until the other ranks have left the job, too; log that every two minutes.
 
-        There is no deadline but the job's own: it ends if those ranks, or this process's daemons, are lost. The node
-        names the ranks (`node.control`).
+        There is no deadline but the job's own: it ends if those ranks, or this process's daemons, are lost.
         """
         begin = time.monotonic()
         for name, process in (("node", self.node), ("scheduler", self.scheduler)):
             while process is not None and not _wait(process, time.monotonic() + _REMARK_S):
-                _log.warning("this process has left the job and waits for other ranks to leave it, too, for %.0f s so "
-                             "far: the job's %s (pid %d) ends with it, and its node says above who they are",
+                _log.warning("this process has left the job, and waits for other ranks to leave it, for %.0f s so far: "
+                             "the job's %s (pid %d) would end with this process. The node names the ranks above",
                              time.monotonic() - begin, name, process.pid)
         self.close(0.0)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Wait until the daemons have ended by themselves; end those that do not. Idempotent."""
+        """Wait until the daemons have ended by themselves; at the deadline end those that have not. Idempotent."""
         deadline = time.monotonic() + timeout_s
-        if self.keeper is not None:
-            self.keeper.stop()
+        if self.restarter is not None:
+            self.restarter.stop()
         for name, process in (("node", self.node), ("scheduler", self.scheduler)):
             if process is not None and not _wait(process, deadline):
                 _log.warning("the %s (pid %d) is still running %g s after this rank has left: ending it", name,
                              process.pid, timeout_s)
-                end(process)
-        self.node = self.keeper = None
+                terminate(process)
+        self.node = self.restarter = None
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
 
 
-def start(place: ProcessRole, settings: Settings) -> Daemons:
-    """Start what *place* has to start on this machine: the scheduler, the node, both or neither."""
-    reserved = place.reserved
-    if place.starts_scheduler and place.scheduler[1] == 0:
-        reserved = reserve_port(place.scheduler[0])
-        place = msgspec.structs.replace(place, scheduler=(place.scheduler[0], reserved.getsockname()[1]))
-    daemons = Daemons(place, reserved)
+def start(role: ProcessRole, settings: Settings) -> Daemons:
+    """Start the daemons that *role* starts: the scheduler, the node, both or neither."""
+    reserved = role.reserved
+    if role.starts_scheduler and role.scheduler[1] == 0:
+        reserved = reserve_port(role.scheduler[0])
+        role = msgspec.structs.replace(role, scheduler=(role.scheduler[0], reserved.getsockname()[1]))
+    daemons = Daemons(role, reserved)
     try:
-        if place.starts_scheduler:
-            daemons.keeper = Restarter("scheduler", functools.partial(start_scheduler, place, settings), describe_exit)
-        if place.starts_node:
-            daemons.node = start_node(place, settings)
+        if role.starts_scheduler:
+            daemons.restarter = Restarter("scheduler", functools.partial(_start_scheduler, role, settings))
+        if role.starts_node:
+            daemons.node = start_node(role, settings)
     except OSError:
         daemons.close(timeout_s=0.0)
         raise
     return daemons
 
 
-def start_node(place: ProcessRole, settings: Settings) -> subprocess.Popen:
+def start_node(role: ProcessRole, settings: Settings) -> subprocess.Popen:
     """Start the node of this machine as a child that watches this process."""
-    return _start("node", msgspec.structs.replace(place.settings(settings), rank=-1, local_rank=-1))
+    return _start("node", msgspec.structs.replace(role.settings(settings), rank=-1, local_rank=-1))
 
 
-def start_scheduler(place: ProcessRole, settings: Settings) -> subprocess.Popen:
-    """Start the job's scheduler as a child that watches this process."""
+def _start_scheduler(role: ProcessRole, settings: Settings) -> subprocess.Popen:
     return _start("scheduler", msgspec.structs.replace(
-        place.settings(settings), rank=-1, local_rank=-1, local_size=-1, node_index=-1))
+        role.settings(settings), rank=-1, local_rank=-1, local_size=-1, node_index=-1))
 
 
-def _start(role: str, settings: Settings) -> subprocess.Popen:
+def _start(command: str, settings: Settings) -> subprocess.Popen:
+    # without the launcher's mark: the daemon watches this process itself, and `orphan_reaper` leaves it alone
+    environ = {name: value for name, value in clean_environment(os.environ).items()
+               if name != process_identity.LAUNCHER_VARIABLE}
     starter_fd = os.pidfd_open(os.getpid())
     try:
-        with on_cores(unbound_cpus()):  # this rank's seat in another job is not the daemon's
+        with on_cores(unbound_cpus()):  # not those that another job pinned this rank to
             return subprocess.Popen(
-                [sys.executable, "-m", "bpsfast", role, "--starter-fd", str(starter_fd)], pass_fds=[starter_fd],
-                env=_daemon_environment() | environment(settings) | {"PYTHONSAFEPATH": "1"},
+                [sys.executable, "-m", "bpsfast", command, "--starter-fd", str(starter_fd)], pass_fds=[starter_fd],
+                env=environ | environment(settings) | {"PYTHONSAFEPATH": "1"},
                 stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
             )
     finally:
         os.close(starter_fd)
 
 
-def _daemon_environment() -> dict[str, str]:
-    """Return the environment of a daemon that watches this process: a launcher's guardian leaves it to that."""
-    return {name: value for name, value in clean_environment(os.environ).items() if name != LAUNCHER_VARIABLE}
-
-
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return *environ* without the variables that tell a process its place or settings."""
+    """Return *environ* without the variables that tell a process its role or settings."""
     return {name: value for name, value in environ.items()
-            if not name.startswith(PLACE_PREFIXES) and name not in PLACE_VARIABLES}
-
-
-def run_node(settings: Settings, is_awaited: bool = False) -> int:
-    """Be this machine's node (or a helper) until the job is over; return the exit code.
-
-    *is_awaited*: by a rank that started it, and cannot end before.
-    """
-    # kernels and the engine: ranks and the launcher, which load this file too, do without them
-    from ..node import cpu_quota, main as node
-
-    if not settings.scheduler:
-        raise ConfigError("the node must know where the scheduler is: set BPSFAST_SCHEDULER (--scheduler host:port)")
-    logs.configure(settings.log_level, "node")
-    take_job_key()
-    settings = cpu_quota.take(settings)
-    return node.main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex(),
-                                             node_id=default_node_id(settings, settings.scheduler)),
-                     is_awaited=is_awaited, awaits_ranks=_is_ended_by_launcher())
+            if not name.startswith(ROLE_PREFIXES) and name not in ROLE_VARIABLES}
 
 
 def run_scheduler(settings: Settings) -> int:
-    """Be the scheduler until the job is over; return the exit code. SIGTERM and SIGINT abort the job in words."""
-    from .. import __version__
+    """Be the scheduler until the job ends; return the exit code. SIGTERM and SIGINT abort the job with a reason."""
     from ..orchestration.failover.scheduler import Scheduler
     from ..orchestration.job.admission import JobSettings
     from ..orchestration.zmq_connections import interface
@@ -205,7 +261,7 @@ def run_scheduler(settings: Settings) -> int:
         fingerprint=fingerprint(settings), placement=settings.placement, partition_nbytes=settings.partition_bytes,
         fusion_nbytes=settings.fusion_bytes, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
         helper_lease_s=settings.helper_lease_s, start_timeout_s=settings.start_timeout_s,
-        awaits_ranks=_is_ended_by_launcher(), first_round=settings.first_round,
+        awaits_ranks=process_identity.is_below_launcher(), first_round=settings.first_round,
     )
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
                           bind_host="127.0.0.1" if is_loopback(host) else interface(host), port=port)
@@ -216,19 +272,10 @@ def run_scheduler(settings: Settings) -> int:
     return code if aborted is None else code_of_daemon(error_of(aborted.error, aborted.reason))
 
 
-def _is_ended_by_launcher() -> bool:
-    """Whether a launcher has started this process, and ends it with the program that runs beside it.
-
-    So there is no deadline for the first rank to come: the program may load data for long before it joins the job, or
-    be none of bpsfast.
-    """
-    return LAUNCHER_VARIABLE in os.environ
-
-
 def watch_starter(starter_fd: int, settings: Settings) -> None:
-    """Make sure that this daemon ends after its starter has: *starter_fd* is the starter's pidfd.
+    """End this daemon some time after its starter, whose pidfd is *starter_fd*, in a daemon thread.
 
-    The daemon itself notices the loss and ends in order; this is the net below it. Starts a daemon thread.
+    Normally the daemon notices the loss and ends in order before that.
     """
     grace_s = settings.lease_s + _STARTER_GRACE_S
 
@@ -246,15 +293,16 @@ def watch_starter(starter_fd: int, settings: Settings) -> None:
 
 
 def tie_to_parent(argv: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
-    """Return *argv* so wrapped that the started process gets signal *number* when this process dies (see `tether`)."""
+    """Return *argv* wrapped so that its process gets signal *number* when this process dies (`die_with_parent`)."""
     program = str(Path(__file__).with_name("die_with_parent.py"))
-    return [sys.executable, "-S", "-E", program, process_mark.mark(), str(int(number)), *argv]
+    return [sys.executable, "-S", "-E", program, process_identity.mark(), str(int(number)), *argv]
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Return a bound, not listening socket that keeps a free port of *host* for a daemon to bind.
+    """Return a bound socket, not listening, that keeps a free port of *host* for a daemon to bind.
 
-    With SO_REUSEADDR on both sockets the daemon (ZeroMQ sets it) can bind beside it; nobody else is given it.
+    With SO_REUSEADDR on both sockets (ZeroMQ sets it) the daemon can bind the port, too; the kernel gives it to no one
+    else.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     holder = socket.socket(family, socket.SOCK_STREAM)
@@ -268,7 +316,7 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def reserve_master_port() -> socket.socket:
-    """Return a socket as of `reserve_port` for the store of torch.distributed, which listens on all addresses."""
+    """Return a socket as `reserve_port` does, for torch.distributed's store, which listens on all addresses."""
     try:
         return reserve_port("::")
     except OSError:  # a machine without IPv6
@@ -285,7 +333,7 @@ def describe_exit(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def end(process: subprocess.Popen, grace_s: float = 2.0) -> None:
+def terminate(process: subprocess.Popen, grace_s: float = 2.0) -> None:
     """End *process* by SIGTERM, after *grace_s* by SIGKILL, and reap it."""
     process.terminate()
     if not _wait(process, time.monotonic() + grace_s):

@@ -1,11 +1,11 @@
-"""Tie a command to the process that starts it: when that dies, however it dies, the kernel kills the command.
+"""Run a command that the kernel kills when the process that starts it dies, in whatever way.
 
 Started by path (see `daemons.tie_to_parent`), imports the standard library only, and replaces itself by the command:
 
     python die_with_parent.py PARENT_MARK SIGNAL COMMAND [ARGUMENT ...]
 
-What the command starts itself the kernel does not watch: the `guardian` does. The mark (`owner`) and the command's
-session are left in its environment, by which that and ``bpsfast clean`` find what outlives the parent.
+The kernel does not watch what the command starts itself; the `orphan_reaper` does. It and ``bpsfast clean`` find what
+outlives the parent by a variable in the environment, which has the parent's mark and the command's session.
 
 The kernel watches the *thread* that forked, so the parent must start its children in a thread that stays.
 """
@@ -15,14 +15,14 @@ import ctypes
 import os
 import sys
 
-#: Holds the parent's mark and the session that the command began in.
+#: As `base.process_identity.LAUNCHER_VARIABLE`.
 VARIABLE = "_BPSFAST_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells do
 
 
 def main(arguments: list[str]) -> int:
-    """Ask for the signal, make sure the parent still lives, become the command."""
+    """Ask for the signal, make sure that the parent still lives, become the command."""
     mark, number, command = arguments[0], int(arguments[1]), arguments[2:]
     parent = int(mark.split(".")[0])
     libc = ctypes.CDLL(None, use_errno=True)

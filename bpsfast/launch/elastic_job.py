@@ -1,6 +1,6 @@
-"""``bpsfast run --elastic``: workers of this machine that form one job after another, and the muster where they meet.
+"""``bpsfast run --elastic``: workers on this machine that form one job after another, and the service that forms them.
 
-Only workers are started here. Scheduler and nodes belong to a job, and end with it: the ranks start them.
+Only workers are started here. Scheduler and nodes belong to one job and end with it; the ranks start them.
 """
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from pathlib import Path
 
 import msgspec
 
+from ..base.job_key import elastic_key, given_key
 from ..base.settings import Settings, environment, parse_address
 from ..orchestration import security
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.coordinator import ElasticRules
 from ..orchestration.elastic.protocol import Add, Added, Hello
 from ..orchestration.errors import DECODE_ERRORS, ConfigError, PeerLostError, StallError
+from ..orchestration.wake_up import WakeUp
 from .daemons import clean_environment
-from .elastic_service import ElasticService, elastic_key
+from .elastic_service import ElasticService, WorkerPool, worker
 from .local_job import JobShape, check_program
 from .output import Output
-from .process_role import given_key
 from .processes import Command, Kind, thread_defaults
 from .supervisor import Limits, Supervisor
-from .worker_pool import WorkerPool, worker
 
 _LOOPBACK = "127.0.0.1"
 
 
 class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `add` needs to reach a running job; the file that holds it is its owner's alone."""
+    """What `add` needs to reach a running job, in a file that only its owner can read."""
 
     muster: str
     job_key: str
@@ -42,12 +42,9 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: Mapping[str, str], muster: str,
          key: str) -> list[Command]:
-    """Return the workers that are started at first, by rank; *muster* is an address, *key* the job's in hex.
+    """Return the first workers by rank. *muster* is the address of the elastic service, *key* the job's key in hex.
 
-    Raises
-    ------
-    ConfigError
-        For helpers: they would have to find each next job.
+    Raises `ConfigError` for helpers, which cannot follow from job to job.
     """
     if shape.n_helpers:
         raise ConfigError(f"--helpers {shape.n_helpers} with --elastic: helpers do not follow the workers from job to "
@@ -64,11 +61,12 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
     return workers
 
 
-def run(shape: JobShape, program: Sequence[str], settings: Settings, rules: ElasticRules, *, limits: Limits | None = None,
-        output: Output | None = None, control: Path | None = None, environ: Mapping[str, str] | None = None) -> int:
-    """Run *program* until its training has ended, or no next job can be formed; return the exit code.
+def run(shape: JobShape, program: Sequence[str], settings: Settings, rules: ElasticRules, *,
+        limits: Limits | None = None, output: Output | None = None, control: Path | None = None,
+        environ: Mapping[str, str] | None = None) -> int:
+    """Run *program* until its training has ended or no further job can be formed; return the exit code.
 
-    *control*: a file to make, through which `add` finds the job. Main thread only.
+    *control*: a file to create, by which `add` finds the job. Main thread only.
     """
     check_program(program)
     n_ranks = sum(shape.ranks)
@@ -79,23 +77,19 @@ def run(shape: JobShape, program: Sequence[str], settings: Settings, rules: Elas
     service = ElasticService(rules, range(n_ranks), security.job_key(key, ""), _LOOPBACK)
     try:
         workers = plan(shape, program, settings, os.environ if environ is None else environ, service.address, key)
-        with _shown(control, Control(muster=service.address, job_key=key)):
+        with _published(control, Control(muster=service.address, job_key=key)):
             service.start()
-            crew = WorkerPool(service, workers, goes_on=rules.lost_worker != "abort")
-            return Supervisor(workers, limits=limits, output=output, crew=crew).run()
+            pool = WorkerPool(service, workers, goes_on=rules.lost_worker != "abort")
+            return Supervisor(workers, limits=limits, output=output, workers=pool).run()
     finally:
         service.close()
 
 
 def add(control: Path, count: int, timeout_s: float = 10.0) -> Added:
-    """Have the job whose file is *control* start *count* more workers; return what it answers.
+    """Have the job with the file *control* start *count* more workers; return its answer.
 
-    Raises
-    ------
-    ConfigError
-        If the file is none of a running job.
-    StallError, PeerLostError
-        If the job does not answer in time, or ends.
+    Raises `ConfigError` if the file does not belong to a running job. `StallError` or `PeerLostError` if the job does
+    not answer in time, or ends.
     """
     try:
         found = msgspec.json.decode(control.read_bytes(), type=Control)
@@ -104,32 +98,29 @@ def add(control: Path, count: int, timeout_s: float = 10.0) -> Added:
                           f"runs: {exc}") from exc
     host, port = parse_address(found.muster, str(control))
     line = protocol.connect(host, port, elastic_key(security.job_key(found.job_key, "")))
-    me = -1 - secrets.randbits(31)  # members are numbered from 0 on
-    quiet_fd = os.eventfd(0)
+    me = -1 - secrets.randbits(31)  # workers have numbers from 0 on
+    quiet = WakeUp()
     try:
         line.tell(Hello(rank=me))
         line.tell(Add(member=me, count=count))
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0.0:
-            line.wait(quiet_fd, left_s)
+            line.wait(quiet.fileno(), left_s)
             for message in line.recv_nowait():
                 if isinstance(message, Added):
                     return message
     finally:
         line.close()
-        os.close(quiet_fd)
+        quiet.close()
     raise (StallError if line.is_connected else PeerLostError)(
         f"the job of {control} has not answered at {found.muster} within {timeout_s:g} s")
 
 
 @contextlib.contextmanager
-def _shown(path: Path | None, control: Control) -> Iterator[None]:
-    """Let *path* hold *control* meanwhile, for nobody but this user. What was there before is left alone.
+def _published(path: Path | None, control: Control) -> Iterator[None]:
+    """Keep *control* in the file *path*, for this user only, until the block ends.
 
-    Raises
-    ------
-    ConfigError
-        If there is such a file and it is not what an ended job of this user has left, or none can be made there.
+    Raises `ConfigError` if the file exists, unless an ended job of this user has left it, or cannot be created.
     """
     if path is None:
         yield
@@ -145,7 +136,7 @@ def _shown(path: Path | None, control: Control) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _made(path: Path, data: bytes) -> Iterator[int]:
-    """Make a file of *data*, whole at once; the descriptor keeps its number from becoming another file's."""
+    """Create a file of *data* atomically. The descriptor keeps the inode number from being used for another file."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     with contextlib.ExitStack() as stack:
         try:
@@ -154,7 +145,7 @@ def _made(path: Path, data: bytes) -> Iterator[int]:
             try:
                 file.write(data)
                 file.flush()
-                os.link(new, path)  # never in the place of another file
+                os.link(new, path)  # fails if another file is there
             finally:
                 new.unlink()
         except OSError as exc:
@@ -163,7 +154,7 @@ def _made(path: Path, data: bytes) -> Iterator[int]:
 
 
 def _make_room(path: Path) -> None:
-    """Remove the file that a launcher has left at *path* which was killed; `ConfigError` if it is another one."""
+    """Remove the file that a killed launcher has left at *path*; raise `ConfigError` for any other file."""
     try:
         found = path.lstat()
     except FileNotFoundError:

@@ -1,20 +1,23 @@
-"""The muster of an elastic job, in a thread of the launcher: hears workers, decides (`orchestration.muster`), answers.
+"""The service of an elastic job, a thread of the launcher: receives from workers, decides by its coordinator, answers.
 
-What it cannot do itself, because the launcher's main thread owns the processes, it *orders*: start somebody, end
-somebody, end the job. The launcher polls `fileno` and takes `orders`, and tells what became of its processes.
+The launcher's main thread owns the processes, so the service *orders* what concerns them: start a worker, kill a
+worker, end the job. The main thread polls `ElasticService.fileno`, takes `orders`, and reports what became of its
+processes. `WorkerPool` is what the supervisor needs of both.
 """
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
+import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..orchestration import security
+import msgspec
+
+from ..base.addresses import format_address
+from ..base.job_key import elastic_key
 from ..orchestration.elastic import protocol as line_of
 from ..orchestration.elastic.coordinator import ElasticCoordinator, ElasticRules, Exclude, Fail, Form
 from ..orchestration.elastic.protocol import (
@@ -33,53 +36,50 @@ from ..orchestration.elastic.protocol import (
     Want,
 )
 from ..orchestration.errors import ProtocolError
-from .process_role import format_address
+from ..orchestration.wake_up import WakeUp
+from .processes import Command, Process
 
 _log = logging.getLogger("bpsfast.muster")
+_MEMBER = "BPSFAST_MEMBER"
+_NODE = "BPSFAST_NODE_ID"
 _LOOK_S = 1.0
 _REASON_LENGTH = 500
 
 
-class Replace(NamedTuple):
+class ReplaceWorker(NamedTuple):
     """Start a worker for the lost *member*."""
 
     member: int
 
 
-class Start(NamedTuple):
+class StartWorkers(NamedTuple):
     """Start *n_workers* more."""
 
     n_workers: int
 
 
-class End(NamedTuple):
-    """Kill *member*, which is silent."""
+class KillWorker(NamedTuple):
+    """Kill *member*, which does not answer."""
 
     member: int
 
 
-class Stop(NamedTuple):
-    """There is no next job: the workers who have come are told, and raise it. Nobody may be left to do so."""
+class StopJob(NamedTuple):
+    """End the job: no next one can be formed. Workers that are connected raise *reason*; there may be none."""
 
     reason: str
 
 
-Order = Replace | Start | End | Stop
-
-
-def elastic_key(key: bytes) -> bytes:
-    """Return the key of the muster's line, which follows from the job's."""
-    return security.prove(key, "muster")
+Order = ReplaceWorker | StartWorkers | KillWorker | StopJob
 
 
 class ElasticService:
-    """Listens from the start on; `start` begins to answer, `close` ends the thread. Main thread only, but for the
-    thread's own part.
+    """Listens from construction on; `start` begins to answer, `close` ends the thread. Called by the main thread only.
 
     Parameters
     ----------
     members
-        Those that are started at first, by rank.
+        The first workers, by rank.
     key, host
         The job's key, and the address of this machine that workers can reach.
     """
@@ -90,13 +90,10 @@ class ElasticService:
         self.address = format_address(host, self._line.port)
         self._facts: deque[Callable[[], None]] = deque()
         self._orders: deque[Order] = deque()
-        self._wake, self._waker = socket.socketpair()
-        self._ordered, self._orderer = socket.socketpair()
-        for each in (self._wake, self._waker, self._ordered, self._orderer):
-            each.setblocking(False)
+        self._wake, self._ordered = WakeUp(), WakeUp()
         self._alive = set(members)
-        self._asked: set[int] = set()  # to be replaced or ended, and that is not done yet
-        self._n_starting = 0  # more were ordered, and are not started yet
+        self._asked: set[int] = set()  # to be replaced or killed, and still open
+        self._n_starting = 0  # ordered, and not started yet
         self._store: dict[str, str] = {}
         self._stored_nbytes = 0
         self._wanted: dict[str, set[int]] = {}
@@ -116,15 +113,14 @@ class ElasticService:
 
     def orders(self) -> list[Order]:
         """Return what is to be done, in order."""
-        with contextlib.suppress(BlockingIOError):
-            self._ordered.recv(4096)
+        self._ordered.clear()
         found = []
         while self._orders:
             found.append(self._orders.popleft())
         return found
 
     def started(self, member: int, instead_of: int | None = None) -> None:
-        """Be told that *member* runs; for whom, if for a lost one."""
+        """Note that *member* runs, *instead_of* a lost one if given."""
         def enter() -> None:
             self._alive.add(member)
             if instead_of is None:
@@ -136,7 +132,7 @@ class ElasticService:
         self._tell(enter)
 
     def ended(self, member: int, how: str) -> None:
-        """Be told that *member* is lost: *how* in words."""
+        """Note that *member* is lost: *how* in words."""
         def enter() -> None:
             self._alive.discard(member)
             self._asked.discard(member)
@@ -147,7 +143,7 @@ class ElasticService:
         self._tell(enter)
 
     def left(self, member: int) -> None:
-        """Be told that *member* has ended well."""
+        """Note that *member* has ended with exit code 0, or was not needed."""
         def enter() -> None:
             self._alive.discard(member)
             self._muster.left(member)
@@ -157,7 +153,7 @@ class ElasticService:
         self._tell(enter)
 
     def give_up(self, reason: str) -> None:
-        """Form no more jobs: whoever comes hears *reason*."""
+        """Form no more jobs: workers that wait or connect later raise *reason*."""
         def enter() -> None:
             if self._muster.failure is None:
                 self._fail(Fail("PeerLostError", reason))
@@ -170,26 +166,22 @@ class ElasticService:
         return self._muster.is_over
 
     def has_seat(self, member: int) -> bool:
-        """Whether *member* is of the job that was formed last, or is to be of the first."""
+        """Whether *member* belongs to the job that was formed last, or to the first one that is being formed."""
         return self._muster.has_seat(member)
 
     def close(self) -> None:
-        """End the thread; what was said to workers is sent, for a second at most."""
+        """End the thread; messages to workers are still sent, for at most a second."""
         self._closing = True
-        self._rouse()
+        self._wake.ring()
         if self._thread.ident is not None:
             self._thread.join()
         self._line.close()
-        for each in (self._wake, self._waker, self._ordered, self._orderer):
-            each.close()
+        self._wake.close()
+        self._ordered.close()
 
     def _tell(self, fact: Callable[[], None]) -> None:
         self._facts.append(fact)
-        self._rouse()
-
-    def _rouse(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is full of calls to wake up
-            self._waker.send(b"\0")
+        self._wake.ring()
 
     # -- the thread's ----------------------------------------------------------------------------------------------
 
@@ -197,21 +189,20 @@ class ElasticService:
         try:
             while not self._closing:
                 self._turn()
-        except Exception as exc:  # nobody else would notice
+        except Exception as exc:  # no other thread would notice
             _log.exception("the muster has failed")
-            self._order(Stop(f"the muster has failed: {type(exc).__name__}: {exc}"))
+            self._order(StopJob(f"the muster has failed: {type(exc).__name__}: {exc}"))
 
     def _turn(self) -> None:
         left_s = self._muster.due_s - time.monotonic()
         self._line.wait(self._wake.fileno(), min(_LOOK_S, max(0.01, left_s)))
-        with contextlib.suppress(BlockingIOError):
-            self._wake.recv(4096)
+        self._wake.clear()
         while self._facts:
             self._facts.popleft()()
         try:
             messages = self._line.recv_nowait()
         except ProtocolError as exc:
-            messages = []  # those before and after it are had by further calls
+            messages = []  # further calls return those before and after it
             _log.warning("%s", exc)
         for message in messages:
             self._hear(message)
@@ -254,7 +245,7 @@ class ElasticService:
         before = self._store.get(message.key)
         kept_nbytes = self._stored_nbytes - (0 if before is None else line_of.stored_nbytes(message.key, before))
         if nbytes > line_of.MOST_VALUE_NBYTES or kept_nbytes + nbytes > line_of.MOST_STORED_NBYTES:
-            _log.warning("worker %d stores %d bytes beside %d, which is more than a job needs: ignored",
+            _log.warning("worker %d stores %d bytes beside %d, more than the limit: ignored",
                          message.member, nbytes, kept_nbytes)
             return
         self._store[message.key] = message.value
@@ -269,7 +260,7 @@ class ElasticService:
         elif len(self._wanted) < line_of.MOST_WANTED and len(message.key) <= line_of.MOST_KEY_LENGTH:
             self._wanted.setdefault(message.key, set()).add(message.member)
         else:
-            _log.warning("worker %d wants a value of which nobody has heard, beside %d others: ignored",
+            _log.warning("worker %d asks for an unknown value, beside %d others: ignored",
                          message.member, len(self._wanted))
 
     def _add(self, message: Add) -> None:
@@ -284,7 +275,7 @@ class ElasticService:
                 f"{n_workers} workers run, and the job may have {most} (--max-ranks)")
         if count:
             self._n_starting += count
-            self._order(Start(count))
+            self._order(StartWorkers(count))
         self._say(Added(count, reason), [message.member])
 
     def _decide(self) -> None:
@@ -295,9 +286,9 @@ class ElasticService:
             elif isinstance(found, Fail):
                 self._fail(found)
             elif isinstance(found, Exclude):
-                self._ask([End(member) for member in found.members])
+                self._ask([KillWorker(member) for member in found.members])
                 break
-        self._ask([Replace(member) for member in muster.to_replace])
+        self._ask([ReplaceWorker(member) for member in muster.to_replace])
 
     def _form(self, form: Form) -> None:
         self._store.clear()
@@ -309,14 +300,14 @@ class ElasticService:
     def _fail(self, fail: Fail) -> None:
         self._muster.failure = fail
         self._say(Refused(*fail), self._muster.waiting)
-        self._order(Stop(fail.reason))
+        self._order(StopJob(fail.reason))
 
     def _void(self, reason: str) -> None:
-        """Tell the members of the last job that it is over, if it was not complete yet."""
+        """Tell the members of the last job that it is void, if it was not complete yet."""
         if self._muster.number:
             self._say(Void(self._muster.number, reason), [seat.member for seat in self._muster.seats])
 
-    def _ask(self, orders: Sequence[Replace | End]) -> None:
+    def _ask(self, orders: Sequence[ReplaceWorker | KillWorker]) -> None:
         for order in orders:
             if order.member not in self._asked:
                 self._asked.add(order.member)
@@ -324,9 +315,91 @@ class ElasticService:
 
     def _order(self, order: Order) -> None:
         self._orders.append(order)
-        with contextlib.suppress(BlockingIOError):
-            self._orderer.send(b"\0")
+        self._ordered.ring()
 
     def _say(self, message: object, members: Sequence[int] | set[int] | tuple[int, ...]) -> None:
         for member in members:
             self._line.tell(message, but=self._line.present - {member})  # type: ignore[arg-type]
+
+
+def worker(member: int, command: Command, environ: Mapping[str, str]) -> Command:
+    """Return *command* as that of worker *member*, with *environ* beside its own variables."""
+    return msgspec.structs.replace(command, name=f"worker {member}",
+                                   environ={**command.environ, **environ, _MEMBER: str(member)})
+
+
+def member_of(command: Command) -> int:
+    """Return the member number of the worker that *command* starts."""
+    return int(command.environ[_MEMBER])
+
+
+class WorkerPool:
+    """An elastic job's workers, for the supervisor: which ones the job can lose, what to start. Main thread only.
+
+    Parameters
+    ----------
+    workers
+        The commands of the first workers.
+    goes_on
+        Whether the job can lose workers: not if the policy is abort.
+    """
+
+    def __init__(self, service: ElasticService, workers: Sequence[Command], goes_on: bool) -> None:
+        self._service = service
+        self._commands = {member_of(command): command for command in workers}
+        self._goes_on = goes_on
+        self._running = set(self._commands)
+        self._next = len(self._commands)
+        self.fileno, self.orders, self.give_up = service.fileno, service.orders, service.give_up
+
+    def commands(self, order: ReplaceWorker | StartWorkers) -> list[Command]:
+        """Return what *order* starts: a lost worker's program on its node, or workers on the nodes with the fewest."""
+        found = []
+        if isinstance(order, ReplaceWorker):
+            found.append(self._another(self._commands[order.member]))
+            self._service.started(member_of(found[0]), order.member)
+        else:
+            for _ in range(order.n_workers):
+                found.append(self._another(self._least_used()))
+                self._service.started(member_of(found[-1]))
+        return found
+
+    def has_ended(self, process: Process) -> bool:
+        """Note that *process* has ended; return whether the job goes on without it.
+
+        It does if the worker was killed before the training was over, or if its shell or wrapper reports that by exit
+        code 128 + signal. An error of the worker ends the job. After the training, the end of a worker that was not in
+        the last job does not matter.
+        """
+        member = member_of(process.command)
+        self._running.discard(member)
+        if process.code == 0 or self.is_superfluous(process):
+            self._service.left(member)
+        elif _was_killed(process.code) and self._goes_on and not self._service.is_over:
+            self._service.ended(member, process.end_in_words())
+        else:
+            self.give_up(f"{process.command.name} {process.end_in_words()}")
+            return False
+        return True
+
+    def is_superfluous(self, process: Process) -> bool:
+        """Whether the training has ended without *process*: it joined too late, or not at all."""
+        return self._service.is_over and not self._service.has_seat(member_of(process.command))
+
+    def _another(self, like: Command) -> Command:
+        member, self._next = self._next, self._next + 1
+        self._commands[member] = worker(member, like, {})
+        self._running.add(member)
+        return self._commands[member]
+
+    def _least_used(self) -> Command:
+        """Return a command of the node with the fewest workers, the first of these."""
+        by_node: dict[str, Command] = {}
+        for command in self._commands.values():
+            by_node.setdefault(command.environ.get(_NODE, ""), command)
+        count = Counter(self._commands[member].environ.get(_NODE, "") for member in self._running)
+        return by_node[min(by_node, key=lambda node: count[node])]
+
+
+def _was_killed(code: int | None) -> bool:
+    return code is not None and (code < 0 or code - 128 in signal.valid_signals())

@@ -1,4 +1,4 @@
-"""Which hosts a job runs on, and how many ranks on each: what ``-H`` and a hostfile say, in Horovod's and MPI's words.
+"""Parse the hosts of a job, and their numbers of ranks, from ``-H`` and hostfiles in Horovod's and MPI's syntax.
 
     -H gpu01:4,user@gpu02:4,[fd00::3]:2     a host without :N has one slot
 
@@ -6,10 +6,10 @@
     user@gpu02:4
     fd00::3 slots = 2    # an IPv6 address needs brackets only before a colon
 
-The slots of a host that a hostfile names on several lines are added up, as by Open MPI: ``$PBS_NODEFILE`` and
+If a hostfile names a host on several lines, its slots are added up, as by Open MPI: ``$PBS_NODEFILE`` and
 ``$LSB_DJOB_HOSTFILE`` have a line for each slot. ``-H`` may name a host once.
 
-A hostfile may come from another system: CRLF line ends and a byte order mark are read as well.
+Hostfiles of other systems, with CRLF line ends or a byte order mark, are accepted.
 """
 from __future__ import annotations
 
@@ -21,41 +21,37 @@ from pathlib import Path
 
 import msgspec
 
-from ..base.addresses import local_hosts_among
+from ..base.addresses import is_loopback, local_hosts_among
 from ..orchestration.errors import ConfigError
-from .process_role import is_loopback
 
-#: No control characters; a leading dash would be an option of ssh.
+#: No control characters, and no leading dash, which would be an option of ssh.
 _WORD = r"[^@\s:,\[\]\x00-\x1f\x7f-\x9f-][^@\s:,\[\]\x00-\x1f\x7f-\x9f]*"
 _USER_AT_HOST = re.compile(rf"(?:{_WORD}@)?(?:\[[0-9a-fA-F:.]+(?:%\w+)?\]|{_WORD})")
 _BARE_IPV6 = re.compile(r"[0-9a-fA-F.]*(?::[0-9a-fA-F.]*){2,}(?:%\w+)?")
 _SLOTS = re.compile(r"\s+slots\s*=\s*(\S*)", re.I)
-#: Open MPI knows it beside slots; no process is ever placed beyond the slots here, so any value is kept.
+#: Open MPI's second limit. Ranks never exceed the slots here, so any value is respected.
 _MAX_SLOTS = re.compile(r"\s+max[-_]slots\s*=\s*\d+", re.I)
 _N_SLOTS = 4096
 
 
 class Host(msgspec.Struct, frozen=True):
-    """One host by the name that ssh is given, with a user before it if one was (``user@name``); how many ranks."""
+    """One host: the name for ssh, with a user if one was given (``user@name``), and its number of ranks."""
 
     name: str
     slots: int = 1
-    #: `with_own` has found this machine and user behind the name
+    #: whether `with_own` found that the name means this machine and user
     is_own: bool = False
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the launcher's machine and user, so that its processes need no ssh."""
+        """Whether this is the launcher's machine and user, which need no ssh."""
         return self.is_own or (_is_own_user(self.name) and is_loopback(_machine(self.name)))
 
 
 def parse(text: str) -> list[Host]:
     """Return the hosts of ``-H``: ``host[:slots],...``.
 
-    Raises
-    ------
-    ConfigError
-        What is no such list, or names a host twice.
+    Raises `ConfigError` if the text is no such list, or names a host twice.
     """
     return _once([_host(part.strip(), f"-H {text}") for part in text.split(",")], "-H")
 
@@ -63,12 +59,9 @@ def parse(text: str) -> list[Host]:
 def read(path: Path) -> list[Host]:
     """Return the hosts of a hostfile: ``host slots=N``, ``host:N`` or ``host`` (one slot) on a line.
 
-    A host has the place of its first line and the slots of all its lines.
+    Hosts are in the order of their first lines, with the slots of all their lines.
 
-    Raises
-    ------
-    ConfigError
-        The file cannot be read or has no host; a line that is none of these; a host named with different users.
+    Raises `ConfigError` if the file cannot be read or has no host, a line is invalid, or a host has two users.
     """
     try:
         whole = path.read_text(encoding="utf-8-sig")
@@ -94,10 +87,10 @@ def read(path: Path) -> list[Host]:
 
 
 def with_own(hosts: Sequence[Host]) -> list[Host]:
-    """Return *hosts*, those marked that are names or addresses of this machine and need no ssh.
+    """Return *hosts*, with names and addresses of this machine marked (`is_own`), which need no ssh.
 
-    Where several are, the first one gets the slots of all: it is one machine with one node, whatever it is called.
-    Looks names up, which takes at most two seconds.
+    If there are several, the first one gets the slots of all, as it is one machine with one node. Looks names up, for
+    at most two seconds.
     """
     own = local_hosts_among({_machine(host.name) for host in hosts if _is_own_user(host.name)})
     found: list[Host] = []
@@ -114,12 +107,9 @@ def with_own(hosts: Sequence[Host]) -> list[Host]:
 
 
 def helpers(text: str, ranks_on: Iterable[Host]) -> list[Host]:
-    """Return the hosts of ``--helpers-on``; they have no ranks, so none of them may be one of *ranks_on*.
+    """Return the hosts of ``--helpers-on``, which have no ranks.
 
-    Raises
-    ------
-    ConfigError
-        What is no list of hosts, names one twice, or one that has ranks.
+    Raises `ConfigError` if the text is no list of hosts, or names one twice or one of *ranks_on*.
     """
     found = _once([Host(_name(part.strip(), f"--helpers-on {text}"), 0) for part in text.split(",")], "--helpers-on")
     ranks_on = list(ranks_on)
@@ -134,14 +124,11 @@ def helpers(text: str, ranks_on: Iterable[Host]) -> list[Host]:
 
 
 def assign(hosts: Sequence[Host], n_ranks: int | None) -> list[Host]:
-    """Return *hosts* with as many slots as they get ranks: filled in their order until *n_ranks* are placed.
+    """Return *hosts* with their numbers of ranks as slots: filled in order until *n_ranks* are assigned (None: all).
 
-    Hosts that get none are left out. None: every slot.
+    Hosts without ranks are left out.
 
-    Raises
-    ------
-    ConfigError
-        If there are fewer slots.
+    Raises `ConfigError` if there are fewer slots.
     """
     n_slots = sum(host.slots for host in hosts)
     left = n_slots if n_ranks is None else n_ranks
@@ -158,7 +145,7 @@ def assign(hosts: Sequence[Host], n_ranks: int | None) -> list[Host]:
 
 
 def _host(text: str, where: str) -> Host:
-    """Return what ``host[:slots]`` says."""
+    """Return the host in ``host[:slots]``."""
     name, colon, slots = text.rpartition(":")
     if not colon or text.endswith("]"):
         return Host(_name(text, where))
@@ -171,7 +158,7 @@ def _host(text: str, where: str) -> Host:
 def _name(text: str, where: str) -> str:
     user, at, address = text.rpartition("@")
     if _BARE_IPV6.fullmatch(address):
-        address = f"[{address}]"  # `slots=` stood apart: nothing to confuse it with
+        address = f"[{address}]"  # slots were given separately: no ambiguity
     if not _USER_AT_HOST.fullmatch(user + at + address):
         raise ConfigError(f"{where}: {text!r} is no host: expected [user@]name or [user@][IPv6 address]")
     return (user + at + address).replace("[", "").replace("]", "")  # as ssh takes it
@@ -214,7 +201,7 @@ def _machine(name: str) -> str:
 
 
 def _is_own_user(name: str) -> bool:
-    """Whether the host *name* asks for no other user than the one who runs this process."""
+    """Whether the host *name* has no user, or the user of this process."""
     user = name.rpartition("@")[0]
     if not user:
         return True

@@ -1,10 +1,10 @@
-"""``bpsfast run``: a whole job on this machine — a scheduler, nodes with their ranks, helpers — from one command.
+"""``bpsfast run``: a whole job on this machine, with scheduler, nodes, ranks and helpers, from one command.
 
-`plan` only decides: which processes, with which environment; ``--dry-run`` prints that, ready to be started by hand.
-The `supervisor` runs them. Ranks find their place in torchrun's variables, too, so that a program of torch.distributed
-with any backend, or of what builds on it, runs unchanged.
+`plan` decides which processes run with which environment; ``--dry-run`` prints that for starting them by hand. The
+`supervisor` runs them. Ranks get torchrun's variables, too, so a program of torch.distributed runs unchanged with any
+backend.
 
-``bpsfast dmlc`` does for BytePS's variables what bpslaunch did.
+``bpsfast dmlc`` acts by BytePS's variables, as bpslaunch did.
 """
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from ..base import logs
-from ..base.addresses import configured_host
+from ..base.addresses import configured_host, format_address
+from ..base.job_key import given_key
 from ..base.settings import Settings, environment
 from ..orchestration.errors import ConfigError
 from . import roles
-from .daemons import clean_environment, reserve_master_port, reserve_port, run_node, run_scheduler
+from .daemons import N_RESTARTS, clean_environment, reserve_master_port, reserve_port, run_scheduler
+from .environments import is_local_byteps_job
 from .namespaces.cluster import Cluster, Machine
 from .output import Output
 from .processes import Command, Kind, thread_defaults
-from .restarter import N_RESTARTS
 from .supervisor import Limits, Supervisor
 
 _KEY = "BPSFAST_JOB_KEY"
@@ -35,7 +36,7 @@ _NETNS_PORT, _NETNS_MASTER_PORT = 7700, 29500  # in a new namespace every port i
 
 
 class JobShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How many of what: `ranks` of each node in node order, and how many helpers."""
+    """The size of a job: the number of `ranks` of each node in node order, and of helpers."""
 
     ranks: tuple[int, ...]
     n_helpers: int = 0
@@ -47,12 +48,9 @@ class JobShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shape_of(n_ranks: int, n_nodes: int, n_helpers: int, ranks: str | None = None) -> JobShape:
-    """Return the job's shape: *n_ranks* spread over *n_nodes*, the first ones one more; or as *ranks* ("2,3") says.
+    """Return the shape of *n_ranks* spread evenly over *n_nodes*, the first nodes one more; or as *ranks* ("2,3") says.
 
-    Raises
-    ------
-    ConfigError
-        If a node would be left without a rank.
+    Raises `ConfigError` if a node would have no rank.
     """
     if ranks is not None:
         parts = ranks.split(",")
@@ -68,23 +66,23 @@ def shape_of(n_ranks: int, n_nodes: int, n_helpers: int, ranks: str | None = Non
 def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: Mapping[str, str],
          scheduler: tuple[str, int], key: str, cluster: Cluster | None = None, python: str = "",
          master_port: int = 0) -> list[Command]:
-    """Return the job's processes in the order of starting: scheduler, nodes, helpers, ranks.
+    """Return the job's commands in the order of starting: scheduler, nodes, helpers, ranks.
 
     Parameters
     ----------
     scheduler, key
-        Its address, and the job's key in hex: both end up in every environment and in no command line.
+        Its address, and the job's key in hex. Both are in every environment and in no command line.
     cluster
-        Machines to start on (named as `JobShape.machines`), or None: all on this one, over loopback.
+        Machines to start on, named as `JobShape.machines`; None: all on this one, over loopback.
     python
-        If given, the processes run on hosts of their own (`over_ssh`), daemons by this interpreter: their environments
-        are what is added there, and each node finds its own address.
+        If given, the processes run on other hosts (`ssh_job`), daemons by this interpreter: the environments are added
+        to those of the hosts, and each node finds its own address.
     master_port
         A port that is free on rank 0's machine, where the scheduler runs unless there is a *cluster*; 0: not known yet.
     """
     base = clean_environment(environ)
     job = msgspec.structs.replace(
-        settings, scheduler=roles.format_address(*scheduler), job_key=key, job_key_file="", num_nodes=len(shape.ranks),
+        settings, scheduler=format_address(*scheduler), job_key=key, job_key_file="", num_nodes=len(shape.ranks),
         num_helpers=shape.n_helpers, num_servers=-1, size=sum(shape.ranks), rank=-1, local_rank=-1, local_size=-1,
         node_index=-1,
     )
@@ -94,14 +92,14 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
     for index, (name, n_local) in enumerate(zip(shape.machines, [*shape.ranks, *[0] * shape.n_helpers])):
         machine = cluster[name] if cluster else None
         host = machine.address if machine else job.node_host or ("" if python else _LOOPBACK)
-        node_id = f"{name} of {job.scheduler}"  # of no other job of the same key
+        node_id = f"{name} of {job.scheduler}"  # differs from other jobs of the same key
         here = msgspec.structs.replace(job, node_id=node_id, node_index=index, local_size=n_local, node_host=host)
         title = f"node {index}" if n_local else f"helper {index - len(shape.ranks)}"
         kind = Kind.DAEMON if n_local else Kind.HELPER
         commands.append(_daemon("node", title, here, base, machine, python, kind))
         for local_rank in range(n_local):
             mine = msgspec.structs.replace(here, rank=len(ranks), local_rank=local_rank)
-            variables = {**({} if python else thread_defaults(mine.size)), **base, **_torchs(mine, master),
+            variables = {**({} if python else thread_defaults(mine.size)), **base, **_torch_variables(mine, master),
                          **environment(mine)}
             ranks.append(Command(f"rank {len(ranks)}", Kind.RANK, tuple(program), variables, _via(machine)))
     return commands + ranks
@@ -112,20 +110,18 @@ def run(shape: JobShape, program: Sequence[str], settings: Settings, *, netns: b
         restarts: int = 0) -> int:
     """Run the job to its end; return its exit code. *restarts*: of lost helpers, in all. Main thread only.
 
-    Raises
-    ------
-    ConfigError
-        If *program* is a script in the place of a command, or the settings name no interface of this machine.
+    Raises `ConfigError` if *program* is a script instead of a command, or the settings name no interface of this
+    machine.
     """
     check_program(program)
     environ = os.environ if environ is None else environ
-    key = roles.given_key(settings) or secrets.token_hex(32)
+    key = given_key(settings) or secrets.token_hex(32)
     if netns:
         with Cluster(shape.machines, rates=rate) as cluster:
             commands = plan(shape, program, settings, environ, (cluster.hub.address, _NETNS_PORT), key, cluster,
                             master_port=_NETNS_MASTER_PORT)
             return Supervisor(commands, limits=limits, output=output, restarts=restarts).run()
-    configured_host(settings)  # nodes played here meet on the loopback, but an interface that is none is a mistake
+    configured_host(settings)  # not used on the loopback, but a wrong interface is a mistake
     with reserve_port(_LOOPBACK) as reserved, reserve_master_port() as master:
         commands = plan(shape, program, settings, environ, reserved.getsockname(), key,
                         master_port=master.getsockname()[1])
@@ -133,17 +129,17 @@ def run(shape: JobShape, program: Sequence[str], settings: Settings, *, netns: b
 
 
 def planned(shape: JobShape, program: Sequence[str], settings: Settings) -> list[Command]:
-    """Return the processes that `run` would start, each with what is added to its environment."""
+    """Return the commands that `run` would start, with only the variables that it adds."""
     check_program(program)
-    key = roles.given_key(settings) or secrets.token_hex(32)
+    key = given_key(settings) or secrets.token_hex(32)
     with reserve_port(_LOOPBACK) as reserved, reserve_master_port() as master:
         return plan(shape, program, settings, {}, reserved.getsockname(), key, master_port=master.getsockname()[1])
 
 
 def dry_run(shape: JobShape, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:
-    """Print the commands of the job, so that each can be started by hand (in any order, after the first line).
+    """Print the commands of the job for starting them by hand, in any order.
 
-    The first line is for every terminal: it holds the one key of the job.
+    The first line has the job's key, and is needed in every terminal.
     """
     commands = planned(shape, program, settings)
     show(f"export {_KEY}={commands[0].environ[_KEY]}")
@@ -153,10 +149,11 @@ def dry_run(shape: JobShape, program: Sequence[str], settings: Settings, show: C
         show(" ".join([*variables, shlex.join(command.argv)]))
 
 
-def dmlc(program: Sequence[str], settings: Settings, environ: Mapping[str, str] | None = None) -> int:
+def dmlc(program: Sequence[str], settings: Settings, run_node: Callable[[Settings], int],
+         environ: Mapping[str, str] | None = None) -> int:
     """Act by ``DMLC_ROLE`` as bpslaunch did: scheduler, server (the machine's node or a helper), or ranks.
 
-    Returns the exit code. A scheduler or server of a job on one machine (see `roles.is_local_job`) has nothing to do.
+    Returns the exit code. In a job on one machine (`environments.is_local_byteps_job`) scheduler and server do nothing.
     """
     environ = os.environ if environ is None else environ
     role = environ.get("DMLC_ROLE", "")
@@ -164,11 +161,11 @@ def dmlc(program: Sequence[str], settings: Settings, environ: Mapping[str, str] 
         return _dmlc_worker(program, settings, environ)
     if role not in ("scheduler", "server"):
         raise ConfigError(f"DMLC_ROLE = {role!r}: expected scheduler, server or worker")
-    place = roles.detect(settings, environ)
-    if not place.job_key:
+    role_here = roles.detect(settings, environ)
+    if not role_here.job_key:
         print(f"bpsfast: a job on one machine needs no {role}: nothing to do", file=sys.stderr)
         return 0
-    filled = place.settings(settings)
+    filled = role_here.settings(settings)
     return run_scheduler(filled) if role == "scheduler" else run_node(filled)
 
 
@@ -181,7 +178,7 @@ def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[st
         devices = environ.get("NVIDIA_VISIBLE_DEVICES", "")
         n_local = len(devices.split(",")) if devices and devices not in ("all", "none", "void") else 1
     base = {**thread_defaults(n_local), **environ}
-    if roles.is_local_job(settings, environ):  # no other process joins; a given key may also be another job's
+    if is_local_byteps_job(settings, environ):  # no other process joins; a given key may be that of another job
         base[_KEY] = secrets.token_hex(32)
     commands = [
         Command(f"worker {max(0, settings.node_index)} local rank {i}", Kind.RANK, tuple(program),
@@ -193,7 +190,7 @@ def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[st
 
 
 def check_program(program: Sequence[str]) -> None:
-    """Raise `ConfigError` for a script that is given in the place of a command."""
+    """Raise `ConfigError` if *program* is a script instead of a command."""
     if program[0].endswith(".py") and shutil.which(program[0]) is None:
         raise ConfigError(f"{program[0]} is no command that can be run: start a Python program by python: "
                           f"{shlex.join(['python', *program])}")
@@ -202,12 +199,12 @@ def check_program(program: Sequence[str]) -> None:
 def _daemon(role: str, title: str, settings: Settings, base: Mapping[str, str], machine: Machine | None,
             python: str, kind: Kind = Kind.DAEMON) -> Command:
     environ = {**base, **environment(settings), "PYTHONSAFEPATH": "1"}
-    n_restarts = N_RESTARTS if role == "scheduler" else 0  # of whatever else is lost, its memory is lost, too
+    n_restarts = N_RESTARTS if role == "scheduler" else 0  # a node's memory would be lost
     return Command(title, kind, (python or sys.executable, "-m", "bpsfast", role), environ, _via(machine), n_restarts)
 
 
-def _torchs(rank: Settings, master: tuple[str, int]) -> dict[str, str]:
-    """Return what torchrun would set for a *rank*; the port of *master* is 0 if it is not known."""
+def _torch_variables(rank: Settings, master: tuple[str, int]) -> dict[str, str]:
+    """Return the variables that torchrun would set for *rank*; the port of *master* is 0 if it is not known."""
     found = {"RANK": rank.rank, "WORLD_SIZE": rank.size, "LOCAL_RANK": rank.local_rank,
              "LOCAL_WORLD_SIZE": rank.local_size, "GROUP_RANK": rank.node_index, "NODE_RANK": rank.node_index,
              "GROUP_WORLD_SIZE": rank.num_nodes}

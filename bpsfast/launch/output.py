@@ -1,8 +1,12 @@
-"""Where the output of a job's processes goes: line by line, headed by whose it is, to a terminal and into files.
+"""The output of a job's processes: each line with its process's name, to the launcher's streams and into files.
 
-Under ``log_format=json`` each line that is shown is a JSON object instead: the log lines of bpsfast's processes as they
-are, others with the keys ts, role, its number, stream ("stdout" or "stderr") and message, a whole traceback in one.
-What is shown of lines that repeat each other is the business of `folding`. Files have all lines as they were written.
+Under ``log_format=json`` each shown line is a JSON object: log lines of bpsfast's processes as they are, others with
+the keys ts, role, its number, stream ("stdout" or "stderr") and message, a whole traceback in one.
+
+Many ranks may fail in the same way, or because one has failed. `DuplicateOutput` shows the common traceback once.
+Files (``--tee-dir``) have every line as it was written, and ``log_level=INFO`` shows them all.
+
+A reader that stops (a pager, a terminal) does not stop the launcher: `OutputStream` keeps what it does not take.
 """
 from __future__ import annotations
 
@@ -11,32 +15,33 @@ import functools
 import json
 import logging
 import os
+import re
+import select
+import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from ..base import logs
-from .duplicate_output import DuplicateOutput, Folder
-from .output_stream import OutputStream, is_one
 
 _TAIL_LINES = 200
-#: What was shown so many lines ago still stands on a terminal.
+#: So many lines back, a line can still be seen on a terminal.
 _IN_SIGHT_LINES = 20
-#: After which a line is cut that does not end.
+#: A longer line is cut.
 _LINE_NBYTES = 1 << 20
-#: What may wait for a reader before the job has to wait for it.
+#: At most so many bytes wait for a reader; then the job waits for it.
 _PENDING_NBYTES = 1 << 20
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
 class Sink(Protocol):
-    """Takes what a process writes to one of its two streams, as it comes."""
+    """Takes the bytes of one of a process's two streams as they come."""
 
     def feed(self, data: bytes) -> None:
-        """Take *data*, whatever it ends with."""
+        """Take *data*, which need not end with a line."""
 
     def finish(self) -> None:
         """The stream has ended."""
@@ -45,19 +50,19 @@ class Sink(Protocol):
 class Output:
     """The two streams that a launcher writes, and its files. `close` closes the files. Owner thread only.
 
-    Who writes waits for the reader; but not while somebody is `attending`.
+    Writing blocks until the reader has taken all, except within `attending`.
 
     Parameters
     ----------
     out, err
-        Standard output and error by default; heads are coloured on a terminal.
+        Standard output and error by default; names are coloured on a terminal.
     tee_dir
-        Folder for one log of each process, both streams in it; None: none.
+        Folder for a log of each process, with both streams; None: no logs.
     rank_dir
-        Folder for what each rank writes, as horovodrun names it: ``rank.0/stdout`` and ``rank.0/stderr``, numbers
-        padded to one width; None: none.
+        Folder for the output of each rank, named as by horovodrun: ``rank.0/stdout`` and ``rank.0/stderr``, numbers
+        padded to one width; None: no such files.
     stamped
-        Whether each line is headed by the time at which it came, too.
+        Whether each line begins with the time at which it came.
     """
 
     def __init__(self, out: BinaryIO | None = None, err: BinaryIO | None = None, tee_dir: Path | None = None,
@@ -65,24 +70,22 @@ class Output:
         out = sys.stdout.buffer if out is None else out
         err = sys.stderr.buffer if err is None else err
         self._out = OutputStream(out)
-        self._err = self._out if is_one(out, err) else OutputStream(err)  # lines of one must not come amid those of the other
+        self._err = self._out if is_one(out, err) else OutputStream(err)  # else lines of both would mix
         self._is_attended = False
         self._is_hurried = False
         self._n_dropped = 0
         self._tee_dir, self._rank_dir, self._stamped = tee_dir, rank_dir, stamped
         self._as_json = logs.is_json()
-        self._folding = DuplicateOutput(not self._as_json and not logging.getLogger("bpsfast").isEnabledFor(logging.INFO))
+        shows_all = self._as_json or logging.getLogger("bpsfast").isEnabledFor(logging.INFO)
+        self._duplicates = DuplicateOutput(not shows_all)
         self._n_lines = 0
         self._n_named = 0
         self._files = contextlib.ExitStack()
 
     def streams(self, name: str, rank: int | None = None, n_ranks: int = 0) -> tuple[Transcript, Transcript]:
-        """Return where standard output and error of the process *name* go; *rank* of *n_ranks*, if it is one.
+        """Return the sinks for standard output and error of the process *name*, which may be *rank* of *n_ranks*.
 
-        Raises
-        ------
-        OSError
-            If a file cannot be made.
+        Raises `OSError` if a file cannot be made.
         """
         colour = _COLOURS[self._n_named % len(_COLOURS)]
         self._n_named += 1
@@ -94,8 +97,8 @@ class Output:
         return (self._transcript(name, colour, self._out, [*log, *own[0]], n_kept=0),
                 self._transcript(name, colour, self._err, [*log, *own[1]], n_kept=_TAIL_LINES))
 
-    def aside(self, name: str) -> Transcript:
-        """Return where lines of *name* go that is no process of the job: to the error stream, and into no file."""
+    def extra_stream(self, name: str) -> Transcript:
+        """Return a sink for lines of *name*, no process of the job: they go to the error stream and into no file."""
         return self._transcript(name, _COLOURS[0], self._err, [], n_kept=_TAIL_LINES)
 
     def say(self, text: str) -> None:
@@ -113,11 +116,11 @@ class Output:
         else:
             self._write(self._err, b"".join(line + b"\n" for line in lines))
 
-    def conclude(self, text: str, cause: Sequence[bytes], err: Transcript) -> None:
-        """Say as the last words that *text* has ended the job, and *cause*: lines of that process's error output *err*.
+    def say_cause(self, text: str, cause: Sequence[bytes], err: Transcript) -> None:
+        """Write last that *text* ended the job, and *cause*, lines of that process's error output *err*.
 
-        They are shown again only if they are out of sight, or have not been shown yet. Processes whose lines were kept
-        back, because they only ended by that, are named.
+        The lines are repeated only if they are out of sight or were not shown. Processes that ended only because of
+        that one, and whose lines were not shown, are named.
         """
         last = cause[-1].decode(errors="replace").strip() if cause else ""
         if not last:
@@ -128,61 +131,61 @@ class Output:
             self.say(f"{text}. Its last output:")
             self.quote(cause)
         err.forget()
-        if self._folding.kept:
-            self.say(f"{self._folding.names_kept()} ended because of that (in their words: --tee-dir, or "
+        if self._duplicates.kept:
+            self.say(f"{self._duplicates.names_kept()} ended because of that (their own output: --tee-dir, or "
                      "BPSFAST_LOG_LEVEL=INFO)")
 
     # -- a reader that stalls --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def attending(self) -> Iterator[None]:
-        """Meanwhile nobody waits: the caller flushes `outlets` when they can be written, feeds nothing while `is_full`.
+        """Never block: the caller flushes `out_streams` when they can be written, and feeds nothing while `is_full`.
 
-        In the end what still waits is dropped, and how much that was is said where it can be.
+        At the end the rest is dropped, and its size is written if possible.
         """
         self._is_attended = True
         try:
             yield
         finally:
-            self._n_dropped += sum(outlet.drop() for outlet in self.outlets)
+            self._n_dropped += sum(stream.drop() for stream in self.out_streams)
             if self._n_dropped:
                 with contextlib.suppress(OSError):
-                    self.say(f"{self._n_dropped} bytes of output are left out: nobody read on")
+                    self.say(f"{self._n_dropped} bytes of output are dropped: the reader had stopped")
                 self._err.drop()
             self._is_attended = self._is_hurried = False
             self._n_dropped = 0
 
     @property
-    def outlets(self) -> list[OutputStream]:
-        """The streams; one, if both are the same."""
+    def out_streams(self) -> list[OutputStream]:
+        """Both streams, or the one that they are."""
         return list(dict.fromkeys((self._out, self._err)))
 
     @property
     def pending_nbytes(self) -> int:
-        """Bytes that wait for their readers."""
-        return sum(outlet.pending_nbytes for outlet in self.outlets)
+        """Bytes not yet taken by the readers."""
+        return sum(stream.pending_nbytes for stream in self.out_streams)
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits for a reader that the processes have to wait, too."""
+        """Whether so many bytes wait that the processes must wait, too."""
         return not self._is_hurried and self.pending_nbytes >= _PENDING_NBYTES
 
     def hurry(self) -> None:
-        """The job is being ended: have nobody wait for a reader, but drop what comes after all that may wait."""
+        """Wait for no reader any more, as the job is being ended: drop what exceeds the limit."""
         self._is_hurried = True
 
-    def _show(self, outlet: OutputStream, data: bytes) -> None:
-        """Write what a process has written."""
+    def _show(self, stream: OutputStream, data: bytes) -> None:
+        """Write output of a process."""
         self._n_lines += data.count(b"\n")
-        if self._is_hurried and outlet.pending_nbytes >= _PENDING_NBYTES:
+        if self._is_hurried and stream.pending_nbytes >= _PENDING_NBYTES:
             self._n_dropped += len(data)
         else:
-            self._write(outlet, data)
+            self._write(stream, data)
 
-    def _write(self, outlet: OutputStream, data: bytes) -> None:
-        outlet.write(data)
+    def _write(self, stream: OutputStream, data: bytes) -> None:
+        stream.write(data)
         if not self._is_attended:
-            outlet.wait()
+            stream.wait()
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -190,13 +193,14 @@ class Output:
         """Close the files. Idempotent."""
         self._files.close()
 
-    def _transcript(self, name: str, colour: int, outlet: OutputStream, files: Sequence[BinaryIO], n_kept: int) -> Transcript:
+    def _transcript(self, name: str, colour: int, stream: OutputStream, files: Sequence[BinaryIO],
+                    n_kept: int) -> Transcript:
         if self._as_json:
             spell: Callable[[list[bytes]], bytes] = _Objects(name, "stdout" if n_kept == 0 else "stderr")
         else:
-            spell = _Headed(name, colour if outlet.is_terminal else None, self._stamped)
-        folder = Folder(name, self._folding) if n_kept else None
-        return Transcript(spell, functools.partial(self._show, outlet), files, n_kept, folder, lambda: self._n_lines)
+            spell = _Headed(name, colour if stream.is_terminal else None, self._stamped)
+        folder = StreamFilter(name, self._duplicates) if n_kept else None
+        return Transcript(spell, functools.partial(self._show, stream), files, n_kept, folder, lambda: self._n_lines)
 
     def _file(self, path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +208,7 @@ class Output:
 
 
 class _Headed:
-    """Makes of lines what is shown of them: time, whose it is, and the line, which then need not say the same again."""
+    """Formats lines for showing: time, the process's name, and the line without its own copy of these."""
 
     def __init__(self, name: str, colour: int | None, stamped: bool) -> None:
         self._name, self._stamped = name.encode(), stamped
@@ -216,7 +220,7 @@ class _Headed:
 
 
 class _Objects:
-    """Makes a JSON object of lines that belong together."""
+    """Formats lines that belong together as one JSON object."""
 
     def __init__(self, name: str, stream: str) -> None:
         self._stream, self._identity = stream, logs.identity(name)
@@ -237,14 +241,14 @@ def _stamp() -> str:
 
 
 class Transcript:
-    """One stream of one process, cut into lines; `tail`: the last ones, of standard error. See `Output.streams`.
+    """One stream of one process, cut into lines. See `Output.streams`.
 
-    *spell* makes of lines what *write* shows of them; *folder* decides which those are, None: all. `shown_at`: how many
-    lines of all processes, by *n_lines*, had been shown when this one's last was.
+    *spell* formats lines for *write*; *folder* decides which are shown (None: all). `tail` has the last lines of
+    standard error; `shown_at` is the number of lines of all processes (*n_lines*) when this one's last was shown.
     """
 
     def __init__(self, spell: Callable[[list[bytes]], bytes], write: Callable[[bytes], None], files: Sequence[BinaryIO],
-                 n_kept: int, folder: Folder | None, n_lines: Callable[[], int]) -> None:
+                 n_kept: int, folder: StreamFilter | None, n_lines: Callable[[], int]) -> None:
         self._spell, self._write, self._files = spell, write, files
         self._folder, self._n_lines = folder, n_lines
         self.shown_at = 0
@@ -253,11 +257,11 @@ class Transcript:
         self.tail: deque[bytes] = deque(maxlen=n_kept)
 
     def feed(self, data: bytes) -> None:
-        """Show the lines that *data* completes; one that grows too long is cut."""
+        """Show the lines that *data* completes; cut one that grows too long."""
         if self._cut_at_return and data.startswith(b"\n"):
-            data = data[1:]  # the other half of the end of a line that was shown
+            data = data[1:]  # the second half of a line end
         self._cut_at_return = data.endswith(b"\r")
-        # a progress bar rewrites its line by \r: each state becomes a line
+        # a progress bar rewrites its line by \r; each state becomes a line
         first, *others = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         self._rest += first
         lines: list[bytes] = []
@@ -270,7 +274,7 @@ class Transcript:
         self._show(lines)
 
     def finish(self) -> None:
-        """Show what is left without an end of line."""
+        """Show the rest, which has no line end."""
         rest = bytes(self._rest)
         self._rest.clear()
         self._show([rest] if rest else [])
@@ -279,16 +283,16 @@ class Transcript:
 
     @property
     def is_kept_back(self) -> bool:
-        """Whether lines by which the process blames another one have not been shown."""
+        """Whether lines that blame another process have not been shown."""
         return self._folder is not None and self._folder.keeps
 
     def release(self) -> None:
-        """Show them: the job goes on, and nobody else says what they do."""
+        """Show these lines, as the job goes on without the process."""
         if self._folder is not None:
             self._spell_out(self._folder.release())
 
     def forget(self) -> None:
-        """Leave them out for good."""
+        """Drop these lines."""
         if self._folder is not None:
             self._folder.release()
 
@@ -305,3 +309,197 @@ class Transcript:
         if groups:
             self._write(b"".join(map(self._spell, groups)))
             self.shown_at = self._n_lines()
+
+
+TRACEBACK = b"Traceback (most recent call last)"
+CHAINED = (b"another exception occurred:", b"direct cause of the following exception:")
+#: A line of a rank or daemon that ends only because of another process.
+_CONSEQUENCE = re.compile(rb"bpsfast\.PeerLostError: .* \(ended in |" + logs.CONSEQUENCE)
+#: The end of a rank's traceback if the launcher has ended the scheduler just before the rank.
+_STOPPED = re.compile(rb"(?:[\w.]+\.)?ClosedError: the scheduler got SIG")
+#: A longer traceback is shown as it comes: it only began like one.
+_MOST_LINES = 1000
+#: Tracebacks that are remembered for comparison.
+_MOST_KNOWN = 100
+
+
+class DuplicateOutput:
+    """Tracebacks that the processes of one launcher have shown, and lines that were not shown: see `StreamFilter`.
+
+    *wanted* False: everything is shown.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+        self.kept: dict[str, list[bytes]] = {}  # lines that blame another process, by process name
+        self._known: dict[bytes, str] = {}
+
+    def first_with(self, name: str, block: Iterable[bytes]) -> str:
+        """Return the process that has shown the same traceback before, or *name* if none has."""
+        # equal but for the process's name, how long it has waited, and the depth of calls
+        key = re.sub(rb"(?<=Error: )" + re.escape(name.encode()) + rb"\b|\b\d+(?:\.\d+)?(?= s\b)|\d+(?= calls within)",
+                     b"#", b"\n".join(block))
+        if len(self._known) < _MOST_KNOWN:
+            self._known.setdefault(key, name)
+        return self._known.get(key, name)
+
+    def names_kept(self) -> str:
+        """Return the processes whose lines were not shown: "nodes 0, 1, ranks 0-2, 4"."""
+        numbers: dict[str, list[int]] = {}
+        others: list[str] = []
+        for name in self.kept:
+            kind, _, number = name.rpartition(" ")
+            if number.isdecimal() and kind:
+                numbers.setdefault(kind, []).append(int(number))
+            else:
+                others.append(name)
+        return ", ".join([*others, *(f"{kind}{'s' if len(found) > 1 else ''} {_spans(found)}"
+                                     for kind, found in sorted(numbers.items()))])
+
+
+class StreamFilter:
+    """Decides which lines of the process *name* are shown, whole tracebacks at a time."""
+
+    def __init__(self, name: str, folding: DuplicateOutput) -> None:
+        self._name, self._duplicates = name, folding
+        self._block: list[bytes] = []
+        self._is_folded = False
+
+    def take(self, lines: Iterable[bytes]) -> list[list[bytes]]:
+        """Return the groups of lines to show now: single lines, and whole tracebacks."""
+        found: list[list[bytes]] = []
+        for line in lines:
+            if self._block:
+                self._block.append(line)
+                if line and line[:1] not in b" \t":  # the exception
+                    found += self._settle()
+                elif len(self._block) >= _MOST_LINES:
+                    found += self.finish()
+            elif line.startswith(TRACEBACK):
+                self._block = [line]
+            elif self._duplicates.wanted and _CONSEQUENCE.match(line):
+                self._duplicates.kept.setdefault(self._name, []).append(line)
+            elif not self._is_folded or (line.strip() and not line.endswith(CHAINED)):
+                self._is_folded = False
+                found.append([line])
+        return found
+
+    def finish(self) -> list[list[bytes]]:
+        """Return the rest of a traceback that does not continue."""
+        block, self._block = self._block, []
+        return [block] if block else []
+
+    @property
+    def keeps(self) -> bool:
+        """Whether lines were not shown."""
+        return self._name in self._duplicates.kept
+
+    def release(self) -> list[list[bytes]]:
+        """Return, and forget, the lines that were not shown."""
+        return [[line] for line in self._duplicates.kept.pop(self._name, [])]
+
+    def _settle(self) -> list[list[bytes]]:
+        block, self._block = self._block, []
+        if self._duplicates.wanted and _STOPPED.match(block[-1]):
+            self._duplicates.kept.setdefault(self._name, []).extend(block)
+            self._is_folded = True
+            return []
+        first = self._duplicates.first_with(self._name, block) if self._duplicates.wanted else self._name
+        self._is_folded = first != self._name
+        if not self._is_folded:
+            return [block]
+        kind = block[-1].partition(b":")[0]
+        return [[f"the traceback of {first}, too: ".encode() + kind]]
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """Return "0-2, 4" for 4, 0, 1, 2."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+#: A writable pipe takes so many bytes at once (POSIX), in blocking mode too.
+_AT_ONCE_NBYTES = select.PIPE_BUF
+
+
+class OutputStream:
+    """Writes to *target* in order, without blocking. Owner thread only.
+
+    What a pipe, a terminal or a socket does not take now stays here until `flush`. *target* is not made non-blocking,
+    as the mode is shared with other programs. Files take everything at once.
+
+    `fd`: to be watched while `pending_nbytes` is not 0; None for a file. `is_terminal`: of *target*.
+    """
+
+    def __init__(self, target: BinaryIO) -> None:
+        self.is_terminal = target.isatty()
+        self._target = target
+        self.fd = target.fileno() if _may_stall(target) else None
+        self._pending = bytearray()
+
+    @property
+    def pending_nbytes(self) -> int:
+        """Bytes not yet taken by the reader."""
+        return len(self._pending)
+
+    def write(self, data: bytes) -> None:
+        """Append *data*, and write what the target takes now. Raises as `flush`."""
+        if self.fd is None:
+            self._target.write(data)
+            self._target.flush()
+            return
+        self._pending += data
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the target takes now.
+
+        Raises `BrokenPipeError` or `OSError` if the reader is gone, or the target has another fault; the rest is
+        dropped.
+        """
+        while self._pending and self._can_be_written(0.0):
+            assert self.fd is not None, "a file leaves nothing"
+            try:
+                n_written = os.write(self.fd, self._pending[:_AT_ONCE_NBYTES])
+            except BlockingIOError:  # another program has made it non-blocking
+                return
+            except OSError:
+                self._pending.clear()
+                raise
+            del self._pending[:n_written]
+
+    def wait(self) -> None:
+        """Block until all is written. Raises as `flush`."""
+        while self._pending:
+            self._can_be_written(None)
+            self.flush()
+
+    def drop(self) -> int:
+        """Drop what is not written; return its number of bytes."""
+        nbytes = len(self._pending)
+        self._pending.clear()
+        return nbytes
+
+    def _can_be_written(self, timeout_s: float | None) -> bool:
+        assert self.fd is not None, "a file leaves nothing"
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+
+def is_one(out: BinaryIO, err: BinaryIO) -> bool:
+    """Tell whether *out* and *err* are the same pipe, terminal or socket (``2>&1``)."""
+    return _may_stall(out) and _may_stall(err) and os.path.sameopenfile(out.fileno(), err.fileno())
+
+
+def _may_stall(target: BinaryIO) -> bool:
+    try:
+        mode = os.fstat(target.fileno()).st_mode
+    except OSError:  # it is memory
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or target.isatty()

@@ -1,4 +1,4 @@
-"""Processes of a job that this process has started itself: commands, output, ends."""
+"""Processes of a job: commands, where they run (`ProcessHost`), and those on this machine (`LocalProcesses`)."""
 from __future__ import annotations
 
 import contextlib
@@ -9,6 +9,7 @@ import os
 import select
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,31 +20,30 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import msgspec
 
-from ..base import process_mark
+from ..base import process_identity
 from ..base.end_reports import Reports
-from . import die_with_parent
 from .daemons import clean_environment, describe_exit, tie_to_parent
 from .output import Sink
 
-#: How long what was sent SIGKILL may take to end; then it is given up: it is another user's, or waits in the kernel.
+#: How long a process may take to end after SIGKILL. Then it is given up: it is another user's, or waits in the kernel.
 AFTER_SIGKILL_S = 5.0
-#: How often a guardian that was killed is replaced.
-_N_GUARDIANS = 10
+#: How often a killed `orphan_reaper` is replaced.
+_N_REAPERS = 10
 
 
 class Kind(enum.Enum):
-    """What a process is for: the job is over when the ranks are; daemons then end by themselves."""
+    """What a process is for. The job ends with its ranks; daemons then end by themselves."""
 
     RANK = "rank"
     DAEMON = "daemon"
-    HELPER = "helper"  # a daemon that the job can do without, once it has begun
+    HELPER = "helper"  # a daemon that the job can lose once it has started
 
 
 class Command(msgspec.Struct, frozen=True):
-    """One process to start: its `name` heads its lines; `environ` is its whole environment.
+    """One process to start. `name` heads its lines; `environ` is its whole environment.
 
-    `via` is a command that runs another in some place and becomes it, such as ``ip netns exec NAME``. `n_restarts`: how
-    often it is started again if a signal has ended it.
+    `via` is a command that runs another one elsewhere and becomes it, such as ``ip netns exec NAME``. `n_restarts`: how
+    often it is started again if a signal kills it.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class Process(Protocol):
-    """One process of a job, wherever it runs. `code` as of `Popen.returncode`, None until its end at `ended_s`
-    (`time.monotonic`). `is_lost`: its host is, so that nothing is known of its end.
+    """One process of a job, on any host. `code` is as `Popen.returncode`, None until its end at `ended_s`
+    (`time.monotonic`). `is_lost`: its host is lost, so its end is not known.
     """
 
     command: Command
@@ -65,14 +65,14 @@ class Process(Protocol):
     is_lost: bool
 
     def signal_all(self, number: int) -> None:
-        """Send *number* to the process and everything it started that did not leave its session."""
+        """Send signal *number* to the process and all that it started, except what has left its session."""
 
     def end_in_words(self) -> str:
         """Return how it ended: "ended with exit code 3"."""
 
 
 class EndReport(NamedTuple):
-    """What a process has reported of its end, when (`time.monotonic` here): see `end_reports`."""
+    """A report of *process* about its end (see `end_reports`); `time_s` is `time.monotonic` here."""
 
     process: Process
     word: str
@@ -80,11 +80,10 @@ class EndReport(NamedTuple):
 
 
 class ProcessHost(Protocol):
-    """Where processes run. What happens there are events of the launcher's selector, whose data are functions: each
-    handles its event and returns the processes whose end it has seen.
+    """Where processes run. Its events go to the launcher's selector; their data are functions that handle the event
+    and return the processes that have ended.
 
-    `lost`: why nothing more can be started or heard there, "" if it can. `is_silent`: whether less is heard of it than
-    there should be, so that it may be lost.
+    `lost`: why the host is lost, "" if it is not. `is_silent`: whether it may be lost, as it sends less than it should.
     """
 
     @property
@@ -96,29 +95,29 @@ class ProcessHost(Protocol):
         """See the class."""
 
     def open(self, selector: selectors.BaseSelector) -> None:
-        """Have events from now on."""
+        """Register events with *selector* from now on."""
 
     def start(self, command: Command, out: Sink, err: Sink) -> Process:
-        """Start *command*; what it writes goes to *out* and *err*. Not in a place that is `lost`."""
+        """Start *command*; its output goes to *out* and *err*. The host must not be `lost`."""
 
     def tick(self, now_s: float) -> tuple[float, Sequence[Process]]:
-        """Do what time asks for; return when to be called again (`time.monotonic`), and what has ended."""
+        """Do what is due; return when to call again (`time.monotonic`), and the processes that have ended."""
 
     def drain(self) -> None:
-        """All processes have ended: hand on what they have written and nobody has read."""
+        """Pass on the output that is still in pipes; all processes have ended."""
 
     def reports(self) -> Sequence[EndReport]:
-        """Return what processes have reported of their ends since the last call."""
+        """Return what processes have reported about their ends since the last call."""
 
     def begin_close(self) -> None:
-        """Begin to `close`, so that many places end at once."""
+        """Begin to `close`, so that many hosts end at once."""
 
     def close(self) -> None:
-        """End whatever is left, wait for it a while, give everything back. Idempotent."""
+        """Kill all that is left, wait for that, and release everything. Idempotent."""
 
 
 class LocalProcess:
-    """One process of this machine, and its two pipes. Raises `OSError` if it cannot be started; then none is left."""
+    """One process on this machine, and its two pipes. Raises `OSError` if it cannot be started."""
 
     def __init__(self, command: Command) -> None:
         self.command = command
@@ -133,12 +132,12 @@ class LocalProcess:
             self.pidfd = os.pidfd_open(self.process.pid)
         except OSError:  # no descriptor is left
             self.signal_all(signal.SIGKILL)
-            self.process.wait()  # nothing but `tether` can have begun
+            self.process.wait()  # only `die_with_parent` can have begun
             self._close_pipes()
             raise
 
     def signal_all(self, number: int) -> None:
-        """See `Process`. What cannot be signalled, as it is another user's by now, is left out."""
+        """See `Process`. Processes that now belong to another user are skipped."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
         for pid in _others_in_session(self.process.pid):
@@ -146,28 +145,27 @@ class LocalProcess:
                 os.kill(pid, number)
 
     def end_in_words(self) -> str:
-        """See `Process`."""
         return describe_exit(self.code or 0)
 
     def exit_code(self) -> int:
-        """Return the code of the ended process as `Popen.returncode` would, and leave it a zombie.
+        """Return the code of the ended process, as `Popen.returncode`, and leave it a zombie until `close`.
 
-        Until `close` its number, and so its session's, cannot become another process's.
+        So its pid, which is its session's number, cannot become another process's.
         """
         info = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if info is None:  # a debugger is attached: it is told first, and may not ask for long
-            return os.waitstatus_to_exitcode(int(process_mark.stat(self.process.pid)[49]))
+        if info is None:  # a debugger is told first, and may be slow to ask
+            return os.waitstatus_to_exitcode(int(process_identity.stat(self.process.pid)[49]))
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
     def close(self, until_s: float) -> None:
-        """End what is left of the session, reap, give back descriptors. Who lives on after *until_s* is let go."""
+        """Kill what is left of the session, reap it, close descriptors. Gives up what still runs at *until_s*."""
         self.signal_all(signal.SIGKILL)
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         if poll.poll(max(0.0, until_s - time.monotonic()) * 1e3):
             self.process.poll()
         if self.process.returncode is None:
-            self.process.returncode = -signal.SIGKILL  # or `subprocess` would complain of it, and wait for it later
+            self.process.returncode = -signal.SIGKILL  # else `subprocess` warns, and waits for it later
         self._close_pipes()
         os.close(self.pidfd)
 
@@ -178,7 +176,7 @@ class LocalProcess:
 
 
 class Pipe:
-    """One output stream of one child, and where it goes."""
+    """One output stream of one process, and its sink."""
 
     def __init__(self, source: IO[bytes], sink: Sink) -> None:
         self.source = source
@@ -187,7 +185,7 @@ class Pipe:
         os.set_blocking(source.fileno(), False)
 
     def forward(self) -> int:
-        """Hand on what one read gives; return how many bytes these were, 0 if another would give nothing now."""
+        """Read once and pass the data on; return its size, 0 if there is none now."""
         try:
             data = os.read(self.source.fileno(), 65536)
         except BlockingIOError:
@@ -200,7 +198,7 @@ class Pipe:
         return len(data)
 
     def drain(self) -> None:
-        """Hand on all that is in the pipe, a line without an end too; not what children of the child go on writing."""
+        """Pass on all that is in the pipe now, an incomplete line too, but not what grandchildren still write."""
         left_nbytes = fcntl.fcntl(self.source, fcntl.F_GETPIPE_SZ)
         while left_nbytes > 0 and (nbytes := self.forward()):
             left_nbytes -= nbytes
@@ -208,9 +206,10 @@ class Pipe:
 
 
 class LocalProcesses:
-    """The `ProcessHost` that is this machine. Main thread only: children die with the thread that started them (`tether`).
+    """This machine as a `ProcessHost`. Main thread only: processes die with the thread that started them
+    (`die_with_parent`).
 
-    What they start themselves dies with this process by a `guardian`, which lives from `open` until `close`.
+    An `orphan_reaper`, which runs from `open` until `close`, ends what they start if this process dies.
     """
 
     lost = ""
@@ -221,40 +220,38 @@ class LocalProcesses:
         self._children: list[LocalProcess] = []
         self._pipes: dict[LocalProcess, deque[Pipe]] = {}
         self._reports: Reports | None = None
-        self._guardian: _ReaperProcess | None = None
-        self._n_guardians = 0
+        self._reaper: _ReaperProcess | None = None
+        self._n_reapers = 0
 
     def open(self, selector: selectors.BaseSelector) -> None:
-        """See `ProcessHost`."""
         self._selector = selector
         self._reports = Reports()
-        self._guard()
+        self._start_reaper()
 
-    def _guard(self) -> None:
-        self._n_guardians += 1
-        self._guardian = _ReaperProcess(self._children)
-        self._listen(self._guardian.pidfd, self._replace_guardian)
+    def _start_reaper(self) -> None:
+        self._n_reapers += 1
+        self._reaper = _ReaperProcess(self._children)
+        self._listen(self._reaper.pidfd, self._replace_reaper)
 
-    def _replace_guardian(self) -> Sequence[LocalProcess]:
-        """Somebody has killed the guardian: have another one, unless there is a reason that goes on."""
-        assert self._selector is not None and self._guardian is not None, "opened"
-        self._selector.unregister(self._guardian.pidfd)
-        self._guardian.close("end")
-        self._guardian = None
-        if self._n_guardians < _N_GUARDIANS:
-            with contextlib.suppress(OSError):  # there may be too many processes: what runs is worth more
-                self._guard()
+    def _replace_reaper(self) -> Sequence[LocalProcess]:
+        """Start another reaper if one was killed, unless that happens again and again."""
+        assert self._selector is not None and self._reaper is not None, "opened"
+        self._selector.unregister(self._reaper.pidfd)
+        self._reaper.close("end")
+        self._reaper = None
+        if self._n_reapers < _N_REAPERS:
+            with contextlib.suppress(OSError):  # too many processes: do without
+                self._start_reaper()
         return ()
 
     def start(self, command: Command, out: Sink, err: Sink) -> LocalProcess:
-        """See `ProcessHost`."""
         assert self._reports is not None, "opened"
         reports = self._reports.environ(len(self._children))
         child = LocalProcess(msgspec.structs.replace(command, environ={**command.environ, **reports}))
         child.command = command
         self._children.append(child)
-        if self._guardian is not None:
-            self._guardian.tell_of(child)
+        if self._reaper is not None:
+            self._reaper.tell_of(child)
         assert child.process.stdout is not None and child.process.stderr is not None
         self._pipes[child] = deque([Pipe(child.process.stdout, out), Pipe(child.process.stderr, err)])
         for pipe in self._pipes[child]:
@@ -263,42 +260,38 @@ class LocalProcesses:
         return child
 
     def tick(self, now_s: float) -> tuple[float, Sequence[LocalProcess]]:
-        """See `ProcessHost`."""
         return float("inf"), ()
 
     def drain(self) -> None:
-        """See `ProcessHost`; what *their* children write is not waited for."""
+        """See `ProcessHost`; grandchildren may go on writing."""
         for child in self._children:
             self.drain_one(child)
 
     def drain_one(self, child: LocalProcess) -> None:
-        """Hand on what one ended child has written."""
+        """Pass on the output of an ended process."""
         for pipe in list(self._pipes[child]):
             pipe.drain()
             if pipe.has_ended:
                 self._forget(child, pipe)
 
     def reports(self) -> Sequence[EndReport]:
-        """See `ProcessHost`."""
         assert self._reports is not None, "opened"
         return [EndReport(self._children[number], word, time_s) for number, word, time_s in self._reports.read()
                 if number < len(self._children)]
 
     def begin_close(self) -> None:
-        """See `ProcessHost`."""
         for child in self._children:
             child.signal_all(signal.SIGKILL)
 
     def close(self) -> None:
-        """See `ProcessHost`."""
         until_s = time.monotonic() + AFTER_SIGKILL_S
         is_well = all(child.code == 0 for child in self._children if child.command.kind is Kind.RANK)
         for child in self._children:
             child.close(until_s)
         self._children.clear()
-        if self._guardian is not None:
-            self._guardian.close("end" if is_well else "all")
-            self._guardian = None
+        if self._reaper is not None:
+            self._reaper.close("end" if is_well else "all")
+            self._reaper = None
         if self._reports is not None:
             self._reports.close()
             self._reports = None
@@ -308,7 +301,7 @@ class LocalProcesses:
         self._selector.register(source, selectors.EVENT_READ, handler)
 
     def _forward(self, child: LocalProcess, pipe: Pipe) -> Sequence[LocalProcess]:
-        if pipe in self._pipes[child]:  # else drained since the event came
+        if pipe in self._pipes[child]:  # else it was drained after the event
             pipe.forward()
             if pipe.has_ended:
                 self._forget(child, pipe)
@@ -327,22 +320,22 @@ class LocalProcesses:
 
 
 class _ReaperProcess:
-    """A process that ends the sessions of *children*, and what has left them, should this process die: see `guardian`.
-    """
+    """An `orphan_reaper` for the sessions of *children*."""
 
     def __init__(self, children: Sequence[LocalProcess]) -> None:
         program = str(Path(__file__).with_name("orphan_reaper.py"))
-        environ = {name: value for name, value in clean_environment(os.environ).items() if name != die_with_parent.VARIABLE}
+        environ = {name: value for name, value in clean_environment(os.environ).items()
+                   if name != process_identity.LAUNCHER_VARIABLE}
         source, self._target = os.pipe()
-        os.set_blocking(self._target, False)  # should it be stopped, it shall stop nobody else
+        os.set_blocking(self._target, False)  # a stopped reaper must not stop this process
         me = os.pidfd_open(os.getpid())
         try:
-            for child in children:  # before it runs, as we may be killed any time after
+            for child in children:  # before it runs, as this process may be killed any time after
                 self.tell_of(child)
-            # a session of its own, and the mark of no launcher: whoever kills us and ours shall not kill it
+            # in a session of its own, without the launcher's mark: what kills the job must not kill it
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-E", program, process_mark.mark(), str(me)], env=environ, pass_fds=[me], cwd="/",
-                stdin=source, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+                [sys.executable, "-S", "-E", program, process_identity.mark(), str(me)], env=environ, pass_fds=[me],
+                cwd="/", stdin=source, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
             self.pidfd = os.pidfd_open(self._process.pid)
         except OSError:
             os.close(self._target)
@@ -352,15 +345,15 @@ class _ReaperProcess:
             os.close(me)
 
     def tell_of(self, child: LocalProcess) -> None:
-        """Let it guard the session of *child*."""
-        self._say(f"{child.process.pid} {process_mark.start_time(child.process.pid)}")
+        """Add the session of *child*."""
+        self._say(f"{child.process.pid} {process_identity.start_time(child.process.pid)}")
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it was killed, and is replaced; or stopped
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it was killed and will be replaced, or is stopped
             os.write(self._target, f"{line}\n".encode())
 
     def close(self, word: str) -> None:
-        """Say the last *word*, see `guardian`, and wait for its end."""
+        """Send the last *word* (see `orphan_reaper`) and wait for its end."""
         self._say(word)
         os.close(self._target)
         try:
@@ -372,17 +365,52 @@ class _ReaperProcess:
 
 
 def _others_in_session(session: int) -> list[int]:
-    """Return the processes of *session* that have left the group of its leader, as ``timeout`` does."""
+    """Return the processes of *session* that have left its leader's group, as ``timeout`` does."""
     found = []
     for name in os.listdir("/proc"):
-        if name.isdecimal() and (fields := process_mark.stat(int(name))) and fields[0] not in "ZX":
+        if name.isdecimal() and (fields := process_identity.stat(int(name))) and fields[0] not in "ZX":
             if fields[3] == str(session) != fields[2]:
                 found.append(int(name))
     return found
 
 
-def watch(selector: selectors.BaseSelector, source: Any, event: int, handler: Callable[[], Any], wanted: bool) -> None:
-    """Have *handler* called for an *event* of *source*, or no longer."""
+class SignalEvents:
+    """While entered, SIGINT, SIGTERM and SIGHUP are events of a selector: `fileno` is readable. Main thread only.
+
+    SIGHUP stays ignored if it was (nohup).
+    """
+
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __enter__(self) -> SignalEvents:
+        # not a `WakeUp`: the interpreter writes each signal's number, from the C handler
+        self._source, self._target = socket.socketpair()
+        self._source.setblocking(False)
+        self._target.setblocking(False)
+        caught = [n for n in self._NUMBERS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in caught}
+        self._fd_before = signal.set_wakeup_fd(self._target.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        signal.set_wakeup_fd(self._fd_before)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._source.close()
+        self._target.close()
+
+    def fileno(self) -> int:
+        """Return the descriptor to watch."""
+        return self._source.fileno()
+
+    def take(self) -> list[int]:
+        """Return the numbers of the signals that have come."""
+        return [number for number in self._source.recv(64) if number in self._NUMBERS]
+
+
+def set_watched(selector: selectors.BaseSelector, source: Any, event: int, handler: Callable[[], Any],
+                wanted: bool) -> None:
+    """Register or unregister *handler* for *event* of *source*, as *wanted*."""
     watched = source in selector.get_map()
     if wanted and not watched:
         selector.register(source, event, handler)
@@ -391,6 +419,6 @@ def watch(selector: selectors.BaseSelector, source: Any, event: int, handler: Ca
 
 
 def thread_defaults(n_ranks: int) -> dict[str, str]:
-    """Return the variables that *n_ranks* ranks need to share this machine's cores."""
+    """Return the variables by which *n_ranks* ranks share this machine's cores."""
     cores = len(os.sched_getaffinity(0))
     return {"OMP_NUM_THREADS": str(max(1, cores // n_ranks)), "PYTHONUNBUFFERED": "1"}

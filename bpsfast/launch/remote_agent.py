@@ -1,9 +1,9 @@
-"""The agent: acts on a host for a launcher elsewhere, over the two pipes that ssh gives it (``bpsfast agent``).
+"""The agent: starts and watches processes on a host for a launcher elsewhere, over ssh's two pipes (``bpsfast agent``).
 
-It starts what the launcher asks for, hands on what that prints, and tells of its end. It never outlives the launcher:
-when its standard input ends, when it has heard nothing for `SILENCE_S` (a cable is out; the launcher sends `Alive`
-meanwhile), or by a signal, it ends all it has started, at first politely. If it is killed itself, the kernel does
-that (`tether`).
+It passes on what the processes print, and reports their ends. It never outlives the launcher: when its standard input
+ends, when it has received nothing for `SILENCE_S` (a cable is out; the launcher sends `Alive` meanwhile), or by a
+signal, it ends all that it has started, first by SIGTERM. If it is killed itself, the kernel does that
+(`die_with_parent`).
 """
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from typing import Any
 
 import psutil
 
-from .. import __version__
+from .._version import __version__
 from ..base.exit_codes import NOT_EXECUTABLE
 from ..orchestration.errors import ProtocolError
 from ..orchestration.host_lookup import resolve
 from . import remote_protocol as messages
 from .daemons import clean_environment, reserve_master_port, reserve_port
-from .pipe_connection import PipeConnection
-from .processes import Command, Kind, LocalProcess, LocalProcesses, Process, thread_defaults, watch
+from .processes import Command, Kind, LocalProcess, LocalProcesses, Process, SignalEvents, set_watched, thread_defaults
+from .remote_protocol import PipeConnection
 
-#: After which the launcher counts as gone; it, or the connection to it, may be stopped for so long.
+#: Silence after which the launcher counts as gone; it, or the connection, may be stopped for so long.
 SILENCE_S = 60.0
 PULSE_S = 5.0
 _AFTER_SIGTERM_S = 1.5
-#: For one address; for all of them, which the launcher waits for (`fleet`); how many are tried at once.
+#: Time for one address; for all, which the launcher waits for; number of addresses tried at the same time.
 _REACH_S, _REACH_ALL_S, _N_AT_ONCE = 3.0, 12.0, 64
 TOKEN_NBYTES = 16
-#: How often an agent that asks for its own listener looks whether it has been answered.
+#: Interval at which an agent that tries its own listener answers it.
 _GREET_S = 0.02
-#: Output that may wait for the launcher before the job has to wait for it.
+#: At most so much output waits for the launcher; then the job waits, too.
 _WAITING_NBYTES = 1 << 20
 
 
 class Agent:
-    """One agent, on the launcher's line. Main thread only."""
+    """One agent, with its connection to the launcher. Main thread only."""
 
     def __init__(self, line: PipeConnection) -> None:
         self._line = line
         self._selector = selectors.DefaultSelector()
-        # of their own, to be left alone while too much output waits for the launcher
+        # separate, to be left alone while too much output waits for the launcher
         self._outputs = selectors.DefaultSelector()
         self._children = LocalProcesses()
         self._by_number: dict[int, LocalProcess] = {}
@@ -69,15 +69,9 @@ class Agent:
         }
 
     def run(self) -> None:
-        """Serve until the launcher is done or gone, then end what is left."""
-        wake, waker = socket.socketpair()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda number, frame: None)
-        for sock in (wake, waker):
-            sock.setblocking(False)
-        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        with wake, waker, self._selector, self._outputs, self._resources:
-            self._selector.register(wake, selectors.EVENT_READ, self._end)
+        """Serve until the launcher is done or gone, then end all processes."""
+        with SignalEvents() as signals, self._selector, self._outputs, self._resources:
+            self._selector.register(signals, selectors.EVENT_READ, self._end)
             self._selector.register(self._line.source, selectors.EVENT_READ, self._receive)
             self._children.open(self._outputs)
             try:
@@ -88,9 +82,8 @@ class Agent:
             finally:
                 self._is_over = True
                 self._end_children()
-                signal.set_wakeup_fd(-1)
 
-    # -- what the launcher asks for --------------------------------------------------------------------------------
+    # -- requests of the launcher ----------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         self._heard_s = time.monotonic()
@@ -116,7 +109,7 @@ class Agent:
         host = "127.0.0.1" if asked.is_loopback else "0.0.0.0"
         reserved = self._resources.enter_context(reserve_port(host))
         port = reserved.getsockname()[1]
-        # beside the holder of the port, until the scheduler takes its place
+        # beside the reserving socket, until the scheduler binds the port
         self._listener = self._resources.enter_context(socket.create_server((host, port)))
         self._listener.setblocking(False)
         token = secrets.token_bytes(TOKEN_NBYTES)
@@ -128,7 +121,7 @@ class Agent:
         if self._listener is None:
             self._tell(messages.Reached(reached(asked)))
             return
-        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # it may be this agent that has to answer
+        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # this agent may have to answer
             answer = pool.submit(reached, asked)
             while not answer.done():
                 if select.select([self._listener], [], [], _GREET_S)[0]:
@@ -165,20 +158,21 @@ class Agent:
     def _step(self) -> None:
         now = time.monotonic()
         silent_s = self._heard_s + SILENCE_S
-        if now >= silent_s and not select.select([self._line.source], [], [], 0.0)[0]:  # else we did not listen
+        if now >= silent_s and not select.select([self._line.source], [], [], 0.0)[0]:  # else this process has not read
             self._end()
             return
         if now >= self._pulse_s:
             self._pulse_s = now + PULSE_S
             self._tell(messages.Alive())
         waiting_nbytes = self._line.pending_nbytes
-        watch(self._selector, self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
-        watch(self._selector, self._outputs, selectors.EVENT_READ, self._hand_on, waiting_nbytes < _WAITING_NBYTES)
+        set_watched(self._selector, self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
+        set_watched(self._selector, self._outputs, selectors.EVENT_READ, self._hand_on,
+                    waiting_nbytes < _WAITING_NBYTES)
         for key, _ in self._selector.select(max(0.0, min(self._pulse_s, silent_s) - now)):
             key.data()
 
     def _hand_on(self) -> None:
-        """Hand on what the children print, and their ends."""
+        """Pass on output and ends of the processes."""
         for key, _ in self._outputs.select(0):
             for child in key.data():
                 self._children.drain_one(child)
@@ -197,7 +191,7 @@ class Agent:
         if not self._is_over:
             try:
                 self._line.send(message)
-            except OSError:  # nobody reads any more
+            except OSError:  # the launcher has closed the pipe
                 self._end()
 
     def _flush(self) -> None:
@@ -210,7 +204,7 @@ class Agent:
         self._is_over = True
 
     def _end_children(self) -> None:
-        """End what still runs: SIGTERM, then SIGKILL, for all of them and what they have started."""
+        """End all that still runs, by SIGTERM and then SIGKILL."""
         running = [child for child in self._by_number.values() if child.code is None]
         for child in running:
             child.signal_all(signal.SIGTERM)
@@ -222,7 +216,7 @@ class Agent:
 
 
 class _ToLauncher:
-    """One stream of one process, on its way to the launcher."""
+    """A sink that sends one stream of one process to the launcher."""
 
     def __init__(self, tell: Callable[[Any], None], number: int, is_error: bool) -> None:
         self._tell, self._number, self._is_error = tell, number, is_error
@@ -231,11 +225,11 @@ class _ToLauncher:
         self._tell(messages.Said(self._number, self._is_error, data))
 
     def finish(self) -> None:
-        """The launcher cuts lines, and learns of the end from `Ended`."""
+        """Nothing: `Ended` tells the launcher."""
 
 
 def addresses() -> list[str]:
-    """Return this machine's IPv4 addresses but loopback, first the one that ssh came to."""
+    """Return this machine's IPv4 addresses except loopback, first the one that ssh uses."""
     own = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries
            if entry.family == socket.AF_INET]
     ssh = os.environ.get("SSH_CONNECTION", "").split()
@@ -245,28 +239,28 @@ def addresses() -> list[str]:
 
 
 def environment(environ: Mapping[str, str], variables: Mapping[str, str], n_ranks: int) -> dict[str, str]:
-    """Return what a process gets: *environ*, no place of another job in it, and *variables* over it.
+    """Return the environment of a process: *environ* without the role of another job, and *variables* over it.
 
-    The folder of this interpreter is searched first, so that ``python`` is the one that has bpsfast. Of *n_ranks*
-    (0: this is no rank) each gets its share of the cores, unless one of the two says otherwise.
+    PATH begins with this interpreter's folder, so that ``python`` is the one that has bpsfast. Each of *n_ranks* (0:
+    this is no rank) gets its share of the cores, unless the variables are set.
     """
     found = clean_environment(environ)
-    found.pop("PYTHONSAFEPATH", None)  # for the agent; a trainer may import what lies beside it
+    found.pop("PYTHONSAFEPATH", None)  # it is for the agent; a program may import what is beside it
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     return {**(thread_defaults(n_ranks) if n_ranks else {}), **found, **variables}
 
 
 def _greet(listener: socket.socket, token: bytes) -> None:
-    with contextlib.suppress(OSError):  # whoever it was is gone again
+    with contextlib.suppress(OSError):  # the client is gone again
         sock, _ = listener.accept()
         with sock:
             sock.send(token)
 
 
 def reached(asked: messages.Reach) -> list[str]:
-    """Return for each address that was *asked* about "" if it is reached from this machine, else why not.
+    """Return for each address of *asked* "" if it is reached from this machine, else the error.
 
-    However many do not answer, whoever asked is told soon.
+    Takes at most `_REACH_ALL_S`, however many do not answer.
     """
     until_s = time.monotonic() + _REACH_ALL_S
     with concurrent.futures.ThreadPoolExecutor(max_workers=_N_AT_ONCE) as pool:
@@ -274,7 +268,7 @@ def reached(asked: messages.Reach) -> list[str]:
 
 
 def _reached(address: str, port: int, token: bytes, until_s: float) -> str:
-    """Return "" if the listener that knows *token* answers there, else why not."""
+    """Return "" if the listener with *token* answers there, else the error."""
     until_s = min(until_s, time.monotonic() + _REACH_S)
     try:
         with socket.create_connection((resolve(address, _left(until_s)), port), _left(until_s)) as sock:
@@ -288,13 +282,13 @@ def _reached(address: str, port: int, token: bytes, until_s: float) -> str:
 def _left(until_s: float) -> float:
     left_s = until_s - time.monotonic()
     if left_s <= 0:
-        raise TimeoutError("timed out, as addresses before it have")
+        raise TimeoutError("timed out, as earlier addresses did")
     return left_s
 
 
 def main() -> int:
-    """Be the agent of the launcher at the other end of standard input and output."""
+    """Run the agent for the launcher at the other end of standard input and output."""
     with os.fdopen(os.dup(1), "wb", buffering=0) as out:
-        os.dup2(2, 1)  # whatever else prints here is no message
+        os.dup2(2, 1)  # other output of this process must not mix with messages
         Agent(PipeConnection(0, out.fileno(), messages.FromLauncher, after_mark=False)).run()
     return 0

@@ -1,24 +1,35 @@
-"""All hosts of a job: reached, checked and found fit before anything is started on any of them."""
+"""The other hosts of a job, as the launcher sees them: an ssh to each, an agent behind it, and its processes.
+
+All hosts are connected and checked (`RemoteHosts`) before a process is started on any of them (`RemoteHost`).
+"""
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
+import select
 import selectors
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..orchestration.errors import BpsError, ConfigError
-from . import remote_protocol as messages
+from .._version import __version__
+from ..base.exit_codes import LOST_HOST
+from ..orchestration.errors import BpsError, ConfigError, MismatchError, ProtocolError, StallError
+from . import remote_protocol as messages, ssh as ssh_
+from .daemons import describe_exit, tie_to_parent
 from .host_list import Host
-from .output import Output
+from .output import Output, Sink
+from .processes import AFTER_SIGKILL_S, Command, EndReport, set_watched
 from .remote_agent import PULSE_S, reached
-from .remote_host import RemoteHost
+from .remote_protocol import PipeConnection
 from .ssh import Ssh
 
-#: From the start of ssh to the first word of the agent: connecting, login scripts, Python.
+#: From the start of ssh to the agent's first message: connecting, login scripts, Python.
 AGENT_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 30.0
 _LOOPBACK = "127.0.0.1"
@@ -31,8 +42,8 @@ class RemoteHosts:
         self._ssh = ssh
         self.hosts: list[RemoteHost] = []
         self._is_over = threading.Event()
-        # of its own: whoever shows output may have to wait for a terminal for as long as somebody reads there
-        self._pulse = threading.Thread(target=self._show_life, name="bpsfast-pulse", daemon=True)
+        # a thread, since the main thread may be blocked by a terminal that its user has stopped
+        self._pulse = threading.Thread(target=self._send_pulse, name="bpsfast-pulse", daemon=True)
         if not all(host.is_here for host in hosts):
             ssh.check()
         try:
@@ -52,10 +63,7 @@ class RemoteHosts:
     def connect(self) -> None:
         """Wait until every host has an agent of this version in the working directory.
 
-        Raises
-        ------
-        BpsError
-            One line for each host that has not, and what to type; of the class of the first one.
+        Raises `BpsError`: one line for each host that has none, with a command to type.
         """
         self._until(lambda host: host.here is not None, self.hosts, AGENT_TIMEOUT_S)
         answers = self.ask(self.hosts, messages.Prepare(self._ssh.directory or os.getcwd()))
@@ -72,12 +80,9 @@ class RemoteHosts:
         return [host.answers.pop(0) for host in hosts]
 
     def scheduler_address(self, wished: str = "") -> tuple[str, int]:
-        """Return address and port of the scheduler, which is to run on the first host, so that all hosts reach it.
+        """Return an address and port for the scheduler on the first host, by which all hosts reach it.
 
-        Raises
-        ------
-        ConfigError
-            See `address_of`.
+        Raises `ConfigError`: see `address_of`.
         """
         first, others = self.hosts[0], self.hosts[1:]
         if not others and not wished:
@@ -94,20 +99,17 @@ class RemoteHosts:
                               "or --scheduler-host") from exc
 
     def master_port(self) -> int:
-        """Return a port that is free on the first host, where rank 0 runs, and kept for what that starts."""
+        """Return a free port on the first host, where rank 0 runs; the agent reserves it."""
         return self.ask([self.hosts[0]], messages.Reserve())[0].port
 
     def address_of(self, target: RemoteHost, others: Sequence[RemoteHost], wished: str = "",
                    from_here: bool = False) -> tuple[str, int]:
-        """Return an address of *target* by which *others* (and this machine) reach it, and a port that is free there.
+        """Return an address of *target* by which *others* (and this machine) reach it, and a free port there.
 
-        Tried are all addresses of *target*, at first the one that ssh came to; or *wished* alone, by *target* itself,
-        too, since its own processes look it up.
+        Tries all addresses of *target*, first the one that ssh uses; or *wished* alone, also from *target* itself, as
+        its own processes look it up.
 
-        Raises
-        ------
-        ConfigError
-            No address is reached by all: which ones were tried from where, and what was found.
+        Raises `ConfigError` if no address is reached by all; the text lists the tries and their errors.
         """
         assert target.here is not None, "connected"
         name, candidates = target.host.name, [wished] if wished else target.here.addresses
@@ -130,7 +132,7 @@ class RemoteHosts:
         raise ConfigError(f"no address of {name} is reached by all ({tried})")
 
     def close(self) -> None:
-        """End whatever runs on the hosts, all at once, and wait for that. Idempotent."""
+        """End all that runs on the hosts, at the same time, and wait for that. Idempotent."""
         for host in self.hosts:
             host.begin_close()
         self._is_over.set()
@@ -139,21 +141,21 @@ class RemoteHosts:
         for host in self.hosts:
             host.close()
 
-    def _show_life(self) -> None:
-        """Let the agents know that we live."""
+    def _send_pulse(self) -> None:
+        """Send `Alive` to the agents at intervals."""
         while not self._is_over.wait(PULSE_S):
             for host in self.hosts:
                 host.tell(messages.Alive())
 
     def _until(self, is_done: Callable[[RemoteHost], bool], hosts: Sequence[RemoteHost], timeout_s: float) -> None:
-        """Take what *hosts* say until all are done or have failed; raise for those that have."""
+        """Receive from *hosts* until all are done or have failed; raise the errors of those that have failed."""
         deadline = time.monotonic() + timeout_s
         failed: dict[RemoteHost, BpsError] = {}
         with selectors.DefaultSelector() as selector:
             for host in hosts:
                 selector.register(host.line.source, selectors.EVENT_READ, functools.partial(_receive, host, failed))
                 selector.register(host.complaints, selectors.EVENT_READ,
-                                  functools.partial(_hear, host, selector))
+                                  functools.partial(_receive_complaint, host, selector))
             while waiting := [host for host in hosts if host not in failed and not is_done(host)]:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
@@ -175,16 +177,288 @@ def _receive(host: RemoteHost, failed: dict[RemoteHost, BpsError]) -> None:
         failed[host] = exc
 
 
-def _hear(host: RemoteHost, selector: selectors.BaseSelector) -> None:
-    if not host.hear():
+def _receive_complaint(host: RemoteHost, selector: selectors.BaseSelector) -> None:
+    if not host.read_complaint():
         selector.unregister(host.complaints)
 
 
 def _together(errors: Sequence[BpsError], n_hosts: int) -> BpsError:
-    """Return one error for those of several hosts."""
+    """Return one error for the *errors* of several hosts."""
     if len(errors) == 1:
         return errors[0]
     kinds = {type(error) for error in errors}
     kind = kinds.pop() if len(kinds) == 1 else ConfigError
     lines = "".join(f"\n  {error}" for error in errors)
     return kind(f"{len(errors)} of {n_hosts} hosts cannot be used:{lines}")
+
+
+#: A host that has sent nothing for so long counts as lost.
+SILENCE_S = 30.0
+#: How long an agent may take to end its processes after its line was closed.
+_END_S = 6.0
+#: How long an ssh whose output has ended may take to end, and the interval of checks.
+_SSH_END_S, _LOOK_S = 2.0, 0.02
+
+
+class RemoteProcess:
+    """A `processes.Process` on another host."""
+
+    def __init__(self, host: RemoteHost, number: int, command: Command, out: Sink, err: Sink) -> None:
+        self.command = command
+        self.code: int | None = None
+        self.ended_s = 0.0
+        self.is_lost = False
+        self.streams = (out, err)
+        self._host, self._number = host, number
+
+    def signal_all(self, number: int) -> None:
+        self._host.tell(messages.Signal(self._number, number))
+
+    def end_in_words(self) -> str:
+        return self._host.lost if self.is_lost else describe_exit(self.code or 0)
+
+    def lose(self) -> None:
+        """Mark it as ended: its host is lost."""
+        self.code, self.is_lost, self.ended_s = LOST_HOST, True, time.monotonic()
+
+
+class RemoteHost:
+    """A `processes.ProcessHost` by ssh. Created in the main thread, as ssh dies with the thread that started it; owner
+    thread only.
+
+    `here` is the agent's first message, None until it has come. `lost`: why the host is lost, "" if it is not. Until
+    `open`, the owner calls `receive` when `line.source` is readable, and `read_complaint` when `complaints` is.
+    """
+
+    def __init__(self, host: Host, ssh: Ssh, output: Output) -> None:
+        self.host = host
+        self.here: messages.Here | None = None
+        self.lost = ""
+        self.answers: list[Any] = []
+        self._ssh = ssh
+        self._processes: list[RemoteProcess] = []
+        self._reports: list[EndReport] = []
+        self._ssh_ends_by_s = math.inf
+        self._n_ranks = host.slots
+        self._selector: selectors.BaseSelector | None = None
+        self._said: list[str] = []  # by ssh and login scripts, before the agent
+        self._complaints = output.extra_stream(host.name)
+        self._process = subprocess.Popen(
+            tie_to_parent(ssh.argv(host)), env=ssh_.environment(os.environ), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0,
+        )
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        self._stdin, self.complaints = self._process.stdin, self._process.stderr
+        self._stdout = self._process.stdout
+        os.set_blocking(self.complaints.fileno(), False)
+        self.line = PipeConnection(self._stdout.fileno(), self._stdin.fileno(), messages.FromAgent, after_mark=True)
+        self._sending = threading.Lock()
+        self._heard_s = time.monotonic()
+        self._closing_since_s: float | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the agent, which sends `Alive` every `PULSE_S`, has sent nothing for much longer."""
+        return not self.lost and time.monotonic() - self._heard_s > 2 * PULSE_S
+
+    # -- before the job --------------------------------------------------------------------------------------------
+
+    def tell(self, message: Any) -> None:
+        """Send *message*, from any thread. The loss of the host shows when receiving."""
+        with self._sending, contextlib.suppress(OSError):
+            if not self._stdin.closed:
+                self.line.send(message)
+
+    def read_complaint(self) -> bool:
+        """Read from the error output of ssh and the agent; return whether there may be more, now or later."""
+        try:
+            return self._take_complaint()
+        except BlockingIOError:
+            return True
+
+    def _take_complaint(self) -> bool:
+        data = os.read(self.complaints.fileno(), 65536)
+        if self.here is not None:
+            self._complaints.feed(data)
+        else:
+            self._said += data.decode(errors="replace").splitlines()
+        return bool(data)
+
+    def receive(self) -> None:
+        """Receive messages of the agent; answers are appended to `answers`.
+
+        Raises `BpsError` if there is no agent, it has another version, or it has ended; the text says why.
+        """
+        try:
+            came = self.line.receive()
+        except EOFError:
+            raise self._why_it_ended() from None
+        except ProtocolError as exc:
+            raise ProtocolError(f"{self.host.name}: {exc}") from exc
+        for message in came:
+            if isinstance(message, messages.Here):
+                if (message.version, message.package) != (messages.VERSION, __version__):
+                    raise MismatchError(
+                        f"{self.host.name} has bpsfast {message.package} (launch protocol {message.version}) for "
+                        f"{self._ssh.python}, this host {__version__} ({messages.VERSION}): install the same on all "
+                        "hosts, or name another interpreter by --remote-python")
+                self.here = message
+            elif not isinstance(message, messages.Alive):
+                self.answers.append(message)
+
+    def late(self, timeout_s: float) -> BpsError:
+        """Return the error that this host has not answered within *timeout_s*."""
+        if self.here is not None:
+            return StallError(f"{self.host.name}: its agent has not answered within {timeout_s:g} s: is the host "
+                              "overloaded, or its file system stuck?")
+        return self._ssh.late(self.host, timeout_s, self.line.noise)
+
+    def _why_it_ended(self, timeout_s: float = _SSH_END_S) -> BpsError:
+        code = self._wait(timeout_s)
+        with contextlib.suppress(BlockingIOError):
+            while self._take_complaint():
+                continue
+        self._complaints.finish()
+        if self.here is not None:  # so login scripts are not the cause
+            return self._ssh.lost(self.host, code, [line.decode(errors="replace") for line in self._complaints.tail])
+        return self._ssh.explain(self.host, code, self._said)
+
+    def _wait(self, timeout_s: float) -> int:
+        """Return ssh's exit code; kill ssh if it takes too long, and give up if that does not help (state D)."""
+        for patience_s in (timeout_s, AFTER_SIGKILL_S):
+            try:
+                return self._process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        return -signal.SIGKILL
+
+    # -- as a host -------------------------------------------------------------------------------------------------
+
+    def open(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._heard_s = time.monotonic()
+        selector.register(self.line.source, selectors.EVENT_READ, self._on_line)
+        selector.register(self.complaints, selectors.EVENT_READ, self._on_complaint)
+
+    def start(self, command: Command, out: Sink, err: Sink) -> RemoteProcess:
+        """See `processes.ProcessHost`; the environment of *command* is added to the host's."""
+        assert not self.lost, "nothing is started there"
+        number = len(self._processes)
+        process = RemoteProcess(self, number, command, out, err)
+        self._processes.append(process)
+        self.tell(messages.Start(number, command.name, command.kind.value, list(command.argv), dict(command.environ),
+                                 self._n_ranks))
+        return process
+
+    def tick(self, now_s: float) -> tuple[float, Sequence[RemoteProcess]]:
+        if self.lost:
+            return math.inf, ()
+        if self._ssh_ends_by_s < math.inf:
+            if self._process.poll() is None and now_s < self._ssh_ends_by_s:
+                return now_s + _LOOK_S, ()
+            return math.inf, self._lose(str(self._why_it_ended(0.0)))
+        if now_s >= self._heard_s + SILENCE_S:
+            if not select.select([self.line.source], [], [], 0.0)[0]:
+                return math.inf, self._lose(f"nothing was heard of it for {SILENCE_S:g} s")
+            self._heard_s = now_s  # this process has not read
+        assert self._selector is not None, "opened"
+        set_watched(self._selector, self.line.target, selectors.EVENT_WRITE, self._on_target,
+                    self.line.pending_nbytes > 0)
+        return self._heard_s + SILENCE_S, ()
+
+    def drain(self) -> None:
+        """See `processes.ProcessHost`; the agent sends a process's output before its end."""
+        for process in self._processes:
+            for stream in process.streams:
+                stream.finish()
+
+    def reports(self) -> Sequence[EndReport]:
+        found, self._reports = self._reports, []
+        return found
+
+    def begin_close(self) -> None:
+        """See `processes.ProcessHost`: the agent ends its processes when its line closes. Without an agent, end ssh."""
+        if self._closing_since_s is not None:
+            return
+        self._closing_since_s = time.monotonic()
+        if self._selector is not None and self.line.target in self._selector.get_map():
+            self._selector.unregister(self.line.target)
+        with self._sending:
+            self._stdin.close()
+        if self.here is None:
+            self._process.terminate()
+
+    def close(self) -> None:
+        self.begin_close()
+        assert self._closing_since_s is not None
+        deadline = self._closing_since_s + _END_S
+        with selectors.DefaultSelector() as ends:
+            if not self._stdout.closed:
+                for source in (self._stdout, self.complaints):
+                    ends.register(source, selectors.EVENT_READ)
+            while ends.get_map() and (left_s := deadline - time.monotonic()) > 0:
+                for key, _ in ends.select(left_s):
+                    goes_on = self.read_complaint() if key.fileobj is self.complaints else os.read(key.fd, 65536)
+                    if not goes_on:
+                        ends.unregister(key.fileobj)
+        self._wait(max(0.1, deadline - time.monotonic()))
+        self._complaints.finish()
+        self._stdout.close()
+        self.complaints.close()
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def _on_line(self) -> Sequence[RemoteProcess]:
+        self._heard_s = time.monotonic()
+        if self.lost:
+            return ()
+        try:
+            came = self.line.receive()
+        except EOFError:  # ssh is about to print why: `tick` waits for that
+            assert self._selector is not None, "opened"
+            self._selector.unregister(self.line.source)
+            self._ssh_ends_by_s = self._heard_s + _SSH_END_S
+            return ()
+        except ProtocolError as exc:
+            return self._lose(str(exc))
+        ended = []
+        for message in came:
+            if isinstance(message, messages.Said):
+                self._processes[message.number].streams[message.is_error].feed(message.data)
+            elif isinstance(message, messages.Ended):
+                process = self._processes[message.number]
+                process.code, process.ended_s = message.code, time.monotonic()
+                for stream in process.streams:
+                    stream.finish()
+                ended.append(process)
+            elif isinstance(message, messages.Reported):
+                self._reports.append(EndReport(self._processes[message.number], message.word,
+                                          time.monotonic() - message.age_s))
+        return ended
+
+    def _on_complaint(self) -> Sequence[RemoteProcess]:
+        if not self.read_complaint():
+            assert self._selector is not None
+            self._selector.unregister(self.complaints)
+        return ()
+
+    def _lose(self, why: str) -> list[RemoteProcess]:
+        """Mark the host as lost; its agent, if alive, ends what runs there. Return the processes that were running."""
+        assert self._selector is not None
+        self.lost = f"was lost with its host {self.host.name} ({why})"
+        for source in (self.line.source, self.line.target):
+            if source in self._selector.get_map():
+                self._selector.unregister(source)
+        ended = [process for process in self._processes if process.code is None]
+        for process in ended:
+            process.lose()
+        self._process.send_signal(signal.SIGTERM)
+        return ended
+
+    def _on_target(self) -> Sequence[RemoteProcess]:
+        try:
+            with self._sending:
+                self.line.flush()
+        except OSError:
+            return () if self.lost else self._lose("it closed its line")
+        return ()

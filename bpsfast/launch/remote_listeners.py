@@ -1,14 +1,14 @@
-"""The other side of a measurement, started over ssh: ``bpsfast ping -H`` and ``bpsfast perf -H``."""
+"""Start the other side of a measurement over ssh, for ``bpsfast ping -H`` and ``bpsfast perf -H``."""
 from __future__ import annotations
 
 import re
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Sequence
 
 from ..orchestration.errors import PeerLostError, StallError
+from ..orchestration.wake_up import WakeUp
 from .host_list import Host
 from .output import Output, Sink
 from .processes import Command, Kind, Process
@@ -17,37 +17,34 @@ from .ssh import Ssh
 
 _NO_NEWS_S = 60.0
 _START_TIMEOUT_S = 60.0
-#: What ``bpsfast ping`` and ``perf`` say once clients can come.
+#: The line of ``bpsfast ping`` and ``perf`` once clients can connect.
 _LISTENS = re.compile(rb"bpsfast [ \w]+: (listening|waiting)\b")
 
 
 class RemoteListeners:
     """``python -m bpsfast *arguments* -p PORT`` on each of *hosts*, until `close`. A context manager; main thread.
 
-    What they complain of goes to standard error, headed by the host's name; results are for the client to show.
-    `addresses`: where each one can be reached from here and from the other hosts, and its port: *port*, or if that is
-    None one that is free there. The job's *key* (hex) goes to them as to the ranks of a job.
+    Their error output goes to standard error, with the host's name; the client shows results. `addresses`: an address
+    of each by which this and the other hosts reach it, and its port: *port*, or if None a free one. The listeners get
+    the job's *key* (hex) in their environment, as ranks do.
 
-    Raises
-    ------
-    BpsError
-        A host cannot be used, or its listener does not come up.
+    Raises `BpsError` if a host cannot be used, or its listener does not come up.
     """
 
     def __init__(self, hosts: Sequence[Host], ssh: Ssh, arguments: Sequence[str], key: str,
                  port: int | None = None) -> None:
         self._output = Output()
-        self._fleet = RemoteHosts(hosts, ssh, self._output)
+        self._hosts = RemoteHosts(hosts, ssh, self._output)
         self._failed: list[Process] = []
         self._selector = selectors.DefaultSelector()
-        self._wake, self._waker = socket.socketpair()
+        self._wake = WakeUp()
         self._thread: threading.Thread | None = None
         try:
-            self._fleet.connect()
+            self._hosts.connect()
             self.addresses = []
-            for host in self._fleet.hosts:
-                others = [other for other in self._fleet.hosts if other is not host]
-                address, free = self._fleet.address_of(host, others, from_here=True)
+            for host in self._hosts.hosts:
+                others = [other for other in self._hosts.hosts if other is not host]
+                address, free = self._hosts.address_of(host, others, from_here=True)
                 self.addresses.append((address, port or free))
             self._start(arguments, key, ssh.python)
         except BaseException:
@@ -61,34 +58,33 @@ class RemoteListeners:
         self.close()
 
     def check(self) -> None:
-        """Raise `PeerLostError` if a listener has ended by an error, for which a client would only see silence."""
+        """Raise `PeerLostError` if a listener has failed, since its client would only wait."""
         for process in self._failed:
             raise PeerLostError(f"the listener on {process.command.name} {process.end_in_words()}; its output is above")
 
     def close(self) -> None:
         """End the listeners. Idempotent."""
         if self._thread is not None:
-            self._waker.send(b"x")
+            self._wake.ring()
             self._thread.join()
             self._thread = None
-        self._fleet.close()
+        self._hosts.close()
         self._selector.close()
         self._wake.close()
-        self._waker.close()
 
     def _start(self, arguments: Sequence[str], key: str, python: str) -> None:
         self._selector.register(self._wake, selectors.EVENT_READ)
         announced = []
-        for host, (_, port) in zip(self._fleet.hosts, self.addresses):
+        for host, (_, port) in zip(self._hosts.hosts, self.addresses):
             host.open(self._selector)
             argv = [python, "-m", "bpsfast", *arguments, "-p", str(port)]
             environ = {"BPSFAST_JOB_KEY": key, "PYTHONSAFEPATH": "1"}
-            announced.append(_Announced(self._output.aside(host.host.name)))
+            announced.append(_Announced(self._output.extra_stream(host.host.name)))
             host.start(Command(host.host.name, Kind.DAEMON, argv, environ), _Nowhere(), announced[-1])
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not all(each.has_come for each in announced) and not self._failed:
             if time.monotonic() >= deadline:
-                silent = [host.host.name for host, each in zip(self._fleet.hosts, announced) if not each.has_come]
+                silent = [host.host.name for host, each in zip(self._hosts.hosts, announced) if not each.has_come]
                 raise StallError(f"the listener on {', '.join(silent)} does not listen after {_START_TIMEOUT_S:g} s")
             self._step(deadline)
         self.check()
@@ -96,14 +92,14 @@ class RemoteListeners:
         self._thread.start()
 
     def _attend(self) -> None:
-        """Hand on what listeners complain of, and see their ends, until the waker is used."""
+        """Pass on error output of the listeners, and note their ends, until `close`."""
         while self._step(time.monotonic() + _NO_NEWS_S):
             continue
 
     def _step(self, until_s: float) -> bool:
-        """Handle the events of one moment; return whether there may be more."""
+        """Handle the events until *until_s*; return False once `close` was called."""
         now = time.monotonic()
-        for host in self._fleet.hosts:
+        for host in self._hosts.hosts:
             due_s, ended = host.tick(now)
             self._failed += [process for process in ended if process.code]
             until_s = min(until_s, due_s)
@@ -115,7 +111,7 @@ class RemoteListeners:
 
 
 class _Announced:
-    """A sink that takes the line by which a listener says that it listens, and passes on all others."""
+    """A sink that removes the line by which a listener announces itself, and passes on all others."""
 
     def __init__(self, further: Sink) -> None:
         self.has_come = False
@@ -123,7 +119,6 @@ class _Announced:
         self._line = b""
 
     def feed(self, data: bytes) -> None:
-        """See `output.Sink`."""
         if self.has_come:
             self._further.feed(data)
             return
@@ -137,7 +132,6 @@ class _Announced:
             self._further.feed(self._line)
 
     def finish(self) -> None:
-        """See `output.Sink`."""
         if not self.has_come:
             self._further.feed(self._line)
             self._line = b""
@@ -145,7 +139,7 @@ class _Announced:
 
 
 class _Nowhere:
-    """A sink that keeps nothing."""
+    """A sink that drops everything."""
 
     def feed(self, data: bytes) -> None:
         """See `output.Sink`."""

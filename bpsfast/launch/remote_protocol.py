@@ -1,22 +1,30 @@
-"""What ``bpsfast run`` and the process that acts for it on another host tell each other (`line.Line`, `remote`).
+"""Messages between ``bpsfast run`` and its agent on another host, over ssh's standard input and output.
 
-That process, the *agent*, speaks first (`Here`). Then the launcher asks, and gets one answer each, until the hosts are
-known to be fit; then it sends `Start`s and hears what becomes of them. Closing its pipe ends everything over there.
+The *agent* sends first (`Here`). Then the launcher asks, and gets one answer each, until all hosts are checked; then it
+sends `Start`s and receives what becomes of the processes. Closing the pipe ends everything on the host.
+
+A message is its length (4 bytes, little endian) and MessagePack. Whatever a login script prints before the agent's
+first message is no message: the agent starts with a mark that no text contains, and `PipeConnection` keeps what comes
+before it as `noise`.
 """
 from __future__ import annotations
 
-from typing import Union
+import os
+import struct
+from typing import Any, Union
 
 import msgspec
 
-#: Of the messages and their order; both sides have to have the same.
+from ..orchestration.errors import DECODE_ERRORS, ProtocolError
+
+#: Version of the messages and their order; both sides need the same.
 VERSION = 3
 
 
 class Here(msgspec.Struct, tag=True, frozen=True):
-    """Agent, once: who it is. `addresses`: its IPv4 addresses, the one that ssh came to first.
+    """Agent, once: its versions and its IPv4 addresses, first the one that ssh uses.
 
-    `version` and `package` stay the first two fields in every version, so that any two can tell each other apart.
+    `version` and `package` stay the first two fields in all versions, so that any two versions recognize each other.
     """
 
     version: int
@@ -32,13 +40,13 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
 
 
 class Listen(msgspec.Struct, tag=True, frozen=True):
-    """Launcher: keep a port for the scheduler, and answer who connects to it. Answered by `Listening`."""
+    """Launcher: reserve a port for the scheduler, and answer connections to it. Answered by `Listening`."""
 
     is_loopback: bool
 
 
 class Reach(msgspec.Struct, tag=True, frozen=True):
-    """Launcher: say by which of these *addresses* the listener that knows *token* can be reached (`Reached`)."""
+    """Launcher: try by which *addresses* the listener with *token* is reached. Answered by `Reached`."""
 
     addresses: list[str]
     port: int
@@ -46,18 +54,17 @@ class Reach(msgspec.Struct, tag=True, frozen=True):
 
 
 class StopListening(msgspec.Struct, tag=True, frozen=True):
-    """Launcher: the port is only kept from now on, for whatever is started next (`Ready`)."""
+    """Launcher: only keep the port from now on. Answered by `Ready`."""
 
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):
-    """Launcher: keep a port that is free on all addresses, for what is started here to listen on (`Reserved`)."""
+    """Launcher: reserve a port that is free on all addresses. Answered by `Reserved`."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Launcher: start a process. *variables* are added to the environment that ssh gave the agent.
+    """Launcher: start process *number*. *variables* are added to the environment that ssh gave the agent.
 
-    *n_ranks* of the job run on this host: they share its cores. What becomes of process *number* is told by `Said` and
-    `Ended`.
+    *n_ranks* ranks of the job share the host's cores. `Said`, `Reported` and `Ended` follow.
     """
 
     number: int
@@ -80,26 +87,26 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """Agent: that cannot be done here, because of *reason*."""
+    """Agent: that is not possible here, because of *reason*."""
 
     reason: str
 
 
 class Listening(msgspec.Struct, tag=True, frozen=True):
-    """Agent: on this port, where who connects is sent *token*."""
+    """Agent: it listens on *port*, and sends *token* to each connection."""
 
     port: int
     token: bytes
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
-    """Agent: this *port* is kept."""
+    """Agent: *port* is reserved."""
 
     port: int
 
 
 class Reached(msgspec.Struct, tag=True, frozen=True):
-    """Agent: for each address "" if it was reached, else why not."""
+    """Agent: for each address "" if it was reached, else the error."""
 
     errors: list[str]
 
@@ -113,14 +120,14 @@ class Said(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """Agent: process *number* ended; *code* as of `Popen.returncode`. What it wrote and reported was sent before."""
+    """Agent: process *number* ended; *code* as `Popen.returncode`. Its output and reports were sent before."""
 
     number: int
     code: int
 
 
 class Reported(msgspec.Struct, tag=True, frozen=True):
-    """Agent: process *number* has reported *word* of its end, *age_s* seconds ago (`end_reports`)."""
+    """Agent: process *number* reported *word* about its end *age_s* seconds ago (`end_reports`)."""
 
     number: int
     word: str
@@ -128,8 +135,118 @@ class Reported(msgspec.Struct, tag=True, frozen=True):
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
-    """Either: still here."""
+    """Both: sent at intervals, to show that this side is alive."""
 
 
 FromAgent = Union[Here, Ready, Refused, Listening, Reserved, Reached, Said, Ended, Reported, Alive]  # noqa: UP007
 FromLauncher = Union[Prepare, Listen, Reach, StopListening, Reserve, Start, Signal, Alive]  # noqa: UP007
+
+
+#: No prefix of it is also a suffix, so a search finds it whatever comes before.
+MARK = b"\x00\xffbpsfast agent\xff\xfe"
+_LENGTH = struct.Struct("<I")
+_LARGEST_NBYTES = 16 << 20
+_READ_NBYTES = 1 << 16
+_NOISE_NBYTES = 1 << 16
+
+
+class PipeConnection:
+    """One end of the connection. It never blocks: what a pipe does not take now stays here until `flush`.
+
+    Parameters
+    ----------
+    source, target
+        Descriptors to read and write, owned by the caller; made non-blocking.
+    messages
+        The union of messages that are accepted.
+    after_mark
+        Whether the other side's messages follow a mark. (`mark` sends this side's.)
+    """
+
+    def __init__(self, source: int, target: int, messages: Any, after_mark: bool) -> None:
+        self.source = source
+        self.target = target
+        self._noise = b""
+        self._decoder = msgspec.msgpack.Decoder(messages)
+        self._awaits_mark = after_mark
+        self._received = bytearray()
+        self._pending = bytearray()
+        for fd in (source, target):
+            os.set_blocking(fd, False)
+
+    @property
+    def noise(self) -> bytes:
+        """What came before the mark, cut to its last part."""
+        return self._noise + self._received if self._awaits_mark else self._noise
+
+    @property
+    def pending_nbytes(self) -> int:
+        """Bytes not yet taken by the pipe."""
+        return len(self._pending)
+
+    def mark(self) -> None:
+        """Send the mark before the first message."""
+        self._pending += MARK
+
+    def send(self, message: Any) -> None:
+        """Append *message*, and write what the pipe takes now; see `flush`."""
+        data = msgspec.msgpack.encode(message)
+        self._pending += _LENGTH.pack(len(data)) + data
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the pipe takes now.
+
+        Raises `BrokenPipeError` if the other side has closed the pipe.
+        """
+        while self._pending:
+            try:
+                n_written = os.write(self.target, self._pending[:_READ_NBYTES])
+            except BlockingIOError:
+                return
+            del self._pending[:n_written]
+
+    def receive(self) -> list[Any]:
+        """Return the messages that one read completes.
+
+        Raises `EOFError` if the other side has closed the connection. `ProtocolError` if the data is no message of this
+        version.
+        """
+        try:
+            data = os.read(self.source, _READ_NBYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise EOFError
+        self._received += data
+        if self._awaits_mark:
+            self._drop_noise()
+        found: list[Any] = []
+        while not self._awaits_mark and (message := self._next()) is not None:
+            found.append(message)
+        return found
+
+    def _drop_noise(self) -> None:
+        before, mark, after = bytes(self._received).partition(MARK)
+        # a part of the mark at the end is not noise yet
+        kept = 0 if mark else min(len(before), len(MARK) - 1)
+        self._noise = (self._noise + before[:len(before) - kept])[-_NOISE_NBYTES:]
+        self._received = bytearray(after if mark else before[len(before) - kept:])
+        self._awaits_mark = not mark
+
+    def _next(self) -> Any:
+        if len(self._received) < _LENGTH.size:
+            return None
+        nbytes = _LENGTH.unpack_from(self._received)[0]
+        if nbytes > _LARGEST_NBYTES:
+            raise ProtocolError(f"a message of {nbytes} bytes was announced: something else writes to this pipe")
+        end = _LENGTH.size + nbytes
+        if len(self._received) < end:
+            return None
+        data = bytes(self._received[_LENGTH.size:end])
+        del self._received[:end]
+        try:
+            return self._decoder.decode(data)
+        except DECODE_ERRORS as exc:
+            raise ProtocolError(f"a message cannot be read ({exc}): other version, or something else writes to this "
+                                "pipe") from exc

@@ -1,19 +1,19 @@
-"""A place from a store: how ranks that know nothing but their number and a key-value store become a job.
+"""Form a job from a key-value store: ranks that know only their number and a store become the ranks of a job.
 
 A process group of torch gives its backend a store, a rank and a size; the environment may be empty. So
 
-    each rank   publishes its machine, the address others can reach it by, and what its settings demand
+    each rank   publishes its machine, an address for the others, and what its settings require
     rank 0      reads all, numbers the nodes, chooses the scheduler's address on its own machine, binds the port,
-                and publishes one table (or what is wrong, in words)
+                and publishes one table (or an error)
     each rank   reads the table
 
-Nothing follows from MASTER_ADDR: rank 0 need not be there, and two jobs never meet, since ports are bound before
-anybody hears of them and each table has a nonce of its own. Ranks share a machine if they share its boot and its
-network namespace, which is how far a node's local socket reaches.
+MASTER_ADDR does not matter: rank 0 need not be there. Two jobs never mix, since ports are bound before they are
+published and each table has its own nonce. Ranks share a machine if they share its boot and its network namespace,
+which is how far a node's local socket reaches.
 
 No secret travels through the store, which every machine can read. The job's key is derived from the table's nonce and
 from what all ranks have already: the given key (BPSFAST_JOB_KEY), or, on one machine, this user's `machine_secret`.
-Ranks on several machines without a given key are refused. BPSFAST_INSECURE=1 lets rank 0 draw a key and publish it.
+Ranks on several machines without a given key are refused. With BPSFAST_INSECURE=1 rank 0 draws a key and publishes it.
 """
 from __future__ import annotations
 
@@ -28,29 +28,37 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from ..base.addresses import configured_host, default_route_host, route_source
-from ..base.job_key import machine_secret
+from ..base.addresses import configured_host, default_route_host, format_address, is_loopback, route_source
+from ..base.job_key import check_insecure, given_key, job_key, local_key, machine_secret
 from ..base.process_identity import network_id
 from ..base.settings import Settings, parse_address
-from ..orchestration import errors, security
-from ..orchestration.errors import DECODE_ERRORS, BpsError, ConfigError, MismatchError, PeerLostError, StallError
+from ..orchestration import security
+from ..orchestration.errors import (
+    DECODE_ERRORS,
+    BpsError,
+    ConfigError,
+    MismatchError,
+    PeerLostError,
+    StallError,
+    error_of,
+)
 from .daemons import reserve_port
-from .process_role import ProcessRole, check_insecure, format_address, given_key, is_loopback, job_key, local_key
+from .process_role import ProcessRole
 
 log = logging.getLogger("bpsfast.roles")
 
 _LOOPBACK = "127.0.0.1"
-#: A look at a key that is there or not. Stores take 0 for "no deadline", and count milliseconds.
+#: Timeout to check whether a key is there. Stores take 0 as "no deadline", and count milliseconds.
 _LOOK = timedelta(milliseconds=20)
-#: Stores may give up a little before the time that they were given.
+#: Stores may give up a little before their timeout.
 _EARLY_S = 0.2
 _MOST_NAMES = 8
-#: The other ranks wait for rank 0's table a little longer, so that its reason is what they raise.
+#: The other ranks wait a little longer for rank 0's table, so that they raise its reason.
 _GRACE_S = 2.0
 
 
 class Store(Protocol):
-    """A key-value store that all ranks see; torch's are such. `get` and `wait` block until the keys are there."""
+    """A key-value store of all ranks, such as torch's. `get` and `wait` block until the keys are there."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set *key*."""
@@ -59,16 +67,16 @@ class Store(Protocol):
         """Return the value of *key*."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Wait until all *keys* are set; raises an error of its own at the deadline."""
+        """Wait until all *keys* are set; raise an error of the store's own at the deadline."""
 
     def add(self, key: str, amount: int, /) -> int:
         """Add *amount* to the counter *key*, which begins at 0, and return it."""
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of itself.
+    """What a rank publishes about itself.
 
-    `key_proof` shows which key it was given, "" if none; `secret_proof` which `machine_secret` it has otherwise.
+    `key_proof` identifies the given key, "" if none; `secret_proof` the `machine_secret` that it has otherwise.
     """
 
     size: int
@@ -79,7 +87,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 says to all. `nodes`: the ranks of each. `job_key` (hex): "" but for BPSFAST_INSECURE=1."""
+    """What rank 0 publishes for all. `nodes`: the ranks of each. `job_key` (hex): "" unless BPSFAST_INSECURE=1."""
 
     nodes: tuple[tuple[int, ...], ...] = ()
     scheduler: str = ""
@@ -94,34 +102,29 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True):
 _Said = TypeVar("_Said", _Entry, _Table)
 
 
-def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: float,
+def role_of(store: Store, rank: int, size: int, settings: Settings, timeout_s: float,
           environ: Mapping[str, str] | None = None) -> ProcessRole:
-    """Return the place of *rank* in a new job of *size* ranks, all of which call this with the same store.
+    """Return the role of *rank* in a new job of *size* ranks, all of which call this with the same store.
 
-    The n-th calls of all ranks with one store belong together: a store may be used again after its job has ended. Of
-    the settings rank 0's count for the whole job: BPSFAST_SCHEDULER (where its scheduler listens; else it is found
-    here) and BPSFAST_NUM_HELPERS.
+    The n-th calls of all ranks with one store belong together: a store may be used again after its job has ended. Rank
+    0's settings BPSFAST_SCHEDULER (where its scheduler listens; else it is chosen here) and BPSFAST_NUM_HELPERS apply
+    to the whole job.
+
+    Raises `StallError` if some ranks did not publish in time; the text names them. `ConfigError` or `MismatchError` if
+    the ranks contradict each other, or no address is known: the same error on all ranks. `PeerLostError` if the store
+    failed.
 
     Parameters
     ----------
     timeout_s
-        Deadline of the rendezvous; *settings*' own is for what comes after it.
+        Deadline of the rendezvous; *settings*' own is for what follows.
     environ
-        Where MASTER_ADDR is looked up, which only says where the other machines may be; `os.environ` if None.
+        Has MASTER_ADDR, a hint where the other machines may be; `os.environ` if None.
 
     Returns
     -------
     Place
         Rank 0's holds the scheduler's port (`ProcessRole.reserved`): give it to `daemons.start`, or close that socket.
-
-    Raises
-    ------
-    StallError
-        Some ranks did not come; the text names them.
-    ConfigError, MismatchError
-        The ranks contradict each other, or no address is known: the same error on all ranks.
-    PeerLostError
-        The store failed.
     """
     if not 0 <= rank < size:
         raise ConfigError(f"rank = {rank} must be at least 0 and less than the size of the job, {size}")
@@ -130,12 +133,12 @@ def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: flo
     given = given_key(settings)
     key = security.job_key(given, "") if given else b""
     secret = b"" if given else _own_secret()
-    line = _StoreSession(store, rank, size, timeout_s, deadline)
-    line.publish(_Entry(size=size, machine=_machine(settings), host=_own_host(settings, environ),
+    session = _StoreSession(store, rank, size, timeout_s, deadline)
+    session.publish(_Entry(size=size, machine=_machine(settings), host=_own_host(settings, environ),
                         key_proof=_proof(key), secret_proof=_proof(secret)))
     if rank == 0:
-        return _lead(line, _own_wishes(settings), key, secret)
-    table = line.table()
+        return _lead(session, _own_settings(settings), key, secret)
+    table = session.table()
     if table.error:
         raise _error(table)
     if table.job_key and (key or not settings.insecure):
@@ -144,7 +147,7 @@ def place(store: Store, rank: int, size: int, settings: Settings, timeout_s: flo
                             "none, or BPSFAST_JOB_KEY")
     if sum(map(len, table.nodes)) != size:
         raise _other_size(sum(map(len, table.nodes)), rank, size)
-    return _place(line, table, settings, key or secret, parse_address(table.scheduler, "rank 0's store entry"))
+    return _role(session, table, settings, key or secret, parse_address(table.scheduler, "rank 0's store entry"))
 
 
 class _StoreSession:
@@ -159,11 +162,11 @@ class _StoreSession:
             raise self._lost(exc) from exc
 
     def publish(self, entry: _Entry) -> None:
-        """Say who this rank is."""
+        """Publish this rank's entry."""
         self._set(self._key_of(self.rank), entry)
 
     def entries(self) -> list[_Entry]:
-        """Return what all ranks say of themselves, by rank."""
+        """Return the entries of all ranks, by rank."""
         found = []
         for rank in range(self.size):
             data = self._get(self._key_of(rank), self._deadline)
@@ -197,7 +200,7 @@ class _StoreSession:
             raise self._lost(exc) from exc
 
     def _get(self, key: str, deadline: float) -> bytes | None:
-        """Return the value of *key*, None if it was not there at the deadline."""
+        """Return the value of *key*, None if it is not there at the deadline."""
         left = timedelta(seconds=deadline - time.monotonic())
         try:
             self._store.wait([key], max(left, _LOOK))
@@ -208,7 +211,7 @@ class _StoreSession:
             return None
 
     def _missing(self) -> StallError:
-        """Say who has not come; after the deadline."""
+        """Return the error that names the absent ranks; after the deadline."""
         absent: list[int] = []
         for rank in range(self.size):
             if len(absent) <= _MOST_NAMES and self._get(self._key_of(rank), 0.0) is None:
@@ -224,18 +227,18 @@ class _StoreSession:
                           "rank or size")
 
     def _lost(self, exc: Exception) -> PeerLostError:
-        text = next(iter(str(exc).strip().splitlines()), "no text")  # torch's go on with addresses of code
+        text = next(iter(str(exc).strip().splitlines()), "no text")  # torch's messages continue with code addresses
         return PeerLostError(f"rank {self.rank} of {self.size} cannot go on: the store by which the ranks find each "
                              f"other failed ({type(exc).__name__}: {text})")
 
 
 def _proof(key: bytes) -> str:
-    """Return what tells two keys apart, and nothing else of them; "" of none."""
+    """Return a value by which keys can be compared and not found out; "" for no key."""
     return security.prove(key, "store").hex() if key else ""
 
 
 def _own_secret() -> bytes:
-    """Return this user's secret on this machine, b"" where it has none: rank 0 decides what follows."""
+    """Return this user's secret on this machine, b"" if there is none: rank 0 decides what follows."""
     try:
         return machine_secret()
     except ConfigError as exc:
@@ -243,10 +246,10 @@ def _own_secret() -> bytes:
         return b""
 
 
-def _lead(line: _StoreSession, settings: Settings, key: bytes, secret: bytes) -> ProcessRole:
-    """Be rank 0: read all entries, decide, tell."""
+def _lead(session: _StoreSession, settings: Settings, key: bytes, secret: bytes) -> ProcessRole:
+    """Act as rank 0: read all entries, decide, publish the table."""
     try:
-        entries = line.entries()
+        entries = session.entries()
         _check_agree(entries)
         nodes = _nodes(entries)
         reserved, address = None, _given_scheduler(settings)
@@ -259,14 +262,14 @@ def _lead(line: _StoreSession, settings: Settings, key: bytes, secret: bytes) ->
                               "name an address of rank 0's machine that can, or leave it out")
         drawn = b"" if key else _drawn_key(entries, settings, address)
     except BpsError as exc:
-        with contextlib.suppress(PeerLostError):  # the store has failed: that is what the others see, too
-            line.tell(_Table(error=type(exc).__name__, reason=str(exc)))
+        with contextlib.suppress(PeerLostError):  # the store has failed, for the other ranks, too
+            session.tell(_Table(error=type(exc).__name__, reason=str(exc)))
         raise
     try:
         table = _Table(nodes=nodes, scheduler=format_address(*address), num_helpers=settings.num_helpers,
                        expects_helpers=settings.expects_helpers, nonce=secrets.token_hex(8), job_key=drawn.hex())
-        found = _place(line, table, settings, key or secret, address)
-        line.tell(table)
+        found = _role(session, table, settings, key or secret, address)
+        session.tell(table)
     except BaseException:
         if reserved is not None:
             reserved.close()
@@ -274,8 +277,9 @@ def _lead(line: _StoreSession, settings: Settings, key: bytes, secret: bytes) ->
     return msgspec.structs.replace(found, starts_scheduler=True, reserved=reserved)
 
 
-def _place(line: _StoreSession, table: _Table, settings: Settings, key: bytes, scheduler: tuple[str, int]) -> ProcessRole:
-    index, ranks = next((index, ranks) for index, ranks in enumerate(table.nodes) if line.rank in ranks)
+def _role(session: _StoreSession, table: _Table, settings: Settings, key: bytes,
+          scheduler: tuple[str, int]) -> ProcessRole:
+    index, ranks = next((index, ranks) for index, ranks in enumerate(table.nodes) if session.rank in ranks)
     if table.job_key:
         job = bytes.fromhex(table.job_key)
     elif table.expects_helpers:  # they have no nonce
@@ -283,12 +287,14 @@ def _place(line: _StoreSession, table: _Table, settings: Settings, key: bytes, s
     elif key:
         job = security.prove(key, "store", table.nonce)
     else:
-        raise ConfigError(f"rank {line.rank} has no job key, and no secret of this user on its machine, though rank 0 "
-                          "has one: set BPSFAST_JOB_KEY to the same random hex on all ranks (openssl rand -hex 32)")
-    return ProcessRole(launcher="store", role="rank", rank=line.rank, size=line.size, local_rank=ranks.index(line.rank),
-                 local_size=len(ranks), node_id=f"{settings.node_id}-{table.nonce}", node_index=index,
-                 num_nodes=len(table.nodes), num_helpers=table.num_helpers, scheduler=scheduler,
-                 starts_node=line.rank == ranks[0], job_key=job)
+        raise ConfigError(f"rank {session.rank} has no job key, and no secret of this user on its machine, though "
+                          "rank 0 has one: set BPSFAST_JOB_KEY to the same random hex on all ranks (openssl rand "
+                          "-hex 32)")
+    return ProcessRole(launcher="store", role="rank", rank=session.rank, size=session.size,
+                       local_rank=ranks.index(session.rank), local_size=len(ranks), node_index=index,
+                       node_id=f"{settings.node_id}-{table.nonce}", num_nodes=len(table.nodes),
+                       num_helpers=table.num_helpers, scheduler=scheduler, starts_node=session.rank == ranks[0],
+                       job_key=job)
 
 
 def _decoded(data: bytes, kind: type[_Said], rank: int) -> _Said:
@@ -300,15 +306,15 @@ def _decoded(data: bytes, kind: type[_Said], rank: int) -> _Said:
 
 
 def _machine(settings: Settings) -> str:
-    """Return what tells machines apart: boot, network namespace, and the name that the user gave this one."""
+    """Return an identifier of this machine: boot, network namespace, and the node id of the settings."""
     return f"{network_id()} {settings.node_id}"
 
 
 def _own_host(settings: Settings, environ: Mapping[str, str]) -> str:
-    """Return the address others can most likely reach this rank by, "" if it has none.
+    """Return the address by which others most likely reach this rank, "" if it has none.
 
-    Where MASTER_ADDR is a name of this very machine it may mean the loopback. Rank 0 knows better as soon as it knows
-    the others: `_scheduler_host`.
+    If MASTER_ADDR is a name of this machine, it may mean the loopback. Rank 0, which then knows the others, uses
+    `_scheduler_host`.
     """
     host = configured_host(settings) or route_source(environ.get("MASTER_ADDR", ""))
     return host if host and not is_loopback(host) else default_route_host()
@@ -330,7 +336,7 @@ def _other_size(size: int, rank: int, theirs: int) -> MismatchError:
 
 
 def _nodes(entries: Sequence[_Entry]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each node, nodes by their first rank."""
+    """Return the ranks of each node, ordered by the nodes' first ranks."""
     nodes: dict[str, list[int]] = {}
     for rank, entry in enumerate(entries):
         nodes.setdefault(entry.machine, []).append(rank)
@@ -338,15 +344,15 @@ def _nodes(entries: Sequence[_Entry]) -> tuple[tuple[int, ...], ...]:
 
 
 def _machines(entries: Sequence[_Entry]) -> dict[str, str]:
-    """Return an address of each machine: two nodes that differ in BPSFAST_NODE_ID alone share one."""
+    """Return an address of each machine; nodes that differ only in BPSFAST_NODE_ID share a machine."""
     machines: dict[str, str] = {}
     for entry in entries:
         machines.setdefault(" ".join(entry.machine.split(" ")[:2]), entry.host)
     return machines
 
 
-def _own_wishes(settings: Settings) -> Settings:
-    """Return *settings* without scheduler and helpers that belong to a job that a launcher has started."""
+def _own_settings(settings: Settings) -> Settings:
+    """Return *settings* without the scheduler and helpers of a launcher's job."""
     return settings if settings.rank < 0 else msgspec.structs.replace(
         settings, scheduler="", num_helpers=0, max_helpers=0)
 
@@ -362,7 +368,7 @@ def _given_scheduler(settings: Settings) -> tuple[str, int] | None:
 
 
 def _scheduler_host(entries: Sequence[_Entry], settings: Settings) -> str:
-    """Return rank 0's address towards the other machines."""
+    """Return an address of rank 0's machine for the other machines."""
     own, *others = _machines(entries).items()
     if not others:
         return _LOOPBACK
@@ -376,9 +382,9 @@ def _scheduler_host(entries: Sequence[_Entry], settings: Settings) -> str:
 
 
 def _drawn_key(entries: Sequence[_Entry], settings: Settings, scheduler: tuple[str, int]) -> bytes:
-    """Return a key to publish where the ranks have no secret in common and may do without; else an empty one.
+    """Return a key to publish if the ranks share no secret and need none (BPSFAST_INSECURE=1); else an empty one.
 
-    With helpers, it is the one that they derive, too.
+    With helpers, it is the key that they derive, too.
     """
     proofs = {entry.secret_proof for entry in entries}
     is_local = is_loopback(scheduler[0]) or (len(_machines(entries)) == 1 and not settings.expects_helpers)
@@ -391,5 +397,4 @@ def _drawn_key(entries: Sequence[_Entry], settings: Settings, scheduler: tuple[s
 
 
 def _error(table: _Table) -> BpsError:
-    kind = getattr(errors, table.error)
-    return kind(f"{table.reason} (found by rank 0)")
+    return error_of(table.error, f"{table.reason} (found by rank 0)")

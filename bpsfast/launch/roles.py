@@ -1,7 +1,7 @@
-"""Who this process is: which rank of which machine, and which daemons it has to start.
+"""Detect the role of this process from the environment: its rank and machine, and the daemons it starts.
 
     launcher      variables                                     starts the node      starts the scheduler
-    bpsfast       BPSFAST_RANK/SIZE/LOCAL_RANK/LOCAL_SIZE       nobody: it runs      nobody: it runs
+    bpsfast       BPSFAST_RANK/SIZE/LOCAL_RANK/LOCAL_SIZE       already runs         already runs
     torchrun      RANK, WORLD_SIZE, LOCAL_RANK, ...             local rank 0         global rank 0
     dmlc          DMLC_*, BYTEPS_LOCAL_RANK/LOCAL_SIZE          local rank 0         DMLC_ROLE=scheduler (*)
     Horovod       HOROVOD_RANK/SIZE/LOCAL_RANK/LOCAL_SIZE       local rank 0         global rank 0
@@ -13,20 +13,20 @@
 
 (*) In a local job, local rank 0. That is BytePS's rule: one worker machine and no BYTEPS_FORCE_DISTRIBUTED.
 
-Launchers run inside each other, and then the innermost one has started the ranks. What runs inside what:
+Launchers run inside each other; the innermost one has started the ranks:
 
     inside                             in                                             is
     torchrun, bpsfast, dmlc, Horovod   Open MPI or PMI, slurm, kubernetes             one of them on each machine
     Open MPI, PMI                      slurm, kubernetes                              mpirun in an allocation or pod
     slurm                              kubernetes                                     a cluster in pods
 
-All others stand beside each other, and two of them must agree: torchrun, bpsfast, dmlc and Horovod; Open MPI and PMI.
-Half a set is an error that names all that is there, unless it only repeats what a complete one beside or around it
-says: scripts write RANK from SLURM_PROCID or OMPI_COMM_WORLD_RANK, and Slurm sets PMI_RANK itself (by PMIx all of MPI's
-variables). ``bpsfast run`` sets torchrun's variables beside its own, and programs may change or remove some of them.
+All others are on one level, and two of one level must agree: torchrun, bpsfast, dmlc and Horovod; Open MPI and PMI.
+An incomplete set is an error that names all variables found, unless it only repeats a complete set of its own or an
+outer level: scripts write RANK from SLURM_PROCID or OMPI_COMM_WORLD_RANK, and Slurm itself sets PMI_RANK (by PMIx all
+of MPI's variables). ``bpsfast run`` sets torchrun's variables beside its own, and programs may change or remove them.
 
 Under BytePS's variables a DMLC_ROLE=server process on a machine with ranks *is* its node: whichever of the two starts
-first takes the machine's local socket, and the other attaches.
+first takes the machine's local socket, and the other one attaches.
 """
 from __future__ import annotations
 
@@ -38,32 +38,21 @@ from collections.abc import Mapping
 import msgspec
 
 from ..base.addresses import configured_host
+from ..base.job_key import given_key
 from ..base.settings import Settings
 from ..orchestration import security
 from ..orchestration.errors import ConfigError
-from .environments import slurm
-from .environments.byteps import BYTEPS, is_local_job as is_local_job
-from .environments.environment import Environment
-from .environments.explicit import EXPLICIT
-from .environments.kubernetes import KUBERNETES
-from .environments.mpi import HOROVOD, OPEN_MPI, PMI
-from .environments.slurm import SLURM
-from .environments.torchrun import TORCHRUN
-from .process_role import (
-    ProcessRole as ProcessRole,
-    format_address as format_address,
-    given_key as given_key,
-    is_loopback as is_loopback,
-    job_key as job_key,
-    scheduler_port as scheduler_port,
-)
+from . import slurm
+from .environments import BYTEPS, EXPLICIT, HOROVOD, KUBERNETES, OPEN_MPI, PMI, TORCHRUN
+from .process_role import Environment, ProcessRole
+from .slurm import SLURM
 
 _log = logging.getLogger("bpsfast.roles")
 
-_ENVIRONMENTS = (EXPLICIT, TORCHRUN, BYTEPS, SLURM, OPEN_MPI, PMI, HOROVOD, KUBERNETES)
-#: Of a place that is only looked at: no key is derived, and nobody warned of that.
+_ENVIRONMENTS: tuple[Environment, ...] = (EXPLICIT, TORCHRUN, BYTEPS, SLURM, OPEN_MPI, PMI, HOROVOD, KUBERNETES)
+#: Stands for the key in a role that is only compared, so that no key is derived and no warning logged.
 _NO_KEY = "00" * 32
-#: Half a set says who should have completed it.
+#: Who should have completed an incomplete set of variables.
 _ADVICE = {
     "slurm": "srun sets them all; they may be left of another step",
     "kubernetes": "Set them in the pods' template",
@@ -71,16 +60,13 @@ _ADVICE = {
 
 
 def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> ProcessRole:
-    """Return the place of this process.
+    """Return the role of this process.
 
-    Raises
-    ------
-    ConfigError
-        Half a set of variables, or two sets that disagree; the text names the variables and who should set them. Or
-        the settings name no interface of this machine.
+    Raises `ConfigError` for an incomplete set of variables, or for two sets that disagree; the text names the variables
+    and who should set them. Or the settings name no interface of this machine.
     """
     environ = os.environ if environ is None else environ
-    configured_host(settings)  # before anything is asked of the job: a node that finds it out ends all ranks
+    configured_host(settings)  # an early error: at a node it would end all ranks
     present = [each for each in _ENVIRONMENTS if each.marks(settings, environ)]
     complete = [each for each in present if not each.missing(settings, environ)]
     inside = present
@@ -92,7 +78,7 @@ def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> Proc
         whole = [each for each in own if each in complete]
         for each in own:
             if each not in whole and not (whole and _repeats(each, False, whole[0], settings, environ)):
-                raise ConfigError(_half_text(each, present, settings, environ))
+                raise ConfigError(_incomplete_text(each, present, settings, environ))
         if own:
             return _agreed(whole, settings, environ)
         inside = [each for each in inside if each.level > innermost]
@@ -101,34 +87,35 @@ def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> Proc
 
 def _repeats(inner: Environment, is_complete: bool, around: Environment, settings: Settings,
              environ: Mapping[str, str]) -> bool:
-    """Tell whether *inner* only says what *around* says: a half, or a whole set of MPI, where *around* knows more."""
+    """Tell whether *inner*, incomplete or a complete set of MPI, only repeats what *around* describes."""
     if is_complete and inner.level == 0:
         return False
     try:
-        said = around.place(msgspec.structs.replace(settings, job_key=_NO_KEY), environ)
+        said = around.role(msgspec.structs.replace(settings, job_key=_NO_KEY), environ)
     except ConfigError:
         if is_complete:
             return False
         raise
-    return inner.echoes(said, environ)
+    return inner.repeats(said, environ)
 
 
 def _agreed(whole: list[Environment], settings: Settings, environ: Mapping[str, str]) -> ProcessRole:
-    """Return the place that the first of *whole* says; the others must not say otherwise."""
-    places = [each.place(settings, environ) for each in whole]
-    for environment, other in zip(whole[1:], places[1:]):
+    """Return the role of the first of *whole*; raise `ConfigError` if another one disagrees."""
+    roles = [each.role(settings, environ) for each in whole]
+    for environment, other in zip(whole[1:], roles[1:]):
         for field in ("role", "rank", "size", "local_rank", "local_size"):
-            mine, theirs = getattr(places[0], field), getattr(other, field)
+            mine, theirs = getattr(roles[0], field), getattr(other, field)
             if mine != theirs and -1 not in (mine, theirs):
                 marks = [", ".join(each.marks(settings, environ)) for each in (whole[0], environment)]
                 raise ConfigError(
                     f"two launchers disagree about {field}: {whole[0].name} ({marks[0]}) says {mine}, "
                     f"{environment.name} ({marks[1]}) says {theirs}. Unset the variables of one of them"
                 )
-    return places[0]
+    return roles[0]
 
 
-def _half_text(half: Environment, present: list[Environment], settings: Settings, environ: Mapping[str, str]) -> str:
+def _incomplete_text(half: Environment, present: list[Environment], settings: Settings,
+                     environ: Mapping[str, str]) -> str:
     missing = half.missing(settings, environ)
     text = f"{', '.join(half.marks(settings, environ))} set, but {', '.join(missing)} not"
     others = [f"{', '.join(each.marks(settings, environ))} ({each.name})" for each in present if each is not half]

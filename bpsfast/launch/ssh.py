@@ -1,7 +1,7 @@
-"""How hosts are reached by ssh: the command line, and what it means when that fails.
+"""Build ssh's command line, and explain its failures.
 
-ssh's own configuration holds (``~/.ssh/config``: names, users, keys, jump hosts). Host keys are checked and nothing is
-ever asked: what ssh would ask a person is an error here, in words, before anything runs anywhere.
+ssh's own configuration applies (``~/.ssh/config``: names, users, keys, jump hosts). Host keys are checked and ssh never
+prompts: whatever it would ask a person is an error with an explanation, before anything runs on any host.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from .. import __version__
+from .._version import __version__
 from ..orchestration.errors import BpsError, ConfigError, LackingError, MismatchError, PeerLostError, StallError
 from .daemons import describe_exit
 from .host_list import Host
@@ -23,21 +23,22 @@ CONNECT_TIMEOUT_S = 10
 #: ssh sends a keepalive every `_ALIVE_S` seconds, and ends the connection after `_N_ALIVE` without an answer.
 _ALIVE_S, _N_ALIVE = 5, 4
 SILENT_HOST_S = _ALIVE_S * _N_ALIVE
-#: Exit code of ssh where ssh itself failed; else it is that of what ran over there.
+#: Exit code of ssh if ssh itself failed; otherwise it is the remote command's.
 _OF_SSH = 255
 #: No terminal, no password prompt, no connection shared with other programs (it would outlive them, or they this).
 _FIRST = ("BatchMode=yes", "ControlMaster=no", "ControlPath=none", "RemoteCommand=none", "RequestTTY=no",
           "ClearAllForwardings=yes")
-#: For whom the user's options and configuration come first; of each option ssh takes the first value.
+#: The user's options and configuration take precedence over these: ssh uses an option's first value.
 _LAST = (f"ConnectTimeout={CONNECT_TIMEOUT_S}", f"ServerAliveInterval={_ALIVE_S}", f"ServerAliveCountMax={_N_ALIVE}")
-#: Without the quotes, which ssh takes around the name, the value and parts of it.
+#: Matches options without their quotes, which ssh allows around the name, the value and parts of it.
 _UNCHECKED = re.compile(r"[\s=]*stricthostkeychecking[\s=]*(no|off|false|accept-new)", re.I)
 
 
 class Ssh(msgspec.Struct, frozen=True, kw_only=True):
-    """What to pass on to ssh, and what to run over there.
+    """Options for ssh and for the hosts.
 
-    `python`: the interpreter that has bpsfast; `directory`: where processes work; `python_path`: PYTHONPATH there.
+    `python`: the interpreter with bpsfast there; `directory`: the processes' working directory; `python_path`:
+    PYTHONPATH there.
     """
 
     port: int | None = None
@@ -48,7 +49,7 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
     python_path: str = ""
 
     def check(self) -> None:
-        """Raise `ConfigError` if there is no ssh, or an option would let anybody pretend to be a host."""
+        """Raise `ConfigError` if ssh is not installed, or an option disables the check of host keys."""
         if shutil.which("ssh") is None:
             raise LackingError("hosts are reached by the command ssh, which is not installed here (package "
                                "openssh-client)")
@@ -59,7 +60,7 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
 
     def argv(self, host: Host) -> list[str]:
         """Return the command whose standard input and output are those of the agent on *host*."""
-        # what the user's shell over there, whichever it is, runs; a home folder is no place to import from
+        # run by any shell there; PYTHONSAFEPATH, as the home folder must not be imported from
         variables = ["PYTHONSAFEPATH=1", *([f"PYTHONPATH={self.python_path}"] if self.python_path else [])]
         agent = ["env", *variables, self.python, "-m", "bpsfast", "agent"]
         if host.is_here:
@@ -67,7 +68,7 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
         return ["ssh", *self._options(), host.name, f"exec {shlex.join(agent)}"]
 
     def by_hand(self, host: Host) -> str:
-        """Return a command that a person types to see why there is no agent on *host*."""
+        """Return a command for the user to find out why there is no agent on *host*."""
         return shlex.join(self.argv(host) if host.is_here else ["ssh", *self._address(), host.name, "true"])
 
     def _options(self) -> list[str]:
@@ -79,7 +80,7 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
         return found if self.identity_file is None else [*found, "-i", self.identity_file]
 
     def explain(self, host: Host, code: int, said: Sequence[str]) -> BpsError:
-        """Return why there is no agent on *host*: ssh or the agent ended with *code* and *said* lines before."""
+        """Return the error that there is no agent on *host*: ssh or the agent printed *said* and ended with *code*."""
         text = "\n".join(said)
         shown = _last(said)
         where, by_hand = host.name, self.by_hand(host)
@@ -97,19 +98,19 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
         return PeerLostError(f"{where}: no agent of bpsfast came up (exit code {code}): {shown}. Try {by_hand}")
 
     def lost(self, host: Host, code: int, said: Sequence[str]) -> BpsError:
-        """Return why there is no agent on *host* any more: the same of one that was there."""
+        """Return the error that the agent on *host* has ended."""
         is_of_agent = host.is_here or 0 <= code != _OF_SSH
         return PeerLostError(f"{host.name}: {'its agent' if is_of_agent else 'ssh'} {describe_exit(code)}: "
                              f"{_last(said)}")
 
     def _explain_ssh(self, host: Host, said: Sequence[str], by_hand: str) -> BpsError | None:
-        """Return what ssh itself complained of, None if that is nothing we know."""
+        """Return the error that ssh itself printed, None if it is not a known one."""
         where, text = host.name, "\n".join(said)
         if "REMOTE HOST IDENTIFICATION HAS CHANGED" in text:
-            return ConfigError(f"{where}: its host key is another one than before, so somebody may pretend to be it. "
+            return ConfigError(f"{where}: its host key has changed, so another machine may pretend to be it. "
                                f"Find out why it changed; then: ssh-keygen -R {self._known_as(host)}, and {by_hand}")
         if "Host key verification failed" in text or "host key is known for" in text:
-            return ConfigError(f"{where}: its host key is not known here, so who it is cannot be checked. Type "
+            return ConfigError(f"{where}: its host key is not known here, so its identity cannot be checked. Type "
                                f"`{by_hand}` once and compare the fingerprint it shows")
         if "Permission denied" in text:
             return ConfigError(f"{where}: login refused ({_line(said, 'Permission denied')}). `{by_hand}` must work "
@@ -125,7 +126,7 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def late(self, host: Host, timeout_s: float, noise: bytes) -> BpsError:
-        """Return why *host* is given up: ssh is connected or trying, and no agent has spoken within *timeout_s*."""
+        """Return the error that no agent on *host* has sent anything within *timeout_s*."""
         heard = f"; it printed {noise[-200:]!r} instead" if noise else ""
         return StallError(f"{host.name}: no agent of bpsfast answered within {timeout_s:g} s{heard}. Does a login "
                           f"script wait for input there? Try {self.by_hand(host)}")
@@ -136,12 +137,12 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return *environ* as ssh may have it: nothing of a job, so that no SendEnv passes its key on."""
+    """Return *environ* without variables of a job, so that no SendEnv of ssh passes its key on."""
     return {name: value for name, value in environ.items() if not name.startswith("BPSFAST_")}
 
 
 def _last(said: Sequence[str]) -> str:
-    return next((line for line in reversed(said) if line.strip()), "nothing was said")
+    return next((line for line in reversed(said) if line.strip()), "no output")
 
 
 def _line(said: Sequence[str], words: str) -> str:

@@ -1,7 +1,7 @@
-"""``bpsfast run -H``: a job whose nodes are other hosts, started and watched from here over one ssh for each of them.
+"""``bpsfast run -H``: a job whose nodes are other hosts, started and watched from here over one ssh for each host.
 
-The scheduler runs on the first host: hosts that train together reach each other, but not always the machine that
-somebody starts them from. What may be secret, the job's key first, goes through ssh's standard input.
+The scheduler runs on the first host: hosts that train together reach each other, but not always the launcher's machine.
+Secrets, such as the job's key, go through ssh's standard input.
 """
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from ..base.job_key import given_key
 from ..base.settings import Settings
 from ..orchestration.errors import ConfigError
 from . import local_job
 from .daemons import clean_environment
 from .host_list import Host
 from .output import Output
-from .process_role import given_key
 from .processes import Command
 from .remote_hosts import RemoteHosts
 from .ssh import Ssh
 from .supervisor import Limits, Supervisor
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run where. `hosts` have ranks, in node order; `helpers` none. `variables` are for every process."""
+class SshPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to run a job. `hosts` have ranks, in node order, `helpers` have none. `variables` are for every process."""
 
     hosts: Sequence[Host]
     helpers: Sequence[Host] = ()
@@ -36,7 +36,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_hosts(self) -> list[Host]:
-        """All hosts in the order of the nodes."""
+        """All hosts in node order."""
         return [*self.hosts, *self.helpers]
 
     @property
@@ -45,29 +45,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return local_job.JobShape(ranks=tuple(host.slots for host in self.hosts), n_helpers=len(self.helpers))
 
 
-def run(plan: Plan, program: Sequence[str], settings: Settings, *, limits: Limits | None = None,
+def run(plan: SshPlan, program: Sequence[str], settings: Settings, *, limits: Limits | None = None,
         output: Output | None = None, restarts: int = 0) -> int:
     """Run *program* as the ranks of a job to its end; return its exit code. *restarts*: of lost helpers, in all. Main
     thread only.
 
-    Raises
-    ------
-    BpsError
-        A host cannot be used; nothing was started on any.
+    Raises `BpsError` if a host cannot be used; nothing was started on any host.
     """
     _check(plan, program, settings)
     output = output or Output()
-    with RemoteHosts(plan.all_hosts, plan.ssh, output) as fleet:
-        fleet.connect()
-        scheduler = fleet.scheduler_address(plan.scheduler_host)
+    with RemoteHosts(plan.all_hosts, plan.ssh, output) as remote:
+        remote.connect()
+        scheduler = remote.scheduler_address(plan.scheduler_host)
         commands = _commands(plan, program, settings, scheduler, given_key(settings) or secrets.token_hex(32),
-                             fleet.master_port())
-        places = [fleet.hosts[number_of(command)] for command in commands]
-        return Supervisor(commands, limits=limits, output=output, places=places, restarts=restarts).run()
+                             remote.master_port())
+        hosts = [remote.hosts[number_of(command)] for command in commands]
+        return Supervisor(commands, limits=limits, output=output, hosts=hosts, restarts=restarts).run()
 
 
-def planned(plan: Plan, program: Sequence[str], settings: Settings) -> list[tuple[Host, list[Command]]]:
-    """Return what `run` would start on which host, asking none: the scheduler's address and the key come with a job."""
+def planned(plan: SshPlan, program: Sequence[str], settings: Settings) -> list[tuple[Host, list[Command]]]:
+    """Return what `run` would start on each host, without asking any: scheduler address and key are not known yet."""
     _check(plan, program, settings)
     commands = [msgspec.structs.replace(command, environ={
         name: value for name, value in command.environ.items() if name != "BPSFAST_SCHEDULER"})
@@ -76,8 +73,8 @@ def planned(plan: Plan, program: Sequence[str], settings: Settings) -> list[tupl
             for number, host in enumerate(plan.all_hosts)]
 
 
-def dry_run(plan: Plan, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:
-    """Print what `run` would run where, asking no host: the scheduler's address and the key come with a job."""
+def dry_run(plan: SshPlan, program: Sequence[str], settings: Settings, show: Callable[[str], None]) -> None:
+    """Print what `run` would start on each host, without asking any."""
     for host, commands in planned(plan, program, settings):
         show(f"# {host.name}, in {plan.ssh.directory or os.getcwd()}: {shlex.join(plan.ssh.argv(host))}")
         for command in commands:
@@ -86,19 +83,17 @@ def dry_run(plan: Plan, program: Sequence[str], settings: Settings, show: Callab
 
 
 def variables(assignments: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return what ``-x NAME=VALUE`` and ``-x NAME`` (its value here) say.
+    """Return the variables of ``-x NAME=VALUE`` and ``-x NAME`` (with its value here).
 
-    Raises
-    ------
-    ConfigError
-        A name that is not set here, or that tells a process its place or settings, which is for the launcher to do.
+    Raises `ConfigError` for a name that is not set here, or by which only the launcher gives a process its role or
+    settings.
     """
     environ = os.environ if environ is None else environ
     found = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not name or not clean_environment({name: ""}):
-            raise ConfigError(f"-x {assignment}: the launcher gives each process its place; settings reach all hosts "
+            raise ConfigError(f"-x {assignment}: the launcher gives each process its role; settings reach all hosts "
                               "from here, by --set NAME=VALUE or BPSFAST_NAME")
         if not equals and name not in environ:
             raise ConfigError(f"-x {name}: it is not set here; -x {name}=VALUE gives it a value")
@@ -107,17 +102,17 @@ def variables(assignments: Sequence[str], environ: Mapping[str, str] | None = No
 
 
 def number_of(command: Command) -> int:
-    """Return which host *command* is for; the scheduler is for the first one."""
+    """Return the number of the host of *command*; the scheduler runs on host 0."""
     return int(command.environ.get("BPSFAST_NODE_INDEX", "0"))
 
 
-def _commands(plan: Plan, program: Sequence[str], settings: Settings, scheduler: tuple[str, int], key: str,
+def _commands(plan: SshPlan, program: Sequence[str], settings: Settings, scheduler: tuple[str, int], key: str,
               master_port: int = 0) -> list[Command]:
     return local_job.plan(plan.shape, program, settings, plan.variables, scheduler, key, python=plan.ssh.python,
                     master_port=master_port)
 
 
-def _check(plan: Plan, program: Sequence[str], settings: Settings) -> None:
+def _check(plan: SshPlan, program: Sequence[str], settings: Settings) -> None:
     local_job.check_program(program)
     if settings.node_host and len(plan.all_hosts) > 1:
         raise ConfigError(f"BPSFAST_NODE_HOST = {settings.node_host} is the address of one machine, and there are "

@@ -1,12 +1,11 @@
-"""What dead jobs can leave on a machine, found by the marks of those who made it (`launch.owner`), and removed.
+"""Find and remove what dead jobs have left on this machine, by the marks of its owners (`base.process_identity`).
 
-    processes    what a rank or another process of a job has started, once the launcher and its guardian were killed,
-                 which would have ended them with their session; what has left that (a daemon of the user's) is left
-                 alone, as at the end of a job
-    namespaces   those of `bpsfast.launch.namespaces`, with the links and queues in them
+    processes    started by a rank or another process of a job whose launcher and orphan reaper were both killed; what
+                 has left its session (a daemon of the user's) is left alone, as at the end of a job
+    namespaces   of `launch.namespaces`, with their links and queues
     folders      temporary ones of benches and of ``bpsfast tune``
 
-There is nothing else: memory (memfds), local sockets (abstract ones) and devices (TUN) vanish with the last process
+Nothing else stays behind: memory (memfds), local sockets (abstract ones) and devices (TUN) vanish with the last process
 that holds them.
 """
 from __future__ import annotations
@@ -25,19 +24,18 @@ from pathlib import Path
 
 import msgspec
 
-from ..base import process_mark
+from ..base import process_identity
 from ..orchestration.errors import BpsError
-from .die_with_parent import VARIABLE
 from .namespaces import netns
 
 _FOLDER = re.compile(r"bpsfast-[a-z]+-(\d+\.\d+\.[0-9a-f]{8})-\w+")
-#: Why a namespace is still there.
+#: Why a namespace was not removed.
 NEEDS_ROOT = "it needs root"
 _TERM_S, _KILL_S = 2.0, 5.0
 
 
 class StaleResource(msgspec.Struct, frozen=True):
-    """One thing whose owner, process `owner_pid`, is dead. `kind`: process, namespace or folder."""
+    """One resource whose owner, process `owner_pid`, is dead. `kind`: process, namespace or folder."""
 
     kind: str
     name: str
@@ -46,12 +44,12 @@ class StaleResource(msgspec.Struct, frozen=True):
 
 
 def find() -> list[StaleResource]:
-    """Return what is left here, of this user, in the order of removing."""
+    """Return what is left of this user's jobs, in the order of removal."""
     return [*processes(), *namespaces(), *folders()]
 
 
 def remove(found: Iterable[StaleResource]) -> Iterator[tuple[StaleResource, str]]:
-    """Remove one after the other; yield each with "" or why it is still there. What is in use meanwhile stays."""
+    """Remove each; yield it with "", or with the reason why it is still there. What is in use again stays."""
     chosen = list(found)
     yield from _end([each for each in chosen if each.kind == "process"])
     for each in chosen:
@@ -62,7 +60,7 @@ def remove(found: Iterable[StaleResource]) -> Iterator[tuple[StaleResource, str]
 
 
 def processes() -> list[StaleResource]:
-    """Return this user's processes that a dead launcher would have ended."""
+    """Return this user's processes that their dead launcher would have ended."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdecimal() and (mark := _left_by(int(name))):
@@ -74,8 +72,8 @@ def processes() -> list[StaleResource]:
 
 def namespaces() -> list[StaleResource]:
     """Return network namespaces whose owner is dead."""
-    return [StaleResource("namespace", name, int(name.split(".")[1]), "network namespace of bpsfast.launch.namespaces, and what runs "
-                     "in it") for name in netns.stale()]
+    return [StaleResource("namespace", name, int(name.split(".")[1]), "network namespace of a simulated cluster, and "
+                          "what runs in it") for name in netns.stale()]
 
 
 def folders() -> list[StaleResource]:
@@ -89,17 +87,17 @@ def folders() -> list[StaleResource]:
 
 
 def _left_by(pid: int) -> str:
-    """Return the mark of the dead launcher that process *pid* has outlived, "" if it has not, or is not this user's."""
-    with contextlib.suppress(OSError):  # it ended, or is another user's
+    """Return the mark of the dead launcher of process *pid*; "" if the launcher lives or the user is another one."""
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
         folder = Path(f"/proc/{pid}")
         if folder.stat().st_uid != os.geteuid() or pid == os.getpid():
             return ""
-        prefix = f"{VARIABLE}=".encode()
+        prefix = f"{process_identity.LAUNCHER_VARIABLE}=".encode()
         value = next((each.removeprefix(prefix).decode() for each in (folder / "environ").read_bytes().split(b"\0")
                       if each.startswith(prefix)), "")
         mark, _, group = value.rpartition(".")
-        fields = process_mark.stat(pid)
-        if fields and fields[0] not in "ZX" and fields[3] == group and process_mark.is_dead(mark):
+        fields = process_identity.stat(pid)
+        if fields and fields[0] not in "ZX" and fields[3] == group and process_identity.is_dead(mark):
             return mark
     return ""
 
@@ -108,13 +106,14 @@ def _folder_left_by(path: Path) -> str:
     match = _FOLDER.fullmatch(path.name)
     with contextlib.suppress(FileNotFoundError):
         about = path.lstat()
-        if match and stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and process_mark.is_dead(match[1]):
+        is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
+        if match and is_own and process_identity.is_dead(match[1]):
             return match[1]
     return ""
 
 
 def _end(found: list[StaleResource]) -> Iterator[tuple[StaleResource, str]]:
-    """End processes by SIGTERM, and what is left after a while by SIGKILL."""
+    """End processes by SIGTERM, and later those that are left by SIGKILL."""
     held: list[tuple[StaleResource, int]] = []
     try:
         for each in found:
@@ -122,7 +121,7 @@ def _end(found: list[StaleResource]) -> Iterator[tuple[StaleResource, str]]:
                 held.append((each, os.pidfd_open(int(each.name))))
         for number, seconds in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
             for each, fd in held:
-                # the number may be another process's by now: what the descriptor holds is asked again
+                # the pid may have been another process's when the descriptor was opened
                 if not _has_ended(fd) and _left_by(int(each.name)):
                     with contextlib.suppress(ProcessLookupError):
                         signal.pidfd_send_signal(fd, number)
@@ -134,7 +133,7 @@ def _end(found: list[StaleResource]) -> Iterator[tuple[StaleResource, str]]:
         for _, fd in held:
             os.close(fd)
     for each in found:
-        yield each, "it outlives SIGKILL: it waits in the kernel (state D)" if each in kept else ""
+        yield each, "it still runs after SIGKILL: it waits in the kernel (state D)" if each in kept else ""
 
 
 def _has_ended(fd: int, timeout_s: float = 0.0) -> bool:
@@ -155,7 +154,7 @@ def _remove_namespace(name: str) -> str:
 
 def _remove_folder(path: Path) -> str:
     if not _folder_left_by(path):
-        return ""  # somebody else was cleaning up as well
+        return ""  # another process has removed it
     try:
         shutil.rmtree(path)
     except OSError as exc:

@@ -1,42 +1,52 @@
-"""Run the processes of one job, on this machine or others: their output, their end, and the one exit code.
+"""Run the processes of one job, on this machine or others: their output, their ends, and the job's exit code.
 
-What users of launchers ask for (and did not get): every line says whose it is; the process that failed *first* is named
-last, with its reason, which is told once; the exit code is that process's; Ctrl-C ends everything within two seconds;
-nothing survives the launcher, not even its ``kill -9``.
+* Every line names its process.
+* The process that failed first is named last, with its reason, which is shown once; the exit code is that process's.
+* Ctrl-C ends everything within two seconds. Nothing survives the launcher, not even its ``kill -9``.
 
 One thread. Everything is an event of a selector: lines from pipes, ends of processes (pidfds), messages of other
-hosts, signals (a socket), and readers of the output that go on after they have stopped: the processes wait for them,
+hosts, signals, and readers of the output that continue after they had stopped. Processes wait for such readers,
 signals do not.
 """
 from __future__ import annotations
 
 import functools
+import re
 import selectors
 import signal
-import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from ..base.exit_codes import FAILED, JOB_TIMEOUT, LEFT_BEHIND, OK
-from .elastic_service import End, Order, Stop
-from .first_failure import Failures, traceback_of
-from .output import Output, Sink, Transcript
-from .processes import AFTER_SIGKILL_S, Command, Kind, LocalProcesses, Process, ProcessHost, watch
+from ..base import logs
+from ..base.end_reports import EndTiming
+from ..base.exit_codes import ABORTED, FAILED, JOB_TIMEOUT, LEFT_BEHIND, OK
+from .elastic_service import KillWorker, Order, StopJob, WorkerPool, member_of
+from .output import CHAINED, TRACEBACK, Output, Sink, Transcript
+from .processes import (
+    AFTER_SIGKILL_S,
+    Command,
+    EndReport,
+    Kind,
+    LocalProcesses,
+    Process,
+    ProcessHost,
+    SignalEvents,
+    set_watched,
+)
 from .ssh import SILENT_HOST_S
-from .worker_pool import WorkerPool, member_of
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: How long a launcher that was told to end waits for the reader of its last lines.
+#: How long a launcher that got a signal waits for the reader of its last lines.
 _DELIVERY_S = 0.5
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """How long the supervisor waits, in seconds. `job_s` None: for ever (the job's own deadlines hold).
+    """Deadlines of the supervisor, in seconds. `job_s` None: no limit (the job has deadlines of its own).
 
-    `for_cause_s`: after a failure, for the end of whatever caused it, if all that have ended were told of another's;
-    `for_host_s`: so much longer while a host is silent, which may be lost.
+    `for_cause_s`: after a failure, for the end of the process that caused it, if all that have ended report another
+    one's failure; `for_host_s`: additional time while a host is silent, which may be lost.
     """
 
     job_s: float | None = None
@@ -48,68 +58,57 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Supervisor:
-    """Run *commands* until the job is over; `run` may be called once, from the main thread.
+    """Runs *commands* until the job ends; `run` may be called once, from the main thread.
 
     Parameters
     ----------
     commands
         In the order of starting. At least one is of kind RANK.
     output
-        Where lines go; the caller closes it.
-    places
-        Where each command runs, one for each; None: all on this machine. `run` opens and closes them.
-    crew
-        If the job is elastic: all of *commands* are its workers, and more may follow, on this machine.
+        Takes the lines; the caller closes it.
+    hosts
+        The host of each command; None: all on this machine. `run` opens and closes them.
+    workers
+        Of an elastic job: *commands* are its first workers, and more may follow, on this machine.
     restarts
-        How many lost helpers are started again, in all: they join the running job.
+        How many lost helpers, in all, are started again to join the running job.
     """
 
     def __init__(self, commands: Sequence[Command], *, limits: Limits | None = None, output: Output | None = None,
-                 places: Sequence[ProcessHost] | None = None, crew: WorkerPool | None = None, restarts: int = 0) -> None:
+                 hosts: Sequence[ProcessHost] | None = None, workers: WorkerPool | None = None,
+                 restarts: int = 0) -> None:
         self._commands = commands
         self._limits = limits or Limits()
         self._output = output or Output()
-        self._by_command = [LocalProcesses()] * len(commands) if places is None else places
-        self._places: list[ProcessHost] = list(dict.fromkeys(self._by_command))
+        self._by_command = [LocalProcesses()] * len(commands) if hosts is None else hosts
+        self._hosts: list[ProcessHost] = list(dict.fromkeys(self._by_command))
         self._selector = selectors.DefaultSelector()
-        # of their own, to be left alone while too much output waits for its reader
+        # separate, to be left alone while too much output waits for its reader
         self._events = selectors.DefaultSelector()
         self._processes: list[Process] = []
         self._restarts = restarts
         self._started_as: dict[Process, tuple[ProcessHost, Sink]] = {}
         self._restarted: set[Process] = set()
         self._errors: dict[Process, Transcript] = {}
-        self._n_restarts: dict[str, int] = {}  # of what the job waits for, by name
-        self._crew = crew
+        self._n_restarts: dict[str, int] = {}  # of processes that the job needs, by name
+        self._workers = workers
         self._failures = Failures(self._errors)
-        self._failed_s = 0.0  # when the first of them was seen
-        self._given_up: set[Process] = set()  # they outlive SIGKILL
-        self._missed: list[Process] = []  # workers that the job goes on without
-        self._is_hopeless = False  # the muster has said so
-        self._is_joined = False  # a rank has come to the job
-        self._stopped: tuple[str, int] | None = None  # why the launcher itself ends the job, exit code
+        self._failed_s = 0.0  # when the first one was seen
+        self._given_up: set[Process] = set()  # running even after SIGKILL
+        self._missed: list[Process] = []  # the job goes on without these
+        self._is_hopeless = False  # the elastic service forms no further job
+        self._is_joined = False  # a rank has joined the job
+        self._stopped: tuple[str, int] | None = None  # reason and exit code, if the launcher ends the job
         self._deadline: float | None = None  # of the present phase
         self._phase = "run"
 
     def run(self) -> int:
         """Start everything, wait until everything has ended, return the job's exit code."""
-        wake, waker = socket.socketpair()
-        with wake, waker, self._selector, self._events, self._output.attending():
-            wake.setblocking(False)
-            waker.setblocking(False)
-            self._selector.register(wake, selectors.EVENT_READ, functools.partial(self._on_signals, wake))
-            # under nohup a hang-up stays ignored
-            caught = [n for n in _ENDING if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
-            before = {number: signal.signal(number, lambda number, frame: None) for number in caught}
-            fd_before = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-            try:
-                self._run_job()
-                code = self._verdict()
-                self._deliver()
-            finally:
-                signal.set_wakeup_fd(fd_before)
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+        with SignalEvents() as signals, self._selector, self._events, self._output.attending():
+            self._selector.register(signals, selectors.EVENT_READ, functools.partial(self._on_signals, signals))
+            self._run_job()
+            code = self._verdict()
+            self._deliver()
         return code if self._stopped is None else self._stopped[1]
 
     def _run_job(self) -> None:
@@ -117,48 +116,48 @@ class Supervisor:
             self._start()
             while self._running or self._is_awaiting_orders:
                 self._step()
-            for place in self._places:
-                place.drain()
+            for host in self._hosts:
+                host.drain()
             self._take_reports()
         finally:
-            for place in self._places:
-                place.begin_close()
-            for place in self._places:
-                place.close()
+            for host in self._hosts:
+                host.begin_close()
+            for host in self._hosts:
+                host.close()
 
     def _start(self) -> None:
         if self._limits.job_s is not None:
             self._deadline = time.monotonic() + self._limits.job_s
-        for place in self._places:
-            place.open(self._events)
-        if self._crew is not None:
-            self._selector.register(self._crew.fileno(), selectors.EVENT_READ, self._on_orders)
-        for command, place in zip(self._commands, self._by_command):
-            self._launch(command, place)
+        for host in self._hosts:
+            host.open(self._events)
+        if self._workers is not None:
+            self._selector.register(self._workers.fileno(), selectors.EVENT_READ, self._on_orders)
+        for command, host in zip(self._commands, self._by_command):
+            self._launch(command, host)
 
-    def _launch(self, command: Command, place: ProcessHost) -> None:
+    def _launch(self, command: Command, host: ProcessHost) -> None:
         n_ranks = sum(command.kind is Kind.RANK for command in self._commands)
         rank = sum(process.command.kind is Kind.RANK for process in self._processes)
         out, err = self._output.streams(command.name, rank if command.kind is Kind.RANK else None, n_ranks)
-        self._begin(command, place, out, err)
+        self._begin(command, host, out, err)
 
-    def _begin(self, command: Command, place: ProcessHost, out: Sink, err: Transcript) -> Process:
-        process = place.start(command, out, err)
+    def _begin(self, command: Command, host: ProcessHost, out: Sink, err: Transcript) -> Process:
+        process = host.start(command, out, err)
         self._processes.append(process)
-        self._started_as[process] = place, out
+        self._started_as[process] = host, out
         self._errors[process] = err
         return process
 
     def _start_again(self, lost: Process) -> None:
-        """Start a helper in the place of one that is lost, where that ran, if its host lives."""
-        place, out = self._started_as[lost]
-        if place.lost:
+        """Start a lost helper again on its host, unless that is lost, too."""
+        host, out = self._started_as[lost]
+        if host.lost:
             self._output.say(f"{lost.command.name} is not started again, as its host is lost")
             return
         self._restarts -= 1
         try:
-            again = self._begin(lost.command, place, out, self._errors[lost])
-        except OSError as exc:  # the job can do without it
+            again = self._begin(lost.command, host, out, self._errors[lost])
+        except OSError as exc:  # the job goes on without it
             self._output.say(f"{lost.command.name} cannot be started again ({exc})")
             return
         self._restarted.add(again)
@@ -171,21 +170,21 @@ class Supervisor:
     def _step(self) -> None:
         now = time.monotonic()
         next_s = float("inf")
-        for place in self._places:
-            due_s, ended = place.tick(now)
+        for host in self._hosts:
+            due_s, ended = host.tick(now)
             self._have_ended(ended)
             next_s = min(next_s, now if ended else due_s)  # it may have been the last
-        if self._deadline is not None:  # which the ends may have set just now
+        if self._deadline is not None:  # which the ends above may have set
             next_s = min(next_s, self._deadline)
-        watch(self._selector, self._events, selectors.EVENT_READ, self._on_processes, not self._output.is_full)
+        set_watched(self._selector, self._events, selectors.EVENT_READ, self._on_processes, not self._output.is_full)
         self._attend(None if next_s == float("inf") else max(0.0, next_s - now))
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._next_phase()
 
     def _attend(self, timeout_s: float | None) -> None:
-        for outlet in self._output.outlets:
-            if outlet.fd is not None:
-                watch(self._selector, outlet.fd, selectors.EVENT_WRITE, outlet.flush, outlet.pending_nbytes > 0)
+        for stream in self._output.out_streams:
+            if stream.fd is not None:
+                set_watched(self._selector, stream.fd, selectors.EVENT_WRITE, stream.flush, stream.pending_nbytes > 0)
         for key, _ in self._selector.select(timeout_s):
             key.data()
 
@@ -194,8 +193,8 @@ class Supervisor:
             self._have_ended(key.data())
 
     def _deliver(self) -> None:
-        """Wait until all output is read; not for long if the launcher was told to end."""
-        watch(self._selector, self._events, selectors.EVENT_READ, self._on_processes, wanted=False)
+        """Wait until all output is read; only briefly if the launcher got a signal."""
+        set_watched(self._selector, self._events, selectors.EVENT_READ, self._on_processes, wanted=False)
         until_s = float("inf")
         while self._output.pending_nbytes and (now := time.monotonic()) < until_s:
             if self._stopped is not None and until_s == float("inf"):
@@ -215,7 +214,7 @@ class Supervisor:
                     self._start_again(process)
             elif process.code != 0 and (self._phase in ("run", "failed", "leaving")
                                         or (process.is_lost and self._stopped is None)):
-                # that a host is lost may be known only when the others, who have missed it, are ended already
+                # the loss of a host may be known only after the processes that missed it have ended
                 if not self._failures:
                     self._failed_s = time.monotonic()
                 self._failures.add(process)
@@ -226,7 +225,7 @@ class Supervisor:
                 self._dismiss()
 
     def _dismiss(self) -> None:
-        """End the daemons if no rank has ever come to them: what has run is no program of bpsfast."""
+        """End the daemons if no rank has ever attached to them: the program does not use bpsfast."""
         self._take_reports()
         if self._is_joined or not self._running:
             return
@@ -236,57 +235,56 @@ class Supervisor:
         self._enter("term")
 
     def _is_waited_for(self, process: Process) -> bool:
-        """Start what a signal has ended again, if the job waits for it; whether that was done."""
+        """Start *process* again if a signal killed it and the job needs it; return whether that was done."""
         command, n_before = process.command, self._n_restarts.get(process.command.name, 0)
-        place, out = self._started_as[process]
-        if (process.code or 0) >= 0 or n_before >= command.n_restarts or place.lost:
+        host, out = self._started_as[process]
+        if (process.code or 0) >= 0 or n_before >= command.n_restarts or host.lost:
             return False
         self._n_restarts[command.name] = n_before + 1
         self._output.say(f"{command.name} {process.end_in_words()}: it is started again ({n_before + 1} of "
                          f"{command.n_restarts} times)")
-        self._begin(command, place, out, self._errors[process])
+        self._begin(command, host, out, self._errors[process])
         return True
 
     def _can_be_missed(self, process: Process) -> bool:
-        """Whether the job goes on without *process*, which has ended otherwise than well."""
-        if self._crew is not None:
-            return self._crew.has_ended(process) and process.code != 0
+        """Whether the job goes on without *process*, which has failed."""
+        if self._workers is not None:
+            return self._workers.has_ended(process) and process.code != 0
         return _can_be_missed(process)
 
     def _has_trained(self) -> bool:
-        """Whether all ranks have ended, well but for those that the job has done without; who comes too late is none.
-        """
+        """Whether all ranks have ended, with 0 except those that the job goes on without; late workers do not count."""
         ranks = [process for process in self._processes if process.command.kind is Kind.RANK
-                 and not (self._crew is not None and self._crew.is_superfluous(process))]
+                 and not (self._workers is not None and self._workers.is_superfluous(process))]
         return any(process.code == 0 for process in ranks) and all(
             process.code == 0 or process in self._missed for process in ranks)
 
     @property
     def _is_awaiting_orders(self) -> bool:
-        """Whether the muster of an elastic job, of which nobody runs any more, has yet to say what follows."""
-        return self._crew is not None and self._phase == "run"
+        """Whether the service of an elastic job without running workers has yet to order what follows."""
+        return self._workers is not None and self._phase == "run"
 
     def _on_orders(self) -> None:
-        assert self._crew is not None, "whose orders else"
-        for order in self._crew.orders():
+        assert self._workers is not None, "only an elastic job has orders"
+        for order in self._workers.orders():
             if self._phase == "run":
                 self._carry_out(order)
 
     def _carry_out(self, order: Order) -> None:
-        assert self._crew is not None, "whose orders else"
-        if isinstance(order, Stop):
+        assert self._workers is not None, "only an elastic job has orders"
+        if isinstance(order, StopJob):
             self._output.say(f"no further job: {order.reason}")
             self._is_hopeless = True
             self._enter("failed")
-        elif isinstance(order, End):
+        elif isinstance(order, KillWorker):
             for process in self._processes:
                 if process.code is None and member_of(process.command) == order.member:
-                    self._output.say(f"{process.command.name} has not come to the others in time: ending it")
+                    self._output.say(f"{process.command.name} has not joined the others in time: ending it")
                     process.signal_all(signal.SIGKILL)
         else:
-            for command in self._crew.commands(order):
+            for command in self._workers.commands(order):
                 self._output.say(f"{command.name} is started")
-                self._launch(command, self._places[0])
+                self._launch(command, self._hosts[0])
 
     def _enter(self, phase: str) -> None:
         limits = self._limits
@@ -296,13 +294,13 @@ class Supervisor:
         self._deadline = time.monotonic() + duration_s
 
     def _next_phase(self) -> None:
-        """The present phase's time is over."""
+        """Enter the next phase: the time of the present one is over."""
         running = self._running
         names = ", ".join(process.command.name for process in running)
         if self._phase == "run":
             self._stop(f"the job has not ended within {self._limits.job_s:g} s", JOB_TIMEOUT)
         elif self._phase in ("failed", "leaving") and self._output.is_full:
-            # their ends, and why, wait for the reader; time begins when it goes on
+            # the processes' last output waits for the reader: the time starts when it reads on
             self._enter(self._phase)
         elif self._phase == "failed" and self._awaits_cause():
             self._deadline = min(time.monotonic() + self._limits.after_failure_s,
@@ -315,7 +313,7 @@ class Supervisor:
             self._enter("term")
         elif self._phase == "term":
             self._kill()
-        else:  # nothing else can be done: they wait in the kernel, or became another user's
+        else:  # they wait in the kernel, or belong to another user
             self._output.say(f"still running {AFTER_SIGKILL_S:g} s after SIGKILL: {names}; they are left behind. A "
                              "process of another user (sudo), or one that waits for a device (state D in ps), must be "
                              "ended by hand")
@@ -323,7 +321,7 @@ class Supervisor:
             self._deadline = None
 
     def _awaits_cause(self) -> bool:
-        """Whether all that failed were told that another one had, and that one may still be about to end."""
+        """Whether all failed processes report another one's failure, and that one may still be about to end."""
         self._take_reports()
         is_known = self._failures.first()[1]
         is_silent = any(self._started_as[process][0].is_silent for process in self._running)
@@ -332,23 +330,21 @@ class Supervisor:
             time.monotonic() < self._failed_s + patience_s)
 
     def _take_reports(self) -> None:
-        for place in self._places:
-            told = place.reports()
+        for host in self._hosts:
+            told = host.reports()
             self._is_joined |= any(each.word in ("attached", "joined") for each in told)
             self._failures.take(told)
 
     def _kill(self) -> None:
-        if self._phase != "kill":  # else its time runs
+        if self._phase != "kill":  # else its time already runs
             self._enter("kill")
         self._signal_all(signal.SIGKILL)
 
-    def _on_signals(self, wake: socket.socket) -> None:
-        for number in wake.recv(64):
-            if number not in _ENDING:
-                continue
+    def _on_signals(self, signals: SignalEvents) -> None:
+        for number in signals.take():
             if self._stopped is None:
                 self._stop(f"got {signal.Signals(number).name}", 128 + number)
-            else:  # asked twice: at once
+            else:  # the second one: at once
                 self._kill()
 
     def _stop(self, why: str, code: int) -> None:
@@ -363,18 +359,83 @@ class Supervisor:
             process.signal_all(number)
 
     def _verdict(self) -> int:
-        """Show what ended the job, if anything did; return its exit code."""
+        """Write which process ended the job, if one did; return the job's exit code."""
         cause, _ = self._failures.first()
         code = FAILED if self._is_hopeless else OK
         if cause is not None and cause.code is not None:
             code = 128 - cause.code if cause.code < 0 else cause.code
             err = self._errors[cause]
-            self._output.conclude(f"{cause.command.name} failed first: it {cause.end_in_words()}",
-                                  traceback_of(err.tail), err)
+            self._output.say_cause(f"{cause.command.name} failed first: it {cause.end_in_words()}",
+                                   traceback_of(err.tail), err)
         return code
 
 
 def _can_be_missed(process: Process) -> bool:
-    """Whether the job goes on without *process*: the scheduler decides that, unless it has never come that far."""
+    """Whether the job goes on without a failed *process*: the scheduler decides that for helpers in the job."""
     code = process.code or 0
     return process.command.kind is Kind.HELPER and (code < 0 or code == LEFT_BEHIND or process.is_lost)
+
+
+#: A line of a process that ended only because of another one: it is not the cause, whatever follows the line.
+_CONSEQUENCE = re.compile(
+    rb"(?:[\w.]+\.)?(?:PeerLostError: |StallError: .*: has called shutdown)|KeyboardInterrupt\b|" + logs.CONSEQUENCE)
+
+
+class Failures:
+    """Finds the process that failed first among those that have failed. *errors* has the error output of each.
+
+    The order of ends is not enough: a process that raised an exception may take seconds to end, and those that lose it
+    end at once. So a process is no cause if it reported another one's failure before its own end began (`end_reports`),
+    if a daemon's exit code says so, or, without reports, if its last output blames another process. Of the others the
+    cause is the one that began to end first.
+    """
+
+    def __init__(self, errors: Mapping[Process, Transcript]) -> None:
+        self._errors = errors
+        self._failed: list[Process] = []
+        self._ends: defaultdict[Process, EndTiming] = defaultdict(EndTiming)
+
+    def __bool__(self) -> bool:
+        return bool(self._failed)
+
+    def add(self, process: Process) -> None:
+        """Note that *process* has failed, not by the launcher's signal."""
+        self._failed.append(process)
+
+    def take(self, reports: Iterable[EndReport]) -> None:
+        """Take reports of processes about their ends."""
+        for process, word, time_s in reports:
+            self._ends[process].take(word, time_s)
+
+    def follows(self, process: Process) -> bool:
+        """Whether the failure of *process* follows from another one's."""
+        if process.command.kind is not Kind.RANK and process.code == ABORTED:
+            return True
+        return self._ends[process].follows or any(
+            _CONSEQUENCE.match(line) for line in traceback_of(self._errors[process].tail))
+
+    def first(self) -> tuple[Process | None, bool]:
+        """Return the process that failed first, and whether it is the cause: not if all failures follow from others.
+
+        A daemon that exits without output probably follows an abort: it is the cause only if no other process is.
+        """
+        in_order = sorted(self._failed, key=lambda process: self._ends[process].began_s(process.ended_s))
+        causes = [process for process in in_order if not self.follows(process)]
+        loud = [process for process in causes if process.command.kind is Kind.RANK or (process.code or 0) < 0
+                or any(line.strip() for line in self._errors[process].tail)]
+        found = next(iter([*loud, *causes, *in_order]), None)
+        return found, bool(causes)
+
+
+def traceback_of(tail: Sequence[bytes], n_lines: int = 20) -> list[bytes]:
+    """Return the last traceback in *tail* with those it is chained to, else the last lines."""
+    lines = list(tail)
+    starts = [i for i, line in enumerate(lines) if line.startswith(TRACEBACK)]
+    if not starts:
+        return lines[-n_lines:]
+    first = starts[-1]
+    for start in reversed(starts[:-1]):
+        if not any(line.rstrip().endswith(CHAINED) for line in lines[start:first]):
+            break
+        first = start
+    return lines[first:]

@@ -6,11 +6,20 @@ import os
 from collections.abc import Sequence
 
 from ..base.settings import Settings
+from ..base.value_formats import format_cpus, parse_cpus
 from ..hardware import numa
-from ..hardware.affinity import cores, locality
-from ..hardware.affinity.binding import ThreadBinding
-from ..hardware.affinity.memory import NumaMemory
-from ..hardware.affinity.plan import AffinityOptions, CpuAffinity, Rank, plan_node, plan_ranks, with_allowed_memory
+from ..hardware.affinity import locality
+from ..hardware.affinity.binding import NumaMemory, ThreadBinding
+from ..hardware.affinity.plan import (
+    AffinityOptions,
+    Cores,
+    CpuAffinity,
+    Rank,
+    plan_node,
+    plan_ranks,
+    read_cores,
+    with_allowed_memory,
+)
 from ..hardware.host import Host
 from ..orchestration.messages import Attach
 
@@ -40,15 +49,15 @@ class NodeAffinity:
         self.seat = CpuAffinity()
         self.homes = NumaMemory({})
         self._wishes = AffinityOptions.of(settings)
-        self._cores = cores.Cores({})
+        self._cores = Cores({})
         self._mems = numa.allowed_nodes(tree)
         n_nodes = sum(bool(node.cpus) for node in self._host.numa.values())
         self._is_on = settings.numa and (n_nodes > 1 or self._wishes.some)
         if not self._is_on:
             return
-        self._cores = cores.read(tree, settings.whole_cores)
+        self._cores = read_cores(tree, settings.whole_cores)
         self.homes = NumaMemory({number: self._cores.cpus_of(number) & self.allowed for number in self._cores.nodes})
-        self._cards = locality.cards(self._host, settings, address)
+        self._cards = locality.traffic_nics(self._host, settings, address)
         beside, wishes = self._cards.nodes, self._wishes
         if settings.cores:  # it keeps to its quota already
             beside, wishes = frozenset(), AffinityOptions()
@@ -70,8 +79,8 @@ class NodeAffinity:
         if not self._is_on:
             return (CpuAffinity(),) * len(ranks)
         has_gpus = len(self._cores.nodes) > 1 and any(rank.gpu >= 0 for rank in ranks)
-        gpus = locality.gpus(self._host) if has_gpus else ()
-        came = [Rank(numa.parse_cpus(rank.cpus), rank.stays, gpus[rank.gpu] if 0 <= rank.gpu < len(gpus) else None)
+        gpus = locality.gpu_numa_nodes(self._host) if has_gpus else ()
+        came = [Rank(parse_cpus(rank.cpus), rank.stays, gpus[rank.gpu] if 0 <= rank.gpu < len(gpus) else None)
                 for rank in ranks]
         taken = self.seat.cpus if self.seat.alone else frozenset[int]()
         seats = tuple(with_allowed_memory(seat, self._mems) for seat in plan_ranks(self._cores, came, self._wishes, taken))
@@ -80,5 +89,5 @@ class NodeAffinity:
 
 
 def _words(who: str, seat: CpuAffinity) -> str:
-    where = f"on CPUs {numa.format_cpus(seat.cpus)}" if seat.cpus else "where it may run"
+    where = f"on CPUs {format_cpus(seat.cpus)}" if seat.cpus else "where it may run"
     return f"{who} {where}" + ("" if seat.home is None else f", its memory on NUMA node {seat.home}")

@@ -5,7 +5,7 @@ import logging
 from typing import NamedTuple
 
 from ..base.settings import Settings
-from ..hardware import nic_speed
+from ..hardware import rdma_route
 from ..hardware.host import Host
 from . import copy_rate
 
@@ -36,11 +36,11 @@ def of(settings: Settings, address: str) -> NodeCapacity:
     host = Host()
     by_rdma, ports = 0.0, ""
     if settings.transport in ("auto", "rdma") and not settings.nic_limit:
-        by_rdma, ports = nic_speed.rails_gbps(host, address, settings.rdma_devices, settings.rdma_gid_index)
+        by_rdma, ports = rdma_route.rails_gbps(host, address, settings.rdma_devices, settings.rdma_gid_index)
     if settings.nic_rate:
         gbps, source = settings.nic_rate, "set"
     else:
-        gbps, source = (by_rdma, ports) if by_rdma else nic_speed.interface_gbps(host, address)
+        gbps, source = (by_rdma, ports) if by_rdma else rdma_route.interface_gbps(host, address)
     log.info("NIC behind %s: %s (%s)", address, f"{gbps:g} Gbit/s" if gbps else "rate not known", source)
     sum_rate = settings.sum_rate * _BYTES
     if settings.cores and not sum_rate:

@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 
 from ..base.settings import Settings
+from ..base.value_formats import format_cpus, parse_cpus
 from ..hardware import numa
-from ..hardware.affinity.device_threads import for_each_thread
+from ..hardware.affinity.binding import for_each_thread
 from ..hardware.sysfs import Tree
 from ..orchestration.errors import ConfigError
 
@@ -42,10 +43,10 @@ def take(settings: Settings) -> Settings:
     tree = Tree()
     changes: dict[str, int] = {}
     if settings.cores:
-        cpus = choose(tree, settings.cores, settings.cpus, avoid=numa.parse_cpus(settings.avoid_cpus))
+        cpus = choose(tree, settings.cores, settings.cpus, avoid=parse_cpus(settings.avoid_cpus))
         for_each_thread(lambda thread: os.sched_setaffinity(thread, cpus))
         changes["engine_threads"] = settings.engine_threads or settings.cores
-        log.info("keeping to CPUs %s", numa.format_cpus(cpus))
+        log.info("keeping to CPUs %s", format_cpus(cpus))
     if settings.nice:
         # SCHED_IDLE: whoever wakes up on our CPU gets it at once, and the kernel counts such a CPU as idle when it
         # looks for one. Niceness alone would leave us a time slice now and then.
@@ -75,12 +76,12 @@ def choose(tree: Tree, n: int, text: str = "", idle: Mapping[int, float] | None 
         If there are not so many.
     """
     allowed = numa.allowed_cpus(tree)
-    named = numa.parse_cpus(text)
+    named = parse_cpus(text)
     able = (allowed & named if named else allowed) - avoid
     if len(able) < n:
-        which = (f"of CPUs {text} it may run on {numa.format_cpus(able) or 'none'}" if named else "it may run on these"
-                 if not avoid else f"BPSFAST_AVOID_CPUS leaves {numa.format_cpus(able) or 'none'}")
-        raise ConfigError(f"BPSFAST_CORES = {n}, but this process may use {numa.format_cpus(allowed)} (taskset, "
+        which = (f"of CPUs {text} it may run on {format_cpus(able) or 'none'}" if named else "it may run on these"
+                 if not avoid else f"BPSFAST_AVOID_CPUS leaves {format_cpus(able) or 'none'}")
+        raise ConfigError(f"BPSFAST_CORES = {n}, but this process may use {format_cpus(allowed)} (taskset, "
                           f"cpuset; {which}): {len(able)} of {n}. Ask for fewer, or give it more")
     if len(able) == n:
         return able

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from ..base.settings import Settings
 from ..hardware.topology import discovery
-from ..hardware.topology.gpu_direct import why_not
+from ..hardware.topology.copies import direct_refusal
 from ..orchestration.errors import BpsError, CapacityError, ConfigError, UnsupportedError
 from ..orchestration.messages import PartPlan, ShareDevice, UnitPlan
 from ..orchestration.placement.partition import ROWS
@@ -89,7 +89,7 @@ class GpuDirect:
             raise UnsupportedError("BPSFAST_GPU_DIRECT is on, but this node reaches no other one by RDMA (its log says "
                                    "why): give the machines RDMA cards, or set it to off")
         if message.gpu:
-            reason = why_not(discovery.discover(None), message.gpu, self._rails.devices)
+            reason = direct_refusal(discovery.discover(None), message.gpu, self._rails.devices)
             if reason:
                 raise UnsupportedError(f"BPSFAST_GPU_DIRECT is on, but {reason}: name cards below its switch in "
                                        "BPSFAST_RDMA_DEVICES, or set it to off: sums then go through memory of the "

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 from ..base import message_socket
 from ..base.exit_codes import FAILED, OK, code_of_daemon
+from ..base.logs import RateLimitedLog
 from ..base.message_socket import MAX_NBYTES, MessageSocket
-from ..base.rate_limited_log import RateLimitedLog
 from ..orchestration import messages
 from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.handshakes import RECHECK_S, HandshakeLimiter

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..base.message_socket import MessageSocket
 from ..base.settings import Settings
-from ..hardware import numa
+from ..base.value_formats import format_cpus
 from ..orchestration import messages
 from ..orchestration.errors import (
     BpsError,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("bpsfast.node")
 
 #: What a rank says to the scheduler; the node only checks whose it is.
-_PASSED_ON = (messages.Declare, messages.Retire, messages.Credit, messages.BarrierEnter, messages.Stalled,
+_PASSED_ON = (messages.Declare, messages.Retire, messages.Credit, messages.BarrierEnter, messages.StallQuestion,
               messages.LagQuestion, messages.Publish, messages.Withdraw, messages.Lookup)
 #: A killed process closes its channel just before its pidfd fires, which is the better reason.
 _DYING_S = 0.1
@@ -54,7 +54,7 @@ class LocalRanks:
         self._writing: set[int] = set()
         self._attached = False
         self._is_seated = False
-        self._departed: messages.Departed | None = None
+        self._departed: messages.FirstRankLeft | None = None
 
     @property
     def n_servers(self) -> int:
@@ -132,7 +132,7 @@ class LocalRanks:
             rank.tell(messages.Attached(
                 rank=rank.rank, size=n_ranks, local_rank=rank.local_rank, local_size=len(self.ranks), node_pid=me.pid,
                 node=me.index, n_nodes=len(welcome.nodes) - n_helpers, n_helpers=n_helpers, transports=transports,
-                settings=self._fingerprint, machines=machines, cpus=numa.format_cpus(rank.seat.cpus),
+                settings=self._fingerprint, machines=machines, cpus=format_cpus(rank.seat.cpus),
                 job=welcome.job),
                 runtime.fds_for(rank))
         if self._departed is not None:
@@ -162,12 +162,12 @@ class LocalRanks:
     def _act(self, rank: LocalRank, message: messages.Message) -> None:
         if isinstance(message, messages.Allocate) and self._attached:
             self._allocate(rank, message)
-        elif isinstance(message, messages.Ask):
-            rank.tell(messages.Told(request=message.request, counters=self._node.counters(),
+        elif isinstance(message, messages.CountersRequest):
+            rank.tell(messages.Counters(request=message.request, counters=self._node.counters(),
                                     lags=self._node.runtime.lags(owned=False)))
         elif isinstance(message, messages.StateAsk) and self._attached:
             rank.tell(self._copy_state(rank, message))
-        elif isinstance(message, messages.Direct):
+        elif isinstance(message, messages.GpuDirectTensors):
             self._node.runtime.gpu_direct.expect(message.names)
         elif isinstance(message, messages.Detach):
             self._detach(rank, message)
@@ -266,7 +266,7 @@ class LocalRanks:
         for rank in self.ranks:
             rank.tell(message)
 
-    def departed(self, message: messages.Departed) -> None:
+    def departed(self, message: messages.FirstRankLeft) -> None:
         """Tell every rank that somebody has left: once it is attached, which may be later than the other's end."""
         self._departed = message
         if self._attached:

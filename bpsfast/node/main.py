@@ -20,22 +20,24 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+import msgspec
 import zmq
 
-from .. import __version__
+from .._version import __version__
 from ..base import logs
-from ..base.addresses import local_host, unreachable_hint
+from ..base.addresses import is_loopback, local_host, unreachable_hint
 from ..base.end_reports import report
 from ..base.exit_codes import ABORTED, FAILED, LEFT_BEHIND, code_of_daemon
-from ..base.settings import Settings, fingerprint, parse_address
+from ..base.job_key import default_node_id, job_key
+from ..base.process_identity import is_below_launcher
+from ..base.settings import Settings, fingerprint, parse_address, take_job_key
 from ..hardware.host import Host
-from ..launch.process_role import is_loopback
 from ..orchestration import messages
-from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError
+from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
 from ..orchestration.failover.control_log import ControlLog
 from ..orchestration.scheduler_client import SchedulerClient
 from ..trainer.node_connection import error_of
-from . import capacity, local_listener, metrics, transport
+from . import capacity, cpu_quota, local_listener, metrics, transport
 from .affinity import NodeAffinity
 from .counters import told
 from .event_loop import EventLoop
@@ -58,6 +60,21 @@ _BREATH_S = 0.1
 _OWN_QUESTION = -1
 
 T = TypeVar("T")
+
+
+def run_node(settings: Settings, is_awaited: bool = False) -> int:
+    """Be this machine's node (or a helper) until the job ends; return the exit code.
+
+    *is_awaited*: see `main`.
+    """
+    if not settings.scheduler:
+        raise ConfigError("the node must know where the scheduler is: set BPSFAST_SCHEDULER (--scheduler host:port)")
+    logs.configure(settings.log_level, "node")
+    take_job_key()
+    settings = cpu_quota.take(settings)
+    return main(msgspec.structs.replace(settings, job_key=job_key(settings, settings.scheduler).hex(),
+                                        node_id=default_node_id(settings, settings.scheduler)),
+                is_awaited=is_awaited, awaits_ranks=is_below_launcher())
 
 
 def main(settings: Settings, host: Host | None = None, is_awaited: bool = False, awaits_ranks: bool = False) -> int:
@@ -131,18 +148,19 @@ class Node:
         self._leave_at = 0.0
         self._handlers: dict[type, Callable[..., None]] = {
             messages.Welcome: self._on_welcome, messages.Joined: self._peers.expect,
-            messages.NotComing: self._peers.not_coming, messages.Visit: self._peers.visit,
-            messages.Recall: self._scheduler_failover.recalled, messages.Resume: self._scheduler_failover.resumed,
+            messages.NewcomerGone: self._peers.not_coming, messages.ProbeRequest: self._peers.visit,
+            messages.RejoinRequest: self._scheduler_failover.recalled,
+            messages.Resume: self._scheduler_failover.resumed,
             messages.Rates: self._peers.rates_known,
             messages.Refuse: self._on_refuse, messages.Plan: self._plans.prepare,
             messages.Commit: self._on_commit, messages.Freeze: self._recovery.freeze,
             messages.Recover: self._recovery.prepare, messages.DeclareFailed: self._plans.refused,
             messages.Retired: self._plans.retired,
             messages.CreditChanged: lambda message: self._runtime.set_credit(message.nbytes),
-            messages.BarrierDone: self._local_ranks.tell_all, messages.StallAsk: self._on_stall_ask,
-            messages.StallAnswer: self._on_answer, messages.LagAsk: self._on_lag_ask,
-            messages.LagAnswer: self._on_answer, messages.Found: self._on_answer,
-            messages.Departed: self._local_ranks.departed, messages.Abort: self._on_abort,
+            messages.BarrierDone: self._local_ranks.tell_all, messages.StallReportRequest: self._on_stall_ask,
+            messages.StallAnswer: self._on_answer, messages.LagReportRequest: self._on_lag_ask,
+            messages.LagAnswer: self._on_answer, messages.KeyValueReply: self._on_answer,
+            messages.FirstRankLeft: self._local_ranks.departed, messages.Abort: self._on_abort,
             messages.Finish: self._on_finish,
         }
 
@@ -283,7 +301,7 @@ class Node:
 
     def _ask_who_stays(self, rank: int) -> None:
         if self._exit_code is None:
-            self.say(messages.Stalled(rank=rank, question=_OWN_QUESTION, part=-1, round=0, name=messages.THE_END))
+            self.say(messages.StallQuestion(rank=rank, question=_OWN_QUESTION, part=-1, round=0, name=messages.THE_END))
             self._loop.call_at(time.monotonic() + self._settings.stall_warn_s, lambda: self._ask_who_stays(rank))
 
     def heard(self) -> None:
@@ -494,7 +512,7 @@ class Node:
         self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING, code=ABORTED)
 
     def _on_finish(self, message: messages.Finish) -> None:
-        self.say(messages.Finished())
+        self.say(messages.FinishAck())
         self._finish()
 
     def _finish(self) -> None:
@@ -503,16 +521,16 @@ class Node:
             self._local_ranks.finish()
             self._end(0)
 
-    def _on_stall_ask(self, message: messages.StallAsk) -> None:
+    def _on_stall_ask(self, message: messages.StallReportRequest) -> None:
         stage, ranks, nodes = self._runtime.missing(message.part, message.round)
         self.send(messages.StallReport(part=message.part, round=message.round, stage=stage, missing_ranks=ranks,
                                        missing_nodes=nodes, gone_ranks=self._local_ranks.gone(ranks)))
 
-    def _on_lag_ask(self, message: messages.LagAsk) -> None:
+    def _on_lag_ask(self, message: messages.LagReportRequest) -> None:
         self.send(messages.LagReport(number=message.number, local=self._runtime.lags(owned=False),
                                      owned=self._runtime.lags(owned=True)))
 
-    def _on_answer(self, message: messages.StallAnswer | messages.LagAnswer | messages.Found) -> None:
+    def _on_answer(self, message: messages.StallAnswer | messages.LagAnswer | messages.KeyValueReply) -> None:
         if isinstance(message, messages.StallAnswer) and message.question == _OWN_QUESTION:
             log.warning("rank %d has left the job, and waits for the others to leave it, too, for %.0f s so far: %s",
                         message.rank, time.monotonic() - self._left_s, message.missing)

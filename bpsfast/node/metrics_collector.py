@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import __version__
+from .._version import __version__
 from ..orchestration.messages import VERSION, LagRow
 
 if TYPE_CHECKING:

@@ -69,9 +69,9 @@ class Succession:
         self._regions = regions
         self._takeovers = takeovers
         self._message = message
-        self._owned: list[tuple[messages.Succession, dict[str, Any]]] = []
-        self._followed: list[messages.Succession] = []
-        self._given_up: list[tuple[messages.Succession, dict[str, Any] | None]] = []
+        self._owned: list[tuple[messages.OwnerChange, dict[str, Any]]] = []
+        self._followed: list[messages.OwnerChange] = []
+        self._given_up: list[tuple[messages.OwnerChange, dict[str, Any] | None]] = []
         self._awaited: list[tuple[int, int, int]] = []  # (node, part, round) that is on its way to here
         self._left: list[tuple[int, int, list[int]]] = []  # (unit, part, nodes) that nothing more comes from
         #: What this node has to send others once the commit has come.
@@ -79,7 +79,7 @@ class Succession:
 
     def prepare(self, generation: Generation, unit_installer: Callable[[dict[str, int], str], UnitInstaller]) -> None:
         """Allocate and bind; what is used is noted in *generation* at once. Raises `CapacityError`."""
-        of = {each.part: each for each in self._message.successions}
+        of = {each.part: each for each in self._message.owner_changes}
         changed = [(unit, part, of[part.part]) for unit in self._message.units for part in unit.parts
                    if part.part in of]
         made = unit_installer(self._room([(unit, part) for unit, part, _ in changed]),
@@ -116,12 +116,12 @@ class Succession:
     @property
     def parts(self) -> set[int]:
         """The partitions that change hands."""
-        return {each.part for each in self._message.successions}
+        return {each.part for each in self._message.owner_changes}
 
     @property
     def given_up(self) -> set[int]:
         """The partitions that owners give up who live: once it has `arrived`, nothing of them is on any wire."""
-        return {each.part for each in self._message.successions if each.giver >= 0}
+        return {each.part for each in self._message.owner_changes if each.giver >= 0}
 
     @property
     def arrived(self) -> bool:
@@ -170,7 +170,7 @@ class Succession:
         assert link is not None, "who gives up shares no memory with those who push"
         return link
 
-    def _part_from(self, unit: UnitPlan, part: PartPlan, succession: messages.Succession, here: bool) -> None:
+    def _part_from(self, unit: UnitPlan, part: PartPlan, succession: messages.OwnerChange, here: bool) -> None:
         """Note what has to arrive before nothing of *part* is under way, and between whom nothing is from then on."""
         if succession.giver == self._me.index:
             nodes = [node for node in self._partition_role.members_of(unit.ranks).nodes if node != self._me.index]
@@ -189,7 +189,7 @@ class Succession:
         """Return the bytes to be allocated here, by the kinds of `Regions`: what a new owner needs, or a new member.
         """
         room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store"), 0)
-        givers = {each.part: each.giver for each in self._message.successions}
+        givers = {each.part: each.giver for each in self._message.owner_changes}
         for unit, part in changed:
             if givers[part.part] == self._me.index and not self._partial(unit, part):
                 room["partial"] += page_round(self._partition_role.partial_nbytes(unit, part))
@@ -226,7 +226,7 @@ class Succession:
             raise ProtocolError(f"results lie in the memory of node {extent.node}, which is not lost: our bug")
         return self._takeovers[extent.node].address(extent.segment)
 
-    def _plan_resends(self, unit: UnitPlan, part: PartPlan, succession: messages.Succession, coded: bool) -> None:
+    def _plan_resends(self, unit: UnitPlan, part: PartPlan, succession: messages.OwnerChange, coded: bool) -> None:
         address = self._arriving_at(unit, part)[succession.kept_round & 1]
         nbytes = part.nbytes
         if coded or unit.op == ROWS:  # a frame: its first eight bytes say how many follow

@@ -39,7 +39,7 @@ class PartCodec(NamedTuple):
 
 def part_codec(spec: CodecSpec, dtype: str, n_elements: int) -> PartCodec:
     """Return the codec of a partition of *n_elements* of *dtype*, without memory. Compiles its kernels if need be."""
-    from ..kernels.codecs import codec_kernels, flags
+    from ..kernels.codecs import codec_kernels
 
     width = codec.width_of(dtype)
     at = codec_kernels.addresses(spec, dtype)
@@ -47,5 +47,5 @@ def part_codec(spec: CodecSpec, dtype: str, n_elements: int) -> PartCodec:
         encode=at.encode, decode=at.decode, feed=at.feed, feed_back=at.feed_wide, divide=at.divide,
         narrow=at.narrow if width != ITEM_NBYTES[dtype] else 0, width=width,
         room_nbytes=codec.frame_nbytes(spec, n_elements, dtype), k=codec.count(spec, n_elements),
-        scratch_nbytes=codec_kernels.scratch_nbytes(spec, n_elements, dtype), flags=flags.flags_of(spec), mu=spec.momentum,
-        seed=spec.seed)
+        scratch_nbytes=codec_kernels.scratch_nbytes(spec, n_elements, dtype), flags=codec.flags_of(spec),
+        mu=spec.momentum, seed=spec.seed)

@@ -81,11 +81,11 @@ class Peers:
         self._peering.start()
         self._changed()
 
-    def visit(self, message: messages.Visit) -> None:
+    def visit(self, message: messages.ProbeRequest) -> None:
         """Find out for the scheduler whether a node answers at its data port."""
         assert self._peering is not None
         self._peering.visit(message.node, lambda index, outcome: self._loop.call_soon(
-            lambda: self._node.say(messages.Visited(node=index, outcome=outcome))))
+            lambda: self._node.say(messages.ProbeResult(node=index, outcome=outcome))))
 
     def came(self, link: shm.ShmLink) -> None:
         """Take in a node of this host that came to the local socket."""
@@ -99,9 +99,9 @@ class Peers:
         self._nodes[message.node.index] = message.node
         self._epochs.expect(message.node.index)
         self._peering.expect(message.node)
-        self._node.send(messages.Meets(node=message.node.index))
+        self._node.send(messages.NewcomerReady(node=message.node.index))
 
-    def not_coming(self, message: messages.NotComing) -> None:
+    def not_coming(self, message: messages.NewcomerGone) -> None:
         """Expect a node no more that was to come late."""
         assert self._peering is not None
         self._parted.add(message.node)
@@ -194,7 +194,7 @@ class Peers:
         if self._reconnects is not None and not self._node.ending:
             self._reconnects.connected()
             for index in sorted(self._peering.refused() - self._parted - self.peer_shutdowns):
-                self._node.say(messages.Visited(node=index, outcome="refused"))
+                self._node.say(messages.ProbeResult(node=index, outcome="refused"))
         if self._node.runtime.connected and not self._node.ending:
             self._meet()
         if not self._peering.done or self._node.runtime.connected or self._node.ending:
@@ -222,14 +222,14 @@ class Peers:
         if self._welcome.is_late:
             plan_installer, welcome = self._node.runtime.plan_installer, self._welcome
             self._node.run_with_heartbeats(lambda: plan_installer.warm(welcome.kinds, welcome.share_nbytes))
-            self._node.send(messages.Meets(node=me.index, is_linked=True))
+            self._node.send(messages.NewcomerReady(node=me.index, is_linked=True))
 
     def _meet(self) -> None:
         """Say which nodes that come late are connected."""
         assert self._peering is not None
         for index in sorted(self._late & self._peering.links.keys()):
             self._late.discard(index)
-            self._node.send(messages.Meets(node=index, is_linked=True))
+            self._node.send(messages.NewcomerReady(node=index, is_linked=True))
 
     def _watch(self, link: Link) -> None:
         if (talking_link := talking(link)) is not None:

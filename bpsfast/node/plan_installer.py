@@ -314,7 +314,7 @@ class PlanInstaller:
     # -- innards ------------------------------------------------------------------------------------------
 
     def _require_reach(self, message: Recover) -> None:
-        changed = {each.part for each in message.successions}
+        changed = {each.part for each in message.owner_changes}
         for unit in message.units:
             resources = self._unit_resources.get(unit.unit)
             for part in unit.parts if resources is not None else ():

@@ -143,7 +143,7 @@ class Plans:
         """Tell the scheduler what this node can own now, if its memory is bounded."""
         nbytes = self._runtime.plan_installer.ownable_nbytes
         if nbytes >= 0:
-            self._node.send(messages.Room(ownable_nbytes=nbytes))
+            self._node.send(messages.MemoryFreed(ownable_nbytes=nbytes))
 
     def _announce(self) -> None:
         generation = self._generation

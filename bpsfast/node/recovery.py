@@ -1,7 +1,7 @@
 """A change of epoch as one node goes through it: a helper is lost, or has come, and others sum from then on.
 
     freeze      sum and pass on nothing; part with who is lost, take in who has come; say how far everything has come
-                here (`Frozen`)
+                here (`FreezeReport`)
     prepare     memory and lanes for the new owners (`succession`); what is on its way to or from owners that give up
                 arrives; then Ready
     commit      go on, with what is owed of the last round first
@@ -83,7 +83,7 @@ class Recovery:
         for index in message.joined:
             self._take_in(index)
         plan_installer = self._runtime.plan_installer
-        self._node.send(messages.Frozen(epoch=message.epoch, near=plan_installer.near,
+        self._node.send(messages.FreezeReport(epoch=message.epoch, near=plan_installer.near,
                                         progress=plan_installer.progress(message.lost, everything=bool(message.joined))))
 
     def connected(self) -> None:

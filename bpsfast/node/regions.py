@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ..base.free_list import FreeList
-from ..hardware.affinity.memory import NumaMemory
+from ..hardware.affinity.binding import NumaMemory
 from ..orchestration.errors import CapacityError
 from ..pyx.pages import Segment, Shadow, pool_nbytes
 from . import memory_limits

@@ -55,7 +55,7 @@ class SchedulerFailover:
                       "for another one there", address, self._timeout_s)
         self._tell_all(0)
 
-    def recalled(self, message: messages.Recall) -> None:
+    def recalled(self, message: messages.RejoinRequest) -> None:
         """Tell the scheduler that asks."""
         self._since = self._since or time.monotonic()
         if self._welcome is not None:

@@ -1,8 +1,9 @@
-"""One archive for a bug report: what this machine and its bpsfast are, and logs that the user names, without what is
-nobody's business.
+"""Behind the command line: each sub-package or module serves one command of ``bpsfast``.
 
-    contents    what goes in: each entry by itself, so that one that cannot be had costs no other
-    hidden      what must not go in, found in the environment and on this machine
-    scrubber    puts stand-ins in its place, the same one each time
-    archive     writes it, and looks through it before
+    commands     the commands, their options and their output
+    doctor       why RDMA does not work
+    perf, tune   measurements between machines, and better settings by measuring
+    planner      predictions of the time of a step; simulator: the same by simulated events
+    top, trace   a running job; what a job did
+    inventory, bug_report, redaction    what is installed; an archive for a bug report
 """

@@ -1,4 +1,4 @@
-"""The report itself: every entry scrubbed, then one file that only its owner may read."""
+"""``bpsfast report``: collects and redacts the entries of a bug report, and writes an archive for its owner only."""
 from __future__ import annotations
 
 import glob
@@ -22,12 +22,12 @@ from .._version import __version__
 from ..orchestration.errors import BpsError, ConfigError
 from .redaction import Leak, Redactor, is_secret_name
 
-#: Of a file that the user names, from its end.
+#: Most bytes of a file that the user names, from its end.
 MOST_LOG_NBYTES = 1 << 20
 _MOST_FILES = 64
-#: Where a private key begins or ends.
+#: Begin and end of a private key.
 _KEY_MARK = re.compile(r"-----(BEGIN|END) [A-Z ]*PRIVATE KEY-----")
-#: Variables that change what a job does; of no other one even the name is told.
+#: Prefixes of variables that change a job; the report contains no other variable, not even its name.
 _PREFIXES = ("BPSFAST_", "BYTEPS_", "DMLC_", "PS_", "NCCL_", "GLOO_", "UCX_", "FI_", "RDMAV_", "IBV_", "MLX5_", "MLX4_",
              "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "NUMBA_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "JAX_",
              "XLA_", "CUDA_", "NVIDIA_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "MALLOC_")
@@ -35,7 +35,7 @@ _VARIABLES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH",
     "PYTHONUNBUFFERED", "PYTHONSAFEPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "VIRTUAL_ENV", "CONDA_PREFIX",
     "LANG", "TERM", "TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "KUBERNETES_SERVICE_HOST", "container"})
-#: The kernel's files, of cards, limits and TCP. Globs below the root.
+#: Kernel files about cards, limits and TCP, as globs below the root.
 _KERNEL = (
     "proc/version", "proc/self/limits", "proc/self/cgroup", "proc/self/uid_map", "proc/sys/vm/max_map_count",
     "proc/sys/vm/overcommit_memory", "proc/sys/kernel/numa_balancing", "proc/sys/net/core/[rw]mem_*",
@@ -54,8 +54,9 @@ _COMMAND_S = 60.0
 
 
 class Entry(NamedTuple):
-    """One file of the report: its name, what it is, how to get it (text, or data for JSON), its numbers with dots are
-    versions.
+    """One file of the report: name, description, and a function that returns its text, or data for JSON.
+
+    `has_versions`: numbers with dots in it are versions, not addresses.
     """
 
     name: str
@@ -65,31 +66,31 @@ class Entry(NamedTuple):
 
 
 class Omission(NamedTuple):
-    """What the user asked for and is not in the report, and why."""
+    """A file that the user named but that is not in the report, and why."""
 
     name: str
     reason: str
 
 
 def entries(environ: Mapping[str, str], files: Sequence[Path], n_lines: int) -> Iterator[Entry]:
-    """Yield what goes in, nothing of which is had before it is asked for."""
-    yield Entry("info.json", "what is installed here and works: bpsfast info", lambda: _command("info"), True)
+    """Yield the entries of the report; nothing is read before its entry is opened."""
+    yield Entry("info.json", "what is installed and works: bpsfast info", lambda: _command("info"), True)
     yield Entry("settings.json", "every setting and its origin: bpsfast info --effective",
                 lambda: _command("info", "--effective"))
-    yield Entry("doctor.json", "what keeps RDMA from working: bpsfast doctor", lambda: _command("doctor"))
+    yield Entry("doctor.json", "why RDMA does not work: bpsfast doctor", lambda: _command("doctor"))
     yield Entry("devices.json", "RDMA devices and cards: bpsfast devices", lambda: _command("devices"))
     yield Entry("gids.json", "the GID table: bpsfast gids", lambda: _command("gids"))
-    yield Entry("topo.json", "what is inside the machine: bpsfast topo", lambda: _command("topo"))
+    yield Entry("topo.json", "the topology of the machine: bpsfast topo", lambda: _command("topo"))
     yield Entry("packages.txt", "every Python package and its version, as pip list", packages, True)
-    yield Entry("environment.txt", "variables that change what a job does", lambda: variables(environ))
-    yield Entry("kernel.txt", "limits, memory, TCP and cards, as /proc and /sys tell", lambda: kernel(Path("/")))
+    yield Entry("environment.txt", "environment variables that change a job", lambda: variables(environ))
+    yield Entry("kernel.txt", "limits, memory, TCP and network cards, from /proc and /sys", lambda: kernel(Path("/")))
     for number, path in enumerate(files, 1):
         yield Entry(f"logs/{number:02}-{path.name}", f"the last {n_lines} lines of {path}",
                     lambda path=path: last_lines(path, n_lines))  # type: ignore[misc]
 
 
 def named(paths: Sequence[Path]) -> tuple[list[Path], list[Omission]]:
-    """Return the files that *paths* are, or have in them if they are folders, newest first, and what is left out."""
+    """Return the files in *paths* (of folders: all files, newest first), and those left out."""
     files: list[Path] = []
     left_out: list[Omission] = []
     for path in paths:
@@ -111,7 +112,7 @@ def named(paths: Sequence[Path]) -> tuple[list[Path], list[Omission]]:
 
 
 def had(entry: Entry) -> tuple[Any, str]:
-    """Return what *entry* is, and "" or why it could not be had: a report is made of what there is."""
+    """Return the content of *entry*, and "" or why it could not be read; the report goes on without it."""
     try:
         return entry.get(), ""
     except (BpsError, OSError, ValueError, subprocess.SubprocessError) as exc:
@@ -126,13 +127,13 @@ def packages() -> str:
 
 
 def variables(environ: Mapping[str, str]) -> str:
-    """Return ``NAME=value`` of what changes a job; of secrets only that they are set."""
+    """Return ``NAME=value`` of variables that change a job; secrets show only that they are set."""
     return "".join(f"{name}={'(set)' if is_secret_name(name) else value}\n" for name, value in sorted(environ.items())
                    if name.startswith(_PREFIXES) or name in _VARIABLES)
 
 
 def kernel(root: Path) -> str:
-    """Return the kernel's files as blocks; what cannot be read is left out (an empty row of a table gives EINVAL)."""
+    """Return the kernel files as blocks, without those that cannot be read (an empty row of a table gives EINVAL)."""
     blocks = []
     for pattern in _KERNEL:
         for name in sorted(glob.glob(os.path.join(root, pattern))):
@@ -150,12 +151,12 @@ def kernel(root: Path) -> str:
 
 
 def last_lines(path: Path, n_lines: int) -> str:
-    """Return the end of a file, from the beginning of a line on, or behind a private key that begins before it."""
+    """Return the end of a file, from the start of a line on, and after a private key that starts before it."""
     with path.open("rb") as file:
         begin = file.seek(0, os.SEEK_END) - MOST_LOG_NBYTES
         file.seek(max(0, begin - 1))
         if begin > 0:
-            file.readline()  # half a secret is found by nobody who looks for it
+            file.readline()  # half a secret cannot be recognized
         lines = file.read().decode("utf-8", "replace").splitlines(keepends=True)
     text = "".join(lines[-n_lines:])
     key = _KEY_MARK.search(text)
@@ -163,12 +164,12 @@ def last_lines(path: Path, n_lines: int) -> str:
 
 
 def as_text(found: Any) -> str:
-    """Return an entry as the archive has it."""
+    """Return an entry as text for the archive."""
     return found if isinstance(found, str) else json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
 def _command(*arguments: str) -> Any:
-    """Return what one of our own commands prints as JSON. A process of its own: a card's library may end it."""
+    """Return the JSON of one of our commands, run in a process of its own because a driver library may crash it."""
     done = subprocess.run([sys.executable, "-m", "bpsfast", *arguments, "--json"], capture_output=True,
                           timeout=_COMMAND_S, check=False, stdin=subprocess.DEVNULL,
                           env={**os.environ, "PYTHONSAFEPATH": "1"})
@@ -179,13 +180,13 @@ _N_THREADS = 4
 _README = f"""A report of bpsfast {__version__}, made by `bpsfast report` on its user's machine.
 
 Secrets are replaced by (hidden); users, hosts, addresses and cards by user-1, host-1, 10.0.1.1, fd00:0:0:1::1 and
-02:00:00:00:00:01: each one by the same stand-in everywhere, addresses of one network by addresses of one network.
+02:00:00:00:00:01: each by the same placeholder everywhere, addresses of one network by addresses of one network.
 
 """
 
 
 class File(msgspec.Struct, frozen=True):
-    """One file of the archive, as it is written."""
+    """One file of the archive."""
 
     name: str
     about: str
@@ -194,7 +195,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 def gather(entries: Iterable[Entry], scrubber: Redactor) -> tuple[list[File], list[Omission]]:
-    """Return the files, and what could not be had or still held a secret."""
+    """Return the redacted files, and the entries that could not be read or still held a secret."""
     files: list[File] = []
     left_out: list[Omission] = []
     chosen = list(entries)
@@ -216,7 +217,7 @@ def gather(entries: Iterable[Entry], scrubber: Redactor) -> tuple[list[File], li
 
 
 def readme(files: Sequence[File], left_out: Sequence[Omission]) -> File:
-    """Return the file that explains the others."""
+    """Return the README of the archive."""
     lines = [f"{file.name:<24} {file.about}" for file in files]
     lines += [f"{each.name:<24} not here: {each.reason}" for each in left_out]
     content = _README + "\n".join(lines) + "\n"
@@ -224,14 +225,14 @@ def readme(files: Sequence[File], left_out: Sequence[Omission]) -> File:
 
 
 def write(path: Path, files: Sequence[File]) -> int:
-    """Write the archive, which this user alone may read; return its bytes. Never in the place of another file.
+    """Write the archive, readable by this user only; return its size in bytes. Never overwrites a file.
 
     Raises
     ------
     ConfigError
-        There is such a file, or none can be made.
+        The file exists, or cannot be created.
     OSError
-        The system lets it not be made, or has no room for it; then nothing is left of it.
+        There is no space or no permission; no partial file is left.
     """
     packed = io.BytesIO()
     with gzip.GzipFile("", "wb", fileobj=packed, mtime=0) as zipped, tarfile.open(
@@ -243,9 +244,9 @@ def write(path: Path, files: Sequence[File]) -> int:
     try:
         out = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
     except FileExistsError as exc:
-        raise ConfigError(f"{path}: there is such a file: name another one with -o, or remove it") from exc
+        raise ConfigError(f"{path}: the file exists; name another one with -o, or remove it") from exc
     except (FileNotFoundError, NotADirectoryError) as exc:
-        raise ConfigError(f"{path}: there is no such folder") from exc
+        raise ConfigError(f"{path}: the folder does not exist") from exc
     try:
         with out:
             out.write(packed.getvalue())

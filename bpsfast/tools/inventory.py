@@ -1,7 +1,7 @@
-"""What is installed on this machine and works here: for ``bpsfast info`` and ``bpsfast report``.
+"""What is installed on this machine and works, for ``bpsfast info`` and ``bpsfast report``.
 
-Packages are looked up by their metadata and never imported (a broken one may not even do that); our own compiled
-modules are loaded, shared memory is tried. Nothing is measured.
+Packages are found by their metadata and never imported, as broken ones could crash; our compiled modules are loaded,
+and shared memory is tried. Nothing is measured.
 """
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ..orchestration.errors import ConfigError
 from .doctor import examination
 from .doctor.facts import Facts
 
-#: Instructions that sums, copies or encryption gain by; names as in /proc/cpuinfo.
+#: Instructions that sums, copies or encryption use; names as in /proc/cpuinfo.
 _SIMD = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "aes",
          "vaes", "asimd", "fphp", "asimdhp", "sve", "bf16")
 _MODULES = ("pages", "ring", "port", "engine", "pace", "tcp", "seal", "verbs", "rdma", "perf", "exchange")
-#: framework -> distributions that have it, module of ours that takes its tensors, distributions which that needs, too
+#: framework -> its distributions, our module for its tensors, and distributions that the module also needs
 _FRAMEWORKS: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
     ("torch", ("torch",), "bpsfast.torch", ()),
     ("jax", ("jax",), "bpsfast.jax", ("jaxlib", "optax")),
@@ -38,19 +38,19 @@ _FRAMEWORKS: tuple[tuple[str, tuple[str, ...], str, tuple[str, ...]], ...] = (
     ("lightning", ("lightning", "pytorch-lightning"), "bpsfast.torch.backend", ("torch",)),
     ("ray", ("ray",), "bpsfast.torch.backend", ("torch",)),
 )
-#: what is good to have, and for what
+#: optional package -> its use
 _PACKAGES = {
     "numpy": "arrays", "numba": "sums", "ml-dtypes": "bfloat16", "pyzmq": "control messages", "msgspec": "messages",
     "psutil": "processes", "click": "this command line", "optax": "bpsfast.jax's optimizers",
     "prometheus-client": "metrics_port, bpsfast top", "rich": "bpsfast top on a terminal",
     "nvidia-ml-py": "NVLinks and GPUs' names", "scipy": "bpsfast topo --strategy", "matplotlib": "pictures",
-    "pyverbs": "verbs=pyverbs", "byteps": "not needed: bpsfast takes its programs",
-    "horovod": "not needed: bpsfast.hvd takes its programs",
+    "pyverbs": "verbs=pyverbs", "byteps": "not needed: bpsfast runs its programs",
+    "horovod": "not needed: bpsfast.hvd runs its programs",
 }
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A thing that works here or does not. `found`: what it is, with its version; `reason`: why it does not work."""
+    """Something that works or does not. `found`: what it is, with its version; `reason`: why it does not work."""
 
     name: str
     works: bool
@@ -59,7 +59,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Of this process, in bytes and numbers; None is unlimited, or not told."""
+    """Limits of this process, in bytes and counts; None is unlimited or unknown."""
 
     memlock_bytes: int | None
     memlock_hard_bytes: int | None
@@ -71,7 +71,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What this runs on. `n_cpus_allowed` of `n_cpus` may be used by this process; `kernels_for`: numba's target."""
+    """This machine. The process may use `n_cpus_allowed` of `n_cpus`; `kernels_for` is numba's target."""
 
     system: str
     kernel: str
@@ -87,7 +87,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Inventory(msgspec.Struct, frozen=True):
-    """All of it. `verbs` speaks of libibverbs, `devices` of RDMA devices that it has opened."""
+    """The inventory. `verbs` is libibverbs, `devices` are the RDMA devices that it opened."""
 
     version: str
     folder: str
@@ -110,9 +110,9 @@ class Inventory(msgspec.Struct, frozen=True):
 
 
 def take(facts: Facts) -> Inventory:
-    """Return what is here; *facts* are of this machine, not of a recorded one."""
+    """Take the inventory; *facts* must be those of this machine, not of a recorded one."""
     return Inventory(
-        version=__version__, folder=str(Path(__file__).parent), python=platform.python_version(),
+        version=__version__, folder=str(Path(__file__).parents[1]), python=platform.python_version(),
         interpreter=sys.executable, machine=_machine(facts), modules=tuple(map(_module, _MODULES)),
         transports=_transports(facts), verbs=_verbs(facts), devices=_devices(facts),
         frameworks=tuple(_framework(*row) for row in _FRAMEWORKS),
@@ -121,7 +121,7 @@ def take(facts: Facts) -> Inventory:
 
 
 def installed(name: str) -> str:
-    """Return the version of the distribution *name*, "" if it is not installed. Nothing is imported."""
+    """Return the version of the distribution *name*, "" if it is not installed. Imports nothing."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -145,7 +145,7 @@ def _machine(facts: Facts) -> Machine:
 
 
 def _kernels_for() -> str:
-    """Return which CPU the summing kernels are compiled for."""
+    """Return the CPU that the summing kernels are compiled for."""
     try:
         from llvmlite.binding import get_host_cpu_name
     except (ImportError, OSError) as exc:
@@ -158,7 +158,7 @@ def _module(name: str) -> Part:
     try:
         module = importlib.import_module(full)
     except (ImportError, OSError) as exc:
-        return Part(full, False, "", f"{exc} (was it compiled for this Python? pip install again)")
+        return Part(full, False, "", f"{exc} (it may be compiled for another Python; reinstall bpsfast)")
     return Part(full, True, Path(module.__file__ or "").name)
 
 
@@ -167,13 +167,13 @@ def _transports(facts: Facts) -> tuple[Part, ...]:
 
 
 def _shm(facts: Facts) -> Part:
-    """Try what nodes and ranks of one machine need: a memfd, and a local socket without a file."""
+    """Try what nodes and ranks of one machine need: a memfd and an abstract local socket."""
     try:
         os.close(os.memfd_create("bpsfast-info"))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as local:
             local.bind(b"\0bpsfast-info-%d" % os.getpid())
     except OSError as exc:
-        return Part("shm", False, "", f"{exc}: ranks cannot reach their node, nothing works without it")
+        return Part("shm", False, "", f"{exc}: ranks cannot reach their node, so nothing works")
     unwanted = ("BPSFAST_ALLOW_SHM = 0: nodes of one host use tcp" if not facts.settings.allow_shm else "")
     return Part("shm", True, "memfd, abstract sockets", unwanted)
 
@@ -186,17 +186,17 @@ def _tcp(facts: Facts) -> Part:
 
 def _rdma(facts: Facts) -> Part:
     if not facts.host.devices:
-        return Part("rdma", False, "", "no RDMA device (/sys/class/infiniband is empty); bpsfast doctor says more")
+        return Part("rdma", False, "", "no RDMA device (/sys/class/infiniband is empty); see bpsfast doctor")
     if not facts.capable:
         names = ", ".join(f"{device.name} ({device.driver})" for device in facts.host.devices)
-        return Part("rdma", False, "", f"{names}: no reliable connections, which it needs; bpsfast devices says more")
+        return Part("rdma", False, "", f"{names}: it lacks reliable connections; see bpsfast devices")
     blocks = examination.blocking(examination.examine(facts))
     if blocks:
         codes = ", ".join(f"{each.check.code} {each.check.title}" for each in blocks)
-        return Part("rdma", False, "", f"{codes}; bpsfast doctor says what to type")
+        return Part("rdma", False, "", f"{codes}; see bpsfast doctor")
     names = ", ".join(rail.name for rail in facts.choice.rails)
     unwanted = f"BPSFAST_TRANSPORT = {facts.settings.transport}" if facts.settings.transport in ("shm", "tcp") else ""
-    return Part("rdma", bool(names), names, unwanted if names else "no port is active; bpsfast devices says more")
+    return Part("rdma", bool(names), names, unwanted if names else "no port is active; see bpsfast devices")
 
 
 def _encryption() -> Part:
@@ -232,7 +232,7 @@ def _framework(name: str, distributions: tuple[str, ...], module: str, needs: tu
         return Part(name, False, "", "not installed")
     found = found.removeprefix(f"{name} ")
     if not _is_ours(module):
-        return Part(name, False, found, f"this version of bpsfast has no {module}")
+        return Part(name, False, found, f"this version of bpsfast lacks {module}")
     missing = [each for each in needs if not installed(each)]
     if missing:
         return Part(name, False, found, f"{module} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
@@ -240,8 +240,8 @@ def _framework(name: str, distributions: tuple[str, ...], module: str, needs: tu
 
 
 def _is_ours(module: str) -> bool:
-    """Whether bpsfast has *module*. Nothing is imported: its package might import the framework."""
-    place = Path(__file__).parent.joinpath(*module.split(".")[1:])
+    """Tell whether bpsfast has *module*, without importing it, which might import the framework."""
+    place = Path(__file__).parents[1].joinpath(*module.split(".")[1:])
     return place.is_dir() or place.with_suffix(".py").is_file()
 
 
@@ -253,9 +253,9 @@ def _package(name: str, what: str) -> Part:
 def _gpus(facts: Facts) -> tuple[Part, ...]:
     from ..hardware.topology import discovery
     from ..hardware.topology.graph import PartKind
-    from ..hardware.topology.nvml import examine
+    from ..hardware.topology.nvml import query_nvml
 
-    answer = examine()
+    answer = query_nvml()
     parts = tuple(Part(part.name, not answer.error, f"{part.model} {part.address}".strip(), answer.error)
                   for part in discovery.machine(facts.host, answer).of(PartKind.GPU))
     return parts or (Part("gpu", False, "", f"none found; NVML: {answer.error or 'lists none'}"),)

@@ -1,7 +1,7 @@
-"""Text without secrets, people, hosts and addresses: stand-ins take their place, the same one each time.
+"""Redaction of secrets, people, hosts and addresses: each is replaced by the same placeholder everywhere.
 
-So a report still tells that two lines speak of one machine. Networks keep their shape: addresses of one /24 (IPv6: /64)
-get stand-ins of one network.
+A redacted report still shows that two lines concern one machine. Addresses of one /24 (IPv6: /64) get placeholders of
+one network.
 """
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ..orchestration.errors import ConfigError
 
 _NAMES = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|PSWD|CREDENTIAL|CRED\b|AUTH|COOKIE|SIGNATURE|PRIVATE|LICEN[CS]E|DSN|"
                     r"WEBHOOK|SALT|SEED_PHRASE", re.I)
-#: Variables of such names that are folders, which everybody's shell sets.
+#: Variables with such names that hold folders and are set in every shell.
 _FOLDERS = frozenset({"PWD", "OLDPWD"})
-#: Values that say how, not what: hiding them would make a report unreadable and protect nothing.
+#: Values that are options, not secrets: hiding them would garble the report.
 _WORDS = frozenset({"true", "false", "none", "null", "auto", "never", "always", "prefer", "force", "default", "enabled",
                     "disabled", "optional", "required"})
-#: A shorter one would be found everywhere.
+#: Shorter secrets would match everywhere.
 _LEAST_SECRET = 4
-#: Accounts that are nobody: replacing these words would garble paths and texts.
+#: Common accounts; hiding them would garble paths and texts.
 _NOBODY = frozenset({"root", "user", "nobody", "daemon", "admin", "ubuntu", "debian", "runner"})
 _HOST_VARIABLES = ("HOSTNAME", "HOST", "MASTER_ADDR", "DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "SLURMD_NODENAME",
                    "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SUBMIT_HOST", "BPSFAST_NODE_HOST", "BPSFAST_SCHEDULER",
@@ -44,7 +44,7 @@ _MOST_IN_RANGE = 4096
 
 
 class RedactionRules(msgspec.Struct, frozen=True):
-    """What to look for, in full: secrets, users, home folders, host names, network domains."""
+    """The words to hide: secrets, users, home folders, host names, network domains."""
 
     secrets: tuple[str, ...] = ()
     users: tuple[str, ...] = ()
@@ -54,22 +54,22 @@ class RedactionRules(msgspec.Struct, frozen=True):
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name holds something that nobody else shall know."""
+    """Tell whether a variable of this name holds a secret."""
     return name not in _FOLDERS and _NAMES.search(name) is not None
 
 
 def secrets_of(environ: Mapping[str, str]) -> set[str]:
-    """Return the secrets in an environment: values of variables whose name says so."""
+    """Return the secrets in an environment: values of variables with such names."""
     return {value for name, value in environ.items() if is_secret_name(name) and _is_secret(value)}
 
 
 def found(environ: Mapping[str, str], job_key: str = "", words: Iterable[str] = ()) -> RedactionRules:
-    """Return what to hide on this machine. *job_key*: the job's; *words*: host names that the user adds."""
+    """Return what to hide on this machine. *job_key* is that of the job; *words* are host names from the user."""
     users = {environ[name] for name in _USER_VARIABLES if environ.get(name)}
     homes = {environ.get("HOME", ""), os.path.expanduser("~")}
     try:
         account = pwd.getpwuid(os.getuid())
-    except KeyError:  # a container without this user in its passwd
+    except KeyError:  # in a container the passwd may lack this user
         pass
     else:
         users.add(account.pw_name)
@@ -90,13 +90,13 @@ def found(environ: Mapping[str, str], job_key: str = "", words: Iterable[str] = 
 
 
 def job_key_of(environ: Mapping[str, str]) -> str:
-    """Return the job's key as this environment gives it, "" if it does not or its file cannot be read."""
+    """Return the job key of this environment, "" if there is none or its file cannot be read."""
     from ..base import settings
-    from ..launch.process_role import given_key
+    from ..base.job_key import given_key
 
     try:
         return given_key(settings.load_with_origins(None, environ)[0])
-    except ConfigError:  # wrong settings are what the report is about; the variable itself is a secret by its name
+    except ConfigError:  # the report may be about wrong settings; the variable itself counts as a secret by its name
         return ""
 
 
@@ -114,7 +114,7 @@ def _etc_hosts() -> set[str]:
 
 
 def _listed(text: str) -> set[str]:
-    """Return the hosts of Slurm's "gpu[01-03,7],cpu1", or of a list with blanks."""
+    """Return the hosts of Slurm's "gpu[01-03,7],cpu1", or of a list separated by blanks."""
     hosts = set()
     for prefix, ranges in _RANGE.findall(text):
         for part in ranges.split(","):
@@ -134,14 +134,14 @@ def _domains() -> tuple[str, ...]:
     return tuple(sorted(word.strip(".") for word in words if "." in word.strip(".")))
 
 _HIDDEN = "(hidden)"
-#: Shapes of well-known tokens, wherever they stand.
+#: Patterns of well-known tokens.
 _TOKENS = re.compile(
     r"hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{16,}|"
     r"(?:AKIA|ASIA)[A-Z0-9]{16}|xox[abpr]-[\w-]{10,}|(?<![\w-])eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|"
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)|\b[0-9a-fA-F]{32,}\b", re.S)
 _BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)[\w.~+/=-]{8,}")
 _URL = re.compile(r"(?<=://)[^/\s@:]+(?::[^/\s@]*)?(?=@)")
-# A pattern begins where a word does: else each character of a long one is tried, which takes for ever.
+# A pattern starts at the start of a word; otherwise each character of a long word is tried, which is quadratic.
 #: NAME=value, NAME: value, "NAME": "value", --name value
 _ASSIGNED = re.compile(r"""(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)(?P<between>["']?\s*[=:]\s*)"""
                        r"""(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s,;"'}\])]+)""")
@@ -149,7 +149,7 @@ _OPTION = re.compile(r"""(?<![\w-])(?P<name>--?[A-Za-z][\w-]*)(?P<between>\s+)""
                      r"""(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s-]\S*)""")
 _EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
 _ANY_HOME = re.compile(r"(?P<start>/(?:home|Users)/)(?P<user>[^/\s\"':,;)]+)")
-#: Names that programs of ours put behind a node or pid.
+#: Names that our programs print after a node or pid.
 _NAMED = re.compile(r"(?:\b(?:node|helper) \d+ \(|\(pid \d+ on )(?P<host>[A-Za-z][\w-]*(?:\.[\w-]+)*)\)")
 _DOMAIN = re.compile(r"(?<![\w.-])[\w-]+(?:\.[\w-]+)*\.(?:local|internal|intern|lan|corp|cluster|svc)\b")
 _IPV4 = re.compile(r"(?<![\w.-])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)")
@@ -160,13 +160,13 @@ _MOST_ROUNDS = 4
 
 
 class Leak(Exception):
-    """A secret is still there: the text must not be shown to anybody."""
+    """A secret is left in the text, which must not be shown."""
 
 
 class Redactor:
-    """Hides what *hidden* names, and what looks like a token, an address or a home. One thread.
+    """Replaces what *hidden* names, and anything like a token, an address or a home folder. One thread.
 
-    `counts` says how many of each kind were replaced.
+    `counts` has the number of replacements of each kind.
     """
 
     def __init__(self, hidden: RedactionRules) -> None:
@@ -187,12 +187,12 @@ class Redactor:
         self.counts: Counter[str] = Counter()
 
     def text(self, text: str, addresses: bool = True) -> str:
-        """Return *text* with stand-ins. *addresses* False: numbers with dots are versions there.
+        """Return *text* with placeholders. *addresses* False: numbers with dots are versions.
 
         Raises
         ------
         Leak
-            A secret survives, for its stand-in and what is around it spell it.
+            A secret is left, as a placeholder and its surroundings spell it.
         """
         done = self._lines(self._without_secrets(text), addresses)
         for _ in range(_MOST_ROUNDS):
@@ -205,10 +205,10 @@ class Redactor:
     def check(self, text: str) -> None:
         """Raise `Leak` if a secret is in *text*."""
         if any(secret in text for secret in self._secrets):
-            raise Leak("a secret of the environment could not be taken out of it")
+            raise Leak("a secret of the environment could not be removed")
 
     def data(self, data: Any, addresses: bool = True) -> Any:
-        """Return dicts and lists with stand-ins in every text, so that JSON stays JSON."""
+        """Return dicts and lists with placeholders in every text, so that JSON stays valid."""
         if isinstance(data, dict):
             return {self.text(key, addresses): (_HIDDEN if value and is_secret_name(key) and isinstance(value, str)
                                                 and value != "(set)" else self.data(value, addresses))
@@ -217,7 +217,7 @@ class Redactor:
             return [self.data(value, addresses) for value in data]
         return self.text(data, addresses) if isinstance(data, str) else data
 
-    # -- one kind after the other --------------------------------------------------------------------------
+    # -- kinds ---------------------------------------------------------------------------------------------
 
     def _without_secrets(self, text: str) -> str:
         for secret in self._secrets:
@@ -277,7 +277,7 @@ class Redactor:
                 text = self._replaced(pattern, "users", text, lambda found, name=stand_in: name)
         return text
 
-    # -- stand-ins -----------------------------------------------------------------------------------------
+    # -- placeholders --------------------------------------------------------------------------------------
 
     def _user(self, name: str) -> str:
         if re.fullmatch(r"user-\d+", name):
@@ -285,7 +285,7 @@ class Redactor:
         return self._users.setdefault(name, f"user-{len(self._users) + 1}")
 
     def _host(self, name: str) -> str:
-        """Return the stand-in of a host; its name with a domain has the same one."""
+        """Return the placeholder of a host; its name with a domain has the same one."""
         name = name.lower()
         if re.fullmatch(r"host-\d+", name) or name.startswith("localhost"):
             return name
@@ -317,7 +317,7 @@ class Redactor:
             return found[0]
         if address.ipv4_mapped is not None:
             new = ipaddress.IPv6Address((0xffff << 32) | int(self._of_v4(address.ipv4_mapped)))
-        elif int(address) >> 64 == 0xfe80 << 48:  # an interface of any network: the prefix says nothing
+        elif int(address) >> 64 == 0xfe80 << 48:  # an interface of any network: the prefix tells nothing
             _, number = self._number("link", 6, int(address))
             new = ipaddress.IPv6Address((0xfe80 << 112) | number)
         else:
@@ -326,7 +326,7 @@ class Redactor:
         return new.exploded if len(found[0]) == 39 else str(new)
 
     def _number(self, network: Any, version: int, address: Any) -> tuple[int, int]:
-        """Return the numbers of a network and of an address in it, from 1 on, in the order of coming."""
+        """Return numbers for a network and for an address in it, from 1 on, in order of first use."""
         key = version, network
         if key not in self._networks:
             self._networks[key] = sum(known[0] == version for known in self._networks) + 1, {}
@@ -346,7 +346,7 @@ class Redactor:
 
 
 def _forms(secret: str) -> set[str]:
-    """Return a secret as it may be written: as it is, quoted for JSON, Python, or a URL, in base64."""
+    """Return the forms in which a secret may be written: as is, quoted for JSON, Python or a URL, in base64."""
     quoted = {secret, secret.strip(), json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1],
               repr(secret)[1:-1], urllib.parse.quote(secret), urllib.parse.quote(secret, safe=""),
               urllib.parse.quote_plus(secret), base64.b64encode(secret.encode("utf-8", "surrogateescape")).decode()}

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.addresses import is_loopback
+from ..base.job_key import given_key
 from ..base.settings import load_with_origins
 from ..collectives.turn_service import Finish, TurnService
-from ..launch.roles import given_key, is_loopback
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..orchestration.priority.turns import Entry
 from ..orchestration.security import job_key

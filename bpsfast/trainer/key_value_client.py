@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..orchestration.job import key_value_store
-from ..orchestration.messages import Found, Lookup, Message, Publish, Withdraw
+from ..orchestration.messages import KeyValueReply, Lookup, Message, Publish, Withdraw
 from .node_connection import Mailbox, NodeRequests, error_of
 
 #: How much longer than the scheduler a rank waits for its word on a notice.
 _FINDING_S = 5.0
-_GIVEN_UP = Found(rank=-1, question=0, error="ClosedError", reason="nobody waits for the notice any more")
+_GIVEN_UP = KeyValueReply(rank=-1, question=0, error="ClosedError", reason="nobody waits for the notice any more")
 
 
 class KeyValueClient:
@@ -77,10 +77,10 @@ class KeyValueClient:
         return found.value
 
     def _find(self, question: Callable[[int], Message], trouble: str, timeout_s: float,
-              given_up: Callable[[], bool] = lambda: False) -> Found:
+              given_up: Callable[[], bool] = lambda: False) -> KeyValueReply:
         found = self._questions.ask(question, f"node or scheduler {trouble}", timeout_s + _FINDING_S,
                                     lambda: _GIVEN_UP if given_up() else None)
-        assert isinstance(found, Found)
+        assert isinstance(found, KeyValueReply)
         if found.error:
             raise error_of(found.error, found.reason)
         return found

@@ -16,10 +16,9 @@ from ..base.addresses import unreachable_hint
 from ..base.end_reports import report
 from ..base.message_socket import MessageSocket
 from ..base.settings import Settings, fingerprint
-from ..hardware import numa
-from ..hardware.affinity import environment
-from ..hardware.affinity.binding import ThreadBinding
-from ..launch.roles import ProcessRole
+from ..base.value_formats import format_cpus, parse_cpus
+from ..hardware.affinity.binding import ThreadBinding, binding_variable, default_gpu
+from ..launch.process_role import ProcessRole
 from ..orchestration.errors import BpsError, ClosedError, PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.messages import VERSION, Attach, Attached, Message, Refuse
 from ..pyx.pages import Segment
@@ -133,9 +132,9 @@ def _introduce(connection: MessageSocket, place: ProcessRole, settings: Settings
         connection.send(
             Attach(version=VERSION, package=version, pid=pid, local_rank=place.local_rank, local_size=place.local_size,
                    rank=place.rank, size=place.size, proof=proof, settings=fingerprint(settings),
-                   cpus=numa.format_cpus(os.sched_getaffinity(0)),
-                   stays=not settings.numa or bool(environment.binder(os.environ)),
-                   gpu=environment.default_gpu(os.environ, place.local_rank)),
+                   cpus=format_cpus(os.sched_getaffinity(0)),
+                   stays=not settings.numa or bool(binding_variable(os.environ)),
+                   gpu=default_gpu(os.environ, place.local_rank)),
             [pidfd],
         )
     except PeerLostError:
@@ -157,7 +156,7 @@ def _map(place: ProcessRole, connection: MessageSocket, attached: Attached, fds:
         raise
     lane, board, doorbell = mapped
     return Attachment(place=place, channel=connection, attached=attached, node_pidfd=fds[3], lane=lane, board=board,
-                      doorbell=doorbell, pins=ThreadBinding(numa.parse_cpus(attached.cpus)))
+                      doorbell=doorbell, pins=ThreadBinding(parse_cpus(attached.cpus)))
 
 
 def _close_all(fds: Iterable[int]) -> None:

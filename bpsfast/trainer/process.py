@@ -186,7 +186,7 @@ def join_job(place: ProcessRole, settings: Settings,
     """
     started = daemons.start(place, settings)
     try:
-        attached = node_connection.attach(started.place, started.place.settings(settings), __version__,
+        attached = node_connection.attach(started.role, started.role.settings(settings), __version__,
                                      lambda: started.failure() or why_void())
         session = Session(attached, settings, started.failure)
         report("joined")

@@ -21,18 +21,19 @@ from ..base.trace_records import RECORD, limits
 from ..orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, ProtocolError, error_of
 from ..orchestration.messages import (
     Allocated,
-    Ask,
     BarrierDone,
     BarrierEnter,
+    Counters,
+    CountersRequest,
     Credit,
     Declared,
     DeclareFailed,
-    Departed,
     Detach,
     Detached,
     DeviceShared,
-    Direct,
-    Found,
+    FirstRankLeft,
+    GpuDirectTensors,
+    KeyValueReply,
     LagAnswer,
     LagQuestion,
     Message,
@@ -42,7 +43,6 @@ from ..orchestration.messages import (
     ShareDevice,
     StallAnswer,
     StateDone,
-    Told,
     UnitReady,
 )
 from ..pyx.port import Port
@@ -182,10 +182,10 @@ class Session:
         self.require_open()
         self._mailbox.send(Credit(rank=self.rank, nbytes=nbytes))
 
-    def ask_node(self) -> Told:
+    def ask_node(self) -> Counters:
         """Return what this machine's node has counted."""
-        told = self._requests.ask(lambda request: Ask(request=request), "the node did not tell its counters")
-        assert isinstance(told, Told)
+        told = self._requests.ask(lambda request: CountersRequest(request=request), "the node did not tell its counters")
+        assert isinstance(told, Counters)
         return told
 
     def share_device(self, question: Callable[[int], ShareDevice], trouble: str, fd: int) -> DeviceShared:
@@ -196,7 +196,7 @@ class Session:
 
     def say_direct(self, names: Sequence[str]) -> None:
         """Tell the node which of the tensors that are declared next lie on this rank's device."""
-        self._mailbox.send(Direct(names=tuple(names)))
+        self._mailbox.send(GpuDirectTensors(names=tuple(names)))
 
     def ask_lags(self) -> LagAnswer:
         """Return how late the ranks of the whole job were: nodes that do not answer in a second or two are named."""
@@ -214,13 +214,13 @@ class Session:
                 self._commit(message.units)
             case DeclareFailed():
                 self.tensors.refused(message.names, error_of(message.error, message.reason))
-            case Departed():
+            case FirstRankLeft():
                 self.stall_query.departed()
             case BarrierDone():
                 self._barriers_done = max(self._barriers_done, message.sequence)
-            case Told() | StateDone() | DeviceShared():
+            case Counters() | StateDone() | DeviceShared():
                 self._requests.receive(message.request, message)
-            case StallAnswer() | LagAnswer() | Found():
+            case StallAnswer() | LagAnswer() | KeyValueReply():
                 self._requests.receive(message.question, message)
             case Detached():
                 self._released = True

@@ -17,7 +17,7 @@ import msgspec
 
 from ..base.end_reports import report
 from ..orchestration.errors import StallError
-from ..orchestration.messages import Stage, StallAnswer, Stalled
+from ..orchestration.messages import Stage, StallAnswer, StallQuestion
 from .node_connection import Mailbox, NodeRequests
 
 log = logging.getLogger("bpsfast.trainer")
@@ -208,7 +208,7 @@ class StallQuery:
         """Ask who has not arrived for *round* of *part* of tensor *name*, and whether waiting on is in vain."""
         try:
             answer = self._questions.ask(
-                lambda question: Stalled(rank=self._rank, question=question, part=part, round=round, name=name),
+                lambda question: StallQuestion(rank=self._rank, question=question, part=part, round=round, name=name),
                 "no answer to who is missing, from node or scheduler,", _ANSWER_S)
         except StallError as exc:  # to wait is the caller's to end, with what it knows
             return StallAnswer(rank=self._rank, question=0, stage="unknown", missing=str(exc))

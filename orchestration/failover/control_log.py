@@ -43,7 +43,7 @@ class ControlLog:
         self._committed = self._seen = self._next_unit = 0
         self._prepared: m.Plan | m.Recover | None = None
         self._units: dict[int, m.UnitPlan] = {}
-        self._lent: dict[int, m.Succession] = {}
+        self._lent: dict[int, m.OwnerChange] = {}
         self._gone_from: dict[int, set[int]] = {}
         self._failed: dict[str, tuple[str, str, str]] = {}
         self._barrier = 0
@@ -57,19 +57,19 @@ class ControlLog:
         self._published: dict[tuple[int, str], m.Publish] = {}
         self._credit: dict[int, m.Credit] = {}
         self._lost_said: dict[str, m.Lost] = {}
-        self._farewells: set[int] = set()
+        self._nodes_left: set[int] = set()
         self._on_heard: dict[type, Callable[..., None]] = {
             m.Welcome: self._welcomed, m.Rates: self._rated, m.Plan: self._planned, m.Recover: self._planned,
             m.Commit: self._commit, m.Freeze: self._freeze, m.Retired: self._retired, m.Resume: self._resumed,
-            m.Joined: self._expect, m.NotComing: self._not_coming,
+            m.Joined: self._expect, m.NewcomerGone: self._not_coming,
             m.DeclareFailed: self._declare_failed, m.BarrierDone: self._barrier_done, m.StallAnswer: self._answered,
-            m.LagAnswer: self._answered, m.Found: self._answered,
+            m.LagAnswer: self._answered, m.KeyValueReply: self._answered,
         }
         self._on_said: dict[type, Callable[..., None]] = {
             m.Measured: self._has_measured, m.Declare: self._declare, m.Retire: self._retire, m.Lost: self._lose,
-            m.BarrierEnter: self._enter, m.RankLeft: self._leave, m.Stalled: self._ask, m.LagQuestion: self._ask,
+            m.BarrierEnter: self._enter, m.RankLeft: self._leave, m.StallQuestion: self._ask, m.LagQuestion: self._ask,
             m.Lookup: self._ask, m.Publish: self._publish, m.Withdraw: self._withdraw, m.Credit: self._set_credit,
-            m.PrepareFailed: self._unprepared, m.Ready: self._has_room, m.Room: self._has_room,
+            m.PrepareFailed: self._unprepared, m.Ready: self._has_room, m.MemoryFreed: self._has_room,
         }
 
     @property
@@ -96,7 +96,7 @@ class ControlLog:
 
     def record_peer_left(self, node: int) -> None:
         """Enter that all ranks of *node* have left, as it says itself."""
-        self._farewells.add(node)
+        self._nodes_left.add(node)
 
     def account(self, recall: int = 0) -> Iterator[m.Message]:
         """Yield all that is to be said to a scheduler that asks by *recall* (0: has not asked). Once welcomed."""
@@ -112,10 +112,10 @@ class ControlLog:
             seen=self._seen, next_unit=self._next_unit, lent=tuple(self._lent.values()),
             gone_from=tuple((first, tuple(sorted(ranks))) for first, ranks in sorted(self._gone_from.items())),
             failed=tuple(self._failed.values()), barrier=self._barrier, n_declared=sum(self._n_declared.values()),
-            ownable_nbytes=self._ownable_nbytes, farewells=tuple(sorted(self._farewells)))
+            ownable_nbytes=self._ownable_nbytes, nodes_left=tuple(sorted(self._nodes_left)))
         units = list(self._units.values())
         for begin in range(0, len(units), _UNITS_AT_ONCE):
-            yield m.Kept(units=tuple(units[begin:begin + _UNITS_AT_ONCE]))
+            yield m.CommittedUnits(units=tuple(units[begin:begin + _UNITS_AT_ONCE]))
         yield from self._credit.values()
         for said in self._declarations:
             at = [i for i, spec in enumerate(said.tensors) if spec.name in said.waiting]
@@ -128,7 +128,7 @@ class ControlLog:
         yield from (entered for entered in self._entered.values() if entered.sequence > self._barrier)
         yield from self._left.values()
         yield from self._lost_said.values()
-        yield m.Recounted()
+        yield m.RejoinComplete()
 
     # -- what is heard ------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class ControlLog:
         self._nodes += (message.node,)
         self._joining.add(message.node.index)
 
-    def _not_coming(self, message: m.NotComing) -> None:
+    def _not_coming(self, message: m.NewcomerGone) -> None:
         self._joining.discard(message.node)
         self._lost.add(message.node)
 
@@ -159,8 +159,8 @@ class ControlLog:
         self._units |= {unit.unit: unit for unit in plan.units}
         if isinstance(plan, m.Recover):
             self._frozen = False
-            self._lent |= {each.part: each for each in plan.successions if each.lacking}
-            for each in plan.successions:
+            self._lent |= {each.part: each for each in plan.owner_changes if each.lacking}
+            for each in plan.owner_changes:
                 if each.giver >= 0:  # as in `Generations.succeeded`
                     self._lent.pop(each.part, None)
             return
@@ -209,9 +209,9 @@ class ControlLog:
     def _barrier_done(self, message: m.BarrierDone) -> None:
         self._barrier = max(self._barrier, message.sequence)
 
-    def _answered(self, message: m.StallAnswer | m.LagAnswer | m.Found) -> None:
+    def _answered(self, message: m.StallAnswer | m.LagAnswer | m.KeyValueReply) -> None:
         question = self._asked.pop((message.rank, message.question), None)
-        if isinstance(question, m.Publish) and isinstance(message, m.Found) and message.error:
+        if isinstance(question, m.Publish) and isinstance(message, m.KeyValueReply) and message.error:
             self._published.pop((question.rank, question.key), None)
 
     # -- what is said -------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class ControlLog:
         self._left[message.rank] = message
         self._asked = {key: asked for key, asked in self._asked.items() if key[0] != message.rank}
 
-    def _ask(self, message: m.Stalled | m.LagQuestion | m.Lookup) -> None:
+    def _ask(self, message: m.StallQuestion | m.LagQuestion | m.Lookup) -> None:
         self._asked[message.rank, message.question] = message
 
     def _publish(self, message: m.Publish) -> None:
@@ -253,7 +253,7 @@ class ControlLog:
     def _lose(self, message: m.Lost) -> None:
         self._lost_said[message.who] = message
 
-    def _has_room(self, message: m.Ready | m.Room | m.PrepareFailed) -> None:
+    def _has_room(self, message: m.Ready | m.MemoryFreed | m.PrepareFailed) -> None:
         self._ownable_nbytes = message.ownable_nbytes
 
     def _unprepared(self, message: m.PrepareFailed) -> None:

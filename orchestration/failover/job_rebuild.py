@@ -19,7 +19,7 @@ from ..roster import describe_node, is_majority
 from .state_merge import NodeReport, NodeReports, merge_reports
 
 #: After any other message there is nothing to be concluded that was not before.
-_MATTERS = (m.Join, m.Rejoin, m.Recounted, m.RankLeft, m.Lost, m.Visited)
+_MATTERS = (m.Join, m.Rejoin, m.RejoinComplete, m.RankLeft, m.Lost, m.ProbeResult)
 
 
 class JobRebuild:
@@ -28,7 +28,7 @@ class JobRebuild:
     Parameters
     ----------
     recall
-        The number of the `Recall` that accounts answer. Who dials anew answers none.
+        The number of the `RejoinRequest` that accounts answer. Who dials anew answers none.
     known
         The nodes that have been recalled, and when each was heard, by sender.
     job, nodes
@@ -79,13 +79,13 @@ class JobRebuild:
             self._heard[sender] = now
             self._joins[sender] = message
             self._match()
-        elif isinstance(message, m.Visited):
+        elif isinstance(message, m.ProbeResult):
             if account is not None and account.ranks:
                 self._signs.visited(now, message)
         elif account is not None:
             self._heard[sender] = now
             self._accounts.enter(account, message)
-            if isinstance(message, m.Recounted) and len(account.units) != account.rejoin.n_units:
+            if isinstance(message, m.RejoinComplete) and len(account.units) != account.rejoin.n_units:
                 self.aborted = ProtocolError(
                     f"{describe_node(self._nodes, account.index)} has {account.rejoin.n_units} committed units, and "
                     f"has told {len(account.units)}: after a loss of the scheduler the job cannot be rebuilt")
@@ -226,7 +226,7 @@ class JobRebuild:
     @property
     def finished(self) -> bool:
         """Whether all ranks of the job have left."""
-        return self._first is not None and self._all_left | self._accounts.farewells >= self._accounts.workers
+        return self._first is not None and self._all_left | self._accounts.nodes_left >= self._accounts.workers
 
     def past(self, now: float) -> JobSnapshot | None:
         """Return what has become of the job once everybody has said what it knows, or is lost.

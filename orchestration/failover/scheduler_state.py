@@ -159,7 +159,7 @@ class SchedulerState:
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)
         return [*((sender, _left_behind()) for sender in self.job.coming),
-                *((sender, m.Recall(number=self._n_recalls)) for sender in known)]
+                *((sender, m.RejoinRequest(number=self._n_recalls)) for sender in known)]
 
     def _rebuilt(self, now: float) -> m.Outgoing:
         """Go on with the job if it is rebuilt, or has ended meanwhile."""

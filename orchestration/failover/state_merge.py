@@ -58,7 +58,7 @@ class NodeReports:
         self.workers: set[int] = set()
         self.lost: set[int] = set()
         self.joining: set[int] = set()
-        self.farewells: set[int] = set()
+        self.nodes_left: set[int] = set()
         #: Helpers that a node with ranks calls lost.
         self.called: set[int] = set()
         self._seats: dict[tuple[str, int, str], int] = {}
@@ -109,10 +109,10 @@ class NodeReports:
 
     def enter(self, account: NodeReport, message: m.Message) -> None:
         """Add *message* to *account*."""
-        if isinstance(message, m.Kept):
+        if isinstance(message, m.CommittedUnits):
             account.units |= {unit.unit: unit for unit in message.units}
             return
-        if isinstance(message, m.Recounted):
+        if isinstance(message, m.RejoinComplete):
             account.is_complete = True
         else:
             account.later.append(message)
@@ -123,7 +123,7 @@ class NodeReports:
         self._know(rejoin.nodes)
         self.lost.update(rejoin.lost)
         self.joining.update(rejoin.joining)
-        self.farewells.update(rejoin.farewells)
+        self.nodes_left.update(rejoin.nodes_left)
         if rejoin.is_late:
             self._late.add(account.index)
         if account.is_complete:
@@ -139,7 +139,7 @@ class NodeReports:
 
     def _note(self, account: NodeReport, message: m.Message) -> None:
         """Keep what *message* says of others, or of the node as a whole."""
-        if isinstance(message, m.Recounted):
+        if isinstance(message, m.RejoinComplete):
             self.complete.add(account.index)
         elif isinstance(message, m.RankLeft):
             account.left.add(message.rank)
@@ -196,7 +196,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], accounts: Mapping[int, NodeReport
     barrier = max(each.barrier for each in rejoins.values())
     answers: dict[int, list[m.Message]] = {}
     for index, account in accounts.items():
-        said: list[m.Message] = [m.NotComing(node=each) for each in account.rejoin.joining if each in absent]
+        said: list[m.Message] = [m.NewcomerGone(node=each) for each in account.rejoin.joining if each in absent]
         answers[index] = said
         if account.join is not None:
             said.append(m.Welcome(index=index, epoch=1, nodes=tuple(nodes), job=account.rejoin.job))

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence, Set as AbstractSet
 import msgspec
 
 from ..errors import CapacityError
-from ..messages import Commit, NodeInfo, Plan, Succession, TensorSpec, UnitPlan
+from ..messages import Commit, NodeInfo, OwnerChange, Plan, TensorSpec, UnitPlan
 from ..placement import codec_choice
 from ..placement.assignment import assign, assign_among, owned_by
 from ..placement.layout import lay_out
@@ -53,7 +53,7 @@ class Generations:
         self.number = 0
         self.units: list[UnitPlan] = []
         self.in_flight: Plan | None = None
-        self.lent: dict[int, Succession] = {}  # of partitions that have changed hands: what some nodes lacked then
+        self.lent: dict[int, OwnerChange] = {}  # of partitions that have changed hands: what some nodes lacked then
         if not is_short:
             assign([1], self._machines, policy)
 
@@ -271,7 +271,7 @@ class Generations:
         self.in_flight = None
         return withdrawn
 
-    def succeed(self, moves: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[Succession]]:
+    def succeed(self, moves: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[OwnerChange]]:
         """Begin a generation in which partitions change hands; return the units concerned, and who gets what.
 
         Those of lost nodes only: what survivors own stays.
@@ -306,7 +306,7 @@ class Generations:
         is_known = node not in self._limits and room_nbytes < refused_nbytes
         self._limits[node] = room_nbytes if is_known else refused_nbytes // 2
 
-    def share(self, moves: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[Succession]]:
+    def share(self, moves: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[OwnerChange]]:
         """Begin a generation in which newcomers, the candidates of *heirs*, get their share; return as `succeed`.
 
         So many partitions are moved that the policy's placement would not be better by another one, or none.
@@ -320,18 +320,18 @@ class Generations:
 
     @staticmethod
     def _in_other_hands(moves: Sequence[PartitionMove], owners: Sequence[int]
-                        ) -> tuple[list[UnitPlan], list[Succession]]:
+                        ) -> tuple[list[UnitPlan], list[OwnerChange]]:
         of = {move.part.part: owner for move, owner in zip(moves, owners)}
         units = [msgspec.structs.replace(unit, parts=tuple(
             msgspec.structs.replace(part, owner=of.get(part.part, part.owner)) for part in unit.parts))
             for unit in {move.unit.unit: move.unit for move in moves}.values()]
         return units, [move.succession(owner) for move, owner in zip(moves, owners)]
 
-    def succeeded(self, units: Sequence[UnitPlan], successions: Sequence[Succession]) -> Commit:
+    def succeeded(self, units: Sequence[UnitPlan], changes: Sequence[OwnerChange]) -> Commit:
         """Count on the new owners of *units*, for which everybody is ready; return the commit."""
         self._limits.clear()
-        self.lent |= {each.part: each for each in successions if each.lacking}
-        for each in successions:
+        self.lent |= {each.part: each for each in changes if each.lacking}
+        for each in changes:
             if each.giver >= 0:  # who gives up lives, and what it has sent has arrived
                 self.lent.pop(each.part, None)
         known = {unit.unit: unit for unit in units}

@@ -4,7 +4,7 @@
     declarations -> Planning: Plan -> Ready from all -> Commit
     barriers -> Barriers,  "who is missing?", "who is late?", notices -> Inquiries
     a helper is lost -> Losses: Freeze -> Frozen from all who are left -> Recover -> Ready from all -> Commit
-    a helper comes late -> Joinings: Joined -> Meets -> Welcome -> Meets, then the same change of epoch
+    a helper comes late -> LateJoins: Joined -> NewcomerReady -> Welcome -> NewcomerReady, then the same change of epoch
     silence, or any other node is lost -> Abort,  all ranks left -> Finish
     the scheduler before was lost -> `SchedulerState`
 
@@ -79,17 +79,17 @@ class Job:
         self._barriers: Barriers
         self._inquiries: RankQueries
         self._handlers: dict[type, Callable[..., m.Outgoing]] = {
-            m.Measured: self._measured, m.Ready: self._ready, m.Room: self._room, m.Meets: self._meets,
+            m.Measured: self._measured, m.Ready: self._ready, m.MemoryFreed: self._room, m.NewcomerReady: self._meets,
             m.Declare: lambda now, sender, message: self._planning.declare(sender, message),
             m.PrepareFailed: lambda now, sender, message: self._planning.prepare_failed(now, sender, message),
             m.Retire: lambda now, sender, message: self._planning.retire(message),
-            m.Frozen: lambda now, sender, message: self._losses.frozen(self._roster.index_of(sender), message),
+            m.FreezeReport: lambda now, sender, message: self._losses.frozen(self._roster.index_of(sender), message),
             m.RankLeft: self._rank_left,
             m.BarrierEnter: lambda now, sender, message: self._to_all(m.BarrierDone(sequence=message.sequence))
             if self._barriers.enter(message.rank, message.sequence) else [],
-            m.Credit: self._set_credit, m.Visited: self._visited,
+            m.Credit: self._set_credit, m.ProbeResult: self._visited,
             # Of an account that this scheduler has not asked for, or asks for no more.
-            m.Kept: lambda now, sender, message: [], m.Recounted: lambda now, sender, message: [],
+            m.CommittedUnits: lambda now, sender, message: [], m.RejoinComplete: lambda now, sender, message: [],
         }
 
     @property
@@ -147,7 +147,7 @@ class Job:
         """Decide what *message* from *sender* leads to; return (destination, message) in the order to be sent."""
         if sender in self._moved:
             return []
-        if isinstance(message, m.Finished):
+        if isinstance(message, m.FinishAck):
             self._unaware.discard(sender)
             return []
         if isinstance(message, m.Join) and (self.over or sender not in self._silence):
@@ -221,7 +221,7 @@ class Job:
             return []
         return self.unreachable(now, sender)
 
-    def _visited(self, now: float, sender: bytes, message: m.Visited) -> m.Outgoing:
+    def _visited(self, now: float, sender: bytes, message: m.ProbeResult) -> m.Outgoing:
         """Take what a node has found where another one should be; see at once whether that is still connected here."""
         if message.node >= len(self._roster.nodes) or message.node < 0:
             return self._blame(now, sender, ProtocolError(f"{self._name(sender)} has visited node {message.node}, of "
@@ -355,7 +355,7 @@ class Job:
             out += self._newcomer(now, sender, join) if refusal is None else [(sender, m.refusal(refusal))]
         return out
 
-    def _meets(self, now: float, sender: bytes, message: m.Meets) -> m.Outgoing:
+    def _meets(self, now: float, sender: bytes, message: m.NewcomerReady) -> m.Outgoing:
         welcome = self._joinings.meets(sender, message, self.name, self._losses.committed_epoch, self._measuring.rates,
                                        self._generations.units)
         tuned = [(newcomer, self._credit) for newcomer, _ in welcome if self._credit is not None]
@@ -483,7 +483,7 @@ class Job:
         self._credit = m.CreditChanged(nbytes=message.nbytes)
         return self._to_all(self._credit, True)
 
-    def _room(self, now: float, sender: bytes, message: m.Room) -> m.Outgoing:
+    def _room(self, now: float, sender: bytes, message: m.MemoryFreed) -> m.Outgoing:
         self._generations.can_own(self._roster.index_of(sender), message.ownable_nbytes)
         return []
 
@@ -493,7 +493,7 @@ class Job:
         self._left.add(message.rank)
         if len(self._left) < self._roster.size:
             answers = self._inquiries.rank_left(message.rank)
-            return (self._to_all(m.Departed(rank=message.rank)) if len(self._left) == 1 else []) + answers
+            return (self._to_all(m.FirstRankLeft(rank=message.rank)) if len(self._left) == 1 else []) + answers
         return self.finish([sender for sender, _ in self._to_all(m.Finish(), True)])
 
     def finish(self, senders: Sequence[bytes]) -> m.Outgoing:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import CapacityError, ConfigError, MismatchError
-from ..messages import Found, Lookup, Publish
+from ..messages import KeyValueReply, Lookup, Publish
 from ..roster import Roster
 
 #: The longest key and the longest value, and all that one rank may have there at a time.
@@ -50,7 +50,7 @@ class KeyValueStore:
         self._notices: dict[str, _Notice] = {}
         self._waiting: dict[str, list[_Question]] = {}
 
-    def publish(self, message: Publish) -> list[Found]:
+    def publish(self, message: Publish) -> list[KeyValueReply]:
         """Keep a notice, instead of the same rank's one of that key; return the answer, and those that waited for it.
 
         A key belongs to whoever published it first, until that rank withdraws it.
@@ -72,14 +72,14 @@ class KeyValueStore:
             return [_refused(message, exc)]
         self._notices[message.key] = _Notice(message.rank, message.value)
         answers = [_found(question.asked, message.value) for question in self._waiting.pop(message.key, ())]
-        return [Found(rank=message.rank, question=message.question), *answers]
+        return [KeyValueReply(rank=message.rank, question=message.question), *answers]
 
     def withdraw(self, rank: int, prefix: str) -> None:
         """Forget the notices of *rank* whose keys begin with *prefix*."""
         self._notices = {key: notice for key, notice in self._notices.items()
                          if notice.rank != rank or not key.startswith(prefix)}
 
-    def lookup(self, now: float, message: Lookup) -> list[Found]:
+    def lookup(self, now: float, message: Lookup) -> list[KeyValueReply]:
         """Return the answer to a question if there is one already."""
         held = self._notices.get(message.key)
         if held is not None:
@@ -97,7 +97,7 @@ class KeyValueStore:
         self._waiting.setdefault(message.key, []).append(_Question(now + message.timeout_s, message))
         return []
 
-    def rank_left(self, rank: int) -> list[Found]:
+    def rank_left(self, rank: int) -> list[KeyValueReply]:
         """Forget *rank*'s questions; return answers to those that wait for what only it would have published.
 
         What it has published stays: others may still need it.
@@ -105,9 +105,9 @@ class KeyValueStore:
         self._take(lambda question: question.asked.rank == rank)
         return [self._in_vain(question.asked) for question in self._take(lambda each: self._is_vain(each.asked))]
 
-    def expire(self, now: float) -> list[Found]:
+    def expire(self, now: float) -> list[KeyValueReply]:
         """Return the answers to questions whose time is up."""
-        return [Found(rank=asked.rank, question=asked.question, error="StallError", reason=(
+        return [KeyValueReply(rank=asked.rank, question=asked.question, error="StallError", reason=(
             f"rank {asked.rank} waited {asked.timeout_s:g} s for notice {asked.key!r}: "
             f"{self._roster.describe(asked.who) or 'nobody'} has not published it"))
             for asked in (question.asked for question in self._take(lambda each: now >= each.deadline))]
@@ -116,8 +116,8 @@ class KeyValueStore:
         kind, _, number = asked.who.partition(" ")
         return kind == "rank" and number.isdecimal() and self._left(int(number))
 
-    def _in_vain(self, asked: Lookup) -> Found:
-        return Found(rank=asked.rank, question=asked.question, error="StallError", reason=(
+    def _in_vain(self, asked: Lookup) -> KeyValueReply:
+        return KeyValueReply(rank=asked.rank, question=asked.question, error="StallError", reason=(
             f"rank {asked.rank} looks for notice {asked.key!r} in vain: {self._roster.describe(asked.who)} has called "
             "shutdown, and has not published it, or has withdrawn it"))
 
@@ -138,9 +138,9 @@ def _nbytes(key: str, value: bytes) -> int:
     return len(key.encode()) + len(value)
 
 
-def _found(asked: Lookup, value: bytes) -> Found:
-    return Found(rank=asked.rank, question=asked.question, value=value)
+def _found(asked: Lookup, value: bytes) -> KeyValueReply:
+    return KeyValueReply(rank=asked.rank, question=asked.question, value=value)
 
 
-def _refused(message: Publish | Lookup, error: CapacityError | ConfigError | MismatchError) -> Found:
-    return Found(rank=message.rank, question=message.question, error=type(error).__name__, reason=str(error))
+def _refused(message: Publish | Lookup, error: CapacityError | ConfigError | MismatchError) -> KeyValueReply:
+    return KeyValueReply(rank=message.rank, question=message.question, error=type(error).__name__, reason=str(error))

@@ -1,8 +1,8 @@
 """Nodes that come to a job that runs already: checked, made known to the others, connected, then taken in. Pure.
 
-    coming      admitted, with the next node index: nodes with ranks are told to expect it (`Joined`)
-    welcomed    all of them do: it is told who they are (`Welcome`), and connects, while the job goes on undisturbed
-    linked      it, and all of them, have said so (`Meets`): the next change of epoch takes it in (`NodeLosses.take_in`)
+    coming      admitted, with the next node index: nodes with ranks are told to expect it (`Joined`) welcomed    all of
+    them do: it is told who they are (`Welcome`), and connects, while the job goes on undisturbed linked      it, and
+    all of them, have said so (`NewcomerReady`): the next change of epoch takes it in (`NodeLosses.take_in`)
 
 Only nodes without ranks can come, and only as many as the job expects. While it has as many helpers as that, one more
 waits for a lease, in case one of them is dead and not yet known to be, and is refused then. Who is refused, dies, or is
@@ -124,7 +124,7 @@ class LateJoins:
         """Whether node *index* is a newcomer that is not taken in."""
         return index in self._coming
 
-    def meets(self, sender: bytes, message: m.Meets, job: str, epoch: int, rates: Sequence[float],
+    def meets(self, sender: bytes, message: m.NewcomerReady, job: str, epoch: int, rates: Sequence[float],
               units: Sequence[m.UnitPlan]) -> m.Outgoing:
         """Take the word of a node that it expects a newcomer, or is connected to it.
 
@@ -189,4 +189,4 @@ class LateJoins:
         self._roster.lost.add(index)
         farewell = m.Abort(error="PeerLostError", goes_on=True, reason=f"the job goes on without this node: {error}")
         return [(self._roster.senders[index], farewell),
-                *((self._roster.senders[worker], m.NotComing(node=index)) for worker in self._roster.workers)]
+                *((self._roster.senders[worker], m.NewcomerGone(node=index)) for worker in self._roster.workers)]

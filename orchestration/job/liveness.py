@@ -112,7 +112,7 @@ class NodeProbes:
         """Note that the connection of node *index* to the scheduler has closed."""
         self._closed.setdefault(index, now)
 
-    def visited(self, now: float, message: m.Visited) -> None:
+    def visited(self, now: float, message: m.ProbeResult) -> None:
         """Take what a node has found where another one should be."""
         if message.outcome == "answers":
             self._answered[message.node] = now
@@ -149,4 +149,4 @@ class NodeProbes:
             return []
         self._asked[index] = now
         after = sorted(others(), key=lambda other: (other[0] <= index, other[0]))
-        return [(sender, m.Visit(node=index)) for _, sender in after[:_MOST_VISITORS]]
+        return [(sender, m.ProbeRequest(node=index)) for _, sender in after[:_MOST_VISITORS]]

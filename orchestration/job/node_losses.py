@@ -107,7 +107,7 @@ class NodeLosses:
         False if it was to own nothing.
         """
         assert self.recovery is not None
-        changed = {each.part for each in self.recovery.successions}
+        changed = {each.part for each in self.recovery.owner_changes}
         given = sum(part.wire_nbytes for unit in self.recovery.units for part in unit.parts
                     if part.part in changed and part.owner == node)
         if given:
@@ -130,7 +130,7 @@ class NodeLosses:
 
     # -- the change under way -----------------------------------------------------------------------------
 
-    def frozen(self, node: int, message: m.Frozen) -> m.Outgoing:
+    def frozen(self, node: int, message: m.FreezeReport) -> m.Outgoing:
         """Take the word of *node* that it has stopped; after the last one, tell everybody what changes hands.
 
         Raises
@@ -143,17 +143,17 @@ class NodeLosses:
             return []
         try:
             if recovery.joined:
-                units, successions = self._generations.share(
+                units, changes = self._generations.share(
                     recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.lent))
             else:
-                units, successions = self._generations.succeed(
+                units, changes = self._generations.succeed(
                     recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.lent))
         except BpsError as exc:
             then = "" if recovery.joined else "and the job cannot go on without it: "
             raise type(exc)(f"{recovery.reason}; {then}{exc}") from exc
-        recovery.generation, recovery.units, recovery.successions = self._generations.number, units, successions
+        recovery.generation, recovery.units, recovery.owner_changes = self._generations.number, units, changes
         return self._roster.to_all(m.Recover(epoch=recovery.epoch, generation=recovery.generation, units=tuple(units),
-                                      successions=tuple(successions)))
+                                      owner_changes=tuple(changes)))
 
     def ready(self, node: int, generation: int) -> m.Outgoing:
         """Take the word of *node* that it is prepared; after the last one, end the change with its commit."""
@@ -162,7 +162,7 @@ class NodeLosses:
             return []
         self.recovery, self.committed_epoch = None, recovery.epoch
         self._owed -= recovery.joined
-        return self._roster.to_all(self._generations.succeeded(recovery.units, recovery.successions))
+        return self._roster.to_all(self._generations.succeeded(recovery.units, recovery.owner_changes))
 
     def overdue(self, now: float) -> StallError | None:
         """Return what ends the job if the change has not ended in time."""

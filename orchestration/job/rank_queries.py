@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 
 from .. import messages as m
-from ..messages import LagAnswer, LagQuestion, LagReport, LagRow, RankLag, Stage, StallAnswer, Stalled, StallReport
+from ..messages import (
+    LagAnswer,
+    LagQuestion,
+    LagReport,
+    LagRow,
+    RankLag,
+    Stage,
+    StallAnswer,
+    StallQuestion,
+    StallReport,
+)
 from ..roster import Roster
 from .declarations import Declarations
 from .generations import Generations
@@ -28,7 +38,7 @@ class _StallInquiry:
     """One partition's round that is being asked about."""
 
     deadline: float
-    askers: list[Stalled]
+    askers: list[StallQuestion]
     reports: dict[int, StallReport] = field(default_factory=dict)
 
 
@@ -51,7 +61,7 @@ class StallQueries:
         self._left = left
         self._open: dict[tuple[int, int], _StallInquiry] = {}
 
-    def ask(self, now: float, question: Stalled) -> bool:
+    def ask(self, now: float, question: StallQuestion) -> bool:
         """Take *question*; tell whether the nodes have to be asked (they are not asked twice at a time)."""
         inquiry = self._open.get((question.part, question.round))
         if inquiry is not None:
@@ -81,7 +91,7 @@ class StallQueries:
         return [self.answer(asker, finding) for asker in inquiry.askers]
 
     @staticmethod
-    def answer(question: Stalled, finding: StallFinding) -> StallAnswer:
+    def answer(question: StallQuestion, finding: StallFinding) -> StallAnswer:
         """Return the answer to *question*, with what to do if it is hopeless."""
         return StallAnswer(rank=question.rank, question=question.question, stage=finding.stage,
                            hopeless=finding.hopeless, ranks=finding.ranks, nodes=finding.nodes,
@@ -253,7 +263,7 @@ class RankQueries:
         self._notices = KeyValueStore(roster, left.__contains__)
         #: By kind of message: called with the time, the sender and the message; return what is to be sent.
         self.handlers: dict[type, Callable[..., m.Outgoing]] = {
-            m.Stalled: self._stalled, m.StallReport: self._stall_report, m.LagQuestion: self._lag_question,
+            m.StallQuestion: self._stalled, m.StallReport: self._stall_report, m.LagQuestion: self._lag_question,
             m.LagReport: self._lag_report, m.Publish: self._publish, m.Withdraw: self._withdraw, m.Lookup: self._lookup,
         }
 
@@ -267,11 +277,11 @@ class RankQueries:
 
     # -- what comes in ------------------------------------------------------------------------------------
 
-    def _stalled(self, now: float, sender: bytes, message: m.Stalled) -> m.Outgoing:
+    def _stalled(self, now: float, sender: bytes, message: m.StallQuestion) -> m.Outgoing:
         if message.part >= 0:
             if not self._stalls.ask(now, message):
                 return []
-            return self._roster.to_all(m.StallAsk(part=message.part, round=message.round))
+            return self._roster.to_all(m.StallReportRequest(part=message.part, round=message.round))
         return self._answers([self._stalls.answer(message, self._why_waiting(message.name))])
 
     def _why_waiting(self, name: str) -> StallFinding:
@@ -314,7 +324,7 @@ class RankQueries:
         return self._answers(self._stalls.report(self._roster.index_of(sender), message))
 
     def _lag_question(self, now: float, sender: bytes, message: m.LagQuestion) -> m.Outgoing:
-        return self._roster.to_all(m.LagAsk(number=self._lags.ask(now, message)))
+        return self._roster.to_all(m.LagReportRequest(number=self._lags.ask(now, message)))
 
     def _lag_report(self, now: float, sender: bytes, message: m.LagReport) -> m.Outgoing:
         return self._answers(self._lags.report(self._roster.index_of(sender), message))
@@ -329,5 +339,5 @@ class RankQueries:
     def _lookup(self, now: float, sender: bytes, message: m.Lookup) -> m.Outgoing:
         return self._answers(self._notices.lookup(now, message))
 
-    def _answers(self, answers: Sequence[m.StallAnswer | m.LagAnswer | m.Found]) -> m.Outgoing:
+    def _answers(self, answers: Sequence[m.StallAnswer | m.LagAnswer | m.KeyValueReply]) -> m.Outgoing:
         return [(sender, answer) for answer in answers for sender in self._roster.senders_of([answer.rank])]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import BpsError, PeerLostError, ProtocolError
-from ..messages import Frozen, Message, NodeInfo, PartPlan, Succession, UnitPlan
+from ..messages import FreezeReport, Message, NodeInfo, OwnerChange, PartPlan, UnitPlan
 from ..placement.partition import rounds_ahead
 from ..roster import Roster
 
@@ -47,12 +47,12 @@ class EpochChange:
         self.deadline = deadline
         self.generation = 0
         self.units: Sequence[UnitPlan] = ()  # with their new owners
-        self.successions: Sequence[Succession] = ()
+        self.owner_changes: Sequence[OwnerChange] = ()
         self._survivors = frozenset(survivors)
-        self._reports: dict[int, Frozen] = {}
+        self._reports: dict[int, FreezeReport] = {}
         self._ready: set[int] = set()
 
-    def frozen(self, node: int, message: Frozen) -> bool:
+    def frozen(self, node: int, message: FreezeReport) -> bool:
         """Take the word of *node* that it has stopped; whether it was the last. Late words are ignored."""
         if message.epoch != self.epoch or self.generation:
             return False
@@ -71,11 +71,11 @@ class EpochChange:
         """The nodes that have not answered."""
         return sorted(self._survivors - (self._ready if self.generation else self._reports.keys()))
 
-    def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, Succession]
+    def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, OwnerChange]
                       ) -> list[PartitionMove]:
         """Return, of each partition of *units* that a lost node owned, what was done and who can own it.
 
-        *lent*, by partition: of the last successions those with a round that some nodes lacked.
+        *lent*, by partition: of the last changes those with a round that some nodes lacked.
 
         Raises
         ------
@@ -89,7 +89,7 @@ class EpochChange:
         return [_heir(unit, part, done, helpers, near, lent.get(part.part))
                 for unit, part, done in self._told(units, nodes, lambda unit, part: part.owner in self.lost)]
 
-    def moves_to_joined(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, Succession]
+    def moves_to_joined(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, OwnerChange]
                 ) -> list[PartitionMove]:
         """Return, of each partition of *units* that its owner can give up to who has joined, what was done.
 
@@ -138,7 +138,7 @@ def is_plain(unit: UnitPlan) -> bool:
 
 
 class PartitionMove:
-    """A partition that is to have a new owner: `candidates` for it, and all else of its `Succession`."""
+    """A partition that is to have a new owner: `candidates` for it, and all else of its `OwnerChange`."""
 
     def __init__(self, unit: UnitPlan, part: PartPlan, candidates: Sequence[int], kept_round: int, keeper: int,
                  lacking: Sequence[int], lent: bool, giver: int = -1, pushed: Sequence[int] = ()) -> None:
@@ -152,14 +152,14 @@ class PartitionMove:
         self.giver = giver
         self.pushed = tuple(pushed)
 
-    def succession(self, owner: int) -> Succession:
+    def succession(self, owner: int) -> OwnerChange:
         """Return how *owner* takes over."""
-        return Succession(part=self.part.part, owner=owner, kept_round=self.kept_round, keeper=self.keeper,
+        return OwnerChange(part=self.part.part, owner=owner, kept_round=self.kept_round, keeper=self.keeper,
                           lacking=self.lacking, lent=self.lent, giver=self.giver, pushed=self.pushed)
 
 
 class _Progress(NamedTuple):
-    """One node's word on one partition, as in `Frozen`."""
+    """One node's word on one partition, as in `FreezeReport`."""
 
     passed_on: int
     complete: int
@@ -167,7 +167,7 @@ class _Progress(NamedTuple):
 
 
 def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
-          near: Mapping[int, set[int]], before: Succession | None) -> PartitionMove:
+          near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
     """Return who can own *part*, of which *done* tells by member; *before*: what was lent when it was last inherited.
     """
     kept = next(iter(done.values())).complete
@@ -198,7 +198,7 @@ def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers
 
 
 def _gift(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
-          near: Mapping[int, set[int]], before: Succession | None) -> PartitionMove:
+          near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
     """Return who of *joined* can own *part*, which *giver* owns and lives; *done*: by member, and of *giver*; *before*:
     as in `_heir`.
     """
@@ -251,7 +251,7 @@ class JobSnapshot:
     generation: int
     next_unit: int
     units: Sequence[UnitPlan]
-    lent: Mapping[int, Succession]
+    lent: Mapping[int, OwnerChange]
     gone_from: Mapping[int, Sequence[int]]
     failed: Mapping[str, BpsError]
     n_declared: int

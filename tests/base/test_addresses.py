@@ -87,7 +87,7 @@ def test_what_the_resolver_has_said_is_the_reason_when_the_time_is_over(monkeypa
 
 _PRINTS_SOURCE = """
 import logging, sys
-from bpsfast.launch import reach
+from bpsfast.base import addresses as reach
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 print(reach.job_route_source("pod-0.example", 30.0), flush=True)
 """
@@ -115,7 +115,7 @@ def test_a_name_that_comes_late_is_waited_for(tmp_path, marks):
 
 @pytest.mark.parametrize("marks", [pytest.param("", marks=_AS_ROOT)])
 def test_a_machine_without_addresses_has_none(marks):
-    program = "from bpsfast.launch import reach\nprint(repr(reach.default_route_host()))"
+    program = "from bpsfast.base import addresses as reach\nprint(repr(reach.default_route_host()))"
     alone = subprocess.run(["unshare", "--net", sys.executable, "-c", program], capture_output=True, text=True,
                            timeout=30, check=True)
     assert alone.stdout.strip() == "''"

@@ -27,8 +27,8 @@ def pair():
         end.close()
 
 
-def told(request: int, n_counters: int = 0) -> messages.Told:
-    return messages.Told(request=request, counters={f"counter_{i}": i for i in range(n_counters)})
+def told(request: int, n_counters: int = 0) -> messages.Counters:
+    return messages.Counters(request=request, counters={f"counter_{i}": i for i in range(n_counters)})
 
 
 def test_messages_arrive_whole_and_in_order(pair):
@@ -87,13 +87,13 @@ def test_post_keeps_what_the_socket_does_not_take(pair):
 
 def test_others_may_post_while_a_send_waits_for_the_reader(pair):
     left, right = pair
-    sender = threading.Thread(target=lambda: left.send(messages.Found(
+    sender = threading.Thread(target=lambda: left.send(messages.KeyValueReply(
         rank=0, question=1, value=bytes(8 << 20)), timeout_s=20.0))
     sender.start()
     while not left.backlog:
         assert sender.is_alive()
     begin = time.monotonic()
-    left.post(messages.Found(rank=0, question=2))
+    left.post(messages.KeyValueReply(rank=0, question=2))
     assert time.monotonic() - begin < 10.0 and sender.is_alive(), "nothing of it was read yet"
     assert right.recv(20.0)[0].question == 1
     sender.join(20.0)

@@ -7,13 +7,14 @@ import sys
 
 from bpsfast.base import process_identity
 
-ASK = "from bpsfast import boot; print(boot.boot_id(), boot.network_id(), sep='\\n')"
+ASK = "from bpsfast.base import process_identity as p; print(p.boot_id(), p.network_id(), sep='\\n')"
 
 
 def test_processes_of_a_machine_agree():
     found = subprocess.run([sys.executable, "-c", ASK], check=True, capture_output=True, text=True, timeout=60).stdout
     assert found.splitlines() == [process_identity.boot_id(), process_identity.network_id()]
-    assert process_identity.network_id().startswith(process_identity.boot_id()) and process_identity.network_id() != process_identity.boot_id()
+    boot, network = process_identity.boot_id(), process_identity.network_id()
+    assert network.startswith(boot) and network != boot
 
 
 def test_where_the_kernel_does_not_tell_it_is_the_machines_name(monkeypatch, tmp_path):

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 
-from bpsfast.base.rate_limited_log import RateLimitedLog
+from bpsfast.base.logs import RateLimitedLog
 
 
 def test_one_line_a_second_and_how_many_there_were_besides(caplog):

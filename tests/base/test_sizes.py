@@ -1,7 +1,7 @@
 """Sizes as people write them."""
 import pytest
 
-from bpsfast.base.value_formats import parse
+from bpsfast.base.value_formats import parse_size
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [
@@ -9,9 +9,9 @@ from bpsfast.base.value_formats import parse
     ("4m", 4 << 20), ("1GiB", 1 << 30), ("3G", 3 << 30),
 ])
 def test_sizes(text, nbytes):
-    assert parse(text) == nbytes
+    assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "M", "4T", "-4", "4.5M", "4 M M", "0x10", "4iB", "1e6"])
 def test_what_is_no_size(text):
-    assert parse(text) is None
+    assert parse_size(text) is None

@@ -50,7 +50,7 @@ def test_rows_are_known_among_what_libraries_print(tmp_path, capfdbinary, no_lea
     (tmp_path / "sitecustomize.py").write_text("import atexit\nprint('no end of line', end=' ', flush=True)\n"
                                                "atexit.register(print, 'goodbye')")
     sizes = (4096, 8192)
-    hosts = ssh_job.Plan(hosts=(Host("localhost", 2),), ssh=Ssh(), variables={"PYTHONPATH": str(tmp_path)})
+    hosts = ssh_job.SshPlan(hosts=(Host("localhost", 2),), ssh=Ssh(), variables={"PYTHONPATH": str(tmp_path)})
     said: list[str] = []
     records = over_hosts.run(Plan(sizes, 2, ("numpy",), (), quick=True, say=said.append), hosts)
     assert [record["chosen"]["nbytes"] for record in records] == list(sizes)
@@ -63,4 +63,4 @@ def test_rows_are_known_among_what_libraries_print(tmp_path, capfdbinary, no_lea
 
 def test_one_rank_is_not_enough():
     with pytest.raises(ConfigError, match="2 or more ranks, got 1"):
-        push_pull.run({}, ssh_job.Plan(hosts=[Host("a")], ssh=Ssh()))
+        push_pull.run({}, ssh_job.SshPlan(hosts=[Host("a")], ssh=Ssh()))

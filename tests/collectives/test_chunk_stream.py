@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.collectives.chunk_stream import (
-    SMALL,
     FINGERPRINTS,
+    SMALL,
     TINY,
     WIDE_BETWEEN,
     WIDE_WITHIN,

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.collectives.island_routes import IslandRoutes, PartitionRoute, Route, routes
-from bpsfast.hardware.topology.strategy import Strategy
-from bpsfast.hardware.topology.strategy_solver import choose
+from bpsfast.hardware.topology.strategy_solver import Strategy, choose
 from tests.support.gpu_machines import dgx1, switched
 
 RANKS = {f"gpu{i}": 10 + i for i in range(8)}

@@ -83,7 +83,7 @@ def test_a_worker_that_is_lost_while_others_attach_is_not_waited_for(muster, end
         second = CoordinatorClient(settings_of(made.address, 1))
         try:
             formed = second._await_job(0, "")
-            found = rendezvous.place(_Store(second, 1), formed.rank, formed.size, second._settings,
+            found = rendezvous.role_of(_Store(second, 1), formed.rank, formed.size, second._settings,
                                      LIMIT_S)
             assert (found.rank, found.size) == (1, 2)
             made.service.ended(1, "was killed by SIGKILL")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bpsfast.base.addresses import format_address
 from bpsfast.base.settings import load_with_origins
 from bpsfast.launch import roles
 from bpsfast.launch.namespaces import Cluster
@@ -136,7 +137,7 @@ class Job:
 def _scheduler(environ: dict[str, str], cluster: Cluster, numbers: dict[str, int]) -> str:
     """Return where the scheduler of the rank with *environ* listens, as other machines reach it."""
     host, port = roles.detect(load_with_origins({}, environ)[0], environ).scheduler
-    return roles.format_address(cluster[f"m{numbers[host]}"].address if host in numbers else host, port)
+    return format_address(cluster[f"m{numbers[host]}"].address if host in numbers else host, port)
 
 
 @pytest.mark.slow

@@ -187,7 +187,7 @@ def test_variables_that_are_refused(assigned, text):
 
 def test_a_dry_run_says_what_runs_where_and_asks_nobody():
     shown: list[str] = []
-    plan = ssh_job.Plan(hosts=[Host("a", 2), Host("me@b", 1)], helpers=[Host("c", 0)],
+    plan = ssh_job.SshPlan(hosts=[Host("a", 2), Host("me@b", 1)], helpers=[Host("c", 0)],
                          ssh=Ssh(port=23, python="/opt/python", directory="/w"), variables={"LANG": "C C"})
     ssh_job.dry_run(plan, ["python", "train.py"], settings.Settings(job_key="ab" * 32), shown.append)
     heads = [line.partition(":")[0] for line in shown]
@@ -199,6 +199,6 @@ def test_a_dry_run_says_what_runs_where_and_asks_nobody():
 
 
 def test_one_address_cannot_be_that_of_several_hosts():
-    plan = ssh_job.Plan(hosts=[Host("a"), Host("b")], ssh=Ssh())
+    plan = ssh_job.SshPlan(hosts=[Host("a"), Host("b")], ssh=Ssh())
     with pytest.raises(ConfigError, match="interface"):
         ssh_job.run(plan, ["python"], settings.Settings(node_host="10.0.0.1"))

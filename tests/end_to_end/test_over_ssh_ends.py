@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.launch import remote_host
+from bpsfast.launch import remote_hosts
 from tests.support import ssh_jobs
 from tests.support.ssh_jobs import OVER_SSHD, WAIT, is_empty
 
@@ -71,7 +71,7 @@ def test_one_signal_ends_everything_everywhere(hosts, trainer, number):
     assert launcher.returncode == 128 + number, err
     assert f"got {signal.Signals(number).name}: ending all processes" in err
     assert not any(hosts.pids(name) for name in hosts.names) or is_empty(hosts, within_s=0.5)
-    assert took_s < remote_host._END_S, "SIGKILL after 1.5 s: no host is left to give up by itself"
+    assert took_s < remote_hosts._END_S, "SIGKILL after 1.5 s: no host is left to give up by itself"
 
 
 def test_a_lost_host_is_named(hosts, trainer):

@@ -31,7 +31,7 @@ def test_an_unknown_host_key(hosts, tmp_path):
 def test_a_changed_host_key(hosts, tmp_path):
     hosts.know(["gpu1", "gpu2"], keys_of=["gpu1", "cpu1"])
     text = refused(hosts, tmp_path)
-    assert "gpu2: its host key is another one than before" in text and "ssh-keygen -R gpu2" in text
+    assert "gpu2: its host key has changed" in text and "ssh-keygen -R gpu2" in text
 
 
 def test_a_refused_login(hosts, tmp_path):
@@ -95,7 +95,7 @@ def test_a_python_without_bpsfast(hosts, tmp_path):
 
 def test_another_version(hosts, tmp_path):
     older = tmp_path / "older"
-    older.write_text(f"#!/bin/sh\nexec {sys.executable} -c \"from bpsfast.launch import remote\n"
+    older.write_text(f"#!/bin/sh\nexec {sys.executable} -c \"from bpsfast.launch import remote_agent as remote\n"
                      "remote.__version__ = '0.0.9'\nremote.main()\"\n")
     older.chmod(0o755)
     text = refused(hosts, tmp_path, "--remote-python", str(older), code=1)

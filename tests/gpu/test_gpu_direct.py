@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import bpsfast  # noqa: E402
 import bpsfast.torch as bps  # noqa: E402
+from bpsfast.hardware.topology.copies import direct_pairs  # noqa: E402
 from bpsfast.hardware.topology.discovery import discover  # noqa: E402
-from bpsfast.hardware.topology.gpu_direct import possible  # noqa: E402
 from bpsfast.orchestration.errors import UnsupportedError  # noqa: E402
 from tests.support.jobs import Job  # noqa: E402
 
@@ -50,7 +50,7 @@ def sums():
 def test_sums_go_straight_over_a_card_below_the_gpus_switch():
     """Two machines of one rank each, on this one, over the card's own loopback."""
     topology = discover(None)
-    pairs = [pair for pair in possible(topology) if pair.gpu == "gpu0"]
+    pairs = [pair for pair in direct_pairs(topology) if pair.gpu == "gpu0"]
     devices = [name for pair in pairs for name in topology.part(pair.card).device.split(",")
                if os.path.exists(f"/sys/class/infiniband/{name}")]
     if not devices:

@@ -172,7 +172,7 @@ def test_two_hosts_compare_and_a_queue_pair_carries_data():
     with Listening() as listening:
         found = ask(listening.place)
         said = listening.end()
-    assert said == f"{HOSTS[1].address}: told what there is here; queue pair from rxe1/1 to rxe0/1 was tried\n"
+    assert said == f"{HOSTS[1].address}: sent the report; queue pair from rxe1/1 to rxe0/1 was tried\n"
     assert listening.process.returncode == 0
     way = f"TCP to and from {HOSTS[0].address} works; a queue pair to it carried data"
     assert found["RD14"]["status"] == "PASS" and found["RD14"]["found"].startswith(way)

@@ -159,7 +159,7 @@ def test_a_profile_is_kept_read_by_perf_and_taken_back(tmp_path):
 
     undo = subprocess.run([sys.executable, "-m", "bpsfast", "tune", "rdma", "--undo", "--profile", str(profile)],
                           capture_output=True, text=True, timeout=60, check=True)
-    assert str(profile) in undo.stdout and "put back" in undo.stdout
+    assert str(profile) in undo.stdout and "restored" in undo.stdout
     assert profile.read_text() == before and [path.name for path in tmp_path.iterdir()] == ["job.toml"]
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from bpsfast.hardware.verbs.completion_error import CompletionError, raise_failure
+from bpsfast.hardware.verbs.completions import CompletionError, raise_failure
 from tests.guest.hosts import DEVICES
 from tests.guest.peer_process import PeerProcess, missing
 from tests.guest.verbs_end import NBYTES, End, connected

@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 
-from bpsfast.hardware.verbs.completion_error import CompletionError, raise_failure
+from bpsfast.hardware.verbs.completions import CompletionError, raise_failure
 from tests.guest.hosts import DEVICES, GID_INDEX, HOSTS
 from tests.guest.spare_device import PULL_OUT, REMOVE_DRIVER, spare_device
 from tests.guest.verbs_end import End, connected, until

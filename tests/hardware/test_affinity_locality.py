@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from bpsfast.base import settings
-from bpsfast.hardware.affinity import cores, environment, locality
+from bpsfast.hardware.affinity import binding, locality, plan
 from bpsfast.hardware.affinity.locality import NicLocality
 from tests.sysfs_trees.machine import Machine
 
@@ -14,7 +14,7 @@ Machines = Callable[[str], Machine]
 
 
 def cards(machine: Machine, address: str, **values: object) -> NicLocality:
-    return locality.cards(machine.host, settings.load_with_origins(values, {})[0], address)
+    return locality.traffic_nics(machine.host, settings.load_with_origins(values, {})[0], address)
 
 
 def test_rdma_ports_count_then_the_interface_with_the_address(recorded_machine: Machines) -> None:
@@ -36,24 +36,24 @@ def test_what_stands_on_cards_has_their_nodes(recorded_machine: Machines) -> Non
             machine.write(f"sys/class/net/{name}/lower_{lower}/ifindex", "1")
     (machine.root / "sys/class/net/ens7f0/device/driver").unlink()
     assert cards(machine, "10.0.0.7") == NicLocality(("eno1", "ens7f0"), frozenset({0, 1}))
-    assert locality.named(machine.host, ["mlx5_0"]) == NicLocality(("mlx5_0",), frozenset({1}))
-    assert locality.fastest(machine.host) == NicLocality(("mlx5_0",), frozenset({1}))
-    assert locality.fastest(recorded_machine("none").host).nodes == frozenset()
+    assert locality.nics_by_name(machine.host, ["mlx5_0"]) == NicLocality(("mlx5_0",), frozenset({1}))
+    assert locality.fastest_nics(machine.host) == NicLocality(("mlx5_0",), frozenset({1}))
+    assert locality.fastest_nics(recorded_machine("none").host).nodes == frozenset()
 
 
 def test_gpus_without_a_known_node(recorded_machine: Machines) -> None:
     machine = recorded_machine("pcie_2x4")
-    assert locality.gpus(machine.host) == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert locality.gpu_numa_nodes(machine.host) == (0, 0, 0, 0, 1, 1, 1, 1)
     for place in (machine.root / "sys/devices").rglob("numa_node"):
         place.write_text("-1\n")
-    assert locality.gpus(machine.host) == (None,) * 8
+    assert locality.gpu_numa_nodes(machine.host) == (None,) * 8
 
 
 def test_cores_of_a_kernel_without_numa(recorded_machine: Machines) -> None:
     machine = recorded_machine("none").remove("sys/devices/system").allow("0-1")
-    assert cores.read(machine.host.tree) == cores.Cores({0: (frozenset({0}), frozenset({1}))}, {0: {}})
+    assert plan.read_cores(machine.host.tree) == plan.Cores({0: (frozenset({0}), frozenset({1}))}, {0: {}})
     threads = recorded_machine("infiniband").hyperthreads()
-    assert cores.read(threads.host.tree).count == 32 and cores.read(threads.host.tree, whole=False).count == 64
+    assert plan.read_cores(threads.host.tree).count == 32 and plan.read_cores(threads.host.tree, whole=False).count == 64
 
 
 @pytest.mark.parametrize(("environ", "binder"), [
@@ -62,7 +62,7 @@ def test_cores_of_a_kernel_without_numa(recorded_machine: Machines) -> None:
     ({"KMP_AFFINITY": "granularity=fine,compact,1,0"}, "KMP_AFFINITY"), ({"KMP_AFFINITY": "verbose,none"}, ""),
     ({"KMP_AFFINITY": ""}, ""), ({"OMP_NUM_THREADS": "4"}, "")])
 def test_who_binds_threads(environ: dict[str, str], binder: str) -> None:
-    assert environment.binder(environ) == binder
+    assert binding.binding_variable(environ) == binder
 
 
 @pytest.mark.parametrize(("environ", "gpu"), [
@@ -70,4 +70,4 @@ def test_who_binds_threads(environ: dict[str, str], binder: str) -> None:
     ({"CUDA_VISIBLE_DEVICES": ""}, -1), ({"CUDA_VISIBLE_DEVICES": "-1"}, -1), ({"CUDA_VISIBLE_DEVICES": "1,2"}, -1),
     ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, -1), ({"HIP_VISIBLE_DEVICES": "3"}, 3)])
 def test_the_gpu_of_local_rank_2(environ: dict[str, str], gpu: int) -> None:
-    assert environment.default_gpu(environ, 2) == gpu
+    assert binding.default_gpu(environ, 2) == gpu

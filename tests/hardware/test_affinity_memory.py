@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bpsfast.hardware import numa
-from bpsfast.hardware.affinity import memory, refusal_warning
-from bpsfast.hardware.affinity.memory import NumaMemory
+from bpsfast.hardware.affinity import binding
+from bpsfast.hardware.affinity.binding import NumaMemory
 from bpsfast.hardware.sysfs import Tree
 from bpsfast.pyx import pages
 from bpsfast.pyx.pages import Segment
@@ -36,7 +36,7 @@ def policy(address: int) -> tuple[int, int]:
 @pytest.fixture
 def untold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was refused in this process yet."""
-    monkeypatch.setattr(refusal_warning, "_told", [])
+    monkeypatch.setattr(binding, "_told", [])
 
 
 @binds
@@ -65,7 +65,7 @@ def test_where_binding_is_refused_the_segment_is_made_at_home(
         made_on.append(os.sched_getaffinity(0))
         return Segment(nbytes, **options)
 
-    monkeypatch.setattr(memory, "Segment", recording)
+    monkeypatch.setattr(binding, "Segment", recording)
     before = os.sched_getaffinity(0)
     makes = NumaMemory({_NOWHERE: frozenset({_CPU})})
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_where_that_cannot_be_either_it_is_made_anywhere(untold: None, caplog: p
 @pytest.mark.skipif(not can_refuse(), reason="system calls of this machine are not known here")
 def test_a_container_that_refuses_mbind(tmp_path: Path) -> None:
     program = f"""
-from bpsfast.hardware.affinity.memory import Homes
+from bpsfast.hardware.affinity.binding import Homes
 from tests.support.refused_calls import refuse
 refuse("mbind")
 makes = Homes({{{_NODE}: frozenset({{{_CPU}}})}})

@@ -6,9 +6,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.hardware.affinity import cores, locality
-from bpsfast.hardware.affinity.cores import Cores
-from bpsfast.hardware.affinity.plan import AffinityOptions, CpuAffinity, Rank, plan_node, plan_ranks
+from bpsfast.hardware.affinity import locality, plan
+from bpsfast.hardware.affinity.plan import AffinityOptions, Cores, CpuAffinity, Rank, plan_node, plan_ranks
 from bpsfast.orchestration.errors import ConfigError
 from tests.sysfs_trees.machine import Machine
 
@@ -44,9 +43,9 @@ def shares(machine: Cores, n: int, *beside: int | None, wishes: AffinityOptions 
 
 def test_a_cpu_machine_of_two_sockets(recorded_machine: Machines) -> None:
     machine = recorded_machine("cpu_two_socket").hyperthreads()
-    found = cores.read(machine.host.tree)
+    found = plan.read_cores(machine.host.tree)
     assert found.count == 128 and frozenset({3, 131}) in found.nodes[0]
-    cards = locality.named(machine.host, ["ens7f0"]).nodes
+    cards = locality.nics_by_name(machine.host, ["ens7f0"]).nodes
     assert plan_node(found, found.cpus, cards, 2, AffinityOptions()) == CpuAffinity(span(64, 127, 192, 255), 1)
     assert plan_ranks(found, ranks(2, found.cpus), AffinityOptions()) == (
         CpuAffinity(span(0, 63, 128, 191), 0), CpuAffinity(span(64, 127, 192, 255), 1))
@@ -57,21 +56,21 @@ def test_a_cpu_machine_of_two_sockets(recorded_machine: Machines) -> None:
 
 def test_ranks_sit_beside_their_gpus(recorded_machine: Machines) -> None:
     machine = recorded_machine("dgx1").hyperthreads()
-    found, gpus = cores.read(machine.host.tree), locality.gpus(machine.host)
+    found, gpus = plan.read_cores(machine.host.tree), locality.gpu_numa_nodes(machine.host)
     assert gpus == (0, 0, 0, 0, 1, 1, 1, 1)
     seats = plan_ranks(found, ranks(8, found.cpus, *reversed(gpus)), AffinityOptions())
     assert [seat.home for seat in seats] == [1, 1, 1, 1, 0, 0, 0, 0]
     assert seats[0].cpus == span(20, 24, 60, 64) and seats[7].cpus == span(15, 19, 55, 59)
     assert [len(seat.cpus) for seat in seats] == [10] * 8
-    only_one = plan_node(found, found.cpus, locality.named(machine.host, ["mlx5_2"]).nodes, 8, AffinityOptions())
+    only_one = plan_node(found, found.cpus, locality.nics_by_name(machine.host, ["mlx5_2"]).nodes, 8, AffinityOptions())
     assert only_one == CpuAffinity(span(20, 39, 60, 79), 1)
-    both = plan_node(found, found.cpus, locality.named(machine.host, ["mlx5_0", "mlx5_2"]).nodes, 8, AffinityOptions())
+    both = plan_node(found, found.cpus, locality.nics_by_name(machine.host, ["mlx5_0", "mlx5_2"]).nodes, 8, AffinityOptions())
     assert both == CpuAffinity(), "cards on all sockets: the node may run on all"
 
 
 def test_where_many_gpus_are_shares_are_smaller_but_not_too_small(recorded_machine: Machines) -> None:
     machine = recorded_machine("asymmetric_3_5").hyperthreads()
-    found, gpus = cores.read(machine.host.tree), locality.gpus(machine.host)
+    found, gpus = plan.read_cores(machine.host.tree), locality.gpu_numa_nodes(machine.host)
     assert gpus == (0, 0, 0, 1, 1, 1, 1, 1)
     seats = plan_ranks(found, ranks(8, found.cpus, *gpus), AffinityOptions())
     assert [seat.home for seat in seats] == list(gpus) and [len(seat.cpus) for seat in seats] == [16] * 3 + [12] * 5

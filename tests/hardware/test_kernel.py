@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from bpsfast.hardware import ethtool, ping
+from bpsfast.hardware import kernel, ping
 from bpsfast.hardware.kernel import Kernel
 from bpsfast.hardware.ping import PingResult
 
@@ -70,5 +70,5 @@ def test_the_internet_checksum() -> None:
 
 
 def test_statistics_of_an_interface_without_any_are_empty() -> None:
-    assert ethtool.statistics("no such one") == {}
-    assert all(isinstance(value, int) for value in ethtool.statistics("lo").values())
+    assert kernel.statistics("no such one") == {}
+    assert all(isinstance(value, int) for value in kernel.statistics("lo").values())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bpsfast.hardware.host import Host
-from bpsfast.hardware.nic_speed import interface_gbps, rails_gbps
+from bpsfast.hardware.rdma_route import interface_gbps, rails_gbps
 from tests.sysfs_trees.machine import Machine
 
 NET = "sys/class/net"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.hardware import numa
+from bpsfast.base.value_formats import format_cpus, is_cpu_list, parse_cpus
 from tests.sysfs_trees.machine import Machine
 
 
@@ -13,19 +13,19 @@ from tests.sysfs_trees.machine import Machine
     ("0-3,8,10-11", {0, 1, 2, 3, 8, 10, 11}), ("5", {5}), ("", set()), (" 1 , 3 \n", {1, 3}), ("x", set()),
     ("3-1", set()), ("0-99999,7", {7}), ("0-99999999999", set())])
 def test_lists_of_cores(text: str, cpus: set[int]) -> None:
-    assert numa.parse_cpus(text) == cpus
+    assert parse_cpus(text) == cpus
 
 
 @pytest.mark.parametrize(("text", "is_list"), [
     ("0-3,8", True), (" 5 ", True), ("", False), ("3-1", False), ("1,,2", False), ("1:2", False), ("-1", False),
     ("65536", False), ("1-2-3", False)])
 def test_what_is_a_list(text: str, is_list: bool) -> None:
-    assert numa.is_list(text) is is_list
+    assert is_cpu_list(text) is is_list
 
 
 @pytest.mark.parametrize("text", ["0-3,8,10-11", "5", "", "1-2"])
 def test_lists_of_cores_as_they_are_written(text: str) -> None:
-    assert numa.format_cpus(numa.parse_cpus(text)) == text
+    assert format_cpus(parse_cpus(text)) == text
 
 
 def test_nodes_with_cores_and_distances(recorded_machine: Callable[[str], Machine]) -> None:

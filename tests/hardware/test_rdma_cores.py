@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from bpsfast.hardware.affinity.device_threads import device_cores, on_cores
+from bpsfast.hardware.affinity.binding import device_cores, on_cores
 from bpsfast.hardware.host import Host
 from bpsfast.orchestration.errors import ConfigError
 from tests.sysfs_trees.machine import Machine

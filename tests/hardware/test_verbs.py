@@ -15,9 +15,9 @@ import pytest
 
 from bpsfast.base import settings
 from bpsfast.hardware.verbs import PROVIDERS, provider, pyverbs_provider
-from bpsfast.hardware.verbs.completion_error import CompletionError, raise_failure
-from bpsfast.hardware.verbs.pyverbs_provider import library
-from bpsfast.hardware.verbs.pyverbs_provider.posted_work import RECV, PostedWork, QueueCapacity, Work, WorkQueue
+from bpsfast.hardware.verbs.completions import CompletionError, raise_failure
+from bpsfast.hardware.verbs.pyverbs_provider import verbs_object
+from bpsfast.hardware.verbs.pyverbs_provider.completion_queue import RECV, PostedWork, QueueCapacity, Work, WorkQueue
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import verbs as native
 
@@ -65,8 +65,8 @@ def no_pyverbs(monkeypatch, tmp_path):
         pytest.skip(str(exc))
     for name in [name for name in sys.modules if name.split(".")[0] == "pyverbs"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(library, "SYSTEM_FOLDER", tmp_path)
+    monkeypatch.setattr(verbs_object.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(verbs_object, "SYSTEM_FOLDER", tmp_path)
     folder = tmp_path / "pyverbs"
     folder.mkdir()
     return folder

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.kernels.codecs import codec_kernels, codec_reference
-from bpsfast.kernels.codecs.flags import flags_of
-from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, frame_nbytes
+from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, flags_of, frame_nbytes
 from bpsfast.orchestration.errors import UnsupportedError
 from tests.support.codec_kernel_calls import CODECS, DECODE, DIVIDE, ENCODE, FEED, NARROW, draw_values
 

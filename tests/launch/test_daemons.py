@@ -16,15 +16,16 @@ import zmq
 
 from bpsfast.base.settings import Settings, load_with_origins
 from bpsfast.launch import daemons
-from bpsfast.launch.restarter import N_RESTARTS
+from bpsfast.launch.daemons import N_RESTARTS
 from bpsfast.launch.roles import detect
+from bpsfast.node import main
 from bpsfast.orchestration.errors import ConfigError
 
 #: A rank that starts its daemons and never attaches.
 _STARTER = """
 import sys
 from bpsfast.launch import daemons
-from bpsfast.launch.restarter import N_RESTARTS
+from bpsfast.launch.daemons import N_RESTARTS
 from bpsfast.launch.roles import detect
 from bpsfast.base.settings import load
 settings = load({"heartbeat_s": 0.1, "lease_s": 0.3, "start_timeout_s": 100})
@@ -45,7 +46,7 @@ def single():
 @pytest.mark.slow
 def test_a_single_process_gets_both_daemons_and_a_real_port(single, pidfd_of):
     assert single.failure() is None
-    assert single.place.scheduler[1] > 0
+    assert single.role.scheduler[1] > 0
     ends = [pidfd_of(process.pid) for process in (single.scheduler, single.node)]
     assert all(os.getsid(process.pid) == process.pid for process in (single.scheduler, single.node)), (
         "sessions of their own"
@@ -137,14 +138,14 @@ def test_daemons_without_what_they_need_say_what():
     with pytest.raises(ConfigError, match="BPSFAST_SCHEDULER"):
         daemons.run_scheduler(Settings(num_nodes=1))
     with pytest.raises(ConfigError, match="BPSFAST_SCHEDULER"):
-        daemons.run_node(Settings())
+        main.run_node(Settings())
 
 
 def test_a_process_that_ignores_sigterm_is_killed():
     text = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-S", "-c", text], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        daemons.end(process, grace_s=0.1)
+        daemons.terminate(process, grace_s=0.1)
         assert process.returncode == -signal.SIGKILL
 
 

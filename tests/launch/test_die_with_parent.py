@@ -6,7 +6,7 @@ import select
 import subprocess
 import sys
 
-from bpsfast.base import process_mark
+from bpsfast.base import process_identity
 from bpsfast.launch.daemons import tie_to_parent
 
 _PARENT = """
@@ -46,7 +46,7 @@ def test_it_dies_with_a_parent_that_is_killed(pidfd_of):
 
 def test_it_does_not_start_without_its_parent():
     command = tie_to_parent([sys.executable, "-c", "print('started')"])
-    command[command.index(process_mark.mark())] = "1.0.0"  # somebody else's child
+    command[command.index(process_identity.mark())] = "1.0.0"  # somebody else's child
     done = subprocess.run(command, timeout=30, check=False, capture_output=True, text=True)
     assert done.returncode == 128 + 9
     assert done.stdout == ""

@@ -9,9 +9,10 @@ import time
 
 import pytest
 
+from bpsfast.base.job_key import elastic_key
 from bpsfast.base.settings import load, parse_address
 from bpsfast.elastic.coordinator_client import CoordinatorClient
-from bpsfast.launch.elastic_service import ElasticService, End, Replace, Start, Stop, elastic_key
+from bpsfast.launch.elastic_service import ElasticService, KillWorker, ReplaceWorker, StartWorkers, StopJob
 from bpsfast.orchestration.elastic import protocol
 from bpsfast.orchestration.elastic.coordinator import ElasticRules
 from bpsfast.orchestration.elastic.protocol import (
@@ -74,7 +75,8 @@ def muster(no_leaks):
     """Return a service and its first workers, whose first job is formed, and a way to make more workers."""
     with contextlib.ExitStack() as stack:
         def start(n, **rules):
-            service = ElasticService(ElasticRules(**{"max_ranks": n, "within_s": 20.0, **rules}), range(n), KEY, "127.0.0.1")
+            chosen = ElasticRules(**{"max_ranks": n, "within_s": 20.0, **rules})
+            service = ElasticService(chosen, range(n), KEY, "127.0.0.1")
             stack.callback(service.close)
             service.start()
 
@@ -107,7 +109,7 @@ def test_a_stranger_is_not_heard(muster):
     stranger.say(Add, count=1)
     member = more(-5)
     member.say(Add, count=1)
-    assert member.hears(Added) == Added(1, "") and order(service) == Start(1)
+    assert member.hears(Added) == Added(1, "") and order(service) == StartWorkers(1)
     assert not stranger.is_connected and not stranger.heard and service.orders() == []
 
 
@@ -115,7 +117,7 @@ def test_a_lost_worker_voids_its_job_and_is_replaced_in_its_place(muster):
     service, (_, second), more = muster(2, lost_worker="wait")
     service.ended(0, "was killed by SIGKILL")
     assert second.hears(Void) == Void(1, "worker 0 was killed by SIGKILL")
-    assert order(service) == Replace(0)
+    assert order(service) == ReplaceWorker(0)
     service.started(2, instead_of=0)
     third = more(2)
     for worker in (second, third):
@@ -250,7 +252,7 @@ def test_jobs_that_fail_without_a_loss_have_an_end(muster):
             assert worker.hears(Formed).job == number
     for worker in workers:
         worker.say(Come, node="a", reason="again")
-    assert isinstance(order(service), Stop)
+    assert isinstance(order(service), StopJob)
     for worker in workers:
         assert worker.hears(Refused) == Refused("StallError", (
             "4 jobs in a row have failed, the last one number 4, though no worker was lost, and without a commit: "
@@ -260,7 +262,8 @@ def test_jobs_that_fail_without_a_loss_have_an_end(muster):
 def test_a_muster_that_says_nothing_is_named(muster, monkeypatch):
     monkeypatch.setattr(protocol, "WORD_EVERY_S", 0.2)
     service, _, _ = muster(1, max_ranks=2)
-    member = CoordinatorClient(load({"muster": service.address, "job_key": KEY.hex(), "member": 1, "start_timeout_s": 1}, {}))
+    member = CoordinatorClient(load(
+        {"muster": service.address, "job_key": KEY.hex(), "member": 1, "start_timeout_s": 1}, {}))
     try:
         heard = threading.Event()
         monkeypatch.setattr(service._muster, "decide", lambda now_s: heard.wait() and None)
@@ -275,7 +278,7 @@ def test_who_comes_after_the_muster_has_failed_hears_why(muster):
     service, (_, second), _ = muster(2, lost_worker="shrink", min_ranks=2, within_s=0.3)
     service.ended(0, "is gone")
     second.say(Come, node="a")
-    assert isinstance(order(service), Stop)
+    assert isinstance(order(service), StopJob)
     reason = "no quorum: 1 ranks have come within 0.3 s, min_ranks is 2 (rank 0 (worker 0) is gone)"
     assert second.hears(Refused) == Refused("StallError", reason)
     second.say(Come, node="a")
@@ -293,7 +296,7 @@ def test_who_is_silent_is_ended_once(muster):
     service, (first, *_), _ = muster(3, lost_worker="shrink", within_s=0.3)
     service.ended(2, "is gone")
     first.say(Come, node="a")
-    assert order(service) == End(1)
+    assert order(service) == KillWorker(1)
     assert not select.select([service], [], [], 0.5)[0], "that is ordered once"
     service.ended(1, "was killed by SIGKILL")
     assert first.hears(Formed) == Formed(2, 0, 1, "shrink")
@@ -304,7 +307,7 @@ def test_no_more_are_added_than_may_be(muster):
     asking = more(-9)
     asking.say(Add, count=4)
     assert asking.hears(Added) == Added(1, "2 workers run, and the job may have 3 (--max-ranks)")
-    assert order(service) == Start(1)
+    assert order(service) == StartWorkers(1)
     service.give_up("it has failed")
     asking.say(Add, count=1)
     assert asking.hears(Added) == Added(0, "the training has ended")

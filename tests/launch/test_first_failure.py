@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from bpsfast.base import end_reports
-from bpsfast.base.end_reports import End, Report, Reports
+from bpsfast.base.end_reports import EndTiming, Report, Reports
 from bpsfast.base.exit_codes import ABORTED
-from bpsfast.launch.first_failure import Failures
 from bpsfast.launch.processes import Command, EndReport, Kind
+from bpsfast.launch.supervisor import Failures
 
 #: Of each way to fail, with --thorough: the issue was seen in one of two runs.
 _N_THOROUGH = 100
@@ -133,16 +133,20 @@ def test_whoever_was_told_of_another_s_failure_is_not_the_cause():
     ended = {quick: Tail(), slow: Tail()}
     assert first([], ended) == (quick, True), "nothing else is known"
     assert first([EndReport(quick, "told", 0.5)], ended) == (slow, True)
-    assert first([EndReport(quick, "told", 0.5), EndReport(slow, "leaves", 0.4), EndReport(slow, "told", 0.6)], ended) == (slow, True)
-    assert first([EndReport(quick, "told", 0.5), EndReport(slow, "told", 0.4)], ended) == (quick, False), "it has not ended yet"
+    assert first([EndReport(quick, "told", 0.5), EndReport(slow, "leaves", 0.4), EndReport(slow, "told", 0.6)],
+                 ended) == (slow, True)
+    assert first([EndReport(quick, "told", 0.5), EndReport(slow, "told", 0.4)], ended) == (
+        quick, False), "it has not ended yet"
 
 
 def test_who_began_to_end_first_is_the_cause_though_it_takes_longest():
     quick, slow = Ended("rank 0", 9, 1.0), Ended("rank 1", 7, 5.0)
     ended = {quick: Tail(), slow: Tail()}
     assert first([EndReport(slow, "leaves", 0.2)], ended) == (slow, True)
-    assert first([EndReport(slow, "leaves", 0.2), EndReport(slow, "left", 0.3)], ended) == (quick, True), "the job was over"
-    assert first([EndReport(quick, "told", 0.1), EndReport(quick, "joined", 0.2)], ended) == (quick, True), "another job, since"
+    assert first([EndReport(slow, "leaves", 0.2), EndReport(slow, "left", 0.3)], ended) == (
+        quick, True), "the job was over"
+    assert first([EndReport(quick, "told", 0.1), EndReport(quick, "joined", 0.2)], ended) == (
+        quick, True), "another job, since"
 
 
 def test_a_daemon_is_the_cause_if_it_says_so_by_its_exit_code():
@@ -174,7 +178,7 @@ def test_reports_reach_the_launcher_and_nothing_else_is_one(monkeypatch):
 
 
 def test_an_end_in_the_order_of_its_reports():
-    end = End()
+    end = EndTiming()
     assert not end.follows and end.began_s(9.0) == 9.0
     for word, time_s in (("joined", 1.0), ("leaves", 2.0), ("told", 3.0)):
         end.take(word, time_s)

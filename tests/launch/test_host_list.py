@@ -130,7 +130,8 @@ def test_others_do(name):
 
 
 def test_two_names_of_this_machine_are_one_node():
-    found = host_list.with_own([Host("192.0.2.77", 3), Host("localhost", 2), Host("you@localhost"), Host("127.0.0.1", 4)])
+    found = host_list.with_own(
+        [Host("192.0.2.77", 3), Host("localhost", 2), Host("you@localhost"), Host("127.0.0.1", 4)])
     assert [(host.name, host.slots, host.is_here) for host in found] == [
         ("192.0.2.77", 3, False), ("localhost", 6, True), ("you@localhost", 1, False)]
     assert [host.is_here for host in host_list.assign(found, 5)] == [False, True]

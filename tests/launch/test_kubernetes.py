@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from bpsfast.base.settings import load_with_origins
-from bpsfast.launch.environments.kubernetes import PORT
-from bpsfast.launch.roles import ProcessRole, detect, scheduler_port
+from bpsfast.launch.environments import POD_PORT as PORT
+from bpsfast.launch.process_role import ProcessRole, scheduler_port
+from bpsfast.launch.roles import detect
 from bpsfast.orchestration.errors import ConfigError
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "kubernetes"

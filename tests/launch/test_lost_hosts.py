@@ -83,7 +83,7 @@ def test_a_helper_s_host_is_lost(restarts, code, kills_first, tmp_path, no_leaks
 
         thread = threading.Thread(target=trouble)
         thread.start()
-        found = Supervisor([a_rank(path, code), helper], limits=_LIMITS, output=output, places=fleet.hosts,
+        found = Supervisor([a_rank(path, code), helper], limits=_LIMITS, output=output, hosts=fleet.hosts,
                            restarts=restarts).run()
         thread.join()
     said = err.getvalue().decode()
@@ -100,7 +100,7 @@ def test_a_helper_s_host_is_lost(restarts, code, kills_first, tmp_path, no_leaks
 def test_a_host_that_is_switched_off_is_the_cause(tmp_path, no_leaks):
     """Its rank is missed long before ssh tells that the host is lost: another one's end is no cause meanwhile."""
     path = gate(tmp_path)
-    told = "from bpsfast.launch import end_reports; end_reports.report('joined'); end_reports.report('told')"
+    told = "from bpsfast.base import end_reports; end_reports.report('joined'); end_reports.report('told')"
     follower = Command("rank 0", Kind.RANK, (
         sys.executable, "-c", f"{told}; open({path!r}).read(); raise SystemExit(1)"), dict(os.environ))
     lost = Command("rank 1", Kind.RANK, (
@@ -123,7 +123,7 @@ def test_a_host_that_is_switched_off_is_the_cause(tmp_path, no_leaks):
 
         thread = threading.Thread(target=trouble)
         thread.start()
-        code = Supervisor([follower, lost], limits=Limits(job_s=100.0), output=output, places=fleet.hosts).run()
+        code = Supervisor([follower, lost], limits=Limits(job_s=100.0), output=output, hosts=fleet.hosts).run()
         thread.join()
     said = err.getvalue().decode()
     assert code == LOST_HOST, said
@@ -184,7 +184,7 @@ def supervise(commands, places, **options) -> tuple[int, str]:
     """Run *commands*; return exit code and error output."""
     err = io.BytesIO()
     with contextlib.closing(Output(io.BytesIO(), err)) as output:
-        code = Supervisor(commands, limits=_LIMITS, output=output, places=places, **options).run()
+        code = Supervisor(commands, limits=_LIMITS, output=output, hosts=places, **options).run()
     return code, err.getvalue().decode()
 
 

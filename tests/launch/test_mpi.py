@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from bpsfast.base.settings import load_with_origins
-from bpsfast.launch.roles import ProcessRole, detect, scheduler_port
+from bpsfast.launch.process_role import ProcessRole, scheduler_port
+from bpsfast.launch.roles import detect
 from bpsfast.orchestration.errors import ConfigError
 
 NAMES = {
@@ -70,7 +71,7 @@ print(os.getpid())
 """
 _RANK = """
 import os, signal, sys
-from bpsfast.launch.environments import mpi
+from bpsfast.launch import environments as mpi
 look, script = mpi._has_variable, os.getppid()
 
 def after_the_end(pid, name):
@@ -80,7 +81,7 @@ def after_the_end(pid, name):
     return look(pid, name)
 
 mpi._has_variable = after_the_end
-print(mpi._starter(sys.argv[1], "mpirun").split("|")[0], flush=True)
+print(mpi._launcher_process(sys.argv[1], "mpirun").split("|")[0], flush=True)
 """
 
 

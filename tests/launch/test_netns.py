@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.base import process_mark
+from bpsfast.base import process_identity
 from bpsfast.launch.namespaces import Cluster, netns
 from bpsfast.orchestration.errors import ConfigError
 
@@ -100,7 +100,7 @@ def test_what_a_killed_owner_left_is_removed_and_what_lives_is_kept():
 @root
 @pytest.mark.root
 def test_a_process_number_used_again_is_not_its_former_owner():
-    name = f"bpsfast.{os.getpid()}.1.{process_mark.place()}.0.test"  # started at tick 1: not this process
+    name = f"bpsfast.{os.getpid()}.1.{process_identity.pid_namespace_id()}.0.test"  # started at tick 1
     netns.ip("netns", "add", name)
     netns.remove_stale()
     assert name not in names()

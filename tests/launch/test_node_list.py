@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.launch.environments.node_list import expand, tasks_per_node
+from bpsfast.launch.slurm import expand_nodes, tasks_per_node
 
 
 @pytest.mark.parametrize(("text", "names"), [
@@ -19,7 +19,7 @@ from bpsfast.launch.environments.node_list import expand, tasks_per_node
     ("10.77.0.[1-2]", ["10.77.0.1", "10.77.0.2"]),
 ])
 def test_lists(text, names):
-    assert expand(text) == names
+    assert expand_nodes(text) == names
 
 
 @pytest.mark.parametrize(("text", "reason"), [
@@ -40,7 +40,7 @@ def test_lists(text, names):
 ])
 def test_what_is_no_list_is_said(text, reason):
     with pytest.raises(ValueError, match=reason):
-        expand(text)
+        expand_nodes(text)
 
 
 _LETTERS = st.text("abz-.x0", min_size=1, max_size=3)
@@ -70,13 +70,13 @@ def test_any_list_is_what_counting_out_gives(items):
             found = [name + number for name in found for number in numbers]
         text.append(item)
         names += found
-    assert expand(",".join(text)) == names
+    assert expand_nodes(",".join(text)) == names
 
 
 @given(st.text("ab[]-,019", max_size=12))
 def test_any_text_is_a_list_or_an_error(text):
     try:
-        names = expand(text)
+        names = expand_nodes(text)
     except ValueError as exc:
         assert str(exc)
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.base import process_mark
+from bpsfast.base import process_identity
 
 _LAUNCHER = """
 import os, signal, sys
@@ -53,7 +53,7 @@ def rank_of(launcher: subprocess.Popen) -> tuple[int, int]:
 def guardian_of(launcher: int) -> int:
     """Return the guardian of a launcher."""
     for name in os.listdir("/proc"):
-        if name.isdecimal() and (fields := process_mark.stat(int(name))) and fields[1] == str(launcher):
+        if name.isdecimal() and (fields := process_identity.stat(int(name))) and fields[1] == str(launcher):
             if b"orphan_reaper.py" in Path(f"/proc/{name}/cmdline").read_bytes():
                 return int(name)
     raise AssertionError("it has none")
@@ -103,8 +103,8 @@ def test_what_a_good_job_leaves_in_a_session_of_its_own_stays(pidfd_of):
         (daemon, _), (left, _) = rank_of(launcher), rank_of(launcher)
         assert launcher.wait(_WITHIN_S) == 0
         try:
-            assert process_mark.start_time(left) == "gone"
-            assert process_mark.start_time(daemon) != "gone"
+            assert process_identity.start_time(left) == "gone"
+            assert process_identity.start_time(daemon) != "gone"
         finally:
             os.kill(daemon, signal.SIGKILL)
 
@@ -124,7 +124,7 @@ def test_an_agent_that_is_killed_leaves_nothing(pidfd_of):
     with started(sys.executable, "-m", "bpsfast", "run", "-H", "localhost", "--", *_WRAPPERS["shell"]) as launcher:
         number, shell = rank_of(launcher)
         rank = pidfd_of(number)
-        agent = int(process_mark.stat(shell)[1])
+        agent = int(process_identity.stat(shell)[1])
         assert agent != launcher.pid
         os.kill(agent, signal.SIGKILL)
         assert has_ended(rank)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from bpsfast.launch.output_stream import OutputStream, is_one
+from bpsfast.launch.output import OutputStream, is_one
 
 
 @pytest.fixture

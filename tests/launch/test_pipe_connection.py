@@ -8,8 +8,7 @@ import os
 import pytest
 from hypothesis import given, strategies as st
 
-from bpsfast.launch.pipe_connection import MARK, PipeConnection
-from bpsfast.launch.remote_protocol import Alive, Ended, FromAgent, Here, Said
+from bpsfast.launch.remote_protocol import MARK, Alive, Ended, FromAgent, Here, PipeConnection, Said
 from bpsfast.orchestration.errors import ProtocolError
 
 _MESSAGES = [Here(1, "0.1.0", "3.11", ["10.0.0.1"]), Said(3, True, b"\x00\xff" * 50), Ended(3, -9), Alive()]

@@ -13,7 +13,6 @@ import pytest
 
 from bpsfast import __version__
 from bpsfast.launch import remote_agent
-from bpsfast.launch.pipe_connection import PipeConnection
 from bpsfast.launch.remote_protocol import (
     Alive,
     Ended,
@@ -21,6 +20,7 @@ from bpsfast.launch.remote_protocol import (
     Here,
     Listen,
     Listening,
+    PipeConnection,
     Prepare,
     Reach,
     Reached,
@@ -163,7 +163,7 @@ def test_what_cannot_be_started_at_all_has_ended(launcher):
 def test_whatever_runs_ends_when_the_launcher(how, pidfd_of):
     program = None
     if how == "is silent":
-        program = "from bpsfast.launch import remote\nremote.SILENCE_S = 1.0\nremote.main()"
+        program = "from bpsfast.launch import remote_agent as remote\nremote.SILENCE_S = 1.0\nremote.main()"
     launcher = Launcher(program)
     launcher.start(0, _STUBBORN)
     launcher.start(1, _STUBBORN)

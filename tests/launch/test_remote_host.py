@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from bpsfast.launch import remote_host
+from bpsfast.launch import remote_hosts
 from bpsfast.launch.host_list import Host
 from bpsfast.launch.output import Output
 from bpsfast.launch.processes import Command, Kind
@@ -83,12 +83,12 @@ def test_an_agent_that_is_killed(owner):
     owner.until(lambda: process.code is not None)
     assert process.code == 255
     assert process.end_in_words() == (
-        "was lost with its host localhost (localhost: its agent was killed by SIGKILL: nothing was said)")
+        "was lost with its host localhost (localhost: its agent was killed by SIGKILL: no output)")
     process.signal_all(signal.SIGTERM)  # of no use, and no error
 
 
 def test_an_agent_that_says_nothing(owner, monkeypatch):
-    monkeypatch.setattr(remote_host, "SILENCE_S", 1.0)
+    monkeypatch.setattr(remote_hosts, "SILENCE_S", 1.0)
     process = owner.start("import os, time; print(os.getppid()); time.sleep(600)")
     owner.until(owner.out.getvalue)
     agent = int(owner.out.getvalue().split()[-1])
@@ -101,7 +101,7 @@ def test_an_agent_that_says_nothing(owner, monkeypatch):
 def test_who_was_not_listening_does_not_blame_the_host(owner, monkeypatch):
     process = owner.start("import time; print('up'); time.sleep(600)")
     owner.until(owner.out.getvalue)
-    monkeypatch.setattr(remote_host, "SILENCE_S", 0.0)
+    monkeypatch.setattr(remote_hosts, "SILENCE_S", 0.0)
     process.signal_all(signal.SIGKILL)
     assert selectors_ready(owner.host.line.source)
     owner.host.tick(time.monotonic())

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from bpsfast.launch import remote_host, remote_hosts as fleets
+from bpsfast.launch import remote_hosts, remote_hosts as fleets
 from bpsfast.launch.host_list import Host
 from bpsfast.launch.output import Output
 from bpsfast.launch.remote_hosts import RemoteHosts
@@ -61,7 +61,7 @@ def test_a_name_for_the_scheduler_that_its_host_cannot_look_up_is_refused_at_onc
 
 def test_what_hosts_wait_for_ends(script, monkeypatch, no_leaks):
     monkeypatch.setattr(fleets, "AGENT_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(remote_host, "_END_S", 60.0)
+    monkeypatch.setattr(remote_hosts, "_END_S", 60.0)
     with RemoteHosts([_HERE], Ssh(python=script("echo What is your name?; exec sleep 600")), Output()) as fleet:
         assert select.select([fleet.hosts[0].line.source], [], [], 20.0)[0], "it has asked"
         with pytest.raises(StallError, match=r"within 0\.5 s; it printed b'What is your name\?.*login script"):
@@ -88,9 +88,9 @@ def test_a_folder_is_entered_on_all_or_none(no_leaks):
 def test_an_agent_that_goes_silent_later(script, monkeypatch, no_leaks):
     monkeypatch.setattr(fleets, "_ANSWER_TIMEOUT_S", 0.5)
     program = ("import time; from bpsfast import __version__ as v\n"
-               "from bpsfast.launch import line, remote_messages as m\n"
+               "from bpsfast.launch import remote_protocol as m\n"
                "a = line.Line(0, 1, m.FromLauncher, False); a.mark(); a.send(m.Here(m.VERSION, v)); time.sleep(600)")
-    monkeypatch.setattr(remote_host, "_END_S", 0.5)
+    monkeypatch.setattr(remote_hosts, "_END_S", 0.5)
     silent = script(f"exec {sys.executable} -c '{program}'")
     with RemoteHosts([_HERE], Ssh(python=silent), Output()) as fleet, \
             pytest.raises(StallError, match=r"localhost: its agent has not answered within 0\.5 s"):
@@ -102,7 +102,7 @@ def test_a_launcher_that_waits_for_a_terminal_shows_life(script, monkeypatch, no
     path = tmp_path / "fifo"
     os.mkfifo(path)
     program = ("from bpsfast import __version__ as v\n"
-               "from bpsfast.launch import line, remote_messages as m\n"
+               "from bpsfast.launch import remote_protocol as m\n"
                "import os\n"
                "a = line.Line(os.dup(0), 1, m.FromLauncher, False); a.mark(); a.send(m.Here(m.VERSION, v))\n"
                "os.set_blocking(a.source, True)\n"

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from bpsfast.base.job_key import machine_secret
+from bpsfast.base.job_key import job_key, machine_secret
 from bpsfast.base.settings import load_with_origins
 from bpsfast.launch import rendezvous
 from bpsfast.launch.namespaces import Cluster
-from bpsfast.launch.roles import ProcessRole, job_key
+from bpsfast.launch.process_role import ProcessRole
 from bpsfast.orchestration.errors import BpsError, ConfigError, MismatchError, StallError
 from tests.support.directory_store import DirectoryStore
 
@@ -26,7 +26,7 @@ KEY = "ab" * 32
 
 def place(store: Any, rank: int, size: int, timeout_s: float = 20.0, environ: Mapping[str, str] | None = None,
           settings: Mapping[str, Any] | None = None) -> ProcessRole:
-    return rendezvous.place(store, rank, size, load_with_origins(settings, {})[0], timeout_s, environ or {})
+    return rendezvous.role_of(store, rank, size, load_with_origins(settings, {})[0], timeout_s, environ or {})
 
 
 def places(folder: Path, settings: list[dict[str, Any]], timeout_s: float = 20.0) -> list[Any]:

@@ -6,15 +6,14 @@ import time
 
 import pytest
 
-from bpsfast.launch.daemons import describe_exit
-from bpsfast.launch.restarter import N_RESTARTS, Restarter
+from bpsfast.launch.daemons import N_RESTARTS, Restarter
 
 LIMIT_S = 20.0
 
 
 @pytest.fixture
 def keep():
-    """keep(*argv) -> (keeper, the list of all processes that it has started)."""
+    """keep(*argv) -> (restarter, the list of all processes that it has started)."""
     kept = []
 
     def make(*argv):
@@ -24,12 +23,12 @@ def keep():
             started.append(subprocess.Popen(argv))
             return started[-1]
 
-        kept.append((Restarter("thing", start, describe_exit), started))
+        kept.append((Restarter("thing", start), started))
         return kept[-1]
 
     yield make
-    for keeper, started in kept:
-        keeper.stop()
+    for restarter, started in kept:
+        restarter.stop()
         for process in started:
             process.kill()
             process.wait()
@@ -43,30 +42,30 @@ def until(condition):
 
 
 def test_what_a_signal_ends_is_started_again_so_many_times(keep, caplog, no_leaks):
-    keeper, started = keep("sleep", "600")
+    restarter, started = keep("sleep", "600")
     for n in range(1, N_RESTARTS + 1):
-        assert keeper.process is started[n - 1] and keeper.returns
-        keeper.process.kill()
-        until(lambda n=n: keeper.process is not started[n - 1])
-    assert not keeper.returns
-    keeper.process.kill()
-    keeper._thread.join(LIMIT_S)
-    assert len(started) == N_RESTARTS + 1 and keeper.process.wait() == -9
+        assert restarter.process is started[n - 1] and restarter.will_restart
+        restarter.process.kill()
+        until(lambda n=n: restarter.process is not started[n - 1])
+    assert not restarter.will_restart
+    restarter.process.kill()
+    restarter._thread.join(LIMIT_S)
+    assert len(started) == N_RESTARTS + 1 and restarter.process.wait() == -9
     assert f"was killed by SIGKILL: it is started again ({N_RESTARTS} of {N_RESTARTS} times)" in caplog.text
-    keeper.stop()
+    restarter.stop()
 
 
 def test_what_exits_is_not_started_again(keep):
-    keeper, started = keep("false")
-    keeper._thread.join(LIMIT_S)
-    assert not keeper._thread.is_alive() and len(started) == 1 and keeper.process.poll() == 1
+    restarter, started = keep("false")
+    restarter._thread.join(LIMIT_S)
+    assert not restarter._thread.is_alive() and len(started) == 1 and restarter.process.poll() == 1
 
 
 def test_what_is_no_longer_kept_stays_ended(keep):
-    keeper, started = keep("sleep", "600")
-    keeper.stop()
-    keeper.stop()
-    assert not keeper.returns and keeper.process.poll() is None
-    keeper.process.kill()
-    keeper.process.wait()
+    restarter, started = keep("sleep", "600")
+    restarter.stop()
+    restarter.stop()
+    assert not restarter.will_restart and restarter.process.poll() is None
+    restarter.process.kill()
+    restarter.process.wait()
     assert len(started) == 1

@@ -1,11 +1,14 @@
-"""Who a process is: one test for each row of the table in docs/design/launch.md, and every half or double set of variables."""
+"""Roles of processes: each row of the table in docs/design/launch.md, and every incomplete or double set of variables."""
 
 from __future__ import annotations
 
 import pytest
 
+from bpsfast.base.addresses import format_address, is_loopback
+from bpsfast.base.job_key import job_key
 from bpsfast.base.settings import load_with_origins, parse_address
-from bpsfast.launch.roles import ProcessRole, detect, format_address, is_loopback, job_key, scheduler_port
+from bpsfast.launch.process_role import ProcessRole, scheduler_port
+from bpsfast.launch.roles import detect
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ConfigError
 

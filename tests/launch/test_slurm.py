@@ -4,7 +4,8 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.base.settings import load_with_origins
-from bpsfast.launch.roles import ProcessRole, detect
+from bpsfast.launch.process_role import ProcessRole
+from bpsfast.launch.roles import detect
 from bpsfast.orchestration.errors import ConfigError
 
 JOB = {"SLURM_JOB_ID": "100", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2,1(x2)"}

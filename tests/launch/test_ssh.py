@@ -64,7 +64,7 @@ def test_without_ssh_its_package_is_named(monkeypatch, tmp_path):
     ("/opt/python: No module named bpsfast", ConfigError, "not installed for /opt/python"),
     ("Usage: python -m bpsfast\nError: No such command 'agent'.", MismatchError, "older than"),
     ("something else\n", PeerLostError, r"exit code 255\): something else"),
-    ("", PeerLostError, "nothing was said"),
+    ("", PeerLostError, "no output"),
 ])
 def test_what_a_complaint_means(said, kind, words):
     error = Ssh(python="/opt/python").explain(Host("gpu1"), 255, said.splitlines())

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from bpsfast.base import process_mark
+from bpsfast.base import process_identity
 from bpsfast.cli import cli
 from bpsfast.launch import stale_resources
 from bpsfast.launch.namespaces import netns
@@ -23,7 +23,7 @@ from tests.support.terminal import on_terminal
 
 _BENCH = """
 import sys, tempfile
-from bpsfast.base.process_mark import folder_prefix
+from bpsfast.base.process_identity import folder_prefix
 folder = tempfile.TemporaryDirectory(prefix=folder_prefix("bench"))
 open(folder.name + "/x", "w").write("12345")
 print(folder.name, flush=True)
@@ -98,7 +98,7 @@ def test_what_a_killed_launcher_left_is_ended_and_a_daemon_of_the_user_s_is_not(
         removed = told("--yes")
         assert removed[str(left)]["removed"] is removed[str(stubborn)]["removed"] is True
         assert all(select.select([end], [], [], 0.0)[0] for end in ends)
-        assert process_mark.start_time(daemon) != "gone"
+        assert process_identity.start_time(daemon) != "gone"
         assert not names & told().keys()
     finally:
         os.kill(daemon, signal.SIGKILL)
@@ -157,8 +157,8 @@ def test_namespaces_of_the_dead_go(running: Callable[..., subprocess.Popen], mon
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: 1000)
         one = min(left)
-        assert dict(stale_resources.remove([stale_resources.StaleResource("namespace", one, cluster.pid, "")])).popitem()[1] == (
-            "it needs root")
+        resource = stale_resources.StaleResource("namespace", one, cluster.pid, "")
+        assert dict(stale_resources.remove([resource])).popitem()[1] == "it needs root"
     invoke("--yes")
     assert not any(Path("/run/netns", name).exists() for name in left)  # whoever has removed them
     assert not left & set(netns.stale())
@@ -170,8 +170,8 @@ def test_wrong_arguments() -> None:
 
 
 def test_a_mark_of_elsewhere_or_none_is_nobody_dead() -> None:
-    pid, start, place = process_mark.mark().split(".")
-    assert place == process_mark.place() and not process_mark.is_dead(process_mark.mark())
-    assert process_mark.is_dead(f"{pid}.1.{place}")
+    pid, start, place = process_identity.mark().split(".")
+    assert place == process_identity.pid_namespace_id() and not process_identity.is_dead(process_identity.mark())
+    assert process_identity.is_dead(f"{pid}.1.{place}")
     for mark in ("", "x", f"{pid}.1", f"{pid}.1.00000000", f"{pid}.{start}.00000000", f"{pid}.x.{place}"):
-        assert not process_mark.is_dead(mark), mark
+        assert not process_identity.is_dead(mark), mark

@@ -39,7 +39,8 @@ class Ranks:
     def start(self, scenario: str, rank: int, size: int, kind: str = "directory", machine: Machine | None = None,
               **variables: str) -> subprocess.Popen:
         """Start one rank."""
-        command = [sys.executable, "-m", "tests.support.store_rank", str(self._folder), str(rank), str(size), kind, scenario]
+        command = [sys.executable, "-m", "tests.support.store_rank", str(self._folder), str(rank), str(size), kind,
+                   scenario]
         environ = {"PATH": os.environ["PATH"], "BPSFAST_START_TIMEOUT_S": "40", "BPSFAST_TIMEOUT_S": "40",
                    "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT), **self.environ, **variables}
         if machine is not None:

@@ -178,7 +178,7 @@ def test_a_reader_that_stops_holds_up_no_signal(together, text, is_too_much, no_
         if not together:
             said = launcher.stderr.read()
             assert b"got SIGTERM" in said
-            assert b" bytes of output are left out" in said or not is_too_much
+            assert b" bytes of output are dropped" in said or not is_too_much
 
 
 def test_a_failure_ends_the_others_and_its_reason_comes_last():

@@ -5,9 +5,8 @@ import types
 
 import pytest
 
-from bpsfast.launch.elastic_service import Replace, Start
+from bpsfast.launch.elastic_service import ReplaceWorker, StartWorkers, WorkerPool, member_of, worker
 from bpsfast.launch.processes import Command, Kind
-from bpsfast.launch.worker_pool import WorkerPool, member_of, worker
 
 
 class Heard:
@@ -60,7 +59,7 @@ def test_who_is_killed_after_the_training_has_failed():
 @pytest.mark.parametrize("code", [-9, -15, 1])
 def test_who_had_no_part_in_the_last_job_fails_nothing_after_it(code):
     crew, _, facts = crew_of("ab")
-    (command,) = crew.commands(Start(1))
+    (command,) = crew.commands(StartWorkers(1))
     late = ended(command, code)
     assert not crew.is_superfluous(late)
     crew._service.is_over = True
@@ -71,21 +70,21 @@ def test_who_had_no_part_in_the_last_job_fails_nothing_after_it(code):
 @pytest.mark.parametrize(("code", "fact"), [(-9, "ended"), (1, "give_up")])
 def test_who_has_yet_to_come_is_as_any_other_before_the_end(code, fact):
     crew, _, facts = crew_of("ab")
-    (command,) = crew.commands(Start(1))
+    (command,) = crew.commands(StartWorkers(1))
     assert crew.has_ended(ended(command, code)) is (code < 0) and facts[-1][0] == fact
 
 
 def test_a_lost_workers_node_gets_another_one():
     crew, commands, facts = crew_of("aab")
     crew.has_ended(ended(commands[1], -9))
-    (command,) = crew.commands(Replace(1))
+    (command,) = crew.commands(ReplaceWorker(1))
     assert (command.name, command.environ["BPSFAST_NODE_ID"], facts[-1]) == ("worker 3", "a", ("started", 3, 1))
-    (again,) = crew.commands(Replace(3))
+    (again,) = crew.commands(ReplaceWorker(3))
     assert (again.name, again.environ["BPSFAST_NODE_ID"], facts[-1]) == ("worker 4", "a", ("started", 4, 3))
 
 
 def test_more_workers_are_started_where_fewest_are():
     crew, _, facts = crew_of("aab")
-    found = crew.commands(Start(3))
+    found = crew.commands(StartWorkers(3))
     assert [command.environ["BPSFAST_NODE_ID"] for command in found] == ["b", "a", "b"]
     assert facts == [("started", 3), ("started", 4), ("started", 5)]

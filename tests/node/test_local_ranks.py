@@ -64,7 +64,7 @@ def test_a_rank_that_dies_is_reported(rank, told_in_between):
     process.kill()
     os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOWAIT)
     if told_in_between:  # the loop was busy: it hears of others before it looks at the pidfd
-        home.departed(messages.Departed(rank=3))
+        home.departed(messages.FirstRankLeft(rank=3))
         assert rank.dead
     deadline = time.monotonic() + 20
     while not node.failures:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.hardware import numa
+from bpsfast.base.value_formats import parse_cpus
 
 _NODE = str(Path(__file__).parents[1] / "support" / "recorded_node.py")
 _CPUS = sorted(os.sched_getaffinity(0))
@@ -48,7 +48,7 @@ def threads_of(pid: int) -> set[frozenset[int]]:
     """What the kernel says each thread is kept to."""
     texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
     assert len(texts) > 1
-    return {numa.parse_cpus(re.search(r"Cpus_allowed_list:\s*(.*)", text)[1]) for text in texts}
+    return {parse_cpus(re.search(r"Cpus_allowed_list:\s*(.*)", text)[1]) for text in texts}
 
 
 def sum_and_tell():

@@ -8,7 +8,7 @@ import pytest
 from bpsfast.node.recovery import Recovery
 from bpsfast.node.transport import Epochs
 from bpsfast.orchestration.errors import CapacityError, ProtocolError
-from bpsfast.orchestration.messages import Freeze, Frozen, PrepareFailed, Recover
+from bpsfast.orchestration.messages import Freeze, FreezeReport, PrepareFailed, Recover
 
 
 @pytest.fixture
@@ -34,15 +34,15 @@ def recovery(told):
 
 def test_who_cannot_prepare_for_new_owners_says_what_it_can_own(recovery, told):
     recovery.freeze(Freeze(epoch=2, lost=(), joined=(3,), reason="node 3 has come"))
-    recovery.prepare(Recover(epoch=2, generation=9, units=(), successions=()))
+    recovery.prepare(Recover(epoch=2, generation=9, units=(), owner_changes=()))
     frozen, failed = told
-    assert isinstance(frozen, Frozen) and frozen.epoch == 2
+    assert isinstance(frozen, FreezeReport) and frozen.epoch == 2
     assert failed == PrepareFailed(generation=9, reason="no room for slots", ownable_nbytes=12345, room_nbytes=777)
 
 
 def test_nothing_is_prepared_for_an_epoch_that_was_not_frozen_for(recovery, told):
     with pytest.raises(ProtocolError, match="recovers in epoch 2, for which this node is not frozen"):
-        recovery.prepare(Recover(epoch=2, generation=9, units=(), successions=()))
+        recovery.prepare(Recover(epoch=2, generation=9, units=(), owner_changes=()))
     assert told == []
 
 
@@ -57,4 +57,4 @@ def test_a_node_that_is_still_connecting_parts_at_once_and_freezes_when_it_is_co
     recovery._vertex.connected = True
     recovery.connected()
     recovery.connected()
-    assert [each for each in told if isinstance(each, Frozen)] == [Frozen(epoch=3, progress=(), near=())]
+    assert [each for each in told if isinstance(each, FreezeReport)] == [FreezeReport(epoch=3, progress=(), near=())]

@@ -12,7 +12,7 @@ from bpsfast.base.settings import Settings
 from bpsfast.node.runtime import NodeRuntime
 from bpsfast.node.transport.tcp import TcpLink
 from bpsfast.orchestration.errors import StallError
-from bpsfast.orchestration.messages import Recover, Succession
+from bpsfast.orchestration.messages import OwnerChange, Recover
 from bpsfast.pyx.port import DONE
 from tests.support.two_nodes import End, connect, declare, order_of
 
@@ -33,8 +33,8 @@ def move(ends, plan, part, to, round_):
     units = tuple(msgspec.structs.replace(unit, parts=tuple(msgspec.structs.replace(each, owner=to)
                                                             for each in unit.parts))
                   for unit in plan.units if unit.parts[0].part == part)
-    recover = Recover(epoch=2, generation=plan.generation + 1, units=units, successions=(
-        Succession(part=part, owner=to, kept_round=round_, giver=1 - to),))
+    recover = Recover(epoch=2, generation=plan.generation + 1, units=units, owner_changes=(
+        OwnerChange(part=part, owner=to, kept_round=round_, giver=1 - to),))
     for end in ends:
         end.vertex.freeze("a test")
     prepared = [end.vertex.plan_installer.prepare_owner_change(recover) for end in ends]

@@ -8,7 +8,7 @@ import pytest
 
 from bpsfast.base.settings import Settings
 from bpsfast.node import owner_changes as module
-from bpsfast.orchestration.messages import Recover, Succession
+from bpsfast.orchestration.messages import OwnerChange, Recover
 from bpsfast.pyx.port import DONE
 from tests.support.two_nodes import End, connect, declare, order_of
 
@@ -36,7 +36,7 @@ def ends():
 def prepare(end, *successions):
     end.vertex.freeze("a test")
     generation, found = end.vertex.plan_installer.prepare_owner_change(
-        Recover(epoch=2, generation=end.plan.generation + 1, units=end.plan.units, successions=successions))
+        Recover(epoch=2, generation=end.plan.generation + 1, units=end.plan.units, owner_changes=successions))
     return generation, found
 
 
@@ -48,7 +48,7 @@ def until(is_so):
 
 def test_inputs_that_are_under_way_to_who_gives_up_are_named_until_they_have_come(ends, monkeypatch):
     giver, member = ends
-    _, found = prepare(giver, *(Succession(part=part, owner=0, kept_round=1, giver=0, pushed=(1,)) for part in (0, 1)))
+    _, found = prepare(giver, *(OwnerChange(part=part, owner=0, kept_round=1, giver=0, pushed=(1,)) for part in (0, 1)))
     assert found.given_up == {0, 1} and not found.arrived
     assert found.missing == "round 2 of partition 0 of 't0' from node 1, round 2 of partition 1 of 't1' from node 1"
     monkeypatch.setattr(module, "_N_NAMED", 1)
@@ -63,7 +63,7 @@ def test_inputs_that_are_under_way_to_who_gives_up_are_named_until_they_have_com
 def test_what_the_engine_was_not_told_of_has_not_arrived(ends):
     """The bytes are in place, and the thread that has received them is about to say so."""
     giver, member = ends
-    succession = Succession(part=0, owner=0, kept_round=1, giver=0, pushed=(1,))
+    succession = OwnerChange(part=0, owner=0, kept_round=1, giver=0, pushed=(1,))
     _, found = prepare(giver, succession)
     link = found._wire(1)
     found._wire = lambda node: SimpleNamespace(next_round=lambda part: 3)
@@ -74,5 +74,5 @@ def test_what_the_engine_was_not_told_of_has_not_arrived(ends):
 
 
 def test_of_a_lost_owner_nothing_is_given_up_nor_awaited(ends):
-    _, found = prepare(ends[1], Succession(part=0, owner=0, kept_round=1))
+    _, found = prepare(ends[1], OwnerChange(part=0, owner=0, kept_round=1))
     assert found.given_up == set() and found.arrived

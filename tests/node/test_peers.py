@@ -12,7 +12,7 @@ from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.peers import Peers
 from bpsfast.node.transport import Epochs
 from bpsfast.orchestration.errors import CapacityError, PeerLostError
-from bpsfast.orchestration.messages import NodeInfo, NotComing, Welcome
+from bpsfast.orchestration.messages import NewcomerGone, NodeInfo, Welcome
 
 #: Source ids, and what is behind them.
 HELPER, RANK = 3, 4
@@ -165,7 +165,7 @@ def test_who_was_to_come_and_does_not_ends_nothing(side, grace, is_lost_first):
         peer_shutdowns=SimpleNamespace(said=set()), forget=lambda index: None, give_up=lambda *call: given_up.append(call))
     if is_lost_first:
         here.lose()
-    here.peers.not_coming(NotComing(node=1))
+    here.peers.not_coming(NewcomerGone(node=1))
     here.lose()
     here.until_it_ends()
     assert not here.control.ends and [index for index, _ in given_up] == [1]

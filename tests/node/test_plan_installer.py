@@ -13,10 +13,10 @@ from bpsfast.orchestration.messages import (
     Extent,
     MemberPlan,
     NodeInfo,
+    OwnerChange,
     PartPlan,
     Plan,
     Recover,
-    Succession,
     UnitPlan,
 )
 
@@ -85,7 +85,7 @@ def test_nobody_inherits_what_lies_on_a_device_and_cannot_reach_it(plan_installe
 
     def recover(*parts):
         return Recover(epoch=1, generation=1, units=(unit,),
-                       successions=tuple(Succession(part=part, owner=heir, kept_round=1) for part in parts))
+                       owner_changes=tuple(OwnerChange(part=part, owner=heir, kept_round=1) for part in parts))
 
     plan_installer._require_reach(recover(0))
     who = "this node" if heir == 0 else "node 1"

@@ -49,7 +49,7 @@ class Plans:
 
 @dataclass
 class Peers:
-    """The data ports of others, whose farewells are the test's."""
+    """The data ports of others, whose shutdown messages are the test's."""
 
     peer_shutdowns: set[int] = field(default_factory=set)
     has_announced_shutdown: bool = False
@@ -63,16 +63,16 @@ class Ports:
     """Real data ports, as the node's peers show them."""
 
     def __init__(self, peering):
-        self._farewells = peering.peer_shutdowns
+        self._nodes_left = peering.peer_shutdowns
         self.announce_shutdown = peering.peer_shutdowns.announce_shutdown
 
     @property
     def peer_shutdowns(self):
-        return self._farewells.said
+        return self._nodes_left.said
 
     @property
     def has_announced_shutdown(self):
-        return self._farewells.are_announced
+        return self._nodes_left.are_announced
 
 
 class Alone:
@@ -128,7 +128,7 @@ def test_all_is_told_over_each_connection_that_is_made(caplog):
         alone.scheduler_failover.begin("127.0.0.1:7")
         first, *rest, last = alone.node.told()
         assert isinstance(first, m.Rejoin) and (first.index, first.recall, first.n_declared) == (0, 0, 1)
-        assert rest == [msgspec.structs.replace(DECLARED, positions=(0,))] and last == m.Recounted()
+        assert rest == [msgspec.structs.replace(DECLARED, positions=(0,))] and last == m.RejoinComplete()
         assert alone.scheduler_failover.lasts
     assert caplog.messages == ["the scheduler at 127.0.0.1:7 is lost: the job goes on without it, and waits up to 60 s "
                                "(start_timeout_s) for another one there"], "that is said once"
@@ -146,10 +146,10 @@ def test_one_node_warns_for_all(caplog, clock, sender, level):
 
 def test_a_recall_is_answered_with_its_number_and_lasts_until_all_is_known(caplog):
     alone = node()
-    alone.scheduler_failover.recalled(m.Recall(number=5))
+    alone.scheduler_failover.recalled(m.RejoinRequest(number=5))
     first, *_, last = alone.node.told()
-    assert (first.recall, last) == (5, m.Recounted()) and alone.scheduler_failover.lasts
-    alone.scheduler_failover.recalled(m.Recall(number=6))
+    assert (first.recall, last) == (5, m.RejoinComplete()) and alone.scheduler_failover.lasts
+    alone.scheduler_failover.recalled(m.RejoinRequest(number=6))
     assert alone.node.told()[0].recall == 6
     alone.scheduler_failover.resumed(m.Resume())
     assert not alone.scheduler_failover.lasts and alone.plans.n_resumed == 1
@@ -160,7 +160,7 @@ def test_a_recall_during_a_loss_does_not_begin_it_anew(caplog, clock):
     alone = node()
     alone.scheduler_failover.begin("127.0.0.1:7")
     clock.now = 130.0
-    alone.scheduler_failover.recalled(m.Recall(number=1))
+    alone.scheduler_failover.recalled(m.RejoinRequest(number=1))
     alone.scheduler_failover.begin("127.0.0.1:7")
     clock.now = 142.5
     alone.scheduler_failover.resumed(m.Resume())
@@ -173,7 +173,7 @@ def test_a_recall_during_a_loss_does_not_begin_it_anew(caplog, clock):
 
 def test_who_was_not_welcomed_has_nothing_to_tell():
     alone = Alone(b"A")
-    alone.scheduler_failover.recalled(m.Recall(number=1))
+    alone.scheduler_failover.recalled(m.RejoinRequest(number=1))
     assert alone.node.told() == [] and not alone.scheduler_failover.is_over()
     alone.welcomed()
     assert not alone.scheduler_failover.lasts, "a scheduler is there"

@@ -42,10 +42,10 @@ def commit(table, found, *specs):
 def account(ledger, recall=0):
     """Return the head, the units, and what is said besides."""
     head, *rest = ledger.account(recall)
-    assert rest.pop() == m.Recounted()
-    units = [unit for each in rest if isinstance(each, m.Kept) for unit in each.units]
+    assert rest.pop() == m.RejoinComplete()
+    units = [unit for each in rest if isinstance(each, m.CommittedUnits) for unit in each.units]
     assert head.n_units == len(units)
-    return head, units, [each for each in rest if not isinstance(each, m.Kept)]
+    return head, units, [each for each in rest if not isinstance(each, m.CommittedUnits)]
 
 
 def test_what_is_committed_is_told_by_its_units_and_what_is_not_as_it_was_declared():
@@ -122,9 +122,9 @@ def test_questions_are_asked_again_until_they_are_answered_and_notices_stay():
     for message in (lookup, notice, refused):
         ledger.said(message)
     assert account(ledger)[2] == [notice, refused, lookup]
-    ledger.heard(m.Found(rank=0, question=1))
-    ledger.heard(m.Found(rank=0, question=2))
-    ledger.heard(m.Found(rank=0, question=3, error="MismatchError", reason="another's"))
+    ledger.heard(m.KeyValueReply(rank=0, question=1))
+    ledger.heard(m.KeyValueReply(rank=0, question=2))
+    ledger.heard(m.KeyValueReply(rank=0, question=3, error="MismatchError", reason="another's"))
     assert account(ledger)[2] == [notice]
     ledger.said(m.Withdraw(rank=0, prefix="2"))
     assert account(ledger)[2] == []
@@ -138,7 +138,7 @@ def test_departures_and_losses_are_said_until_the_job_has_gone_on_without():
     ledger.said(lost)
     ledger.record_peer_left(0)
     head, _, rest = account(ledger)
-    assert (rest, head.farewells, ledger.left) == ([left, lost], (0,), {2})
+    assert (rest, head.nodes_left, ledger.left) == ([left, lost], (0,), {2})
     ledger.heard(m.Freeze(epoch=2, lost=(2,), reason="x"))
     head, _, rest = account(ledger)
     assert (rest, head.lost, head.frozen, head.epoch) == ([left], (2,), True, 2)

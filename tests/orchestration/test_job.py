@@ -61,7 +61,7 @@ def test_nothing_is_planned_before_all_who_measure_have():
     table.say(b"B", m.Declare(rank=1, tensors=(spec("x"),)))
     table.say(b"A", m.Measured(nic_rate_bytes=7.0))
     assert not table.got(b"A", m.Plan) and not table.got(b"A", m.Rates)
-    table.say(b"A", m.Stalled(rank=0, question=1, part=-1, round=0, name="x"))
+    table.say(b"A", m.StallQuestion(rank=0, question=1, part=-1, round=0, name="x"))
     (answer,) = table.got(b"A", m.StallAnswer)
     assert answer.missing == "missing: node 1 (host b, rank 1): is still measuring its NIC"
     table.say(b"B", m.Measured(nic_rate_bytes=3.0))
@@ -341,7 +341,7 @@ def test_who_holds_up_an_edition_is_named_though_it_prepares_something_else():
     table.say(b"H", m.Ready(generation=1))
     for name, words in (("a", "is still preparing memory for 'a'"),
                         ("b~1", "is still preparing memory for what is before 'b~1'")):
-        table.say(b"A", m.Stalled(rank=0, question=7, part=-1, round=0, name=name))
+        table.say(b"A", m.StallQuestion(rank=0, question=7, part=-1, round=0, name=name))
         (answer,) = table.got(b"A", m.StallAnswer)
         assert answer.nodes == (1,) and "host b" in answer.missing and words in answer.missing, answer
 
@@ -359,7 +359,7 @@ def test_what_a_helper_has_room_for_once_units_are_retired_counts_for_the_next_p
         for sender in ALL:
             table.say(sender, m.Ready(generation=generation, ownable_nbytes=0 if sender == b"H" else -1))
         retire(table, 0, 1, 2, 3, units=(generation - 1,))
-        table.say(b"H", m.Room(ownable_nbytes=1 << 30))
+        table.say(b"H", m.MemoryFreed(ownable_nbytes=1 << 30))
     assert owners == [{0, 1}, {0, 1, 2}] and not table.job.over
 
 
@@ -390,10 +390,10 @@ def test_finish_when_all_ranks_have_left():
     assert table.job.aborted is None and table.job.finished and not table.job.is_known_to_be_over
     table.post(table.job.finish_again(b"A2", 0))
     assert table.got(b"A2", m.Finish)
-    table.say(b"A", m.Finished())  # whose connection is gone; it counts as the new one
+    table.say(b"A", m.FinishAck())  # whose connection is gone; it counts as the new one
     for sender in (b"A2", *(each for each in ALL if each != b"A")):
         assert not table.job.is_known_to_be_over
-        table.say(sender, m.Finished())
+        table.say(sender, m.FinishAck())
     assert table.job.is_known_to_be_over
 
 

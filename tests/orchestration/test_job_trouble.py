@@ -105,7 +105,7 @@ def test_nothing_but_joins_before_the_welcome():
 # -- who is missing? --------------------------------------------------------------------------------------
 
 def stalled(rank=0, part=0, name="a"):
-    return m.Stalled(rank=rank, question=3, part=part, round=5 if part >= 0 else -1, name=name)
+    return m.StallQuestion(rank=rank, question=3, part=part, round=5 if part >= 0 else -1, name=name)
 
 
 def report(ranks=(), nodes=(), part=0):
@@ -117,7 +117,7 @@ def test_reports_become_words():
     table = committed("a")
     table.say(b"B", m.RankLeft(rank=2))
     table.say(b"A", stalled(rank=0), stalled(rank=1))
-    assert all(table.got(sender, m.StallAsk) == [m.StallAsk(part=0, round=5)] for sender in ALL)
+    assert all(table.got(sender, m.StallReportRequest) == [m.StallReportRequest(part=0, round=5)] for sender in ALL)
     table.say(b"A", report(nodes=(1,)))
     table.say(b"H", report(nodes=(1,)))
     assert not table.got(b"A", m.StallAnswer)
@@ -161,7 +161,7 @@ def test_who_has_not_declared():
     (answer,) = table.got(b"A", m.StallAnswer)
     assert (answer.rank, answer.question) == (0, 3)
     assert answer.missing.startswith("missing: rank 1 (node 0, host a): has not declared 'a'; rank 2 (node 1, host b)")
-    assert not table.got(b"B", m.StallAsk)
+    assert not table.got(b"B", m.StallReportRequest)
 
 
 def test_who_is_still_preparing():
@@ -197,7 +197,7 @@ def test_who_has_not_entered_the_barrier():
 def test_the_first_departure_is_told_to_everybody():
     table = welcomed()
     table.say(b"B", m.RankLeft(rank=2), m.RankLeft(rank=3))
-    assert all(table.got(sender, m.Departed) == [m.Departed(rank=2)] for sender in ALL)
+    assert all(table.got(sender, m.FirstRankLeft) == [m.FirstRankLeft(rank=2)] for sender in ALL)
 
 
 def test_a_declaration_waits_in_vain_only_for_who_has_left_without_it():

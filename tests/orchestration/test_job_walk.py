@@ -80,7 +80,7 @@ class Walk(RuleBasedStateMachine):
         elif isinstance(message, m.Plan):
             self.ready[message.generation].add(sender)
             self.say(sender, m.Ready(generation=message.generation))
-        elif isinstance(message, m.StallAsk):
+        elif isinstance(message, m.StallReportRequest):
             self.say(sender, m.StallReport(part=message.part, round=message.round, stage="done",
                                            missing_ranks=(), missing_nodes=()))
 
@@ -135,7 +135,7 @@ class Walk(RuleBasedStateMachine):
     def stall(self, sender, number, part):
         rank = self.rank_of(sender, number)
         if rank is not None:
-            self.say(sender, m.Stalled(rank=rank, question=1, part=part, round=1, name="w"))
+            self.say(sender, m.StallQuestion(rank=rank, question=1, part=part, round=1, name="w"))
 
     @rule()
     def second_passes(self):

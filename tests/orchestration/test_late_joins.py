@@ -20,16 +20,16 @@ def coming(table, sender=NEW, index=4, **fields):
         (joined,) = table.got(worker, m.Joined)
         assert (joined.node.index, joined.node.ranks, joined.node.host) == (index, (), sender.decode().lower())
         assert not table.got(sender, m.Welcome)
-        table.say(worker, m.Meets(node=index))
+        table.say(worker, m.NewcomerReady(node=index))
     (welcome,) = table.got(sender, m.Welcome)
     return welcome
 
 
 def link(table, sender=NEW, index=4):
-    table.say(b"A", m.Meets(node=index, is_linked=True))
-    table.say(sender, m.Meets(node=index, is_linked=True))
+    table.say(b"A", m.NewcomerReady(node=index, is_linked=True))
+    table.say(sender, m.NewcomerReady(node=index, is_linked=True))
     assert not table.got(b"A", m.Freeze)
-    table.say(b"B", m.Meets(node=index, is_linked=True))
+    table.say(b"B", m.NewcomerReady(node=index, is_linked=True))
 
 
 def everything(table, index=4):
@@ -37,7 +37,7 @@ def everything(table, index=4):
     owners = {part.part: part.owner for unit in table.job._generations.units for part in unit.parts}
     for sender in [*table.alive, NEW]:
         at = table.job._roster.index_of(sender)
-        table.say(sender, m.Frozen(epoch=table.job._losses.recovery.epoch, progress=tuple(
+        table.say(sender, m.FreezeReport(epoch=table.job._losses.recovery.epoch, progress=tuple(
             (part, 5, 5, at if at < 2 else -1) for part, owner in owners.items() if at < 2 or owner == at)))
 
 
@@ -57,9 +57,9 @@ def test_from_the_join_to_the_commit():
     recovers = [table.got(sender, m.Recover) for sender in (*NODES, NEW)]
     (recover,) = recovers[0]
     assert recovers == [[recover]] * 5
-    assert {each.owner for each in recover.successions} == {4}
-    assert {each.giver for each in recover.successions} == {2, 3}
-    assert 4 <= len(recover.successions) <= 6, "of sixteen partitions, which two had"
+    assert {each.owner for each in recover.owner_changes} == {4}
+    assert {each.giver for each in recover.owner_changes} == {2, 3}
+    assert 4 <= len(recover.owner_changes) <= 6, "of sixteen partitions, which two had"
     for sender in (*NODES, NEW):
         assert not table.got(sender, m.Commit)
         table.say(sender, m.Ready(generation=recover.generation))
@@ -112,7 +112,7 @@ def test_a_credit_that_was_tuned_holds_for_who_comes_late(when):
     if when == "meanwhile":
         table.say(b"A", m.Credit(rank=0, nbytes=1 << 20))
     assert table.got(NEW, m.CreditChanged) == [m.CreditChanged(nbytes=1 << 20)]
-    table.say(b"B", m.Meets(node=4, is_linked=True))
+    table.say(b"B", m.NewcomerReady(node=4, is_linked=True))
     assert not table.got(NEW, m.CreditChanged), "once"
 
 
@@ -125,7 +125,7 @@ def test_a_newcomer_that_is_not_there_in_the_end_is_dropped(when, how):
     else:
         coming(table)
     if when == "linked in part":
-        table.say(b"A", m.Meets(node=4, is_linked=True))
+        table.say(b"A", m.NewcomerReady(node=4, is_linked=True))
     if how == "late":
         table.tick(5.0)
         (farewell,) = table.got(NEW, m.Abort)
@@ -136,9 +136,9 @@ def test_a_newcomer_that_is_not_there_in_the_end_is_dropped(when, how):
     else:
         table.say(NEW if how == "itself" else b"A", m.Lost(who="node 4", reason="killed"))
     for worker in (b"A", b"B"):
-        assert table.got(worker, m.NotComing) == [m.NotComing(node=4)]
+        assert table.got(worker, m.NewcomerGone) == [m.NewcomerGone(node=4)]
         assert not table.got(worker, m.Freeze)
-    table.say(b"B", m.Meets(node=4), m.Meets(node=4, is_linked=True))  # said before it had heard
+    table.say(b"B", m.NewcomerReady(node=4), m.NewcomerReady(node=4, is_linked=True))  # said before it had heard
     assert not table.job.over and not table.got(NEW, m.Welcome)
     table.commit(spec("x", shape=(8192,)))
     assert {*table.owned} <= {2, 3}
@@ -155,7 +155,7 @@ def test_two_newcomers_one_of_which_dies_while_all_freeze():
     assert (freeze.epoch, freeze.lost, freeze.joined) == (3, (5,), ())
     table.frozen({}, epoch=3)
     recover = table.recover()
-    assert recover.successions == ()
+    assert recover.owner_changes == ()
     table.ready(recover.generation)
     assert not table.job.over and not table.got(b"K", (m.Freeze, m.Commit))
 
@@ -180,8 +180,8 @@ def test_a_loss_meanwhile_comes_first_and_the_share_afterwards():
     assert [(freeze.lost, freeze.joined) for freeze in freezes] == [((), (4,)), ((2,), ())]
     everything(table)
     (recover,) = table.got(NEW, m.Recover)
-    assert {each.part for each in recover.successions} == set(table.owned[2]) and recover.epoch == 3
-    assert all(each.giver == -1 for each in recover.successions)
+    assert {each.part for each in recover.owner_changes} == set(table.owned[2]) and recover.epoch == 3
+    assert all(each.giver == -1 for each in recover.owner_changes)
     for sender in (b"A", b"B", b"I", NEW):
         table.say(sender, m.Ready(generation=recover.generation))
     (freeze,) = table.got(b"A", m.Freeze)
@@ -200,7 +200,7 @@ def test_who_has_no_memory_for_its_share_gets_none_and_the_job_goes_on():
     assert (freeze.epoch, freeze.lost, freeze.joined) == (3, (), ()) and "no memory" in freeze.reason
     everything(table)
     (recover,) = table.got(NEW, m.Recover)
-    assert recover.successions == ()
+    assert recover.owner_changes == ()
     for sender in (*NODES, NEW):
         table.say(sender, m.Ready(generation=recover.generation))
     assert len(table.got(NEW, m.Commit)) == 1 and not table.got(b"A", m.Freeze) and not table.job.over
@@ -212,7 +212,7 @@ def test_a_newcomer_that_keeps_all_waiting_is_done_without():
     link(table)
     table.frozen(table.everywhere([*table.owned[2], *table.owned[3]]), only=(b"A", b"B"))
     for sender, index in ((b"H", 2), (b"I", 3)):
-        table.say(sender, m.Frozen(epoch=2, progress=tuple((part, 5, 5, -1) for part in table.owned[index])))
+        table.say(sender, m.FreezeReport(epoch=2, progress=tuple((part, 5, 5, -1) for part in table.owned[index])))
     table.tick(5.0)
     assert not table.job.over
     assert "was to get its share" in table.got(NEW, m.Abort)[0].reason
@@ -227,7 +227,7 @@ def test_who_is_connected_while_nics_are_measured_is_taken_in_afterwards(how):
     link(table)
     assert not table.got(b"B", m.Freeze)
     table.tick(5.0)  # nobody keeps it waiting who could be named for that
-    assert not table.got(NEW, m.Abort) and not table.got(b"A", m.NotComing)
+    assert not table.got(NEW, m.Abort) and not table.got(b"A", m.NewcomerGone)
     if how == "measured":
         table.say(b"H", m.Measured(nic_rate_bytes=7.0))
     else:

@@ -53,7 +53,7 @@ class Orphans(World):
         if isinstance(message, m.Welcome):
             self.welcomed.add(node.index)
         self.ledger(node.index).heard(message)
-        if isinstance(message, m.Recall):
+        if isinstance(message, m.RejoinRequest):
             self.up[node.index].extend(self.ledger(node.index).account(message.number))
         elif isinstance(message, m.Resume):
             node.forget()
@@ -148,7 +148,8 @@ class Orphans(World):
         if hasattr(self, "limit") and not self.table.job.over:
             accounts = [list(ledger.account()) for index, ledger in self.ledgers.items() if index < self.n_first
                         and self.nodes[index].alive]
-            kept = [[unit for each in said if isinstance(each, m.Kept) for unit in each.units] for said in accounts]
+            kept = [[unit for each in said if isinstance(each, m.CommittedUnits) for unit in each.units]
+                    for said in accounts]
             assert all(each == kept[0] for each in kept) and len(kept[0]) == 2
             assert all(said[0].committed == accounts[0][0].committed for said in accounts)
 
@@ -222,7 +223,7 @@ def test_only_one_that_came_late_has_read_who_inherits_what():
     world.die(number=0, at_once=False)
     world.unnoticed.clear()
     world.table.post(world.table.job.unreachable(0.0, world.senders[2]))
-    world.table.say(world.senders[0], m.Visited(node=2, outcome="refused"))
+    world.table.say(world.senders[0], m.ProbeResult(node=2, outcome="refused"))
     while not any(isinstance(message, m.Commit) for message in world.inbox(world.nodes[4])):
         for index, node in enumerate(world.nodes):
             while world.up[index]:

@@ -7,7 +7,7 @@ from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.codec import CodecSpec
 from bpsfast.orchestration.errors import PeerLostError, ProtocolError
 from bpsfast.orchestration.job.recovery import EpochChange
-from bpsfast.orchestration.messages import Frozen, NodeInfo, PartPlan, Succession, UnitPlan
+from bpsfast.orchestration.messages import FreezeReport, NodeInfo, OwnerChange, PartPlan, UnitPlan
 from bpsfast.orchestration.placement.assignment import step_time_s
 from bpsfast.orchestration.placement.shares import Machine, optimal_shares
 from tests.support.job_table import spec
@@ -35,7 +35,7 @@ def heir(done, near=None, n_helpers=1, lent=None, **fields):
     recovery = EpochChange(2, {3} if n_helpers else {3, 4}, survivors, "why", 60.0)
     for index in survivors:
         progress = ((7, *done[index], *([index] if len(done[index]) == 2 else [])),) if index in done else ()
-        recovery.frozen(index, Frozen(epoch=2, progress=progress, near=(near or {}).get(index, ())))
+        recovery.frozen(index, FreezeReport(epoch=2, progress=progress, near=(near or {}).get(index, ())))
     found = recovery.moves_of_lost([unit(**fields)], NODES, lent or {})
     return found[0] if found else None
 
@@ -107,9 +107,9 @@ def test_a_result_is_lent_over_a_wire_only():
 
 
 @pytest.mark.parametrize(("before", "lent"), [
-    (Succession(part=7, owner=4, kept_round=6, keeper=2, lacking=(0, 1)), True),
-    (Succession(part=7, owner=4, kept_round=6, keeper=2, lacking=(0, 1), lent=True), True),
-    (Succession(part=7, owner=4, kept_round=5, keeper=2, lacking=(0, 1)), False),  # that one has arrived
+    (OwnerChange(part=7, owner=4, kept_round=6, keeper=2, lacking=(0, 1)), True),
+    (OwnerChange(part=7, owner=4, kept_round=6, keeper=2, lacking=(0, 1), lent=True), True),
+    (OwnerChange(part=7, owner=4, kept_round=5, keeper=2, lacking=(0, 1)), False),  # that one has arrived
 ])
 def test_what_is_lent_already_is_not_sent_again(before, lent):
     """Node 1 has got it meanwhile; a second one for node 0 would come when round 8 lies there."""
@@ -140,11 +140,11 @@ def test_what_is_compressed_goes_to_a_helper_or_ends_the_job():
 
 def test_late_words_are_ignored():
     recovery = EpochChange(3, {3}, (0, 1), "why", 60.0)
-    assert not recovery.frozen(0, Frozen(epoch=2)) and recovery.missing == [0, 1]
-    assert not recovery.frozen(0, Frozen(epoch=3)) and not recovery.ready(1, 0) and recovery.missing == [1]
-    assert recovery.frozen(1, Frozen(epoch=3))
+    assert not recovery.frozen(0, FreezeReport(epoch=2)) and recovery.missing == [0, 1]
+    assert not recovery.frozen(0, FreezeReport(epoch=3)) and not recovery.ready(1, 0) and recovery.missing == [1]
+    assert recovery.frozen(1, FreezeReport(epoch=3))
     recovery.generation = 9
-    assert not recovery.frozen(0, Frozen(epoch=3)), "they are counted once"
+    assert not recovery.frozen(0, FreezeReport(epoch=3)), "they are counted once"
     assert not recovery.ready(0, 8) and recovery.missing == [0, 1]
     assert not recovery.ready(0, 9) and recovery.ready(1, 9) and recovery.missing == []
 
@@ -158,9 +158,9 @@ def test_new_owners_are_those_that_the_policy_would_take(placement, owners):
     table.lose(b"H")
     table.frozen(table.everywhere(table.owned[2]))
     recover = table.recover()
-    assert {each.part for each in recover.successions} == set(table.owned[2])
-    assert {each.owner for each in recover.successions} <= owners
-    owner_of = {each.part: each.owner for each in recover.successions}
+    assert {each.part for each in recover.owner_changes} == set(table.owned[2])
+    assert {each.owner for each in recover.owner_changes} <= owners
+    owner_of = {each.part: each.owner for each in recover.owner_changes}
     for part in recover.units[0].parts:
         assert part.owner == owner_of.get(part.part, part.owner) != 2, "and all others keep theirs"
 
@@ -182,10 +182,10 @@ def owners(table):
 def test_a_helper_takes_over_no_more_than_it_has_memory_for():
     table = LossyTable("ps", joins={b"I": {"room_nbytes": 4 * 8 * 4096}})
     table.commit(ownable_nbytes=-1)
-    table.say(b"I", m.Room(ownable_nbytes=4096))
+    table.say(b"I", m.MemoryFreed(ownable_nbytes=4096))
     table.lose(b"H")
     table.frozen({sender: [(part, 5, 5, index) for part in table.owned[2]] for index, sender in enumerate(WORKERS)})
-    taken = [each.owner for each in table.recover().successions]
+    taken = [each.owner for each in table.recover().owner_changes]
     assert len(taken) == 4
     assert taken.count(3) == 1, "the policy yields before the job ends"
 

@@ -101,14 +101,14 @@ def test_from_the_freeze_to_the_commit():
     table.frozen(table.everywhere(table.owned[2]), only=(b"B",))
     recover = table.recover()
     assert (recover.epoch, recover.generation) == (2, 2)
-    assert {each.kept_round for each in recover.successions} == {5}
+    assert {each.kept_round for each in recover.owner_changes} == {5}
     for sender in (b"A", b"B"):
         table.say(sender, m.Ready(generation=1), m.Ready(generation=2))
     assert not table.got(b"A", m.Commit)
     table.say(b"I", m.Ready(generation=2))
     commits = [table.got(sender, m.Commit) for sender in (b"A", b"B", b"I")]
     assert commits == [[m.Commit(generation=2, order=tuple(range(8)))]] * 3 and not table.got(b"H", m.Commit)
-    table.say(b"A", m.Ready(generation=2), m.Frozen(epoch=2))
+    table.say(b"A", m.Ready(generation=2), m.FreezeReport(epoch=2))
     table.say(b"H", m.Ready(generation=2), m.Heartbeat(sequence=1))
     assert not any(table.got(sender, (m.Recover, *FREEZE)) for sender in (b"A", b"B", b"I"))
     table.commit(spec("x", shape=(8192,)))
@@ -120,7 +120,7 @@ def test_a_helper_is_lost_before_anything_is_declared():
     table.lose(b"H")
     table.frozen({})
     recover = table.recover()
-    assert (recover.units, recover.successions) == ((), ())
+    assert (recover.units, recover.owner_changes) == ((), ())
     table.ready(recover.generation)
     assert [table.got(sender, m.Commit) for sender in table.alive] == [[m.Commit(generation=1, order=())]] * 3
     table.commit()
@@ -159,7 +159,7 @@ def test_declaring_and_retiring_wait_for_the_commit():
     table.say(b"A", *(m.BarrierEnter(rank=rank, sequence=1) for rank in (0, 1)))
     table.say(b"B", m.BarrierEnter(rank=2, sequence=1))
     assert table.got(b"A", m.BarrierDone) and not table.got(b"A", (m.Plan, m.Retired))
-    table.say(b"A", m.Stalled(rank=0, question=1, part=-1, round=-1, name="x"))
+    table.say(b"A", m.StallQuestion(rank=0, question=1, part=-1, round=-1, name="x"))
     (answer,) = table.got(b"A", m.StallAnswer)
     assert "helper 1 (node 3, host i): to go on without what was lost (helper 0 (node 2" in answer.missing
     table.frozen(table.everywhere(table.owned[2]))
@@ -176,7 +176,7 @@ def test_a_second_loss_begins_anew_with_both(when):
         table.got(sender, FREEZE)
     table.frozen(table.everywhere(table.owned[2]), only=WORKERS if when == "freezing" else NODES)
     if when != "freezing":
-        assert {each.owner for each in table.recover().successions} == {3}
+        assert {each.owner for each in table.recover().owner_changes} == {3}
     if when == "ready but for one":
         for sender in WORKERS:
             table.say(sender, m.Ready(generation=2))
@@ -188,8 +188,8 @@ def test_a_second_loss_begins_anew_with_both(when):
     assert not table.got(b"A", (m.Recover, m.Commit)), "these were words of the epoch before"
     table.frozen(table.everywhere([*table.owned[2], *table.owned[3]]), epoch=3)
     recover = table.recover()
-    assert {each.part for each in recover.successions} == set(range(8)) and recover.epoch == 3
-    assert {each.owner for each in recover.successions} <= {0, 1}
+    assert {each.part for each in recover.owner_changes} == set(range(8)) and recover.epoch == 3
+    assert {each.owner for each in recover.owner_changes} <= {0, 1}
     table.ready(recover.generation)
     assert [commit.generation for commit in table.got(b"A", m.Commit)] == [recover.generation]
 
@@ -202,7 +202,7 @@ def test_who_lends_a_result_is_told_only_once():
         table.lose(sender)
         table.frozen(progress, epoch=epoch)
         recover = table.recover()
-        sent += [(each.part, each.keeper, each.lacking, each.lent) for each in recover.successions]
+        sent += [(each.part, each.keeper, each.lacking, each.lent) for each in recover.owner_changes]
         table.owned[3] += table.owned[2]
         table.ready(recover.generation)
     assert sorted(sent[:4]) == [(part, 0, (1,), False) for part in table.owned[2]]
@@ -235,7 +235,7 @@ def test_reports_that_contradict_each_other_end_the_job_in_words(progress, error
 
 def given(recover):
     """The bytes that each node gets by *recover*."""
-    changed = {each.part for each in recover.successions}
+    changed = {each.part for each in recover.owner_changes}
     found = {}
     for unit in recover.units:
         for part in unit.parts:
@@ -309,7 +309,7 @@ def test_who_does_not_answer_in_time_is_named(when):
     if when == "preparing":
         table.frozen(table.everywhere(table.owned[2]))
     for sender in (b"A", b"I"):
-        table.say(sender, m.Ready(generation=2) if when == "preparing" else m.Frozen(epoch=2))
+        table.say(sender, m.Ready(generation=2) if when == "preparing" else m.FreezeReport(epoch=2))
     table.tick(4.9)
     assert not table.job.over
     table.tick(5.0)

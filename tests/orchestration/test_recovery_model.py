@@ -120,9 +120,9 @@ class World(RuleBasedStateMachine):
     def connect(self, worker, newcomer):
         """Their connections are there, as both say."""
         self.linked.add((worker, newcomer))
-        self.tell(worker, m.Meets(node=newcomer, is_linked=True))
+        self.tell(worker, m.NewcomerReady(node=newcomer, is_linked=True))
         if all((node.index, newcomer) in self.linked for node in self.nodes if node.ranks):
-            self.tell(newcomer, m.Meets(node=newcomer, is_linked=True))
+            self.tell(newcomer, m.NewcomerReady(node=newcomer, is_linked=True))
 
     def hear_of(self, index):
         self.table.say(self.senders[index], self.up[index].popleft())

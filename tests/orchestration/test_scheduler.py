@@ -126,7 +126,7 @@ def test_a_job_from_join_to_finish(start):
         node.send(m.RankLeft(rank=rank))
     assert all(node.wait(m.Finish) == m.Finish() for node in nodes)
     for node in nodes:
-        node.send(m.Finished())
+        node.send(m.FinishAck())
     assert exit_code() == 0
     for node in nodes:  # the scheduler's going is not news after its last word
         assert node.membership.recv_nowait(time.monotonic()) == []
@@ -143,18 +143,18 @@ def test_a_node_that_has_missed_the_end_comes_back_for_it(start):
     ledger.heard(away.wait(m.Welcome))
     here.wait(m.Welcome)
     away.send(m.RankLeft(rank=1))
-    here.wait(m.Departed)
+    here.wait(m.FirstRankLeft)
     away.membership.close()
     until(lambda: scheduler._doorkeeper.n_known == 1)  # whom it takes for there it tells the end, and then goes
     here.send(m.RankLeft(rank=0))
     here.wait(m.Finish)
-    here.send(m.Finished())
+    here.send(m.FinishAck())
     here.membership.close()
     back = start.node(scheduler.port)
     for message in ledger.account():
         back.send(message)
     assert back.wait(m.Finish) == m.Finish()
-    back.send(m.Finished())
+    back.send(m.FinishAck())
     back.membership.close()
     assert exit_code() == 0
 
@@ -177,7 +177,7 @@ def test_a_node_whose_connection_ends_with_the_last_word_on_it_comes_back_for_it
     for message in ledger.account():
         back.send(message)
     assert back.wait(m.Finish) == m.Finish()
-    back.send(m.Finished())
+    back.send(m.FinishAck())
     back.membership.close()
     assert exit_code() == 0
 
@@ -190,7 +190,7 @@ def test_a_scheduler_goes_when_all_have_gone(start):
     node.wait(m.Welcome)
     node.send(m.RankLeft(rank=0))
     node.wait(m.Finish)
-    node.send(m.Finished())
+    node.send(m.FinishAck())
     node.membership.close()
     assert exit_code() == 0
 
@@ -420,8 +420,8 @@ def test_a_process_that_is_gone_is_noticed_long_before_the_lease(start):
     dead.wait(m.Welcome)
     dead.membership.close(0)
     for _ in range(2):
-        assert alive.wait(m.Visit) == m.Visit(node=1)
-        alive.send(m.Visited(node=1, outcome="refused"))
+        assert alive.wait(m.ProbeRequest) == m.ProbeRequest(node=1)
+        alive.send(m.ProbeResult(node=1, outcome="refused"))
     assert "node 1 (host dead, rank 1) closed its connection" in alive.wait(m.Abort).reason
 
 
@@ -434,12 +434,12 @@ def test_a_connection_that_is_reset_has_the_lease_to_come_back(start):
     ledger.heard(away.wait(m.Welcome))
     away.membership.close(0)
     for _ in range(5):  # longer than a process has that is dead
-        assert alive.wait(m.Visit) == m.Visit(node=1)
-        alive.send(m.Visited(node=1, outcome="silent"))
+        assert alive.wait(m.ProbeRequest) == m.ProbeRequest(node=1)
+        alive.send(m.ProbeResult(node=1, outcome="silent"))
     back = start.node(scheduler.port)
     for message in ledger.account():
         back.send(message)
-    alive.wait(m.Recall)
+    alive.wait(m.RejoinRequest)
     assert not scheduler.aborted
 
 

@@ -59,8 +59,9 @@ def test_a_commit_that_one_has_read_is_everybodys(court):
     assert court.kinds("B") == [m.Resume] and all(court.kinds(name) == [m.Commit, m.Resume] for name in "ACH")
     assert court.got("A", m.Commit) == commit
     court.read(*NODES)
-    assert len({tuple(unit.unit for kept in ledger.account() if isinstance(kept, m.Kept) for unit in kept.units)
-                for ledger in court.ledgers.values()}) == 1
+    told = {tuple(unit.unit for kept in ledger.account() if isinstance(kept, m.CommittedUnits) for unit in kept.units)
+            for ledger in court.ledgers.values()}
+    assert len(told) == 1
 
 
 def test_a_plan_that_nobody_has_committed_is_dropped_and_proposed_anew(court):
@@ -169,7 +170,7 @@ def test_a_node_that_was_cut_off_has_everybody_say_all_again(court):
     cut_off = court.over["A"]
     court.dial("A")
     court.tenure.unreachable(court.now, cut_off)
-    assert all(court.kinds(name) == [m.Commit, m.Recall] for name in "BCH")
+    assert all(court.kinds(name) == [m.Commit, m.RejoinRequest] for name in "BCH")
     court.read("B", "C", "H")
     assert court.kinds("A") == [m.Commit, m.Resume] and court.kinds("B") == [m.Resume]
     court.tick(5.0, NODES)
@@ -198,10 +199,10 @@ def test_a_process_is_dead_whose_connection_is_closed_and_whose_port_refuses(cou
     court.tick(0.5, NODES)
     court.tenure.unreachable(court.now, court.over["C"])
     court.tick(1.0, "ABH")
-    assert court.got("A", m.Visit) == [m.Visit(node=2)]
-    court.say("A", m.Visited(node=2, outcome="refused"))
+    assert court.got("A", m.ProbeRequest) == [m.ProbeRequest(node=2)]
+    court.say("A", m.ProbeResult(node=2, outcome="refused"))
     court.tick(1.5, "ABH")
-    court.say("B", m.Visited(node=2, outcome="refused"))
+    court.say("B", m.ProbeResult(node=2, outcome="refused"))
     assert not court.tenure.over, "a firewall that is just reloaded does both"
     court.tick(2.0, "ABH")
     assert court.tenure.aborted.error == "PeerLostError" and "closed its connection" in court.tenure.aborted.reason
@@ -210,21 +211,21 @@ def test_a_process_is_dead_whose_connection_is_closed_and_whose_port_refuses(cou
 def test_who_answers_now_and_then_is_not_dead(court):
     court.tenure.unreachable(court.now, court.over["C"])
     for now in range(1, 10):
-        court.say("A", m.Visited(node=2, outcome="refused"), m.Visited(node=2, outcome="answers"))
+        court.say("A", m.ProbeResult(node=2, outcome="refused"), m.ProbeResult(node=2, outcome="answers"))
         court.tick(float(now), "ABH")
     assert not court.tenure.over
 
 
 def test_who_refuses_while_the_scheduler_hears_it_is_not_dead(court):
     for now in range(1, 30):
-        court.say("A", m.Visited(node=2, outcome="refused"), m.Visited(node=3, outcome="refused"))
+        court.say("A", m.ProbeResult(node=2, outcome="refused"), m.ProbeResult(node=3, outcome="refused"))
         court.tick(float(now), NODES)
     assert not court.tenure.over and not court.got("A", m.Freeze)
     assert len(court.got("C", m.Heartbeat)) > 50, "each time its connection is tried"
 
 
 def test_a_helper_is_dead_as_soon_as_both_signs_are_there(court):
-    court.say("B", m.Visited(node=3, outcome="refused"))
+    court.say("B", m.ProbeResult(node=3, outcome="refused"))
     assert not court.got("A", m.Freeze)
     court.post(court.tenure.unreachable(court.now, court.over["H"]))
     assert [freeze.lost for freeze in court.got("A", m.Freeze)] == [(3,)]
@@ -239,13 +240,13 @@ def test_a_helper_that_is_only_cut_off_comes_back_within_the_lease(court):
 
 
 def visits(court, to, names, outcome="answers"):
-    """Let the time pass for *names*, who answer each `Visit` by *outcome*."""
+    """Let the time pass for *names*, who answer each `ProbeRequest` by *outcome*."""
     while court.now < to:
         court.tick(court.now + 0.5, names)
         for name in names:
-            for visit in court.got(name, m.Visit):
+            for visit in court.got(name, m.ProbeRequest):
                 court.inbox[court.over[name]].remove(visit)
-                court.say(name, m.Visited(node=visit.node, outcome=outcome))
+                court.say(name, m.ProbeResult(node=visit.node, outcome=outcome))
 
 
 def test_who_is_cut_off_from_the_scheduler_alone_has_as_long_as_all_have_when_it_is_lost(court):
@@ -275,7 +276,7 @@ def test_the_lease_counts_from_the_last_sign_of_life_from_anyone(court, outcome)
 
 def test_a_scheduler_that_hears_no_majority_decides_nothing_whoever_is_vouched_for(court):
     visits(court, 10.0, "CH")
-    assert not court.tenure.over and court.got("C", m.Recall)
+    assert not court.tenure.over and court.got("C", m.RejoinRequest)
 
 
 def test_another_scheduler_has_those_visited_that_it_does_not_hear(court):
@@ -288,7 +289,7 @@ def test_another_scheduler_has_those_visited_that_it_does_not_hear(court):
 
 def test_another_scheduler_does_not_wait_for_a_helper_that_refuses(court):
     court.lose_scheduler("A", "B", "C")
-    court.say("B", m.Visited(node=3, outcome="refused"))
+    court.say("B", m.ProbeResult(node=3, outcome="refused"))
     assert court.kinds("A") == [m.Resume, m.Freeze]
 
 
@@ -314,12 +315,12 @@ def test_a_rejoin_or_join_of_another_version_recalls_nobody(court, states):
                             (b"X", join("x", 1, version=1))):
         court.post(court.tenure.receive(court.now, sender, message))
         assert [type(said) for said in court.inbox[sender]] == [m.Abort if states == "over" else m.Refuse]
-    assert not court.got("B", m.Recall)
+    assert not court.got("B", m.RejoinRequest)
 
 
 def test_a_scheduler_that_hears_no_majority_waits_for_one(court):
     court.tick(10.0, "AH")
-    assert not court.tenure.over and court.got("A", m.Recall)
+    assert not court.tenure.over and court.got("A", m.RejoinRequest)
     court.read("A", "H")
     court.tick(20.0, "AH")
     assert not court.tenure.over
@@ -364,7 +365,7 @@ def test_a_job_whose_ranks_have_all_left_is_finished_by_the_next_scheduler(court
 
 def test_nodes_that_contradict_each_other_end_the_job_in_words(court):
     accounts = {name: list(ledger.account()) for name, ledger in court.ledgers.items()}
-    accounts["B"] = [msgspec.structs.replace(accounts["B"][0], committed=0, n_units=0), m.Recounted()]
+    accounts["B"] = [msgspec.structs.replace(accounts["B"][0], committed=0, n_units=0), m.RejoinComplete()]
     court.tenure = SchedulerState(court.settings, 0.0)
     for name, said in accounts.items():
         for message in said:
@@ -388,10 +389,10 @@ def test_a_scheduler_that_was_stopped_gives_who_is_away_the_second_that_it_had(c
     court.tick(4.0, NODES)
     court.tenure.tick(court.now)
     court.tenure.unreachable(court.now, court.over["C"])
-    court.tenure.receive(court.now, court.over["A"], m.Visited(node=2, outcome="refused"))
+    court.tenure.receive(court.now, court.over["A"], m.ProbeResult(node=2, outcome="refused"))
     court.tenure.tick(court.now + 3.0)
     for later in (3.2, 3.6, 4.0):
-        court.tenure.receive(court.now + later, court.over["A"], m.Visited(node=2, outcome="refused"))
+        court.tenure.receive(court.now + later, court.over["A"], m.ProbeResult(node=2, outcome="refused"))
         court.tenure.tick(court.now + later)
         assert not court.tenure.over
     court.tenure.tick(court.now + 4.3)

@@ -84,7 +84,7 @@ def test_a_job_that_has_ended_well_makes_room_for_one_that_gathers(court):
 
 def test_while_nodes_are_recalled_a_stranger_changes_nothing(court):
     court.dial("A")
-    assert court.got("B", m.Recall)
+    assert court.got("B", m.RejoinRequest)
     gather(court, "A")
     for name in NODES:
         court.post(court.tenure.unreachable(court.now, name.encode()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.orchestration.job.rank_queries import REPORT_TIMEOUT_S, StallQueries
-from bpsfast.orchestration.messages import NodeInfo, Stalled, StallReport
+from bpsfast.orchestration.messages import NodeInfo, StallQuestion, StallReport
 from bpsfast.orchestration.roster import Roster
 
 LEFT = {1}
@@ -19,7 +19,7 @@ def stalls():
 
 
 def asked(rank, part=7, round_number=2):
-    return Stalled(rank=rank, question=7, part=part, round=round_number, name="w")
+    return StallQuestion(rank=rank, question=7, part=part, round=round_number, name="w")
 
 
 def report(part=7, ranks=(), nodes=(), gone=(), stage=None):

@@ -1,6 +1,8 @@
-"""The public names and how they are called, as written down in tests/golden/api_*.txt: nobody changes them unawares.
+"""Public names and their signatures, compared with tests/golden/api_*.txt, and old module paths that still work.
 
-A change that is meant is written by ``pytest tests/project/test_api.py --write-golden``, and read by whoever reads the commit.
+Settings, commands and exit codes are compared in tests/tools/test_command_line.py (tests/golden/interface.txt).
+
+An intended change is written by ``pytest tests/project/test_api.py --write-golden``.
 """
 from __future__ import annotations
 
@@ -8,21 +10,30 @@ import enum
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 
 import pytest
+
+from bpsfast import _renamed
 
 #: Modules by what they need: what is imported from them is what users write.
 MODULES = {
     "bpsfast": None, "bpsfast.compression": None, "bpsfast.elastic": None, "bpsfast.trace": None,
-    "bpsfast.launch.namespaces": None,
-    "bpsfast.torch": "torch", "bpsfast.torch.backend": "torch", "bpsfast.hvd.torch": "torch", "bpsfast.jax": "jax",
+    "bpsfast.cluster": None,
+    "bpsfast.torch": "torch", "bpsfast.torch.backend": "torch", "bpsfast.torch.compression": "torch",
+    "bpsfast.torch.cross_barrier": "torch", "bpsfast.torch.hooks": "torch", "bpsfast.torch.ops": "torch",
+    "bpsfast.torch.parallel": "torch", "bpsfast.torch.scheduling": "torch",
+    "bpsfast.hvd": "torch", "bpsfast.hvd.torch": "torch", "bpsfast.jax": "jax",
     "bpsfast.tensorflow": "tensorflow", "bpsfast.hvd.tensorflow": "tensorflow", "bpsfast.keras": "keras",
     "bpsfast.hvd.keras": "keras", "bpsfast.mxnet": "mxnet",
 }
 
 
 def public(module):
-    return sorted(getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")])
+    return sorted(getattr(module, "__all__", None) or [
+        name for name, thing in vars(module).items()
+        if not name.startswith("_") and getattr(thing, "__module__", None) == module.__name__])
 
 
 def called(thing):
@@ -59,6 +70,7 @@ def described(module):
             yield f"{name}: {type(thing).__name__}"
 
 
+@pytest.mark.filterwarnings("ignore:bpsfast.cluster has moved:DeprecationWarning")
 @pytest.mark.parametrize("name", MODULES)
 def test_public_names_and_signatures(name, golden):
     needed = MODULES[name]
@@ -66,3 +78,20 @@ def test_public_names_and_signatures(name, golden):
         pytest.importorskip(needed, reason=f"{needed} is not installed", exc_type=ImportError)
     module = importlib.import_module(name)
     golden(f"api_{name.replace('.', '_')}.txt", "\n".join(described(module)) + "\n")
+
+
+@pytest.mark.parametrize("old", [*_renamed.MODULES, "cluster.netns"])
+def test_modules_that_have_moved_can_be_imported_by_their_old_paths(old):
+    program = (f"import sys, warnings\nwith warnings.catch_warnings(record=True) as told:\n"
+               f"    warnings.simplefilter('always')\n    import bpsfast.{old} as found\n"
+               f"print(found.__name__, found.__spec__.name, sys.modules[found.__name__] is found, "
+               "told[-1].category.__name__, told[-1].message, sep='|')")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    now, spec, is_same, category, text = done.stdout.strip().split("|")
+    assert now == spec and is_same == "True" and category == "DeprecationWarning"
+    assert text == f"bpsfast.{old} has moved to {now}"
+
+
+def test_a_module_that_never_was_is_not_found():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("bpsfast.clusters")

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from bpsfast.base.job_key import elastic_key
 from bpsfast.base.settings import Settings, load
 from bpsfast.elastic import coordinator_client as client_module
 from bpsfast.elastic.coordinator_client import CoordinatorClient
-from bpsfast.launch.elastic_service import ElasticService, elastic_key
+from bpsfast.launch.elastic_service import ElasticService
 from bpsfast.orchestration.elastic import protocol
 from bpsfast.orchestration.elastic.coordinator import ElasticRules
 from bpsfast.trainer import process

@@ -9,8 +9,7 @@ import sys
 import numpy as np
 
 from bpsfast.kernels.codecs import codec_kernels, codec_reference
-from bpsfast.kernels.codecs.flags import flags_of
-from bpsfast.orchestration.codec import FRAME_NBYTES, count, frame_nbytes
+from bpsfast.orchestration.codec import FRAME_NBYTES, count, flags_of, frame_nbytes
 from tests.support.codec_kernel_calls import CODECS, DECODE, ENCODE, draw_values
 from tests.support.guarded_memory import GuardedMemory
 

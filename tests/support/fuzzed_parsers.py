@@ -16,11 +16,10 @@ import numpy as np
 from bpsfast.base import message_socket
 from bpsfast.collectives.p2p import frame_socket, peer, protocol, transfer
 from bpsfast.kernels.codecs import codec_kernels, codec_reference
-from bpsfast.kernels.codecs.flags import flags_of
 from bpsfast.node.transport import shm
 from bpsfast.node.transport.rdma import rdma_messages
 from bpsfast.orchestration import messages, security
-from bpsfast.orchestration.codec import count
+from bpsfast.orchestration.codec import count, flags_of
 from bpsfast.orchestration.errors import BpsError, PeerLostError, ProtocolError
 from bpsfast.orchestration.placement.partition import row_frame_nbytes
 from bpsfast.tools.perf.control import Control, Message

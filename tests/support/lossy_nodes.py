@@ -211,7 +211,7 @@ class Vertex:
         return Part(self.sources(unit, True), -1, True, round_, place, unit)
 
     def on_joined(self, message):
-        self.world.tell(self.index, m.Meets(node=message.node.index))
+        self.world.tell(self.index, m.NewcomerReady(node=message.node.index))
         self.world.expected.add((self.index, message.node.index))
 
     def on_welcome(self, message):
@@ -267,13 +267,13 @@ class Vertex:
                     for number, part in self.parts.items()
                     if message.joined or (not part.owned and part.owner in message.lost)]
         near = [index for index in range(len(self.world.nodes)) if self.world.near(index, self.index)]
-        self.world.tell(self.index, m.Frozen(epoch=message.epoch, progress=tuple(progress), near=tuple(near)))
+        self.world.tell(self.index, m.FreezeReport(epoch=message.epoch, progress=tuple(progress), near=tuple(near)))
 
     def on_recover(self, message):
         """As `Succession.prepare`; what is bound here is written to only after the commit."""
         self.prepared, self.awaited, self.unbound = [], [], []
         unit_of = {part.part: unit.name for unit in message.units for part in unit.parts}
-        for each in message.successions:
+        for each in message.owner_changes:
             unit, lacks = unit_of[each.part], self.index in each.lacking
             members = self.world.members(unit)
             if each.giver == self.index:
@@ -317,7 +317,7 @@ class Vertex:
             else:
                 self.follow(each.part, each.owner, each.kept_round,
                             each.keeper if self.index in each.lacking else None)
-        for each in message.successions:
+        for each in message.owner_changes:
             if each.keeper == self.index and not each.lent:
                 at = ("result", self.parts[each.part].place, each.part, each.kept_round & 1)
                 for index in each.lacking:

@@ -59,7 +59,7 @@ class LossyTable(Table):
         """All say that they have stopped; *progress*: by sender, (part, passed on, complete, place) of each part."""
         for sender in self.alive:
             if sender in only:
-                self.say(sender, m.Frozen(epoch=epoch, progress=tuple(progress.get(sender, ())),
+                self.say(sender, m.FreezeReport(epoch=epoch, progress=tuple(progress.get(sender, ())),
                                           near=(near or {}).get(sender, ())))
 
     def everywhere(self, parts, passed_on=5, complete=5):
@@ -73,4 +73,4 @@ class LossyTable(Table):
         return told[0][0]
 
     def successions(self):
-        return {each.part: each for each in self.recover().successions}
+        return {each.part: each for each in self.recover().owner_changes}

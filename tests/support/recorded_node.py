@@ -13,8 +13,8 @@ import msgspec
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from bpsfast.base import settings
+from bpsfast.base.job_key import job_key
 from bpsfast.hardware import recorded_host
-from bpsfast.launch.process_role import job_key
 from bpsfast.node import main
 from tests.support.refused_calls import refuse
 

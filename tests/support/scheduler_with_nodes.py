@@ -51,7 +51,7 @@ class Court:
                 self.ledgers[name].heard(message)
                 if isinstance(message, m.Plan | m.Recover):
                     self.say(name, m.Ready(generation=message.generation))
-                if isinstance(message, m.Recall):
+                if isinstance(message, m.RejoinRequest):
                     for each in self.ledgers[name].account(message.number):
                         self.post(self.tenure.receive(self.now, self.over[name], each))
         return found
@@ -86,7 +86,7 @@ class Court:
 
     def kinds(self, name):
         return [type(message) for message in self.inbox[self.over[name]]
-                if not isinstance(message, m.Heartbeat | m.Visit)]
+                if not isinstance(message, m.Heartbeat | m.ProbeRequest)]
 
     def got(self, name, kind):
         return [message for message in self.inbox[self.over[name]] if isinstance(message, kind)]

@@ -100,7 +100,7 @@ def test_the_programs_own_options_are_its_own():
 
 def test_the_launcher_imports_nothing_heavy():
     text = (
-        "import sys\nfrom bpsfast import cli\nfrom bpsfast.launch import job, supervisor\n"
+        "import sys\nfrom bpsfast import cli\nfrom bpsfast.launch import local_job, supervisor\n"
         "print(sorted({'numpy', 'numba', 'torch', 'rich', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True)

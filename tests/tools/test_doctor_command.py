@@ -17,7 +17,7 @@ from bpsfast.tools.commands import doctor as command
 from bpsfast.tools.doctor import peer as other
 from bpsfast.tools.doctor.examination import CHECKS
 from bpsfast.tools.doctor.facts import Facts
-from bpsfast.tools.perf.control import secret_for
+from bpsfast.tools.perf.control import host_and_port, secret_for
 from tests.sysfs_trees import NAMES
 from tests.sysfs_trees.machine import Machine
 
@@ -98,13 +98,13 @@ def test_answers_that_cannot_be_read_are_named(recorded_machine: Callable[[str],
     ("fe80::1", ("fe80::1", 18619)), ("[fe80::1]", ("fe80::1", 18619)), ("[fe80::1]:7000", ("fe80::1", 7000)),
 ])
 def test_a_peer_may_have_a_port(text: str, split: tuple[str, int]) -> None:
-    assert command.split(text) == split
+    assert host_and_port(text, 18619) == split
 
 
 @pytest.mark.parametrize("text", ["gpu08:0", "gpu08:65536", ":7000", "gpu08:"])
 def test_a_peer_with_a_wrong_port_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected HOST"):
-        command.split(text)
+        host_and_port(text, 18619)
 
 
 def test_the_default_port_is_the_listener_s() -> None:

@@ -52,7 +52,7 @@ def test_files_of_shapes(tmp_path, text):
 @pytest.mark.parametrize(("text", "words"), [
     ("", "names no tensor"), ("# nothing\n", "names no tensor"), ("w\n", "line 1: 'w': expected NAME SHAPE"),
     ("a 1\nw 4xx3", "line 2: 'w 4xx3': expected NAME SHAPE"), ("w 4x-3", "expected NAME SHAPE"),
-    ("w 1\nw 2", "line 2: tensor 'w' stands there twice"), ("w 0", "tensor 'w' has the shape"),
+    ("w 1\nw 2", "line 2: tensor 'w' occurs twice"), ("w 0", "tensor 'w' has the shape"),
     ('{"w": "4"}', "tensor 'w' has the shape '4'"), ('{"w": [1.5]}', "has the shape"),
     ('{"w": [true]}', "has the shape"),
     ('{"w": ', "is no JSON"), ("{}", "names no tensor"), ("\0\xff", "is no text")])
@@ -69,7 +69,7 @@ def test_unreadable_files_are_errors_in_words(tmp_path):
     huge = tmp_path / "huge.bin"
     with huge.open("wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(ConfigError, match="1073741824 bytes are no list of shapes"):
+    with pytest.raises(ConfigError, match="1073741824 bytes are too many for a list of shapes"):
         catalog.named(str(huge))
 
 

@@ -96,7 +96,7 @@ def test_json_says_what_compressing_would_give_and_for_which_tensors() -> None:
 
 def test_one_worker_compresses_nothing() -> None:
     arguments = ["--workers", "1", "--model", "resnet18", "--compression", "int8"]
-    assert "int8: does not pay, one worker has nobody to send to" in plan(*arguments).stdout
+    assert "int8: does not pay off, because a single worker sends nothing" in plan(*arguments).stdout
     assert json.loads(plan(*arguments, "--json").stdout)["compression"]["communication_s"] is None
 
 

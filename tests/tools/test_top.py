@@ -232,7 +232,7 @@ SAMPLE = Sample(
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_screen_is_as_wide_and_as_high_as_the_terminal(width: int) -> None:
     lines = screen.text(SAMPLE, width).splitlines()
-    assert max(map(len, lines)) <= width and "late: rank 11, 123.4 ms in the mean, the last in 70% of units" in lines
+    assert max(map(len, lines)) <= width and "late: rank 11, 123.4 ms on average, last in 70% of units" in lines
     assert ("RELINKED" in lines[4]) == (width == 120) and len([line for line in lines if "1.2 GB" in line]) == 16
     rich = pytest.importorskip("rich.console", reason="rich is not installed")
     console = rich.Console(width=width, height=24, file=io.StringIO(), force_terminal=True, color_system=None)
@@ -266,7 +266,7 @@ def test_nodes_leave_room_for_ranks_and_remarks(n_nodes: int, n_ranks: int) -> N
 def test_remarks_of_former_samples_find_room_on_the_screen(width: int, n_ranks: int) -> None:
     rich = pytest.importorskip("rich.console", reason="rich is not installed")
     later = msgspec.structs.replace(SAMPLE, remarks=())
-    remarks = [f"node {i} (gpu{i:02}.cluster.example.org) is there, but tells no numbers where it was asked"
+    remarks = [f"node {i} (gpu{i:02}.cluster.example.org) is in the job, but serves no metrics at these addresses"
                for i in range(4)]
     console = rich.Console(width=width, height=24, file=io.StringIO(), force_terminal=True, color_system=None)
     console.print(screen.picture(later, width, 24, remarks))

@@ -55,7 +55,7 @@ def test_apply_changes_nothing_when_nothing_was_measured(tmp_path):
     (("h", "--service-level", "x"), "expected numbers from 0 to 15"),
     (("h", "--goal", "fame"), "'fame' is not one of"),
     (("h:x",), "expected HOST or HOST:PORT"),
-    (("h", "--only", "fame"), "fame cannot be tuned; there is partition_bytes"),
+    (("h", "--only", "fame"), "fame cannot be tuned; supported: partition_bytes"),
     (("h", "--apply", "--profile", "/absent/x.toml"), "no folder that you may write"),
 ])
 def test_options_that_cannot_be_are_usage_errors(arguments, words):
@@ -85,7 +85,7 @@ def test_only_what_is_asked_for_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
     change, words = tune._keep(better, origins, file)
     assert change["path"] == file and profile.read(file) == {"rdma_mtu": 1024}
-    assert "rdma_mtu is set by BPSFAST_RDMA_MTU, which wins over the profile: take it away there" in words
+    assert "rdma_mtu is set by BPSFAST_RDMA_MTU, which overrides the profile: remove it there" in words
 
 
 TRAINING = """

@@ -70,7 +70,7 @@ def test_json_has_base_units_and_everything_that_was_tried():
     assert shown["loads"][LATENCY]["unit"] == "s" and shown["loads"][LATENCY]["before"]["median"] == 1 / 2e5
     assert shown["loads"][INCAST]["after"]["median"] == 2e9 and shown["loads"][INCAST]["verdict"] == "better"
     assert shown["changes"] == {"rdma_mtu": 1024} and shown["network"]["troubled"]
-    assert shown["not_tried"] == {"huge_pages": "no pool", "credit_bytes": "the budget did not last"}
+    assert shown["not_tried"] == {"huge_pages": "no pool", "credit_bytes": "the budget did not suffice"}
     assert shown["steps"] == [{"knob": "rdma_mtu", "value": 1024, "was": 0, "taken": True, "words": "taken"}]
     unchanged = Outcome({"rdma_mtu": 0}, {"rdma_mtu": 0}, before=BEFORE, words="nothing was better")
     assert tuning_run.data(session({}), unchanged, passed("well"), None)["loads"][INCAST]["after"] is None

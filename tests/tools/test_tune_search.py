@@ -113,7 +113,7 @@ def test_what_was_found_and_is_refused_in_the_end_changes_nothing():
     search = bench.search(measure=measure)
     found = search.run()
     assert not found.changed and found.best == START and set(found.before) == {"bw", "lat"} and not found.after
-    assert found.words == "what was found is not possible any more: somebody took the room"
+    assert found.words == "the found settings are not possible any more: somebody took the room"
 
 
 def test_the_error_of_a_measurement_ends_the_search():

@@ -11,7 +11,7 @@ import pytest
 
 from bpsfast.base.message_socket import MessageSocket
 from bpsfast.orchestration.errors import ClosedError, PeerLostError
-from bpsfast.orchestration.messages import Ask, Told
+from bpsfast.orchestration.messages import Counters, CountersRequest
 from bpsfast.trainer.node_connection import Mailbox
 
 
@@ -41,9 +41,9 @@ def ends(node):
 
 def test_a_reply(ends):
     mailbox, channel, told = ends
-    mailbox.send(Ask(request=7))
-    assert channel.recv(5.0)[0] == Ask(request=7)
-    channel.send(Told(request=7, counters={"a": 1}))
+    mailbox.send(CountersRequest(request=7))
+    assert channel.recv(5.0)[0] == CountersRequest(request=7)
+    channel.send(Counters(request=7, counters={"a": 1}))
     assert mailbox.wait(lambda: told.pop(7, None), 5.0) == {"a": 1}
 
 
@@ -60,7 +60,7 @@ def test_every_thread_gets_its_own_reply(ends):
     for thread in threads:
         thread.start()
     for number in reversed(range(8)):
-        channel.send(Told(request=number, counters={"n": number}))
+        channel.send(Counters(request=number, counters={"n": number}))
     for thread in threads:
         thread.join(15)
     assert found == {n: {"n": n} for n in range(8)}
@@ -69,7 +69,7 @@ def test_every_thread_gets_its_own_reply(ends):
 def test_pump_delivers_without_waiting(ends):
     mailbox, channel, told = ends
     mailbox.pump()
-    channel.send(Told(request=1, counters={}))
+    channel.send(Counters(request=1, counters={}))
     mailbox.pump()
     assert told == {1: {}}
 
@@ -80,7 +80,7 @@ def test_a_closed_socket(ends):
     with pytest.raises(PeerLostError, match="the node is lost"):
         mailbox.wait(lambda: told.get(1), 10.0)
     with pytest.raises(PeerLostError, match="the node is lost"):
-        mailbox.send(Ask(request=1))
+        mailbox.send(CountersRequest(request=1))
 
 
 def test_a_dead_node_is_noticed_though_the_socket_is_open(ends, node):
@@ -110,7 +110,7 @@ def test_what_was_said_before_the_end_counts_first(node):
     mailbox = Mailbox(MessageSocket(ours), node[1], lambda message, fds: told.update({message.request: "the cause"}), aborted,
                       None)
     with MessageSocket(theirs) as channel:
-        channel.send(Told(request=1, counters={}))
+        channel.send(Counters(request=1, counters={}))
         assert mailbox.wait(lambda: told.get(1), 10.0) == "the cause"
         with pytest.raises(PeerLostError, match="a consequence"):
             mailbox.wait(lambda: told.get(2), 10.0)
@@ -126,5 +126,5 @@ def test_what_the_job_was_aborted_with_comes_before_a_node_that_has_left(node):
     mailbox = Mailbox(MessageSocket(ours), node[1], lambda message, fds: None, check, lambda: PeerLostError("lost"))
     theirs.close()
     with pytest.raises(PeerLostError, match="rank 2 died"):
-        mailbox.send(Ask(request=1))
+        mailbox.send(CountersRequest(request=1))
     mailbox.close()

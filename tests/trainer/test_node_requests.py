@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.orchestration.errors import PeerLostError, StallError
-from bpsfast.orchestration.messages import Ask, Told
+from bpsfast.orchestration.messages import Counters, CountersRequest
 from bpsfast.trainer.node_connection import NodeRequests
 
 
@@ -22,14 +22,14 @@ class Node:
 
     def wait(self, ready, timeout_s):
         for number in self.answers:
-            self.questions.receive(number, Told(request=number, counters={}))
+            self.questions.receive(number, Counters(request=number, counters={}))
         if self.lost:
             raise PeerLostError("the node is gone")
         return ready()
 
 
 def ask(node, **more):
-    return node.questions.ask(lambda request: Ask(request=request), "the node did not answer", **more)
+    return node.questions.ask(lambda request: CountersRequest(request=request), "the node did not answer", **more)
 
 
 def test_an_answer_is_that_questions():
@@ -44,12 +44,12 @@ def test_an_answer_that_comes_too_late_is_not_kept(how):
     node = Node()
     node.lost = how == "lost"
     if how == "given up":
-        assert ask(node, given_up=lambda: Told(request=0, counters={})).request == 0
+        assert ask(node, given_up=lambda: Counters(request=0, counters={})).request == 0
     else:
         with pytest.raises(PeerLostError if node.lost else StallError):
             ask(node)
     node.lost = False
-    node.questions.receive(1, Told(request=1, counters={}))
+    node.questions.receive(1, Counters(request=1, counters={}))
     assert node.questions._answers == {}
     node.answers = [1, 2]
     assert ask(node).request == 2

@@ -11,7 +11,7 @@ import pytest
 
 import bpsfast
 from bpsfast.base.message_socket import MessageSocket
-from bpsfast.orchestration.messages import StallAnswer, Stalled
+from bpsfast.orchestration.messages import StallAnswer, StallQuestion
 from bpsfast.trainer import process
 from bpsfast.trainer.node_connection import Mailbox, NodeRequests
 from bpsfast.trainer.stall_inspector import StallQuery
@@ -105,7 +105,7 @@ def read(node, n):
     found = []
     while len(found) < n:
         found.append(node.recv(20)[0])
-        assert isinstance(found[-1], Stalled)
+        assert isinstance(found[-1], StallQuestion)
     return found
 
 

@@ -34,7 +34,7 @@ from bpsfast.bench.paper.ladder.device import Port, usable
 from bpsfast.bench.paper.ladder.rungs import RUNGS
 from bpsfast.bench.paper.ladder.service import serve
 from bpsfast.bench.paper.ladder.worker import Worker
-from bpsfast.launch.daemons import end, reserve_port, tie_to_parent
+from bpsfast.launch.daemons import reserve_port, terminate, tie_to_parent
 from bpsfast.orchestration.errors import ConfigError
 
 _MODELS = "vgg19,resnet50,inception-bn"
@@ -137,4 +137,4 @@ def _other_end(peer: str | None, port: int, devices: list[str]) -> Iterator[tupl
                 service.wait(_END_TIMEOUT_S)
         finally:
             if service.poll() is None:
-                end(service)
+                terminate(service)

@@ -23,8 +23,8 @@ import msgspec
 
 from ...base import message_socket
 from ...base.encryption import Encryption, check_library, is_loopback, seals_of
+from ...base.logs import RateLimitedLog
 from ...base.process_identity import network_id
-from ...base.rate_limited_log import RateLimitedLog
 from ...orchestration import security
 from ...orchestration.errors import (
     DECODE_ERRORS,

@@ -21,7 +21,7 @@ class NicLocality(NamedTuple):
     nodes: frozenset[int] = frozenset()
 
 
-def cards(host: Host, settings: Settings, address: str) -> NicLocality:
+def traffic_nics(host: Host, settings: Settings, address: str) -> NicLocality:
     """Return the cards of a node whose peers connect to *address*: its RDMA ports, else the interface that has it.
 
     Nothing where that is a virtual interface with no card of its own below it.
@@ -38,10 +38,10 @@ def cards(host: Host, settings: Settings, address: str) -> NicLocality:
             return _known({rail.device: nodes[rail.device] for rail in rails})
     owner = next((netdev.name for netdev in host.netdevs.values()
                   if any(interface.ip == wanted for interface in netdev.addresses)), "")
-    return named(host, [owner]) if owner else NicLocality()
+    return nics_by_name(host, [owner]) if owner else NicLocality()
 
 
-def named(host: Host, names: Sequence[str]) -> NicLocality:
+def nics_by_name(host: Host, names: Sequence[str]) -> NicLocality:
     """Return the cards behind these RDMA devices and interfaces; a VLAN, a bond or a bridge has those below it."""
     found: dict[str, int | None] = {device.name: device.numa_node for device in host.devices if device.name in names}
     rest, seen = [name for name in names if name not in found], set[str]()
@@ -56,17 +56,17 @@ def named(host: Host, names: Sequence[str]) -> NicLocality:
     return _known(found)
 
 
-def fastest(host: Host) -> NicLocality:
+def fastest_nics(host: Host) -> NicLocality:
     """Return the cards that have the highest rate: a guess where neither address nor name is known."""
     found = discovery.machine(host, nvml.NvmlAnswer()).of(PartKind.NIC)
     best = max((card.wire_rate_bytes for card in found), default=0.0)
-    return named(host, [name for card in found if card.wire_rate_bytes == best for name in card.device.split(",")])
+    return nics_by_name(host, [name for card in found if card.wire_rate_bytes == best for name in card.device.split(",")])
 
 
-def gpus(host: Host) -> tuple[int | None, ...]:
+def gpu_numa_nodes(host: Host) -> tuple[int | None, ...]:
     """Return the NUMA node of each GPU, in CUDA's order as far as NVML tells it, else by address; None: not known."""
-    answer = nvml.recorded(host.kernel.answers.nvml) if isinstance(host.kernel, recorded_host.RecordedKernel) else None
-    parts = discovery.machine(host, nvml.examine() if answer is None else answer).of(PartKind.GPU)
+    answer = nvml.recorded_answer(host.kernel.answers.nvml) if isinstance(host.kernel, recorded_host.RecordedKernel) else None
+    parts = discovery.machine(host, nvml.query_nvml() if answer is None else answer).of(PartKind.GPU)
     nodes = [host.tree.number(DEVICES, part.address, "numa_node") for part in parts]
     return tuple(node if node is not None and node >= 0 else None for node in nodes)
 

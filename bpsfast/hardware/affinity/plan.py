@@ -15,13 +15,65 @@ Functions without I/O.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 from ...base.settings import Settings
+from ...base.value_formats import format_cpus, parse_cpus
 from ...orchestration.errors import ConfigError
 from .. import numa
-from .cores import Cores
+from ..sysfs import Tree
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Of each NUMA node, by number, its cores in the order of their CPUs; a core is the set of its CPUs.
+
+    `distances`: of nodes, as firmware tells them; may lack some.
+    """
+
+    nodes: Mapping[int, tuple[frozenset[int], ...]]
+    distances: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+
+    @property
+    def cpus(self) -> frozenset[int]:
+        """All CPUs."""
+        return self.cpus_of(*self.nodes)
+
+    @property
+    def count(self) -> int:
+        """Number of cores."""
+        return sum(map(len, self.nodes.values()))
+
+    def cpus_of(self, *nodes: int) -> frozenset[int]:
+        """Return the CPUs of these nodes; one without cores has none."""
+        return frozenset(cpu for node in nodes for core in self.nodes.get(node, ()) for cpu in core)
+
+    def within(self, cpus: Set[int]) -> Cores:
+        """Return what is left of nodes and cores if only *cpus* may be used."""
+        left = {number: tuple(core & cpus for core in cores if core & cpus) for number, cores in self.nodes.items()}
+        return Cores({number: cores for number, cores in left.items() if cores}, self.distances)
+
+    def apart(self, one: int, other: int) -> int:
+        """Return the distance of two nodes."""
+        return self.distances.get(one, {}).get(other, 10 if one == other else 20)
+
+
+def read_cores(tree: Tree, whole: bool = True) -> Cores:
+    """Return the machine's cores, whoever may use them; not *whole*: each CPU counts as a core.
+
+    A kernel without NUMA has one node, number 0. Where it does not say which CPUs are one core, each is one.
+    """
+    known = {number: node for number, node in numa.nodes(tree).items() if node.cpus}
+    if not known:
+        cpus = parse_cpus(tree.text("sys/devices/system/cpu/online") or "") or numa.allowed_cpus(tree)
+        known = {0: numa.NumaNode(0, cpus)}
+    nodes = {}
+    for number, node in known.items():
+        cores = {numa.siblings(tree, cpu) & node.cpus if whole else frozenset({cpu}) for cpu in node.cpus}
+        nodes[number] = tuple(sorted(cores, key=min))
+    return Cores(nodes, {number: node.distances for number, node in known.items()})
+
 
 #: With less than this part of its even share of cores nobody is put beside a device: a cpuset has left no more there,
 #: or too many others want to sit there.
@@ -41,8 +93,8 @@ class AffinityOptions:
     def of(cls, settings: Settings) -> AffinityOptions:
         """Return the wishes of *settings*."""
         sections = settings.rank_cpus.split(":") if settings.rank_cpus else []
-        return cls(tuple(map(numa.parse_cpus, sections)), settings.rank_cores, settings.node_cores,
-                   numa.parse_cpus(settings.avoid_cpus))
+        return cls(tuple(map(parse_cpus, sections)), settings.rank_cores, settings.node_cores,
+                   parse_cpus(settings.avoid_cpus))
 
     @property
     def some(self) -> bool:
@@ -91,8 +143,8 @@ def plan_node(cores: Cores, allowed: Set[int], cards: Set[int], n_ranks: int, wi
     """
     own = cores.within(allowed - wishes.avoid)
     if wishes.avoid >= allowed and allowed:
-        raise ConfigError(f"BPSFAST_AVOID_CPUS = {numa.format_cpus(wishes.avoid)} leaves none of the CPUs that this "
-                          f"process may use: {numa.format_cpus(allowed)} (taskset, cpuset)")
+        raise ConfigError(f"BPSFAST_AVOID_CPUS = {format_cpus(wishes.avoid)} leaves none of the CPUs that this "
+                          f"process may use: {format_cpus(allowed)} (taskset, cpuset)")
     beside = own.within(own.cpus_of(*cards))
     if beside.count * len(own.nodes) < _MIN_SHARE * own.count * len(beside.nodes) or not beside.nodes:
         beside = own
@@ -129,8 +181,8 @@ def _given(ranks: Sequence[Rank], wishes: AffinityOptions) -> list[frozenset[int
     for number, (rank, wanted) in enumerate(zip(ranks, wishes.rank_cpus)):
         shares.append(wanted & rank.cpus - wishes.avoid)
         if not shares[-1]:
-            raise ConfigError(f"BPSFAST_RANK_CPUS gives CPUs {numa.format_cpus(wanted)} to local rank {number}, which "
-                              f"may run on none of them, but on {numa.format_cpus(rank.cpus - wishes.avoid)} (taskset, "
+            raise ConfigError(f"BPSFAST_RANK_CPUS gives CPUs {format_cpus(wanted)} to local rank {number}, which "
+                              f"may run on none of them, but on {format_cpus(rank.cpus - wishes.avoid)} (taskset, "
                               "cpuset, BPSFAST_AVOID_CPUS)")
     return shares
 

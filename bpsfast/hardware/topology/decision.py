@@ -3,22 +3,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
 
 from ...base.settings import Settings
 from ...orchestration.errors import ConfigError
-from .gpu_direct import GpuNicPair, wished
+from .copies import GpuNicPair, direct_pairs, enabled_pairs, gpu_nic_pairs, refusal_reasons
 from .graph import PartKind, Topology
 from .linear_program import MISSING, can_solve
-from .loads import OWN, Traffic
-from .nearest_socket import plain
-from .strategy import Strategy
-from .strategy_solver import ForcedStrategy, choose, islands_by_size, rule
+from .loads import OWN_GRADIENTS, Loads, Traffic
+from .strategy_solver import (
+    ForcedStrategy,
+    Strategy,
+    choose,
+    islands_by_size,
+    lower_bound,
+    nearest_socket_strategy,
+    paper_grouping,
+    paper_rule,
+)
 
 _log = logging.getLogger("bpsfast.hardware.topology")
 _told: set[str] = set()
 
 
-def strategy_of(topology: Topology, settings: Settings, traffic: Traffic = OWN) -> Strategy:
+def strategy_of(topology: Topology, settings: Settings, traffic: Traffic = OWN_GRADIENTS) -> Strategy:
     """Return the strategy of *topology*, and say once in the log where it comes from. Without SciPy, too.
 
     Raises
@@ -26,7 +35,7 @@ def strategy_of(topology: Topology, settings: Settings, traffic: Traffic = OWN) 
     ConfigError
         A setting asks for what the machine has not or cannot; a GPU has no way to memory.
     """
-    given, direct = forced(topology, settings), wished(topology, settings)
+    given, direct = forced(topology, settings), enabled_pairs(topology, settings)
     if direct and not can_solve():
         _tell(logging.WARNING, f"BPSFAST_GPU_DIRECT is on, but how much goes straight to cards is not found: {MISSING}")
     if given is None and can_solve():
@@ -35,16 +44,16 @@ def strategy_of(topology: Topology, settings: Settings, traffic: Traffic = OWN) 
     if given is None:
         _tell(logging.WARNING if topology.of(PartKind.GPU) else logging.INFO,
               f"machine {topology.name} sums its gradients by OSDI'20's rule: for what its links allow best {MISSING}")
-        return plain(topology, rule(topology), traffic)
+        return nearest_socket_strategy(topology, paper_grouping(topology), traffic)
     _tell(logging.INFO, f"machine {topology.name} sums its gradients as {given.by} says")
     return solve_forced(topology, given, traffic, direct)
 
 
-def solve_forced(topology: Topology, given: ForcedStrategy, traffic: Traffic = OWN, direct: Collection[GpuNicPair] = ()) -> Strategy:
+def solve_forced(topology: Topology, given: ForcedStrategy, traffic: Traffic = OWN_GRADIENTS, direct: Collection[GpuNicPair] = ()) -> Strategy:
     """Return the strategy of *given*, with the sockets that are best for it, if SciPy is there; else the nearest."""
     if can_solve():
         return choose(topology, traffic, [given.islands], given.roots, direct)
-    return plain(topology, given, traffic)
+    return nearest_socket_strategy(topology, given, traffic)
 
 
 def forced(topology: Topology, settings: Settings) -> ForcedStrategy | None:
@@ -84,3 +93,99 @@ def _tell(level: int, text: str) -> None:
     if text not in _told:
         _told.add(text)
         _log.log(level, "%s", text)
+
+
+#: So many of the busiest links and cards are shown.
+_N_BUSIEST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class StrategyReport:
+    """The strategy of the machine *topology* that sums *service* sizes of a gradient for others.
+
+    `forced`: what the settings `forced_by` make of it, None if they force nothing. `is_direct`: may GPUs send straight
+    to cards.
+    """
+
+    topology: Topology
+    service: float
+    bound: Loads
+    chosen: Strategy
+    rule: Strategy
+    forced: Strategy | None = None
+    forced_by: str = ""
+    is_direct: bool = False
+
+    def lines(self) -> list[str]:
+        """Return it for people."""
+        return [f"{self.topology.name}: a gradient, in and out, and {self.service:g} of its size summed for others", "",
+                *self.chosen.lines(), "",
+                f"{_ms(self.chosen.loads.time)} for each GB of gradient; at least {_ms(self.bound.time)} on any way, "
+                f"{_ms(self.rule.loads.time)} by the rule of the paper", "",
+                *self._forced_lines(),
+                "Busiest, in sizes of the gradient per direction:",
+                *(f"  {name}: {load:.3g}, {_ms(time)}" for time, name, load in self.busiest()),
+                *self._direct_lines()]
+
+    def _forced_lines(self) -> list[str]:
+        if self.forced is None:
+            return []
+        slower = self.forced.loads.time / self.chosen.loads.time - 1
+        return [f"But forced by {self.forced_by}:", "", *self.forced.lines(), "",
+                f"{_ms(self.forced.loads.time)} for each GB of gradient, {100 * slower:.1f} % more", ""]
+
+    def _direct_lines(self) -> list[str]:
+        able: dict[str, list[str]] = {}
+        for pair in direct_pairs(self.topology):
+            able.setdefault(pair.gpu, []).append(pair.card)
+        told = {**{gpu: f"can, to {', '.join(cards)}" for gpu, cards in able.items()},
+                **{gpu: f"cannot: {reason}" for gpu, reason in refusal_reasons(self.topology)}}
+        head = f"Straight to a network card (gpu_direct, {'on' if self.is_direct else 'off'}; never measured):"
+        return ["", head, *(f"  {part.name} {told[part.name]}" for part in self.topology.of(PartKind.GPU))] if told else []
+
+    def busiest(self) -> list[tuple[float, str, float]]:
+        """Return the links and cards that take longest: seconds for each byte of the gradient, name, load.
+
+        Of what is forced, if something is.
+        """
+        loads = (self.forced or self.chosen).loads
+        found = [(load / link.rate_bytes, f"{link.a} - {link.b}", load) for link, load in loads.links.items() if load]
+        for name, load in loads.cards.items():
+            rate = self.topology.part(name).wire_rate_bytes
+            if rate:
+                found.append((load / rate, f"{name} on the wire", load))
+        return sorted(found, reverse=True)[:_N_BUSIEST_SHOWN]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for programs; times in seconds for each byte of the gradient."""
+        return {"machine": self.topology.name, "service": self.service, "seconds_per_byte": self.chosen.loads.time,
+                "bound_seconds_per_byte": self.bound.time, "rule_seconds_per_byte": self.rule.loads.time,
+                "ways": _ways(self.chosen),
+                "forced": None if self.forced is None else {
+                    "by": self.forced_by, "seconds_per_byte": self.forced.loads.time, "ways": _ways(self.forced)},
+                "links": [{"a": link.a, "b": link.b, "kind": link.kind.value, "load": load}
+                          for link, load in self.chosen.loads.links.items()],
+                "cards": self.chosen.loads.cards,
+                "gpu_direct": {"on": self.is_direct, "pairs": [pair._asdict() for pair in gpu_nic_pairs(self.topology)]}}
+
+
+def report_strategy(topology: Topology, service: float = 0.0, settings: Settings | None = None) -> StrategyReport:
+    """Return what is best, and what *settings* force.
+
+    Raises `ConfigError` if SciPy is missing, GPUs have no way to memory, or settings ask for what the machine has not.
+    """
+    traffic, settings = Traffic(service=service), settings or Settings()
+    given, direct = forced(topology, settings), enabled_pairs(topology, settings)
+    return StrategyReport(topology, service, lower_bound(topology, traffic, direct), choose(topology, traffic, direct=direct),
+                  paper_rule(topology, traffic), solve_forced(topology, given, traffic, direct) if given else None,
+                  given.by if given else "", bool(direct))
+
+
+def _ways(strategy: Strategy) -> list[dict[str, Any]]:
+    return [{"share": way.share, "islands": way.islands,
+             "copied": [{"root": root, "card" if end in strategy.loads.cards else "socket": end, "part": part}
+                        for (root, end), part in way.copied.items()]} for way in strategy.ways]
+
+
+def _ms(seconds_per_byte: float) -> str:
+    return f"{seconds_per_byte * 1e12:.3g} ms"

@@ -9,17 +9,20 @@ NCCL, ``src/graph/topo.cc`` and ``xml.cc``; BytePS (OSDI'20), section 4.
 """
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .. import recorded_host
+from ...base.value_formats import format_cpus, parse_cpus
+from .. import interfaces, numa, recorded_host
 from ..host import Host
+from ..rdma_devices import RdmaDevice
 from ..sysfs import Tree
 from . import nvml
 from .graph import Link, LinkKind, Part, PartKind, Topology
-from .network_cards import cards
-from .pcie import DEFAULT_RATE_BYTES, DEVICES, PcieBranch, PcieLocation, hubs, place, rate_bytes
-from .sockets import Sockets
+from .pcie import DEFAULT_RATE_BYTES, DEVICES, PcieBranch, PcieLocation, branches, locate, rate_bytes
 
 _NVIDIA, _AMD = 0x10de, 0x1002
 #: PCI classes: display controllers (VGA, 3D, other), and what AMD's MI300 calls itself
@@ -30,7 +33,7 @@ class _Device(NamedTuple):
     """A GPU or a card, and where it is."""
 
     part: Part
-    place: PcieLocation
+    location: PcieLocation
 
 
 def discover(root: str | None = None) -> Topology:
@@ -43,8 +46,8 @@ def discover(root: str | None = None) -> Topology:
     """
     host = recorded_host.host(root)
     if isinstance(host.kernel, recorded_host.RecordedKernel):
-        return machine(host, nvml.recorded(host.kernel.answers.nvml))
-    return machine(host, nvml.examine())
+        return machine(host, nvml.recorded_answer(host.kernel.answers.nvml))
+    return machine(host, nvml.query_nvml())
 
 
 def machine(host: Host, answer: nvml.NvmlAnswer) -> Topology:
@@ -76,7 +79,7 @@ def _gpus(tree: Tree, answer: nvml.NvmlAnswer) -> list[_Device]:
         vendor, kind = (tree.number(DEVICES, address, name) or 0 for name in ("vendor", "class"))
         is_gpu = (kind >> 16 == _DISPLAY and vendor in (_NVIDIA, _AMD)) or (kind >> 16 == _ACCELERATOR
                                                                             and vendor == _AMD)
-        where = place(tree, DEVICES, address) if is_gpu else None
+        where = locate(tree, DEVICES, address) if is_gpu else None
         if where is None or (listed and vendor == _NVIDIA and address not in listed):
             continue
         model = f"{vendor:04x}:{tree.number(DEVICES, address, 'device') or 0:04x}"
@@ -89,15 +92,15 @@ def _gpu(name: str, address: str, told: nvml.Gpu | None, model: str = "") -> Par
 
 
 def _cards(host: Host) -> list[_Device]:
-    return [_Device(Part(f"nic{number}", PartKind.NIC, card.place.address, card.model, wire_rate_bytes=card.rate_bytes,
-                         device=",".join(card.devices)), card.place) for number, card in enumerate(cards(host))]
+    return [_Device(Part(f"nic{number}", PartKind.NIC, card.location.address, card.model, wire_rate_bytes=card.rate_bytes,
+                         device=",".join(card.devices)), card.location) for number, card in enumerate(cards(host))]
 
 
 def _pcie(tree: Tree, devices: list[_Device], sockets: Sockets) -> tuple[list[Part], list[Link]]:
     """Return the switches above *devices*, and the links of both upward."""
     by_slot: dict[str, list[_Device]] = {}
     for device in devices:
-        by_slot.setdefault(device.place.slot, []).append(device)
+        by_slot.setdefault(device.location.slot, []).append(device)
     switches: list[Part] = []
     links: list[Link] = []
 
@@ -111,7 +114,7 @@ def _pcie(tree: Tree, devices: list[_Device], sockets: Sockets) -> tuple[list[Pa
         for below in hub.below:
             hang(below, parts[0].name)
 
-    for hub in hubs(sorted((device.place for device in devices), key=lambda each: each.folders)):
+    for hub in branches(sorted((device.location for device in devices), key=lambda each: each.folders)):
         hang(hub, sockets.of(_numa_node(tree, hub, by_slot)))
     return switches, links
 
@@ -124,5 +127,154 @@ def _model(tree: Tree, folder: str) -> str:
 
 def _numa_node(tree: Tree, hub: PcieBranch, by_slot: Mapping[str, list[_Device]]) -> int | None:
     """Return the NUMA node that one of the devices below *hub* names, None if none does."""
-    told = (tree.number(device.place.folder, "numa_node") for slot in hub.leaves for device in by_slot[slot])
+    told = (tree.number(device.location.folder, "numa_node") for slot in hub.leaves for device in by_slot[slot])
     return next((node for node in told if node is not None and node >= 0), None)
+
+
+_log = logging.getLogger("bpsfast.hardware.topology")
+
+
+@dataclass
+class NetworkCard:
+    """One card. `devices`: its RDMA devices and the interfaces without one; `rate_bytes`: 0 if nobody knows. `wires`:
+    the functions whose wires virtual ones have brought in.
+    """
+
+    location: PcieLocation
+    model: str
+    devices: list[str] = field(default_factory=list)
+    rate_bytes: float = 0.0
+    wires: set[PcieLocation] = field(default_factory=set)
+
+
+def cards(host: Host) -> list[NetworkCard]:
+    """Return the cards with a wire that is plugged in, by address; others are named in the log."""
+    found: dict[str, NetworkCard] = {}
+    counted = set()
+    folders = [*(("sys/class/infiniband", device.name) for device in host.devices),
+               *((interfaces.FOLDER, name) for name in host.netdevs)]
+    shown = {locate(host.tree, *folder, "device") for folder in folders}  # also those whose wire is not up
+    for device in host.devices:
+        own = locate(host.tree, "sys/class/infiniband", device.name, "device")
+        model = host.tree.text("sys/class/infiniband", device.name, "hca_type") or device.driver
+        if own is not None:
+            counted.add(own)
+            _add(host, found, shown, own, device.name, model, _rdma_rate(device))
+    for netdev in host.netdevs.values():
+        own = locate(host.tree, interfaces.FOLDER, netdev.name, "device")
+        if own is not None and own not in counted:
+            rate = (netdev.speed_mbps or 0) * 1e6 / 8 if netdev.state != "down" else None
+            _add(host, found, shown, own, netdev.name, netdev.driver or "", rate)
+    return sorted(found.values(), key=lambda card: card.location.address)
+
+
+def _rdma_rate(device: RdmaDevice) -> float | None:
+    """Return bytes/s of the ports that are up, None if none is."""
+    up = [port for port in device.ports if port.is_active]
+    return sum(port.rate_gbps or 0.0 for port in up) * 1e9 / 8 if up else None
+
+
+def _add(host: Host, found: dict[str, NetworkCard], shown: set[PcieLocation | None], own: PcieLocation, name: str, model: str,
+         rate: float | None) -> None:
+    """Put the device *name* to its card, unless *rate* is None: not plugged in. *shown*: the places of all devices."""
+    real = locate(host.tree, own.folder, "physfn")
+    if real is not None and real in shown:
+        return
+    if rate is None:
+        _log.info("%s is left out of the machine's graph: its wire is not up", name)
+        return
+    card = found.setdefault((real or own).slot, NetworkCard(own, model))
+    card.devices.append(name)
+    if real is None or real not in card.wires:  # virtual functions of one share its wire
+        card.rate_bytes += rate
+    if real is not None:
+        card.wires.add(real)
+
+
+#: (vendor, family, models) -> bytes/s per direction between two processors: links x transfers/s x bytes of payload.
+#: Figures are the vendors' (product briefs, "QPI/UPI speed" in Intel's ARK, AMD's architecture overviews), all of a
+#: usual board of two. NCCL's (topo.h: 6, 10, 22 GB/s...) are smaller: they are what a GPU gets that reads another one's
+#: memory through both processors; here memory is what moves. The paper has "above 300 Gbit/s" for its Broadwell.
+_SOCKET_RATES_BYTES = (
+    ("GenuineIntel", 6, (45, 62), 2 * 8.0e9 * 2),  # Sandy Bridge, Ivy Bridge: two QPI
+    ("GenuineIntel", 6, (63, 79), 2 * 9.6e9 * 2),  # Haswell, Broadwell: two QPI
+    ("GenuineIntel", 6, (85,), 2 * 10.4e9 * 2),  # Skylake, Cascade Lake: two UPI (some boards have three)
+    ("GenuineIntel", 6, (106,), 3 * 11.2e9 * 2),  # Ice Lake: three UPI
+    ("GenuineIntel", 6, (143,), 3 * 16.0e9 * 2),  # Sapphire Rapids: three UPI (some boards have four)
+    ("GenuineIntel", 6, (207,), 3 * 20.0e9 * 2),  # Emerald Rapids
+    ("GenuineIntel", 6, (173,), 3 * 24.0e9 * 2),  # Granite Rapids
+    ("AuthenticAMD", 23, (1,), 4 * 10.7e9 * 2),  # Naples: four xGMI, one for each pair of dies
+    ("AuthenticAMD", 23, (49,), 3 * 18.0e9 * 2),  # Rome: three xGMI of 16 lanes (some boards have four)
+    ("AuthenticAMD", 25, (1,), 3 * 18.0e9 * 2),  # Milan
+    ("AuthenticAMD", 25, (17, 160), 3 * 32.0e9 * 2),  # Genoa, Bergamo
+    ("AuthenticAMD", 26, (2, 17), 3 * 32.0e9 * 2),  # Turin
+)
+#: Between others: one UPI of the slowest kind.
+_DEFAULT_RATE_BYTES = 10.4e9 * 2
+#: Between nodes of one processor: a guess, more than any of its PCIe links.
+_SAME_SOCKET_RATE_BYTES = 100e9
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """What /proc/cpuinfo says of the first core; empty and 0 where it does not."""
+
+    vendor: str = ""
+    family: int = 0
+    model: int = 0
+    name: str = ""
+
+
+def cpu(tree: Tree) -> Cpu:
+    """Return the processors' kind: those of one machine are the same."""
+    told: dict[str, str] = {}
+    for line in (tree.text("proc/cpuinfo") or "").splitlines():
+        key, _, value = line.partition(":")
+        told.setdefault(key.strip(), value.strip())
+    family, model = (int(told[key]) if told.get(key, "").isdecimal() else 0 for key in ("cpu family", "model"))
+    return Cpu(told.get("vendor_id", ""), family, model, told.get("model name", ""))
+
+
+def between_rate_bytes(kind: Cpu) -> float:
+    """Return bytes/s per direction between two processors of *kind*."""
+    return next((rate for vendor, family, models, rate in _SOCKET_RATES_BYTES
+                 if vendor == kind.vendor and family == kind.family and kind.model in models), _DEFAULT_RATE_BYTES)
+
+
+class Sockets:
+    """The sockets of one machine, at least one: `parts`, their `links`, and which one a device belongs to."""
+
+    def __init__(self, host: Host) -> None:
+        self._nodes = {number: node for number, node in host.numa.items() if node.cpus}
+        kind = cpu(host.tree)
+        self.links: list[Link] = []
+        if not self._nodes:  # a kernel without NUMA, or a container without /sys
+            known = parse_cpus(host.tree.text("sys/devices/system/cpu/online") or "")
+            cpus = format_cpus(known or numa.allowed_cpus(host.tree))
+            self.parts = [Part("socket0", PartKind.SOCKET, model=kind.name, cpus=cpus)]
+            return
+        self.parts = [Part(f"socket{number}", PartKind.SOCKET, model=kind.name, cpus=format_cpus(node.cpus))
+                      for number, node in self._nodes.items()]
+        rate = between_rate_bytes(kind)
+        for one, other in itertools.combinations(self._nodes.values(), 2):
+            same = _package(host.tree, one) is not None and _package(host.tree, one) == _package(host.tree, other)
+            self.links.append(Link(f"socket{one.number}", f"socket{other.number}", LinkKind.SOCKETS,
+                                   _SAME_SOCKET_RATE_BYTES if same else rate))
+
+    def of(self, node: int | None) -> str:
+        """Return the socket of devices of the NUMA *node*: the first where firmware tells none (-1).
+
+        Of a node without cores it is the nearest one with some.
+        """
+        if not self._nodes or node is None or node < 0:
+            return self.parts[0].name
+        if node in self._nodes:
+            return f"socket{node}"
+        nearest = min(self._nodes.values(), key=lambda each: each.distances.get(node, 255))
+        return f"socket{nearest.number}"
+
+
+def _package(tree: Tree, node: numa.NumaNode) -> int | None:
+    """Return the number of the processor that a node belongs to, None if the kernel does not say."""
+    told = tree.number("sys/devices/system/cpu", f"cpu{min(node.cpus)}", "topology/physical_package_id")
+    return None if told == -1 else told  # arm64's where firmware has no table of it

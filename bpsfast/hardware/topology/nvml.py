@@ -63,7 +63,7 @@ class NvmlAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: tuple[Gpu, ...] = ()
 
 
-def recorded(answer: Any) -> NvmlAnswer:
+def recorded_answer(answer: Any) -> NvmlAnswer:
     """Return the answer of a recorded machine, an empty one if nobody asked NVML there.
 
     Raises
@@ -79,7 +79,7 @@ def recorded(answer: Any) -> NvmlAnswer:
         raise ConfigError(f"what NVML said on the recorded machine cannot be read: {exc}") from exc
 
 
-def examine() -> NvmlAnswer:
+def query_nvml() -> NvmlAnswer:
     """Ask NVML about this machine. Without the package, the library or a GPU, `error` says so, and so does the log."""
     try:
         import pynvml

@@ -69,7 +69,7 @@ class PcieBranch:
             yield from hub.leaves
 
 
-def place(tree: Tree, *parts: str) -> PcieLocation | None:
+def locate(tree: Tree, *parts: str) -> PcieLocation | None:
     """Return where the device is that a link points to, None if it is not on PCIe.
 
     A device on another bus that begins at a PCI device (USB) is not; virtio's is, for its card is all that it has.
@@ -88,7 +88,7 @@ def place(tree: Tree, *parts: str) -> PcieLocation | None:
     return PcieLocation(tuple("/".join(words[:number + 2 + depth]) for depth in range(len(bridges))))
 
 
-def hubs(places: Iterable[PcieLocation]) -> list[PcieBranch]:
+def branches(places: Iterable[PcieLocation]) -> list[PcieBranch]:
     """Return what hangs at root complexes: switches with all below them, and devices, in the order of *places*."""
     return _below([(each.folders, each.slot) for each in places], 0)
 
@@ -104,11 +104,11 @@ def _below(places: list[tuple[tuple[str, ...], str]], depth: int) -> list[PcieBr
         if len({slot for _, slot in way}) == 1:
             found.append(PcieBranch(slot, folders[depth:]))
             continue
-        hubs = _below(way, depth + 1)
-        if len(hubs) > 1 and depth > 0:
-            found.append(PcieBranch(folders[depth], (folders[depth],), tuple(hubs)))
+        branches = _below(way, depth + 1)
+        if len(branches) > 1 and depth > 0:
+            found.append(PcieBranch(folders[depth], (folders[depth],), tuple(branches)))
         else:  # a root port, or a bridge above the only way down
-            found += [dataclasses.replace(hub, way=(folders[depth], *hub.way)) for hub in hubs]
+            found += [dataclasses.replace(hub, way=(folders[depth], *hub.way)) for hub in branches]
     return found
 
 

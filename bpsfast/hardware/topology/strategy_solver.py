@@ -6,16 +6,57 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...orchestration.errors import ConfigError
-from .copies import Copy, copies, islands_of, socket_of, switch_of
-from .gpu_direct import GpuNicPair
+from .copies import Copy, GpuNicPair, copies, islands_of, socket_of, switch_of
 from .graph import PartKind, Topology
 from .linear_program import LinearProgram
-from .loads import OWN, TIME, LinkLoads, Terms, Traffic
-from .reduction import reduce_to
-from .strategy import NOTHING, Strategy, StrategyShare
+from .loads import OWN_GRADIENTS, TIME, LinkLoads, Loads, Terms, Traffic, reduce_to
+
+#: A share below this is what rounding has left of none.
+NOTHING = 1e-7
+
+
+@dataclass(frozen=True)
+class StrategyShare:
+    """One way: `share` of the gradient, and of that how much goes from each root to each socket, or to a card."""
+
+    share: float
+    islands: tuple[tuple[str, ...], ...]
+    copied: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def roots(self) -> dict[str, float]:
+        """Return the part of the way's share that each root has; those of an island's add up to 1."""
+        parts: dict[str, float] = {}
+        for (root, _), part in self.copied.items():
+            parts[root] = parts.get(root, 0.0) + part
+        return parts
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """All ways of one machine, the largest share first, and what they load."""
+
+    ways: tuple[StrategyShare, ...]
+    loads: Loads
+
+    def lines(self) -> list[str]:
+        """Return it in words, for people."""
+        said = []
+        for way in self.ways:
+            joined = [island for island in way.islands if len(island) > 1]
+            how = f"summed in {' and in '.join(map(_listed, joined))}" if joined else "by each for itself"
+            copied = ", ".join(f"{part:.0%} from {root} {'straight ' if end in self.loads.cards else ''}to {end}"
+                               for (root, end), part in way.copied.items() if root != end)
+            said.append(f"{way.share:.1%} of the gradient: {how}; {copied or 'added in memory, where it is'}")
+        return said
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "{" + ", ".join(names) + "}"
+
 
 Islands = tuple[tuple[str, ...], ...]
 
@@ -28,7 +69,7 @@ class ForcedStrategy(NamedTuple):
     by: str = ""
 
 
-def choose(topology: Topology, traffic: Traffic = OWN, islands: Sequence[Islands] = (),
+def choose(topology: Topology, traffic: Traffic = OWN_GRADIENTS, islands: Sequence[Islands] = (),
            roots: Collection[str] = (), direct: Collection[GpuNicPair] = ()) -> Strategy:
     """Return the strategy that takes least time, of these the one that loads links least.
 
@@ -51,7 +92,7 @@ def choose(topology: Topology, traffic: Traffic = OWN, islands: Sequence[Islands
     program = LinearProgram()
     budget = LinkLoads(topology, traffic)
     sent = budget.send(program, direct)
-    groupings = list(dict.fromkeys(islands or usual(topology)))
+    groupings = list(dict.fromkeys(islands or default_groupings(topology)))
     program.equal({("share", number): 1.0 for number in range(len(groupings))}, 1.0)
     for number, grouping in enumerate(groupings):
         _add(program, budget, number, grouping, roots, sent)
@@ -69,7 +110,7 @@ def choose(topology: Topology, traffic: Traffic = OWN, islands: Sequence[Islands
     return Strategy(tuple(sorted(ways, key=lambda way: -way.share)), budget.loads(values))
 
 
-def usual(topology: Topology) -> Iterator[Islands]:
+def default_groupings(topology: Topology) -> Iterator[Islands]:
     """Yield the groupings worth a thought; sockets stand for themselves where there is no GPU."""
     if not topology.of(PartKind.GPU):
         yield tuple((part.name,) for part in topology.of(PartKind.SOCKET))
@@ -79,13 +120,13 @@ def usual(topology: Topology) -> Iterator[Islands]:
     yield islands_of(topology, PartKind.NVSWITCH)
 
 
-def paper_rule(topology: Topology, traffic: Traffic = OWN) -> Strategy:
-    """Return what OSDI'20 section 4 does: its `rule`, with the sockets that are best for it."""
-    given = rule(topology)
+def paper_rule(topology: Topology, traffic: Traffic = OWN_GRADIENTS) -> Strategy:
+    """Return what OSDI'20 section 4 does: its `paper_grouping`, with the sockets that are best for it."""
+    given = paper_grouping(topology)
     return choose(topology, traffic, [given.islands], given.roots)
 
 
-def rule(topology: Topology) -> ForcedStrategy:
+def paper_grouping(topology: Topology) -> ForcedStrategy:
     """Return the paper's general rule by S_n and S_g, switches with GPUs with and without a card.
 
     Over NVLink, if both kinds of switches are there, roots are the GPUs of those without a card, at a card's socket if
@@ -94,7 +135,7 @@ def rule(topology: Topology) -> ForcedStrategy:
     gpus = tuple(part.name for part in topology.of(PartKind.GPU))
     by_nvlink = islands_of(topology, PartKind.NVSWITCH)
     if all(len(island) == 1 for island in by_nvlink):
-        return ForcedStrategy(islands_of(topology, PartKind.SWITCH) or next(usual(topology)), gpus)
+        return ForcedStrategy(islands_of(topology, PartKind.SWITCH) or next(default_groupings(topology)), gpus)
     cards = [part.name for part in topology.of(PartKind.NIC)]
     burdened = {switch_of(topology, card) for card in cards} - {None}
     free = tuple(gpu for gpu in gpus if switch_of(topology, gpu) not in burdened)
@@ -177,3 +218,92 @@ def _add(program: LinearProgram, budget: LinkLoads, number: int, grouping: Islan
             program.equal({**terms, ("at", number, sender): -1.0}, 0.0)
     for index, copy in enumerate(moves):
         budget.carry(copy, ("move", number, index))
+
+
+def lower_bound(topology: Topology, traffic: Traffic = OWN_GRADIENTS, direct: Collection[GpuNicPair] = ()) -> Loads:
+    """Return the loads of the fastest use of *topology*'s links, of these the one that moves least.
+
+    *direct*: which GPUs may send straight to which cards.
+    Raises `ConfigError` if SciPy is missing, or if GPUs have no way to a socket.
+    """
+    program = LinearProgram()
+    budget = LinkLoads(topology, traffic)
+    shares = budget.send(program, direct)
+    sources = [part.name for part in topology.of(PartKind.GPU) or topology.of(PartKind.SOCKET)]
+    places = [part.name for kind in (PartKind.GPU, PartKind.SOCKET) for part in topology.of(kind)]
+    balances: dict[tuple[str, str], Terms] = {(source, place): defaultdict(float)
+                                              for source in sources for place in places}
+    for number, copy in enumerate(copies(topology)):
+        budget.carry(copy, ("copy", number))
+        for source in sources:
+            flow = "flow", source, number
+            program.at_most({flow: 1.0, ("copy", number): -1.0}, 0.0)
+            balances[source, copy.begin][flow] += 1.0
+            balances[source, copy.end][flow] -= 1.0
+    for (source, place), terms in balances.items():
+        for variable, factor in shares.get(place, {}).items():
+            terms[variable] += factor
+        program.equal(terms, 1.0 if source == place else 0.0)
+    total = budget.limit(program)
+    return budget.loads(program.least({TIME: 1.0}, total))
+
+
+#: Less than this of a gradient is rounding.
+_NOTHING = 1e-9
+
+
+def nearest_socket_strategy(topology: Topology, given: ForcedStrategy, traffic: Traffic = OWN_GRADIENTS) -> Strategy:
+    """Return the strategy of *given*: each root copies an equal part, each card sends an equal part.
+
+    Raises `ConfigError` if a GPU has no way to memory, or memory none to a card.
+    """
+    budget = LinkLoads(topology, traffic)
+    sent = budget.send(LinearProgram())
+    values = _sent_by_cards(topology, sent)
+    goal = {socket: sum(values.get(variable, 0.0) for variable in terms) for socket, terms in sent.items()}
+    copied: dict[tuple[str, str], float] = {}
+    moved: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for island in given.islands:
+        roots = [gpu for gpu in island if gpu in given.roots] or list(island)
+        held = dict.fromkeys(sent, 0.0)
+        for root in roots:
+            socket = root if root in sent else socket_of(topology, root)
+            variable = "copied", root
+            copied[root, socket] = values[variable] = 1.0 / len(roots)
+            held[socket] += values[variable]
+            if root != socket:
+                budget.carry(Copy(root, socket, topology.path(root, socket)), variable)
+            reduce_to(budget, island, root, variable)
+        for ends, part in _moves(held, goal).items():  # where islands meet their parts are added and move as one
+            moved[ends] = max(moved[ends], part)
+    for (begin, end), part in moved.items():
+        values["move", begin, end] = part
+        budget.carry(Copy(begin, end, topology.path(begin, end)), ("move", begin, end))
+    return Strategy((StrategyShare(1.0, given.islands, copied),), budget.loads(values))
+
+
+def _sent_by_cards(topology: Topology, sent: dict[str, dict[Hashable, float]]) -> dict[Hashable, float]:
+    """Return the variables of `LinkLoads.send` for cards that send equal parts, each of its nearest socket's memory."""
+    nearest = {}
+    for card in topology.of(PartKind.NIC):
+        paths = [(len(topology.path(socket, card.name)), socket) for socket in sent]
+        near = [each for each in paths if each[0]]
+        if near:
+            nearest[card.name] = min(near)[1]
+    if not nearest:
+        return {("sum", min(sent)): 1.0}
+    return {(kind, socket, card): 1.0 / len(nearest) for card, socket in nearest.items()
+            for kind in ("worker", "service")}
+
+
+def _moves(held: dict[str, float], goal: dict[str, float]) -> dict[tuple[str, str], float]:
+    """Return how much goes from which socket to which, so that what is *held* becomes the *goal*."""
+    moves = {}
+    over = {socket: held[socket] - goal[socket] for socket in held}
+    for begin, end in ((begin, end) for begin in over for end in over):
+        part = min(over[begin], -over[end])
+        if part > _NOTHING:
+            moves[begin, end] = part
+            over[begin] -= part
+            over[end] += part
+    return moves

@@ -20,7 +20,7 @@ the frame holds, and *out* then holds anything. With *add* it adds to *out* inst
 feed: v = x; with *m*: m = mu*m + v, v = v + mu*m; with *e*: v = v + ratio*e. *e* and *m* may be NULL, *v* may be *e*.
 divide is true division. narrow rounds to nearest even. ratio, mu and divisor are rounded to T first.
 
-k is `codec.count`, flags are `flags.flags_of`, scratch holds `scratch_nbytes`, its contents are of no interest. *wire*,
+k is `codec.count`, flags are `codec.flags_of`, scratch holds `scratch_nbytes`, its contents are of no interest. *wire*,
 *scratch* and *generator* are 8-byte aligned, arrays aligned to their elements; apart from what is said above, no two
 arguments overlap. All arithmetic is that of `reading`, bit for bit. The code takes no lock, allocates nothing, raises
 nothing, needs no GIL, and may run on any number of threads.

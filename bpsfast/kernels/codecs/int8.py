@@ -11,10 +11,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bpsfast.kernels.codecs.elements import Elements, wide_name
-from bpsfast.kernels.codecs.helper import helper
-from bpsfast.kernels.codecs.intrinsics import bytes_at, floats_at, is_null, nbytes_of, values_at
-from bpsfast.kernels.codecs.magnitudes import largest
-from bpsfast.kernels.codecs.state import finite, quiet
+from bpsfast.kernels.codecs.intrinsics import bytes_at, finite, floats_at, helper, is_null, nbytes_of, quiet, values_at
+from bpsfast.kernels.codecs.reductions import largest
 from bpsfast.kernels.element_ir import constant, nbytes_of as width_of, shape
 from bpsfast.orchestration.codec import INT8_BLOCK
 

@@ -14,12 +14,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bpsfast.kernels.codecs.elements import Elements, wide_name
-from bpsfast.kernels.codecs.flags import SCALED
-from bpsfast.kernels.codecs.intrinsics import floats_at, is_null, nbytes_of
-from bpsfast.kernels.codecs.lane_sums import N_LANES, LaneSum
-from bpsfast.kernels.codecs.magnitudes import largest
-from bpsfast.kernels.codecs.state import quiet
+from bpsfast.kernels.codecs.intrinsics import floats_at, is_null, nbytes_of, quiet
+from bpsfast.kernels.codecs.reductions import N_LANES, LaneSum, largest
 from bpsfast.kernels.element_ir import I64, constant, shape
+from bpsfast.orchestration.codec import SCALED
 
 
 def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]

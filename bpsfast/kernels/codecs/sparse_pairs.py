@@ -5,11 +5,19 @@ import math
 
 import numpy as np
 
-from bpsfast.kernels.codecs.helper import helper
-from bpsfast.kernels.codecs.intrinsics import counters_at, is_null, nbytes_of, trailing_zeros, values_at, words_at
-from bpsfast.kernels.codecs.magnitudes import N_TOGETHER, largest, magnitude, reaching
-from bpsfast.kernels.codecs.random_draws import following
-from bpsfast.kernels.codecs.state import finite, quiet
+from bpsfast.kernels.codecs.intrinsics import (
+    counters_at,
+    finite,
+    following,
+    helper,
+    is_null,
+    nbytes_of,
+    quiet,
+    trailing_zeros,
+    values_at,
+    words_at,
+)
+from bpsfast.kernels.codecs.reductions import N_TOGETHER, largest, magnitude, reaching
 
 #: Bits of a magnitude that one pass over the elements tells apart, and the counters this takes.
 DIGIT_BITS = 11

@@ -1,6 +1,5 @@
-"""A cluster inside one machine: network namespaces on a bridge, shaped links, kernel counters, the achievable rate.
-
-And two machines on a link that fails as it is told to.
+"""Clusters inside one machine: network namespaces on a bridge with shaped links (`Cluster`), or two of them on a link
+with faults on demand (`FaultyLink`).
 """
 from .cluster import Calibration, Cluster, CpuMeter, Machine
 from .faulty_link import FaultyLink

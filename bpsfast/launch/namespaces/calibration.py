@@ -1,7 +1,7 @@
-"""Measure what two machines can really exchange: both directions at once, plain sockets, nothing of bpsfast.
+"""Measure the rates between two machines, both directions at once, with plain sockets.
 
-The result is the B of the communication model: a claim about the network is measured against it, in the same run. This
-file is also the program that runs on the two machines; started by path, it imports the standard library only.
+The result is the bandwidth B of the communication model, against which bpsfast is measured in the same run. This file
+is also the program that runs on the two machines; started by path, it imports the standard library only.
 
     python calibration.py listen PORT SECONDS           prints one JSON line when done
     python calibration.py connect HOST PORT SECONDS

@@ -1,13 +1,13 @@
-"""A cluster inside one machine: each "machine" a network namespace, its link shaped, bytes counted by the kernel.
+"""A cluster inside one machine: each "machine" is a network namespace with a shaped link and the kernel's counters.
 
     with Cluster(["a", "b", "helper"], rates="2gbit") as cluster:
         cluster["a"].popen([sys.executable, "train.py"], env=...)
 
-Machines hang on a bridge by veth pairs, as hosts on a switch. A token bucket limits both directions of every link,
-each at its own rate. The bridge lives in a namespace of its own, the `hub` (unshaped; a good place for the scheduler):
-the host's interfaces, routes and firewall are neither used nor changed. Needs root; see `netns.missing`.
+Veth pairs connect the machines to a bridge, as hosts to a switch. A token bucket limits each direction of every link.
+The bridge is in a namespace of its own, the `hub` (unshaped; a good place for the scheduler), so the host's interfaces,
+routes and firewall are neither used nor changed. Needs root; see `netns.missing`.
 
-Not done: delay and loss (netem), because few kernels of containers have it.
+There is no delay or loss (netem), as few kernels of containers have it; see `faulty_link`.
 """
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _CALIBRATION_EXTRA_S = 30.0
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """What two machines exchanged at full speed both ways at once: payload bytes per second, and the CPU it took.
+    """Payload bytes per second between two machines, both directions at once, and the CPU use meanwhile.
 
-    `cpu_busy` is the busy share of all cores: near 1 the CPU was the limit, and the rates say nothing of the network.
+    `cpu_busy` is the busy share of all cores: near 1 the CPU was the limit, and the rates do not describe the network.
     """
 
     forth: float
@@ -66,7 +66,7 @@ class CpuMeter:
 
 
 class Machine:
-    """One machine of a cluster; `address` is its own, `namespace` its network namespace's name."""
+    """One machine of a cluster, with its `address` and the name of its network `namespace`."""
 
     def __init__(self, name: str, namespace: str, address: str, interface: str) -> None:
         self.name = name
@@ -76,27 +76,25 @@ class Machine:
         self._processes: list[subprocess.Popen] = []
 
     def via(self) -> list[str]:
-        """Return the command that runs another one on this machine."""
+        """Return the command that runs another command on this machine."""
         return ["ip", "netns", "exec", self.namespace]
 
     def popen(self, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen:
-        """Start *argv* here; *options* are those of `subprocess.Popen`. Call it in a thread that stays (see `tether`).
+        """Start *argv* here; *options* are those of `subprocess.Popen`. Call it in a thread that stays.
 
-        The process is killed with this one, however it dies, or by `Cluster.close`.
+        The process is killed when this process dies (`die_with_parent`), or by `Cluster.close`.
         """
-        process = subprocess.Popen([*self.via(), *tie_to_parent(argv)], env=None if env is None else dict(env), **options)
+        process = subprocess.Popen([*self.via(), *tie_to_parent(argv)], env=None if env is None else dict(env),
+                                   **options)
         self._processes.append(process)
         return process
 
     def run(
         self, argv: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess:
-        """Run *argv* here to its end; return its exit code and output (text).
+        """Run *argv* here to its end; return exit code and output (text).
 
-        Raises
-        ------
-        StallError
-            At the deadline; the process is killed.
+        Raises `StallError` at the deadline; the process is killed.
         """
         with self.popen(argv, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
@@ -117,21 +115,18 @@ class Machine:
 
 
 class Cluster:
-    """Machines on a switch, from construction until `close` (or the end of the ``with`` block).
+    """Machines on a switch, from construction until `close` or the end of the ``with`` block.
+
+    Raises `ConfigError`: Root, ``ip`` or tbf is missing, or an argument is not possible.
 
     Parameters
     ----------
     machines
         Their names, or how many ("m0", "m1", ...).
     rates
-        None: not shaped; else one `Rate` for all, or one for each name.
+        One `Rate` for all links, or one for each name; None: not shaped.
     mtu
-        Of all links, bytes.
-
-    Raises
-    ------
-    ConfigError
-        One line that names what is missing (root, ``ip``, tbf), or an impossible argument.
+        Of all links, in bytes.
     """
 
     def __init__(
@@ -177,22 +172,19 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Kill what runs on the machines and remove them. Idempotent."""
+        """Kill all processes on the machines, and remove the machines. Idempotent."""
         for machine in [*self.machines.values(), self.hub]:
             netns.remove(machine.namespace)
             machine._reap()
 
     def calibrate(self, a: str, b: str, duration_s: float = 8.0) -> Calibration:
-        """Measure what machines *a* (forth: from *a*) and *b* can exchange, both directions at once.
+        """Measure the rates between machines *a* (forth: from *a*) and *b*, both directions at once.
 
-        It takes seconds: acknowledgements wait in the queue of what goes the other way, TCP takes that delay for the
-        path's and leaves slow start early (hystart). After 2 s it was up to 12 % low between equal links, 50 % between
+        It needs seconds: acknowledgements wait in the queue of the other direction, TCP takes that for the path's delay
+        and leaves slow start early (hystart). After 2 s the result was up to 12 % low with equal links, 50 % with
         others.
 
-        Raises
-        ------
-        PeerLostError
-            If one end of the measurement fails; the text is what it said.
+        Raises `PeerLostError` if one end of the measurement fails; the text has its output.
         """
         program = [sys.executable, "-S", "-E", str(Path(__file__).with_name("calibration.py"))]
         listen = [*program, "listen", str(_CALIBRATION_PORT), str(duration_s)]
@@ -223,7 +215,7 @@ def _limits(names: list[str], rates: Rate | Mapping[str, Rate] | None) -> dict[s
     if isinstance(rates, Mapping):
         unknown = sorted(set(rates) - set(names))
         if unknown:
-            raise ConfigError(f"rates are given for {unknown}, which are no machines; have {names}")
+            raise ConfigError(f"rates are given for {unknown}, which are no machines; there are {names}")
         return {name: _pair(rates.get(name)) for name in names}
     return dict.fromkeys(names, _pair(rates))
 

@@ -1,13 +1,13 @@
-"""Two machines on one link that fails as its owner likes: losses, delays, cuts of one way or both, resets,
-connections that a firewall refuses, bytes that somebody changes.
+"""Two machines on a link with faults on demand: losses, delays, cuts of one or both directions, resets, connections
+refused as by a firewall, changed bytes.
 
     with FaultyLink("a", "b") as link:
         link["a"].popen(...); link["b"].popen(...)
         link.lose(0.3)
 
-Each machine is a network namespace whose ``eth0`` is a TUN device; a thread of the owner carries every packet from one
-to the other. So nothing of netem is needed, which few kernels of containers have, and packets get lost, which no proxy
-of TCP can do. Needs root and /dev/net/tun; see `missing`. Python carries some 50,000 packets a second.
+Each machine is a network namespace whose ``eth0`` is a TUN device; a thread of the owner forwards every packet. So
+netem, which few kernels of containers have, is not needed, and packets can be lost, unlike with a TCP proxy. Needs root
+and /dev/net/tun; see `missing`. The thread forwards some 50,000 packets a second.
 """
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import msgspec
 
 from ...orchestration.errors import ConfigError, LackingError, StallError
-from . import netns, tcp_segments
+from ...orchestration.wake_up import WakeUp
+from . import netns
 from .cluster import Machine
 
 _TUN = Path("/dev/net/tun")
@@ -39,7 +41,7 @@ _JOIN_S = 10.0
 
 
 class ForwarderCounters(msgspec.Struct):
-    """What the forwarder has done: packets carried and dropped, resets forged, payloads changed, segments refused."""
+    """Counters of the forwarder: packets forwarded and dropped, resets forged, payloads changed, segments refused."""
 
     packets: int = 0
     dropped: int = 0
@@ -49,16 +51,16 @@ class ForwarderCounters(msgspec.Struct):
 
 
 def missing() -> str | None:
-    """Return why there can be no such link here, in one line, or None."""
+    """Return in one line why there can be no such link here, or None."""
     if not os.access(_TUN, os.R_OK | os.W_OK):
         return f"a link that fails needs {_TUN} (the kernel's module tun, or the container's permission)"
     return netns.missing()
 
 
 class _Direction:
-    """One direction: from the device *source* to the device *target*, both descriptors. The forwarder's own.
+    """One direction, from the device *source* to the device *target* (descriptors). Forwarder thread only.
 
-    `held`: what waits until `held_until`, in order, since nothing overtakes on a link.
+    `held`: packets that wait until `held_until`, in order, since packets do not overtake each other on a link.
     """
 
     def __init__(self, source: int, target: int) -> None:
@@ -74,6 +76,8 @@ class _Direction:
 class FaultyLink:
     """Two machines, from construction until `close`. Faults may be changed at any time, by one thread.
 
+    Raises `ConfigError` if something is missing; the text names it.
+
     Parameters
     ----------
     names
@@ -81,12 +85,7 @@ class FaultyLink:
     mtu
         Of the link, bytes.
     seed
-        Of what is left to chance.
-
-    Raises
-    ------
-    ConfigError
-        One line that names what is missing.
+        Of the random choices.
     """
 
     def __init__(self, *names: str, mtu: int = 1500, seed: int = 0) -> None:
@@ -108,10 +107,10 @@ class FaultyLink:
         self._changes = self._change_nbytes = 0
         self._refuses = False
         self._refused_ports: frozenset[int] = frozenset()
-        self._known: set[tcp_segments.Connection] = set()
-        self._forgotten: frozenset[tcp_segments.Connection] = frozenset()
+        self._known: set[Connection] = set()
+        self._forgotten: frozenset[Connection] = frozenset()
         self._devices: list[int] = []
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = WakeUp()
         self._closed = False
         self._ways: dict[str, _Direction] = {}
         self._thread = threading.Thread(target=self._run, name="bpsfast-faulty-link", daemon=True)
@@ -136,15 +135,16 @@ class FaultyLink:
         self.close()
 
     def close(self) -> None:
-        """Kill what runs on the machines, remove them, stop the forwarder. Idempotent."""
+        """Kill all processes on the machines, remove the machines, stop the forwarder. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        os.eventfd_write(self._wake, 1)
+        self._wake.ring()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
-        for fd in (*self._devices, self._wake):
+        for fd in self._devices:
             os.close(fd)
+        self._wake.close()
         for machine in self.machines.values():
             netns.remove(machine.namespace)
             machine._reap()
@@ -152,7 +152,7 @@ class FaultyLink:
     # -- faults -------------------------------------------------------------------------------------------
 
     def spare(self, *ports: int) -> None:
-        """Let no fault concern packets from and to these TCP ports, and any others again."""
+        """Apply no fault to packets from and to these TCP ports, and faults to all other ports."""
         self._spared = frozenset(ports)
 
     def lose(self, share: float) -> None:
@@ -160,16 +160,16 @@ class FaultyLink:
         self._loss = share
 
     def spike(self, delay_s: float, share: float) -> None:
-        """After each packet, with the probability *share*, hold up what goes its way for *delay_s* seconds."""
+        """After each packet, with the probability *share*, delay its direction by *delay_s* seconds."""
         self._spike_s, self._spike_share = delay_s, share
 
     def cut(self, *names: str) -> None:
-        """Drop all that the machines *names* send, or both if none is named, until `mend`."""
+        """Drop all packets from the machines *names* (none: from both) until `mend`."""
         for name in names or self._ways:
             self._ways[name].is_cut = True
 
     def mend(self) -> None:
-        """Carry all packets again, as they come; connections that were forgotten stay so."""
+        """Forward all packets again, except those of forgotten connections."""
         for way in self._ways.values():
             way.is_cut = False
         self._loss = self._spike_share = 0.0
@@ -177,35 +177,35 @@ class FaultyLink:
         self._refuses = False
 
     def reset(self, count: int, every_nbytes: int) -> None:
-        """End *count* connections in the middle of a segment with payload, one whenever *every_nbytes* went its way.
+        """Reset *count* connections after a segment with payload, one per *every_nbytes* of a direction.
 
-        Only the end that receives is told; the other one learns of it by what it sends next.
+        Only the receiver gets the reset; the sender notices with its next segment.
         """
         self._resets, self._reset_nbytes = count, every_nbytes
 
     def refuse(self, *ports: int) -> None:
-        """Answer each TCP segment from and to *ports* (none: all) by a reset, as a firewall that rejects, until `mend`.
+        """Answer each TCP segment from and to *ports* (none: all) by a reset, as a firewall does, until `mend`.
 
-        That ends connections there are, and refuses new ones: with ECONNREFUSED, as if nobody listened.
+        That ends existing connections, and refuses new ones with ECONNREFUSED.
         """
         self._refused_ports, self._refuses = frozenset(ports), True
 
     def change(self, count: int, every_nbytes: int) -> None:
-        """Change a bit of *count* payloads, one whenever *every_nbytes* went its way, and the checksum with it.
+        """Change a bit in *count* payloads, one per *every_nbytes* of a direction, and correct the checksum.
 
-        No kernel notices: that takes a cable that is wrong once in 65,536 times, or somebody who means it.
+        The kernel does not notice that, as with one of 65,536 random errors or with an attacker.
         """
         self._changes, self._change_nbytes = count, every_nbytes
 
     def forget(self) -> None:
-        """Drop all packets of connections that were seen until now: each end believes that the other is there."""
+        """Drop all packets of the connections seen so far, so that each end believes the other is still there."""
         self._forgotten = frozenset(self._known)
 
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = select.poll()
-        for fd in (*self._devices, self._wake):
+        for fd in (*self._devices, self._wake.fileno()):
             poller.register(fd, select.POLLIN)
         while not self._closed:
             poller.poll(self._patience_ms())
@@ -219,7 +219,7 @@ class FaultyLink:
         return None if first is None else max(0, int(1e3 * (first - time.monotonic())) + 1)
 
     def _take(self, way: _Direction, packet: bytes) -> None:
-        segment = tcp_segments.read(packet)
+        segment = segment_of(packet)
         if segment is not None and not self._spared.isdisjoint(segment.ports):
             self._send(way, packet)
             return
@@ -228,7 +228,7 @@ class FaultyLink:
         if segment is not None and self._refuses and not (
                 self._refused_ports and self._refused_ports.isdisjoint(segment.ports)):
             self.carried.refused += 1
-            refusal = tcp_segments.refusal_of(segment)
+            refusal = refusal_of(segment)
             if refusal is not None:
                 self._write(way.source, refusal)
             return
@@ -242,7 +242,7 @@ class FaultyLink:
                 way.n_unchanged = 0
                 self._changes -= 1
                 self.carried.changed += 1
-                packet = tcp_segments.changed(packet, segment)
+                packet = with_changed_bit(packet, segment)
         now = time.monotonic()
         if self._spike_share and self._random.random() < self._spike_share:
             way.held_until = max(way.held_until, now + self._spike_s)
@@ -256,7 +256,7 @@ class FaultyLink:
                 way.nbytes = 0
                 self._resets -= 1
                 self.carried.resets += 1
-                self._send(way, tcp_segments.reset_after(segment))
+                self._send(way, reset_after(segment))
 
     def _release(self, way: _Direction) -> None:
         while way.held and way.held[0][0] <= time.monotonic():
@@ -276,7 +276,7 @@ class FaultyLink:
 
 
 def _packets(device: int) -> list[bytes]:
-    """Return what waits at *device*, a batch at most."""
+    """Return the packets that wait at *device*, at most `_BATCH`."""
     found: list[bytes] = []
     try:
         while len(found) < _BATCH:
@@ -290,7 +290,7 @@ def _packets(device: int) -> list[bytes]:
 
 
 def _device(machine: Machine, mtu: int) -> int:
-    """Make a TUN device, the ``eth0`` of *machine*; it lives as long as the descriptor."""
+    """Create a TUN device as ``eth0`` of *machine*; it exists as long as the descriptor."""
     fd = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         request = fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", b"bpsfast%d", _IFF_TUN | _IFF_NO_PI))
@@ -302,3 +302,93 @@ def _device(machine: Machine, mtu: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+#: Addresses and ports of both ends of a connection, the lower one first: the same for both directions.
+Connection = tuple[bytes, bytes]
+
+_TCP = 6
+_SYN, _RST, _ACK = 0x02, 0x04, 0x10
+_TTL = 64
+
+
+class Segment(NamedTuple):
+    """One TCP segment: its ends (address and port, as on the wire), sequence numbers, payload size and flags."""
+
+    source: bytes
+    target: bytes
+    sequence: int
+    acknowledged: int
+    nbytes: int
+    flags: int = _ACK
+
+    @property
+    def connection(self) -> Connection:
+        """The connection it belongs to."""
+        return min(self.source, self.target), max(self.source, self.target)
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """Ports of the source and of the target."""
+        return int.from_bytes(self.source[4:], "big"), int.from_bytes(self.target[4:], "big")
+
+
+def segment_of(packet: bytes) -> Segment | None:
+    """Return the TCP segment in *packet*; None if it is something else."""
+    if len(packet) < 40 or packet[0] >> 4 != 4 or packet[9] != _TCP:
+        return None
+    begin = (packet[0] & 15) * 4
+    sequence, acknowledged, offset, flags = struct.unpack_from("!IIBB", packet, begin + 4)
+    nbytes = len(packet) - begin - (offset >> 4) * 4
+    return Segment(packet[12:16] + packet[begin:begin + 2], packet[16:20] + packet[begin + 2:begin + 4], sequence,
+                   acknowledged, nbytes, flags)
+
+
+def reset_after(segment: Segment) -> bytes:
+    """Return a packet that resets the connection at the receiver of *segment*.
+
+    It has the sequence number that is expected next; a kernel answers others by a challenge (RFC 5961).
+    """
+    return _reset(segment, segment.sequence + segment.nbytes, segment.acknowledged)
+
+
+def refusal_of(segment: Segment) -> bytes | None:
+    """Return the reset by which a firewall answers *segment*; None if that is a reset itself."""
+    if segment.flags & _RST:
+        return None
+    back = segment._replace(source=segment.target, target=segment.source)
+    return _reset(back, segment.acknowledged if segment.flags & _ACK else 0,
+                  segment.sequence + segment.nbytes + bool(segment.flags & _SYN))
+
+
+def _reset(ends: Segment, sequence: int, acknowledged: int) -> bytes:
+    """Return a reset with the source and target of *ends*."""
+    tcp = ends.source[4:] + ends.target[4:] + struct.pack(
+        "!IIBBHHH", sequence & 0xFFFFFFFF, acknowledged & 0xFFFFFFFF, 5 << 4, _RST | _ACK, 0, 0, 0)
+    tcp = _summed(ends, tcp)
+    ip = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(tcp), 0, 0, _TTL, _TCP, 0) + ends.source[:4] + ends.target[:4]
+    return ip[:10] + _checksum(ip) + ip[12:] + tcp
+
+
+def with_changed_bit(packet: bytes, segment: Segment) -> bytes:
+    """Return *packet*, which has *segment*, with a bit in the middle of its payload changed and a valid checksum."""
+    begin = (packet[0] & 15) * 4
+    tcp = bytearray(packet[begin:])
+    tcp[len(tcp) - 1 - segment.nbytes // 2] ^= 1
+    return packet[:begin] + _summed(segment, bytes(tcp))
+
+
+def _summed(segment: Segment, tcp: bytes) -> bytes:
+    """Return *tcp*, header and payload between the ends of *segment*, with its checksum."""
+    blank = tcp[:16] + b"\0\0" + tcp[18:]
+    pseudo = segment.source[:4] + segment.target[:4] + struct.pack("!BBH", 0, _TCP, len(tcp))
+    return tcp[:16] + _checksum(pseudo + blank) + tcp[18:]
+
+
+def _checksum(data: bytes) -> bytes:
+    """Return the Internet checksum (RFC 1071) of *data*."""
+    data += bytes(len(data) % 2)
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return struct.pack("!H", ~total & 0xFFFF)

@@ -1,7 +1,7 @@
-"""Network namespaces by ``ip`` and ``tc``: create, connect, shape, count, and remove what dead owners have left.
+"""Create, connect, shape, measure and remove network namespaces by ``ip`` and ``tc``.
 
-Names are ``bpsfast.<mark>.<serial>.<machine>`` with the mark of the owner (`launch.owner`), so that whoever comes next
-can tell a namespace whose owner was killed from one in use (`remove_stale`).
+Names are ``bpsfast.<mark>.<serial>.<machine>`` with the mark of the owner (`base.process_identity`), by which
+`remove_stale` recognizes namespaces of dead owners.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...base import process_mark
+from ...base import process_identity
 from ...orchestration.errors import CapacityError, ConfigError, StallError
 
 _PREFIX = "bpsfast."
@@ -32,7 +32,7 @@ _RATE = re.compile(r"^(\d+(?:\.\d+)?)\s*(k|m|g)?bit$", re.IGNORECASE)
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """The kernel's counters of one interface, in bytes with headers: `tx` left the machine, `rx` came in."""
+    """The kernel's counters of one interface, in bytes with headers: `tx` sent, `rx` received."""
 
     tx: int
     rx: int
@@ -42,7 +42,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 def missing() -> str | None:
-    """Return why namespaces cannot be used here, in one line, or None."""
+    """Return in one line why namespaces cannot be used here, or None."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"network namespaces need the command {tool!r} (package iproute2)"
@@ -66,10 +66,7 @@ def missing() -> str | None:
 def parse_rate(text: str | float) -> float:
     """Return bits per second of ``10gbit``, ``500mbit``, ``64kbit`` or a number.
 
-    Raises
-    ------
-    ConfigError
-        If *text* is no rate, or not positive.
+    Raises `ConfigError` if *text* is no rate, or not positive.
     """
     if isinstance(text, str):
         match = _RATE.match(text.strip())
@@ -89,10 +86,10 @@ def unused_names(machines: list[str]) -> dict[str, str]:
 
 
 def create(name: str) -> None:
-    """Make the namespace *name*, its loopback up, TCP there as on a network whose links are idle now and then.
+    """Create the namespace *name* with its loopback up, and TCP as on a network whose links are sometimes idle.
 
-    It does not forget the shortest time that an answer took: after 300 s on links that are never idle it would take the
-    time in the queues for it, 150 ms, and cut what it sends into packets for a path like that (10 % more of them).
+    TCP there keeps its shortest round-trip time. After 300 s on links that are never idle it would take the time in
+    queues (150 ms) for the path's, and send smaller packets (10 % more of them).
     """
     ip("netns", "add", name)
     ip("-n", name, "link", "set", "lo", "up")
@@ -101,7 +98,7 @@ def create(name: str) -> None:
 
 
 def create_bridge(name: str, address: str) -> None:
-    """Make the bridge ``br0`` with *address* ("10.0.0.1/24") in namespace *name*."""
+    """Create the bridge ``br0`` with *address* ("10.0.0.1/24") in namespace *name*."""
     ip("-n", name, "link", "add", "br0", "type", "bridge")
     _connect(name, "br0", address)
 
@@ -122,11 +119,11 @@ def adopt(name: str, interface: str, address: str, mtu: int) -> None:
 
 
 def _connect(name: str, interface: str, address: str) -> None:
-    """Give *interface* its address, and TCP over it the congestion control that Linux has unless told otherwise.
+    """Give *interface* its address, and TCP over it Linux's default congestion control.
 
-    Else a namespace has what this machine prefers, and on slow links with traffic both ways bbr carries 5 to 15 % less
-    than they can, never twice the same. The route says so, not the namespace's setting: that one takes only what the
-    machine allows its unprivileged users.
+    The machine may prefer bbr, which on slow links with traffic in both directions carries 5 to 15 % less than they
+    can, and varies. It is set by the route, since the namespace's own setting accepts only what the machine allows
+    unprivileged users.
     """
     ip("-n", name, "addr", "add", address, "dev", interface)
     ip("-n", name, "link", "set", interface, "up")
@@ -137,7 +134,7 @@ def _connect(name: str, interface: str, address: str) -> None:
 
 
 def shape(name: str, interface: str, rate_bits: float) -> None:
-    """Limit what leaves *interface* of namespace *name* to *rate_bits* per second (a token bucket)."""
+    """Limit the sending rate of *interface* in namespace *name* to *rate_bits* per second (token bucket)."""
     burst = burst_nbytes(rate_bits)
     limit = max(int(rate_bits / 8 * 0.05), 4 * burst)
     _run("tc", "-n", name, "qdisc", "replace", "dev", interface, "root", "tbf", "rate", f"{int(rate_bits)}bit",
@@ -145,8 +142,8 @@ def shape(name: str, interface: str, rate_bits: float) -> None:
 
 
 def burst_nbytes(rate_bits: float) -> int:
-    """Return how many bytes an interface of *rate_bits* (`shape`) may send at once after an idle time."""
-    # two timer ticks and at least two 64 KiB segments: a smaller bucket makes the kernel cut segments up
+    """Return the bytes that an interface with *rate_bits* (`shape`) may send at once after being idle."""
+    # two timer ticks, and at least two 64 KiB segments: with less the kernel splits segments
     return max(int(rate_bits / 8 * 0.002), 160 * 1024)
 
 
@@ -157,12 +154,9 @@ def traffic(name: str, interface: str = "eth0") -> Traffic:
 
 
 def remove(name: str, timeout_s: float = 5.0) -> None:
-    """Kill what runs in namespace *name* and remove it. A name that is gone already is no error.
+    """Kill all processes in namespace *name* and remove it, if it exists.
 
-    Raises
-    ------
-    StallError
-        If a process in it does not die within *timeout_s*.
+    Raises `StallError` if a process in it does not die within *timeout_s*.
     """
     if not (_FOLDER / name).exists():
         return
@@ -178,11 +172,11 @@ def remove(name: str, timeout_s: float = 5.0) -> None:
     except ConfigError:
         if (_FOLDER / name).exists():
             raise
-        # else another process was cleaning up as well
+        # else another process has removed it
 
 
 def remove_stale() -> list[str]:
-    """Remove the namespaces whose owner no longer lives; return their names."""
+    """Remove the namespaces whose owner is dead; return their names."""
     names = stale()
     for name in names:
         remove(name)
@@ -190,12 +184,12 @@ def remove_stale() -> list[str]:
 
 
 def stale() -> list[str]:
-    """Return the namespaces whose owner no longer lives."""
+    """Return the namespaces whose owner is dead."""
     return sorted(path.name for path in _FOLDER.iterdir() if _is_left(path.name)) if _FOLDER.exists() else []
 
 
 def ip(*arguments: str) -> str:
-    """Run ``ip`` and return its output; ConfigError names the command and what it said."""
+    """Run ``ip`` and return its output; `ConfigError` has the command and its error output."""
     return _run("ip", *arguments)
 
 
@@ -213,16 +207,16 @@ def _run(*command: str) -> str:
 
 
 def _owner_prefix() -> str:
-    return f"{_PREFIX}{process_mark.mark()}."
+    return f"{_PREFIX}{process_identity.mark()}."
 
 
 def _is_left(name: str) -> bool:
-    """Whether *name* is of a namespace whose owner has ended; not if another container has made it in this folder."""
-    return name.startswith(_PREFIX) and process_mark.is_dead(".".join(name.removeprefix(_PREFIX).split(".")[:3]))
+    """Whether *name* is a namespace of a dead owner in this PID namespace."""
+    return name.startswith(_PREFIX) and process_identity.is_dead(".".join(name.removeprefix(_PREFIX).split(".")[:3]))
 
 
 def _kill(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # died between the listing and now
+        return  # it has died meanwhile

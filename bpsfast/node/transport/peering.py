@@ -198,7 +198,7 @@ class Peering:
         self._reconnector.give_up(index, why)
 
     def visit(self, index: int, tell: Callable[[int, Outcome], None]) -> None:
-        """Find out whether node *index* answers at its data port; *tell* hears it, in a thread, as `Visited` says it.
+        """Find out whether node *index* answers at its data port; *tell* is called in a thread, as for `ProbeResult`.
         """
         peer = self._peers.get(index)
         if peer is not None:

@@ -59,7 +59,7 @@ class LazyGroup(click.Group):
 
     def resolve_command(self, ctx: click.Context,
                         args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that *args* name; what is none is met with the nearest one."""
+        """Return the command that *args* name; suggest the nearest one if there is none."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as exc:
@@ -68,12 +68,12 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"no such command: {args[0]}; {hint}", ctx) from exc
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep what was typed: a command that cannot be understood is yet asked for JSON, or not."""
+        """Keep the arguments: an invalid command line may still ask for JSON."""
         ctx.meta[_TYPED] = list(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; if it was typed wrongly and with ``--json``, standard output gets a JSON document, too."""
+        """Run the command; after a usage error with ``--json``, print it as a JSON document, too."""
         try:
             return super().invoke(ctx)
         except click.UsageError as exc:
@@ -85,7 +85,7 @@ class LazyGroup(click.Group):
             raise
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what exit codes mean."""
+        """Write the meaning of exit codes."""
         with formatter.section("Exit codes of every command (of run: that of the process that failed first)"):
             formatter.write_dl([(str(code), words) for code, words in exit_codes.WORDS.items()])
 

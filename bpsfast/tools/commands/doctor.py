@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...base import exit_codes, output
-from ...orchestration.errors import ConfigError
 from .options import overrides, root_option, set_option, verbs_option
 
 if TYPE_CHECKING:
@@ -77,9 +76,9 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
     from ...hardware.rdma_route import peer_address
     from ...hardware.recorded_host import RecordedKernel
     from ..doctor import facts, hardware, peer as peer_doctor
-    from ..perf.control import secret_for
+    from ..perf.control import host_and_port, secret_for
 
-    name, port = split(peer) if peer else ("", _DEFAULT_PORT)
+    name, port = host_and_port(peer, _DEFAULT_PORT) if peer else ("", _DEFAULT_PORT)
     address = peer_address(host, name) if peer else None
     answers = host.kernel.answers if isinstance(host.kernel, RecordedKernel) else None
     said = facts.recorded_verbs(answers.verbs) if answers else facts.ask_verbs(loaded.verbs)
@@ -117,18 +116,6 @@ def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once
             sys.stdout.flush()
             if once:
                 return
-
-
-def split(peer: str) -> tuple[str, int]:
-    """Return host and port of HOST, HOST:PORT, an IPv6 address, or [IPv6]:PORT."""
-    host, colon, port = peer.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif not colon or ":" in host:
-        return peer.strip("[]"), _DEFAULT_PORT
-    if not (port.isdecimal() and 0 < int(port) < 65536) or not host:
-        raise ConfigError(f"--peer {peer}: expected HOST, HOST:PORT or [IPv6]:PORT")
-    return host, int(port)
 
 
 def _provider(said: Any) -> Any:

@@ -48,7 +48,7 @@ def command(code: tuple[str, ...], as_json: bool, path: str | None, no_color: bo
 _CLASSES = {name: value for name, value in vars(errors).items()
             if inspect.isclass(value) and issubclass(value, BpsError)}
 _STATUS = re.compile(r"\b(?:wc[. ]?)?(?:status|completion with error|error)\s*[=:]?\s*\(?(\d+)\)?", re.I)
-#: the same where nothing else can be meant, so that no vendor error need stand beside it
+#: status names that have no other meaning, so that they need no vendor error
 _OF_COMPLETION = re.compile(
     r"(?:failed status|completion with (?:error|status)|\bwc[ ._](?:status|error)|cq error status)\s*[=:]?\s*\(?(\d+)|"
     r"\bfailed status [^()]{1,60}\((\d+)\)", re.I)
@@ -61,7 +61,7 @@ _MOST_MEANINGS = 12
 
 @dataclass(frozen=True)
 class Explanation:
-    """One meaning: a head and labelled lines."""
+    """One meaning: a heading and labelled lines."""
 
     head: str
     lines: tuple[tuple[str, str], ...]
@@ -72,12 +72,12 @@ class Explanation:
 
 
 def explain(text: str) -> list[Explanation]:
-    """Return every meaning of a code, or of what is recognised in a pasted line, the most likely first.
+    """Return every meaning of a code, or of what is recognized in a pasted line, the most likely first.
 
     Raises
     ------
     ConfigError
-        Nothing is recognised; the text proposes what is near.
+        Nothing is recognized; the message suggests similar names.
     """
     text = error_texts.plain(text).strip()
     found = _named(text) or _numbered(text) or _recognised(text)
@@ -105,7 +105,7 @@ def _named(text: str) -> list[Explanation]:
 
 
 def _numbered(text: str) -> list[Explanation]:
-    """Return the meanings of a number, of "STATUS/VENDOR", "errno N", "exit N", "status N"."""
+    """Return the meanings of a number, "STATUS/VENDOR", "errno N", "exit N", "status N"."""
     found = re.fullmatch(r"(?:(status|wc|vendor|errno|exit)[ _=:]*)?(0x[0-9a-f]+|\d+)(?:\s*/\s*(0x[0-9a-f]+|\d+))?",
                          text, re.I)
     if not found:
@@ -126,9 +126,9 @@ def _numbered(text: str) -> list[Explanation]:
 
 
 def _recognised(text: str) -> list[Explanation]:
-    """Return the meanings of what a pasted text holds: completions, messages of tools, errnos, known symptoms.
+    """Return the meanings of a pasted text: completions, messages of tools, errnos, known symptoms.
 
-    Requests that were flushed come after the completions that are no consequence.
+    Flushed requests follow the completions that caused them.
     """
     found = sorted(dict.fromkeys([*map(_completion_in, text.splitlines()), *error_texts.mlx5_completions(text)]),
                    key=lambda each: each is not None and each[0] == completions.WR_FLUSH_ERR)
@@ -146,8 +146,7 @@ def _recognised(text: str) -> list[Explanation]:
 
 
 def _completion_in(line: str) -> tuple[int, int] | None:
-    """Return status and vendor error (0: none) of the failed completion that *line* tells of, None if it tells of none.
-    """
+    """Return status and vendor error (0: none) of the failed completion in *line*, None if it has none."""
     vendor, certain, status = _VENDOR.search(line), _OF_COMPLETION.search(line), _STATUS.search(line)
     named = next((number for number, name in completions.NAMES.items() if number and name in line.upper()), None)
     if named is None and certain is not None:
@@ -160,12 +159,12 @@ def _completion_in(line: str) -> tuple[int, int] | None:
 
 
 def _is_symptom(symptom: str, text: str) -> bool:
-    """Whether *text* holds the symptom, or the other way round if it is more than a word."""
+    """Tell whether *text* contains the symptom or, if it is more than a word, is contained in it."""
     return symptom.lower() in text.lower() or (" " in text and len(text) > 8 and text.lower() in symptom.lower())
 
 
 def of_check(check: Check) -> Explanation:
-    """Return what there is to say about a check."""
+    """Return the meaning of a check of the doctor."""
     lines = [("symptom", symptom) for symptom in check.symptoms]
     lines += [("cause", check.cause), ("why", check.why)]
     lines += [(action.where, action.command) for action in check.advice]
@@ -173,30 +172,30 @@ def of_check(check: Check) -> Explanation:
 
 
 def of_completion(words: Completion) -> Explanation:
-    """Return what there is to say about a completion."""
+    """Return the meaning of a completion status."""
     vendor = f", vendor error {words.vendor_error} ({words.vendor_error:#x})" if words.vendor_error else ""
     lines = [("means", words.happened), ("usually", words.usually), ("do", words.advice)]
     if words.vendor:
         lines.insert(1, ("vendor", words.vendor))
     elif words.vendor_error:
-        lines.insert(1, ("vendor", "not known beside this status; such codes mean something to the card's maker only"))
+        lines.insert(1, ("vendor", "not known beside this status; such codes are known only to the card's vendor"))
     return Explanation(f"completion status {words.status}{vendor}: {words.name}", tuple(lines))
 
 
 def of_message(words: str, message: LogMessage) -> Explanation:
-    """Return what there is to say about a *message* of a tool, of which *words* were found."""
+    """Return the meaning of a *message* of a tool, of which *words* were found."""
     return Explanation(f'"{words}" ({message.source})',
                        (("means", message.means), ("do", message.advice)))
 
 
 def of_errno(words: ErrnoMeaning) -> Explanation:
-    """Return what there is to say about an errno."""
+    """Return the meaning of an errno."""
     return Explanation(f"errno {words.number}: {words.name} ({words.text})",
                        (("means", words.means), ("do", words.advice)))
 
 
 def of_class(name: str, kind: type[BpsError]) -> Explanation:
-    """Return what there is to say about one of bpsfast's own errors."""
+    """Return the meaning of an error class of bpsfast."""
     code = exit_codes.code_of(kind(""))
     return Explanation(f"bpsfast's error {name}", (("means", " ".join((kind.__doc__ or "").replace("*", "").split())),
                                                    ("exit", f"{code}: {exit_codes.WORDS[code]}")))

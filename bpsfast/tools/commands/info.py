@@ -1,4 +1,4 @@
-"""``bpsfast info``: what is installed here and works, and why the rest does not; or every setting and its origin."""
+"""``bpsfast info`` shows what is installed and works, or every setting with its value and origin."""
 from __future__ import annotations
 
 import sys
@@ -54,7 +54,7 @@ def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], 
 
 
 def taken(loaded: Settings, origins: dict[str, str]) -> Inventory:
-    """Return what is here, under these settings."""
+    """Take the inventory under these settings."""
     from ...hardware.host import Host
     from .. import inventory
     from .doctor import gather_facts
@@ -63,7 +63,7 @@ def taken(loaded: Settings, origins: dict[str, str]) -> Inventory:
 
 
 def text(here: Inventory) -> str:
-    """Return what people read."""
+    """Return the inventory as text."""
     machine, limits = here.machine, here.limits
     lines = output.hanging("", f"bpsfast {here.version}, Python {here.python}, {machine.system}, kernel "
                                f"{machine.kernel}")
@@ -76,11 +76,11 @@ def text(here: Inventory) -> str:
     lines += ["", "Frameworks", *_parts(here.frameworks)]
     lines += ["", "GPUs", *_parts(here.gpus)]
     lines += ["", "Packages", *_package_lines(here.packages)]
-    locked = f"{_size(limits.memlock_bytes)}, hard {_size(limits.memlock_hard_bytes)}"
+    locked = f"{output.size(limits.memlock_bytes)}, hard {output.size(limits.memlock_hard_bytes)}"
     lines += ["", "Limits", *_pairs([
         ("memlock", f"{locked}{', lifted by CAP_IPC_LOCK' if limits.may_lock_all else ''}"),
         ("nofile", f"{_number(limits.n_files)}, hard {_number(limits.n_files_hard)}"),
-        ("/dev/shm", "not there" if limits.shm_bytes is None else _size(limits.shm_bytes)),
+        ("/dev/shm", "not there" if limits.shm_bytes is None else output.size(limits.shm_bytes)),
         ("max_map_count", "not told" if limits.max_map_count is None else str(limits.max_map_count))])]
     return "\n".join(lines)
 
@@ -90,7 +90,7 @@ def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
                                        if machine.n_cpus_allowed != machine.n_cpus else "")
     return [("cpu", f"{machine.cpu}, {machine.architecture}: {cpus}, {machine.n_numa_nodes} NUMA node"
                     f"{'' if machine.n_numa_nodes == 1 else 's'}"),
-            ("memory", _size(machine.memory_bytes)), ("SIMD", " ".join(machine.simd) or "none known"),
+            ("memory", output.size(machine.memory_bytes)), ("SIMD", " ".join(machine.simd) or "none known"),
             ("sums for", f"{machine.kernels_for} (compiled by numba where they run)"),
             ("container", machine.container or "none")]
 
@@ -117,15 +117,6 @@ def _package_lines(packages: tuple[Part, ...]) -> list[str]:
         f"  {part.name:<{width}}  ", f"{part.found or 'not installed':<14} {part.reason}")]
 
 
-def _size(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "unlimited"
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.4g} {unit}"
-    return f"{nbytes} B"
-
-
 def _number(limit: int | None) -> str:
     return "unlimited" if limit is None else str(limit)
 
@@ -134,8 +125,9 @@ _SECRET = "job_key"
 
 
 class SettingRow(msgspec.Struct, frozen=True):
-    """One setting as it holds here. `value` of a secret is "(set)"; `origin`: default, a variable, a profile, the
-    command line. `byteps`: BytePS's variables for it; `agree`: all processes of a job must have the same value.
+    """One setting. `value` of a secret is "(set)"; `origin`: default, a variable, a profile or the command line.
+
+    `byteps`: BytePS's variables for it; `agree`: all processes of a job need the same value.
     """
 
     name: str
@@ -157,12 +149,12 @@ def setting_rows(loaded: settings.Settings, origins: dict[str, str]) -> list[Set
 
 
 def _shown(name: str, value: bool | int | float | str) -> bool | int | float | str:
-    """Return *value*, but of a secret only whether it is set."""
+    """Return *value*, or for a secret only whether it is set."""
     return "(set)" if name == _SECRET and value else value
 
 
 def settings_text(found: list[SettingRow]) -> str:
-    """Return one line for each setting; on a terminal what it means stands below, as wide as that is."""
+    """Return one line per setting; on a terminal its meaning follows, wrapped."""
     cells = [(each.variable, "-" if each.value == "" else str(each.value), each.origin) for each in found]
     docs = [f"{each.kind}{f' [{each.unit}]' if each.unit else ''}: {each.doc}"
             f"{f' (BytePS: {chr(44).join(each.byteps)})' if each.byteps else ''}" for each in found]

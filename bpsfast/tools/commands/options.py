@@ -46,7 +46,7 @@ def overrides(assignments: tuple[str, ...], **options: Any) -> dict[str, Any]:
         name = name.strip().lower().replace("-", "_")
         if name == "job_key":
             raise ConfigError("--set job_key: every user of this machine can read command lines; set BPSFAST_JOB_KEY, "
-                              "or put the key into a file and name that: --set job_key_file=PATH")
+                              "or use --set job_key_file=PATH")
         given[name] = value
     return given | {name: value for name, value in options.items() if value is not None}
 
@@ -103,7 +103,7 @@ def with_options(function: Callable, options: Sequence[Callable[[Any], Any]]) ->
     return function
 
 
-def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.Plan | None:
+def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.SshPlan | None:
     """Pop the options of `job_options` from *options*; return what runs on which host, None if no host is named.
 
     *simulated*: names of the options for simulated machines, which exclude hosts. ``n_ranks`` stays in *options*.
@@ -130,7 +130,7 @@ def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.Plan
                           "use only one of them (for helpers on hosts use --helpers-on)")
     ranks_on = host_list.assign(hosts, options["n_ranks"])
     helpers = host_list.helpers(helpers_on, ranks_on) if helpers_on else []
-    return ssh_job.Plan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=scheduler_host or "",
+    return ssh_job.SshPlan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=scheduler_host or "",
                          variables=ssh_job.variables(assigned))
 
 

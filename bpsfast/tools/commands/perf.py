@@ -111,7 +111,7 @@ def latency(**options: Any) -> None:
 def _run(verb: str, options: dict[str, Any]) -> None:
     """Measure as *options* say; with -H, start the other side first."""
     from ...base import settings
-    from ...launch import roles
+    from ...base.job_key import given_key
     from ...launch.remote_listeners import RemoteListeners
 
     there, typed = hosts_of(options.pop("hosts_text"), None), given_ssh_options(options)
@@ -122,7 +122,7 @@ def _run(verb: str, options: dict[str, Any]) -> None:
         return _measure(verb, options)
     if len(there) > 1 or options["host"] is not None:
         raise click.UsageError("-H: expected one host; the measurement is between this host and that one")
-    secret = roles.given_key(settings.load(overrides(options["assignments"]))) or secrets.token_hex(32)
+    secret = given_key(settings.load(overrides(options["assignments"]))) or secrets.token_hex(32)
     with RemoteListeners(there, ssh, ["perf", verb], secret, options["control_port"]) as started:
         address, options["control_port"] = started.addresses[0]
         try:
@@ -205,13 +205,13 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
 
 
 def _set(verb: str, loaded: Any, origins: dict[str, str]) -> dict[str, Any]:
-    """Return what somebody has set for jobs, in a profile say, by the plan's names; latency uses one queue pair."""
+    """Return the settings for jobs that are not defaults, as fields of the plan; latency uses one queue pair."""
     from ..perf import perf_plan
 
     found = {field: getattr(loaded, name) for name, field in perf_plan.SETTINGS.items()
              if origins[name] != "default" and not (verb == "lat" and field in ("pairs", "moderation"))}
     if "moderation" in found:
-        found["moderation"] = min(found["moderation"], loaded.rdma_queue_depth)  # as the transport takes it
+        found["moderation"] = min(found["moderation"], loaded.rdma_queue_depth)  # as the transport does
     return found
 
 

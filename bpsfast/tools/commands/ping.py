@@ -54,7 +54,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     bpsfast ping --all -H gpu01,gpu02  the same, the other side started over ssh
     """
     from ...base import settings
-    from ...launch import roles
+    from ...base.job_key import given_key
     from ...launch.remote_listeners import RemoteListeners
     from ...orchestration import security
     from ..perf import control, ping
@@ -82,7 +82,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     with contextlib.ExitStack() as stack:
         where = [control.host_and_port(name, default_port) for name in names]
         if there:
-            drawn = roles.given_key(loaded) or secrets.token_hex(32)
+            drawn = given_key(loaded) or secrets.token_hex(32)
             key = security.job_key(drawn, "")
             ssh = take_ssh(ssh_options)
             started = stack.enter_context(RemoteListeners(there, ssh, ["ping", "--listen"], drawn, port))

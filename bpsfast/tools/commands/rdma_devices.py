@@ -1,24 +1,23 @@
-"""``bpsfast devices``: RDMA devices as ibv_devinfo and ibdev2netdev tell them, and the other network cards."""
+"""``bpsfast devices`` and ``bpsfast gids``: RDMA devices, other network cards, and GID tables."""
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from ...base import exit_codes, output
+from ...base import exit_codes, output, settings
+from ...hardware import recorded_host
 from ...hardware.gids import Gid
 from ...hardware.host import Host
+from ...hardware.interfaces import Netdev, PcieLink
+from ...hardware.rdma_devices import Port, RdmaDevice, roce_mtu
+from ...hardware.rdma_route import Rail, RailChoice, choose, peer_address
 from ...hardware.verbs import provider
 from ...orchestration.errors import ConfigError
 from .options import overrides, root_option, set_option, verbs_option
-
-if TYPE_CHECKING:
-    from ...hardware.interfaces import Netdev, PcieLink
-    from ...hardware.rdma_devices import Port, RdmaDevice
-    from ...hardware.rdma_route import Rail, RailChoice
 
 _DEVICE_HEAD = ("DEVICE", "PORT", "STATE", "RATE", "LINK", "NETDEV", "MTU", "NUMA", "PCIE", "DRIVER", "FIRMWARE", "USE")
 _CARD_HEAD = ("NETDEV", "STATE", "SPEED", "MTU", "NUMA", "PCIE", "DRIVER", "ADDRESSES")
@@ -43,27 +42,31 @@ def devices(peer: str | None, verbs: str | None, root: str | None, assignments: 
     bpsfast devices --peer gpu08
     bpsfast devices --json | jq '.devices[].ports[].state'
     """
-    from ...base import settings
-    from ...hardware import recorded_host
-    from ...hardware.rdma_route import choose, peer_address
-    from . import rdma_devices
-
     chosen = output.form(as_json, path, no_color, as_csv)
     host = recorded_host.host(root)
-    loaded = settings.load(overrides(assignments), host.kernel.environ)
-    choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
-                    peer=peer_address(host, peer) if peer else None)
-    library = rdma_devices.asked(verbs, root)
-    mtus = None if library is None else rdma_devices.active_mtus(library, host)
+    choice = _choose(host, assignments, peer)
+    library = asked(verbs, root)
+    mtus = None if library is None else active_mtus(library, host)
     output.show(chosen, lambda: device_text(host, choice, mtus), device_data(host, choice, mtus),
                 device_rows(host, choice, mtus))
+    _require_devices(host)
+
+
+def _choose(host: Host, assignments: tuple[str, ...], peer: str | None) -> RailChoice:
+    """Return the ports of *host* that a job with these settings would use, towards *peer* if it is given."""
+    loaded = settings.load(overrides(assignments), host.kernel.environ)
+    return choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
+                  peer=peer_address(host, peer) if peer else None)
+
+
+def _require_devices(host: Host) -> None:
     if not host.devices:
         click.echo("bpsfast: no RDMA device here (/sys/class/infiniband is empty); `bpsfast doctor` says why", err=True)
         sys.exit(exit_codes.ENVIRONMENT)
 
 
 def device_text(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> str:
-    """Return the tables for people; *mtus*: what libibverbs says, by "device/port", None if it was not asked."""
+    """Return the tables as text; *mtus*: path MTUs from libibverbs by "device/port", None without them."""
     parts = []
     if host.devices:
         parts.append(output.table(device_rows(host, choice, mtus)))
@@ -87,7 +90,7 @@ def device_rows(host: Host, choice: RailChoice, mtus: dict[str, str] | None = No
 
 
 def device_data(host: Host, choice: RailChoice, mtus: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return what JSON shows: base units, null where the kernel does not say."""
+    """Return the JSON data: base units, null if the kernel does not say."""
     uses = _uses(choice)
     return {
         "devices": [{
@@ -129,7 +132,7 @@ def _row(host: Host, choice: RailChoice, device: RdmaDevice, port: Port) -> tupl
 
 
 def _uses(choice: RailChoice) -> dict[str, tuple[str, str]]:
-    """Return what is to become of each port ("used", "spare", "rejected"), and why."""
+    """Return the use of each port ("used", "spare", "rejected"), and the reason."""
     uses = {name: ("rejected", reason) for name, reason in choice.rejected.items()}
     uses |= {rail.name: ("spare", rail.reason) for rail in choice.spare}
     return uses | {rail.name: ("used", rail.reason) for rail in choice.rails}
@@ -141,14 +144,12 @@ def _mtu(host: Host, port: Port) -> int | None:
 
 
 def _roce_mtu(host: Host, port: Port) -> int | None:
-    from ...hardware.rdma_devices import roce_mtu
-
     mtu = _mtu(host, port)
     return roce_mtu(mtu) if mtu is not None and port.is_roce else None
 
 
 def _other_cards(host: Host) -> list[Netdev]:
-    """Return the network cards whose interface no RDMA port shares."""
+    """Return the network cards without an RDMA port."""
     shared = {port.netdev for _, port in host.ports}
     return [netdev for netdev in host.netdevs.values() if netdev.is_card and netdev.name not in shared]
 
@@ -160,7 +161,7 @@ def _card_row(card: Netdev) -> tuple[str, ...]:
 
 
 def _pcie(link: PcieLink | None) -> str:
-    """Return "16 GT/s x8 of x16": what runs, and what could where that is more."""
+    """Return the link as "16 GT/s x8 of x16": current values, and the maximum if it is larger."""
     if link is None:
         return "-"
     width = f"x{link.width}" + (f" of x{link.max_width}" if link.width < link.max_width else "")
@@ -197,41 +198,32 @@ def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None
     bpsfast gids
     bpsfast gids -d mlx5_0 --peer gpu08
     """
-    from ...base import settings
-    from ...hardware import recorded_host
-    from ...hardware.rdma_route import choose, peer_address
-    from . import rdma_devices
-
     chosen = output.form(as_json, path, no_color, as_csv)
     host = recorded_host.host(root)
-    loaded = settings.load(overrides(assignments), host.kernel.environ)
     check_device(host, name)
-    choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
-                    peer=peer_address(host, peer) if peer else None)
+    choice = _choose(host, assignments, peer)
     found = gid_table(host, name)
-    library = rdma_devices.asked(verbs, root)
-    said = None if library is None else rdma_devices.verdicts(library, found)
+    library = asked(verbs, root)
+    said = None if library is None else verdicts(library, found)
     output.show(chosen, lambda: gid_text(found, choice, said), gid_data(found, choice, said),
                 gid_rows(found, choice, said))
-    if not host.devices:
-        click.echo("bpsfast: no RDMA device here (/sys/class/infiniband is empty); `bpsfast doctor` says why", err=True)
-        sys.exit(exit_codes.ENVIRONMENT)
+    _require_devices(host)
 
 
 def check_device(host: Host, name: str | None) -> None:
-    """Raise `ConfigError` if there are devices, and *name* is none of them."""
+    """Raise `ConfigError` if there are devices, but none is called *name*."""
     names = [device.name for device in host.devices]
     if name is not None and names and name not in names:
-        raise ConfigError(f"there is no RDMA device {name!r}; there is {', '.join(names)}")
+        raise ConfigError(f"there is no RDMA device {name!r}; there are {', '.join(names)}")
 
 
 def gid_table(host: Host, name: str | None = None) -> list[Gid]:
-    """Return the rows in use, of all devices or the one named."""
+    """Return the used rows of all devices, or of device *name*."""
     return [gid for device, port in host.ports if name in (None, device.name) for gid in host.gids(device.name, port)]
 
 
 def gid_text(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> str:
-    """Return the table for people; *said*: what libibverbs says of each row, None if it was not asked."""
+    """Return the table as text; *said*: libibverbs's verdict on each row, None without them."""
     if not found:
         return "No GID in use."
     lines = [output.table(gid_rows(found, choice, said))]
@@ -240,14 +232,14 @@ def gid_text(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None =
 
 
 def gid_rows(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[tuple[str, ...]]:
-    """Return the head and one row for each GID, as show_gids prints them."""
+    """Return the head and one row for each GID, as show_gids does."""
     head = _GID_HEAD if said is None else (*_GID_HEAD, "VERBS")
     return [head, *((gid.device, str(gid.port), str(gid.index), gid.text, str(gid.ipv4 or "-"), gid.version,
                      gid.netdev or "-", _mark(gid, choice), *(() if said is None else (said[gid],))) for gid in found)]
 
 
 def gid_data(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[dict[str, Any]]:
-    """Return what JSON shows."""
+    """Return the JSON data."""
     return [{"device": gid.device, "port": gid.port, "index": gid.index, "gid": gid.text,
              "ipv4": str(gid.ipv4) if gid.ipv4 else None, "version": gid.version, "netdev": gid.netdev,
              "used": _mark(gid, choice) == "*", **({} if said is None else {"verbs": said[gid]})} for gid in found]
@@ -271,19 +263,20 @@ def asked(verbs: str | None, root: str | None) -> Any:
     if verbs is None:
         return None
     if root is not None:
-        raise click.UsageError("--verbs asks this machine's libibverbs, --root looks at another machine: choose one")
+        raise click.UsageError("--verbs queries libibverbs of this machine, --root examines another machine: choose "
+                               "one")
     return provider(verbs)
 
 
 def active_mtus(verbs: Any, host: Host) -> dict[str, str]:
-    """Return the path MTU that each port runs with, by "device/port"; where there is none, the reason."""
+    """Return the active path MTU of each port by "device/port", or the reason why there is none."""
     listed = verbs.devices()
     return {f"{device.name}/{port.number}": _ask(verbs, listed, device.name, partial(_active_mtu, port.number))
             for device, port in host.ports}
 
 
 def verdicts(verbs: Any, rows: list[Gid]) -> dict[Gid, str]:
-    """Return for each row of the kernel's table what libibverbs says: "same", another GID, or the reason."""
+    """Return libibverbs's GID for each row of the kernel's table: "same", the other GID, or the error."""
     listed = verbs.devices()
     return {row: _ask(verbs, listed, row.device, partial(_verdict, row)) for row in rows}
 

@@ -53,15 +53,15 @@ def command(paths: tuple[Path, ...], path: Path | None, n_lines: int, words: tup
 
 
 def text(told: dict[str, Any]) -> str:
-    """Return what people read."""
+    """Return the contents of the archive as text."""
     rows = [("FILE", "BYTES", "WHAT"),
             *((each["name"], str(each["nbytes"]), each["about"]) for each in told["files"])]
     lines = [output.table(rows, right=(1,))]
-    lines += [f"not in it: {each['name']}: {each['reason']}" for each in told["left_out"]]
+    lines += [f"omitted: {each['name']}: {each['reason']}" for each in told["left_out"]]
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(told["replaced"].items()) if number)
     lines.append(f"replaced: {counts or 'nothing'}")
     if told["path"] is None:
         return "\n".join([*lines, "nothing was written (--dry-run)"])
     return "\n".join([
-        *lines, "", f"{told['path']} ({told['nbytes']} bytes, readable by you alone). Look into it before you send it:",
+        *lines, "", f"{told['path']} ({told['nbytes']} bytes, readable only by you). Check it before you send it:",
         f"  tar -xzOf {told['path']} | less", f"  tar -xzf {told['path']} -C /tmp      # folder /tmp/bpsfast-report"])

@@ -1,4 +1,4 @@
-"""``bpsfast topo``: what is inside a machine, and how fast what joins it is."""
+"""``bpsfast topo`` shows the topology of a machine, the best way to sum in it, or the CPU affinity of a job."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -6,9 +6,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...base import exit_codes, output, settings
+from ...base.value_formats import format_cpus
 from ...hardware import numa, recorded_host
-from ...hardware.affinity import cores, locality
-from ...hardware.affinity.plan import AffinityOptions, CpuAffinity, Rank, plan_node, plan_ranks, with_allowed_memory
+from ...hardware.affinity import locality
+from ...hardware.affinity.locality import fastest_nics, gpu_numa_nodes, nics_by_name, traffic_nics
+from ...hardware.affinity.plan import (
+    AffinityOptions,
+    CpuAffinity,
+    Rank,
+    plan_node,
+    plan_ranks,
+    read_cores,
+    with_allowed_memory,
+)
 from ...orchestration.errors import ConfigError
 from .options import overrides, root_option, set_option
 
@@ -61,15 +71,15 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     from ...hardware.topology import discovery
 
     if source is not None and root is not None:
-        raise click.UsageError("--read has the machine from a file, --root from a folder: choose one")
+        raise click.UsageError("--read reads a machine from a file, --root from a folder: choose one")
     if service and not as_strategy:
-        raise click.UsageError("--service says what --strategy shall reckon with: give both")
+        raise click.UsageError("--service needs --strategy")
     if (n_ranks or nics) and not as_seats:
-        raise click.UsageError("--ranks and --nic say what --cores shall reckon with: give it, too")
+        raise click.UsageError("--ranks and --nic need --cores")
     if as_seats and (source is not None or picture_path is not None or as_strategy):
-        raise click.UsageError("--cores goes with --root, --ranks and --nic only")
+        raise click.UsageError("--cores can be combined only with --root, --ranks and --nic")
     if assignments and not as_strategy:
-        raise click.UsageError("--set changes what --strategy shows: give both")
+        raise click.UsageError("--set needs --strategy")
     chosen = output.form(as_json, path, no_color)
     if as_seats:
         seating = AffinityTable(root, n_ranks or 0, nics)
@@ -77,20 +87,20 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
         return
     topology = discovery.discover(root) if source is None else read(source)
     if picture_path is not None:
-        from ...hardware.topology import drawing
+        from ...hardware.topology import display
 
-        drawing.draw(topology, picture_path)
+        display.draw(topology, picture_path)
     if as_strategy:
-        from ...hardware.topology.strategy_report import advise
+        from ...hardware.topology.decision import report_strategy
 
-        advice = advise(topology, service, settings.load(overrides(assignments)))
+        advice = report_strategy(topology, service, settings.load(overrides(assignments)))
         output.show(chosen, lambda: "\n".join(output.fitting(advice.lines())), advice.as_dict())
     else:
         output.show(chosen, lambda: text(topology), msgspec.to_builtins(topology))
 
 
 def read(source: str) -> Topology:
-    """Return the machine that the file *source* describes; raises `ConfigError` with what is wrong in which file."""
+    """Return the machine that the file *source* describes; raise `ConfigError` if it cannot be parsed."""
     from ...hardware.topology import graph
     from ...orchestration.errors import ConfigError
 
@@ -103,8 +113,8 @@ def read(source: str) -> Topology:
 
 
 def text(topology: Topology) -> str:
-    """Return what people read: the matrix, what hangs where, what joins sockets, what the words mean."""
-    from ...hardware.topology.connections import WORDS
+    """Return the topology as text: the matrix of connections, the tree of parts, links of sockets, a legend."""
+    from ...hardware.topology.display import CONNECTION_WORDS
     from ...hardware.topology.graph import LinkKind, PartKind
 
     counts = [(len(topology.of(kind)), words) for kind, words in (
@@ -113,19 +123,19 @@ def text(topology: Topology) -> str:
     lines = [f"{topology.name}: " + ", ".join(_counted(*each) for each in counts), ""]
     matrix = matrix_rows(topology)
     if len(matrix) > 2:
-        lines += ["Joined by, and GB/s of the slowest link on the way:", output.columns(matrix), ""]
+        lines += ["Connection, and GB/s of the slowest link on the path:", output.columns(matrix), ""]
     lines.append(output.table(part_rows(topology), right=(1, 2)))
     between = [link for link in topology.links if link.kind is LinkKind.SOCKETS]
     if between:
         lines += ["", *(f"{link.a} - {link.b}: {_gb(link.rate_bytes)} GB/s" for link in between)]
     words = {cell.split()[0].rstrip("0123456789") for row in matrix[1:] for cell in row[1:]}
-    legend = [f"{word:<5} {meaning}" for word, meaning in WORDS.items() if word.rstrip("#") in words]
+    legend = [f"{word:<5} {meaning}" for word, meaning in CONNECTION_WORDS.items() if word.rstrip("#") in words]
     return "\n".join(lines + (["", *legend] if legend else []))
 
 
 def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
-    """Return the head and a row for each GPU and card: how it is joined to each, as ``nvidia-smi topo -m`` has it."""
-    from ...hardware.topology.connections import joint
+    """Return the head and a row for each GPU and card: its connection to each, as ``nvidia-smi topo -m`` prints it."""
+    from ...hardware.topology.display import connection
     from ...hardware.topology.graph import PartKind
 
     names = [part.name for kind in (PartKind.GPU, PartKind.NIC) for part in topology.of(kind)]
@@ -133,7 +143,7 @@ def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
     for one in names:
         cells = []
         for other in names:
-            found = joint(topology, one, other)
+            found = connection(topology, one, other)
             cells.append("X" if one == other else f"{found.word} {_gb(found.rate_bytes)}" if found.rate_bytes
                          else found.word)
         rows.append((one, *cells))
@@ -141,7 +151,7 @@ def matrix_rows(topology: Topology) -> list[tuple[str, ...]]:
 
 
 def part_rows(topology: Topology) -> list[tuple[str, ...]]:
-    """Return the head and a row for each part, below what it hangs at; at the end what hangs nowhere."""
+    """Return the head and a row for each part, below its parent; at the end parts without one."""
     from ...hardware.topology.graph import LinkKind, PartKind
 
     rows: list[tuple[str, ...]] = [_HEAD]
@@ -173,24 +183,24 @@ _AFFINITY_HEAD = ("WHO", "CORES", "CPUS", "MEMORY ON NODE", "DEVICE")
 
 
 class AffinityTable:
-    """The plan for *n_ranks* ranks (0: one for each GPU, else for each NUMA node) of this machine or a recorded one.
+    """The CPU affinity of a job on this machine or a recorded one.
 
-    *names*: the cards that bytes go through; none: those by which settings and routes say that others are reached, else
-    the fastest. Of the settings those count that this process has.
+    *n_ranks*: number of local ranks (0: one for each GPU, or for each NUMA node). *names*: network cards of the job;
+    none: those that settings and routes choose, or the fastest one. Uses the settings of this process.
 
     Raises
     ------
     ConfigError
-        A card that does not exist, or settings that do not fit the machine.
+        A card does not exist, or settings do not suit the machine.
     """
 
     def __init__(self, root: str | None, n_ranks: int, names: tuple[str, ...]) -> None:
         host = recorded_host.host(root)
         given, _ = settings.load_with_origins(None, None if root is None else host.kernel.environ)
-        self.cores = cores.read(host.tree, given.whole_cores)
+        self.cores = read_cores(host.tree, given.whole_cores)
         self.allowed = numa.allowed_cpus(host.tree) or self.cores.cpus
         self.cards = _cards(host, given, names)
-        gpus = locality.gpus(host)
+        gpus = gpu_numa_nodes(host)
         ranks = [Rank(self.allowed, beside=gpus[number] if number < len(gpus) else None)
                  for number in range(n_ranks or len(gpus) or len(self.cores.nodes))]
         self._gpus = gpus
@@ -210,21 +220,21 @@ class AffinityTable:
             self.ranks = tuple(with_allowed_memory(seat, mems) for seat in plan_ranks(self.cores, ranks, wishes, taken))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as data; no CPUs: wherever it may run."""
+        """Return the plan as data; no CPUs mean no restriction."""
         return {
-            "nodes": {str(number): numa.format_cpus(self.cores.cpus_of(number)) for number in self.cores.nodes},
-            "allowed": numa.format_cpus(self.allowed), "cards": list(self.cards.names), "why_not": self.why_not,
+            "nodes": {str(number): format_cpus(self.cores.cpus_of(number)) for number in self.cores.nodes},
+            "allowed": format_cpus(self.allowed), "cards": list(self.cards.names), "why_not": self.why_not,
             "node": _data(self.node), "ranks": [_data(seat) for seat in self.ranks],
         }
 
     def text(self) -> str:
-        """Return the plan for people."""
-        lines = [f"NUMA node {number}: {len(found)} cores, CPUs {numa.format_cpus(self.cores.cpus_of(number))}"
+        """Return the plan as text."""
+        lines = [f"NUMA node {number}: {len(found)} cores, CPUs {format_cpus(self.cores.cpus_of(number))}"
                  for number, found in self.cores.nodes.items()]
         if self.allowed != self.cores.cpus:
-            lines.append(f"This process may use CPUs {numa.format_cpus(self.allowed)}")
+            lines.append(f"This process may use CPUs {format_cpus(self.allowed)}")
         if self.why_not:
-            return "\n".join([*lines, "", f"Nobody is kept anywhere: {self.why_not}."])
+            return "\n".join([*lines, "", f"No process is bound: {self.why_not}."])
         rows = [_AFFINITY_HEAD, self._row("node", self.node, ", ".join(self.cards.names))]
         for number, seat in enumerate(self.ranks):
             gpu = f"gpu{number}" if number < len(self._gpus) else ""
@@ -232,25 +242,25 @@ class AffinityTable:
         return "\n".join([*lines, "", output.columns(rows, right=(1,))])
 
     def _row(self, who: str, seat: CpuAffinity, device: str) -> tuple[str, ...]:
-        return (who, str(self.cores.within(seat.cpus or self.allowed).count), numa.format_cpus(seat.cpus) or "any",
+        return (who, str(self.cores.within(seat.cpus or self.allowed).count), format_cpus(seat.cpus) or "any",
                 "any" if seat.home is None else str(seat.home), device or "-")
 
 
 def _cards(host: Any, given: settings.Settings, names: tuple[str, ...]) -> locality.NicLocality:
     if names:
-        found = locality.named(host, names)
+        found = nics_by_name(host, names)
         if missing := sorted(set(names) - {device.name for device in host.devices} - set(host.netdevs)):
             raise ConfigError(f"--nic {missing[0]}: there is no such device or interface; there are "
                               f"{', '.join([device.name for device in host.devices] + list(host.netdevs)) or 'none'}")
         return found
     if isinstance(host.kernel, recorded_host.RecordedKernel):
-        found = locality.cards(host, given, given.node_host)
+        found = traffic_nics(host, given, given.node_host)
     else:
         from ...base.addresses import configured_host, default_route_host
 
-        found = locality.cards(host, given, configured_host(given) or default_route_host())
-    return found if found.nodes else locality.fastest(host)
+        found = traffic_nics(host, given, configured_host(given) or default_route_host())
+    return found if found.nodes else fastest_nics(host)
 
 
 def _data(seat: CpuAffinity) -> dict[str, Any]:
-    return {"cpus": numa.format_cpus(seat.cpus), "home": seat.home}
+    return {"cpus": format_cpus(seat.cpus), "home": seat.home}

@@ -1,5 +1,4 @@
-"""``bpsfast tune rdma``: find settings that move more bytes between these machines, and keep them if asked to.
-``bpsfast tune -- COMMAND``: let a job find better settings of its own while it trains."""
+"""``bpsfast tune rdma`` finds better RDMA settings; ``bpsfast tune -- COMMAND`` tunes a job while it trains."""
 from __future__ import annotations
 
 import os
@@ -19,7 +18,7 @@ _LISTENER_WAIT_S, _DRIVER_WAIT_S = 600.0, 10.0
 
 
 class _Group(FullHelpGroup):
-    """What stands behind ``--`` is a job to be tuned, not a command of ours."""
+    """A group that takes everything behind ``--`` as a job to tune, not as a command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args and args[0] not in self.commands:
@@ -53,7 +52,7 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
     bpsfast tune --json -o found.json -- torchrun ... train.py
     BPSFAST_AUTOTUNE=1 torchrun ... train.py        on machines without rank 0
     """
-    from ...base.process_mark import folder_prefix
+    from ...base.process_identity import folder_prefix
     from ...trainer import tuning_trials
 
     form = output.form(as_json, path, no_color)
@@ -66,15 +65,15 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
             raise click.UsageError(f"{program[0]} cannot be started: {exc.strerror}") from exc
         result = tuning_trials.read(report)
     if result is None:
-        click.echo("bpsfast tune: nothing was measured: the program trained no model with bpsfast on several ranks, or "
-                   "for less than a dozen steps", err=True)
+        click.echo("bpsfast tune: nothing was measured: the program trained no model with bpsfast on several ranks for "
+                   "at least a dozen steps", err=True)
         sys.exit(code or 1)
     output.show(form, lambda: _table(result), tuning_trials.plain(result))
     sys.exit(code)
 
 
 def _table(result: Any) -> str:
-    """Return what was tried and chosen, for people."""
+    """Return the trials and the choice as text."""
     rows = [["partition", "fusion", "credit", "streams", "step [ms]", "steps", "why"]]
     for point, step_s, n_steps, reason in result.trials:
         shown = "cannot be had" if step_s is None else f"{1e3 * step_s:.2f}"
@@ -98,7 +97,7 @@ class _Duration(click.ParamType):
 
 
 class _Numbers(click.ParamType):
-    """Numbers up to a limit, with commas."""
+    """Comma-separated numbers up to a limit."""
 
     name = "numbers"
 
@@ -166,7 +165,7 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
     loaded, origins = settings.load(chosen), settings.load_with_origins(chosen)[1]
     file = profile or loaded.profile
     if (applies or undoes) and not file:
-        raise click.UsageError("--apply and --undo change a profile: name it by --profile FILE or BPSFAST_PROFILE")
+        raise click.UsageError("--apply and --undo need a profile: name it with --profile FILE or BPSFAST_PROFILE")
     if undoes:
         if hosts or applies:
             raise click.UsageError("--undo measures nothing: give it without hosts and --apply")
@@ -213,7 +212,7 @@ def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes,
     from ..tune.tuning_run import TuningRun, network
 
     def say(text: str) -> None:
-        """Show progress: on standard output where people read, else where it does no harm."""
+        """Show progress on standard output, or on standard error if that holds the result."""
         click.echo(text, err=form.as_json or form.path is not None)
 
     field = TuneTestbed(where, key, loaded, options["wait_s"] or _DRIVER_WAIT_S, options["timeout_s"])
@@ -224,7 +223,7 @@ def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes,
         outcome = session.search(lambda tried: say(report.step(tried)), options["seed"])
         try:
             field.ask("end")
-        except BpsError as exc:  # what was measured stands
+        except BpsError as exc:  # the measurements are valid
             click.echo(f"bpsfast: {exc}: end the other side there", err=True)
     except KeyboardInterrupt:
         click.echo("bpsfast: interrupted; nothing was changed", err=True)
@@ -236,7 +235,7 @@ def _drive(form: output.OutputOptions, where: list[tuple[str, int]], key: bytes,
 
 
 def _keep(outcome: Any, origins: dict[str, str], file: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """Write what was found into the profile if asked to; return that for JSON, and in words."""
+    """Write the better settings to the profile if asked to; return the change for JSON, and as text."""
     from ...base import profile as profiles
     from ..tune.search import describe
 
@@ -246,9 +245,9 @@ def _keep(outcome: Any, origins: dict[str, str], file: str) -> tuple[dict[str, A
     if not file:
         return None, ["nothing was changed: --apply --profile FILE writes this into a profile"]
     change = profiles.apply(file, found, f"tune rdma: {outcome.words}")
-    words = [f"written to {change.path}; `bpsfast tune rdma --undo --profile {file}` takes it back",
-             f"jobs read it with BPSFAST_PROFILE={change.path}; all machines of a job need the same one"]
-    words += [f"{name} is set by {origins[name]}, which wins over the profile: take it away there"
+    words = [f"written to {change.path}; `bpsfast tune rdma --undo --profile {file}` undoes it",
+             f"jobs read it with BPSFAST_PROFILE={change.path}; all machines of a job need the same profile"]
+    words += [f"{name} is set by {origins[name]}, which overrides the profile: remove it there"
               for name in found if origins[name] not in ("default", f"profile {file}")]
     return change._asdict(), words
 
@@ -260,11 +259,11 @@ def _names(text: str | None) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",")) if text else ()
     unknown = [name for name in names if name not in NAMES]
     if unknown:
-        raise click.UsageError(f"--only: {', '.join(unknown)} cannot be tuned; there is {', '.join(NAMES)}")
+        raise click.UsageError(f"--only: {', '.join(unknown)} cannot be tuned; supported: {', '.join(NAMES)}")
     return names
 
 
 def undone(change: Any) -> str:
-    """Return in words what `--undo` did."""
-    what = "removed, there was none before" if change.removed else "put back to what it was"
-    return f"{change.path}: {what} before {change.date} ({change.reason})"
+    """Return the effect of `--undo` as text."""
+    what = "removed, as there was none before" if change.removed else "restored to its state before"
+    return f"{change.path}: {what} {change.date} ({change.reason})"

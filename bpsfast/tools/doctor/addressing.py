@@ -3,10 +3,11 @@ from __future__ import annotations
 
 import ipaddress
 
+from ...base.value_formats import PATH_MTUS
 from ...hardware import gids
 from ...hardware.netlink import Address
 from ...hardware.ping import PingResult
-from ...hardware.rdma_devices import PATH_MTUS, ROCE_OVERHEAD_NBYTES, roce_mtu
+from ...hardware.rdma_devices import ROCE_OVERHEAD_NBYTES, roce_mtu
 from ...hardware.rdma_route import Rail, on_route
 from .facts import Facts, PeerPort
 from .finding import Check, Outcome, Severity, Status, advice, failed, passed, skipped, told, warned
@@ -60,7 +61,7 @@ def route(facts: Facts) -> Outcome:
     others = [each for each in facts.choice.spare if on_route(facts.host, each.netdev, facts.route)]
     job = f"BPSFAST_RDMA_DEVICES=={others[0].device}:{others[0].port}" if others else ""
     return warned(f"{facts.peer_name} ({facts.peer}) is reached by {facts.route.netdev}, but {rail.name} is on "
-                  f"{rail.netdev or 'no interface'}: that is right only if the two networks both lead there",
+                  f"{rail.netdev or 'no interface'}: that works only if both networks lead there",
                   job=job, host=f"or give the peer's address on the network of {rail.netdev}",
                   check=f"ip route get {facts.peer}")
 
@@ -78,10 +79,10 @@ def hostname(facts: Facts) -> Outcome:
             except OSError as exc:
                 return failed(f"BPSFAST_NODE_HOST = {wanted}: {exc.strerror}", job="unset BPSFAST_NODE_HOST")
         if not own & set(addresses):
-            return failed(f"BPSFAST_NODE_HOST = {wanted} is no address of this machine, which has "
+            return failed(f"BPSFAST_NODE_HOST = {wanted} is not an address of this machine, which has "
                           f"{', '.join(sorted(own)) or 'none'}",
                           job="unset BPSFAST_NODE_HOST   # the address on the route to the scheduler is used")
-        return passed(f"peers are told {wanted} (BPSFAST_NODE_HOST)")
+        return passed(f"peers use {wanted} (BPSFAST_NODE_HOST)")
     try:
         addresses = list(map(str, facts.host.kernel.resolve(facts.hostname)))
     except OSError:
@@ -106,7 +107,7 @@ def _judge(facts: Facts, rail: Rail) -> Outcome:
     better = gids.best(facts.host.gids(rail.device, port), facts.route)
     if pinned and better is not None and better.index != row.index and (row.version == "v1" or row.is_link_local):
         return failed(f"{shown}, by BPSFAST_RDMA_GID_INDEX ({facts.origins.get('rdma_gid_index', 'setting')}): row "
-                      f"{better.index} (RoCE {better.version} {better.address}) is the one that passes routers",
+                      f"{better.index} (RoCE {better.version} {better.address}) passes routers",
                       job=f"use index {better.index}: BPSFAST_RDMA_GID_INDEX={better.index}, or unset it")
     address = f"sudo ip addr add A.B.C.D/24 dev {rail.netdev or 'IFACE'}"
     if row.version == "v1":
@@ -125,8 +126,8 @@ def _against_peer(facts: Facts) -> Outcome | None:
         mine = ours.gid
         if mine is None or mine.version == "IB" or other.address is None:
             if (mine is not None and mine.version != "IB") != (other.address is not None):
-                return failed(f"{ours.name} here and {other.name} at {facts.peer_name} are not of one link layer: one "
-                              "is InfiniBand, the other Ethernet", job="BPSFAST_RDMA_DEVICES names the right ones")
+                return failed(f"{ours.name} here and {other.name} at {facts.peer_name} have different link layers: "
+                              "InfiniBand and Ethernet", job="choose ports with BPSFAST_RDMA_DEVICES")
             continue
         if mine.version != other.gid_version or mine.address.version != other.address.version:
             return failed(f"{ours.name} would use RoCE {mine.version} {mine.address}, {facts.peer_name} RoCE "
@@ -224,7 +225,7 @@ def _blocked(facts: Facts) -> Outcome | None:
         outcome = failed if passing < _mtus(facts, rail)[1] + ROCE_OVERHEAD_NBYTES else warned
         return outcome(
             f"packets of {card.mtu} bytes ({card.name}'s mtu) do not reach {facts.peer_name} ({address}), packets of "
-            f"{passing} do: something in between, or the other end, has a smaller MTU",
+            f"{passing} do: the path or the other end has a smaller MTU",
             switch=f"mtu 9216 on all ports between the two, also between switches; or, until then, here: sudo ip link "
                    f"set {card.name} mtu {passing}",
             peer=f"sudo ip link set IFACE mtu {card.mtu}", check=f"ping -M do -s {card.mtu - 28} {address}")
@@ -255,7 +256,7 @@ CHECKS = (
           "there is no IPv4 row because the interface has no address.",
           "The queue pair does not connect, or connects and every packet is lost.",
           "NVIDIA/nccl#426, #769 and #1131, NVIDIA/nccl-tests#185 and #227", gid,
-          advice(host="sudo ip addr add A.B.C.D/24 dev IFACE   # makes the rows that RoCE v2 needs",
+          advice(host="sudo ip addr add A.B.C.D/24 dev IFACE   # adds the rows that RoCE v2 needs",
                  job="BPSFAST_RDMA_GID_INDEX=3   # only if the choice by content is wrong",
                  check="bpsfast gids --peer HOST")),
     Check("RD07", "route", Severity.BLOCKS,
@@ -274,7 +275,7 @@ CHECKS = (
     Check("RD08", "MTU", Severity.SLOW,
           ("modify QP to RTR: Invalid argument, with path_mtu 4096", "small messages pass, large ones hang"),
           "The RoCE path MTU is the power of two below the interface's MTU: 1500 bytes leave 1024. Ends or switches "
-          "with different MTUs drop the larger packets without a word.",
+          "with different MTUs drop larger packets silently.",
           "More packets per message (slow), or none of the large ones arrive.", "tensorflow PR#9432", packet_size,
           advice(host=f"sudo ip link set IFACE mtu {_WANTED_MTU}   # on all machines",
                  switch=f"mtu 9216 on all ports of that network ({_ENOUGH_MTU} is the least for a path MTU of 4096)",

@@ -11,7 +11,7 @@ _MODULES = {"mlx5_core": "mlx5_ib", "mlx4_en": "mlx4_ib", "mlx4_core": "mlx4_ib"
             "mana": "mana_ib", "ionic": "ionic_rdma"}
 #: driver of an RDMA device -> its limitation
 _KINDS = {
-    "rxe": "Soft-RoCE: the kernel imitates a card. Correct, but slower than TCP; for tests",
+    "rxe": "Soft-RoCE: the kernel emulates a card. Correct, but slower than TCP; for tests",
     "siw": "iWARP in software over TCP: no RDMA WRITE with immediate, so bpsfast uses TCP itself",
     "efa": "Amazon EFA: reliable datagrams (SRD) for libfabric, no RC queue pairs; bpsfast uses TCP over ENA",
     "erdma": "Alibaba eRDMA: connections by rdma_cm only; bpsfast uses TCP",
@@ -26,7 +26,7 @@ def provider(facts: Facts) -> Outcome:
         return _without_device(facts)
     report = facts.verbs
     if report is None:
-        return skipped("libibverbs was not asked: this is a recorded machine")
+        return skipped("libibverbs was not queried: this is a recorded machine")
     if report.error:
         return failed(report.error, host=facts.install, docker=_in_image(facts), check="ibv_devices")
     missing = [device.name for device in facts.host.devices if device.name not in report.devices]
@@ -34,7 +34,7 @@ def provider(facts: Facts) -> Outcome:
         drivers = sorted({device.driver for device in facts.host.devices if device.name in missing})
         return failed(f"the kernel has {', '.join(missing)}, libibverbs {report.version} does not list "
                       f"{'it' if len(missing) == 1 else 'them'}: the provider for {', '.join(drivers)} is missing, or "
-                      "is of another version than the library",
+                      "does not match the version of the library",
                       host=facts.install, docker=_in_image(facts), check="ibv_devices   # warns about the provider")
     return passed(f"libibverbs {report.version} ({report.provider}) lists {', '.join(report.devices)}")
 
@@ -110,7 +110,7 @@ CHECKS = (
           "No program can use the card for RDMA, whatever the kernel shows.",
           "SoftRoCE/rxe-dev#48, #65 and #74", provider,
           advice(host="sudo apt install libibverbs1 ibverbs-providers   # rpm: libibverbs rdma-core",
-                 docker="add the same packages to the image: the libraries are not the host's", check="ibv_devices")),
+                 docker="add the same packages to the image; those of the host are not used", check="ibv_devices")),
     Check("RD04", "device files", Severity.BLOCKS,
           ("Failed to open device", "works on the host only", "ibv_open_device: Permission denied"),
           "/dev/infiniband/uverbsN is not in the container, or belongs to another group. /sys is not part of the "
@@ -122,14 +122,14 @@ CHECKS = (
                  check="ls -l /dev/infiniband")),
     Check("RD15", "kind of device", Severity.INFORMS,
           ("100 Gbit/s on AWS, but no RC queue pairs", "ibv_create_qp: Operation not supported"),
-          "EFA, eRDMA, iWARP and Soft-RoCE are RDMA devices, but not of the kind that this transport needs.",
+          "EFA, eRDMA, iWARP and Soft-RoCE are RDMA devices without the features that this transport needs.",
           "The job runs over TCP; on EFA that is what the machine's Ethernet gives.",
           "bytedance/byteps#391, NVIDIA/nccl#622, openucx/ucx#9207", kind,
           advice(check="bpsfast devices")),
     Check("RD16", "usable ports", Severity.SLOW,
           ("fi_getinfo: -61 (No data available)", "a provider is listed, but nothing works"),
-          "A device in a list is not yet one that can be opened and connected.",
-          "A bare error number says nothing, so here every port that is not used has its reason.",
+          "A listed device cannot always be opened and connected.",
+          "Error numbers explain little; this check gives the reason for every unused port.",
           "ofiwg/libfabric#5149, #9649 and #9807", usability, advice(check="bpsfast devices")),
 )
 
@@ -152,4 +152,4 @@ def _without_device(facts: Facts) -> Outcome:
 
 
 def _in_image(facts: Facts) -> str:
-    return "the libraries must be in the image: the host's do not count" if facts.container else ""
+    return "the image needs the libraries; those of the host are not used" if facts.container else ""

@@ -43,7 +43,7 @@ def _run(check: Check, facts: Facts) -> Outcome:
         return check.run(facts)
     except Exception as exc:  # an unforeseen machine must not hide the findings of the other checks
         place = traceback.extract_tb(exc.__traceback__)[-1]
-        return Outcome(Status.WARN, f"the check itself broke: {type(exc).__name__}: {exc} "
+        return Outcome(Status.WARN, f"the check itself failed: {type(exc).__name__}: {exc} "
                                     f"({place.filename.rsplit('/', 1)[-1]}:{place.lineno})",
                        advice(check="please report this with the output of `bpsfast doctor --json`"))
 
@@ -96,7 +96,7 @@ def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
     bad = [each for each in findings if each.status in (Status.FAIL, Status.WARN)]
     stops = blocking(findings)
     if not bad:
-        words = "No problem found." if facts.capable else "No problem found, but no device for RDMA either."
+        words = "No problem found." if facts.capable else "No problem found, but there is no RDMA device."
     else:
         blocks = {0: "none of them blocks RDMA", 1: "1 of them blocks RDMA"}.get(
             len(stops), f"{len(stops)} of them block RDMA")
@@ -112,7 +112,7 @@ def transport(facts: Facts, findings: Sequence[Finding]) -> str:
         return streams if facts.settings.transport == "tcp" else "shm (one machine only)"
     if facts.choice.rails and not blocking(findings):
         return "rdma (" + ", ".join(rail.name for rail in facts.choice.rails) + ")"
-    return streams if facts.settings.transport == "auto" else "none: transport rdma is asked for and cannot work"
+    return streams if facts.settings.transport == "auto" else "none: the setting transport=rdma cannot be met"
 
 
 def data(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:

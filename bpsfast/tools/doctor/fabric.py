@@ -84,7 +84,7 @@ def filters(facts: Facts) -> Outcome:
             return warned(local + silence, peer="bpsfast doctor --listen", **load)
         return (passed if cm else told)(local + silence, **load)
     if facts.peer_report.reached not in ("", "open"):
-        return failed(f"{facts.peer_name} is reached, but cannot connect back to this machine: "
+        return failed(f"{facts.peer_name} is reachable, but cannot connect back to this machine: "
                       f"{facts.peer_report.reached}", host=f"open in the firewall: {_OPEN_PORTS}")
     if facts.trial_error:
         return failed(f"TCP to {facts.peer_name} works both ways, a queue pair does not: {facts.trial_error}",
@@ -119,7 +119,7 @@ def _remedy(cause: str, down: list[tuple[RdmaDevice, Port]]) -> dict[str, str]:
         return {"host": "sudo systemctl start opensm   # on one machine of the subnet, if no switch runs one",
                 "check": "sudo sminfo; ibstat"}
     if "signal" in cause and "switched off" not in cause:
-        return {"switch": "look whether the port is enabled, and the cable of the right kind and rate"}
+        return {"switch": "check that the port is enabled and the cable has the right kind and rate"}
     netdevs = [port.netdev for device, port in down if port.netdev and f"{device.name}/{port.number} " in cause + " "]
     return {"host": f"sudo ip link set {netdevs[0] if netdevs else 'IFACE'} up", "check": "bpsfast devices"}
 
@@ -147,7 +147,7 @@ _SWITCH = (f"for RoCE (DSCP 26, priority {_PRIORITY}): PFC on priority {_PRIORIT
 
 @dataclass(frozen=True)
 class FlowControl:
-    """Flow control of a port as its driver reports it: priorities with PFC and ECN (None: unknown), DCQCN parameters."""
+    """Flow control of a port, from its driver: priorities with PFC and ECN (None: unknown), DCQCN parameters."""
 
     pause: tuple[int, ...] | None
     notify: tuple[int, ...] | None
@@ -174,7 +174,7 @@ def loss(facts: Facts) -> Outcome:
     if not ports:
         return skipped("no RDMA device" if not facts.host.devices else "no port can be used")
     if all(device.driver in ("rxe", "siw") for device, _ in ports):
-        return skipped("the device is software: there is no flow control to look at")
+        return skipped("the device is software and has no flow control")
     lines, lossy, unprotected = [], [], []
     for device, port in ports:
         counted = _counted(facts, device, port)
@@ -191,12 +191,12 @@ def loss(facts: Facts) -> Outcome:
         if control.is_known and not control.pause and not (control.notify and control.react):
             unprotected.append(port)
     if not lines:
-        return skipped("the driver counts nothing")
+        return skipped("the driver has no counters")
     found = "\n".join(lines)
     netdev = next((port.netdev for port in [*lossy, *unprotected] if port.is_roce and port.netdev), None)
     if lossy:
         return warned(found, **(_congestion_remedy(netdev) if netdev else {
-            "host": "look at cables and transceivers: ibqueryerrors; ibdiagnet", "check": "perfquery -x"}))
+            "host": "check cables and transceivers: ibqueryerrors; ibdiagnet", "check": "perfquery -x"}))
     if unprotected:
         return told(f"{found}\nnothing was lost so far, but nothing protects RoCE from loss either",
                     **_congestion_remedy(netdev))
@@ -268,15 +268,15 @@ CHECKS = (
     Check("RD13", "port state", Severity.BLOCKS,
           ("PORT_DOWN", "PORT_INIT", "phys_state: POLLING"),
           "The cable or the switch's port is off; the interface is down; on InfiniBand no subnet manager runs.",
-          "A port that is not ACTIVE moves nothing.", "the documentation of ibv_devinfo", port_state,
+          "A port that is not ACTIVE carries no data.", "the documentation of ibv_devinfo", port_state,
           advice(host="sudo ip link set IFACE up; InfiniBand: sudo systemctl start opensm   # on one machine",
-                 switch="look whether the port is enabled, and the cable of the right kind and rate",
+                 switch="check that the port is enabled and the cable has the right kind and rate",
                  check="bpsfast devices")),
     Check("RD14", "filters", Severity.BLOCKS,
           ("works without -R, fails with it", "rdma_create_event_channel: No such device",
            "TCP connects, RDMA times out"),
           "A firewall drops UDP 4791 (RoCE v2) or the TCP ports; or the module rdma_ucm is not loaded.",
-          "Queue pairs connect on paper and every packet is lost.", "linux-rdma/perftest#132", filters,
+          "Queue pairs connect formally, but every packet is lost.", "linux-rdma/perftest#132", filters,
           advice(host=f"open in the firewall: {_OPEN_PORTS}", check="bpsfast doctor --peer HOST")),
     Check("RD09", "loss and congestion", Severity.SLOW,
           ("throughput falls to 0.x GB/s", "transport retry count exceeded", "local_ack_timeout_err grows"),

@@ -129,7 +129,7 @@ def recorded_verbs(answer: Any) -> VerbsReport | None:
     try:
         return msgspec.convert(answer, VerbsReport, str_keys=True)
     except msgspec.MsgspecError as exc:
-        raise ConfigError(f"what libibverbs said on the recorded machine cannot be read: {exc}") from exc
+        raise ConfigError(f"the libibverbs report of the recorded machine cannot be read: {exc}") from exc
 
 
 def _open(verbs: Any, name: str) -> OpenedDevice:
@@ -332,7 +332,7 @@ class Facts:
 
     @cached_property
     def login_memlock(self) -> tuple[int | None, str] | None:
-        """The soft limit of locked memory (bytes) that pam_limits sets at login for ordinary users, and the file with it.
+        """Soft limit of locked memory (bytes) that pam_limits sets at login for ordinary users, and the file with it.
 
         None if no file sets it. The limit of this process may differ, if it is older, root's or a service's.
         """

@@ -92,23 +92,19 @@ def skipped(reason: str) -> Outcome:
 
 def told(found: str, **actions: str) -> Outcome:
     """Return an outcome for information; *actions* are commands by where to type them."""
-    return Outcome(Status.INFO, found, _actions(actions))
+    return Outcome(Status.INFO, found, advice(**actions))
 
 
 def warned(found: str, **actions: str) -> Outcome:
     """Return the outcome of something slow or fragile."""
-    return Outcome(Status.WARN, found, _actions(actions))
+    return Outcome(Status.WARN, found, advice(**actions))
 
 
 def failed(found: str, **actions: str) -> Outcome:
     """Return the outcome of something that prevents RDMA."""
-    return Outcome(Status.FAIL, found, _actions(actions))
+    return Outcome(Status.FAIL, found, advice(**actions))
 
 
 def advice(**commands: str) -> tuple[Action, ...]:
     """Return actions from commands by where to type them."""
-    return _actions(commands)
-
-
-def _actions(commands: dict[str, str]) -> tuple[Action, ...]:
     return tuple(Action(where, command) for where, command in commands.items() if command)

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import os
 
+from ...base.value_formats import parse_cpus
 from ...hardware.host import Host
-from ...hardware.numa import parse_cpus, siblings
+from ...hardware.numa import siblings
 from ...hardware.rdma_devices import RdmaDevice
 from ...pyx.perf import handover_ns
 from .facts import CacheLineLatency, Facts
@@ -34,10 +35,11 @@ def place(facts: Facts) -> Outcome:
         actions["job"] = f"numactl --cpunodebind={far[0].numa_node} --membind={far[0].numa_node} bpsfast run ..."
     if narrow:
         address = next(device.pcie.address for device in cards if device.pcie and _narrow(device))
-        actions["host"] = "move the card to a slot with all its lanes, or look into the BIOS for bifurcation"
+        actions["host"] = "move the card to a slot with all lanes, or check bifurcation in the BIOS"
         actions["check"] = f"sudo lspci -vv -s {address} | grep -E 'LnkCap|LnkSta'"
     if _translates(facts):
-        lines.append("the IOMMU translates for the card (no iommu=pt): each registration costs more, GPU peers suffer")
+        lines.append("the IOMMU translates addresses of the card (no iommu=pt): registrations cost more, and GPU peers "
+                     "are slow")
         actions["kernel"] = "add iommu=pt to the kernel's command line (GRUB_CMDLINE_LINUX), then boot again"
     return warned("\n".join(lines), **actions)
 
@@ -84,7 +86,7 @@ def measure(host: Host) -> CacheLineLatency:
     """Measure between cores of this machine that share the last level of cache according to the kernel."""
     cores = sharers(host, frozenset(os.sched_getaffinity(0)))
     if len(cores) < 2:
-        return CacheLineLatency(error="no two cores that this process may use share a cache, as far as the kernel says")
+        return CacheLineLatency(error="no two usable cores share a cache according to the kernel")
     first, *others = cores[:_MOST_CORES + 1]
     return max((again(CacheLineLatency(first, other)) for other in others),
                key=lambda found: (not found.error, found.ns))
@@ -123,8 +125,8 @@ def shared_cache(facts: Facts) -> Outcome:
     took = f"a cache line takes {found.ns:.0f} ns from one to the other"
     if found.ns <= _MOST_NS:
         return passed(f"{pair} share an L{level} cache: {took}")
-    return warned(f"{pair} share an L{level} cache, says the kernel, but {took}: the host of this virtual machine runs "
-                  "them on different chips now, and sums of local ranks take twice as long",
+    return warned(f"{pair} share an L{level} cache according to the kernel, but {took}: the host of this virtual "
+                  "machine now runs them on different chips, and sums of local ranks take twice as long",
                   host="on the host of the virtual machine: virsh vcpupin NAME 0 CPU   # all to cores of one L3",
                   check="bpsfast doctor   # again in a minute: where CPUs are not pinned it changes")
 
@@ -145,7 +147,7 @@ def _last_cache(host: Host, cpu: int, name: str) -> str:
 CHECKS = (
     Check("RD11", "PCIe and NUMA", Severity.SLOW,
           ("half the bandwidth that was expected", "perftest is fast on one socket and slow on the other"),
-          "The card runs with fewer lanes than it has, or sits at the other socket, or an IOMMU stands before it.",
+          "The card runs with fewer lanes than it has, is at the other socket, or is behind an IOMMU.",
           "Bandwidth stops at the PCIe link's rate; memory traffic crosses the sockets.",
           "bytedance/byteps#250, NVIDIA/nccl#2409", place,
           advice(job="numactl --cpunodebind=N --membind=N bpsfast run ...",
@@ -154,8 +156,8 @@ CHECKS = (
     Check("RD21", "shared cache", Severity.SLOW,
           ("a job is twice as slow as yesterday, on the same virtual machine", "benchmarks have two modes"),
           "A virtual machine's CPUs are threads of its host, which moves them between chips, or parts of a chip "
-          "that have a cache each, while the guest's kernel goes on to say that they share one.",
-          "What one rank has written another reads from memory, or across the host's interconnect.",
+          "that have a cache each, while the guest's kernel still reports that they share one.",
+          "Data that one rank wrote is read from memory, or across the host's interconnect, by another.",
           "two CPUs that were 40 ns apart for minutes, then 200, while exchanges of 4 MiB fell from 12 to 5 GB/s",
           shared_cache,
           advice(host="on the host of the virtual machine: virsh vcpupin NAME 0 CPU",

@@ -1,6 +1,7 @@
 """RD01, RD02, RD10, RD12, RD20: limits on memory, and forks and GPU memory with RDMA."""
 from __future__ import annotations
 
+from ...base.output import size
 from .facts import Facts
 from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, told, warned
 
@@ -10,6 +11,10 @@ _LEAST_LOCKED_NBYTES = 64 * _MIB
 _LEAST_MAPS = 65_530
 _LEAST_REGIONS = 1024
 _LEAST_SHM_NBYTES = 1 << 30
+#: First kernel that copies pinned pages for the child of a fork, so that the parent keeps its own.
+_COPY_ON_FORK = (5, 12)
+#: First kernel whose mlx5 driver registers GPU memory by dma-buf.
+_DMA_BUF = (5, 12)
 
 _MEMLOCK_HOST = (r"printf '* soft memlock unlimited\n* hard memlock unlimited\n' | sudo tee "
                  "/etc/security/limits.d/90-rdma.conf   # then log in again; a systemd service: LimitMEMLOCK=infinity")
@@ -25,25 +30,25 @@ def locked_memory(facts: Facts) -> Outcome:
     actions = facts.variants(_MEMLOCK_HOST, _MEMLOCK_DOCKER, _MEMLOCK_K8S, _MEMLOCK_SLURM)
     actions["check"] = "ulimit -l   # must print unlimited"
     if soft is None or facts.can_lock_memory:
-        own = "unlimited" if soft is None else f"{_size(soft)}, lifted by CAP_IPC_LOCK"
+        own = "unlimited" if soft is None else f"{size(soft)}, lifted by CAP_IPC_LOCK"
         others = _of_others(facts)
         if others:
             return told(f"{own} for root, but {others}{_registered(facts)}", **actions)
         return passed(own + _registered(facts))
     if not facts.capable:
         less = ", less than RDMA needs (bpsfast explain RD01)" if soft < _LEAST_LOCKED_NBYTES else ""
-        return skipped(f"no device for it; the limit would be {_size(soft)}{less}")
-    found = f"{_size(soft)}"
+        return skipped(f"no RDMA device; the limit would be {size(soft)}{less}")
+    found = f"{size(soft)}"
     if hard != soft:
-        found += f" (hard limit {'unlimited' if hard is None else _size(hard)})"
+        found += f" (hard limit {'unlimited' if hard is None else size(hard)})"
     login = facts.login_memlock
     if login is not None and (login[0] is None or login[0] > soft):
-        found += f", though {login[1]} gives {_size(login[0]) if login[0] else 'no limit'} to who logs in anew"
+        found += f", though {login[1]} gives {size(login[0]) if login[0] else 'no limit'} to new logins"
     refused = _refused(facts)
     if hard is None or hard > soft:
         actions = {"now": f"ulimit -l {'unlimited' if hard is None else hard // 1024}   # this shell only"} | actions
     if refused or soft < _LEAST_LOCKED_NBYTES:
-        need = f"{found}, need at least {_size(_LEAST_LOCKED_NBYTES)} and better no limit{_why(facts)}"
+        need = f"{found}, need at least {size(_LEAST_LOCKED_NBYTES)}, better no limit{_why(facts)}"
         return failed("\n".join([need, *refused]), **actions)
     return warned(f"{found}: a job registers every gradient buffer, several times the model's gradients{_why(facts)}",
                   **actions)
@@ -84,12 +89,12 @@ def shared_memory(facts: Facts) -> Outcome:
                     **facts.variants("sudo mount -t tmpfs shm /dev/shm", "docker run --ipc=host ...",
                                      "mount an emptyDir with medium: Memory at /dev/shm"))
     if nbytes < _LEAST_SHM_NBYTES:
-        return told(f"/dev/shm has {_size(nbytes)}: enough for bpsfast, which shares memory by memfd; "
+        return told(f"/dev/shm has {size(nbytes)}: enough for bpsfast, which shares memory by memfd; "
                     "torch's data loaders and NCCL want more",
                     **facts.variants("sudo mount -o remount,size=50% /dev/shm",
                                      "docker run --shm-size=8g ...   # or --ipc=host",
                                      "mount an emptyDir with medium: Memory at /dev/shm"))
-    return passed(f"/dev/shm has {_size(nbytes)}")
+    return passed(f"/dev/shm has {size(nbytes)}")
 
 
 def _opened(facts: Facts) -> dict:
@@ -102,7 +107,7 @@ def _refused(facts: Facts) -> list[str]:
     for name, opened in _opened(facts).items():
         if opened.registration_error:
             fates.setdefault((opened.registered_nbytes, opened.registration_error), []).append(name)
-    return [f"{', '.join(names)} registered {_size(nbytes) if nbytes else 'nothing'}, then: {error}"
+    return [f"{', '.join(names)} registered {size(nbytes) if nbytes else 'nothing'}, then: {error}"
             for (nbytes, error), names in fates.items()]
 
 
@@ -112,7 +117,7 @@ def _registered(facts: Facts) -> str:
     for name, opened in _opened(facts).items():
         if not opened.error:
             done.setdefault(opened.registered_nbytes, []).append(name)
-    return "".join(f"; {', '.join(names)} registered {_size(nbytes) if nbytes else 'nothing'}"
+    return "".join(f"; {', '.join(names)} registered {size(nbytes) if nbytes else 'nothing'}"
                    for nbytes, names in done.items())
 
 
@@ -123,7 +128,7 @@ def _of_others(facts: Facts) -> str:
     nbytes, source = facts.login_memlock or (facts.memlock_nbytes[0], "as the limit here")
     if nbytes is None or nbytes >= _LEAST_LOCKED_NBYTES:
         return ""
-    return f"an ordinary user may lock {_size(nbytes)} ({source}), too little to register memory"
+    return f"an ordinary user may lock {size(nbytes)} ({source}), too little to register memory"
 
 
 def _why(facts: Facts) -> str:
@@ -131,19 +136,6 @@ def _why(facts: Facts) -> str:
     if facts.container and facts.uid > 0:
         return f" (CAP_IPC_LOCK is not effective: uid {facts.uid})"
     return " (root, but CAP_IPC_LOCK is missing or of a user namespace)" if facts.uid == 0 else ""
-
-
-def _size(nbytes: int) -> str:
-    """Return "64 KiB", "8 MiB", "1.5 GiB"."""
-    for unit, name in ((1 << 30, "GiB"), (_MIB, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.4g} {name}"
-    return f"{nbytes} bytes"
-
-#: First kernel that copies pinned pages for the child of a fork, so that the parent keeps its own.
-_COPY_ON_FORK = (5, 12)
-#: First kernel whose mlx5 driver registers GPU memory by dma-buf.
-_DMA_BUF = (5, 12)
 
 
 def fork(facts: Facts) -> Outcome:
@@ -154,7 +146,7 @@ def fork(facts: Facts) -> Outcome:
             return skipped("no RDMA device")
         if facts.kernel_version >= _COPY_ON_FORK:
             return passed(f"kernel {facts.kernel_release} copies pinned pages for the child")
-        return skipped("libibverbs was not asked")
+        return skipped("libibverbs was not queried")
     if report.fork == "unneeded":
         return passed("the kernel copies pinned pages for the child (ibv_fork_init is not needed)")
     if report.fork == "enabled":
@@ -181,7 +173,7 @@ def gpu_memory(facts: Facts) -> Outcome:
 CHECKS = (
     Check("RD01", "locked memory", Severity.BLOCKS,
           ("ibv_reg_mr: Cannot allocate memory", "ibv_create_cq(cqe=4096) failed: Cannot allocate memory",
-           "NCCL falls back to sockets without a word"),
+           "NCCL silently falls back to sockets"),
           "RLIMIT_MEMLOCK is the distribution's default (64 KiB or 8 MiB). Registered memory is locked memory.",
           "Without registered memory there is no RDMA: jobs end, or go on over TCP.",
           "openucx/ucx#8229, bytedance/byteps#282 and #372, NVIDIA/nvidia-container-toolkit#2037", locked_memory,
@@ -196,7 +188,7 @@ CHECKS = (
                  check="cat /proc/sys/vm/max_map_count; ibv_devinfo -v | grep max_mr")),
     Check("RD20", "/dev/shm", Severity.INFORMS,
           ("Bus error in a container", "unable to open shared memory object"),
-          "A container's /dev/shm has 64 MiB unless it is told otherwise.",
+          "A container's /dev/shm has 64 MiB by default.",
           "bpsfast does not use it, but data loaders and other libraries in the same process do.",
           "the documentation of docker run --shm-size", shared_memory,
           advice(docker="docker run --shm-size=8g ...   # or --ipc=host",
@@ -206,7 +198,7 @@ CHECKS = (
            "local protection error some time after os.fork()"),
           "A fork marks all pages copy-on-write. On kernels before 5.12 the parent may then get the copy, while the "
           "card still writes into the old page.",
-          "Data arrives in pages that nobody reads, or the child dies.",
+          "Data arrives in pages that no process reads, or the child crashes.",
           "facebookincubator/gloo#340, aws/aws-ofi-nccl#69, linux-rdma/rdma-core PR#1431", fork,
           advice(host="RDMAV_FORK_SAFE=1 python train.py",
                  job="DataLoader(..., multiprocessing_context='forkserver')")),

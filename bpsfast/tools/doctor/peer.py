@@ -96,7 +96,7 @@ class QueuePairTest:
                 return "" if status == completions.SUCCESS else str(completions.explain(
                     status, failure.get("vendor_error", 0)))
             self._queue.wait(left)
-        return (f"a write of {NBYTES} bytes from {self.end.port} to {other.port} was neither acknowledged nor given up "
+        return (f"a write of {NBYTES} bytes from {self.end.port} to {other.port} was neither acknowledged nor failed "
                 f"within {timeout_s:g} s")
 
     def _keep(self, each: Any) -> Any:
@@ -172,9 +172,9 @@ def ask(facts: Facts, address: Address, port: int, secret: bytes, timeout_s: flo
     except (OSError, BpsError) as exc:
         reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
         if facts.peer_report is None:
-            facts.peer_silence = f"no doctor answers at {where}: {reason}; type `bpsfast doctor --listen` there"
+            facts.peer_silence = f"no doctor answers at {where}: {reason}; run `bpsfast doctor --listen` there"
         else:
-            facts.trial_error = f"the connection to {where} ended meanwhile: {reason}"
+            facts.trial_error = f"the connection to {where} ended early: {reason}"
 
 
 class Listener:
@@ -212,7 +212,7 @@ class Listener:
         self._visits.put(sock)
 
     def _greet(self, sock: socket.socket) -> security.StreamHello:
-        host = "somebody"
+        host = "unknown"
         try:
             host = sock.getpeername()[0]
             return security.plain_handshake_acceptor(sock, self._secret.key, _CONTEXT, peer=0, epoch=0,
@@ -237,7 +237,7 @@ class Listener:
         if isinstance(visit, str):
             return visit
         with visit as sock:
-            asker = "somebody"
+            asker = "unknown"
             try:
                 asker = sock.getpeername()[0]
                 return f"{asker}: {self._answer(sock, ipaddress.ip_address(asker.partition('%')[0]))}"
@@ -253,7 +253,7 @@ class Listener:
         _send(sock, Told(report=PeerReport(
             version=__version__, hostname=facts.hostname, transport=facts.settings.transport, used=used, spare=spare,
             rejected=dict(facts.choice.rejected), reached=reached)))
-        told = ["told what there is here"]
+        told = ["sent the report"]
         sock.settimeout(2 * self._timeout_s)  # longer than the asker's own limits
         while (offer := _receive(sock, Offer)).end is not None:
             told.append(self._meet(sock, facts, offer.end, offer.place))
@@ -262,7 +262,7 @@ class Listener:
     def _meet(self, sock: socket.socket, facts: Facts, offered: QueuePairAddress, place: int) -> str:
         """Open the other end of a queue pair, and keep it until the asker is done."""
         if self._verbs is None or not 0 <= place < len(facts.choice.rails):
-            _send(sock, Answer(objection="there is no such port that could be used"))
+            _send(sock, Answer(objection="there is no such usable port"))
             return f"no port for a queue pair from {offered.port}"
         try:
             trial = QueuePairTest(self._verbs, facts.choice.rails[place])
@@ -345,7 +345,8 @@ def _receive(sock: socket.socket, kind: type[Message]) -> Message:
     try:
         return msgspec.msgpack.decode(_exactly(sock, nbytes, deadline), type=kind)
     except DECODE_ERRORS as exc:
-        raise ProtocolError(f"the other doctor's {kind.__name__} cannot be read: {exc}; another version?") from exc
+        raise ProtocolError(f"the other doctor's {kind.__name__} cannot be read: {exc}; its version may "
+                            "differ") from exc
 
 
 def _exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:

@@ -21,13 +21,14 @@ def setting(facts: Facts) -> Outcome:
                       job="unset BPSFAST_RDMA_DEVICES BPSFAST_RDMA_GID_INDEX", check="bpsfast devices")
     peer = facts.peer_report
     if peer is not None and peer.version != __version__:
-        return failed(f"bpsfast {__version__} here, {peer.version} at {facts.peer_name}: a job needs one version",
+        return failed(f"bpsfast {__version__} here, {peer.version} at {facts.peer_name}: a job needs the same version",
                       host="pip install the same version on both machines")
     if peer is not None and peer.transport != wanted:
-        return failed(f"transport {wanted} here (by {origin}), {peer.transport} at {facts.peer_name}: a job needs one",
-                      job="set BPSFAST_TRANSPORT alike on all machines, or nowhere")
+        return failed(f"transport {wanted} here (by {origin}), {peer.transport} at {facts.peer_name}: a job needs the "
+                      "same",
+                      job="set BPSFAST_TRANSPORT to the same value on all machines, or on none")
     if wanted == "rdma" and not names:
-        return failed(f"transport rdma is asked for (by {origin}), but no RDMA port can be used",
+        return failed(f"transport rdma is set (by {origin}), but no RDMA port can be used",
                       job="BPSFAST_TRANSPORT=auto   # tcp where there is no RDMA")
     if wanted in ("tcp", "shm") and names:
         return warned(f"transport {wanted} (by {origin}) leaves {names} unused",
@@ -70,14 +71,14 @@ def protection(facts: Facts) -> Outcome:
     """RD22: check that the settings protect jobs and gradients from strangers."""
     settings, origins = facts.settings, facts.origins
     if settings.insecure:
-        return warned(f"BPSFAST_INSECURE=1 (by {origins.get('insecure', 'the settings')}): whoever reaches a port of a "
-                      "job over several machines can join it, read and change its sums, and nothing is encrypted",
+        return warned(f"BPSFAST_INSECURE=1 (by {origins.get('insecure', 'the settings')}): anyone who reaches a port "
+                      "of a job on several machines can join it, read and change its sums; nothing is encrypted",
                       job="unset BPSFAST_INSECURE; export BPSFAST_JOB_KEY=...   # everywhere: openssl rand -hex 32")
     has_key = "a job key is given" if settings.job_key or settings.job_key_file else (
         "no job key here (bpsfast run draws one)")
     if settings.encryption == "off":
-        return told(f"encryption=off (by {origins.get('encryption', 'the settings')}): whoever is on the way between "
-                    f"machines reads and changes gradients; {has_key}",
+        return told(f"encryption=off (by {origins.get('encryption', 'the settings')}): anyone on the network between "
+                    f"machines can read and change gradients; {has_key}",
                     job="unset BPSFAST_ENCRYPTION   # auto: on over tcp")
     try:
         check_library()
@@ -91,9 +92,9 @@ CHECKS = (
     Check("RD22", "protection", Severity.INFORMS,
           ("there is no job key, and without one whoever reaches its port could join the job",
            "setting insecure differs", "setting encryption differs"),
-          "Jobs over several machines listen on the network: the job key tells members from strangers, and encryption "
-          "keeps those out who are on the way.",
-          "With BPSFAST_INSECURE=1 whoever reaches a port sees and alters sums; and a member can run code on all "
+          "Jobs over several machines listen on the network: the job key identifies members, and encryption protects "
+          "data on the network.",
+          "With BPSFAST_INSECURE=1 anyone who reaches a port can read and change sums; a member can run code on all "
           "machines of its job.",
           "PyTorch's security policy: torch.distributed is for internal communication only, without authentication or "
           "encryption", protection,
@@ -101,13 +102,13 @@ CHECKS = (
                  check="bpsfast info --effective")),
     Check("RD17", "transport setting", Severity.SLOW,
           ("only TCP is used although there is InfiniBand", "NCCL_IB_DISABLE", "UCX_TLS without rc"),
-          "A variable, a profile or a spelling leaves the card out.",
-          "The job runs, slowly, and nobody notices.", "rapidsai/ucx-py#245 and #361, openucx/ucx#4966 and #5320",
+          "A variable, a profile or a typing error excludes the card.",
+          "The job runs slowly without any message.", "rapidsai/ucx-py#245 and #361, openucx/ucx#4966 and #5320",
           setting, advice(job="BPSFAST_TRANSPORT=rdma   # an error instead of TCP when RDMA cannot be used",
                           check="bpsfast env; bpsfast devices")),
     Check("RD19", "TCP", Severity.SLOW, ("TCP reaches 10 Gbit/s of 100",),
           "Small socket buffers, one stream, or one receive queue for a fast card.",
-          "TCP is what every job falls back to, and what carries its control messages.",
+          "Every job falls back to TCP, which also carries its control messages.",
           "bytedance/byteps#163 and #237", tcp,
           advice(host="sudo sysctl -w net.ipv4.tcp_rmem='4096 131072 16777216' "
                       "net.ipv4.tcp_wmem='4096 65536 16777216'", job="BPSFAST_TCP_STREAMS=4",

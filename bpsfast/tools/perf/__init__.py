@@ -1,7 +1,10 @@
 """Measurements between two machines: ``bpsfast perf bw``, ``perf lat`` and ``ping``.
 
-    plan        what is measured, agreed by both sides          samples     what was measured, in numbers
-    control     the connection over which they agree            report      those numbers as perftest prints them
-    rdma, tcp, shm   one end of what is measured                visit       both sides of `perf`, step by step
-    python_loop rdma's loop for verbs that are not ours      ping, reach both sides of `ping`
+    perf_plan        what to measure, agreed by both sides
+    control          the control connection and its messages
+    perf_run         both sides of ``perf``, step by step
+    rdma, tcp, shm   one end of a measurement
+    python_loop      the loop of `rdma` for other implementations of verbs
+    results          bandwidths and latencies, printed as perftest does
+    ping             both sides of ``ping``
 """

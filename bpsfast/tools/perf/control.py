@@ -1,7 +1,7 @@
-"""The connection over which two sides agree what to measure, and learn at once when the other one is gone.
+"""The control connection of ``perf``, ``ping`` and ``tune rdma``: its messages, and the key that both sides prove.
 
-TCP: the handshake of `orchestration.security`, then messages of a length (4 bytes, little endian) and MessagePack.
-Both sides hold a key, see `secret_for`.
+Over TCP: the handshake of `orchestration.security`, then messages, each a length (4 bytes, little endian) and
+MessagePack. Both sides notice at once when the other one is gone.
 """
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Union
 
 import msgspec
 
+from ...base.addresses import format_address, is_loopback
+from ...base.job_key import given_key, job_key
 from ...base.settings import Settings
-from ...launch.process_role import format_address, given_key, is_loopback, job_key
 from ...orchestration import security
 from ...orchestration.errors import (
     DECODE_ERRORS,
@@ -32,12 +33,12 @@ from ...orchestration.errors import (
 from ...orchestration.handshakes import HandshakeAcceptor
 from .perf_plan import Plan
 
-#: Of the messages and their order; both sides have to have the same.
+#: Version of the messages and their order; both sides need the same.
 VERSION = 2
 
 
 class Propose(msgspec.Struct, tag=True, frozen=True):
-    """Client: what to measure. `place`: whose side this is, for people. `device`: the server's, "" as it likes."""
+    """Client: what to measure. `place` describes the client. `device` is the server's port, "" for its own choice."""
 
     plan: Plan
     place: dict[str, Any]
@@ -45,35 +46,35 @@ class Propose(msgspec.Struct, tag=True, frozen=True):
 
 
 class Agree(msgspec.Struct, tag=True, frozen=True):
-    """Server: it will be measured."""
+    """Server: accepts what the client proposed."""
 
     place: dict[str, Any]
 
 
 class Offer(msgspec.Struct, tag=True, frozen=True):
-    """How the sender of this can be reached by what is measured (`End.offer`)."""
+    """The address of the sender's end of the measured connection (its `offer`)."""
 
     fields: dict[str, Any]
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The sender of this has done what comes before *step*."""
+    """The sender is ready for *step*."""
 
     step: str
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
-    """Still measuring."""
+    """The sender is still measuring."""
 
 
 class Sent(msgspec.Struct, tag=True, frozen=True):
-    """The sender of this sent so much in a run by time, and sends no more."""
+    """Number of messages that the sender has sent in a run by time; it sends no more."""
 
     n: int
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """The sender's loop ended: what it sent and how long that took, and what its ports counted meanwhile."""
+    """The sender's loop has ended: messages sent, seconds taken, and what its ports counted."""
 
     sent: int
     seconds: float
@@ -82,26 +83,26 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class Result(msgspec.Struct, tag=True, frozen=True):
-    """Client: one row, for the server to show as well."""
+    """Client: one row of results, for the server to show."""
 
     row: dict[str, Any]
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """The sender of this ends here: orderly (no *reason*), or because of one."""
+    """The sender ends the conversation: in order (no *reason*), or because of an error."""
 
     reason: str = ""
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    """To a listener of ``bpsfast ping``: do *what* with these *fields*."""
+    """A request to a listener of ``ping`` or ``tune rdma``: do *what* with these *fields*."""
 
     what: str
     fields: dict[str, Any]
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """To `Ask`."""
+    """The answer to `Ask`."""
 
     fields: dict[str, Any]
 
@@ -114,9 +115,9 @@ _CONTEXT = "bpsfast perf"
 _LENGTH = struct.Struct("<I")
 _LARGEST_NBYTES = 16 << 20
 _HANDSHAKE_S = 5.0
-#: Pause between two tries to connect to a server that does not listen yet.
+#: Pause between two attempts to connect to a server that does not listen yet.
 _RETRY_S = 0.1
-#: How long the words of a peer that is gone may be under way.
+#: Longest wait for the last message of a peer that is gone.
 _REASON_S = 1.0
 
 
@@ -124,7 +125,7 @@ _DECODER = msgspec.msgpack.Decoder(Message)
 
 
 class Secret(NamedTuple):
-    """The key of the handshake, and whether it is one that everybody knows."""
+    """The key of the handshake, and whether it is public."""
 
     key: bytes
     is_public: bool = False
@@ -133,24 +134,25 @@ class Secret(NamedTuple):
 def secret_for(loaded: Settings, hosts: Sequence[str]) -> Secret:
     """Return the key for talking to *hosts*, or for listening on one of them.
 
-    It is the job's key if one is given. Without one, processes of this machine have the key that jobs on it have; with
-    other machines only ``BPSFAST_INSECURE=1`` allows to go on, with a key that everybody knows.
+    This is the job key if one is given. Without one, processes on this machine use the key of jobs on it; with other
+    machines ``BPSFAST_INSECURE=1`` is required, and the key is public.
 
     Raises
     ------
     ConfigError
-        There is no key, and there has to be one.
+        A key is required and there is none.
     """
     if given_key(loaded) or all(map(is_loopback, hosts)):
         return Secret(job_key(msgspec.structs.replace(loaded, encryption="off"), "127.0.0.1:0"))
     if loaded.insecure:
         return Secret(security.job_key(None, _CONTEXT), True)
     raise ConfigError(f"measuring with other machines ({', '.join(hosts)}) needs a key: set BPSFAST_JOB_KEY to the "
-                      "same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1 to do without")
+                      "same random hex on both sides (openssl rand -hex 32), or BPSFAST_INSECURE=1 to measure without "
+                      "a key")
 
 
 class ListenAddress(NamedTuple):
-    """Where to listen ("": on all addresses), with which key, and what to add when people are told."""
+    """An address to listen on ("": all addresses), the key, and a remark to print."""
 
     host: str
     secret: Secret
@@ -158,7 +160,7 @@ class ListenAddress(NamedTuple):
 
 
 def listen_address(loaded: Settings, host: str) -> ListenAddress:
-    """Return where to listen if *host* is wished ("": no matter); without a key, on the loopback alone.
+    """Return the address to listen on; *host* is the preferred one ("": none). Without a key it is the loopback.
 
     Errors: as `secret_for`.
     """
@@ -170,7 +172,7 @@ def listen_address(loaded: Settings, host: str) -> ListenAddress:
 
 
 class Control:
-    """One end of the connection, which is this object's. One thread.
+    """One end of the control connection. Owns the socket. One thread.
 
     *timeout_s*: silence after which the peer counts as stalled.
     """
@@ -180,7 +182,7 @@ class Control:
         self._buffer = bytearray()
         self._heard_s = time.monotonic()
         self.timeout_s = timeout_s
-        # a socket for both kinds of addresses shows IPv4 ones mapped
+        # a dual-stack socket shows IPv4 addresses mapped to IPv6
         self.peer_host: str = sock.getpeername()[0].removeprefix("::ffff:")
         self.peer = format_address(self.peer_host, sock.getpeername()[1])
         self.own_host: str = sock.getsockname()[0].removeprefix("::ffff:")
@@ -192,36 +194,36 @@ class Control:
         try:
             self._sock.sendall(_LENGTH.pack(len(data)) + data)
         except TimeoutError as exc:
-            raise StallError(f"{self.peer} takes no message: nothing was read there for {self.timeout_s:g} s") from exc
+            raise StallError(f"{self.peer} has read nothing for {self.timeout_s:g} s") from exc
         except OSError as exc:
             raise self.reason(_REASON_S) or self._gone(exc) from exc
 
     def receive(self, kind: type | tuple[type, ...], what: str, fd: int | None = None,
                 pulse_s: float | None = None) -> Any:
-        """Return the next message, which has to be a *kind*; None if *fd* became readable before, or *pulse_s* passed.
+        """Return the next message, which must be a *kind*; None if *fd* became readable first, or *pulse_s* passed.
 
-        `Alive` starts the deadline anew, and is sent at each pulse. With *fd* there is no deadline: something runs here
-        that has its own. *what* is awaited, in words, for errors.
+        `Alive` restarts the deadline, and is sent at each pulse. With *fd* there is no deadline, because a local run
+        has its own. *what* names the expected message in errors.
 
         Raises
         ------
         StallError, PeerLostError
-            After `timeout_s` of silence; when the peer is gone.
+            The peer is silent for `timeout_s`; the peer is gone.
         BpsError
-            With the peer's reason, if it stopped.
+            The peer stopped; with its reason.
         ProtocolError
-            When it says something else.
+            Another message arrived.
         """
         began = time.monotonic()
         pulse = None if pulse_s is None else began + pulse_s
         if pulse is None:
-            self._heard_s = began  # nobody looked before; with pulses somebody does
+            self._heard_s = began  # without pulses nobody has read meanwhile
         while True:
             message = self._next()
             if isinstance(message, Alive):
                 continue
             if isinstance(message, Stop) and kind is not Stop:
-                raise BpsError(f"{self.peer} stopped: {message.reason or 'it was done before we were'}")
+                raise BpsError(f"{self.peer} stopped: {message.reason or 'it finished before this side'}")
             if isinstance(message, kind):
                 return message
             if message is not None:
@@ -240,12 +242,12 @@ class Control:
                 return None
 
     def _next(self) -> Message | None:
-        """Return a whole message that was read, if one was."""
+        """Return the next complete message in the buffer, or None."""
         if len(self._buffer) < _LENGTH.size:
             return None
         nbytes = _LENGTH.unpack_from(self._buffer)[0]
         if nbytes > _LARGEST_NBYTES:
-            raise ProtocolError(f"{self.peer} announced a message of {nbytes} bytes: no bpsfast of this version")
+            raise ProtocolError(f"{self.peer} announced a message of {nbytes} bytes; it is not bpsfast of this version")
         if len(self._buffer) < _LENGTH.size + nbytes:
             return None
         data = bytes(self._buffer[_LENGTH.size:_LENGTH.size + nbytes])
@@ -253,7 +255,7 @@ class Control:
         try:
             return _DECODER.decode(data)
         except DECODE_ERRORS as exc:
-            raise ProtocolError(f"a message of {self.peer} cannot be read ({exc}): other version?") from exc
+            raise ProtocolError(f"a message of {self.peer} cannot be read ({exc}); its version may differ") from exc
 
     def _read(self) -> None:
         self._heard_s = time.monotonic()
@@ -266,7 +268,7 @@ class Control:
         self._buffer += data
 
     def reason(self, wait_s: float) -> BpsError | None:
-        """Return why the peer said it stopped, if it does within *wait_s*, for a side that cannot go on anyway."""
+        """Return the peer's reason for stopping if it arrives within *wait_s*, else None."""
         deadline = time.monotonic() + wait_s
         try:
             while True:
@@ -284,7 +286,7 @@ class Control:
                              "interrupted; its own output says why")
 
     def stop(self, reason: str = "") -> None:
-        """Tell the peer that we end; that it is gone already is no matter."""
+        """Tell the peer that this side ends. Errors are ignored."""
         try:
             self._sock.settimeout(1.0)
             data = msgspec.msgpack.encode(Stop(reason))
@@ -293,7 +295,7 @@ class Control:
             pass
 
     def cut(self, reason: str) -> None:
-        """Any thread: tell the peer why, and end the connection under whoever uses it here."""
+        """Any thread: tell the peer why, and shut the connection down for its user here."""
         self.stop(reason)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -310,7 +312,7 @@ class Control:
 
 
 def listen(port: int, host: str = "") -> socket.socket:
-    """Return a socket that listens on *port* of every address, or of *host*."""
+    """Return a socket that listens on *port* of *host*, or of all addresses."""
     try:
         if host:
             return socket.create_server((host, port))
@@ -325,7 +327,7 @@ def listen(port: int, host: str = "") -> socket.socket:
 
 
 def accept(listener: socket.socket, key: bytes, timeout_s: float, silence_s: float) -> Control:
-    """Wait for a client that holds *key*, up to *timeout_s*; strangers are sent away, and keep nobody waiting."""
+    """Wait up to *timeout_s* for a client that proves *key*; refused clients do not delay it."""
     came: queue.Queue[Control] = queue.Queue()
     refused: deque[str] = deque(maxlen=3)
     door = handshake_acceptor(listener.dup(), key, silence_s, came.put, lambda exc: refused.append(str(exc)),
@@ -339,23 +341,23 @@ def accept(listener: socket.socket, key: bytes, timeout_s: float, silence_s: flo
             raise StallError(f"no client came within {timeout_s:g} s to port {listener.getsockname()[1]}{also}") \
                 from None
     while not came.empty():
-        came.get().close()  # one more came at the same time
+        came.get().close()  # another client came at the same time
     return found
 
 
 def handshake_acceptor(listener: socket.socket, key: bytes, silence_s: float, came: Callable[[Control], None],
             refused: Callable[[Exception], None], warn: Callable[[str], None], name: str = "bpsfast-perf") -> \
         HandshakeAcceptor[Control]:
-    """Return a door on *listener*, the door's from now on, that calls *came* with each client, in a thread of its own.
+    """Return a handshake acceptor that owns *listener* and calls *came* with each client in a thread of its own.
 
-    The others: see `HandshakeAcceptor`.
+    Other parameters: see `HandshakeAcceptor`.
     """
     return HandshakeAcceptor(listener, lambda sock: greet(sock, key, silence_s), lambda sock, control: came(control),
                              refused, warn, name=name)
 
 
 def greet(sock: socket.socket, key: bytes, silence_s: float) -> Control:
-    """Do the acceptor's half of the handshake on *sock*, which is closed if that fails."""
+    """Run the acceptor's half of the handshake on *sock*; close it on failure."""
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         theirs = security.plain_handshake_acceptor(sock, key, _CONTEXT, peer=0, epoch=VERSION, timeout_s=_HANDSHAKE_S)
@@ -366,25 +368,25 @@ def greet(sock: socket.socket, key: bytes, silence_s: float) -> Control:
 
 
 def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float) -> Control:
-    """Connect to the server, trying again up to *timeout_s* while nobody listens there.
+    """Connect to the server, retrying for *timeout_s* while nobody listens.
 
     Raises
     ------
     StallError, ConfigError, MismatchError
-        Nobody listens or answers; the name has no address; the key is another one.
+        Nobody answers; the name cannot be resolved; the keys differ.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             sock = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
             break
-        except (socket.gaierror, UnicodeError) as exc:  # UnicodeError: no name at all, a label is empty or too long
+        except (socket.gaierror, UnicodeError) as exc:  # UnicodeError: a label of the name is empty or too long
             why = exc.strerror if isinstance(exc, OSError) else exc
             raise ConfigError(f"host name {host!r} cannot be resolved: {why}") from exc
         except OSError as exc:
             if time.monotonic() + _RETRY_S >= deadline:
-                raise StallError(f"nobody answers at {host}:{port} within {timeout_s:g} s ({exc}): does `bpsfast` "
-                                 "listen there, with the same -p, and is the port open?") from exc
+                raise StallError(f"nobody answers at {host}:{port} within {timeout_s:g} s ({exc}); check that "
+                                 "`bpsfast` listens there with the same -p and that the port is open") from exc
             time.sleep(_RETRY_S)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -398,13 +400,13 @@ def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float
 
 def _checked(control: Control, theirs: security.StreamHello) -> Control:
     if theirs.epoch != VERSION:
-        raise MismatchError(f"{control.peer} measures by version {theirs.epoch} of the protocol, this bpsfast by "
+        raise MismatchError(f"{control.peer} uses version {theirs.epoch} of the protocol, this side version "
                             f"{VERSION}: install the same version on both sides")
     return control
 
 
 def host_and_port(text: str, default_port: int) -> tuple[str, int]:
-    """Return HOST[:PORT] as two; an IPv6 address stands in brackets if a port follows."""
+    """Parse HOST[:PORT]; an IPv6 address needs brackets if a port follows."""
     host, colon, port = text.rpartition(":")
     if not colon or (":" in host and not host.endswith("]")):
         return text.strip("[]"), default_port

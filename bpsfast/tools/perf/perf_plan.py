@@ -1,7 +1,7 @@
-"""What a run of ``perf`` measures: perftest's options under perftest's defaults, agreed by both sides.
+"""The plan of a ``perf`` run: perftest's options and defaults, agreed by both sides.
 
-The client proposes; a server that was started without options takes what comes, and one with options refuses what
-contradicts them, naming option and both values. What concerns one side only (device, port, GID) is not in here.
+The client proposes a plan. A server without options accepts it; a server with options refuses a plan that contradicts
+them. Options of one side only (device, port, GID) are not part of the plan.
 """
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ VERBS = ("bw", "lat")
 TRANSPORTS = ("rdma", "tcp", "shm")
 OPERATIONS = ("write_imm", "write", "send", "read")
 MTUS = (256, 512, 1024, 2048, 4096)
-#: What -a measures: 2 bytes to 8 MiB.
+#: Sizes of -a: 2 bytes to 8 MiB.
 ALL_SIZES = tuple(1 << power for power in range(1, 24))
-#: A work request has 31 bits for its length; two of our buffers have to fit into memory.
+#: The length of a work request has 31 bits; two buffers of this size must fit into memory.
 LARGEST_NBYTES = 1 << 30
 _UNMODERATED_NBYTES = 8192
 
-#: field -> the option that sets it, for errors
+#: field -> its option, for errors
 OPTIONS = {"operation": "--op", "transport": "--transport", "providers": "--verbs", "sizes": "-s/-a",
            "iterations": "-n", "duration_s": "-D", "depth": "-t", "receive_depth": "-r", "pairs": "-q",
            "both_ways": "-b", "mtu": "-m", "moderation": "-Q", "inline_nbytes": "-I", "events": "-e",
            "ack_timeout": "-u", "reversed": "--reversed", "traffic_class": "rdma_traffic_class",
            "service_level": "rdma_service_level", "relaxed_ordering": "rdma_relaxed_ordering",
            "huge_pages": "huge_pages", "cores": "rdma_cores"}
-#: setting -> the field that follows it where somebody has set it and no option says otherwise
+#: setting -> the field that it sets if no option does
 SETTINGS = {"rdma_queue_pairs": "pairs", "rdma_queue_depth": "depth", "rdma_mtu": "mtu",
             "rdma_signal_every": "moderation", "rdma_inline_bytes": "inline_nbytes",
             "rdma_traffic_class": "traffic_class", "rdma_service_level": "service_level",
@@ -38,12 +38,12 @@ SETTINGS = {"rdma_queue_pairs": "pairs", "rdma_queue_depth": "depth", "rdma_mtu"
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, every default filled in.
+    """One run, with all defaults filled in.
 
-    `duration_s` 0: by iterations. `mtu` 0: the smaller of both ports'. `moderation` 0: by message size.
-    `inline_nbytes` -1: what pays for latency, if the device can. `ack_timeout`: a packet that nobody
-    acknowledged within 4.096 us * 2**ack_timeout is sent again. `reversed`: the server sends. The last ones as the
-    settings of the same names, on both sides.
+    `duration_s` 0: run by iterations. `mtu` 0: the smaller one of both ports. `moderation` 0: by message size.
+    `inline_nbytes` -1: the best for latency that the device allows. `ack_timeout`: resend after 4.096 us *
+    2**ack_timeout. `reversed`: the server sends. The last fields are like the settings of the same names, on both
+    sides.
     """
 
     verb: str
@@ -72,39 +72,39 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def largest_nbytes(self) -> int:
-        """The largest message."""
+        """Size of the largest message."""
         return max(self.sizes)
 
     @property
     def two_sided(self) -> bool:
-        """Whether the operation takes a receive request of the peer."""
+        """Whether the operation consumes a receive request of the peer."""
         return self.operation in ("write_imm", "send")
 
     @property
     def n_warmup(self) -> int:
-        """Turns of a latency run that are not counted."""
+        """Number of warm-up rounds of a latency run."""
         return min(100, max(1, self.iterations // 10))
 
     def moderation_at(self, nbytes: int) -> int:
-        """Every how manieth send is signalled, as perftest does it: large ones each, small ones in hundreds."""
+        """Return N, a completion for every N sends, as perftest has it: 1 for large messages, 100 for small ones."""
         if self.verb == "lat":
             return min(self.depth, 16)
         return min(self.depth, self.moderation or (100 if nbytes < _UNMODERATED_NBYTES else 1))
 
     def mismatch(self, given: Mapping[str, Any]) -> str | None:
-        """Return what of *given*, the other side's options, contradicts this, in words; None if nothing does."""
+        """Return how *given*, the other side's options, contradict this plan; None if they do not."""
         wrong = [f"{OPTIONS.get(name, name)}: {_shown(getattr(self, name))} at the client, {_shown(value)} here"
                  for name, value in given.items() if getattr(self, name) != value]
         return "; ".join(wrong) or None
 
 
 def make(verb: str, given: Mapping[str, Any]) -> Plan:
-    """Return the plan for *verb* with the options *given* (fields of `Plan`) and defaults for the others.
+    """Return the plan for *verb* with the options *given* (fields of `Plan`) and defaults.
 
     Raises
     ------
     ConfigError
-        If options contradict each other, or a transport cannot do what one asks for.
+        Options contradict each other, or the transport does not support one.
     """
     transport = given.get("transport", "rdma")
     defaults: dict[str, Any] = {"depth": 128 if transport == "rdma" else 16}
@@ -116,7 +116,7 @@ def make(verb: str, given: Mapping[str, Any]) -> Plan:
 
 
 def check(plan: Plan, given: Mapping[str, Any] = {}) -> None:
-    """Raise `ConfigError` for what cannot be; *given*: the options that were given."""
+    """Raise `ConfigError` if *plan* is impossible; *given* are the options that were typed."""
     def need(condition: bool, text: str) -> None:
         if not condition:
             raise ConfigError(text)
@@ -129,34 +129,33 @@ def check(plan: Plan, given: Mapping[str, Any] = {}) -> None:
     need(plan.iterations >= 1 and plan.depth >= 1 and plan.receive_depth >= 1 and 1 <= plan.pairs <= 1024,
          f"-n {plan.iterations} -t {plan.depth} -r {plan.receive_depth} -q {plan.pairs}: each is at least 1, "
          "-q at most 1024")
-    need(plan.moderation <= plan.depth, f"-Q {plan.moderation} with -t {plan.depth}: nobody would learn that a send is "
-                                        "done before the next may start; -Q is at most -t")
+    need(plan.moderation <= plan.depth, f"-Q {plan.moderation} with -t {plan.depth}: -Q must be at most -t, or no send "
+                                        "would complete in time for the next one")
     need(plan.mtu in (0, *MTUS), f"-m {plan.mtu}: an RDMA path MTU is one of {', '.join(map(str, MTUS))}")
     need(bool(plan.providers) and set(plan.providers) <= set(PROVIDERS),
-         f"--verbs {','.join(plan.providers)}: expected one of {', '.join(PROVIDERS)}, or several with commas")
+         f"--verbs {','.join(plan.providers)}: expected one or several of {', '.join(PROVIDERS)}, separated by commas")
     if plan.transport != "rdma":
         verbs_only = ("mtu", "moderation", "inline_nbytes", "events", "receive_depth", "providers", "ack_timeout",
                       "reversed", "traffic_class", "service_level", "relaxed_ordering", "huge_pages", "cores")
         names = [OPTIONS[name] for name in verbs_only if name in given]
-        need(not names, f"{', '.join(names)}: for --transport rdma only, this is {plan.transport}")
+        need(not names, f"{', '.join(names)} requires --transport rdma; the transport is {plan.transport}")
         need(plan.operation == "write_imm", f"--op {plan.operation}: {plan.transport} has one operation, write_imm")
     if plan.verb == "lat":
-        need(not plan.duration_s, "-D: a latency is measured by iterations; use -n")
-        need(plan.pairs == 1 and not plan.both_ways, "-q and -b: a latency is of one message at a time")
+        need(not plan.duration_s, "-D: latency is measured by iterations; use -n")
+        need(plan.pairs == 1 and not plan.both_ways, "-q and -b: latency is measured with one message at a time")
         need(not (plan.events and plan.operation == "write"),
-             "-e with --op write: the peer polls its memory for a write, there is no event to wait for; "
-             "use --op write_imm")
+             "-e with --op write: a write causes no event at the peer, which polls its memory; use --op write_imm")
     need(not (plan.reversed and (plan.both_ways or plan.verb == "lat")),
-         "--reversed: with -b, and for a latency, both sides send anyway")
-    need(not (plan.both_ways and plan.transport == "shm"), "-b: shared memory is measured in one direction at a time")
+         "--reversed has no effect with -b or for latency, where both sides send")
+    need(not (plan.both_ways and plan.transport == "shm"), "-b: shared memory is measured in one direction only")
 
 
 def agree(plan: Plan, given: Mapping[str, Any]) -> None:
-    """Raise `MismatchError` if the client's *plan* contradicts what this server was *given*."""
+    """Raise `MismatchError` if the client's *plan* contradicts the options *given* to this server."""
     wrong = plan.mismatch(given)
     if wrong:
-        raise MismatchError(f"the two sides were started with different options: {wrong}. Give both the same, or the "
-                            "server none")
+        raise MismatchError(f"the two sides have different options: {wrong}. Start both with the same ones, or the "
+                            "server without any")
 
 
 def _shown(value: Any) -> str:

@@ -1,19 +1,19 @@
-"""Both sides of ``perf bw`` and ``perf lat``, step by step: the client visits the server.
+"""Both sides of ``perf bw`` and ``perf lat``, step by step.
 
     client                                server
-    Propose(plan)              ->                             refused with Stop if the server was told otherwise
+    Propose(plan)              ->                             refused with Stop if the server's options differ
                                <-         Agree
     for each provider of verbs:
-      Offer                   <->         Offer               how the other end is reached; both connect
+      Offer                   <->         Offer               addresses of the ends; both connect
       for each size:
         Ready                 <->         Ready               receives are posted on both sides
-        the loop of either side, or none where the operation needs none (a read's or a write's target)
-        Done                  <->         Done                what was sent, how long it took, what the ports counted
+        the loop of either side; the target of reads or writes has none
+        Done                  <->         Done                messages sent, seconds taken, what the ports counted
         Result                 ->                             the row, shown on both sides
     Stop                       ->
 
-Each side measures what it sends. While a loop runs in a thread, the main one listens to the peer: whoever ends, for
-whatever reason, ends the other one too. A side that is only waiting is told every second that the peer still lives.
+Each side measures what it sends. While a loop runs in a thread, the main thread listens to the peer: an error on one
+side ends both. A side that only waits receives `Alive` every second.
 """
 from __future__ import annotations
 
@@ -36,15 +36,23 @@ from .tcp import TcpEnd
 
 _ALIVE_S = 1.0
 _POLL_S = 0.05
-#: How long the words of a peer that closed a data connection may be under way.
+#: Longest wait for the last message of a peer that closed a data connection.
 _REASON_S = 1.0
 
 
 class PerfRun:
-    """One run over *control*, from either side. `show` is called with each row as soon as it is known.
+    """One run over *control*, from either side. Calls `show` with each row.
 
-    *key*: the job's, for data connections. The settings say which device and GID to use. *gather*, of a client: called
-    before each row, when both sides could begin; returns when they shall. *host*: what is known of this machine.
+    Parameters
+    ----------
+    key
+        The job's key, for data connections.
+    loaded
+        The settings; they name the device and the GID.
+    gather
+        Client: called before each row when both sides are ready; returns when they shall start.
+    host
+        This machine, if it has been read already.
     """
 
     def __init__(self, control: Control, key: bytes, loaded: Settings, show: Callable[[dict[str, Any]], None],
@@ -61,14 +69,14 @@ class PerfRun:
     # -- the two sides ----------------------------------------------------------------------------------------
 
     def as_client(self, plan: Plan, began: Callable[[], None], device: str = "") -> None:
-        """Measure what *plan* says; *began* is called when both sides agree and are connected.
+        """Measure *plan*; call *began* once both sides agree and are connected.
 
-        *device*: the server's port as "device:port"; else it chooses.
+        *device*: the server's port as "device:port", "" for its own choice.
 
         Raises
         ------
         BpsError, OSError
-            In words; the peer is told before.
+            After the peer has been told.
         """
         with self._telling():
             self.plan = plan
@@ -78,12 +86,12 @@ class PerfRun:
             self._control.stop()
 
     def as_server(self, given: dict[str, Any], began: Callable[[], None]) -> None:
-        """Be measured as the client proposes, unless that contradicts *given*, this side's own options."""
+        """Be measured as the client proposes, unless that contradicts *given*, the options of this side."""
         with self._telling():
             self.serve(self._control.receive(Propose, "what to measure"), given, began)
 
     def serve(self, proposed: Propose, given: dict[str, Any], began: Callable[[], None]) -> None:
-        """Be measured as was *proposed*; the rest is as for `as_server`."""
+        """Be measured as *proposed*; otherwise as `as_server`."""
         with self._telling():
             perf_plan.check(proposed.plan)
             perf_plan.agree(proposed.plan, given)
@@ -95,7 +103,7 @@ class PerfRun:
 
     @contextlib.contextmanager
     def _telling(self) -> Any:
-        """Tell the peer why, if this side fails: once, and before it sees what it measures over end."""
+        """On an error of this side, tell the peer once, before the measured connection ends."""
         try:
             yield
         except (KeyboardInterrupt, BpsError, OSError, ValueError) as exc:
@@ -188,14 +196,14 @@ class PerfRun:
             raise ProtocolError(f"{self._control.peer} is at {theirs!r}, this side at {step!r}")
 
     def _run(self, end: Any, run: Callable[[], Any] | None, sends: bool, before: list[Any]) -> tuple[Any, Done]:
-        """Run the loop in a thread, listening to the peer meanwhile; return what it measured and the peer's `Done`."""
+        """Run the loop in a thread and listen to the peer; return the measurement and the peer's `Done`."""
         control, theirs = self._control, None
-        # by time and both ways, neither loop ends before it knows how much the other one sent
+        # in a run by time and both ways, a loop ends only when it knows how much the peer sent
         asked = self.plan is not None and self.plan.both_ways and self.plan.duration_s > 0
         with _Beside(run, end.cancel) as beside:
             beside.start()
             while not (beside.ended and theirs is not None):
-                # a side that only lets it happen has counted everything when the other one is done
+                # a passive side has counted everything once the peer is done
                 if beside.ended and not beside.told and (run is not None or theirs is not None):
                     beside.told = True
                     control.send(self._done(end, self._measured(beside), sends, before))
@@ -216,7 +224,7 @@ class PerfRun:
             return measured, theirs
 
     def _measured(self, beside: _Beside) -> Any:
-        """Return what the loop measured. Raises what ended it, or why the peer says that it ended: that comes first."""
+        """Return the measurement, or raise its error; the peer's reason takes precedence."""
         try:
             return beside.value()
         except (BpsError, OSError) as exc:
@@ -236,10 +244,9 @@ class PerfRun:
 
 
 class _Beside:
-    """A function in a thread, and a descriptor that is readable once it ended; None ends at once.
+    """A function in a thread, and a descriptor that is readable once it has ended; None ends at once.
 
-    `start` in the body of the `with`: Ctrl-C may interrupt it before it knows that there is a thread, which has to end
-    all the same.
+    Call `start` in the body of the ``with``, so that a Ctrl-C during it still ends the thread.
     """
 
     def __init__(self, run: Callable[[], Any] | None, cancel: Callable[[], None]) -> None:
@@ -253,7 +260,7 @@ class _Beside:
         self.told, self.ended = False, run is None
 
     def start(self) -> None:
-        """Let the function begin."""
+        """Start the function."""
         if self._thread is not None:
             self._thread.start()
 
@@ -282,7 +289,7 @@ class _Beside:
                 self._cancel()
             self._thread.join()
         if exc[1] is not None and exc[1] is not self._error:
-            self._error = None  # cancelled because of the other one; its traceback would keep the loop's memory mapped
+            self._error = None  # cancelled because of another error; this traceback would keep the loop's memory mapped
         os.close(self._event)
 
     def fileno(self) -> int:

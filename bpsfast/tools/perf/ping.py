@@ -1,8 +1,8 @@
-"""What ``bpsfast ping`` finds out about one peer: by TCP, and by RDMA from every own port to every port of the peer.
+"""Both sides of ``bpsfast ping``: reach a peer over TCP, and over RDMA from every own port to every port of the peer.
 
-A pair of ports counts as reached when 32 writes with immediate went there and came back: a connection alone proves
-nothing, as each side's driver brings its queue pair up without asking the other one. So rail-only fabrics (port k
-reaches port k and no other), wrong GIDs and MTUs that some switch does not pass each show as what they are.
+A pair of ports is reached if 32 writes with immediate went there and came back; connecting proves nothing, as each
+driver brings its queue pair up without the other side. This tells rail-only fabrics (port k reaches only port k), wrong
+GIDs and too large MTUs apart.
 """
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ...hardware.rdma_route import Rail, choose, peer_address
 from ...orchestration.errors import BpsError, ConfigError
 from . import perf_plan
 from .control import Alive, Answer, Ask, Control, Secret, connect, handshake_acceptor
-from .rdma import RdmaEnd
+from .rdma import RdmaEnd, described
 
 DEFAULT_PORT = 18520
 _N_ECHOES = 10
 _TURNS = 32
 _SILENCE_S = 20.0
-#: How long a pair that does not answer holds up the others.
+#: Longest wait for a pair of ports that does not answer.
 _PAIR_S = 4.0
 
 
 def rails(host: Host, loaded: Settings, peer_host: str) -> tuple[list[Rail], dict[str, str]]:
-    """Return the ports to try towards *peer_host*, best first, and of every other one why not.
+    """Return the ports to try towards *peer_host*, best first, and the reasons against the others.
 
-    All usable ports; with the setting rdma_devices those that it names.
+    All usable ports, or those that the setting rdma_devices names.
     """
     choice = choose(host, devices=loaded.rdma_devices, gid_index=loaded.rdma_gid_index,
                     peer=peer_address(host, peer_host))
@@ -42,24 +42,16 @@ def rails(host: Host, loaded: Settings, peer_host: str) -> tuple[list[Rail], dic
 
 
 def open_end(rail: Rail, host: Host, verbs: str) -> RdmaEnd:
-    """Return a queue pair on a port, by the implementation *verbs*, for a few small messages."""
+    """Return one end of a queue pair on *rail* for a few small messages, by the implementation *verbs*."""
     plan = perf_plan.make("lat", {"iterations": _TURNS, "depth": 16, "receive_depth": 64, "timeout_s": _PAIR_S})
     return RdmaEnd(plan, rail, verbs, host)
 
 
-def described(rail: Rail) -> dict[str, Any]:
-    """Return a port in JSON's terms."""
-    gid = rail.gid
-    return {"device": rail.device, "port": rail.port, "gid_index": gid.index if gid else None,
-            "gid": str(gid.address) if gid else None, "gid_version": gid.version if gid else None,
-            "reason": rail.reason}
-
-
 def reach(name: str, port: int, key: bytes, loaded: Settings, wait_s: float) -> dict[str, Any]:
-    """Try to reach the listener at *name*:*port*; return what was found, errors in words included. Never raises them.
+    """Try to reach the listener at *name*:*port*; return the results, with errors as text. Never raises.
 
-    ``tcp``: least and median round trip in seconds. ``pairs``: for each of our ports and each of the peer's the same
-    with the MTU, or ``error``. ``rejected``: ports of either side that cannot be used, and why.
+    ``tcp``: minimum and median round trip in seconds. ``pairs``: the same and the MTU, or ``error``, for each of our
+    ports with each of the peer's. ``rejected``: unusable ports of either side, and why.
     """
     found: dict[str, Any] = {"host": name, "port": port, "error": None, "tcp": None, "pairs": [], "rejected": {}}
     try:
@@ -107,7 +99,7 @@ def _pairs(control: Control, loaded: Settings, found: dict[str, Any]) -> None:
 
 
 def _pair(control: Control, rail: Rail, number: int, host: Host, verbs: str) -> dict[str, Any]:
-    """Try one pair of ports; the peer's side of it ends with this one."""
+    """Try one pair of ports."""
     with contextlib.closing(open_end(rail, host, verbs)) as end:
         answer = _ask(control, "open", {"rail": number, "offer": end.offer()})
         if answer.get("error"):
@@ -123,12 +115,12 @@ def _pair(control: Control, rail: Rail, number: int, host: Host, verbs: str) -> 
         answer = control.receive(Answer, "the end of its turns").fields
         if error or answer.get("error"):
             return {"error": error or f"there: {answer['error']}", "mtu": end.mtu}
-        # the first one also paid for whatever either side had to learn
+        # the first round includes one-time costs of both sides
         return {"mtu": end.mtu, "min_s": min(samples[1:]) / 1e9, "median_s": statistics.median(samples[1:]) / 1e9}
 
 
 def ask_to_reach(source: tuple[str, int], target: tuple[str, int], key: bytes, wait_s: float) -> dict[str, Any]:
-    """Have the listener *source* reach the listener *target*; return what it found, with ``source``."""
+    """Let the listener *source* reach the listener *target*; return the results with ``source``."""
     found: dict[str, Any] = {"host": target[0], "port": target[1], "tcp": None, "pairs": [], "rejected": {},
                              "error": None}
     try:
@@ -136,7 +128,7 @@ def ask_to_reach(source: tuple[str, int], target: tuple[str, int], key: bytes, w
             found |= _ask(control, "reach", {"host": target[0], "port": target[1]})
             control.stop()
     except (BpsError, OSError) as exc:
-        found["error"] = f"the host that was to ping it: {type(exc).__name__}: {exc}"
+        found["error"] = f"the pinging host: {type(exc).__name__}: {exc}"
     return found | {"source": f"{source[0]}:{source[1]}"}
 
 _log = logging.getLogger("bpsfast")
@@ -146,13 +138,13 @@ _MOST_CLIENTS = 32
 
 
 def serve(listener: socket.socket, secret: Secret, loaded: Settings) -> None:
-    """Answer clients until the socket is shut down or the process is interrupted; strangers get nothing."""
+    """Answer clients until the socket is shut down or the process is interrupted; refuse strangers."""
     places = threading.BoundedSemaphore(_MOST_CLIENTS)
 
     def came(control: Control) -> None:
         with control:
             if not places.acquire(blocking=False):
-                return control.stop(f"it has {_MOST_CLIENTS} clients already, more are not let in")
+                return control.stop(f"it already has {_MOST_CLIENTS} clients, the most it accepts")
             try:
                 _Client(control, secret, loaded).run()
             except BpsError as exc:
@@ -169,7 +161,7 @@ def serve(listener: socket.socket, secret: Secret, loaded: Settings) -> None:
 
 
 class _Client:
-    """One connection: its questions in order, and the queue pair that it opened last."""
+    """One client: answers its questions in order, and keeps the last queue pair that it opened."""
 
     def __init__(self, control: Control, secret: Secret, loaded: Settings) -> None:
         self._control, self._secret, self._settings = control, secret, loaded
@@ -206,7 +198,7 @@ class _Client:
             return {}
         if asked.what == "reach":
             return self._reach(**asked.fields)
-        raise ConfigError(f"{asked.what!r} is no question that this version knows, or not now")
+        raise ConfigError(f"{asked.what!r} is not a known question, or not possible now")
 
     def _list(self) -> dict[str, Any]:
         try:
@@ -217,9 +209,9 @@ class _Client:
                 "rejected": rejected}
 
     def _reach(self, host: str, port: int) -> dict[str, Any]:
-        """Ping another listener for a holder of the key, who hears meanwhile that we live."""
-        if self._secret.is_public:  # anybody may have asked: what is found would tell him which ports are open
-            raise ConfigError("under BPSFAST_INSECURE=1 a listener pings nobody for others: set BPSFAST_JOB_KEY to the "
+        """Ping another listener for a client with the key, which receives `Alive` meanwhile."""
+        if self._secret.is_public:  # with a public key anybody may ask, and the result would reveal open ports
+            raise ConfigError("with BPSFAST_INSECURE=1 a listener does not ping for others: set BPSFAST_JOB_KEY to the "
                               "same random hex on all hosts (openssl rand -hex 32)")
         found: list[dict[str, Any]] = []
         key = self._secret.key

@@ -1,6 +1,6 @@
-"""The loops of `bpsfast.pyx.perf.VerbsLoop` in Python, through the calls of any implementation of verbs.
+"""The loops of `bpsfast.pyx.perf.VerbsLoop` in Python, over any implementation of verbs.
 
-Every post and every poll goes through the interpreter: small messages and latencies measure that, not the device.
+Every post and every poll goes through the interpreter, which dominates small messages and latencies.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SUCCESS, _RECEIVE = 0, 128
 
 
 class ProviderLoop:
-    """As `VerbsLoop`, with the queue pairs and completion queues themselves. One thread runs a loop."""
+    """`VerbsLoop` with Python objects for queue pairs and completion queues. One thread runs a loop."""
 
     def __init__(self, send_cq: Any, recv_cq: Any, pairs: Sequence[tuple[Any, int, int, int, int, int]], *,
                  operation: str, nbytes: int, depth: int, receive_depth: int, receive_nbytes: int, receives: bool,
@@ -90,7 +90,7 @@ class ProviderLoop:
             raise OSError(errno.EIO, "bad completion")
 
     def _idle(self, sends: bool) -> int:
-        """Nothing was found: check deadlines, sleep if that is wanted; return the time."""
+        """Check deadlines, and sleep if configured; return the time."""
         if self._cancelled.is_set():
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
         now_ns = time.monotonic_ns()
@@ -164,7 +164,7 @@ class ProviderLoop:
         return samples.tobytes()
 
     def _arrival(self, turn: int) -> Callable[[], bool]:
-        """Return what tells whether the peer's data of *turn* is there."""
+        """Return a function that tells whether the peer's data of *turn* has arrived."""
         if self._operation == "read":
             return lambda: self._poll_sends() >= 0 and self._completed[0] > turn
         if self._operation == "write":
@@ -178,7 +178,7 @@ class ProviderLoop:
             self._idle(self._operation == "read")
 
     def expect(self, n: int) -> None:
-        """Any thread: say how many receives end the run."""
+        """Any thread: set the number of receives that ends the run."""
         self._told, self._receive_goal = True, n
 
     def cancel(self) -> None:

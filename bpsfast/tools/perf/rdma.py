@@ -1,8 +1,8 @@
-"""One end of what ``perf`` measures over RDMA: device, memory, queue pairs, and the loop over them.
+"""One end of a ``perf`` measurement over RDMA: device, memory, queue pairs, and the loop over them.
 
-The memory of a queue pair is a source, from where data leaves (or where what was read arrives), and a landing, where
-the peer's data arrives; all messages of a size use the same. The loop is native (`bpsfast.pyx.perf.VerbsLoop`)
-for our own verbs, and `python_loop.ProviderLoop` for others: what their callers get is what is measured.
+Each queue pair has a source buffer (of writes and sends, or for data that was read) and a landing buffer for the peer's
+data; all messages of a size use the same ones. The loop is native for our verbs (`bpsfast.pyx.perf.VerbsLoop`), and
+`python_loop.ProviderLoop` for others.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import errno
 import time
 from typing import Any
 
-from ...hardware.affinity.device_threads import device_cores, on_cores
+from ...hardware.affinity.binding import device_cores, on_cores
 from ...hardware.host import Host
 from ...hardware.nic_counters import CounterDelta, CounterSnapshot, difference, snapshot
 from ...hardware.rdma_route import Rail
@@ -22,18 +22,18 @@ from ...pyx.pages import Segment
 from .perf_plan import Plan
 from .python_loop import ProviderLoop
 
-#: Milliseconds as a rule; who has set a minute is not waited for.
+#: Most seconds to wait for fresh counters; drivers cache them for milliseconds by default.
 _LONGEST_LIFESPAN_S = 0.1
-#: What perftest inlines by default where latency is measured.
+#: perftest's default for latency.
 _INLINE_NBYTES = 220
 _ALIGNMENT = 4096
-#: A receiver that merely takes completions and posts again sleeps after so long without any: data arrives without it.
+#: A pure receiver sleeps after this long without completions; data arrives meanwhile.
 _IDLE_S = 100e-6
 _NAP_S = 10e-3
 
 
 class RdmaEnd:
-    """This side's queue pairs towards one peer on one port. Owner thread, but `expect` and `cancel`."""
+    """The queue pairs of this side to one peer on one port. Owner thread, except `expect` and `cancel`."""
 
     def __init__(self, plan: Plan, rail: Rail, provider_name: str, host: Host) -> None:
         self.plan, self.rail, self.host = plan, rail, host
@@ -71,7 +71,7 @@ class RdmaEnd:
                                max_recv=self.plan.receive_depth, max_inline=inline_nbytes)
 
     def _possible_inline(self, verbs: Any) -> int:
-        """Return what -I asked for, or by default what pays for latency, unless the device refuses it."""
+        """Return the size of -I, or by default perftest's for latency unless the device refuses it."""
         if self.plan.inline_nbytes >= 0:
             return self.plan.inline_nbytes
         if self.plan.verb != "lat" or self.plan.operation == "read":
@@ -87,7 +87,7 @@ class RdmaEnd:
     # -- connection -------------------------------------------------------------------------------------------
 
     def offer(self) -> dict[str, Any]:
-        """Return what the peer has to know."""
+        """Return what the peer needs to connect."""
         return {
             "link_layer": self.port["link_layer"], "lid": self.port["lid"], "mtu": self.port["active_mtu"],
             "gid": self.rail.gid.value if self.rail.gid else b"", "reads": self._max_reads,
@@ -96,20 +96,20 @@ class RdmaEnd:
         }
 
     def connect(self, peer: dict[str, Any]) -> None:
-        """Bring the queue pairs up towards what the peer offered, INIT -> RTR -> RTS.
+        """Connect the queue pairs to those that the peer offered (INIT -> RTR -> RTS).
 
         Raises
         ------
         UnsupportedError
-            If one port is InfiniBand and the other one Ethernet.
+            One port is InfiniBand, the other one Ethernet.
         ConfigError
-            If the MTU asked for is larger than a port's.
+            The requested MTU is larger than that of a port.
         OSError
-            In words, if the device refuses.
+            The device refuses.
         """
         if peer["link_layer"] != self.port["link_layer"]:
             raise UnsupportedError(f"{self.rail.name} is {self.port['link_layer']}, the peer's port "
-                                   f"{peer['link_layer']}: there is no path between them; choose ports with -d")
+                                   f"{peer['link_layer']}: these cannot connect; choose ports with -d")
         self.mtu = self.plan.mtu or min(self.port["active_mtu"], peer["mtu"])
         if self.mtu > min(self.port["active_mtu"], peer["mtu"]):
             raise ConfigError(f"-m {self.mtu}: the active MTU of {self.rail.name} is {self.port['active_mtu']}, of the "
@@ -124,16 +124,13 @@ class RdmaEnd:
             pair.to_rts(timeout=self.plan.ack_timeout, max_rd_atomic=reads)
 
     def place(self) -> dict[str, Any]:
-        """Return what people want to know of this side, once connected."""
-        gid = self.rail.gid
-        return {"device": self.rail.device, "port": self.rail.port, "gid_index": gid.index if gid else None,
-                "gid": str(gid.address) if gid else None, "gid_version": gid.version if gid else None,
-                "mtu": self.mtu, "reason": self.rail.reason, "inline_nbytes": self._inline_nbytes}
+        """Return a description of this side, once connected."""
+        return described(self.rail) | {"mtu": self.mtu, "inline_nbytes": self._inline_nbytes}
 
     # -- runs -------------------------------------------------------------------------------------------------
 
     def prepare(self, nbytes: int, receives: bool) -> None:
-        """Make the loop for messages of *nbytes*, and post receives if the peer's operation takes them."""
+        """Create the loop for messages of *nbytes*; post receives if the peer's operation consumes them."""
         plan = self.plan
         pairs = [(pair.handle if self._is_native else pair, self._region.address + 2 * i * self._stride,
                   self._region.address + (2 * i + 1) * self._stride, self._region.lkey,
@@ -156,11 +153,11 @@ class RdmaEnd:
             self._loop.post_receives()
 
     def bandwidth(self, n_send: int | None, n_receive: int | None, duration_s: float) -> tuple[Any, ...]:
-        """Run the loop; see `VerbsLoop.bandwidth`. In the plan's cores, errors in words."""
+        """Run `VerbsLoop.bandwidth` on the plan's cores, with errors as text."""
         return self._in_words(lambda: self._loop.bandwidth(n_send, n_receive, duration_s))
 
     def latency(self, n: int, first: bool) -> bytes:
-        """Run the loop; see `VerbsLoop.latency`. Errors in words."""
+        """Run `VerbsLoop.latency` on the plan's cores, with errors as text."""
         return self._in_words(lambda: self._loop.latency(n, first))
 
     def _in_words(self, run: Any) -> Any:
@@ -177,16 +174,16 @@ class RdmaEnd:
                                     f"{self.pairs[pair].number} completed with "
                                     f"{completions.explain(status, vendor_error)}") from exc
             if exc.errno == errno.EPROTO:
-                raise BpsError(f"{what}: data of another length than agreed arrived; please report this") from exc
+                raise BpsError(f"{what}: data with an unexpected length arrived; please report this") from exc
             raise
 
     @property
     def all_sent(self) -> int | None:
-        """Any thread: what this side sent in the run, once there will be no more."""
+        """Any thread: number of messages sent in the run, once it is final."""
         return self._loop.all_sent
 
     def expect(self, n: int) -> None:
-        """Any thread: say how many messages the peer sent."""
+        """Any thread: set the number of messages that the peer sent."""
         self._loop.expect(n)
 
     def cancel(self) -> None:
@@ -195,7 +192,7 @@ class RdmaEnd:
             self._loop.cancel()
 
     def counters(self) -> list[CounterSnapshot]:
-        """Return what the port counted so far: all of it, after the time for which the driver answers from a cache."""
+        """Return fresh counters of the port, after the time for which the driver caches them."""
         time.sleep(min(self._snapshot().lifespan_s, _LONGEST_LIFESPAN_S))
         return [self._snapshot()]
 
@@ -204,11 +201,19 @@ class RdmaEnd:
                         kernel=self.host.kernel)
 
     def close(self) -> None:
-        """Destroy everything, in the right order. Idempotent."""
+        """Destroy everything in order. Idempotent."""
         self._loop = None
         self._undo.close()
 
 
+def described(rail: Rail) -> dict[str, Any]:
+    """Return *rail* as JSON data."""
+    gid = rail.gid
+    return {"device": rail.device, "port": rail.port, "gid_index": gid.index if gid else None,
+            "gid": str(gid.address) if gid else None, "gid_version": gid.version if gid else None,
+            "reason": rail.reason}
+
+
 def deltas(before: list[CounterSnapshot], after: list[CounterSnapshot]) -> list[CounterDelta]:
-    """Return what was counted in between, by port."""
+    """Return the changes between two lists of snapshots, by port."""
     return [difference(first, last) for first, last in zip(before, after)]

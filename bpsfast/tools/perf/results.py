@@ -1,4 +1,4 @@
-"""A run of ``perf`` as perftest prints it: a block of what was agreed, then a row for each size."""
+"""Results of ``perf``: bandwidths and latencies as perftest defines and prints them."""
 from __future__ import annotations
 
 import math
@@ -13,13 +13,13 @@ _IMPROVEMENTS = 50
 
 
 def peak_seconds(posted_ns: bytes | Sequence[int], completed_ns: bytes | Sequence[int]) -> float | None:
-    """Return the shortest time per message of any stretch of the run, as perftest's peak is defined.
+    """Return the shortest time per message of any stretch of the run, which defines perftest's peak.
 
-    A stretch i..j takes from the post of its first message to the completion of its last one: the smallest
+    A stretch i..j takes from the post of its first message to the completion of its last one: the minimum of
     (completed[j] - posted[i]) / (j - i + 1) over all i <= j. None if no times were recorded.
 
-    perftest compares all pairs. Here: for a guess of the answer, one pass finds the stretch that undercuts it most,
-    which is the next guess (Dinkelbach's method); a few passes end where none does.
+    perftest compares all pairs. Here each pass finds the stretch that undercuts a guess most, which is the next guess
+    (Dinkelbach's method); a few passes suffice.
     """
     posted, completed = _nanoseconds(posted_ns), _nanoseconds(completed_ns)
     n = min(len(posted), len(completed))
@@ -42,7 +42,7 @@ def peak_seconds(posted_ns: bytes | Sequence[int], completed_ns: bytes | Sequenc
 
 
 def bandwidth(nbytes: int, sent: int, seconds: float, peak_s: float | None) -> dict[str, Any]:
-    """Return the numbers of one direction; a peak is never below the average."""
+    """Return the numbers of one direction; the peak is at least the average."""
     average = nbytes * sent / seconds if seconds > 0 else 0.0
     return {"messages": sent, "seconds": seconds, "average_bytes_per_s": average,
             "peak_bytes_per_s": max(average, nbytes / peak_s) if peak_s else None,
@@ -50,7 +50,7 @@ def bandwidth(nbytes: int, sent: int, seconds: float, peak_s: float | None) -> d
 
 
 def both(own: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
-    """Return the sum of two directions, as perftest's -b prints it."""
+    """Return the sum of two directions, as -b of perftest prints it."""
     peaks = [each["peak_bytes_per_s"] for each in (own, peer)]
     return {"messages": own["messages"] + peer["messages"], "seconds": max(own["seconds"], peer["seconds"]),
             "average_bytes_per_s": own["average_bytes_per_s"] + peer["average_bytes_per_s"],
@@ -59,9 +59,9 @@ def both(own: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
 
 
 def latency(samples_ns: bytes | Sequence[int], n_warmup: int, halves: bool) -> dict[str, Any]:
-    """Return perftest's numbers of the samples after *n_warmup*; *halves*: a sample is there and back, we want one way.
+    """Return perftest's latency numbers of the samples after *n_warmup*; *halves*: samples are round trips, halve them.
 
-    The percentiles are samples: the smallest that so many per cent do not exceed.
+    A percentile is the smallest sample that so many per cent do not exceed.
     """
     values = np.sort(_nanoseconds(samples_ns)[n_warmup:] / (2e9 if halves else 1e9))
     if not len(values):
@@ -86,7 +86,7 @@ _LAT_FIELDS = ("min_s", "max_s", "typical_s", "average_s", "stdev_s", "p99_s", "
 
 
 def block(plan: Plan, places: dict[str, Any]) -> str:
-    """Return the head of the table: what runs, between whom."""
+    """Return the heading: what is measured, between which sides."""
     title = "Bandwidth" if plan.verb == "bw" else "Latency"
     facts: list[tuple[str, Any]] = [("Transport", plan.transport), ("Operation", plan.operation)]
     if plan.transport == "rdma":
@@ -108,7 +108,7 @@ def block(plan: Plan, places: dict[str, Any]) -> str:
 
 
 def where(place: dict[str, Any]) -> str:
-    """Return one side in words."""
+    """Return one side as text."""
     if "device" not in place:
         return ", ".join(f"{name} {value}" for name, value in place.items())
     gid = f"GID {place['gid_index']} ({place['gid_version']}) {place['gid']}" if place["gid"] else "no GID"
@@ -116,13 +116,13 @@ def where(place: dict[str, Any]) -> str:
 
 
 def head(plan: Plan) -> str:
-    """Return the line above the rows."""
+    """Return the head of the table."""
     names = _BW_HEAD if plan.verb == "bw" else _LAT_HEAD
     return "  ".join(names) + ("  verbs" if len(plan.providers) > 1 else "")
 
 
 def line(plan: Plan, row: dict[str, Any]) -> str:
-    """Return one row; below it, what the cards counted if that is not clean."""
+    """Return one row, followed by counted errors."""
     cells = cells_of(plan, row)
     names = _BW_HEAD if plan.verb == "bw" else _LAT_HEAD
     text = "  ".join(f" {cell:<{len(name) - 1}}" if i == 0 else f"{cell:<{len(name)}}"
@@ -133,7 +133,7 @@ def line(plan: Plan, row: dict[str, Any]) -> str:
 
 
 def cells_of(plan: Plan, row: dict[str, Any]) -> list[str]:
-    """Return the numbers of a row in perftest's units."""
+    """Return the cells of a row in perftest's units."""
     if plan.verb == "lat":
         return [str(row["nbytes"]), str(row["iterations"]), *(f"{row[name] * 1e6:.2f}" for name in _LAT_FIELDS)]
     peak = row["peak_bytes_per_s"]
@@ -142,13 +142,13 @@ def cells_of(plan: Plan, row: dict[str, Any]) -> list[str]:
 
 
 def trouble(row: dict[str, Any]) -> list[str]:
-    """Return what grew among the error counters during a row, by side, with what that means."""
+    """Return the error counters that grew during a row, by side, with their meaning."""
     return [f"   {side} {delta['device']}/{delta['port']}: {verdict}"
             for side, found in row["counters"].items() for delta in found for verdict in delta["verdicts"]]
 
 
 def counted(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the counters of the whole run, a line for each port of each side."""
+    """Return the counters of the whole run, one line for each port of each side."""
     totals: dict[tuple[str, str, int], dict[str, int]] = {}
     for row in rows:
         for side, found in row["counters"].items():
@@ -163,12 +163,12 @@ def counted(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def data(plan: Plan, places: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what JSON shows: bytes, seconds, bytes per second."""
+    """Return the JSON data: bytes, seconds, bytes per second."""
     options = {name: getattr(plan, name) for name in plan.__struct_fields__}
     return {"plan": options, "places": places, "rows": rows}
 
 
 def table(plan: Plan, rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return what CSV shows, the head first."""
+    """Return the CSV rows, head first."""
     names = [name.strip() for name in (_BW_HEAD if plan.verb == "bw" else _LAT_HEAD)]
     return [[*names, "verbs"], *([*cells_of(plan, row), row["verbs"] or ""] for row in rows)]

@@ -1,7 +1,7 @@
-"""One end of what ``perf`` measures between two processes of one machine: lanes, doorbells, and the reader's one copy.
+"""One end of a ``perf`` measurement through shared memory: a lane, a doorbell, and one copy by the reader.
 
-As between two nodes of a job: data stays in its owner's segment, the peer maps it read-only, an entry in a lane says
-that it is ready. What is measured is that announcement and a copy out of the peer's memory.
+As between two nodes of a job, data stays in its owner's segment, the peer maps it read-only, and an entry in a lane
+announces it. The measurement covers the announcement and a copy out of the peer's memory.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .perf_plan import Plan
 
 
 class ShmEnd:
-    """This side's lane, doorbell and data, and the peer's. One thread, but `expect` and `cancel`."""
+    """The lane, doorbell and data of this side, and those of the peer. One thread, except `expect` and `cancel`."""
 
     def __init__(self, plan: Plan, awake_s: float, stream_nbytes: int) -> None:
         self.plan, self._awake_s, self._stream_nbytes = plan, awake_s, stream_nbytes
@@ -38,7 +38,7 @@ class ShmEnd:
             raise
 
     def offer(self) -> dict[str, Any]:
-        """Return how the peer finds this side's memory."""
+        """Return how the peer finds the memory of this side."""
         return {"boot": boot_id(), "host": os.uname().nodename, "pid": os.getpid(),
                 "fds": [self._lane.fileno(), self._bell.fileno(), self._data.fileno()]}
 
@@ -48,11 +48,11 @@ class ShmEnd:
         Raises
         ------
         UnsupportedError
-            If the peer is another machine, or this process may not see its memory.
+            The peer is on another machine, or this process may not open its memory.
         """
         if peer["boot"] != boot_id():
-            raise UnsupportedError(f"--transport shm: the peer runs on {peer['host']}, another machine; memory can be "
-                                   "shared on one only")
+            raise UnsupportedError(f"--transport shm: the peer runs on another machine, {peer['host']}; shared memory "
+                                   "needs one machine")
         mapped = []
         for fd, writable in zip(peer["fds"], (True, True, False)):
             path = f"/proc/{peer['pid']}/fd/{fd}"
@@ -71,23 +71,23 @@ class ShmEnd:
         self._peer_lane, self._peer_bell, self._peer_data = mapped
 
     def place(self) -> dict[str, Any]:
-        """Return what people want to know of this side."""
+        """Return a description of this side."""
         return {"pid": os.getpid(), "page_nbytes": self._data.page_nbytes}
 
     def prepare(self, nbytes: int, receives: bool) -> None:
-        """Make the loop for messages of *nbytes*."""
+        """Create the loop for messages of *nbytes*."""
         self._end_loop()
         self._loop = MemoryLoop(self._lane, self._peer_lane, self._bell, self._peer_bell, self._peer_data, self._sink,
                                 nbytes=nbytes, depth=self.plan.depth, awake_s=self._awake_s,
                                 stall_s=self.plan.timeout_s, stream_nbytes=self._stream_nbytes)
 
     def bandwidth(self, n_send: int | None, n_receive: int | None, duration_s: float) -> tuple[Any, ...]:
-        """Run the loop; see `MemoryLoop.bandwidth`. Times of single messages are not recorded."""
+        """Run `MemoryLoop.bandwidth`; it records no times of single messages."""
         assert self._loop is not None
         return *self._in_words(lambda loop: loop.bandwidth(n_send, n_receive, duration_s)), b"", b""
 
     def latency(self, n: int, first: bool) -> bytes:
-        """Run the loop; see `MemoryLoop.latency`."""
+        """Run `MemoryLoop.latency`."""
         return self._in_words(lambda loop: loop.latency(n, first))
 
     def _in_words(self, run: Any) -> Any:
@@ -99,7 +99,7 @@ class ShmEnd:
             raise
 
     def expect(self, n: int) -> None:
-        """Any thread: say how many messages the peer sent."""
+        """Any thread: set the number of messages that the peer sent."""
         if self._loop is None:
             raise PeerLostError("the peer's run ended before this side's began")
         self._loop.expect(n)
@@ -110,7 +110,7 @@ class ShmEnd:
             self._loop.cancel()
 
     def counters(self) -> list[Any]:
-        """Return nothing: no card is involved."""
+        """Return nothing: no network card takes part."""
         return []
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class ShmEnd:
         self._undo.close()
 
     def _end_loop(self) -> None:
-        """Let go of the memory here and now: an error that a run ended with may hold the loop for long."""
+        """Release the memory now; an error may hold a reference to the loop for long."""
         if self._loop is not None:
             self._loop.close()
         self._loop = None

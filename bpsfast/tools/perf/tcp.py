@@ -1,7 +1,7 @@
-"""One end of what ``perf`` measures over TCP: the transport's own streams (`bpsfast.pyx.tcp`), one for each -q.
+"""One end of a ``perf`` measurement over TCP, with the streams of jobs (`bpsfast.pyx.tcp`), one for each -q.
 
-Messages are posted as the node posts partitions, by a call from Python; threads of the streams send and receive them
-without the interpreter. A message counts as sent when the peer's kernel has acknowledged its last byte.
+Messages are posted from Python, as the node posts partitions; native threads send and receive them. A message counts as
+sent when the peer's kernel has acknowledged its last byte.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ALIGNMENT = 4096
 
 
 class TcpEnd:
-    """This side's streams to one peer. One thread, but `expect` and `cancel`."""
+    """The streams of this side to one peer. One thread, except `expect` and `cancel`."""
 
     def __init__(self, plan: Plan, control: Control, key: bytes, is_server: bool, awake_s: float) -> None:
         self.plan, self._control, self._key, self._awake_s = plan, control, key, awake_s
@@ -39,11 +39,11 @@ class TcpEnd:
         self._mailbox = Mailbox()
         self._stride = -(-plan.largest_nbytes // _ALIGNMENT) * _ALIGNMENT
         self._memory = Segment(2 * self._stride, huge=False)
-        # everything in flight may be on one stream, and a slot holds one message in flight
+        # all messages in flight may be on one stream; a slot holds one
         self._n_slots = plan.depth * plan.pairs
         self._posted = self._arrived = self._expected = 0
         self._started = self._cancelled = self._told = False
-        #: What this side sent in the run, once there will be no more. Any thread may read it.
+        #: Any thread: number of messages sent in the run, once it is final.
         self.all_sent: int | None = None
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
@@ -62,11 +62,17 @@ class TcpEnd:
             self._door.start()
 
     def offer(self) -> dict[str, Any]:
-        """Return where the streams are to be dialled, if this side listens."""
+        """Return the port of the streams, if this side listens."""
         return {"port": self._listener.getsockname()[1] if self._listener else None}
 
     def connect(self, peer: dict[str, Any]) -> None:
-        """Make the streams; raises `StallError`, `PeerLostError` or `MismatchError` (another job key)."""
+        """Open the streams.
+
+        Raises
+        ------
+        StallError, PeerLostError, MismatchError
+            Nobody answers; the peer is gone; the job keys differ.
+        """
         for number in range(self.plan.pairs):
             sock = self._accept(number) if self._listener else self._dial(peer["port"], number)
             sock.settimeout(None)
@@ -81,7 +87,7 @@ class TcpEnd:
 
     def _accept(self, number: int) -> socket.socket:
         deadline = time.monotonic() + _CONNECT_S
-        while number not in self._early:  # threads of their own bring them, in any order
+        while number not in self._early:  # threads accept them in any order
             try:
                 hello, sock = self._came.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
@@ -111,13 +117,13 @@ class TcpEnd:
         return sock
 
     def place(self) -> dict[str, Any]:
-        """Return what people want to know of this side."""
+        """Return a description of this side."""
         return {"host": self._control.own_host, "streams": self.plan.pairs}
 
     # -- runs -------------------------------------------------------------------------------------------------
 
     def prepare(self, nbytes: int, receives: bool) -> None:
-        """Bind every slot of every stream to the landing, for messages of *nbytes*."""
+        """Bind every slot of every stream to the landing buffer, for messages of *nbytes*."""
         self._nbytes = nbytes
         landing = self._memory.address + self._stride
         for stream in self._streams:
@@ -135,7 +141,7 @@ class TcpEnd:
                                                         self._nbytes)
 
     def _wait(self, arrived: int | None, delivered: int | None, since_s: float) -> None:
-        """Wait a nap for a count to be reached; raises what ends the run."""
+        """Wait briefly for a count; raise the error that ended the run."""
         if not self._mailbox.wait(arrived, delivered, _NAP_S, self._awake_s):
             if time.monotonic() - since_s > self.plan.timeout_s:
                 raise StallError(f"tcp to {self._control.peer}: nothing moved for {self.plan.timeout_s:g} s")
@@ -146,7 +152,7 @@ class TcpEnd:
             raise PeerLostError(f"a data connection to {self._control.peer} is gone: {reason}")
 
     def bandwidth(self, n_send: int | None, n_receive: int | None, duration_s: float) -> tuple[Any, ...]:
-        """Post *n_send* messages on each stream (None: for *duration_s*) and let *n_receive* arrive; as `VerbsLoop`."""
+        """Post *n_send* messages on each stream (None: for *duration_s*) and receive *n_receive*; as `VerbsLoop`."""
         window = self._n_slots
         goal = None if n_send is None else n_send * len(self._streams)
         posted_ns, completed_ns = array.array("q"), array.array("q")
@@ -183,7 +189,7 @@ class TcpEnd:
                 completed_ns.tobytes() if recorded else b"")
 
     def latency(self, n: int, first: bool) -> bytes:
-        """Take *n* turns on one stream; as `VerbsLoop.latency`."""
+        """Exchange *n* messages on one stream; as `VerbsLoop.latency`."""
         samples = array.array("q")
         before_ns = time.monotonic_ns()
         for turn in range(n):
@@ -197,14 +203,14 @@ class TcpEnd:
             now_ns = time.monotonic_ns()
             samples.append(now_ns - before_ns)
             before_ns = now_ns
-            # a slot is free once its message is acknowledged, which an answer implies only at the other end
+            # a slot is free once its message is acknowledged; an answer implies that only at the other end
             room = self._n_slots if turn + 1 < n else 1
             while turn + 1 - (self._mailbox.delivered - self._posted) % 2**32 >= room:
                 self._wait(None, (self._mailbox.delivered + 1) % 2**32, moved_s)
         return samples.tobytes()
 
     def expect(self, n: int) -> None:
-        """Any thread: say how many messages the peer sent."""
+        """Any thread: set the number of messages that the peer sent."""
         with self._lock:
             self._told, self._expected = True, n
 

@@ -1,8 +1,8 @@
-"""The table of models that BytePS's authors show in talks, computed anew; cells that do not add up are marked.
+"""The table of models in talks of BytePS's authors, recomputed; contradictory cells are marked.
 
-What they print (HPC Interconnects Forum 2020, OSDI'20 section 4) stands beside what follows from the gradient lists:
-ideal communication is all bytes once through 100 Gbit/s. The published training recipes give the bytes that one worker
-pushes and pulls until it has converged; the authors' own figures of that were not available here.
+The printed figures (HPC Interconnects Forum 2020, OSDI'20 section 4) stand beside those of the gradient lists: ideal
+communication is all bytes once at 100 Gbit/s. The published training recipes give the bytes that a worker pushes and
+pulls until convergence; the authors' own figures of that were not available.
 """
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...orchestration.placement.partition import ITEM_NBYTES
 from . import catalog
 
 _GBPS = 100.0
-#: A count may differ from another implementation's by so much: heads, biases, vocabularies.
+#: Relative difference between implementations that is no contradiction: heads, biases, vocabularies.
 _SAME_MODEL = 0.02
 
 _HEAD = ("model", "dtype", "parameters", "printed", "ideal", "printed", "batch", "forward", "backward", "steps", "TB")
 
 
 class PrintedRow(NamedTuple):
-    """What the authors print: millions of parameters (None: nothing), ideal ms; steps of the published recipe."""
+    """Printed figures: millions of parameters (None: not printed), ideal ms; steps of the published recipe."""
 
     millions: int | None
     ideal_ms: float
@@ -38,7 +38,7 @@ PRINTED = {
 
 
 class Line(NamedTuple):
-    """One model: counted and printed figures, and what is wrong with the printed ones (by cell)."""
+    """One model: counted and printed figures, and contradictions by cell."""
 
     name: str
     title: str
@@ -55,7 +55,7 @@ class Line(NamedTuple):
 
 
 def lines() -> list[Line]:
-    """Return the table, one line a model of the talk."""
+    """Return the lines of the table, one per model."""
     found = []
     for name, printed in PRINTED.items():
         model = catalog.load(name)
@@ -69,18 +69,19 @@ def lines() -> list[Line]:
 
 
 def text() -> str:
-    """Return the table for people; ``!`` marks a printed cell that is contradicted, and below it says why."""
+    """Return the table as text; ``!`` marks a contradicted cell, explained below."""
     found = lines()
     notes = [f"! {line.title}: {why}" for line in found
              for why in (line.parameters_contradicted, line.ideal_contradicted) if why]
     return "\n".join([
         output.columns(rows(found), right=range(2, len(_HEAD))), "",
         f"ideal: all gradients once through {_GBPS:g} Gbit/s. printed: by BytePS's authors, as are the compute times "
-        "(one V100).", "TB: pushed and pulled by one worker until converged, by the published recipe's steps.", *notes])
+        "(one V100).", "TB: pushed and pulled by one worker until convergence, with the steps of the published "
+                       "recipe.", *notes])
 
 
 def rows(found: list[Line]) -> list[tuple[str, ...]]:
-    """Return the table's cells, the head first."""
+    """Return the cells, head first."""
     return [_HEAD, *((
         line.title, line.dtype, f"{line.n_parameters / 1e6:.1f}M",
         "-" if line.printed.millions is None else _marked(f"{line.printed.millions}M", line.parameters_contradicted),
@@ -90,7 +91,7 @@ def rows(found: list[Line]) -> list[tuple[str, ...]]:
 
 
 def data() -> list[dict[str, Any]]:
-    """Return what JSON shows."""
+    """Return the JSON data."""
     return [{
         "model": line.name, "dtype": line.dtype, "n_parameters": line.n_parameters,
         "printed_n_parameters": None if line.printed.millions is None else line.printed.millions * 1_000_000,
@@ -102,15 +103,15 @@ def data() -> list[dict[str, Any]]:
 
 
 def _parameters(printed: PrintedRow, counted: int) -> str:
-    """Say how the printed number of parameters contradicts the count; "" if it does not."""
+    """Return how the printed number of parameters contradicts the count, "" if it does not."""
     if printed.millions is None or abs(printed.millions * 1e6 - counted) <= max(0.5e6, _SAME_MODEL * counted):
         return ""
-    return (f"{printed.millions}M parameters are printed, the published network has {counted / 1e6:.1f}M "
+    return (f"{printed.millions}M parameters are printed, but the published network has {counted / 1e6:.1f}M "
             f"({printed.millions * 1e6 / counted - 1:+.0%})")
 
 
 def _ideal(printed: PrintedRow, dtype: str, counted: int) -> str:
-    """Say how the printed ideal time contradicts the printed parameters or, without these, the count."""
+    """Return how the printed ideal time contradicts the printed parameters or, without these, the count."""
     if printed.millions is not None:
         least = _ideal_ms((printed.millions - 0.5) * 1e6, dtype)
         most = _ideal_ms((printed.millions + 0.5) * 1e6, dtype)

@@ -1,6 +1,6 @@
-"""The built-in models by name.
+"""Models: the built-in ones, and those of a file or a torch module.
 
-Compute times are those that BytePS's authors show on slides (HPC Interconnects Forum 2020), on one V100.
+Built-in compute times are those on slides of BytePS's authors (HPC Interconnects Forum 2020), on one V100.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .model_shapes import Shapes
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds of one forward and one backward pass with *batch* (of what, says `unit`) on one `hardware`."""
+    """Seconds of a forward and a backward pass with *batch* samples (`unit`) on one `hardware`."""
 
     forward_s: float
     backward_s: float
@@ -33,14 +33,14 @@ class Compute:
     hardware: str
 
     def of_batch(self, batch: int) -> Compute:
-        """Return the times for another batch, in proportion: right where the hardware was busy with this one."""
+        """Return the times scaled to another batch, which is right if this batch kept the hardware busy."""
         factor = batch / self.batch
         return Compute(self.forward_s * factor, self.backward_s * factor, batch, self.unit, self.hardware)
 
 
 @dataclass(frozen=True)
 class Model:
-    """One network. `dtype` is that of its gradients on the wire, by the names of `messages.TensorSpec`."""
+    """One network. `dtype` is that of its gradients on the wire, as in `messages.TensorSpec`."""
 
     name: str
     title: str
@@ -50,16 +50,16 @@ class Model:
 
     @property
     def n_parameters(self) -> int:
-        """Count the parameters."""
+        """Number of parameters."""
         return sum(map(prod, self.shapes.values()))
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all gradients."""
+        """Bytes of all gradients."""
         return self.n_parameters * ITEM_NBYTES[self.dtype]
 
     def specs(self) -> list[TensorSpec]:
-        """Return the tensors as the PyTorch layer declares them: one group, used by the forward pass in this order."""
+        """Return the tensors as the PyTorch adapter declares them: one group, in the order of the forward pass."""
         return [TensorSpec(name=name, dtype=self.dtype, shape=shape, group=self.name)
                 for name, shape in self.shapes.items()]
 
@@ -67,7 +67,7 @@ _HARDWARE = "V100"
 
 
 class _Entry(NamedTuple):
-    """How to make one model: compute is (forward ms, backward ms, batch, of what), () where it is not published."""
+    """How to make one model: `compute` is (forward ms, backward ms, batch, unit), None if it is not published."""
 
     title: str
     shapes: Callable[[], Shapes]
@@ -75,7 +75,7 @@ class _Entry(NamedTuple):
     compute: tuple[float, float, int, str] | None = None
 
 
-# The authors train BERT with half-precision gradients (their ideal times say so), all others in float32.
+# the authors train BERT with half-precision gradients (as their ideal times show), all others in float32
 _ENTRIES: Mapping[str, _Entry] = {
     "resnet50": _Entry("ResNet-50", model_shapes.resnet50, "float32", (32, 64, 32, "images")),
     "resnet18": _Entry("ResNet-18", model_shapes.resnet18),
@@ -99,7 +99,7 @@ def load(name: str) -> Model:
     Raises
     ------
     ConfigError
-        If there is none of that name.
+        There is no such model.
     """
     if name not in _ENTRIES:
         raise ConfigError(f"model {name!r} is not built in; there are {', '.join(_ENTRIES)}")
@@ -112,38 +112,38 @@ def load(name: str) -> Model:
 
 
 def n_elements(name: str) -> list[int]:
-    """Return the elements of each parameter of model *name* (a key of `MODELS`)."""
+    """Return the number of elements of each parameter of model *name* (a key of `MODELS`)."""
     return [prod(shape) for shape in MODELS[name]().values()]
 
 
 def divided(name: str, divisor: int) -> Shapes:
-    """Return the tensors of model *name* as vectors of 1/*divisor* of their elements, at least one each."""
+    """Return the tensors of model *name* as vectors with 1/*divisor* of their elements, at least one each."""
     return {tensor: (max(1, prod(shape) // divisor),) for tensor, shape in load(name).shapes.items()}
 
-#: A file with more than this is no list of shapes.
+#: Largest file with a list of shapes.
 _MOST_NBYTES = 64 << 20
 
 
 def named(name: str, dtype: str | None = None) -> Model:
-    """Return the built-in model *name* or, if there is none, that of the file *name*; *dtype* replaces its own.
+    """Return the built-in model *name* or, if there is none, the model in the file *name*; *dtype* overrides its dtype.
 
     Raises
     ------
     ConfigError
-        If there is neither, the file is unreadable or holds anything else, or the dtype has no kernel.
+        There is neither, the file cannot be read or parsed, or the dtype has no kernel.
     """
     if name in MODELS:
         return _with_dtype(load(name), dtype)
     path = Path(name)
     if not path.exists() and os.sep not in name and not path.suffix:
-        return load(name)  # says which there are
+        return load(name)  # raises with the list of models
     return _with_dtype(Model(path.stem, path.name, _read(path)), dtype)
 
 
 def from_torch(place: str, dtype: str | None = None) -> Model:
-    """Return the model of the torch module that ``module:callable`` returns when it is called without arguments.
+    """Return the model of the torch module that ``module:callable`` returns when called without arguments.
 
-    Only parameters that take gradients count. Whatever the function raises becomes a ConfigError that quotes it.
+    Only parameters with gradients count. An error of the callable becomes a ConfigError that quotes it.
     """
     module_name, colon, function_name = place.partition(":")
     if not (colon and module_name and function_name):
@@ -161,27 +161,27 @@ def from_torch(place: str, dtype: str | None = None) -> Model:
     if not shapes:
         raise ConfigError(f"--from-torch {place!r}: the module has no parameter that takes a gradient")
     if len(dtypes) > 1 and dtype is None:
-        raise ConfigError(f"--from-torch {place!r}: its parameters are {' and '.join(sorted(dtypes))}; "
-                          "say with --dtype in which one gradients travel")
+        raise ConfigError(f"--from-torch {place!r}: its parameters are {' and '.join(sorted(dtypes))}; choose the "
+                          "dtype of gradients with --dtype")
     return _with_dtype(Model(function_name, place, shapes), dtype or dtypes.pop())
 
 
 def _with_dtype(model: Model, dtype: str | None) -> Model:
     if dtype is not None and dtype not in ITEM_NBYTES:
-        raise ConfigError(f"dtype {dtype!r} is not summed by any kernel; there are {', '.join(ITEM_NBYTES)}")
+        raise ConfigError(f"dtype {dtype!r} has no sum kernel; supported: {', '.join(ITEM_NBYTES)}")
     return model if dtype is None else replace(model, dtype=dtype)
 
 
 def _read(path: Path) -> Shapes:
     try:
         if path.stat().st_size > _MOST_NBYTES:
-            raise ConfigError(f"model file {path}: {path.stat().st_size} bytes are no list of shapes")
+            raise ConfigError(f"model file {path}: {path.stat().st_size} bytes are too many for a list of shapes")
         text = path.read_text(encoding="utf-8-sig")
     except OSError as exc:
         raise ConfigError(f"model file {path} cannot be read: {exc.strerror}; built-in models are "
                           f"{', '.join(MODELS)}") from exc
     except UnicodeDecodeError:
-        raise ConfigError(f"model file {path} is no text; expected lines NAME SHAPE, such as fc.weight 4096x25088, "
+        raise ConfigError(f"model file {path} is not text; expected lines NAME SHAPE, such as fc.weight 4096x25088, "
                           "or JSON {\"NAME\": [4096, 25088]}") from None
     shapes = _of_json(path, text) if text.lstrip().startswith("{") else _of_lines(path, text)
     if not shapes:
@@ -193,7 +193,7 @@ def _of_json(path: Path, text: str) -> Shapes:
     try:
         told = json.loads(text)
     except ValueError as exc:
-        raise ConfigError(f"model file {path} is no JSON: {exc}") from None
+        raise ConfigError(f"model file {path} is not JSON: {exc}") from None
     return {name: _shape(path, name, lengths) for name, lengths in told.items()}
 
 
@@ -207,7 +207,7 @@ def _of_lines(path: Path, text: str) -> Shapes:
             raise ConfigError(f"model file {path}, line {number}: {line.strip()!r}: expected NAME SHAPE, such as "
                               "fc.weight 4096x25088")
         if words[0] in shapes:
-            raise ConfigError(f"model file {path}, line {number}: tensor {words[0]!r} stands there twice")
+            raise ConfigError(f"model file {path}, line {number}: tensor {words[0]!r} occurs twice")
         shapes[words[0]] = _shape(path, words[0], [int(length) for length in re.split("[x,]", words[1])])
     return shapes
 

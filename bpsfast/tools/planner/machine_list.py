@@ -1,4 +1,4 @@
-"""The machines a plan is for, as people write them: ``8``, ``4x25,4x10``, ``7x10,2.5``, ``4x25/8``."""
+"""Parses and prints lists of machines: ``8``, ``4x25,4x10``, ``7x10,2.5``, ``4x25/8``."""
 from __future__ import annotations
 
 import re
@@ -8,23 +8,23 @@ from itertools import groupby
 from ...orchestration.errors import ConfigError
 from ...orchestration.placement.shares import Machine
 
-#: More machines than this are a slip of the finger: the model places keys on each of them.
+#: Most machines; more are a typing error.
 MOST_MACHINES = 4096
-#: No NIC has more (Gbit/s).
+#: Fastest NIC in Gbit/s.
 MOST_GBPS = 10_000.0
 
 _GROUP = re.compile(r"(?:(?P<count>-?\d+)x)?(?P<rate>[^/x]+)(?:/(?P<sum>.+))?")
 
 
 def parse(text: str, has_ranks: bool, nic_gbps: float) -> list[Machine]:
-    """Return the machines of *text*: a number of them, all with *nic_gbps*, or rates in Gbit/s, each ``[COUNTx]RATE``.
+    """Return the machines of *text*: their number, all with *nic_gbps*, or rates in Gbit/s, each ``[COUNTx]RATE``.
 
-    A rate may be followed by ``/RATE``: how much input the machine sums (a quota, for a helper on a busy machine).
+    ``/RATE`` after a rate limits the input that the machine sums (for a helper on a busy machine).
 
     Raises
     ------
     ConfigError
-        If it is none of that, a count or a rate is no positive number, or there are absurdly many or fast machines.
+        *text* cannot be parsed, or numbers are not positive or too large.
     """
     option = "--workers" if has_ranks else "--helpers"
     check_gbps(nic_gbps, "--nic")
@@ -34,7 +34,8 @@ def parse(text: str, has_ranks: bool, nic_gbps: float) -> list[Machine]:
     for word in text.split(","):
         match = _GROUP.fullmatch(word.strip())
         if match is None:
-            raise ConfigError(f"{option} {text!r}: {word!r} is no rate; write a number of machines, or rates in Gbit/s "
+            raise ConfigError(f"{option} {text!r}: {word!r} is not a rate; expected a number of machines, or rates in "
+                              "Gbit/s "
                               "such as 4x25,4x10 (25/8: a NIC of 25, sums of 8)")
         rate = _gbps(match["rate"], f"{option} {text!r}")
         sum_rate = _gbps(match["sum"], f"{option} {text!r}") if match["sum"] else 0.0
@@ -45,7 +46,7 @@ def parse(text: str, has_ranks: bool, nic_gbps: float) -> list[Machine]:
 
 
 def check_gbps(rate: float, what: str) -> None:
-    """Raise ConfigError unless *rate* is a possible rate of a NIC in Gbit/s."""
+    """Raise `ConfigError` unless *rate* is a possible NIC rate in Gbit/s."""
     if not 0 < rate <= MOST_GBPS:
         raise ConfigError(f"{what}: a rate of {rate:g} Gbit/s is impossible: it must be above 0 and at most "
                           f"{MOST_GBPS:g}")
@@ -56,7 +57,7 @@ def _several(count: int, machines: Machine | list[Machine], option: str, least: 
     if count < least:
         raise ConfigError(f"{option}: {count} machines are impossible: there must be at least {least}")
     if len(found) > MOST_MACHINES:
-        raise ConfigError(f"{option}: more than {MOST_MACHINES} machines are more than a plan is made for")
+        raise ConfigError(f"{option}: more than {MOST_MACHINES} machines exceed the limit of a plan")
     return found
 
 
@@ -67,7 +68,7 @@ def describe(machines: Sequence[Machine], what: str) -> str:
 
 
 def rate_of(machine: Machine) -> str:
-    """Return "25 Gbit/s", with the rate of its sums where that is bounded."""
+    """Return "25 Gbit/s", with the rate of its sums if that is limited."""
     text = f"{gbps(machine.rate):g} Gbit/s"
     return f"{text} (sums {gbps(machine.sum_rate):g} Gbit/s)" if machine.sum_rate else text
 
@@ -85,7 +86,7 @@ def _gbps(text: str, what: str) -> float:
     try:
         rate = float(text)
     except ValueError:
-        raise ConfigError(f"{what}: {text!r} is no rate in Gbit/s") from None
+        raise ConfigError(f"{what}: {text!r} is not a rate in Gbit/s") from None
     check_gbps(rate, what)
     return rate
 

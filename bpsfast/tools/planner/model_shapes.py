@@ -116,7 +116,7 @@ def inception_bn() -> Shapes:
         reduced = convolution(f"{block}_double_3x3_reduce", n_in, double_reduced, 1)
         reduced = convolution(f"{block}_double_3x3_0", reduced, double, 3)
         n_out += convolution(f"{block}_double_3x3_1", reduced, double, 3)
-        # a block that halves the picture passes its input through a pooling instead of a projection
+        # a block that halves the image passes its input through pooling instead of a projection
         n_in = n_out + (convolution(f"{block}_proj", n_in, projected, 1) if projected else n_in)
     shapes["fc.weight"], shapes["fc.bias"] = (_CLASSES, n_in), (_CLASSES,)
     return shapes
@@ -270,6 +270,6 @@ def _discriminator(shapes: Shapes, at: str, n_layers: int) -> None:
 
 
 def _attention(shapes: Shapes, at: str, width: int) -> None:
-    """The class activation map: two logits from pooled channels, and the 1x1 convolution that joins both halves."""
+    """Add the class activation map: two logits from pooled channels, and the 1x1 convolution that joins both halves."""
     shapes[f"{at}.gap_fc"] = shapes[f"{at}.gmp_fc"] = (1, width)
     shapes[f"{at}.conv1x1.weight"], shapes[f"{at}.conv1x1.bias"] = (width, 2 * width, 1, 1), (width,)

@@ -1,4 +1,4 @@
-"""A plan as text for people, and as data."""
+"""A plan as text, CSV and JSON."""
 from __future__ import annotations
 
 from math import prod
@@ -8,13 +8,13 @@ from ...base import output
 from . import machine_list
 from .prediction import Plan, describe, step_s
 
-#: Of the uncompressed tensors, the largest.
+#: Number of uncompressed tensors to list, the largest first.
 _MOST_NAMES = 4
 _HEAD = ("layout", "formula", "placed", "above", "step", "gain")
 
 
 def text(plan: Plan) -> str:
-    """Return the report: what it is about, one line a layout, what limits, which helpers pay, warnings."""
+    """Return the report: the job, one line per layout, the bottleneck, useful helpers, warnings."""
     model, n = plan.model, plan.n_workers
     lines = [
         f"{model.title}: {model.n_parameters:,} parameters in {len(model.shapes)} tensors, "
@@ -40,7 +40,7 @@ def text(plan: Plan) -> str:
 
 
 def rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the table: times of communication alone, how far partitions are above the formula, the step, the gain."""
+    """Return the table: communication by formula and with partitions, the difference, the step, the gain."""
     ring_s = plan.predictions[0].formula_s
     table: list[tuple[str, ...]] = [_HEAD]
     for each in plan.predictions:
@@ -56,7 +56,7 @@ def _helpers(plan: Plan) -> str:
     times = ", ".join(f"{k}: {_ms(time_s)}" for k, time_s in curve.times_s.items())
     k = len(plan.machines) - plan.n_workers
     if curve.last == 0:
-        return f"helpers: none pays, {k} there; communication by their number: {times}"
+        return f"helpers: none pays off, {k} there; communication by their number: {times}"
     pay = "pays" if curve.last == 1 else "pay"
     words = f"helpers: {curve.last} {pay}, the {_last(curve.last)} is the last, {k} there"
     if curve.last_for_step is not None:
@@ -69,11 +69,12 @@ def _compression(plan: Plan) -> list[str]:
         return []
     codec, choice, left = plan.compression
     if choice is None:
-        return [f"{describe(codec)}: does not pay, one worker has nobody to send to"]
+        return [f"{describe(codec)}: does not pay off, because a single worker sends nothing"]
     if not choice.names:
-        return [f"{describe(codec)}: does not pay; communication {_ms(choice.plain_s)} without, {_ms(choice.all_s)} "
+        return [f"{describe(codec)}: does not pay off; communication {_ms(choice.plain_s)} without, "
+                f"{_ms(choice.all_s)} "
                 "with all compressed"]
-    lines = [f"{describe(codec)}: pays for {len(choice.names)} of {choice.n_tensors} tensors; "
+    lines = [f"{describe(codec)}: pays off for {len(choice.names)} of {choice.n_tensors} tensors; "
              f"{choice.wire_nbytes / 1e6:.2f} MB travel instead of {choice.plain_nbytes / 1e6:.1f} MB; communication "
              f"{_ms(choice.time_s)} instead of {_ms(choice.plain_s)} (wire {_ms(choice.wire_s)}, kernels "
              f"{_ms(choice.kernels_s)}; {_ms(choice.all_s)} with all compressed)"]
@@ -92,7 +93,7 @@ def _last(number: int) -> str:
 
 
 def data(plan: Plan) -> dict[str, Any]:
-    """Return what JSON shows: seconds, bytes, bits per second."""
+    """Return the JSON data: seconds, bytes, bits per second."""
     model, compute = plan.model, plan.compute
     return {
         "model": {"name": model.name, "title": model.title, "n_parameters": model.n_parameters,

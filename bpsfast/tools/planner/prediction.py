@@ -1,8 +1,8 @@
-"""The plan: for each layout the formula's time, the time of real partitions, the step; what limits, what pays.
+"""Predicts a training step for each layout: by formula, with real partitions, and what limits and improves it.
 
-The step is: forward; then backward, in which gradients appear layer by layer from the output on (each layer with
-weights takes as long as any other) and go through one link that needs the layout's time for all of them. The next
-forward pass waits for all sums. Which layer is sent first changes nothing about when the last has arrived.
+A step is a forward pass and a backward pass, in which gradients appear layer by layer from the output (each layer with
+weights takes equally long) and pass through one link that takes the layout's time for all of them. The next forward
+pass waits for all sums. The order of sending does not change when the last one arrives.
 """
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _OPTIONS = tuple(name for name in CodecSpec.__struct_fields__ if name not in ("k
 
 
 class Compression(NamedTuple):
-    """`choice` for the tensors of one model, all with `codec`; None where one machine has nobody to send to.
+    """The `choice` for the tensors of one model, with `codec`; None if a machine has no peer.
 
-    `left`: names of the tensors that stay uncompressed, in forward order.
+    `left`: names of the uncompressed tensors, in forward order.
     """
 
     codec: CodecSpec
@@ -40,12 +40,12 @@ class Compression(NamedTuple):
 
 
 def parse(text: str) -> CodecSpec:
-    """Return the codec of ``KIND[:NAME=VALUE,...]``, such as ``topk:k=0.01,error_feedback``; a name alone means yes.
+    """Parse ``KIND[:NAME=VALUE,...]``, such as ``topk:k=0.01,error_feedback``; a name alone means yes.
 
     Raises
     ------
     ConfigError
-        If there is no such kind or option, or a value is impossible.
+        The kind or an option is unknown, or a value is invalid.
     """
     kind, _, options = text.partition(":")
     values: dict[str, str] = {"kind": kind.strip()}
@@ -65,7 +65,7 @@ def parse(text: str) -> CodecSpec:
 
 
 def describe(codec: CodecSpec) -> str:
-    """Return *codec* as `parse` reads it."""
+    """Return *codec* in the form that `parse` reads."""
     said = {field.name: getattr(codec, field.name) for field in msgspec.structs.fields(CodecSpec)
             if field.name in _OPTIONS and getattr(codec, field.name) != field.default}
     options = ",".join(name if value is True else f"{name}={'false' if value is False else value}"
@@ -75,12 +75,12 @@ def describe(codec: CodecSpec) -> str:
 
 def predict(model: Model, machines: Sequence[Machine], codec: CodecSpec, copy_rate: float, *, partition_nbytes: int,
             fusion_nbytes: int) -> Compression:
-    """Return for which tensors of *model* *codec* pays on *machines*, each of which copies *copy_rate* bytes/s.
+    """Return which tensors of *model* gain by *codec* on *machines*, each of which copies *copy_rate* bytes/s.
 
     Raises
     ------
     UnsupportedError
-        If tensors of the model's dtype are not compressed.
+        Tensors of the model's dtype cannot be compressed.
     """
     codecs.width_of(model.dtype)
     if sum(machine.has_ranks for machine in machines) == 1:
@@ -91,12 +91,12 @@ def predict(model: Model, machines: Sequence[Machine], codec: CodecSpec, copy_ra
     choice = choose(loads, machines, [copy_rate] * len(machines))
     return Compression(codec, choice, tuple(name for name in model.shapes if name not in choice.names))
 
-#: Layouts in the order they are shown; the last three are placements of the same name.
+#: Layouts in the order of the report; the last three are placements of the same name.
 LAYOUTS = ("ring", "ps", "colocated", "optimal")
 
 
 class Prediction(NamedTuple):
-    """One layout. `placed_s` is that of whole partitions with owners; None for a ring, `step_s` without compute."""
+    """One layout. `placed_s` is the time with whole partitions, None for a ring; `step_s` may be unknown (None)."""
 
     layout: str
     formula_s: float
@@ -106,7 +106,7 @@ class Prediction(NamedTuple):
 
 
 class Bottleneck(NamedTuple):
-    """The machine that finishes last in the optimal layout's real partitions, and what of it: "NIC" or "sum"."""
+    """The machine that finishes last with real partitions in the optimal layout, and its bottleneck: "NIC" or "sum"."""
 
     machine: str
     what: str
@@ -115,8 +115,7 @@ class Bottleneck(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The optimal layout once the helper whose loss costs most is gone: its sums move, and what the new optimum forces.
-    """
+    """The optimal layout after the loss of the most important helper: partitions moved, and communication time."""
 
     machine: str
     placed_s: float
@@ -124,7 +123,7 @@ class Loss(NamedTuple):
 
 
 class HelperCurve(NamedTuple):
-    """The optimal formula by number of helpers: the last that shortens communication, the last that does the step."""
+    """Numbers of helpers beyond which more shorten neither communication nor the step, by the optimal formula."""
 
     times_s: dict[int, float]
     last: int
@@ -132,7 +131,7 @@ class HelperCurve(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Everything that a report shows."""
+    """All results of a plan."""
 
     model: Model
     compute: Compute | None
@@ -146,23 +145,23 @@ class Plan(NamedTuple):
 
     @property
     def n_workers(self) -> int:
-        """Count the machines with ranks."""
+        """Number of machines with ranks."""
         return sum(machine.has_ranks for machine in self.machines)
 
 
 def make(model: Model, machines: Sequence[Machine], *, compute: Compute | None = None, partition_nbytes: int = 4096000,
          fusion_nbytes: int = 4096000, codec: CodecSpec | None = None, copy_rate: float = 0.0) -> Plan:
-    """Predict a step of *model* on *machines*, those with ranks first, whose rates are all known.
+    """Predict a step of *model* on *machines*, those with ranks first, all with known rates.
 
-    With *codec* also which tensors it pays for, with the optimal placement, where each machine's summing threads copy
-    *copy_rate* bytes/s together.
+    With *codec*, also predict which tensors gain by it, for the optimal placement and machines whose summing threads
+    together copy *copy_rate* bytes/s.
 
     Raises
     ------
     ConfigError
-        If there are more machines than partitions, or a helper is too slow to sum one partition within the step.
+        There are more machines than partitions, or a helper is too slow to sum one partition within the step.
     UnsupportedError
-        If the model's tensors cannot be compressed.
+        The model's tensors cannot be compressed.
     """
     k = sum(not machine.has_ranks for machine in machines)
     n = len(machines) - k
@@ -194,7 +193,7 @@ def make(model: Model, machines: Sequence[Machine], *, compute: Compute | None =
 
 
 def step_s(model: Model, compute: Compute | None, comm_s: float) -> float | None:
-    """Return the time of a step whose communication takes *comm_s* alone; None if compute times are not known."""
+    """Return the time of a step whose communication alone takes *comm_s*, None without compute times."""
     if compute is None:
         return None
     layers: list[int] = []
@@ -221,7 +220,7 @@ def _check_grain(parts: Sequence[tuple[int, int]], machines: Sequence[Machine], 
         if not machines[m].has_ranks and most < least:
             raise ConfigError(
                 f"helper {m - n} ({machine_list.rate_of(machines[m])}) is slower than its share: in a step of "
-                f"{time_s * 1e3:.4g} ms it can sum {most:.0f} bytes, the smallest partition has {least}; leave it out")
+                f"{time_s * 1e3:.4g} ms it can sum {most:.0f} bytes, the smallest partition has {least}; omit it")
 
 
 def _bottleneck(parts: Sequence[tuple[int, int]], machines: Sequence[Machine]) -> Bottleneck:
@@ -260,7 +259,7 @@ def _curve(model: Model, machines: Sequence[Machine], compute: Compute | None) -
     shown = sorted({0, k, last, last + 1, *(2**i for i in range(last.bit_length()))})
     last_for_step = None
     if compute is not None:
-        # gradients that appear last are exposed however fast the link is; beyond that, hidden bytes need no helper
+        # gradients that appear last are exposed at any rate; further helpers would only speed up hidden bytes
         steps = [step_s(model, compute, time_s(j)) or 0.0 for j in range(min(last, 256) + 1)]
         last_for_step = next(j for j, each in enumerate(steps) if each <= steps[-1] * 1.001)
     return HelperCurve({j: time_s(j) for j in shown}, last, last_for_step)

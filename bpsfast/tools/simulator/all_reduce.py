@@ -1,9 +1,9 @@
-"""All-reduces by urgency, as `bpsfast.torch.schedule` drives gloo or NCCL: begun in rank 0's order, within its credit.
+"""Simulated all-reduces: a ring with fusion buffers, as Horovod drives NCCL, and all-reduces in order of priority.
 
-What begins next is said by the job's own `Leader`. All ranks compute alike here, so what rank 0 has been given all have
-been given, and one worker stands for all. Partitions pass through the ring one after another, each for as long as its
-bytes and overheads take (`ring.reduce_s`); the latencies of its lock-steps, and of rank 0's word, occupy nobody, so
-credit for several partitions fills the ring in the meantime. Source: ByteScheduler (SOSP'19) section 4.
+All-reduces in order of priority follow `bpsfast.torch.schedule`, which drives gloo or NCCL (ByteScheduler, SOSP'19
+section 4): the job's own `Leader` decides what starts next, in rank 0's order and within its credit. All ranks compute
+alike, so one worker stands for all. Partitions pass through the ring one after another, each for as long as its bytes
+and overheads take (`reduce_s`); latencies occupy nothing, so credit for several partitions fills the ring.
 """
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .workload import PartitionedWorkload
 
 
 class Ring(NamedTuple):
-    """How the ring works.
+    """Parameters of a ring.
 
     ranks_per_machine
         Members of the ring on each machine.
     slice_nbytes, overhead_s
-        Each slice of a step costs *overhead_s* besides its bytes.
+        Each slice costs *overhead_s* besides its bytes.
     fusion_nbytes, cycle_s
-        Size of a fusion buffer (0: one tensor at a time) and how often it is filled.
+        Size of a fusion buffer (0: one tensor at a time) and the time between two fillings.
     inside_rate
         Bytes/s of the slowest link of the ring inside a machine.
     """
@@ -40,7 +40,7 @@ class Ring(NamedTuple):
 
 
 def check_ring(ring: Ring) -> None:
-    """Raise ConfigError if a number of *ring* makes no sense."""
+    """Raise `ConfigError` if a parameter of *ring* is invalid."""
     if ring.ranks_per_machine < 1:
         raise ConfigError(f"a ring needs one rank or more on each machine, got {ring.ranks_per_machine}")
     if ring.slice_nbytes < 1:
@@ -53,7 +53,7 @@ def check_ring(ring: Ring) -> None:
 
 
 def reduce_s(nbytes: float, cluster: Cluster, ring: Ring) -> float:
-    """Return how long the ring needs for *nbytes*."""
+    """Return the time that the ring takes for *nbytes*."""
     n_ranks = cluster.n_workers * ring.ranks_per_machine
     if n_ranks == 1 or not nbytes:
         return 0.0
@@ -72,7 +72,7 @@ def wire_nbytes(nbytes: float, cluster: Cluster, ring: Ring) -> float:
 
 
 class RingAllReduce:
-    """The all-reduce of one representative worker: lock-steps leave no two of them at different places.
+    """The all-reduce of one representative worker; lock-steps keep all workers at the same point.
 
     *done* is called with (worker, unit), as by `SimulatedPushPull`.
     """
@@ -89,7 +89,7 @@ class RingAllReduce:
         self.wire_nbytes = 0.0
 
     def gradient_ready(self, worker: int, unit: int) -> None:
-        """Take the gradients of *unit*; they go with the next cycle."""
+        """Accept the gradients of *unit* for the next cycle."""
         self._ready.append(unit)
         self._sleep()
 
@@ -98,7 +98,7 @@ class RingAllReduce:
             return
         self._awake = True
         cycle_s, now = self._ring.cycle_s, self._clock.now
-        # cycles tick from the beginning of time; one that ticks now has looked already
+        # cycles tick from time 0; a cycle that ticks now has already looked
         self._clock.at(max(now, (math.floor(now / cycle_s) + 1) * cycle_s) if cycle_s else now, self._cycle)
 
     def _cycle(self) -> None:
@@ -127,16 +127,16 @@ class RingAllReduce:
 
 
 class ScheduledAllReduce:
-    """The all-reduces of one representative worker.
+    """All-reduces in order of priority, of one representative worker.
 
     Parameters
     ----------
     ring
-        Its fusion buffers and cycles are not used: partitions are what begins, as soon as there is credit.
+        Without its fusion buffers and cycles: partitions start as soon as there is credit.
     credit_nbytes
-        Bytes of partitions that are under way at a time.
+        Most bytes of partitions in flight.
     priority
-        Begin what the next forward needs first; else what was there first.
+        Start what the next forward pass needs first; else in order of arrival.
     done
         Called with (worker, unit) when a unit's sum is there, as by `SimulatedPushPull`.
     """
@@ -160,7 +160,7 @@ class ScheduledAllReduce:
         self.wire_nbytes = 0.0
 
     def gradient_ready(self, worker: int, unit: int) -> None:
-        """Take the gradients of *unit*."""
+        """Accept the gradients of *unit*."""
         given = self._units[unit]
         for index, part in enumerate(given.parts):
             self._leader.give(Entry(given.name, index, part.nbytes, given.dtype),

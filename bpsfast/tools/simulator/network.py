@@ -1,15 +1,15 @@
-"""Network cards and the fabric between them: when a message has left, and when it is there.
+"""The simulated network: time, machines with their cards, and the fabric between them.
 
-Each direction of a card is one resource that works through messages one after another at its rate. Connections of a
-card take turns, partition by partition, as RDMA queue pairs and TCP streams share a link (round robin and fair
-queueing, at a coarser grain); within a connection messages stay in order. At the receiver they queue by when their
-first byte comes. A message begins to arrive while it still leaves, so that a free path costs bytes / rate once.
+Each direction of a card is a resource that processes messages one after another at its rate. Connections of a card take
+turns partition by partition, as RDMA queue pairs and TCP streams share a link (at a coarser grain); within a connection
+messages stay in order. A receiver queues messages by the arrival of their first byte. A message starts to arrive while
+it is still leaving, so an idle path costs bytes / rate once.
 
-Why serial, and not all flows at once at max-min fair rates: the moments that count are those when the *last* of n
-inputs has arrived, and both ends work whenever they have something, in either model; they differ by less than one
-partition, and here a message costs two events instead of new rates for all flows. Bytes between the two ends wait in
-the fabric, no more of them than the sender's credit: lossless fabrics and TCP windows bound them alike. That bytes have
-arrived the sender hears by an answer, which may wait behind the bytes of the other direction (`Costs.queued_answers`).
+Why serial instead of max-min fair rates of all flows: what counts is when the *last* of n inputs has arrived, and both
+ends work whenever they have something in either model. The difference is less than one partition, and a message costs
+two events instead of new rates for all flows. Bytes between two ends wait in the fabric, at most the sender's credit,
+as in lossless fabrics and TCP windows. An answer tells the sender that bytes have arrived; it may wait behind bytes of
+the other direction (`Costs.queued_answers`).
 """
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ...orchestration.placement.shares import Machine
 
 
 class Clock:
-    """The time `now` in seconds, and what happens when. Owner thread only.
+    """Simulated time: `now` in seconds, and planned events. Owner thread only.
 
-    Two runs that plan the same events see them in the same order: nothing depends on hashes, threads or real time.
+    Runs are deterministic: nothing depends on hashes, threads or real time.
     """
 
     def __init__(self) -> None:
@@ -36,44 +36,45 @@ class Clock:
         self._number = 0
 
     def at(self, time_s: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Call *action* with *arguments* at *time_s*, which must not be past."""
+        """Call *action* with *arguments* at *time_s*, which must not be in the past."""
         if not time_s >= self.now:
             raise ValueError(f"an event at {time_s} s was planned at {self.now} s: time does not run backwards")
         self._number += 1
         heapq.heappush(self._planned, (time_s, self._number, action, arguments))
 
     def run(self) -> None:
-        """Let time pass until nothing is planned."""
+        """Run events until none is planned."""
         planned, pop = self._planned, heapq.heappop
         while planned:
             self.now, _, action, arguments = pop(planned)
             self.n_events += 1
             action(*arguments)
 
-#: More than this is a typing error, or needs a coarser model than messages.
+#: Most machines; more are a typing error, or need a coarser model.
 MAX_MACHINES = 65536
 
 
 class Costs(NamedTuple):
-    """What machines and messages cost besides bytes on a wire. Rates are in bytes/s, `inf` costs nothing.
+    """Costs of machines and messages besides bytes on the wire. Rates are in bytes/s, `inf` costs nothing.
 
     overhead_s
-        Occupies a direction of a network card once a message, at both ends.
+        Time that a message occupies a direction of a network card, at both ends.
     latency_s
-        Between two machines, in the wire and the switch: occupies nobody.
+        Time between two machines, in the wire and the switch; occupies nothing.
     sum_rate
-        Bytes of inputs that an owner sums in a second.
+        Bytes of inputs that an owner sums per second.
     fused_sum
-        Sum a partition in one pass when all inputs are there, as our engine does; else each input as it arrives, as
-        BytePS does.
+        Sum a partition in one pass when all inputs are there, as our engine does; else each input on arrival, as BytePS
+        does.
     reduce_rate, broadcast_rate
-        Bytes of one gradient that a machine reduces over its accelerators, or hands back to them, in a second; a stage
-        of the pipeline, one partition at a time, most urgent first. For BytePS's layouts see `intra_machine`.
+        Bytes of one gradient per second that a machine reduces over its accelerators, or broadcasts to them; a stage of
+        the pipeline, one partition at a time, most urgent first. For BytePS's layouts see `bench.paper.intra_machine`.
     queued_answers
-        That bytes have arrived the sender hears by what waits behind the other direction's bytes at both cards, as
-        TCP's acknowledgements do where a card has one queue; else after `latency_s`.
+        Answers wait behind the bytes of the other direction at both cards, as TCP acknowledgements do on a card with
+        one
+        queue; else they take `latency_s`.
     burst_nbytes
-        How much a direction of a card that was idle may send at once, as where a shaper (tbf) is the limit.
+        Bytes that an idle direction of a card may send at once, if a shaper (tbf) is the limit.
     """
 
     overhead_s: float = 0.0
@@ -86,24 +87,24 @@ class Costs(NamedTuple):
     burst_nbytes: float = 0.0
 
 
-#: Nothing costs anything but bytes on a wire.
+#: Only bytes on the wire cost time.
 FREE = Costs()
 
 
 class Cluster(NamedTuple):
-    """Machines in node order, those with ranks first; `rate` of each in bytes/s, one direction of a duplex card."""
+    """Machines in node order, those with ranks first; `rate` of each in bytes/s per direction."""
 
     machines: tuple[Machine, ...]
     costs: Costs = FREE
 
     @property
     def n_workers(self) -> int:
-        """Count the machines with ranks."""
+        """Number of machines with ranks."""
         return sum(machine.has_ranks for machine in self.machines)
 
     @property
     def n_helpers(self) -> int:
-        """Count the machines that only sum."""
+        """Number of machines that only sum."""
         return len(self.machines) - self.n_workers
 
     @property
@@ -118,7 +119,7 @@ def cluster(worker_rates: Sequence[float], helper_rates: Sequence[float] = (), c
     Raises
     ------
     ConfigError
-        If there is no worker, are too many machines, or a rate or cost is no positive number.
+        There is no worker, there are too many machines, or a rate or cost is not positive.
     """
     if not worker_rates:
         raise ConfigError("a cluster needs at least one machine with ranks, got none")
@@ -153,7 +154,7 @@ def uniform(n_workers: int, n_helpers: int, rate: float, costs: Costs = FREE) ->
 
 
 class Load(NamedTuple):
-    """What a transfer costs both ends: more than one message if it stands for transfers of many equal machines."""
+    """The cost of a transfer at both ends; several messages if it stands for transfers of many equal machines."""
 
     tx_nbytes: float
     rx_nbytes: float
@@ -165,30 +166,30 @@ Delivered = Callable[[], None]
 
 
 class _Direction:
-    """One direction of a card: when it has worked through what it was given."""
+    """One direction of a card, with the time at which it has processed everything given to it."""
 
     def __init__(self, rate: float, burst_nbytes: float) -> None:
         self._rate = rate
         self._burst_s = burst_nbytes / rate
-        self._done_s = 0.0  # nothing is saved up for the first message: steps follow one another
+        self._done_s = 0.0  # no burst is saved up for the first message, because steps follow one another
         self.nbytes = 0.0
 
     def take(self, at_s: float, nbytes: float, overhead_s: float) -> float:
-        """Work through *nbytes* that begin to come at *at_s*; return when that will be done.
+        """Process *nbytes* that start to arrive at *at_s*; return the time of completion.
 
-        A shaper counts what it may still send: after an idle time it makes up for up to a burst.
+        After an idle time a shaper allows a burst.
         """
         self._done_s = max(at_s - self._burst_s, self._done_s) + overhead_s + nbytes / self._rate
         self.nbytes += nbytes
         return max(at_s, self._done_s)
 
     def passed(self, at_s: float) -> float:
-        """Return when what takes no time, and comes at *at_s*, is through: behind everything taken before."""
+        """Return when something without bytes that arrives at *at_s* has passed everything before it."""
         return max(at_s, self._done_s)
 
 
 class SimulatedNic:
-    """One machine's network card. `queue`: both what waits to leave and what leaves now, for `Network.answer`."""
+    """The network card of a machine. `queue` holds what waits to leave and what is leaving, for `Network.answer`."""
 
     def __init__(self, rate: float, burst_nbytes: float) -> None:
         self.tx = _Direction(rate, burst_nbytes)
@@ -200,7 +201,7 @@ class SimulatedNic:
 
 
 class Network:
-    """All cards of a cluster, joined by a fabric that blocks nobody. `costs`: as `cluster.Costs` says."""
+    """The cards of a cluster, connected by a fabric without blocking. `costs` are those of the cluster."""
 
     def __init__(self, clock: Clock, rates: Sequence[float], costs: Costs) -> None:
         self._clock = clock
@@ -208,7 +209,7 @@ class Network:
         self.cards = [SimulatedNic(rate, costs.burst_nbytes) for rate in rates]
 
     def post(self, sender: int, receiver: int, load: Load, delivered: Delivered) -> None:
-        """Send *load*; *delivered* is called when its last byte has arrived."""
+        """Send *load*; call *delivered* when its last byte has arrived."""
         card = self.cards[sender]
         card.queue.take(self._clock.now, load.tx_nbytes, load.n_tx * self._costs.overhead_s)
         waiting = card.connections.get(receiver)
@@ -221,7 +222,7 @@ class Network:
             self._send(card)
 
     def answer(self, sender: int, receiver: int, heard: Delivered) -> None:
-        """Let *receiver* know something that takes no bytes; *heard* is called when it does."""
+        """Notify *receiver* of something without bytes; call *heard* when it arrives."""
         now, latency_s = self._clock.now, self._costs.latency_s
         if self._costs.queued_answers:
             self._clock.at(self.cards[sender].queue.passed(now), self._arrive, receiver, heard)
@@ -245,7 +246,7 @@ class Network:
         card.sending = True
         now, costs = self._clock.now, self._costs
         left_s = card.tx.take(now, load.tx_nbytes, load.n_tx * costs.overhead_s)
-        # What a faster card could still take in while a slow one sends is not lost: it is free for others.
+        # capacity of a fast card that a slow sender cannot use is free for others
         there_s = self.cards[receiver].rx.take(now + costs.latency_s, load.rx_nbytes, load.n_rx * costs.overhead_s)
         self._clock.at(left_s, self._send, card)
         self._clock.at(max(left_s + costs.latency_s, there_s), delivered)

@@ -22,14 +22,14 @@ from .workload import PartitionedWorkload
 
 
 class LayoutPart(NamedTuple):
-    """One partition as the simulation sees it.
+    """One partition in the simulation.
 
     push, result
-        What each transfer from, or to, a worker that is not the owner costs.
+        The load of each transfer from, or to, a worker that is not the owner.
     own
-        What the owner exchanges with its like, if it stands for several workers; None: its own input is there.
+        The load between owners, if one stands for several workers; None: its own input is local.
     n_inputs, sum_nbytes
-        Arrivals that make the sum complete, and the bytes the owner reads for it.
+        Arrivals that complete the sum, and the bytes that the owner reads for it.
     """
 
     key: int
@@ -45,7 +45,7 @@ class LayoutPart(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Simulated machines and their partitions; `order` as `rank_parts` gives it. `fold`: workers one stands for."""
+    """Simulated machines and their partitions; `order` as in `rank_parts`. `fold`: workers that one stands for."""
 
     machines: tuple[Machine, ...]
     parts: tuple[LayoutPart, ...]
@@ -55,14 +55,14 @@ class Layout(NamedTuple):
 
     @property
     def n_workers(self) -> int:
-        """Count the simulated workers."""
+        """Number of simulated workers."""
         return sum(machine.has_ranks for machine in self.machines)
 
 
 def full(cluster: Cluster, plan: PartitionedWorkload, policy: str, interleave: bool = False) -> Layout:
-    """Place every partition on one machine by `placement.assign`, as the job's scheduler does.
+    """Place every partition on one machine with `placement.assign`, as the job's scheduler does.
 
-    *interleave*: partition by partition, as a job that declares them one after another.
+    *interleave*: partition by partition, as for a job that declares them one after another.
     """
     n = cluster.n_workers
     planned = [(part, unit) for unit in plan.units for part in unit.parts]
@@ -87,12 +87,12 @@ def _interleaved(sizes: Sequence[int], machines: Sequence[Machine], policy: str,
 
 
 def folded(cluster: Cluster, plan: PartitionedWorkload, policy: str) -> Layout:
-    """Spread every partition over all owners, and let one machine stand for each role.
+    """Spread every partition over all owners, with one machine for each role.
 
     Raises
     ------
     ConfigError
-        If cards differ within a role, or the policy does not spread bytes by shares.
+        Cards differ within a role, or the policy does not spread bytes by shares.
     """
     if not cluster.is_uniform:
         raise ConfigError("only a cluster whose workers are all alike, and its helpers too, can be folded; "
@@ -118,7 +118,7 @@ def folded(cluster: Cluster, plan: PartitionedWorkload, policy: str) -> Layout:
                 parts.append(LayoutPart(len(parts), unit.unit, unit.parts[0].part, nbytes, owner, push, result, own, 1,
                                   n * nbytes))
                 ranks.append(order[part.part])
-    # the first of a unit gives all its partitions their urgency, and is found by its key
+    # the first partition of a unit determines its urgency, and is found by its key
     firsts = {unit: min(p.key for p in parts if p.unit == unit) for unit in {p.unit for p in parts}}
     parts = [part._replace(first=firsts[part.unit]) for part in parts]
     machines = (workers[0], *helpers[:1])
@@ -126,22 +126,22 @@ def folded(cluster: Cluster, plan: PartitionedWorkload, policy: str) -> Layout:
 
 
 def _to_all(n_tx: int, n_rx: int, share: float, nbytes: float) -> Load:
-    """Return the load of *n_tx* transfers out and *n_rx* in; as messages they count their share of a whole partition.
+    """Return the load of *n_tx* transfers out and *n_rx* in; a share counts as that share of a message.
 
-    A partition that is not folded is one message to one owner, and none to the others.
+    A partition that is not folded is one message to one owner.
     """
     return Load(n_tx * nbytes, n_rx * nbytes, n_tx * share, n_rx * share)
 
 
 def is_symmetric(cluster: Cluster, policy: str) -> bool:
-    """Tell whether folding changes nothing but the grain: cards alike, and all owners of one role."""
+    """Tell whether folding changes only the grain: equal cards, and owners of one role."""
     if not cluster.is_uniform or policy not in ("optimal", "colocated", "ps"):
         return False
     return 0.0 in _shares(cluster, policy)
 
 
 def _shares(cluster: Cluster, policy: str) -> tuple[float, float]:
-    """Return the share of all bytes that one worker and one helper own."""
+    """Return the shares of all bytes that one worker and one helper own."""
     n, k = cluster.n_workers, cluster.n_helpers
     if policy == "optimal":
         owned = optimal_shares(cluster.machines, 1.0).owned

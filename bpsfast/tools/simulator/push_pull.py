@@ -1,7 +1,7 @@
-"""Push and pull through summation services: partials to their owners, sums back, as `node.dispatch` decides it.
+"""Push and pull through summation services: partial sums to their owners, results back, as `node.dispatch` does.
 
-Which write leaves next, and to whom, is said by the job's own `NicQueue` and `WriteOrder`; who owns what by the job's
-own placement (`layout`). Wire, sums and the machine's inside are simulated.
+The job's own `NicQueue` and `WriteOrder` decide which write leaves next, and its own placement (`partition_layout`)
+decides the owners. The wire, the sums and the inside of machines are simulated.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...orchestration.priority.send_queue import ArrivalOrder, CreditQueue, NicQ
 from .network import Clock, Costs, Load, Network
 from .partition_layout import Layout, LayoutPart
 
-#: Called with (worker, unit) when the whole sum of a unit is on a worker.
+#: Called with (worker, unit) when the complete sum of a unit has reached a worker.
 Done = Callable[[int, int], None]
 
 
@@ -24,25 +24,25 @@ class _Write(NamedTuple):
 
     @property
     def load(self) -> Load:
-        """What both cards move."""
+        """The load on both cards."""
         return self.part.result if self.is_result else self.part.push
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the credit."""
+        """The bytes that count towards the credit."""
         return int(max(self.load.tx_nbytes, self.load.rx_nbytes))
 
 
 class Stage:
-    """Something a machine does to one partition after another at a rate: most urgent first. None to do at rate inf."""
+    """A stage that processes one partition after another at a rate, most urgent first; no time at rate inf."""
 
     def __init__(self, clock: Clock, rate: float) -> None:
         self._clock = clock
         self._rate = rate
-        self._queue: CreditQueue[tuple[float, Callable[[], None]]] = CreditQueue(0)  # no credit: one at a time
+        self._queue: CreditQueue[tuple[float, Callable[[], None]]] = CreditQueue(0)  # one at a time: no credit
 
     def put(self, nbytes: float, order: int, key: int, then: Callable[[], None]) -> None:
-        """Work through *nbytes* when it is their turn, then call *then*."""
+        """Process *nbytes* in turn, then call *then*."""
         if math.isinf(self._rate):
             then()
             return
@@ -61,14 +61,14 @@ class Stage:
 
 
 class SimulatedPushPull:
-    """All communication and summation services of a cluster.
+    """Communication and summation services of a cluster.
 
     Parameters
     ----------
     credit_nbytes
-        Bytes under way from one machine to another.
+        Most bytes in flight from one machine to another.
     priority
-        Send what the next forward needs first; else, to each machine, what was there first.
+        Send what the next forward pass needs first; else, to each machine, in order of arrival.
     done
         Called when a unit's sum has reached a worker.
     """
@@ -86,7 +86,7 @@ class SimulatedPushPull:
         self._workers = [m for m, machine in enumerate(layout.machines) if machine.has_ranks]
         self._reduce = {w: Stage(clock, costs.reduce_rate) for w in self._workers}
         self._broadcast = {w: Stage(clock, costs.broadcast_rate) for w in self._workers}
-        # A transfer that stands for those to all peers has the credit of all of them.
+        # a folded transfer stands for those to all peers, and has the credit of all
         self._cards = self._queues(credit_nbytes * layout.fold)
         self._orders = [WriteOrder() if priority else ArrivalOrder() for _ in layout.machines]
         self._inputs = [0] * len(layout.parts)
@@ -112,7 +112,7 @@ class SimulatedPushPull:
         return queues
 
     def gradient_ready(self, worker: int, unit: int) -> None:
-        """Take the gradients of *unit* of *worker*'s machine."""
+        """Accept the gradients of *unit* on the machine of *worker*."""
         reduce = self._reduce[worker]
         for index in self._layout.parts_of_unit[unit]:
             part = self._layout.parts[index]
@@ -120,7 +120,7 @@ class SimulatedPushPull:
                        functools.partial(self._partial, worker, part))
 
     def _on_machine(self, part: LayoutPart) -> float:
-        """Return the bytes of *part* on one worker: a folded part stands for a share of each of several owners."""
+        """Return the bytes of *part* on one worker; a folded part stands for shares of several owners."""
         if self._layout.fold == 1:
             return part.nbytes
         return part.nbytes * self._layout.fold if part.owner == 0 else part.push.tx_nbytes
@@ -132,14 +132,14 @@ class SimulatedPushPull:
         return self._arrivals
 
     def _partial(self, worker: int, part: LayoutPart) -> None:
-        """The machine's partial sum is there: to the owner with it."""
+        """Send the machine's partial sum to the owner."""
         if worker == part.owner and part.own is None:
             self._arrived(part)
         else:
             self._send(worker, [part.owner], _Write(part, is_result=False))
 
     def _arrived(self, part: LayoutPart) -> None:
-        """One input is at the owner, which sums when it has all of them, or each as it comes."""
+        """Count an input at the owner, which sums when all are there, or each on arrival."""
         owner, costs, now = part.owner, self._costs, self._clock.now
         self._inputs[part.key] += 1
         last = self._inputs[part.key] == part.n_inputs
@@ -158,7 +158,7 @@ class SimulatedPushPull:
                    _Write(part, is_result=True))
 
     def _result(self, worker: int, part: LayoutPart) -> None:
-        """A sum is on a worker's machine."""
+        """Take a result on a worker's machine."""
         self._broadcast[worker].put(self._on_machine(part), self._urgency(part), part.key,
                                     functools.partial(self._complete, worker, part.unit))
 
@@ -170,7 +170,7 @@ class SimulatedPushPull:
 
     def _send(self, sender: int, receivers: Sequence[int], write: _Write) -> None:
         part = write.part
-        key = part.key << 1 | write.is_result  # folded, one machine stands for its owner and for those who push
+        key = part.key << 1 | write.is_result  # folded: one machine stands for the owner and for those who push
         order, key = self._orders[sender].enter(key, self._layout.order[part.first], write.is_result,
                                                 self._cards[sender].first_order)
         for receiver in receivers:

@@ -1,4 +1,4 @@
-"""One simulated training job: a workload on a cluster under one strategy, and what a step costs."""
+"""Simulates one training job: a workload on a cluster under one strategy."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -11,21 +11,21 @@ from .partition_layout import folded, full, is_symmetric
 from .push_pull import SimulatedPushPull
 from .workload import Layer, PartitionedWorkload, Workload, cut
 
-#: Called with (worker, layer) when the gradients of a layer are there.
+#: Called with (worker, layer) when the gradients of a layer are ready.
 Ready = Callable[[int, int], None]
 
 
 class Worker:
-    """Computes the chain; waits for sums where it needs them.
+    """A worker that computes the chain of layers and waits for sums.
 
     Parameters
     ----------
     units_of_layer
-        The units whose sums a layer's forward needs.
+        The units whose sums the forward pass of a layer needs.
     cross_barrier
-        Begin a layer's forward when its own sums are there; else (the barrier of a framework's step) when all are.
+        Start the forward pass of a layer when its own sums are there; else (the barrier of a framework) when all are.
     optimizer_s
-        Time between the last sum and the next forward, once a step.
+        Time between the last sum and the next forward pass, once per step.
     """
 
     def __init__(self, clock: Clock, index: int, layers: Sequence[Layer], units_of_layer: Sequence[Sequence[int]],
@@ -41,11 +41,11 @@ class Worker:
         self._missing: set[int] = set()
         self._waits_for: int | None = None
         self._all_units = frozenset(unit for units in units_of_layer for unit in units)
-        #: When each step began its forward, and at the end when the last sum was there.
+        #: Start of each step's forward pass, and finally the time of the last sum.
         self.began_s: list[float] = []
 
     def begin(self) -> None:
-        """Begin a step, or note the end of the last one."""
+        """Start a step, or record the end of the last one."""
         self.began_s.append(self._clock.now)
         if self._steps_left == 0:
             return
@@ -53,7 +53,7 @@ class Worker:
         self._forward(0)
 
     def unit_done(self, unit: int) -> None:
-        """Take note that the sum of *unit* is there."""
+        """Record that the sum of *unit* is there."""
         self._missing.discard(unit)
         if self._waits_for is None:
             return
@@ -84,7 +84,7 @@ class Worker:
             self._clock.at(self._clock.now + self._layers[layer].backward_s, self._made, layer)
 
     def _made(self, layer: int) -> None:
-        """The gradients of *layer* are there. Noted before anything is sent: a lone worker's sums come at once."""
+        """Record the gradients of *layer*, then report them: a lone worker gets its sums at once."""
         if layer == len(self._layers) - 1:
             self._missing = set(self._all_units)
         self._ready(self.index, layer)
@@ -98,10 +98,10 @@ class Worker:
         else:
             self._clock.at(self._clock.now + self._optimizer_s, self.begin)
 
-#: Strategy -> the placement policy it is ("ring" and "all-reduce" have none). Any other policy of `placement.assign` is
-#: its own name.
+#: Strategy -> its placement policy ("ring" and "all-reduce" have none). Other policies of `placement.assign` have their
+#: own names.
 POLICIES = {"optimal": "optimal", "colocated": "colocated", "ps": "ps"}
-#: A full simulation of more messages a step than this takes ten seconds and more; `fold` None folds then.
+#: Messages per step from which a full simulation takes ten seconds; `fold` None then folds.
 FOLD_MESSAGES = 250_000
 
 
@@ -109,22 +109,25 @@ class Options(NamedTuple):
     """How a job communicates.
 
     priority
-        Send what the next forward pass needs first; else, to each machine, what was there first.
+        Send what the next forward pass needs first; else, to each machine, in order of arrival.
     cross_barrier
-        A layer's forward waits for its own sums only, not for all.
+        The forward pass of a layer waits for its own sums only.
     overlap
-        Communicate gradients as they are made; else (accelerators that cannot do both) after the backward pass.
+        Send gradients as they are made; else (accelerators that cannot overlap) after the backward pass.
     interleave
-        Place partition by partition in forward order, not the largest first: owners of any stretch of the gradients
-        are then as mixed as those of all of them.
+        Place partition by partition in forward order, not the largest first, so that owners of any part of the
+        gradients
+        are mixed.
     credit_nbytes, partition_nbytes, fusion_nbytes
-        As the job's settings of these names; fusion 0: every tensor alone. Not used by "ring", which has its own.
+        As the settings of these names; fusion 0: every tensor alone. "ring" has its own.
     optimizer_s
-        Time between a step's last sum and the next forward.
+        Time between a step's last sum and the next forward pass.
     ring
-        How "ring" works; of "all-reduce" its members, slices and links.
+        The ring of "ring"; for "all-reduce" its members, slices and links.
     fold
-        Let one machine stand for its role (`layout.folded`). None: if it saves much time, and only the grain is lost.
+        Let one machine stand for its role (`partition_layout.folded`). None: if it saves much time and only the grain
+        is
+        lost.
     """
 
     priority: bool = True
@@ -143,9 +146,9 @@ DEFAULTS = Options()
 
 
 class Outcome(NamedTuple):
-    """What a simulation found. `first_s`: the first step, from the first forward to its last sum or the next forward.
+    """The result. `first_s`: the first step, from its first forward pass to its last sum or the next forward pass.
 
-    `wire_nbytes`: bytes that each simulated machine's card sent and received over all steps (for a ring, one worker's).
+    `wire_nbytes`: bytes that each simulated card sent and received in all steps (for a ring, those of one worker).
     """
 
     strategy: str
@@ -160,24 +163,24 @@ class Outcome(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """Return the share of a step that is computing: speed against linear scaling."""
+        """Share of a step that is computing: the speed relative to linear scaling."""
         return self.compute_s / self.step_s if self.step_s else 1.0
 
 
 def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options: Options = DEFAULTS,
              n_steps: int = 4) -> Outcome:
-    """Let *job* run *n_steps* steps on *cluster*.
+    """Run *n_steps* steps of *job* on *cluster*.
 
-    *strategy*: "ring" (Horovod's all-reduce, first come first), "all-reduce" (`bpsfast.torch.schedule`'s, by urgency),
-    or a placement of summation services.
+    *strategy*: "ring" (Horovod's all-reduce in order of arrival), "all-reduce" (`bpsfast.torch.schedule`'s, in order of
+    priority), or a placement of summation services.
 
-    `Outcome.step_s` is the mean over the steps but the first and the last, if there are four or more: the first finds
-    no sums under way, the last is followed by no forward.
+    `Outcome.step_s` is the mean over all steps but the first and the last, if there are four or more: the first starts
+    with an idle network, and no forward pass follows the last.
 
     Raises
     ------
     ConfigError
-        If the strategy is unknown or cannot work on this cluster, or an option makes no sense.
+        The strategy is unknown or does not suit the cluster, or an option is invalid.
     """
     if n_steps < 1:
         raise ConfigError(f"a simulation needs one step or more, got {n_steps}")
@@ -213,7 +216,7 @@ def _simulate_without_services(job: Workload, cluster: Cluster, strategy: str, o
 
     exchange: RingAllReduce | ScheduledAllReduce
     if strategy == "ring":
-        plan = cut(job, 1 << 62)  # a ring cuts by itself: every tensor is one unit of one partition, or of two
+        plan = cut(job, 1 << 62)  # a ring cuts by itself: every tensor is one unit of one or two partitions
         exchange = RingAllReduce(clock, cluster, options.ring, [unit.nbytes for unit in plan.units], done)
     else:
         plan = cut(job, options.partition_nbytes, options.fusion_nbytes)
@@ -251,8 +254,8 @@ def _run(clock: Clock, workers: list[Worker]) -> None:
 
 def _outcome(strategy: str, job: Workload, workers: list[Worker], wire: tuple[tuple[float, float], ...], summed: float,
              n_steps: int, n_events: int, is_folded: bool) -> Outcome:
-    # every worker began n_steps times and ended once: a sum that never comes would leave nothing planned
-    assert all(len(worker.began_s) == n_steps + 1 for worker in workers), "a worker waits for a sum that never comes"
+    # every worker started n_steps steps and ended once: a missing sum would end the simulation early
+    assert all(len(worker.began_s) == n_steps + 1 for worker in workers), "a worker waits for a sum that never arrives"
     first_s = max(worker.began_s[1] for worker in workers)
     if n_steps >= 4:
         step_s = max((worker.began_s[-2] - worker.began_s[1]) / (n_steps - 2) for worker in workers)

@@ -1,4 +1,4 @@
-"""What is trained: layers in forward order, with the time each takes and the tensors whose gradients it makes."""
+"""The simulated workload: layers in forward order with their times and tensors, and the built-in models as such."""
 from __future__ import annotations
 
 import math
@@ -14,7 +14,7 @@ from ..planner.model_shapes import Shapes
 
 
 class Layer(NamedTuple):
-    """One link of the chain. Its gradients are ready when its backward is over; its forward needs their sums."""
+    """One layer. Its gradients are ready after its backward pass; its forward pass needs their sums."""
 
     name: str
     forward_s: float
@@ -23,7 +23,7 @@ class Layer(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """One training step of one worker: a chain of layers, and each tensor's shape."""
+    """One training step of a worker: a chain of layers, and each tensor's shape."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -32,12 +32,12 @@ class Workload(NamedTuple):
 
     @property
     def compute_s(self) -> float:
-        """Return the time of a step without communication."""
+        """Time of a step without communication."""
         return sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all gradients."""
+        """Bytes of all gradients."""
         return sum(tensor_nbytes(self.shapes[name], self.dtype) for layer in self.layers for name in layer.tensors)
 
 
@@ -53,7 +53,7 @@ def workload(name: str, layers: Sequence[Layer], shapes: Mapping[str, tuple[int,
     Raises
     ------
     ConfigError
-        If there is no layer, a time is no number of seconds, or a tensor has no shape or two layers.
+        There is no layer, a time is invalid, or a tensor has no shape or two layers.
     """
     if not layers:
         raise ConfigError(f"workload {name!r} has no layers: there is nothing to compute")
@@ -74,7 +74,7 @@ def workload(name: str, layers: Sequence[Layer], shapes: Mapping[str, tuple[int,
 
 
 def one_bulk(nbytes: int, n_tensors: int = 1) -> Workload:
-    """Return a workload without computing whose *n_tensors* gradients of *nbytes* in all are ready at once."""
+    """Return a workload without computing: *n_tensors* gradients of *nbytes* in all, ready at once."""
     if nbytes < 4 * n_tensors or n_tensors < 1:
         raise ConfigError(f"{nbytes} bytes cannot be spread over {n_tensors} tensors of float32")
     n = nbytes // 4
@@ -92,9 +92,9 @@ class PartitionedWorkload(NamedTuple):
 
 
 def cut(job: Workload, partition_nbytes: int, fusion_nbytes: int = 0) -> PartitionedWorkload:
-    """Pack and cut the tensors by `partition.plan_units`, as the scheduler does.
+    """Pack and partition the tensors with `partition.plan_units`, as the scheduler does.
 
-    *fusion_nbytes* 0: every tensor stands alone, as in BytePS; else small ones are one declared group.
+    *fusion_nbytes* 0: every tensor alone, as in BytePS; else small tensors form one declared group.
     """
     group = "small" if fusion_nbytes else None
     names = [tensor for layer in job.layers for tensor in layer.tensors]
@@ -109,14 +109,14 @@ def cut(job: Workload, partition_nbytes: int, fusion_nbytes: int = 0) -> Partiti
             layers_of_unit[unit] += 1
     return PartitionedWorkload(units, units_of_layer, layers_of_unit)
 
-#: Models of BytePS's figures, or like them.
+#: Models of BytePS's figures, or similar ones.
 MODELS = ("resnet50", "vgg16", "transformer", "bert-large", "gpt2", "ugatit")
-#: What BytePS's figures train besides: 387M parameters are said of BERT-large, more than with one matrix for words that
-#: come in and words that go out.
+#: Tensors that BytePS's figures train besides: they state 387M parameters of BERT-large, more than with one matrix
+#: for input and output words.
 _BESIDES: dict[str, Shapes] = {"bert-large": {"words.decoder.weight": (30522, 1024)}}
 _LOOKUPS = ("embedding.weight", "embeddings.word.weight", "embeddings.position.weight", "embeddings.segment.weight",
             "wte.weight", "wpe.weight")
-#: Pixels on a side that a convolution of this name is applied to; the first match counts, else `_SIDE`.
+#: Pixels per side of the input of convolutions with such names; the first match counts, else `_SIDE`.
 _SIDES: dict[str, tuple[tuple[str, int], ...]] = {
     "vgg16": (("conv10.", 28), ("conv11.", 14), ("conv12.", 14), ("conv13.", 14), ("conv1.", 224), ("conv2.", 224),
               ("conv3.", 112), ("conv4.", 112), ("conv5.", 56), ("conv6.", 56), ("conv7.", 56), ("conv8.", 28),
@@ -124,8 +124,8 @@ _SIDES: dict[str, tuple[tuple[str, int], ...]] = {
     "resnet50": (("conv1.", 112), ("layer1.", 56), ("layer2.", 28), ("layer3.", 14), ("layer4.", 7)),
 }
 _SIDE = 64
-#: A generator of U-GAT-IT is used three times a step, of six passes in all: no gradient of it is complete before the
-#: backward of the first use, the last third of the computing.
+#: A generator of U-GAT-IT is used three times per step, of six passes in all: its gradients are complete only in the
+#: backward pass of the first use, the last third of the computing.
 _LATE = {"ugatit": 1 / 3}
 
 
@@ -135,17 +135,17 @@ def shapes_of(model: str) -> Shapes:
 
 
 def build(model: str, compute_s: float, backward_share: float = 2 / 3) -> Workload:
-    """Return *model* with *compute_s* of computing a step, *backward_share* of it backward.
+    """Return *model* with *compute_s* of computing per step, *backward_share* of it in the backward pass.
 
     Raises
     ------
     ConfigError
-        If the model is unknown or a time makes no sense.
+        The model is unknown or a time is invalid.
     """
     if model not in MODELS:
         raise ConfigError(f"model {model!r} is unknown to the simulator; known: {', '.join(sorted(MODELS))}")
     if not compute_s >= 0 or not 0 <= backward_share <= 1:
-        raise ConfigError(f"a step that computes {compute_s} s, {backward_share} of it backward, makes no sense")
+        raise ConfigError(f"a step that computes {compute_s} s, {backward_share} of it backward, is invalid")
     shapes = shapes_of(model)
     stems: dict[str, list[str]] = {}
     for tensor in shapes:

@@ -1,7 +1,7 @@
-"""A running job as its nodes' exporters (`node.metrics`) tell of it: asked once per sample, told by nobody else.
+"""``bpsfast top``: shows a running job by the metrics that its nodes serve to Prometheus (`node.metrics_exporter`).
 
     scrape    one GET to one node
-    sample    what lies between two of them: rates, who is late, in one struct
-    watch     all nodes of one job: found, asked at the same time, gone
+    sample    the changes between two scrapes: rates, lag
+    watch     the nodes of a job: finds, scrapes and loses them
     screen    tables of a sample, on a terminal (rich) or as plain columns
 """

@@ -1,4 +1,4 @@
-"""What a job did between two scrapes: the unit of ``bpsfast top`` and of its JSON. Pure."""
+"""What a job did between two scrapes: the sample of ``bpsfast top`` and its JSON. Pure functions and data."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ from ...orchestration.job.rank_queries import combined
 from ...orchestration.messages import LagReport, LagRow, RankLag
 from .scrape import Scrape, Value
 
-#: up: answers. silent: not in time. gone: nobody listens any more. Others say: lost, the job goes on without it;
-#: unseen, it is there, but nobody knows where it listens.
+#: up: it answers. silent: it does not answer in time. gone: it does not listen any more. By other nodes' metrics:
+#: lost: the job went on without it. unseen: it is in the job, but its address is unknown.
 State = Literal["up", "silent", "gone", "lost", "unseen"]
 
 
 class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One node. Rates are per second; those, and queue and credit, are None unless it answered twice.
+    """One node. Rates are per second. Rates, queue and credit are None until it has answered twice.
 
-    `goodput`: bytes of results that are whole in its memory; `sums`: partitions summed. `queued` partitions wait for
-    the card, `in_flight_bytes` are on their way to all peers, of `credit_bytes` to each. `recoveries`, `joined`: how
-    often the job went on without a helper, and how many came, since the node has been there.
+    `goodput`: bytes of complete results in its memory; `sums`: partitions summed. `queued` partitions wait for the
+    network card; `in_flight_bytes` are in flight to all peers, at most `credit_bytes` to each. `recoveries`: number of
+    lost helpers, `joined`: number of helpers that joined, since the node started.
     """
 
     node: int
@@ -42,11 +42,11 @@ class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank. Of the steps that ended in between: how many per second, their mean time, the share of it that was
-    spent in bpsfast, and of communication the share that was hidden; None if none has ended.
+    """One rank between two samples: steps per second, their mean time, shares spent in bpsfast and hidden, bytes, lag.
 
-    `stalls`: waits longer than stall_warn_s, ever. `lag_s`: how late it was in the mean, compared to the first of the
-    job, and in which share of units it was the last; None: nothing was pushed.
+    Times and shares of steps are None if no step ended. `stalls`: waits longer than stall_warn_s since the start.
+    `lag_s`: mean lag behind the first rank, and the share of units in which it was the last one; None: nothing was
+    pushed.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class RankSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A job over `seconds`, ended at `time` (Unix). `remarks`: what has changed since the one before, in words."""
+    """A job over `seconds`, until `time` (Unix). `remarks`: changes since the last sample, as text."""
 
     time: float
     seconds: float
@@ -75,12 +75,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stalls(self) -> int:
-        """Waits of all ranks that were longer than stall_warn_s."""
+        """Number of waits longer than stall_warn_s, of all ranks."""
         return sum(rank.stalls for rank in self.ranks)
 
 
 def node_sample(before: Scrape | None, now: Scrape, address: str) -> NodeSample:
-    """Return what a node did between two scrapes of it; *before* None: it has just been found."""
+    """Return the sample of a node from two scrapes; *before* is None for a new node."""
     me = next((each.labels for each in now.all("bpsfast_member_up", member=str(now.node))), {})
     common = NodeSample(
         node=now.node, state="up", is_helper=me.get("kind") == "helper", host=me.get("host", ""), address=address,
@@ -98,7 +98,7 @@ def node_sample(before: Scrape | None, now: Scrape, address: str) -> NodeSample:
 
 
 def rank_samples(pairs: Mapping[int, tuple[Scrape, Scrape]]) -> tuple[RankSample, ...]:
-    """Return all ranks of nodes that were scraped twice, by their number."""
+    """Return the samples of all ranks whose nodes were scraped twice, by number."""
     lags = _lags(pairs)
     found = []
     for node, (before, now) in pairs.items():
@@ -123,7 +123,7 @@ def rank_samples(pairs: Mapping[int, tuple[Scrape, Scrape]]) -> tuple[RankSample
 
 
 def _lags(pairs: Mapping[int, tuple[Scrape, Scrape]]) -> dict[int, RankLag]:
-    """Return how late each rank was meanwhile, put together as `bpsfast.stats(job=True)` does."""
+    """Return the lag of each rank, combined as `bpsfast.stats(job=True)` does."""
     reports = {node: LagReport(number=0, local=_lag_rows("here", before, now), owned=_lag_rows("owned", before, now))
                for node, (before, now) in pairs.items()}
     return {each.rank: each for each in combined(reports) if each.count}

@@ -1,4 +1,4 @@
-"""One GET to one node's exporter, and its counters by name."""
+"""A scrape: one GET to the metrics port of a node, and the parsed values by metric."""
 from __future__ import annotations
 
 import http.client
@@ -9,30 +9,30 @@ from typing import NamedTuple
 
 from ...orchestration.errors import LackingError
 
-#: More than this is no exporter of ours: some 300 bytes for each rank and peer.
+#: Most bytes of an answer; a node needs about 300 for each rank and peer.
 _MOST_NBYTES = 16 << 20
 
 
 class Value(NamedTuple):
-    """One sample of a metric."""
+    """One value of a metric, with its labels."""
 
     labels: Mapping[str, str]
     value: float
 
 
 class Scrape(NamedTuple):
-    """What a node has told at `time_s` (monotonic): values by metric."""
+    """The answer of a node at `time_s` (monotonic): values by metric."""
 
     time_s: float
     metrics: Mapping[str, tuple[Value, ...]]
 
     def all(self, name: str, **labels: str) -> list[Value]:
-        """Return the values of a metric that have these labels."""
+        """Return the values of a metric with these labels."""
         return [each for each in self.metrics.get(name, ())
                 if all(each.labels.get(label) == value for label, value in labels.items())]
 
     def sum(self, name: str, **labels: str) -> float:
-        """Return their sum."""
+        """Return the sum of the values of a metric with these labels."""
         return sum(each.value for each in self.all(name, **labels))
 
     @property
@@ -42,57 +42,57 @@ class Scrape(NamedTuple):
 
     @property
     def job(self) -> str:
-        """The job's name, which no other job has."""
+        """The unique name of the job."""
         return self._job("name")
 
     @property
     def version(self) -> str:
-        """The version of bpsfast over there."""
+        """The version of bpsfast on the node."""
         return self._job("version")
 
     def _job(self, label: str) -> str:
-        return self.metrics["bpsfast_job"][0].labels[label]  # nodes of all versions have it
+        return self.metrics["bpsfast_job"][0].labels[label]  # present in all versions
 
 
 class NotBpsfastError(ConnectionError):
-    """Somebody answers there, but no node of bpsfast."""
+    """Another program than a node of bpsfast answers at this address."""
 
 
 def check() -> None:
-    """Raise `ConfigError` if answers cannot be read here."""
+    """Raise `ConfigError` if the package that parses metrics is missing."""
     if importlib.util.find_spec("prometheus_client") is None:
-        raise LackingError("what nodes tell Prometheus is read with the library prometheus_client, "
-                           "which is not installed: pip install 'bpsfast[metrics]'")
+        raise LackingError("reading metrics needs the package prometheus_client, which is not installed: pip install "
+                           "'bpsfast[metrics]'")
 
 
 def scrape(host: str, port: int, timeout_s: float) -> Scrape:
-    """Ask a node. No proxy is asked, whatever the environment says.
+    """Scrape a node, without any proxy.
 
     Raises
     ------
     ConnectionError
-        Nobody listens there, or the connection ended: the node is gone. `NotBpsfastError`: another program answers.
+        Nobody listens, or the connection ended: the node is gone. `NotBpsfastError`: another program answers.
     TimeoutError
         No answer in time: the node is busy or stopped, or packets are dropped.
     OSError
-        The host is not known or cannot be reached.
+        The host is unknown or cannot be reached.
     """
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", "/metrics", headers={"Connection": "close"})
-        with connection.getresponse() as answer:  # who tells no length keeps the descriptor else
+        with connection.getresponse() as answer:  # without a length the response would keep the descriptor open
             text = answer.read(_MOST_NBYTES)
     except http.client.HTTPException as exc:
-        raise NotBpsfastError(f"{host}:{port} speaks no HTTP: {type(exc).__name__}") from exc
+        raise NotBpsfastError(f"{host}:{port} does not speak HTTP: {type(exc).__name__}") from exc
     finally:
         connection.close()
-    if answer.status >= 500:  # a node that has not met its peers yet, or does not come to it
-        raise TimeoutError(f"{host}:{port} has no numbers yet (HTTP {answer.status})")
+    if answer.status >= 500:  # a node before it has met its peers
+        raise TimeoutError(f"{host}:{port} has no metrics yet (HTTP {answer.status})")
     found = Scrape(time.monotonic(), _parsed(text, f"{host}:{port}"))
     if found.metrics.get("bpsfast_build_info") and not found.metrics.get("bpsfast_member_up"):
-        raise TimeoutError(f"{host}:{port} has no numbers yet: its job gathers")
+        raise TimeoutError(f"{host}:{port} has no metrics yet: its job is starting")
     if not found.metrics.get("bpsfast_job"):
-        raise NotBpsfastError(f"{host}:{port} is no node of bpsfast (HTTP {answer.status})")
+        raise NotBpsfastError(f"{host}:{port} is not a node of bpsfast (HTTP {answer.status})")
     return found
 
 
@@ -106,5 +106,5 @@ def _parsed(text: bytes, where: str) -> dict[str, tuple[Value, ...]]:
                 if sample.name.startswith("bpsfast_"):
                     found.setdefault(sample.name, []).append(Value(sample.labels, sample.value))
     except (ValueError, KeyError, IndexError) as exc:
-        raise NotBpsfastError(f"{where} answers with what is no list of metrics: {exc}") from exc
+        raise NotBpsfastError(f"{where} does not answer with metrics: {exc}") from exc
     return {name: tuple(values) for name, values in found.items()}

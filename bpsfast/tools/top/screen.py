@@ -1,4 +1,4 @@
-"""Tables of a sample, as wide as there is room: plain columns in a log, rich's on a terminal, with the same cells."""
+"""Tables of a sample: plain columns in a log, rich tables on a terminal, with the same cells."""
 from __future__ import annotations
 
 import textwrap
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
     from .sample import NodeSample, RankSample, Sample
 
-#: From so many columns on there is room for all of them.
+#: Width from which all columns fit.
 _WIDE = 110
-#: Lines of the screen that are no nodes, ranks and remarks: heads, and what is empty between them.
+#: Lines of the screen without nodes, ranks and remarks: heads and blank lines.
 _N_OTHER = 9
 _UP = "up"
 
 
 class _Column(NamedTuple):
-    """A column: its head, its cell for a node or rank, whether it is a number, whether it is for wide screens only."""
+    """A column: its head, the function for its cells, whether it holds numbers, whether it needs a wide screen."""
 
     head: str
     cell: Callable[[Any], str]
@@ -28,7 +28,7 @@ class _Column(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows of cells below heads; the numbers of columns that hold numbers, and of rows that call for attention."""
+    """Cells below heads, the indices of numeric columns, and the indices of rows to highlight."""
 
     title: str
     heads: tuple[str, ...]
@@ -68,8 +68,10 @@ _RANKS = (
 
 
 def tables(sample: Sample, width: int, n_lines: int | None = None) -> tuple[Table, ...]:
-    """Return nodes and ranks. Where *n_lines* are too few for all: nodes that are not up or send most, on half of them
-    if ranks need the rest, and the ranks that are latest.
+    """Return the tables of nodes and ranks.
+
+    If they exceed *n_lines*: nodes that are not up or send most (half of the lines if ranks need the rest), and the
+    ranks with the largest lag.
     """
     late = latest(sample)
     nodes: Sequence[NodeSample] = sample.nodes
@@ -78,7 +80,7 @@ def tables(sample: Sample, width: int, n_lines: int | None = None) -> tuple[Tabl
     title = ""
     n_nodes = max(1, room - min(len(ranks), room // 2))
     if len(nodes) > n_nodes:
-        n_nodes = max(1, n_nodes - 1)  # its title takes a line
+        n_nodes = max(1, n_nodes - 1)  # the title takes a line
         room -= 1
         title = f"{n_nodes} of {len(nodes)} nodes, those that are not up or send most"
         nodes = sorted(nodes, key=lambda node: (node.state == _UP, -(node.sent_bytes_per_s or 0.0)))[:n_nodes]
@@ -94,7 +96,7 @@ def tables(sample: Sample, width: int, n_lines: int | None = None) -> tuple[Tabl
 
 
 def head(sample: Sample) -> list[str]:
-    """Return what comes before the tables: which job, who is there, who is late."""
+    """Return the lines above the tables: the job, its members, the latest rank."""
     with_ranks = [node for node in sample.nodes if not node.is_helper]
     helpers = [node for node in sample.nodes if node.is_helper]
     there = sum(node.state in (_UP, "unseen") for node in helpers)
@@ -106,13 +108,13 @@ def head(sample: Sample) -> list[str]:
                  f"recoveries {recoveries}, joined {joined}, stalls {sample.stalls}")
     late = latest(sample)
     if late is not None:
-        lines.append(f"late: rank {late.rank}, {_ms(late.lag_s)} ms in the mean, the last in {_share(late.last_share)} "
+        lines.append(f"late: rank {late.rank}, {_ms(late.lag_s)} ms on average, last in {_share(late.last_share)} "
                      "of units")
     return lines
 
 
 def latest(sample: Sample) -> RankSample | None:
-    """Return the rank that the others wait for: the last in most units, and in more than its share by half."""
+    """Return the rank that others wait for: last in most units, and at least half more often than its share."""
     ranks = [rank for rank in sample.ranks if rank.last_share is not None]
     if len(ranks) < 2:
         return None
@@ -121,7 +123,7 @@ def latest(sample: Sample) -> RankSample | None:
 
 
 def text(sample: Sample, width: int) -> str:
-    """Return head, tables and remarks as plain text."""
+    """Return the sample as plain text."""
     from ...base import output
 
     lines = head(sample)
@@ -132,7 +134,7 @@ def text(sample: Sample, width: int) -> str:
 
 
 def picture(sample: Sample, width: int, n_lines: int, remarks: Sequence[str]) -> Group:
-    """Return what rich shows on a terminal of that size; *remarks* are the last ones, of any sample."""
+    """Return the sample as a rich renderable of this size; *remarks* are the last ones of all samples."""
     from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -161,7 +163,7 @@ def _table(title: str, columns: tuple[_Column, ...], rows: Sequence[NodeSample |
 
 
 def _bytes(nbytes: float | None) -> str:
-    """Return bytes in at most seven characters, powers of 1000 as network rates are told."""
+    """Return bytes in at most seven characters, in powers of 1000 as for network rates."""
     if nbytes is None:
         return "-"
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -1,4 +1,4 @@
-"""The nodes of one job: found by their exporters, asked at the same time, missed when they are gone."""
+"""The nodes of a job: finds them by their metrics ports, scrapes them concurrently, and notices lost ones."""
 from __future__ import annotations
 
 import time
@@ -11,13 +11,13 @@ from .sample import NodeSample, Sample, State, node_sample, rank_samples
 from .scrape import Scrape, scrape
 
 _N_THREADS = 16
-#: A node with ranks that has not listened for so many samples, while others did, is missed: at their end all stop
-#: within one.
+#: A node with ranks counts as lost after this many samples in which others answered; at the end of a job all stop
+#: within one sample.
 _N_MISSED = 3
 
 
 class MetricsAddress(NamedTuple):
-    """Where nodes may listen: from `port` on, one after the other, or at `port` alone (`is_one`)."""
+    """The address of one node (`is_one`), or the first of consecutive ports where nodes may listen."""
 
     host: str
     port: int
@@ -28,7 +28,7 @@ class MetricsAddress(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What is known of an address: the last scrape, the one before, what came of the last try, since how many."""
+    """The state of an address: the last two scrapes, the last error, and the number of failures in a row."""
 
     now: Scrape | None = None
     before: Scrape | None = None
@@ -37,9 +37,9 @@ class _Seen(NamedTuple):
 
 
 class Watch:
-    """Asks the nodes of the job at *places*; one thread owns it, helpers ask. `close` it.
+    """Scrapes the nodes of the job at *places*. Owner thread only; worker threads do the requests. `close` it.
 
-    If nodes of several jobs answer, those of the first one count.
+    If nodes of several jobs answer, the first job counts.
     """
 
     def __init__(self, places: Sequence[MetricsAddress], timeout_s: float = 2.0) -> None:
@@ -50,7 +50,7 @@ class Watch:
         self._last_s = time.monotonic()
         self._job = self._version = ""
         self._remarked: dict[int, State] = {}
-        #: nodes with ranks that were missed while others answered
+        #: nodes with ranks that were lost while others answered
         self.missed: set[int] = set()
 
     def __enter__(self) -> Watch:
@@ -60,18 +60,18 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """End the threads: none waits for longer than the time of one scrape."""
+        """Stop the threads, each after at most one scrape timeout."""
         self._executor.shutdown()
 
     def find(self, wait_s: float = 0.0) -> None:
-        """Ask all places for the first time, again and again for *wait_s* seconds.
+        """Scrape all places until a node answers, for *wait_s* seconds.
 
         Raises
         ------
         PeerLostError
-            Nobody listens: the text names the settings that let nodes do so.
+            Nobody listens; the message names the settings for it.
         StallError
-            Somebody listens and does not answer.
+            A node listens but does not answer.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -84,15 +84,15 @@ class Watch:
         silent = [str(failure) for failure in failures if isinstance(failure, TimeoutError)]
         where = ", ".join(map(str, self._places))
         if silent:
-            raise StallError(f"no numbers within {self._timeout_s:g} s at {where}: {silent[0]}; the job is starting, "
+            raise StallError(f"no metrics within {self._timeout_s:g} s at {where}: {silent[0]}; the job is starting, "
                              "or its nodes are stopped")
         raise PeerLostError(
-            f"no node of a job tells its numbers at {where} ({failures[0] if failures else 'nobody listens'}). "
-            "Nodes do so if the job was started with BPSFAST_METRICS_PORT=9400 (and, to be read from other machines, "
-            "BPSFAST_METRICS_HOST=0.0.0.0): the same port here by --set metrics_port=N, or HOST:PORT")
+            f"no node of a job serves metrics at {where} ({failures[0] if failures else 'nobody listens'}). "
+            "Start the job with BPSFAST_METRICS_PORT=9400 (and BPSFAST_METRICS_HOST=0.0.0.0 to read it from other "
+            "machines), and give this command the same port by --set metrics_port=N or HOST:PORT")
 
     def find_next(self, wait_s: float) -> bool:
-        """Forget the job, which has ended, and find another one at the same places; whether there is one in time."""
+        """Forget the ended job and find the next one at the same places; tell whether one came in time."""
         self._seen.clear()
         self._remarked.clear()
         self._job = ""
@@ -103,7 +103,7 @@ class Watch:
         return True
 
     def sample(self) -> Sample | None:
-        """Ask all nodes; return what has happened since the last time, None if none of the job listens any more."""
+        """Scrape all nodes; return the sample since the last call, None if no node of the job listens any more."""
         begin, self._last_s = self._last_s, time.monotonic()
         self._scan()
         ours = {address: seen for address, seen in self._seen.items() if seen.now is not None}
@@ -120,10 +120,10 @@ class Watch:
     def _is_missed(self, node: int, ours: dict[tuple[str, int], _Seen]) -> bool:
         return any(seen.n_missing >= _N_MISSED for seen in ours.values() if seen.now and seen.now.node == node)
 
-    # -- asking --------------------------------------------------------------------------------------------
+    # -- scraping ------------------------------------------------------------------------------------------
 
     def _scan(self) -> list[OSError]:
-        """Ask every known node and, if the job may have more, where they may be; return why nobody is known there."""
+        """Scrape all known nodes and, if the job may have more, other addresses; return the errors of those."""
         known, asked = list(self._seen), set(self._seen)
         for address, answer in zip(known, self._executor.map(self._ask, known)):
             self._heard(address, answer)
@@ -146,7 +146,7 @@ class Watch:
 
     @property
     def _n_members(self) -> int:
-        """How many nodes the job has had, as far as those that answer know: so many ports may be theirs."""
+        """Number of nodes that the job has had, as far as its metrics tell; as many ports may be in use."""
         return max((len(seen.now.all("bpsfast_member_up")) for seen in self._seen.values() if seen.now), default=0)
 
     def _ask(self, address: tuple[str, int]) -> Scrape | OSError:
@@ -160,21 +160,21 @@ class Watch:
         if isinstance(answer, Scrape):
             if not self._job:
                 self._job, self._version = answer.job, answer.version
-            if answer.job != self._job:  # another job's, or the next one's at the same port
+            if answer.job != self._job:  # another job, or the next one at the same port
                 if seen.now is not None:
                     self._seen[address] = seen._replace(state="gone", n_missing=seen.n_missing + 1)
                 return
             self._seen[address] = _Seen(answer, seen.now)
-        else:  # what is no end of a connection (no route, no time) says nothing of the node
+        else:  # no route or no time: this says nothing of the node
             state: State = "gone" if isinstance(answer, ConnectionError) else "silent"
             self._seen[address] = seen._replace(state=state, n_missing=seen.n_missing + 1)
 
-    # -- what came of it -----------------------------------------------------------------------------------
+    # -- samples ---------------------------------------------------------------------------------------------
 
     def _nodes(self, ours: dict[tuple[str, int], _Seen]) -> tuple[NodeSample, ...]:
         found: dict[int, NodeSample] = {}
         for (host, port), seen in ours.items():
-            assert seen.now is not None, "those without were left out"
+            assert seen.now is not None, "those without were omitted"
             node = node_sample(seen.before if seen.state == "up" else None, seen.now, f"{host}:{port}")
             if seen.state != "up":
                 node = NodeSample(node=node.node, state=seen.state, is_helper=node.is_helper, host=node.host,
@@ -185,7 +185,7 @@ class Watch:
                 continue
             for member in seen.now.all("bpsfast_member_up"):
                 index, is_helper = int(member.labels["member"]), member.labels["kind"] == "helper"
-                if member.value and index not in found:  # it is not asked: nobody has said where it listens
+                if member.value and index not in found:  # its address is unknown
                     found[index] = NodeSample(node=index, state="unseen", is_helper=is_helper,
                                               host=member.labels["host"])
                 elif not member.value and (index not in found or found[index].state != "up"):
@@ -195,10 +195,10 @@ class Watch:
         return tuple(node for _, node in sorted(found.items()))
 
     def _remarks(self, nodes: Sequence[NodeSample]) -> tuple[str, ...]:
-        """Return in words which nodes have changed."""
+        """Return the changes of nodes as text."""
         words = {"up": "is there", "silent": "does not answer", "gone": "does not listen any more",
                  "lost": "is lost: the job goes on without it",
-                 "unseen": "is there, but tells no numbers where it was asked"}
+                 "unseen": "is in the job, but serves no metrics at these addresses"}
         now = {node.node: node.state for node in nodes}
         before, self._remarked = self._remarked, now
         return tuple(f"{'helper' if node.is_helper else 'node'} {node.node} ({node.host}) {words[node.state]}"

@@ -1,9 +1,9 @@
-"""Arrows: how one input of one round becomes a result.
+"""Arrows from an input of a round through its sums to the result.
 
     a rank's copy (or push) -> its node's sum -> arrival at the owner -> the owner's sum -> arrival -> delivery, or wait
 
-Each arrow leaves out what was not there, as between nodes that share memory. It is a flow of its own, from slice to
-slice: a flow event is bound to the slice around it, asynchronous events cannot carry any.
+An arrow skips steps that did not happen, such as arrivals between nodes that share memory. Each arrow is a flow of its
+own between slices: a flow event is bound to the slice around it, and asynchronous events cannot carry one.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = "gradient"
 
 
 class Arrows(NamedTuple):
-    """`events` to be added to a trace, of `drawn` arrows; `impossible` ones would have gone back in time."""
+    """The flow `events` of `drawn` arrows; `impossible` ones would point back in time."""
 
     events: list[dict[str, Any]]
     drawn: int
@@ -35,7 +35,7 @@ class _Round:
         self.ends: dict[int, Slice] = {}  # by rank
 
     def take(self, process: Process, slice_: Slice) -> None:
-        """Enter one slice."""
+        """Add one slice."""
         kind = slice_.span.kind
         if kind in ("copy", "push") and process.rank >= 0:
             self.inputs[process.rank] = slice_
@@ -47,7 +47,7 @@ class _Round:
             self.ends[process.rank] = slice_
 
     def pairs(self, owner: int, node_of: Mapping[int, int]) -> Iterator[tuple[Slice, Slice]]:
-        """Yield the slices that an arrow joins."""
+        """Yield the pairs of slices that arrows connect."""
         result = self.sums.get(owner)
         for rank, given in self.inputs.items():
             node = node_of[rank]
@@ -94,5 +94,5 @@ def arrows(placed: Sequence[tuple[Process, Slice]], parts: Mapping[int, Part], b
     return Arrows(found, drawn, impossible)
 
 
-#: Bound to the slice around it; without "bp" it were bound to the next one that begins.
+#: "bp" binds to the slice around it instead of the next slice.
 _FINISH = {"ph": "f", "bp": "e"}

@@ -1,9 +1,9 @@
-"""Whether what was urgent left first: how many bytes of less urgent writes went ahead of each write to a peer.
+"""Priority inversions: bytes of less urgent writes that went ahead of each write to a peer.
 
-What is under way to a peer when something urgent is ready cannot be called back; it is at most one window of credit
-(`credit_queue`), or one partition where that is larger. That is all that an urgent write ever waits for which is less
-urgent. A write that leaves although a more urgent one of the same pass waits for the same peer, and has waited for
-more than such a window already, is a *priority inversion*.
+Bytes in flight to a peer when an urgent write is ready cannot be recalled: at most one window of credit
+(`credit_queue`), or one partition if that is larger. An urgent write waits for no other less urgent bytes. A write that
+leaves while a more urgent one of the same pass has already waited for more than such a window is a *priority
+inversion*.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DELIVERED, _READY, _LEFT = range(3)
 
 
 class Write(NamedTuple):
-    """One write to one peer: ready, left and delivered when. `order` is that of its pass: what is lower is urgent."""
+    """One write to one peer: when it was ready, left and was delivered; a lower `order` in its pass is more urgent."""
 
     order: int
     ready_ns: int
@@ -31,14 +31,14 @@ class Write(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Its place among all that wait."""
+        """The priority among all waiting writes."""
         return self.pass_, self.order
 
 
 class Inversion(NamedTuple):
-    """On the way from `node` to `peer`, `by` left at `at_ns` while `urgent` waited behind `ahead_nbytes`, it included.
+    """From `node` to `peer`, `by` left at `at_ns` while `urgent` waited behind `ahead_nbytes`, including `by`.
 
-    There is one at most for each urgent write.
+    Each urgent write has at most one.
     """
 
     node: int
@@ -50,7 +50,7 @@ class Inversion(NamedTuple):
 
 
 class Urgency(NamedTuple):
-    """Of all writes: the most bytes of less urgent ones that went ahead of one (`most`), and the window of credit."""
+    """Of all writes: the most bytes that went ahead of a more urgent one (`most`), and the credit window."""
 
     writes: int
     most_nbytes: int
@@ -60,7 +60,7 @@ class Urgency(NamedTuple):
 
 
 def examine(processes: Iterable[tuple[Process, Iterable[Span]]]) -> Urgency:
-    """Look at the spans of all nodes."""
+    """Examine the spans of all nodes."""
     n_writes = most_nbytes = window_nbytes = 0
     most: Span | None = None
     inversions: list[Inversion] = []
@@ -94,7 +94,7 @@ def _by_peer(spans: Iterable[Span]) -> dict[int, list[Write]]:
 
 
 def _examine(process: Process, peer: int, writes: list[Write]) -> tuple[list[int], list[Inversion]]:
-    """Go through what happened to *writes*; return the bytes ahead of each, and the inversions."""
+    """Replay *writes* in order of time; return the bytes ahead of each, and the inversions."""
     moments = sorted((at_ns, what, i) for i, write in enumerate(writes) for what, at_ns in (
         (_READY, write.ready_ns), (_LEFT, write.left_ns), (_DELIVERED, write.delivered_ns)))
     ahead = [0] * len(writes)

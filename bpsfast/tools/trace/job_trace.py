@@ -1,4 +1,9 @@
-"""All process files of a job as one trace: one clock, arrows, priority inversions marked."""
+"""The trace of a job: all process files on one clock, with arrows and priority inversions.
+
+A rank reads its node's clock, and nodes with the same `clock_id` read the same one, so an offset measured by one of
+them (`orchestration.clock_offset`) holds for the others. Machines cloned while running may share an id but not a clock:
+nodes that contradict each other are kept apart.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -14,12 +19,12 @@ from . import flows, inversions as urgency
 
 
 class Clock(NamedTuple):
-    """One clock of the job. Without `points` nothing is known of it but that it is the only one, or may be any."""
+    """A clock of the job. Without `points` its offset is zero or unknown."""
 
     points: tuple[Point, ...]
 
     def shift(self, span: Span) -> Span:
-        """Return *span* by the scheduler's clock; its length stays."""
+        """Return *span* on the scheduler's clock."""
         if not self.points:
             return span
         offset_ns, _ = offset_at(self.points, span.begin_ns)
@@ -35,7 +40,7 @@ class Clock(NamedTuple):
 
 
 class Clocks(NamedTuple):
-    """`of` each process, in their order; `number` of different ones; those whose offset nobody knows are `unknown`."""
+    """The clocks of processes, in order; the `number` of different ones; processes with `unknown` offset."""
 
     of: list[Clock]
     number: int
@@ -44,7 +49,7 @@ class Clocks(NamedTuple):
 
 
 def align(processes: Sequence[Process]) -> Clocks:
-    """Find the clock of each of *processes*. If all have the same one, it needs no offset."""
+    """Find the clock of each of *processes*. A single clock needs no offset."""
     shared: dict[str, tuple[Point, ...]] = {}
     for process in processes:
         points = _points(process)
@@ -61,7 +66,7 @@ def align(processes: Sequence[Process]) -> Clocks:
 
 
 def _key(process: Process, shared: dict[str, tuple[Point, ...]]) -> tuple[str, tuple[Point, ...]]:
-    """Return what tells the clock of *process* from others, and its points."""
+    """Return a key of the clock of *process*, and its points."""
     group, points = shared.get(process.clock_id, ()), _points(process)
     if _contradict(points, group):
         return f"{process.clock_id} of node {process.node}", points
@@ -87,7 +92,7 @@ FORMAT = "bpsfast trace 1"
 
 
 class Job(NamedTuple):
-    """The processes of a job, nodes first, their spans by the scheduler's clock; what all partitions are called."""
+    """The processes of a job, nodes first, with spans on the scheduler's clock; the names of all partitions."""
 
     processes: list[Process]
     clocks: Clocks
@@ -95,31 +100,31 @@ class Job(NamedTuple):
 
 
 def merge(folder: str | Path, out_path: str | Path) -> int:
-    """Join all process files of *folder* into one trace at *out_path* and return its number of events.
+    """Merge all process files of *folder* into one trace at *out_path* and return its number of events.
 
     The first moment of the job is time 0. All spans are held in memory at once.
 
     Raises
     ------
     ConfigError
-        If there is no trace in *folder*, or a file that cannot be read or is none of ours.
+        *folder* has no trace, or a file that cannot be read or is not a bpsfast trace.
     """
     return dump(load(folder), out_path)
 
 
 def load(folder: str | Path) -> Job:
-    """Read all process files of *folder* and bring them to one clock. Raises as `merge`."""
+    """Read all process files of *folder* and align their clocks. Raises as `merge`."""
     paths = sorted(Path(folder).glob(trace_file.PATTERN))
     if not paths:
-        raise ConfigError(f"no {trace_file.PATTERN} in {folder}: run the job with BPSFAST_TRACE_DIR set, on all "
-                          "machines, and gather what each of them wrote")
+        raise ConfigError(f"no {trace_file.PATTERN} in {folder}: run the job with BPSFAST_TRACE_DIR set on all "
+                          "machines, and copy their files to this folder")
     processes = [trace_file.read(path) for path in paths]
     who: dict[tuple[int, int], Path] = {}
     for process, path in zip(processes, paths):
         other = who.setdefault((process.node, process.rank), path)
         if other is not path:
-            raise ConfigError(f"{other.name} and {path.name} in {folder} are both of {process.role}: traces of two "
-                              "jobs lie there; give each job a folder of its own")
+            raise ConfigError(f"{other.name} and {path.name} in {folder} are both of {process.role}: the folder has "
+                              "traces of two jobs; use one folder per job")
     processes.sort(key=lambda process: (process.rank >= 0, process.rank, process.node, process.path))
     clocks = align(processes)
     for process, its_clock in zip(processes, clocks.of):
@@ -128,7 +133,7 @@ def load(folder: str | Path) -> Job:
 
 
 def _parts(processes: list[Process]) -> dict[int, Part]:
-    """Put together what each process knows: nodes know the urgency, ranks may know names that no node has traced."""
+    """Combine what processes know of partitions: nodes know the urgency, ranks know names that no node traced."""
     found: dict[int, Part] = {}
     for process in processes:
         for number, row in process.parts.items():
@@ -178,7 +183,7 @@ def reload(path: Path) -> Job:
     Raises
     ------
     ConfigError
-        If the file is no whole trace of ours.
+        The file is not a complete trace of bpsfast.
     """
     document = trace_file.decode(path)
     try:
@@ -198,5 +203,5 @@ def reload(path: Path) -> Job:
         clocks = Clocks([], other["clocks"], round(other["clock_uncertainty_us"] * 1000), other["clock_unknown"])
         return Job(processes, clocks, {int(number): Part(*row) for number, row in other["parts"].items()})
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise ConfigError(f"{path} is no trace of bpsfast: {trace_file.words(exc)}; give a folder of process "
+        raise ConfigError(f"{path} is not a trace of bpsfast: {trace_file.words(exc)}; give a folder of process "
                           "files, or what `bpsfast trace merge` made of one") from exc

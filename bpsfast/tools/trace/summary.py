@@ -1,7 +1,7 @@
-"""Where the time of a step went: for the mean of the ranks, the slowest of each kind, and whether urgency was obeyed.
+"""Summary of a trace: where the time of a step went in the mean of the ranks, busiest links and nodes, inversions.
 
-A rank's step is computing, copying and waiting; what it waits for is what happened to the same round of the same
-partition meanwhile, on whichever node: the first in `CAUSES` that did.
+A rank's step is computing, copying and waiting. The cause of a wait is what happened meanwhile to the same round of the
+same partition on any node: the first kind in `CAUSES`.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...base.trace_records import CREDIT, Span, printable
 from . import inversions as urgency
 from .job_trace import Job
 
-#: What a rank waits for: kinds of spans, the most telling first; "inputs" that others have not given yet come last.
+#: Causes of waits: kinds of spans, the most specific first; "inputs" that other ranks have not pushed come last.
 CAUSES = {"sum": "sums", "wire": "the wire", CREDIT: "credit or more urgent writes", "queue": "a free summing thread",
           "gather": "inputs of others"}
 _REST = "other"
@@ -25,7 +25,7 @@ Times = list[tuple[int, int]]
 
 
 class Work(NamedTuple):
-    """Busy time and bytes, both for each step, of a link or node."""
+    """Busy time and bytes per step of a link or node."""
 
     title: str
     busy_s: float
@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Seconds are those of a step, the mean of all ranks. `waiting` by cause; `tensors`: waits; worst first."""
+    """Seconds per step, as means over ranks. `waiting` by cause; `tensors`: waits; longest first."""
 
     ranks: int
     steps: float
@@ -49,7 +49,7 @@ class Summary(NamedTuple):
     job: Job
 
     def data(self) -> dict[str, Any]:
-        """Return what JSON shows."""
+        """Return the JSON data."""
         most = self.urgency.most
         return {
             "ranks": self.ranks, "steps": self.steps, "step_s": self.step_s, "compute_s": self.compute_s,
@@ -65,17 +65,17 @@ class Summary(NamedTuple):
         }
 
     def lines(self) -> list[str]:
-        """Return five lines for people."""
+        """Return the summary as five lines."""
         return [_step(self), _waiting(self), _slowest(self), _urgent(self), self.clocks_line]
 
     @property
     def clocks_line(self) -> str:
-        """How well the clocks agree, and what is missing."""
+        """How well the clocks agree, and which processes are missing."""
         return _clocks(self)
 
 
 def summarise(job: Job) -> Summary:
-    """Return where the time of *job* went."""
+    """Summarize *job*."""
     rounds = _rounds(job)
     ranks = [process for process in job.processes if process.rank >= 0 and process.spans]
     of_ranks = [_of_rank(process, job, rounds) for process in ranks]
@@ -99,7 +99,7 @@ def summarise(job: Job) -> Summary:
 
 
 class _Rank(NamedTuple):
-    """One rank's times, in nanoseconds a step."""
+    """The times of one rank in nanoseconds per step."""
 
     steps: int
     step_ns: float
@@ -119,7 +119,7 @@ def _of_rank(process: Process, job: Job, rounds: Mapping[tuple[int, int], list[t
     tensors: dict[str, float] = defaultdict(float)
     seen_ns = begin_ns
     for a, b, span in sorted((each for each in inside if each[2].kind == "wait"), key=lambda each: each[:2]):
-        left = without([(max(a, seen_ns), b)], copies)  # of two threads that wait at once the first one counts
+        left = without([(max(a, seen_ns), b)], copies)  # if two threads wait at once, the first one counts
         seen_ns = max(seen_ns, b)
         wait_ns += length(left)
         tensors[_tensor(job, span)] += length(left) / steps
@@ -134,9 +134,9 @@ def _of_rank(process: Process, job: Job, rounds: Mapping[tuple[int, int], list[t
 
 
 def _window(spans: list[Span]) -> tuple[int, int, int]:
-    """Return begin, end and number of whole steps: from the first to the last input of what was pushed most often.
+    """Return begin, end and number of whole steps: from the first to the last input of the most pushed partition.
 
-    With one step only, from the first moment to the last.
+    With a single step, from the first moment to the last.
     """
     given: dict[int, dict[int, int]] = defaultdict(dict)
     for span in spans:
@@ -151,7 +151,7 @@ def _window(spans: list[Span]) -> tuple[int, int, int]:
 
 
 def _concerns(process: Process, job: Job, node: int, span: Span) -> bool:
-    """Whether *span*, of *node*, stands between *process* and its result: results for other nodes do not."""
+    """Tell whether *span* of *node* delays the result of *process*; results for other nodes do not."""
     if span.kind not in ("wire", CREDIT):
         return True
     part = job.parts.get(span.key[0])
@@ -159,7 +159,7 @@ def _concerns(process: Process, job: Job, node: int, span: Span) -> bool:
 
 
 def _rounds(job: Job) -> dict[tuple[int, int], list[tuple[int, Span]]]:
-    """Return what nodes did, by part and round."""
+    """Return the spans of nodes by partition and round."""
     found: dict[tuple[int, int], list[tuple[int, Span]]] = defaultdict(list)
     for process in job.processes:
         if process.rank < 0:
@@ -172,7 +172,7 @@ def _rounds(job: Job) -> dict[tuple[int, int], list[tuple[int, Span]]]:
 
 
 def _traced_steps(job: Job) -> float:
-    """Return the rounds of what was summed most often."""
+    """Return the rounds of the most summed partition."""
     rounds: dict[int, set[int]] = defaultdict(set)
     for process in job.processes:
         for span in process.spans:
@@ -182,7 +182,7 @@ def _traced_steps(job: Job) -> float:
 
 
 def _works(job: Job, steps: float) -> tuple[list[Work], list[Work]]:
-    """Return links and nodes, the busiest first."""
+    """Return links and nodes, busiest first."""
     links: list[Work] = []
     nodes: list[Work] = []
     for process in job.processes:
@@ -205,7 +205,7 @@ def _work(title: str, spans: list[Span], steps: float) -> Work:
 
 
 def union(times: Iterable[tuple[int, int]]) -> Times:
-    """Return the times that any of *times* covers, in order and apart."""
+    """Return the union of *times* as sorted, disjoint intervals."""
     found: Times = []
     for begin, end in sorted(times):
         if found and begin <= found[-1][1]:
@@ -216,7 +216,7 @@ def union(times: Iterable[tuple[int, int]]) -> Times:
 
 
 def without(times: Times, taken: Times) -> Times:
-    """Return *times* less *taken*; both as `union` returns them, but that a time may be empty or less."""
+    """Return *times* without *taken*; both are results of `union`, but intervals may be empty or negative."""
     found: Times = []
     for begin, end in times:
         for at in range(max(0, bisect_left(taken, (begin, begin)) - 1), len(taken)):
@@ -234,15 +234,15 @@ def without(times: Times, taken: Times) -> Times:
 
 
 def length(times: Times) -> int:
-    """Return how long *times* are together; as `union` returns them."""
+    """Return the total length of *times*, a result of `union`."""
     return sum(end - begin for begin, end in times)
 
 
-# -- words ---------------------------------------------------------------------------------------------------------
+# -- text ----------------------------------------------------------------------------------------------------------
 
 
 def title(job: Job, span: Span) -> str:
-    """Return what the partition of *span* is called."""
+    """Return the name of the partition of *span*."""
     part, round_ = span.key
     return f"{job.parts[part].title if part in job.parts else f'part {part}'} of round {round_}"
 
@@ -258,7 +258,7 @@ def _ms(seconds: float) -> str:
 
 def _step(summary: Summary) -> str:
     if not summary.ranks:
-        return "step: no rank's trace is here, so nobody knows how long a step took"
+        return "step: unknown, because there is no trace of a rank"
     whole = summary.step_s or 1.0
     parts = ", ".join(f"{name} {_ms(seconds)} ({seconds / whole:.0%})" for name, seconds in (
         ("computing", summary.compute_s), ("copying", summary.copy_s), ("waiting", summary.wait_s)))
@@ -303,9 +303,9 @@ def _clocks(summary: Summary) -> str:
     if clocks.number > 1:
         text += f", known to {clocks.uncertainty_ns / 1e3:.3g} us"
     if clocks.unknown:
-        text += f"; nothing is known of the clock of {', '.join(clocks.unknown)}"
+        text += f"; unknown clock of {', '.join(clocks.unknown)}"
     full = [process.role for process in processes if process.full]
     if full:
-        text += (f"; no room for more records on {', '.join(full)}: set trace_capacity, or trace_first_step and "
+        text += (f"; records dropped on {', '.join(full)}: set trace_capacity, or trace_first_step and "
                  "trace_last_step")
     return text

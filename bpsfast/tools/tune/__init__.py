@@ -1,7 +1,7 @@
-"""``bpsfast tune rdma``: which settings move more bytes between these machines, found by measuring.
+"""``bpsfast tune rdma`` measures which settings move more bytes between these machines.
 
-    comparison   better by more than chance?             facts     what one side's devices and machine offer
-    search       one knob after the other, in a budget   knobs     what may be tried, and why the rest may not
-    trial        settings -> what `perf` measures        field     the machines, and one measurement among them
-    partner      the side that listens                   report    what was found, for people and as JSON
+    search       tries one tunable after the other within a budget, and compares series of measurements
+    tunables     what the machines offer, which settings may be tried, and what `perf` measures for them
+    testbed      the machines and the measurements between them; both sides
+    tuning_run   one run: prepare, search, report
 """

@@ -1,11 +1,11 @@
-"""Search for better settings, one knob after the other, within a budget of time and against noise.
+"""Search for better settings, one tunable after the other, within a time budget and against noise.
 
-Each knob's values are measured in turns with the settings as they are, in random order. Values that fall behind are
-given up early; the best one is taken only if it also wins a second series of its own, by more than the noise: the first
-one chose it, and the luckiest of several is never as good as it looked. At the end the settings at the start and those
-found are measured once more, in turns, and only that decides.
+The values of a tunable are measured in rounds together with the current settings, in random order. Values that fall
+behind are dropped early. The best one is accepted only if it wins a second series by more than the noise, because the
+winner of several looks better than it is. At the end the initial and the found settings are compared once more; only
+that decides.
 
-Nothing here knows what is measured: a function does it, and says how long by the clock that is passed in.
+The module does not know what is measured: a function measures, and a clock is passed in.
 """
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from ...orchestration.errors import ConfigError
 
-#: What is not worth a setting, however sure: one per cent.
+#: Smallest relative gain that counts.
 LEAST_GAIN = 0.01
-#: How many standard errors of the median a gain has to exceed.
+#: Number of standard errors of the median that a gain must exceed.
 _ERRORS = 3.0
 #: Standard deviation of normal values over their median absolute deviation; error of a median over that of a mean.
 _PER_MAD, _PER_MEAN = 1.4826, 1.2533
@@ -29,7 +29,7 @@ _PER_MAD, _PER_MEAN = 1.4826, 1.2533
 
 @dataclass(frozen=True)
 class Comparison:
-    """`gain` is relative, 0.1 for a tenth better, `noise` its standard error; `n` pairs."""
+    """The comparison of two series: relative `gain` (0.1 is a tenth better), its standard error `noise`, `n` pairs."""
 
     gain: float
     noise: float
@@ -41,10 +41,11 @@ class Comparison:
 
 
 def compare(before: Sequence[float], after: Sequence[float], noise: float = 0.0) -> Comparison:
-    """Compare values that are better the higher they are, all above 0, taken in turns.
+    """Compare positive values, higher is better, measured in alternation.
 
-    A difference counts if it is more than one per cent and three standard errors, and nearly every pair agrees on its
-    sign. *noise*: standard deviation of one value, relative, as known from elsewhere: few pairs may agree by accident.
+    A difference counts if it exceeds one per cent and three standard errors, and nearly all pairs agree on its sign.
+    Alternation and ratios cancel drift; medians ignore single disturbances. *noise*: known relative standard deviation
+    of one value, because few pairs may agree by accident.
     """
     ratios = [math.log(new / old) for old, new in zip(before, after)]
     n = len(ratios)
@@ -59,13 +60,13 @@ def compare(before: Sequence[float], after: Sequence[float], noise: float = 0.0)
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the standard deviation as the median absolute deviation tells it: outliers hardly count."""
+    """Return the standard deviation estimated by the median absolute deviation, which ignores outliers."""
     middle = statistics.median(values)
     return _PER_MAD * statistics.median(abs(value - middle) for value in values)
 
 
 def noise_of(values: Sequence[float]) -> float:
-    """Return the relative standard deviation of one value, of a series in which nothing was changed; drift left out."""
+    """Return the relative standard deviation of one value, from a series without changes; drift is excluded."""
     steps = [math.log(new / old) for old, new in itertools.pairwise(values)]
     if not steps:
         return 0.0
@@ -78,16 +79,16 @@ _FINAL_PAIRS = 6
 _PASSES = 3
 
 Config = dict[str, Any]
-#: (settings, load) -> a value that is better the higher it is; raises `ConfigRefusedError`.
+#: (settings, load) -> a value, higher is better; raises `ConfigRefusedError`.
 Measure = Callable[[Config, str], float]
 
 
 class ConfigRefusedError(Exception):
-    """These settings cannot be measured: the words say why. The search goes on without them."""
+    """The settings cannot be measured, and the message says why. The search continues without them."""
 
 
 class Tunable(NamedTuple):
-    """A setting, the values to try beside the present one, and the load under which they are compared."""
+    """A setting, the values to try beside the current one, and the load for comparisons."""
 
     name: str
     values: tuple[Any, ...]
@@ -95,7 +96,7 @@ class Tunable(NamedTuple):
 
 
 class TuneStep(NamedTuple):
-    """One value that was tried: `was` is the one it was compared with, `words` what came of it."""
+    """One value that was tried: `was` is the value it was compared with, `words` the result."""
 
     knob: str
     value: Any
@@ -106,9 +107,9 @@ class TuneStep(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What was found. `best` is `start` unless `changed`; `after` is empty if nothing promised to be better.
+    """The result. `best` equals `start` unless `changed`; `after` is empty if nothing looked better.
 
-    `before`, `after`: values by load, in turns. `untried`: knobs for which the budget did not last.
+    `before`, `after`: values by load, measured in alternation. `untried`: tunables that the budget did not cover.
     """
 
     start: Config
@@ -131,9 +132,9 @@ class Search:
     Parameters
     ----------
     loads
-        What is measured at the end; the knobs' own loads are among them.
+        The loads that are measured at the end; they include those of the tunables.
     effective
-        Settings -> what really differs, hashable: values that change nothing under the other settings are left out.
+        Settings -> a hashable of what differs in effect; values without effect are skipped.
     """
 
     def __init__(self, start: Config, knobs: Sequence[Tunable], loads: Sequence[str], measure: Measure, *,
@@ -149,18 +150,18 @@ class Search:
         self.outcome = Outcome(dict(start), dict(start))
 
     def run(self) -> Outcome:
-        """Search, and return what was found.
+        """Search, and return the result.
 
         Raises
         ------
         ConfigError
-            If the budget does not even suffice to measure the settings at the start.
+            The budget does not suffice to measure the initial settings.
         Exception
-            What *measure* raises but `ConfigRefusedError`; and that one, for the settings at the start.
+            Any error of *measure* but `ConfigRefusedError`; also that one for the initial settings.
         """
         self._began = self._clock()
         for load in self._loads:
-            self._take(self._config, load)  # also pays for what either side learns once
+            self._take(self._config, load)  # includes one-time costs of both sides
         self._require_budget()
         for load in dict.fromkeys(knob.load for knob in self._knobs):
             series = [self._take(self._config, load) for _ in range(_NOISE_SAMPLES)]
@@ -178,7 +179,7 @@ class Search:
             for measured in (self.outcome.before, self.outcome.after, self.outcome.comparisons):
                 measured.clear()
             self._finish()
-            self.outcome.words = f"what was found is not possible any more: {exc}"
+            self.outcome.words = f"the found settings are not possible any more: {exc}"
         self.outcome.seconds = self._clock() - self._began
         return self.outcome
 
@@ -205,14 +206,14 @@ class Search:
         least_s = (self._clock() - self._began) + self._reserve_s + _NOISE_SAMPLES * sum(
             self._cost[load] for load in loads)
         if least_s > self._budget_s:
-            raise ConfigError(f"--budget {self._budget_s:g}s is too short: before and after alone, {_FINAL_PAIRS} "
-                              f"times each for {', '.join(self._loads)}, take {least_s:.0f} s here; nothing was "
+            raise ConfigError(f"--budget {self._budget_s:g}s is too short: the final comparison alone, {_FINAL_PAIRS} "
+                              f"rounds each for {', '.join(self._loads)}, take {least_s:.0f} s here; nothing was "
                               "changed")
 
     # -- one knob -----------------------------------------------------------------------------------------------
 
     def _turn(self, knob: Tunable) -> bool:
-        """Try the values of a knob; whether one was taken."""
+        """Try the values of a tunable; tell whether one was accepted."""
         present = self._config[knob.name]
         live: dict[Any, list[float]] = {}
         for value in knob.values:
@@ -241,7 +242,7 @@ class Search:
         return self._confirm(knob, best)
 
     def _rounds(self, knob: Tunable, live: dict[Any, list[float]]) -> list[float]:
-        """Measure all values and the present one in turns; give up early those that fall behind. Changes *live*."""
+        """Measure all values and the current one in rounds; drop those that fall behind. Changes *live*."""
         own: list[float] = []
         margin = max(LEAST_GAIN, 2 * self.outcome.noise[knob.load])
         for number in range(_ROUNDS):
@@ -256,7 +257,7 @@ class Search:
                     self._try(knob, value, live)
             if number + 1 >= _LEAST_ROUNDS:
                 for value in [value for value in live if _gain(own, live[value]) < -margin]:
-                    self._tell(knob, value, False, f"{100 * _gain(own, live.pop(value)):+.1f} %: given up early")
+                    self._tell(knob, value, False, f"{100 * _gain(own, live.pop(value)):+.1f} %: dropped early")
             if not live:
                 break
         return own
@@ -282,7 +283,7 @@ class Search:
         return taken
 
     def _pairs(self, one: Config, other: Config, load: str, n: int) -> tuple[list[float], list[float]]:
-        """Measure two settings in turns, who goes first by chance."""
+        """Measure two settings in alternation, in random order."""
         values: tuple[list[float], list[float]] = ([], [])
         for _ in range(n):
             for which in self._rng.sample((0, 1), 2):
@@ -296,21 +297,21 @@ class Search:
         if self._config == outcome.start:
             for load in self._loads:
                 outcome.before[load] = [self._take(outcome.start, load) for _ in range(_FINAL_PAIRS)]
-            outcome.words = "nothing was better by more than the noise"
+            outcome.words = "nothing is better by more than the noise"
             return
         for load in self._loads:
             outcome.before[load], outcome.after[load] = self._pairs(outcome.start, self._config, load, _FINAL_PAIRS)
             outcome.comparisons[load] = compare(outcome.before[load], outcome.after[load],
                                                 self.outcome.noise.get(load, 0.0))
         worse = [load for load, found in outcome.comparisons.items() if found.verdict == "worse"]
-        # a load for which nothing was changed decides nothing: it may only not become worse
+        # a load that no tunable concerns decides nothing, but must not become worse
         changed = describe(self._config, outcome.start)
         decisive = dict.fromkeys(knob.load for knob in self._knobs if knob.name in changed)
         better = [load for load in decisive if outcome.comparisons[load].verdict == "better"]
         if worse:
-            outcome.words = f"what was found makes {', '.join(worse)} worse"
+            outcome.words = f"the found settings make {', '.join(worse)} worse"
         elif not better:
-            outcome.words = "measured again, what was found is not better by more than the noise"
+            outcome.words = "in the final comparison the found settings are not better by more than the noise"
         else:
             outcome.changed, outcome.best = True, dict(self._config)
             outcome.words = f"{', '.join(better)} better by more than the noise, nothing worse"
@@ -319,7 +320,7 @@ class Search:
         return {**self._config, knob.name: value}
 
     def _new(self, seen: Any, load: str) -> bool:
-        """Whether these settings were not yet compared with the present ones."""
+        """Tell whether these settings have not been compared with the current ones yet."""
         pair = (self._effective(self._config, load), seen, load)
         if pair in self._known:
             return False
@@ -333,7 +334,7 @@ class Search:
 
 
 def _gain(own: Sequence[float], values: Sequence[float]) -> float:
-    """Return the median gain over the present settings, round by round."""
+    """Return the median gain over the current settings, round by round."""
     return math.expm1(statistics.median(math.log(new / old) for old, new in zip(own, values)))
 
 

@@ -1,7 +1,7 @@
-"""The machines between which settings are tried, and one measurement among them: one or more visits of `perf` at once.
+"""The machines between which settings are tried, and the measurements between them; both sides.
 
-Each way, a pair of rails between this machine and another one, is a visit over a connection of its own; all begin
-together. Nothing is kept between measurements, so a machine that died is found by the next one.
+A measurement runs `perf` over one or more pairs of rails at once, each over a connection of its own. Nothing is kept
+between measurements, so the next one notices a dead machine.
 """
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .search import ConfigRefusedError
 from .tunables import HostCapabilities, RailCapabilities
 
 DEFAULT_PORT = 18530
-#: A machine that answered before answers within this, or is gone.
+#: Longest wait for a machine that answered before.
 _AGAIN_S = 10.0
 _LOOK_S = 0.2
 _LAST_WORDS_S = 10.0
-#: A visit has so many waits of its own, at most, each with the deadline of silence.
+#: Most waits of a perf run, each with the deadline of silence.
 _STEPS = 6
 
 
 class RailPair(NamedTuple):
-    """One visit: to which machine (its place in the list), from which rail here to which rail there."""
+    """A pair of rails: to which machine (its index), from which rail here, to which rail there."""
 
     partner: int
     own: RailCapabilities
@@ -43,25 +43,25 @@ class RailPair(NamedTuple):
 
 
 class TuneTestbed:
-    """The other machines, each listening. One thread.
+    """The other machines, each of which listens. One thread.
 
-    *wait_s*: how long to wait for one to listen; *timeout_s*: silence after which it counts as stalled.
+    *wait_s*: longest wait for one to listen; *timeout_s*: silence after which one counts as stalled.
     """
 
     def __init__(self, where: Sequence[tuple[str, int]], key: bytes, loaded: Settings, wait_s: float,
                  timeout_s: float) -> None:
         self._where, self._key, self._settings = list(where), key, loaded
         self._wait_s, self._timeout_s = wait_s, timeout_s
-        #: this machine, read once: that takes longer than many a measurement
+        #: this machine, read once because that takes longer than many measurements
         self.own = Host()
 
     def ask(self, what: str) -> list[HostCapabilities]:
-        """Ask every machine for its "facts", or tell it the "end"; return the answers' facts.
+        """Ask every machine for its "facts", or tell it the "end"; return the answers.
 
         Raises
         ------
         BpsError
-            A machine does not answer, or objects.
+            A machine does not answer or reports an error.
         """
         found = []
         for host, port in self._where:
@@ -81,9 +81,9 @@ class TuneTestbed:
         Raises
         ------
         ConfigRefusedError
-            These settings cannot be measured, but every machine is still there.
+            These settings cannot be measured; every machine still answers.
         PeerLostError
-            One is not.
+            A machine is gone.
         """
         controls: list[Control] = []
         try:
@@ -99,7 +99,7 @@ class TuneTestbed:
         try:
             return connect(host, port, self._key, wait_s, self._timeout_s)
         except (BpsError, OSError) as exc:
-            raise PeerLostError(f"{host}:{port} listens no more: {exc}") from exc
+            raise PeerLostError(f"{host}:{port} does not listen any more: {exc}") from exc
 
     def _together(self, plan: Plan, ways: Sequence[RailPair], controls: Sequence[Control]) -> list[dict[str, Any]]:
         barrier = threading.Barrier(len(ways))
@@ -119,7 +119,7 @@ class TuneTestbed:
                 visit = PerfRun(controls[number], self._key, own, lambda row: None, meet, self.own)
                 visit.as_client(plan, lambda: None, way.their.name)
                 rows[number] = visit.rows[0]
-            except Exception as exc:  # told below, in the thread that asked
+            except Exception as exc:  # reported below, in the calling thread
                 errors.append((number, exc))
                 barrier.abort()
 
@@ -148,7 +148,7 @@ class TuneTestbed:
         return [row for row in rows if row is not None]
 
     def _explain(self, ways: Sequence[RailPair], errors: Sequence[tuple[int, Exception]]) -> None:
-        """Raise what an error means: settings that cannot be, or a machine that is gone."""
+        """Raise the error for the user: impossible settings, or a lost machine."""
         number, error = next((each for each in errors if not isinstance(each[1], _OthersError)), errors[0])
         if not isinstance(error, BpsError | OSError | ValueError):
             raise error
@@ -167,7 +167,7 @@ class TuneTestbed:
 
 
 class _OthersError(BpsError):
-    """A visit that only ends because another one of the same measurement failed."""
+    """A perf run that ended because another one of the same measurement failed."""
 
 _log = logging.getLogger("bpsfast")
 _SILENCE_S = 60.0
@@ -175,7 +175,11 @@ _MOST_AT_ONCE = 64
 
 
 class TuneServer:
-    """One listener. `serve` in one thread; *say* is called, from any, with what people should see."""
+    """The listening side: reports what this machine offers, and is measured. `serve` in one thread.
+
+    Each measurement has a connection and a thread of its own, because several rails are measured at once. *say* is
+    called from any thread with messages for the user.
+    """
 
     def __init__(self, listener: socket.socket, key: bytes, loaded: Settings, say: Callable[[str], None]) -> None:
         self._listener, self._key, self._settings, self._say = listener, key, loaded, say
@@ -188,14 +192,14 @@ class TuneServer:
         self._lock = threading.Lock()
 
     def serve(self, wait_s: float) -> None:
-        """Serve until the other side says that it is done; strangers get nothing.
+        """Serve until the other side is done; refuse strangers.
 
         Raises
         ------
         StallError
-            Nobody came within *wait_s* seconds.
+            Nobody connected within *wait_s* seconds.
         PeerLostError
-            Somebody came, and then nobody for so long.
+            A client connected, and then nobody for *wait_s* seconds.
         """
         self._heard_s = time.monotonic()
         door = handshake_acceptor(self._listener.dup(), self._key, _SILENCE_S, self._client,
@@ -212,15 +216,16 @@ class TuneServer:
         if silent_s < wait_s:
             return
         if self._driver:
-            raise PeerLostError(f"{self._driver} has measured nothing for {wait_s:g} s and did not say that it is "
-                                "done: its process ended; its own output says why. Nothing was changed here")
-        raise StallError(f"nobody came within {wait_s:g} s to port {self._listener.getsockname()[1]}: start `bpsfast "
+            raise PeerLostError(f"{self._driver} has measured nothing for {wait_s:g} s without ending the run: its "
+                                "process is gone, and its own output says why. Nothing was changed here")
+        raise StallError(f"nobody connected within {wait_s:g} s to port {self._listener.getsockname()[1]}: start "
+                         "`bpsfast "
                          "tune rdma` with this host's name on the other one")
 
     def _client(self, control: Control) -> None:
         with control:
             if not self._places.acquire(blocking=False):
-                return control.stop(f"{_MOST_AT_ONCE} measurements are under way already")
+                return control.stop(f"{_MOST_AT_ONCE} measurements are already running")
             with self._lock:
                 self._at_work += 1
             try:
@@ -229,7 +234,7 @@ class TuneServer:
                 self._driver = control.peer_host
                 self._answer(control)
             except (BpsError, OSError, ValueError) as exc:
-                # values that cannot be are part of trying, and the other side tells its user
+                # impossible values are part of the search; the other side tells its user
                 _log.info("tune: %s", exc)
             finally:
                 with self._lock:
@@ -253,4 +258,4 @@ class TuneServer:
             self._say("the other side is done")
             self._ended.set()
         else:
-            control.send(Answer({"error": f"{asked.what!r} is no question that this version knows"}))
+            control.send(Answer({"error": f"{asked.what!r} is not a known question"}))

@@ -1,4 +1,4 @@
-"""Which settings may be tried between these machines, with which values; and of every other one why not, in a line."""
+"""What the machines offer for RDMA, which settings to try with which values, and what `perf` measures for them."""
 from __future__ import annotations
 
 import os
@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...base import rdma_device_list
 from ...base.settings import Settings
+from ...base.value_formats import PATH_MTUS, parse_rdma_devices
 from ...hardware import numa
 from ...hardware.host import Host
-from ...hardware.rdma_devices import PATH_MTUS
 from ...hardware.verbs import provider
 from ...node.transport.rdma.handshake import ACK_TIMEOUT
 from ...orchestration.errors import ConfigError, UnsupportedError
@@ -37,12 +36,12 @@ class RailCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """device:port, as the setting rdma_devices writes it."""
+        """device:port, as in the setting rdma_devices."""
         return f"{self.device}:{self.port}"
 
 
 class HostCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine. `rails`: best first towards the other side, those in use by its settings before the others."""
+    """One machine. `rails`: best first towards the other side, those that its settings use before the others."""
 
     host: str
     rails: tuple[RailCapabilities, ...]
@@ -53,21 +52,21 @@ class HostCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     huge_page_nbytes: int
 
     def require(self) -> tuple[RailCapabilities, ...]:
-        """Return the rails; raises `UnsupportedError`, which says of every port why not, if there are none."""
+        """Return the rails; if there are none, raise `UnsupportedError` with the reason against every port."""
         if not self.rails:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.rejected.items())
             raise UnsupportedError(f"{self.host}: no RDMA port can be used: {reasons or 'there is no RDMA device'}. "
-                                   "`bpsfast doctor` there says what to do about it")
+                                   "run `bpsfast doctor` there")
         return self.rails
 
 
 def gather(host: Host, loaded: Settings, peer_host: str) -> HostCapabilities:
-    """Return the facts of this machine, *host*, seen towards *peer_host*.
+    """Return the capabilities of this machine, *host*, towards *peer_host*.
 
     Raises
     ------
     ConfigError, OSError
-        The settings name what is not there; libibverbs or a device cannot be opened.
+        The settings name a device that does not exist; libibverbs or a device cannot be opened.
     """
     rails, rejected = ping.rails(host, loaded, peer_host)
     allowed = numa.allowed_cpus(host.tree)
@@ -89,27 +88,27 @@ def _rail(host: Host, loaded: Settings, rail: Any, allowed: frozenset[int]) -> R
                      max_qp_wr=limits["max_qp_wr"], numa_node=node, near=tuple(sorted(near)))
 
 ONE_WAY, TWO_WAY, INCAST, LATENCY = "one-way", "two-way", "incast", "latency"
-#: What is too small for anything but its latency to matter: an empty contribution, a few scalars.
+#: A size at which only latency matters, such as an empty contribution or a few scalars.
 LATENCY_NBYTES = 64
 _TURNS = 200
 _RECEIVES = 512
-#: The settings that are tuned; each is read by the transport.
+#: The tuned settings; the transport reads each of them.
 NAMES = ("partition_bytes", "credit_bytes", "rdma_devices", "rdma_queue_pairs", "rdma_queue_depth", "rdma_signal_every",
          "rdma_inline_bytes", "rdma_mtu", "rdma_traffic_class", "rdma_service_level", "rdma_relaxed_ordering",
          "huge_pages", "rdma_cores")
 
 
 def rails_of(side: HostCapabilities, devices: str) -> list[RailCapabilities]:
-    """Return the rails that *side* would use with the setting rdma_devices; the order pairs them up with the peer's.
+    """Return the rails that *side* would use with the setting rdma_devices, ordered to pair with the peer's.
 
     Raises
     ------
     ConfigError
-        If the setting names none of them.
+        The setting names none of them.
     """
     if not devices:
         return list(side.require()[:side.n_used])
-    wanted = rdma_device_list.parse(devices)
+    wanted = parse_rdma_devices(devices)
     found = [rail for rail in side.require() if wanted.admits(rail.device, rail.port)]
     if not found:
         raise ConfigError(f"rdma_devices={devices!r} names no usable port of {side.host}")
@@ -120,7 +119,7 @@ def plan_of(config: dict[str, Any], load: str, rails: Sequence[RailCapabilities]
             timeout_s: float) -> Plan:
     """Return the plan for one of *n_rails* pairs of rails between two machines.
 
-    All that are measured at once have the same plan, so what limits any of *rails*, all that take part, limits it.
+    All pairs that are measured at once use the same plan, so it respects the limits of all *rails*.
     """
     mtu = min(rail.mtu for rail in rails)
     most = min(rail.max_qp_wr for rail in rails)
@@ -144,14 +143,14 @@ def plan_of(config: dict[str, Any], load: str, rails: Sequence[RailCapabilities]
 
 _MIB = 1 << 20
 _LEAST_MTU = 1024
-#: Drivers of the kernel that pass the flag on to the card; the others ignore it.
+#: Kernel drivers that pass the flag to the card; others ignore it.
 _ORDERING_DRIVERS = frozenset({"mlx5_core"})
-#: Below this the pool could not hold what is registered for the smallest run.
+#: Smallest pool that holds the registered memory of the smallest run.
 _LEAST_POOL_NBYTES = 64 * _MIB
 
 
 class Choice(NamedTuple):
-    """Knobs to try, and by setting the reason why it is not tried."""
+    """Tunables to try, and the reason against each other setting."""
 
     knobs: list[Tunable]
     untried: dict[str, str]
@@ -159,10 +158,10 @@ class Choice(NamedTuple):
 
 def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabilities], goal: str,
            traffic_classes: Sequence[int] = (), service_levels: Sequence[int] = (), only: Sequence[str] = ()) -> Choice:
-    """Return what may be tried, starting from *start*, judged under the load *goal*.
+    """Return which settings to try, starting from *start*, judged under the load *goal*.
 
-    *traffic_classes*, *service_levels*: values that the network is made for, as the user says; *only*: the settings
-    that he wants tried (empty: all).
+    *traffic_classes*, *service_levels*: values that the network supports according to the user; *only*: the settings to
+    try (empty: all).
     """
     sides = [own, *partners]
     rails = [rail for side in sides for rail in rails_of(side, start["rdma_devices"] if side is own else "")]
@@ -189,14 +188,14 @@ def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabili
     offer("rdma_devices", *_rails(own, partners))
     mtu = min(rail.mtu for rail in rails)
     offer("rdma_mtu", [0, *(each for each in PATH_MTUS if _LEAST_MTU <= each < mtu)],
-          f"the active MTU is {mtu}: smaller packets only cost")
-    # what the switches protect is theirs to say
+          f"the active MTU is {mtu}: smaller packets only cost time")
+    # only the switches' administrator knows what they protect
     on_ethernet = any(rail.link_layer == "Ethernet" for rail in rails)
     offer("rdma_traffic_class", traffic_classes,
-          "the switches decide which class is protected: name those to try by --traffic-class 0,106" if on_ethernet
+          "the switches define which classes are protected: name those to try with --traffic-class 0,106" if on_ethernet
           else "InfiniBand has service levels instead")
     offer("rdma_service_level", service_levels,
-          "the fabric decides which levels there are: name those to try by --service-level 0,3")
+          "the fabric defines the levels: name those to try with --service-level 0,3")
     ignoring = sorted({rail.driver for rail in rails} - _ORDERING_DRIVERS)
     offer("rdma_relaxed_ordering", () if ignoring else (False, True),
           f"the driver {', '.join(ignoring)} ignores it")
@@ -220,12 +219,11 @@ def _rails(own: HostCapabilities, partners: Sequence[HostCapabilities]) -> tuple
 
 
 def _cores(sides: Sequence[HostCapabilities], rails: Sequence[RailCapabilities]) -> tuple[list[str], str]:
-    """Return "numa" where that says something, and one core beside the devices that is no first one: those serve
-    interrupts."""
+    """Return "numa" if it makes a difference, and a core near all devices; not the first, which serves interrupts."""
     values = []
     if all(side.n_numa > 1 for side in sides) and all(rail.numa_node is not None and rail.near for rail in rails):
         values.append("numa")
     common = set.intersection(*(set(side.cores) for side in sides), *(set(rail.near) for rail in rails))
     if len(common) > 1:
         values.append(str(max(common)))
-    return values, "one NUMA node, and no two cores that all machines have beside their devices"
+    return values, "there is one NUMA node, and no second core near the devices of all machines"

@@ -1,4 +1,4 @@
-"""One run of ``bpsfast tune rdma``, from the side that drives it: what to try, measuring it, what the cards counted."""
+"""One run of ``bpsfast tune rdma`` on the driving side: what to try, the measurements, card counters, the report."""
 from __future__ import annotations
 
 import random
@@ -22,18 +22,18 @@ from .search import Config, ConfigRefusedError, Outcome, Search, TuneStep, descr
 from .testbed import RailPair, TuneTestbed
 from .tunables import INCAST, LATENCY, NAMES, ONE_WAY, TWO_WAY, plan_of, rails_of
 
-#: A sample takes so much of the budget: some hundreds of them have to fit.
+#: Samples per budget; a search needs some hundreds.
 _SHARE = 400
 _SHORTEST_S, _LONGEST_S = 0.1, 1.0
 
 
 class TuningRun:
-    """What is known of the machines, and what was measured. One thread.
+    """The capabilities of the machines, and the measurements. One thread.
 
     Raises
     ------
     BpsError, OSError
-        A machine cannot be reached, or has no port that can be used.
+        A machine cannot be reached, or has no usable port.
     """
 
     def __init__(self, field: TuneTestbed, towards: str, loaded: Settings, goal: str | None, budget_s: float,
@@ -52,38 +52,38 @@ class TuningRun:
         self.loads = (ONE_WAY, TWO_WAY, *((INCAST,) if several else ()), LATENCY)
         self.goal = goal or TWO_WAY
         if self.goal not in self.loads:
-            raise ConfigError(f"--goal {self.goal}: several hosts have to send for that; name two or more")
+            raise ConfigError(f"--goal {self.goal} needs several sending hosts; name two or more")
         self.choice = tunables.choose(self.start, self.own, self.partners, self.goal, traffic_classes, service_levels,
                                    only)
         if not self.choice.knobs:
             raise ConfigError("there is nothing to try: " + "; ".join(
                 f"{name}: {reason}" for name, reason in self.choice.untried.items()))
-        #: (settings, load, {(host, device/port): what it counted}) of every measurement
+        #: (settings, load, {(host, device/port): counters}) of every measurement
         self._counted: list[tuple[Config, str, dict[tuple[str, str], dict[str, int]]]] = []
 
     # -- measuring ------------------------------------------------------------------------------------------
 
     def search(self, report: Callable[[TuneStep], None], seed: int) -> Outcome:
-        """Look for better settings; *report* is told each step.
+        """Search for better settings; *report* is called with each step.
 
         Raises
         ------
         BpsError
-            A machine is gone, or the present settings cannot be measured at all.
+            A machine is gone, or the current settings cannot be measured.
         """
         search = Search(self.start, self.choice.knobs, self.loads, self.measure, clock=time.monotonic,
                         budget_s=self.budget_s, rng=random.Random(seed), effective=self.effective, report=report)
         try:
             return search.run()
         except ConfigRefusedError as exc:
-            raise BpsError(f"the present settings cannot be measured, so nothing can be compared with them: {exc}") \
+            raise BpsError(f"the current settings cannot be measured, so there is nothing to compare with: {exc}") \
                 from exc
 
     def ways(self, config: Config, load: str) -> list[RailPair]:
-        """Return the pairs of rails of a measurement: all rails to the first machine, for incast to all of them.
+        """Return the pairs of rails of a measurement: all rails to the first machine, for incast to all machines.
 
-        A partner uses the rails of its own settings, unless another choice of rails is being tried: that has the same
-        names everywhere.
+        A partner uses the rails of its own settings, unless another choice of rails is being tried, which then has the
+        same names on all machines.
         """
         own = rails_of(self.own, config["rdma_devices"])
         named = "" if config["rdma_devices"] == self.start["rdma_devices"] else config["rdma_devices"]
@@ -94,7 +94,7 @@ class TuningRun:
         return found
 
     def effective(self, config: Config, load: str) -> tuple[Plan, tuple[RailPair, ...]]:
-        """Return what is measured with these settings: the same for different ones means that they do not differ."""
+        """Return a key of what is measured with these settings; equal keys mean no difference in effect."""
         ways = self.ways(config, load)
         rails = [rail for way in ways for rail in (way.own, way.their)]
         n_rails = sum(way.partner == 0 for way in ways)
@@ -102,7 +102,7 @@ class TuningRun:
         return plan, tuple(ways)
 
     def measure(self, config: Config, load: str) -> float:
-        """Return bytes per second of all ways together, or for a latency its inverse (1/s)."""
+        """Return the bandwidth of all ways together in bytes per second, or the inverse of a latency (1/s)."""
         plan, ways = self.effective(config, load)
         rows = self._field.measure(plan, ways)
         self._counted.append((config, load, self._counters(ways, rows)))
@@ -113,7 +113,7 @@ class TuningRun:
 
     def _counters(self, ways: Sequence[RailPair],
                   rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, int]]:
-        """Return what each port counted; a port of several ways counted the same for each of them."""
+        """Return what each port counted; all ways of a port counted the same."""
         found: dict[tuple[str, str], dict[str, int]] = {}
         for way, row in zip(ways, rows):
             for side, host in (("client", self.own.host), ("server", self.partners[way.partner].host)):
@@ -123,10 +123,10 @@ class TuningRun:
                         into[name] = max(into.get(name, 0), value)
         return found
 
-    # -- what the cards say -----------------------------------------------------------------------------------
+    # -- counters and report ------------------------------------------------------------------------------------
 
     def counted(self, config: Config, load: str) -> list[CounterDelta]:
-        """Return what the ports counted in all measurements of *load* with these settings."""
+        """Return the changes of the ports' counters in all measurements of *load* with these settings."""
         total: dict[tuple[str, str], dict[str, int]] = {}
         for measured, under, ports in self._counted:
             if (measured, under) == (config, load):
@@ -139,12 +139,12 @@ class TuningRun:
 
 
 def network(loaded: Settings, origins: dict[str, str]) -> Reading:
-    """Return the doctor's reading of this machine's flow control: PFC, ECN, DCQCN, and what to do (check RD09)."""
+    """Return the doctor's outcome on flow control of this machine: PFC, ECN, DCQCN, and advice (check RD09)."""
     return examine(Facts(Host(), loaded, origins), fabric.CHECKS)[0].outcome
 
 
 def head(session: TuningRun) -> str:
-    """Return who measures with whom, what may be tried and what not."""
+    """Return the heading: which machines take part, which settings are tried, and which are not."""
     lines = [f"bpsfast tune rdma: {session.own.host} with {', '.join(side.host for side in session.partners)}, "
              f"budget {session.budget_s:g} s, {session.sample_s:g} s a sample, judged by {session.goal}"]
     for way in session.ways(session.start, session.loads[-2]):
@@ -156,12 +156,12 @@ def head(session: TuningRun) -> str:
 
 
 def step(tried: TuneStep) -> str:
-    """Return one value that was tried."""
+    """Return the line about one value that was tried."""
     return f"  {tried.knob} {shown(tried.was)} -> {shown(tried.value)}: {tried.words}"
 
 
 def text(session: TuningRun, outcome: Outcome, reading: Reading, changes: Sequence[str]) -> str:
-    """Return the result; *changes*: what was done about it, in words."""
+    """Return the result as text; *changes* says what was done with it."""
     rows = [("", "before", "", "after", "", "change")]
     for load in session.loads:
         comparison = outcome.comparisons.get(load)
@@ -170,7 +170,7 @@ def text(session: TuningRun, outcome: Outcome, reading: Reading, changes: Sequen
                      f"{comparison}: {comparison.verdict}" if comparison else ""))
     lines = [columns(rows, right=(1, 3)), f"{outcome.n_measured} samples in {outcome.seconds:.0f} s: {outcome.words}"]
     if outcome.untried:
-        lines.append(f"the budget did not last for: {', '.join(outcome.untried)}")
+        lines.append(f"the budget did not suffice for: {', '.join(outcome.untried)}")
     for name, value in describe(outcome.best, outcome.start).items():
         lines.append(f"  {name} = {shown(outcome.start[name])} -> {shown(value)}")
     for which, config in _series(outcome):
@@ -182,7 +182,7 @@ def text(session: TuningRun, outcome: Outcome, reading: Reading, changes: Sequen
 
 
 def data(session: TuningRun, outcome: Outcome, reading: Reading, profile: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what JSON shows; bandwidths in bytes per second, latencies in seconds."""
+    """Return the JSON data: bandwidths in bytes per second, latencies in seconds."""
     loads = {}
     for load in session.loads:
         comparison = outcome.comparisons.get(load)
@@ -201,7 +201,7 @@ def data(session: TuningRun, outcome: Outcome, reading: Reading, profile: dict[s
         "changed": outcome.changed, "verdict": outcome.words, "start": outcome.start, "best": outcome.best,
         "changes": describe(outcome.best, outcome.start), "loads": loads,
         "steps": [each._asdict() for each in outcome.steps],
-        "not_tried": session.choice.untried | {name: "the budget did not last" for name in outcome.untried},
+        "not_tried": session.choice.untried | {name: "the budget did not suffice" for name in outcome.untried},
         "network": {"status": reading.status.value, "found": reading.found, "troubled": _troubled(session, outcome),
                     "actions": [{"where": action.where, "command": action.command} for action in reading.actions]},
         "profile": profile,
@@ -209,7 +209,7 @@ def data(session: TuningRun, outcome: Outcome, reading: Reading, profile: dict[s
 
 
 def shown(value: Any) -> str:
-    """Return a setting's value for people."""
+    """Return the value of a setting as text."""
     return "(empty)" if value == "" else str(value)
 
 
@@ -223,7 +223,7 @@ def _troubled(session: TuningRun, outcome: Outcome) -> bool:
 
 
 def _network(reading: Reading, troubled: bool) -> list[str]:
-    """Return the doctor's words on flow control: all of them where the cards counted loss or congestion."""
+    """Return the doctor's text on flow control; all of it if the cards counted loss or congestion."""
     if reading.status is Status.SKIP and not troubled:
         return []
     lines = [f"network (RD09): {reading.found}".replace("\n", "\n  ")]

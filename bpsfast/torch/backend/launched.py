@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch.distributed as dist
 
 from ...base import logs
+from ...base.addresses import format_address
 from ...base.settings import load, parse_address
 from ...launch import roles
 from ...orchestration.errors import ClosedError, MismatchError
@@ -93,7 +94,7 @@ def store_of(session: Session, timeout: timedelta) -> Any:
     if session.rank == 0:
         host = session.host
         store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        session.notices.publish(key, roles.format_address(host, store.port).encode())
+        session.notices.publish(key, format_address(host, store.port).encode())
         return store
     found = session.notices.lookup(key, timeout.total_seconds(), "rank 0").decode()
     host, port = parse_address(found, "rank 0")

@@ -58,7 +58,7 @@ _lock = threading.Lock()
 def enter(store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout_s: float) -> World:
     """Return the world for a new group of *global_ranks* (empty: all), made by all of them with the same *store*.
 
-    `quit` gives it back. Raises what `rendezvous.place` and `join_job` raise.
+    `quit` gives it back. Raises what `rendezvous.role_of` and `join_job` raise.
     """
     is_default = not global_ranks
     if is_default:
@@ -82,7 +82,7 @@ def enter(store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout
 def make(store: Any, rank: int, size: int, timeout_s: float) -> World:
     """Make a world for one group of *size* ranks, whatever else this process takes part in; `quit` ends it.
 
-    Raises what `rendezvous.place` and `join_job` raise.
+    Raises what `rendezvous.role_of` and `join_job` raise.
     """
     world = _make(store, rank, size, range(size), timeout_s)
     world.n_groups = 1
@@ -156,7 +156,7 @@ def _present(rank: int, size: int) -> World | None:
 def _make(store: Any, rank: int, size: int, ranks: Sequence[int], timeout_s: float) -> World:
     settings = load({})
     logs.configure(settings.log_level, "rank")
-    place = rendezvous.place(store, rank, size, settings, min(timeout_s, settings.start_timeout_s))
+    place = rendezvous.role_of(store, rank, size, settings, min(timeout_s, settings.start_timeout_s))
     session, started = join_job(place, settings)
     logs.set_identity(f"rank {ranks[session.rank]}", session.job)
     world: World

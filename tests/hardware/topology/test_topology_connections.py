@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.hardware.topology.connections import WORDS, joint
+from bpsfast.hardware.topology.display import CONNECTION_WORDS, connection
 from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology
 
 PCIE, NVLINK = LinkKind.PCIE, LinkKind.NVLINK
@@ -28,5 +28,5 @@ MACHINE = Topology(
     # neither NVLink leads through a GPU, nor is there another way
     ("gpu3", "gpu5", "-", 0.0), ("gpu6", "gpu0", "-", 0.0)])
 def test_words(one: str, other: str, word: str, rate_bytes: float) -> None:
-    assert joint(MACHINE, one, other) == joint(MACHINE, other, one) == (word, rate_bytes)
-    assert word == "-" or word in WORDS or word.startswith("NV")
+    assert connection(MACHINE, one, other) == connection(MACHINE, other, one) == (word, rate_bytes)
+    assert word == "-" or word in CONNECTION_WORDS or word.startswith("NV")

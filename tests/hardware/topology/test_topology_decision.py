@@ -10,8 +10,7 @@ from hypothesis import given, settings, strategies as st
 from bpsfast.base.settings import Settings
 from bpsfast.hardware.topology import decision
 from bpsfast.hardware.topology.decision import forced, strategy_of
-from bpsfast.hardware.topology.nearest_socket import plain
-from bpsfast.hardware.topology.strategy_solver import choose, islands_by_size, rule
+from bpsfast.hardware.topology.strategy_solver import choose, islands_by_size, nearest_socket_strategy, paper_grouping
 from bpsfast.orchestration.errors import ConfigError
 from tests.hardware.topology.test_topology_strategies import EIGHT
 from tests.support.gpu_machines import dgx1, switched
@@ -85,7 +84,7 @@ def test_the_log_says_once_where_it_comes_from(caplog):
 
 def test_without_scipy_it_is_the_papers_rule_and_says_so_once(caplog, without_scipy):
     for _ in range(2):
-        assert strategy_of(dgx1(), Settings(), EIGHT) == plain(dgx1(), rule(dgx1()), EIGHT)
+        assert strategy_of(dgx1(), Settings(), EIGHT) == nearest_socket_strategy(dgx1(), paper_grouping(dgx1()), EIGHT)
     [record] = caplog.records
     assert "OSDI'20's rule" in record.message and "pip install 'bpsfast[plan]'" in record.message
 

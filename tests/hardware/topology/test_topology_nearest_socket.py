@@ -7,8 +7,7 @@ from hypothesis import given, settings, strategies as st
 from bpsfast.hardware.topology.discovery import discover
 from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology
 from bpsfast.hardware.topology.loads import Traffic
-from bpsfast.hardware.topology.nearest_socket import plain
-from bpsfast.hardware.topology.strategy_solver import choose, rule
+from bpsfast.hardware.topology.strategy_solver import choose, nearest_socket_strategy, paper_grouping
 from bpsfast.orchestration.errors import ConfigError
 from tests.hardware.topology.test_topology_strategies import EIGHT, machines
 from tests.support.gpu_machines import GIGA, dgx1, load, switched
@@ -16,7 +15,7 @@ from tests.sysfs_trees import INSIDES, NAMES
 
 
 def test_switches_sum_and_memory_adds():
-    found = plain(switched(), rule(switched()))
+    found = nearest_socket_strategy(switched(), paper_grouping(switched()))
     [way] = found.ways
     assert len(way.islands) == 2 and way.copied["gpu5", "socket1"] == 0.25
     assert load(found.loads, "gpu0", "switch0") == pytest.approx(7 / 4)
@@ -25,7 +24,7 @@ def test_switches_sum_and_memory_adds():
 
 
 def test_the_papers_roots_leave_the_card_its_link():
-    found = plain(dgx1(), rule(dgx1()), EIGHT)
+    found = nearest_socket_strategy(dgx1(), paper_grouping(dgx1()), EIGHT)
     assert found.ways[0].roots() == {"gpu2": 0.5, "gpu3": 0.5}
     assert load(found.loads, "switch0", "socket0") == pytest.approx(1.75)
 
@@ -35,27 +34,27 @@ def test_two_cards_send_half_each():
     cards = tuple(Part(f"nic{at}", PartKind.NIC, wire_rate_bytes=12.5 * GIGA) for at in range(2))
     links = tuple(Link(f"nic{at}", f"socket{at}", LinkKind.PCIE, 16 * GIGA) for at in range(2))
     topology = Topology("two cards", base.parts + cards, base.links + links)
-    found = plain(topology, rule(topology))
+    found = nearest_socket_strategy(topology, paper_grouping(topology))
     assert found.loads.cards == {"nic0": 0.5, "nic1": 0.5}
     assert load(found.loads, "socket0", "socket1") == pytest.approx(1.0)  # half of each, both ways
 
 
 def test_a_machine_without_gpus_brings_its_sockets_together():
     topology = switched((), (0, 1))
-    found = plain(topology, rule(topology))
+    found = nearest_socket_strategy(topology, paper_grouping(topology))
     assert load(found.loads, "socket0", "socket1") == pytest.approx(1.0)
 
 
 def test_what_hangs_nowhere_is_refused():
     topology = Topology("loose", (Part("socket0", PartKind.SOCKET), Part("gpu0", PartKind.GPU)), ())
     with pytest.raises(ConfigError, match="no path leads from gpu0"):
-        plain(topology, rule(topology))
+        nearest_socket_strategy(topology, paper_grouping(topology))
 
 
 @pytest.mark.parametrize("name", [*INSIDES, *NAMES])
 def test_recorded_machines(recorded_machine, name):
     topology = discover(str(recorded_machine(name).root))
-    solved, found = choose(topology, EIGHT), plain(topology, rule(topology), EIGHT)
+    solved, found = choose(topology, EIGHT), nearest_socket_strategy(topology, paper_grouping(topology), EIGHT)
     assert solved.loads.time <= found.loads.time * (1 + 1e-6)
     assert sum(found.loads.cards.values()) == pytest.approx(1.75 if topology.of(PartKind.NIC) else 0.0)
 
@@ -64,8 +63,8 @@ def test_recorded_machines(recorded_machine, name):
 @settings(max_examples=40, deadline=None)
 def test_a_solver_is_never_worse_for_the_same_islands_and_roots(topology, service):
     traffic = Traffic(service=service)
-    given_by_rule = rule(topology)
-    found = plain(topology, given_by_rule, traffic)
+    given_by_rule = paper_grouping(topology)
+    found = nearest_socket_strategy(topology, given_by_rule, traffic)
     solved = choose(topology, traffic, [given_by_rule.islands], given_by_rule.roots)
     assert solved.loads.time <= found.loads.time * (1 + 1e-6)
     for island in given_by_rule.islands:

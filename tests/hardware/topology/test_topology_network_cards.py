@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.hardware.topology.network_cards import cards
+from bpsfast.hardware.topology.discovery import cards
 from tests.sysfs_trees.machine import Machine
 
 PORT = "sys/devices/pci0000:40/0000:40:01.1/0000:41:00.0/0000:42:03.0"
@@ -16,7 +16,7 @@ Machines = Callable[[str], Machine]
 
 def found(machine: Machine) -> list[tuple[str, str, float]]:
     """Return address, devices and rate of each card."""
-    return [(card.place.address, ",".join(card.devices), card.rate_bytes) for card in cards(machine.host)]
+    return [(card.location.address, ",".join(card.devices), card.rate_bytes) for card in cards(machine.host)]
 
 
 def test_functions_in_one_slot_are_one_card(recorded_machine: Machines) -> None:

@@ -60,15 +60,15 @@ def test_links_to_what_is_not_there_are_left_out() -> None:
 
 def test_an_answer_is_read_as_it_is_written() -> None:
     answer = gpus([to("b", speed_mb=25781)], [])
-    assert nvml.recorded(json.loads(msgspec.json.encode(answer))) == answer
-    assert nvml.recorded(None).error == "not recorded"
+    assert nvml.recorded_answer(json.loads(msgspec.json.encode(answer))) == answer
+    assert nvml.recorded_answer(None).error == "not recorded"
     with pytest.raises(ConfigError, match=r"NVML said.*unknown field `gpu`"):
-        nvml.recorded({"gpu": []})
+        nvml.recorded_answer({"gpu": []})
 
 
 def test_a_machine_without_nvml_has_no_nvlinks_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bpsfast")
-    answer = nvml.examine()
+    answer = nvml.query_nvml()
     if answer.error:
         assert answer.gpus == () and [record.getMessage() for record in caplog.records] == [
             f"no NVLinks are known: {answer.error}"]

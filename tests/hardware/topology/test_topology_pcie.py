@@ -28,21 +28,21 @@ def shape(hub: PcieBranch) -> object:
 
 
 def test_devices_at_the_host_bridge_have_no_switch() -> None:
-    assert pcie.hubs([]) == []
-    assert [shape(hub) for hub in pcie.hubs([at("00:04.0"), at("00:05.0")])] == [("00:04.0",), ("00:05.0",)]
+    assert pcie.branches([]) == []
+    assert [shape(hub) for hub in pcie.branches([at("00:04.0"), at("00:05.0")])] == [("00:04.0",), ("00:05.0",)]
 
 
 def test_switches_are_bridges_with_two_ways_down() -> None:
     places = [at("00:01.0", "01:00.0", "02:00.0", "03:00.0"), at("00:01.0", "01:00.0", "02:04.0", "04:00.0")]
-    assert [shape(hub) for hub in pcie.hubs(places)] == [
+    assert [shape(hub) for hub in pcie.branches(places)] == [
         ("00:01.0", "01:00.0", [("02:00.0", "03:00.0"), ("02:04.0", "04:00.0")])]
     # with one device below it, it is part of that one's link
-    assert [shape(hub) for hub in pcie.hubs(places[:1])] == [("00:01.0", "01:00.0", "02:00.0", "03:00.0")]
+    assert [shape(hub) for hub in pcie.branches(places[:1])] == [("00:01.0", "01:00.0", "02:00.0", "03:00.0")]
 
 
 def test_a_root_port_is_no_switch() -> None:
     places = [at("00:01.0", "01:00.0"), at("00:01.0", "01:01.0"), at("00:02.0", "02:00.0")]
-    assert [shape(hub) for hub in pcie.hubs(places)] == [
+    assert [shape(hub) for hub in pcie.branches(places)] == [
         ("00:01.0", "01:00.0"), ("00:01.0", "01:01.0"), ("00:02.0", "02:00.0")]
 
 
@@ -52,7 +52,7 @@ def test_a_switch_below_a_switch_and_a_bridge_on_a_card() -> None:
               at(*upper, "02:01.0", "05:00.0", "06:00.0", "07:00.0"),
               at(*upper, "02:01.0", "05:00.0", "06:01.0", "08:00.0"),
               at(*upper, "02:02.0", "09:00.0", "0a:00.0", "0b:00.0")]
-    (hub,) = pcie.hubs(places)
+    (hub,) = pcie.branches(places)
     assert shape(hub) == (*upper, [
         ("02:00.0", "04:00.0"), ("02:01.0", "05:00.0", [("06:00.0", "07:00.0"), ("06:01.0", "08:00.0")]),
         ("02:02.0", "09:00.0", "0a:00.0", "0b:00.0")])
@@ -60,23 +60,23 @@ def test_a_switch_below_a_switch_and_a_bridge_on_a_card() -> None:
 
 
 def test_functions_in_one_slot_are_one_device() -> None:
-    assert [shape(hub) for hub in pcie.hubs([at("00:01.0", "01:00.0"), at("00:01.0", "01:00.1")])] == [
+    assert [shape(hub) for hub in pcie.branches([at("00:01.0", "01:00.0"), at("00:01.0", "01:00.1")])] == [
         ("00:01.0", "01:00.0")]
 
 
 def test_places_of_links(recorded_machine: Machines) -> None:
     machine = recorded_machine("none")
     tree = machine.host.tree
-    found = pcie.place(tree, "sys/class/net/eth0/device")  # .../0000:00:03.0/virtio0
+    found = pcie.locate(tree, "sys/class/net/eth0/device")  # .../0000:00:03.0/virtio0
     assert found is not None and found.folders == (f"{ROOT}/0000:00:03.0",) and found.address == "0000:00:03.0"
     assert found.slot == f"{ROOT}/0000:00:03"
     for target in (f"{ROOT}/0000:00:14.0/usb1/1-1/1-1:1.0", "sys/devices/virtual/net/lo", ROOT):
         folder = machine.root / target
         folder.mkdir(parents=True, exist_ok=True)
         (machine.root / "link").symlink_to(folder)
-        assert pcie.place(tree, "link") is None
+        assert pcie.locate(tree, "link") is None
         machine.remove("link")
-    assert pcie.place(tree, "sys/class/net/lo/device") is None and pcie.place(tree, "sys/bus/pci/devices/x") is None
+    assert pcie.locate(tree, "sys/class/net/lo/device") is None and pcie.locate(tree, "sys/bus/pci/devices/x") is None
 
 
 def test_an_idle_gpus_link_counts_as_awake_but_not_wider_than_it_is(recorded_machine: Machines) -> None:

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.hardware.topology.graph import LinkKind
-from bpsfast.hardware.topology.loads import LinkLoads, Traffic
-from bpsfast.hardware.topology.reduction import reduce_to
+from bpsfast.hardware.topology.loads import LinkLoads, Traffic, reduce_to
 from tests.support.gpu_machines import dgx1, load, switched
 
 

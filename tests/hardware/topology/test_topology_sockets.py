@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.hardware.topology import sockets
-from bpsfast.hardware.topology.sockets import Cpu, Sockets
+from bpsfast.hardware.topology import discovery
+from bpsfast.hardware.topology.discovery import Cpu, Sockets
 from tests.sysfs_trees.machine import Machine
 
 Machines = Callable[[str], Machine]
@@ -14,10 +14,10 @@ Machines = Callable[[str], Machine]
 
 def test_the_processors_kind_is_read(recorded_machine: Machines) -> None:
     machine = recorded_machine("dgx1")
-    assert sockets.cpu(machine.host.tree) == Cpu("GenuineIntel", 6, 79, "Intel(R) Xeon(R) CPU E5-2698 v4 @ 2.20GHz")
+    assert discovery.cpu(machine.host.tree) == Cpu("GenuineIntel", 6, 79, "Intel(R) Xeon(R) CPU E5-2698 v4 @ 2.20GHz")
     machine.write("proc/cpuinfo", "processor\t: 0\ncpu\t\t: POWER9\nmodel\t\t: 8335-GTH")
-    assert sockets.cpu(machine.host.tree) == Cpu()
-    assert sockets.cpu(machine.remove("proc/cpuinfo").host.tree) == Cpu()
+    assert discovery.cpu(machine.host.tree) == Cpu()
+    assert discovery.cpu(machine.remove("proc/cpuinfo").host.tree) == Cpu()
 
 
 @pytest.mark.parametrize(("kind", "rate_bytes"), [
@@ -25,7 +25,7 @@ def test_the_processors_kind_is_read(recorded_machine: Machines) -> None:
     (Cpu("AuthenticAMD", 23, 49), 108e9), (Cpu("GenuineIntel", 6, 0), 20.8e9), (Cpu("AuthenticAMD", 6, 79), 20.8e9),
     (Cpu(), 20.8e9)])
 def test_rates_by_model(kind: Cpu, rate_bytes: float) -> None:
-    assert sockets.between_rate_bytes(kind) == rate_bytes
+    assert discovery.between_rate_bytes(kind) == rate_bytes
 
 
 def test_every_pair_of_sockets_is_joined_and_nodes_of_one_processor_faster(recorded_machine: Machines) -> None:

@@ -6,13 +6,11 @@ import itertools
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.hardware.topology.copies import islands_of
+from bpsfast.hardware.topology.copies import direct_pairs, islands_of
 from bpsfast.hardware.topology.discovery import discover
-from bpsfast.hardware.topology.gpu_direct import possible
 from bpsfast.hardware.topology.graph import PartKind
 from bpsfast.hardware.topology.loads import Traffic
-from bpsfast.hardware.topology.lower_bound import optimum
-from bpsfast.hardware.topology.strategy_solver import choose, islands_by_size, paper_rule
+from bpsfast.hardware.topology.strategy_solver import choose, islands_by_size, lower_bound, paper_rule
 from bpsfast.orchestration.errors import ConfigError
 from tests.support.gpu_machines import GIGA, dgx1, load, switched
 from tests.sysfs_trees import INSIDES, NAMES
@@ -41,7 +39,7 @@ def test_assisted_aggregation_is_faster_than_a_ring_by_24_percent_and_near_the_o
     found = by_switch(topology).loads.time
     ring = 2 * 7 / 8 / (80 / 8 * GIGA)  # its slowest copies cross sockets: 80 Gbit/s where 105 are had below a switch
     assert found / ring - 1 == pytest.approx(-0.238, abs=5e-4)
-    assert found / optimum(topology).time == pytest.approx(1.094, abs=1e-3)
+    assert found / lower_bound(topology).time == pytest.approx(1.094, abs=1e-3)
 
 
 def test_the_best_mixes_in_a_fifth_of_plain_copies():
@@ -93,7 +91,7 @@ def machines(draw):
 @pytest.mark.parametrize("name", [*INSIDES, *NAMES])
 def test_recorded_machines(recorded_machine, name):
     topology = discover(str(recorded_machine(name).root))
-    bound, found, rule = (solve(topology, EIGHT) for solve in (optimum, choose, paper_rule))
+    bound, found, rule = (solve(topology, EIGHT) for solve in (lower_bound, choose, paper_rule))
     assert bound.time <= found.loads.time * (1 + 1e-6) and found.loads.time <= rule.loads.time * (1 + 1e-6)
     [way] = found.ways
     n_islands = {"dgx1": 1, "pcie_2x4": 2, "p3_16xlarge": 1, "hgx_h100": 1, "asymmetric_3_5": 2}
@@ -104,7 +102,7 @@ def test_recorded_machines(recorded_machine, name):
 @settings(max_examples=60, deadline=None)
 def test_nothing_beats_the_optimum_and_the_rule_beats_nothing(topology, service):
     traffic = Traffic(service=service)
-    bound, found, rule = (optimum(topology, traffic).time, choose(topology, traffic),
+    bound, found, rule = (lower_bound(topology, traffic).time, choose(topology, traffic),
                           paper_rule(topology, traffic))
     assert bound <= found.loads.time * (1 + 1e-6) and found.loads.time <= rule.loads.time * (1 + 1e-6)
     assert sum(way.share for way in found.ways) == pytest.approx(1.0, abs=1e-5)
@@ -149,7 +147,7 @@ def test_straight_to_the_card_relieves_the_link_to_memory(n_gpus, service):
     traffic, islands = Traffic(service=service), [islands_of(topology, PartKind.SWITCH)]
     gpus = [part.name for part in topology.of(PartKind.GPU)]
     through_memory = choose(topology, traffic, islands, gpus)
-    straight = choose(topology, traffic, islands, gpus, possible(topology))
+    straight = choose(topology, traffic, islands, gpus, direct_pairs(topology))
     assert load(through_memory.loads, "switch0", "socket0") == pytest.approx(2.0 + service)
     assert load(straight.loads, "switch0", "socket0") == pytest.approx(service, abs=1e-5)
     assert load(straight.loads, "gpu0", "switch0") == pytest.approx((2 * n_gpus - 1) / n_gpus, rel=1e-5)
@@ -161,26 +159,26 @@ def test_straight_to_the_card_relieves_the_link_to_memory(n_gpus, service):
 def test_straight_to_the_card_with_nvlink():
     """On the card's switch: 1.75 M above it through memory, 0.75 M straight; the card's slot is what is left."""
     topology = dgx1(wire_rate=1e15)
-    found = choose(topology, EIGHT, direct=possible(topology))
+    found = choose(topology, EIGHT, direct=direct_pairs(topology))
     assert load(found.loads, "switch0", "socket0") == pytest.approx(0.75)
     assert found.loads.time * 16 * GIGA == pytest.approx(1.75, rel=1e-6)
-    assert found.loads.time == pytest.approx(optimum(topology, EIGHT, possible(topology)).time, rel=1e-6)
+    assert found.loads.time == pytest.approx(lower_bound(topology, EIGHT, direct_pairs(topology)).time, rel=1e-6)
     assert "straight to nic0" in found.lines()[0]
 
 
 def test_what_only_memory_can_add_goes_through_memory():
     topology = switched((2, 2), (0, 0), card_at="switch0")
-    found = choose(topology, islands=[islands_of(topology, PartKind.SWITCH)], direct=possible(topology))
+    found = choose(topology, islands=[islands_of(topology, PartKind.SWITCH)], direct=direct_pairs(topology))
     assert {end for way in found.ways for _, end in way.copied} == {"socket0"}
 
 
 @given(machines(), st.floats(0.0, 1.0))
 @settings(max_examples=40, deadline=None)
 def test_a_way_more_is_never_slower_and_no_faster_than_its_bound(topology, service):
-    traffic, direct = Traffic(service=service), possible(topology)
+    traffic, direct = Traffic(service=service), direct_pairs(topology)
     found = choose(topology, traffic, direct=direct)
     assert found.loads.time <= choose(topology, traffic).loads.time * (1 + 1e-6)
-    assert optimum(topology, traffic, direct).time <= found.loads.time * (1 + 1e-6)
+    assert lower_bound(topology, traffic, direct).time <= found.loads.time * (1 + 1e-6)
     for way in found.ways:
         for island in way.islands:
             assert sum(way.roots().get(gpu, 0.0) for gpu in island) == pytest.approx(1.0, abs=1e-4)

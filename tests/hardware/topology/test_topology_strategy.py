@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from bpsfast.hardware.topology.loads import Loads
-from bpsfast.hardware.topology.strategy import Strategy, StrategyShare
+from bpsfast.hardware.topology.strategy_solver import Strategy, StrategyShare
 
 
 def test_a_roots_part_is_that_of_all_its_copies():

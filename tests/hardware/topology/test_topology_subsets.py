@@ -3,9 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.hardware.topology.graph import PartKind
+from bpsfast.hardware.topology.graph import PartKind, of_host, with_gpus
 from bpsfast.hardware.topology.strategy_solver import choose
-from bpsfast.hardware.topology.subsets import of_host, with_gpus
 from tests.support.gpu_machines import dgx1
 
 

@@ -80,7 +80,7 @@ def test_the_asker_learns_the_ports_and_that_it_is_reached(answering: Callable[.
         ("mlx5_0/1", "10.1.0.7", "v2", 9000, 4096)]
     assert [(port.name, port.mtu, port.path_mtu) for port in report.spare] == [("mlx5_1/1", 1500, 1024)]
     assert facts.peer_silence == "" and facts.trial_error is None
-    assert other.end() == "127.0.0.1: told what there is here"
+    assert other.end() == "127.0.0.1: sent the report"
 
 
 def test_infiniband_is_told_by_lid_and_rejected_ports_with_reasons(
@@ -123,7 +123,7 @@ def test_strangers_who_say_nothing_keep_no_doctor_waiting(answering: Callable[..
         for _ in range(10):
             stack.enter_context(socket.create_connection(("127.0.0.1", other.port), 5))
         assert ask(recorded_machine("rxe").facts(), other.port).peer_report is not None
-        assert other.end() == "127.0.0.1: told what there is here"
+        assert other.end() == "127.0.0.1: sent the report"
 
 
 def test_nobody_there_is_said_in_words(recorded_machine: Callable[[str], Machine], no_leaks: None) -> None:
@@ -131,8 +131,8 @@ def test_nobody_there_is_said_in_words(recorded_machine: Callable[[str], Machine
         port = free.getsockname()[1]
     facts = ask(recorded_machine("rxe").facts(), port)
     assert facts.peer_report is None
-    assert facts.peer_silence == (f"no doctor answers at 127.0.0.1 port {port}: Connection refused; "
-                                  "type `bpsfast doctor --listen` there")
+    assert facts.peer_silence == (f"no doctor answers at 127.0.0.1 port {port}: Connection refused; run `bpsfast "
+                                  "doctor --listen` there")
 
 
 def test_somebody_who_says_nothing_costs_the_time_limit_only(recorded_machine: Callable[[str], Machine],
@@ -165,4 +165,4 @@ def test_a_queue_pair_that_cannot_be_made_here_is_told(answering: Callable[..., 
     facts = recorded_machine("mlx5_roce").facts()  # mlx5_0, which the machine of this test does not have
     ask(facts, other.port, provider=verbs)
     assert facts.peer_report is not None and facts.trial_error and "mlx5_0" in facts.trial_error
-    assert other.end() == "127.0.0.1: told what there is here"
+    assert other.end() == "127.0.0.1: sent the report"

@@ -9,10 +9,9 @@ the one for work; both pass the same suite (tests/guest/suite_verbs.py).
 """
 from ....pyx.verbs import VerbsMissing
 from .completion_queue import CompletionQueue
-from .device import Device, ProtectionDomain
-from .library import devices, fork_safety, load, version
-from .memory_region import MemoryRegion
+from .device import Device, MemoryRegion, ProtectionDomain
 from .queue_pair import QueuePair
+from .verbs_object import devices, fork_safety, load, version
 
 __all__ = ["CompletionQueue", "Device", "MemoryRegion", "ProtectionDomain", "QueuePair", "VerbsMissing", "devices",
            "fork_safety", "load", "version"]

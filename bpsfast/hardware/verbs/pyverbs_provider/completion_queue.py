@@ -1,18 +1,14 @@
 """CompletionQueue."""
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from . import pointers
+from . import verbs_object
 from .device import Device, readable
-from .library import module, told, words
-from .posted_work import RECV, QueueCapacity
-from .resource import VerbsResource
-
-if TYPE_CHECKING:
-    from .queue_pair import QueuePair
+from .verbs_object import VerbsResource, errno_text, errors_with_text, module
 
 _WITH_IMMEDIATE = 2
 
@@ -28,7 +24,7 @@ class CompletionQueue(VerbsResource):
         context = device._open()
         if depth < 1:
             raise ValueError(f"a completion queue needs depth >= 1, got {depth}")
-        with words(lambda rc: f"ibv_create_cq({device.name}, depth={depth}, events={events}): {told(rc)}; the device "
+        with errors_with_text(lambda rc: f"ibv_create_cq({device.name}, depth={depth}, events={events}): {errno_text(rc)}; the device "
                               f"takes max_cqe={device.attributes['max_cqe']} in a queue and "
                               f"max_cq={device.attributes['max_cq']} queues"):
             self._channel = module("cq").CompChannel(context) if events else None
@@ -40,18 +36,18 @@ class CompletionQueue(VerbsResource):
                 raise
         self.device, self._name = device, f"completion queue of {device.name}"
         self._capacity = QueueCapacity(raw.cqe)
-        self._pairs: dict[int, QueuePair] = {}
+        self._posted: dict[int, PostedWork] = {}  # by the queue pair's number
         self._ready: deque[Completion] = deque()
         self._users, self._fd, self._channel_address = 0, -1, 0
         if self._channel is not None:
-            self._channel_address, self._fd = pointers.channel(self._channel, device.handle)
+            self._channel_address, self._fd = verbs_object.channel_pointer(self._channel, device.handle)
             os.set_blocking(self._fd, False)
         self._own(raw, device)
 
     @property
     def handle(self) -> int:
         """Address of the ``ibv_cq``. Native code that polls it leaves `poll`, `wait` and `pending` alone."""
-        return pointers.completion_queue(self._open(), self.device.handle)
+        return verbs_object.completion_queue_pointer(self._open(), self.device.handle)
 
     @property
     def depth(self) -> int:
@@ -76,14 +72,14 @@ class CompletionQueue(VerbsResource):
     def _take(self, n: int) -> list[Completion]:
         raw = self._open()
         with self.device.lock:
-            with words(lambda rc: f"ibv_poll_cq({self.device.name}): the queue is broken ({told(rc)}): it overran, or "
+            with errors_with_text(lambda rc: f"ibv_poll_cq({self.device.name}): the queue is broken ({errno_text(rc)}): it overran, or "
                                   "the device is gone"):
                 _, batch = raw.poll(n)
             return [self._account(wc) for wc in batch]
 
     def _account(self, wc: Any) -> Completion:
-        pair = self._pairs.get(wc.qp_num)
-        opcode, nbytes = pair.account.complete(wc) if pair is not None else (wc.opcode, wc.byte_len)
+        posted = self._posted.get(wc.qp_num)
+        opcode, nbytes = posted.complete(wc) if posted is not None else (wc.opcode, wc.byte_len)
         # rxe says of a send with immediate, too, that it brought one
         has_immediate = wc.status == 0 and opcode & RECV and wc.wc_flags & _WITH_IMMEDIATE
         immediate = int.from_bytes(wc.imm_data.to_bytes(4, "little"), "big") if has_immediate else None
@@ -96,7 +92,7 @@ class CompletionQueue(VerbsResource):
             raise ValueError("wait needs a CompletionQueue(..., events=True)")
         if self._ready:
             return True
-        with words(lambda rc: f"ibv_req_notify_cq({self.device.name}): {told(rc)}"):
+        with errors_with_text(lambda rc: f"ibv_req_notify_cq({self.device.name}): {errno_text(rc)}"):
             raw.req_notify()
         # what came before the queue was armed rings no more
         self._ready.extend(found := self._take(32))
@@ -108,7 +104,7 @@ class CompletionQueue(VerbsResource):
                 return False
         finally:
             self._users -= 1
-        with words(lambda rc: f"ibv_get_cq_event({self.device.name}): {told(rc)}"):
+        with errors_with_text(lambda rc: f"ibv_get_cq_event({self.device.name}): {errno_text(rc)}"):
             self._channel.get_cq_event(raw)
         raw.ack_events(1)
         return True
@@ -127,16 +123,110 @@ class CompletionQueue(VerbsResource):
         super()._abandon()
         if self._channel is not None:
             # libibverbs still counts the queue as the channel's, and would refuse to destroy that
-            pointers.forget(self._channel, self._channel_address)
+            verbs_object.clear_pointer(self._channel, self._channel_address)
             os.close(self._fd)
             self._channel = None
 
     def _released(self) -> None:
         if self._channel is not None and self._is_ours:
-            with words(lambda rc: f"ibv_destroy_comp_channel({self.device.name}): {told(rc)}"):
+            with errors_with_text(lambda rc: f"ibv_destroy_comp_channel({self.device.name}): {errno_text(rc)}"):
                 self._channel.close()
         self._channel = None
 
     def _leak_in_child(self) -> None:
         super()._leak_in_child()
         self._add_reference(self._channel)
+
+
+RECV = 128
+_SUCCESS, _FLUSHED = 0, 5
+#: What a posted operation (IBV_WR_*, or RECV) is called in its completion (IBV_WC_*).
+_COMPLETES_AS = {0: 1, 1: 1, 2: 0, 3: 0, 4: 2, RECV: RECV}
+
+
+class Work(NamedTuple):
+    """One posted operation."""
+
+    opcode: int
+    wr_id: int
+    address: int
+    nbytes: int
+    lkey: int
+    remote_address: int = 0
+    rkey: int = 0
+
+
+class QueueCapacity:
+    """The places of one completion queue; each post takes one until it is retired."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth, self.pending = depth, 0
+
+
+class WorkQueue:
+    """One direction of a queue pair: up to *capacity* posts, oldest first."""
+
+    def __init__(self, capacity: int, places: QueueCapacity) -> None:
+        self.capacity, self.places = capacity, places
+        self.items: deque[Work] = deque()
+
+    def reserve(self, work: Work) -> int:
+        """Record a post; 0, or why it cannot be: EXFULL (the queue) or EOVERFLOW (the completion queue)."""
+        if len(self.items) == self.capacity:
+            return errno.EXFULL
+        if self.places.pending == self.places.depth:
+            return errno.EOVERFLOW
+        self.items.append(work)
+        self.places.pending += 1
+        return 0
+
+    def cancel(self) -> None:
+        """Forget the newest post, which the device did not take."""
+        self.items.pop()
+        self.places.pending -= 1
+
+    def find(self, wr_id: int) -> int | None:
+        """Return how many posts are older than the oldest one with *wr_id*."""
+        return next((i for i, work in enumerate(self.items) if work.wr_id == wr_id), None)
+
+    def retire(self, n: int) -> Work:
+        """Drop the *n* oldest posts; return the last of them."""
+        self.places.pending -= n
+        for _ in range(n - 1):
+            self.items.popleft()
+        return self.items.popleft()
+
+
+class PostedWork:
+    """Both directions of a queue pair, and the first bad completion."""
+
+    def __init__(self, send: WorkQueue, recv: WorkQueue) -> None:
+        self.send, self.recv = send, recv
+        self.failed: tuple[int, int, Work] | None = None  # status, vendor error, the operation
+
+    def complete(self, wc: Any) -> tuple[int, int]:
+        """Retire what completed; return opcode and nbytes, which a bad completion leaves open."""
+        says_recv = bool(wc.opcode & RECV)
+        if wc.status == _SUCCESS:
+            queue = self.recv if says_recv else self.send
+            before = queue.find(wc.wr_id)
+        else:  # does not tell which queue it is of
+            sends, receives = self.send.find(wc.wr_id), self.recv.find(wc.wr_id)
+            is_recv = receives is not None and (
+                sends is None or receives < sends or (receives == sends and says_recv))
+            queue, before = (self.recv, receives) if is_recv else (self.send, sends)
+        if before is None:
+            return wc.opcode, wc.byte_len
+        work = queue.retire(before + 1)
+        if wc.status == _SUCCESS:
+            return wc.opcode, wc.byte_len if says_recv else work.nbytes
+        if self.failed is None or (self.failed[0] == _FLUSHED and wc.status != _FLUSHED):
+            self.failed = (wc.status, wc.vendor_err, work)
+        return _COMPLETES_AS[work.opcode], 0
+
+    def forget(self) -> bool:
+        """Retire everything; whether there was something."""
+        found = [queue for queue in (self.send, self.recv) if queue.items]
+        for queue in found:
+            queue.retire(len(queue.items))
+        return bool(found)

@@ -4,14 +4,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import select
 import threading
 from typing import Any
 
 from ....pyx import verbs as native
-from . import pointers
-from .library import load, module, told, words
-from .resource import VerbsResource
+from . import verbs_object
+from .verbs_object import VerbsResource, errno_text, errors_with_text, load, module
 
 _PORT_STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
 _LINK_LAYERS = ("unspecified", "InfiniBand", "Ethernet")
@@ -33,12 +33,12 @@ class Device(VerbsResource):
         load()
         if name not in native.devices():
             native.Device(name).close()  # raises, and says why the device is not there; if it came meanwhile, go on
-        with words(lambda rc: f"ibv_open_device({name}): {told(rc)}; may this process open /dev/infiniband?"):
+        with errors_with_text(lambda rc: f"ibv_open_device({name}): {errno_text(rc)}; may this process open /dev/infiniband?"):
             context = module("device").Context(name=name)
         self.name, self._name = name, f"device {name}"
         self.lock = threading.RLock()  # spans a post, or a poll, and its account
         self._own(context)
-        self._address, self._async_fd = pointers.context(context)
+        self._address, self._async_fd = verbs_object.context_pointer(context)
         os.set_blocking(self._async_fd, False)
 
     @property
@@ -51,7 +51,7 @@ class Device(VerbsResource):
     def attributes(self) -> dict[str, Any]:
         """The device's limits (``ibv_query_device``), under their C names."""
         context = self._open()
-        with words(lambda rc: f"ibv_query_device({self.name}): {told(rc)}"):
+        with errors_with_text(lambda rc: f"ibv_query_device({self.name}): {errno_text(rc)}"):
             found = context.query_device()
         named = {name: getattr(found, name) for name in _ATTRIBUTES}
         return {"fw_ver": found.fw_version, "node_guid": found.node_guid.to_bytes(8, "little").hex()} | named
@@ -59,7 +59,7 @@ class Device(VerbsResource):
     def port(self, number: int = 1) -> dict[str, Any]:
         """Return a port's state (``ibv_query_port``); MTUs and the largest message in bytes."""
         context = self._open()
-        with words(lambda rc: f"ibv_query_port({self.name}, port {number}): {told(rc)}; the device has "
+        with errors_with_text(lambda rc: f"ibv_query_port({self.name}, port {number}): {errno_text(rc)}; the device has "
                               f"{self.attributes['phys_port_cnt']} ports, numbered from 1"):
             a = context.query_port(number)
         return {
@@ -93,7 +93,7 @@ class Device(VerbsResource):
         context = self._open()
         found: list[tuple[str, str]] = []
         while readable(self._async_fd, 0.0 if found else timeout_s):
-            with words(lambda rc: f"ibv_get_async_event({self.name}): {told(rc)}"):
+            with errors_with_text(lambda rc: f"ibv_get_async_event({self.name}): {errno_text(rc)}"):
                 event = context.get_async_event()
             kind = event.event_type
             event.ack()
@@ -113,7 +113,7 @@ class ProtectionDomain(VerbsResource):
 
     def __init__(self, device: Device) -> None:
         context = device._open()
-        with words(lambda rc: f"ibv_alloc_pd({device.name}): {told(rc)}"):
+        with errors_with_text(lambda rc: f"ibv_alloc_pd({device.name}): {errno_text(rc)}"):
             raw = module("pd").PD(context)
         self.device, self._name = device, f"protection domain of {device.name}"
         self._own(raw, device)
@@ -121,7 +121,7 @@ class ProtectionDomain(VerbsResource):
     @property
     def handle(self) -> int:
         """Address of the ``ibv_pd``."""
-        return pointers.domain(self._open(), self.device.handle)
+        return verbs_object.domain_pointer(self._open(), self.device.handle)
 
     def _busy(self) -> str:
         return f"has {self.children} open memory regions and queue pairs" if self.children else ""
@@ -138,3 +138,84 @@ def _event_words(kind: int) -> str:
     library = ctypes.CDLL("libibverbs.so.1")
     library.ibv_event_type_str.restype = ctypes.c_char_p
     return library.ibv_event_type_str(kind).decode()
+
+
+_LOCAL_WRITE, _REMOTE_WRITE, _REMOTE_READ, _RELAXED_ORDERING = 1, 2, 4, 1 << 20
+
+
+class MemoryRegion(VerbsResource):
+    """Memory that the device may read and write; a buffer's export is held until `close`."""
+
+    _verb = "ibv_dereg_mr"
+
+    def __init__(self, domain: ProtectionDomain, buffer: Any, *, remote_write: bool = True, remote_read: bool = False,
+                 relaxed_ordering: bool = False) -> None:
+        if buffer is None:
+            raise TypeError("a memory region needs a buffer, got None")
+        with memoryview(buffer) as view:
+            if view.readonly or not view.c_contiguous:
+                raise BufferError("a memory region needs a writable buffer in one piece, this one is "
+                                  f"{'read-only' if view.readonly else 'not contiguous'}")
+            nbytes = view.nbytes
+        if nbytes == 0:
+            raise ValueError("a memory region needs nbytes > 0")
+        export = (ctypes.c_char * nbytes).from_buffer(buffer)
+        self._register(domain, ctypes.addressof(export), nbytes, export, remote_write, remote_read, relaxed_ordering)
+
+    @classmethod
+    def at(cls, domain: ProtectionDomain, address: int, nbytes: int, keep: object, *, remote_write: bool = True,
+           remote_read: bool = False, relaxed_ordering: bool = False) -> MemoryRegion:
+        """Register *nbytes* at *address*, memory that *keep* keeps mapped; it is held until `close`."""
+        self = cls.__new__(cls)
+        if nbytes == 0:
+            raise ValueError("a memory region needs nbytes > 0")
+        self._register(domain, address, nbytes, keep, remote_write, remote_read, relaxed_ordering)
+        return self
+
+    @classmethod
+    def of_dmabuf(cls, domain: ProtectionDomain, fd: int, nbytes: int, iova: int, *, offset: int = 0,
+                  remote_write: bool = True, remote_read: bool = False, relaxed_ordering: bool = False) -> MemoryRegion:
+        """Refuse: pyverbs registers only what it has exported from a DRM device itself, and chooses *iova*."""
+        domain._open()
+        raise OSError(errno.EOPNOTSUPP, f"verbs=pyverbs cannot register the dma-buf {fd} of {nbytes} bytes from "
+                                        f"{offset} on at {iova:#x} with {domain.device.name}: its DmaBufMR takes no "
+                                        "descriptor; set BPSFAST_VERBS=native")
+
+    def _register(self, domain: ProtectionDomain, address: int, nbytes: int, keep: object, remote_write: bool,
+                  remote_read: bool, relaxed_ordering: bool) -> None:
+        raw = domain._open()
+        access = _LOCAL_WRITE | (_REMOTE_WRITE if remote_write else 0) | (_REMOTE_READ if remote_read else 0) \
+            | (_RELAXED_ORDERING if relaxed_ordering else 0)
+        device = domain.device
+        self._name = f"memory region of {nbytes} bytes"
+        with errors_with_text(lambda rc: f"ibv_reg_mr({device.name}, address={address:#x}, nbytes={nbytes}, access={access:#x}): "
+                              f"{errno_text(rc)}; {_why(rc, address, nbytes, device.attributes)}"):
+            region = module("mr").MR(raw, nbytes, access, address)
+        self.domain, self.address, self.nbytes, self._keep = domain, address, nbytes, keep
+        self.lkey, self.rkey = region.lkey, region.rkey
+        self._own(region, domain)
+
+    @property
+    def handle(self) -> int:
+        """Address of the ``ibv_mr``."""
+        return verbs_object.region_pointer(self._open(), self.domain.device.handle)
+
+    def _released(self) -> None:
+        self._keep = None
+
+
+def _why(rc: int, address: int, nbytes: int, attributes: dict[str, Any]) -> str:
+    """Say what a refused registration usually means."""
+    if rc in (errno.ENOMEM, errno.EAGAIN):
+        soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        if soft != resource.RLIM_INFINITY:
+            return (f"this process may lock {soft} bytes, all its regions together: `ulimit -l unlimited`; for a "
+                    "service LimitMEMLOCK=infinity; in a container --ulimit memlock=-1 or --cap-add=IPC_LOCK")
+        return f"the device takes max_mr={attributes['max_mr']} regions, or the machine has no memory left to pin"
+    if rc == errno.EFAULT:
+        return f"{nbytes} bytes at {address:#x} are not all mapped writable in this process"
+    if rc == errno.EINVAL and nbytes > attributes["max_mr_size"]:
+        return f"the device takes max_mr_size={attributes['max_mr_size']} bytes at most"
+    if rc in (errno.EPERM, errno.EOPNOTSUPP):
+        return "the device cannot register this kind of memory (a file system with DAX, device memory)"
+    return "the arguments do not suit the device"

@@ -6,12 +6,10 @@ import errno
 import os
 from typing import Any
 
-from . import pointers
-from .completion_queue import CompletionQueue
+from . import verbs_object
+from .completion_queue import RECV, CompletionQueue, PostedWork, Work, WorkQueue
 from .device import ProtectionDomain
-from .library import module, told, words
-from .posted_work import RECV, PostedWork, Work, WorkQueue
-from .resource import VerbsResource
+from .verbs_object import VerbsResource, errno_text, errors_with_text, module
 
 _RC = 2
 _STATES = ("RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR")
@@ -41,8 +39,8 @@ class QueuePair(VerbsResource):
         cap = qp.QPCap(max_send_wr=max_send, max_recv_wr=max_recv, max_send_sge=max_send_sge, max_recv_sge=1,
                        max_inline_data=max_inline)
         init = qp.QPInitAttr(qp_type=_RC, scq=send_cq._open(), rcq=recv_cq._open(), cap=cap, sq_sig_all=0)
-        with words(lambda rc: f"ibv_create_qp({device.name}, max_send={max_send}, max_recv={max_recv}, "
-                              f"max_inline={max_inline}, max_send_sge={max_send_sge}): {told(rc)}; the device takes "
+        with errors_with_text(lambda rc: f"ibv_create_qp({device.name}, max_send={max_send}, max_recv={max_recv}, "
+                              f"max_inline={max_inline}, max_send_sge={max_send_sge}): {errno_text(rc)}; the device takes "
                               f"max_qp_wr={device.attributes['max_qp_wr']} posts in a queue and "
                               f"max_qp={device.attributes['max_qp']} queue pairs; the queues' memory counts as locked, "
                               "too"):
@@ -55,12 +53,12 @@ class QueuePair(VerbsResource):
         self._name = f"queue pair {self.number} of {device.name}"
         self.account = PostedWork(WorkQueue(self.max_send, send_cq._capacity), WorkQueue(self.max_recv, recv_cq._capacity))
         self._own(raw, domain, send_cq, recv_cq)
-        send_cq._pairs[self.number] = recv_cq._pairs[self.number] = self
+        send_cq._posted[self.number] = recv_cq._posted[self.number] = self.account
 
     @property
     def handle(self) -> int:
         """Address of the ``ibv_qp``. Native code that posts to it has its own account of what is outstanding."""
-        return pointers.queue_pair(self._open(), self.domain.device.handle)
+        return verbs_object.queue_pair_pointer(self._open(), self.domain.device.handle)
 
     @property
     def outstanding(self) -> tuple[int, int]:
@@ -80,7 +78,7 @@ class QueuePair(VerbsResource):
     def state(self) -> str:
         """The device's own word for it (``ibv_query_qp``): RESET, INIT, RTR, RTS, SQD, SQE or ERR."""
         raw = self._open()
-        with words(lambda rc: f"ibv_query_qp({self.domain.device.name}, queue pair {self.number}): {told(rc)}"):
+        with errors_with_text(lambda rc: f"ibv_query_qp({self.domain.device.name}, queue pair {self.number}): {errno_text(rc)}"):
             state = raw.query(_STATE)[0].qp_state
         return _STATES[state] if state < len(_STATES) else str(state)
 
@@ -95,10 +93,10 @@ class QueuePair(VerbsResource):
         def text(rc: int) -> str:
             values = ", ".join(f"{name}={value}" for name, value in shown.items())
             return (f"ibv_modify_qp({self.domain.device.name} port {self._port}, queue pair {self.number}) refused "
-                    f"{transition} with {values or 'no attributes'}: {told(rc)}; local GID "
+                    f"{transition} with {values or 'no attributes'}: {errno_text(rc)}; local GID "
                     f"{_text(self._local_gid)}, remote GID {_text(self._peer_gid)}{self._why(rc, transition)}")
 
-        with words(text):
+        with errors_with_text(text):
             raw.modify(attr, mask | _STATE)
 
     def _why(self, rc: int, transition: str) -> str:
@@ -195,7 +193,7 @@ class QueuePair(VerbsResource):
                 rc = queue.reserve(work)
                 if rc == 0:
                     try:
-                        with words(lambda rc: f"{what}: {told(rc)}; it is in state {self.state} (receives need INIT, "
+                        with errors_with_text(lambda rc: f"{what}: {errno_text(rc)}; it is in state {self.state} (receives need INIT, "
                                               "sends RTS)"):
                             (raw.post_recv if is_recv else raw.post_send)(request)
                     except BaseException:
@@ -237,7 +235,7 @@ class QueuePair(VerbsResource):
         """Forget what was outstanding, and drop its completions, which some providers leave in the queue."""
         outstanding = self.account.forget()
         for queue in {self.send_cq, self.recv_cq}:
-            queue._pairs.pop(self.number, None)
+            queue._posted.pop(self.number, None)
             if outstanding and self._is_ours and not queue.closed:
                 with contextlib.suppress(OSError):  # the queue is broken, as its own next poll will say
                     queue._forget(self.number)

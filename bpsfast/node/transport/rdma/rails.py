@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ....base.settings import Settings
 from ....hardware import rdma_route
-from ....hardware.affinity.device_threads import device_cores, on_cores
+from ....hardware.affinity.binding import device_cores, on_cores
 from ....hardware.host import Host
 from ....hardware.verbs import provider
 from ....orchestration.errors import BpsError, CapacityError

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsfast.base import rdma_device_list
+from bpsfast.base.value_formats import parse_rdma_devices
 
 PORTS = [("mlx5_0", 1), ("mlx5_1", 1), ("mlx5_1", 2), ("mlx5_10", 1), ("rxe0", 1)]
 
@@ -17,9 +17,9 @@ PORTS = [("mlx5_0", 1), ("mlx5_1", 1), ("mlx5_1", 2), ("mlx5_10", 1), ("rxe0", 1
     ("mlx5,^=mlx5_1:2", [PORTS[0], PORTS[1], PORTS[3]]), ("nothing", []),
 ])
 def test_what_a_list_admits(text: str, admitted: list[tuple[str, int]]) -> None:
-    parsed = rdma_device_list.parse(text)
+    parsed = parse_rdma_devices(text)
     assert [port for port in PORTS if parsed.admits(*port)] == admitted
-    assert rdma_device_list.parse(str(parsed)) == parsed, "what it prints means the same"
+    assert parse_rdma_devices(str(parsed)) == parsed, "what it prints means the same"
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -29,10 +29,10 @@ def test_what_a_list_admits(text: str, admitted: list[tuple[str, int]]) -> None:
 ])
 def test_what_is_no_list(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        rdma_device_list.parse(text)
+        parse_rdma_devices(text)
 
 
 def test_entries_that_match_nothing_are_found() -> None:
-    assert list(map(str, rdma_device_list.parse("=mlx5_0,mlx5_7,^rxe9").unmatched(PORTS))) == ["=mlx5_7"]
-    assert rdma_device_list.parse("^rxe").unmatched(PORTS) == [] and not rdma_device_list.parse("^rxe").names_devices
-    assert rdma_device_list.parse("rxe").names_devices and not rdma_device_list.parse("").names_devices
+    assert list(map(str, parse_rdma_devices("=mlx5_0,mlx5_7,^rxe9").unmatched(PORTS))) == ["=mlx5_7"]
+    assert parse_rdma_devices("^rxe").unmatched(PORTS) == [] and not parse_rdma_devices("^rxe").names_devices
+    assert parse_rdma_devices("rxe").names_devices and not parse_rdma_devices("").names_devices
