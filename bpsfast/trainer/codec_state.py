@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..orchestration.errors import BusyError, UnsupportedError
+from ..orchestration.errors import BusyError, UnsupportedError, error_of
 from ..orchestration.messages import StateAsk, StateDone
 from .input_memory import InputMemory, Region
-from .node_connection import NodeRequests, error_of
+from .node_connection import NodeRequests
 from .unit import Unit
 
 
