@@ -9,7 +9,7 @@ MOST_THREADS = MAX_THREADS
 
 
 cdef bps_codec *_codec(plan) except NULL:
-    """Return a new codec as *plan* (`bpsfast.node.part_codec.PartCodec`) says; the part's own."""
+    """Return a new codec as *plan* (`bpsfast.node.codec_state.PartCodec`) says; the part's own."""
     cdef bps_codec made
     cdef bps_codec *codec
     memset(&made, 0, sizeof(made))

@@ -215,14 +215,14 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
-def vertex():
-    """Return a factory of vertices (`tests.support.engine_node`), all closed at the end."""
-    from tests.support.engine_node import Vertex
+def engine_node():
+    """Return a factory of engine nodes (`tests.support.engine_node`), all closed at the end."""
+    from tests.support.engine_node import EngineNode
 
     made = []
 
     def make(*args, **kwargs):
-        made.append(Vertex(*args, **kwargs))
+        made.append(EngineNode(*args, **kwargs))
         return made[-1]
 
     yield make

@@ -1,12 +1,11 @@
-"""The Unix stream between processes of one machine: whole messages, with file descriptors beside them.
+"""Unix stream sockets between processes of one machine that carry messages, and file descriptors with them.
 
-A frame is one little-endian 32-bit word, then a MessagePack message. The low 28 bits of the word are the
-message's length, the high 4 bits say how many descriptors belong to it. Descriptors travel by SCM_RIGHTS with
-the first byte of their frame, so they have always arrived when the word has; the count in the word keeps them
-with their message however the kernel cuts the stream into reads.
+Frames are those of `framing`, with a tag of 4 bits: how many descriptors belong to the message. Descriptors travel by
+SCM_RIGHTS with the first byte of their frame, so they have arrived when the word has; the count keeps them with their
+message however the kernel cuts the stream into reads.
 
-Names are abstract (`address`): nothing in the file system, nothing left behind by a killed process, and not to
-be guessed without the job's key.
+Names are abstract (`address`): nothing in the file system, nothing left by a killed process, and not to be guessed
+without the job's key.
 """
 from __future__ import annotations
 
@@ -23,14 +22,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..orchestration import messages
-from ..orchestration.errors import DECODE_ERRORS, PeerLostError, ProtocolError, StallError
+from ..orchestration.errors import PeerLostError, ProtocolError, StallError
+from .framing import Frames
 
-_WORD = struct.Struct("<I")
-_LENGTH_BITS = 28
-_LENGTH_MASK = (1 << _LENGTH_BITS) - 1
+_FD_BITS = 4
 #: No message is longer, and none comes with more descriptors.
-MAX_NBYTES = _LENGTH_MASK
-MAX_FDS = 15
+MAX_NBYTES = (1 << 32 - _FD_BITS) - 1
+MAX_FDS = (1 << _FD_BITS) - 1
 _READ_NBYTES = 1 << 16
 #: Of one channel at a time: who never stops talking must not keep others from being heard.
 _MOST_READS = 64
@@ -117,16 +115,23 @@ class MessageSocket:
         frame_max_nbytes: int = MAX_NBYTES,
     ) -> None:
         sock.setblocking(False)
-        self.frame_max_nbytes = frame_max_nbytes
         self._sock = sock
-        self._decode = decode
-        self._inbox = bytearray()
+        self._frames = Frames(decode, "a local message", "", frame_max_nbytes, _FD_BITS)
         self._inbox_fds: deque[int] = deque()
         self._ready: deque[tuple[messages.Message, tuple[int, ...]]] = deque()
         self._outbox: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._n_queued = self._n_taken = 0  # messages: to be sent, and sent
         self._lock = threading.Lock()
         self._ended = False
+
+    @property
+    def frame_max_nbytes(self) -> int:
+        """No longer message is taken."""
+        return self._frames.max_nbytes
+
+    @frame_max_nbytes.setter
+    def frame_max_nbytes(self, nbytes: int) -> None:
+        self._frames.max_nbytes = nbytes
 
     def fileno(self) -> int:
         """Return the socket's descriptor, -1 after `close`."""
@@ -240,14 +245,10 @@ class MessageSocket:
     # -- innards ------------------------------------------------------------------------------------------
 
     def _enqueue(self, message: messages.Message, fds: Sequence[int]) -> None:
-        body = messages.encode(message)
-        if len(body) > _LENGTH_MASK or len(fds) > MAX_FDS:
-            raise ProtocolError(
-                f"{type(message).__name__} of {len(body)} bytes with {len(fds)} descriptors does not fit one frame "
-                f"(at most {_LENGTH_MASK} bytes and {MAX_FDS} descriptors)"
-            )
-        frame = _WORD.pack(len(body) | len(fds) << _LENGTH_BITS) + body
-        self._outbox.append((memoryview(frame), tuple(fds)))
+        if len(fds) > MAX_FDS:
+            raise ProtocolError(f"{type(message).__name__} with {len(fds)} descriptors does not fit one frame (at most "
+                                f"{MAX_FDS} descriptors)")
+        self._outbox.append((memoryview(self._frames.pack(message, len(fds))), tuple(fds)))
         self._n_queued += 1
 
     def _flush(self) -> bool:
@@ -294,32 +295,14 @@ class MessageSocket:
             if not data:
                 self._ended = True
                 return
-            self._inbox += data
-            self._cut()
-
-    def _cut(self) -> None:
-        start = 0
-        while len(self._inbox) - start >= _WORD.size:
-            (word,) = _WORD.unpack_from(self._inbox, start)
-            nbytes, n_fds = word & _LENGTH_MASK, word >> _LENGTH_BITS
-            # Before the rest has come: who announces more than he may would else have us hold it.
-            if nbytes > self.frame_max_nbytes:
-                raise ProtocolError(f"a local message announces {nbytes} bytes, at most {self.frame_max_nbytes} are "
-                                    "taken from who sent it")
-            if n_fds > len(self._inbox_fds):
-                raise ProtocolError(f"a local message announces {n_fds} descriptors, {len(self._inbox_fds)} came")
-            end = start + _WORD.size + nbytes
-            if len(self._inbox) < end:
-                break
-            try:
-                message = self._decode(bytes(self._inbox[start + _WORD.size : end]))
-            except DECODE_ERRORS as exc:
-                raise ProtocolError(f"{nbytes} bytes on a local channel are no message: {type(exc).__name__}") from exc
-            self._ready.append((message, tuple(self._inbox_fds.popleft() for _ in range(n_fds))))
-            start = end
-        del self._inbox[:start]
-        if len(self._inbox_fds) > MAX_FDS:  # only those of one unfinished message can be waiting
-            raise ProtocolError(f"{len(self._inbox_fds)} descriptors came on a local channel without a message")
+            self._frames.feed(data)
+            while (message := self._frames.next()) is not None:
+                n_fds = self._frames.tag
+                if n_fds > len(self._inbox_fds):
+                    raise ProtocolError(f"a local message announces {n_fds} descriptors, {len(self._inbox_fds)} came")
+                self._ready.append((message, tuple(self._inbox_fds.popleft() for _ in range(n_fds))))
+            if len(self._inbox_fds) > MAX_FDS:  # only those of one unfinished message can be waiting
+                raise ProtocolError(f"{len(self._inbox_fds)} descriptors came on a local channel without a message")
 
     def _raise_if_ended(self) -> None:
         if self._ended:

@@ -1,12 +1,10 @@
-"""Operations that all ranks of a group must begin in one order: given by anybody, begun by one thread on each rank.
+"""Begins operations in one order on all ranks of a group. Any thread submits them; one thread on each rank begins them.
 
-`orchestration.order.turns` decides the order, `orchestration.order.turn_line` carries it. What an operation is (an
-all-reduce of gloo or NCCL) is the caller's: it is begun by a call, and says when it is done.
+`orchestration.priority.turns` decides the order, `orchestration.priority.group_channel` carries it. An operation is the
+caller's, for example an all-reduce of gloo or NCCL: a function begins it, and it reports its own end.
 """
 from __future__ import annotations
 
-import logging
-import os
 import threading
 import time
 from collections import deque
@@ -15,24 +13,16 @@ from functools import partial
 
 import msgspec
 
-from ..orchestration import errors
-from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, StallError, UnsupportedError
+from ..orchestration.errors import BpsError, ClosedError, PeerLostError, StallError, UnsupportedError
 from ..orchestration.priority import group_channel as says
 from ..orchestration.priority.group_channel import FollowerChannel, LeaderChannel
 from ..orchestration.priority.turns import Entry, Follower, Leader
-from ..orchestration.security import prove
-from ..orchestration.wake_up import WakeUp
-
-log = logging.getLogger("bpsfast")
+from .group_service import GroupService, open_channel
 
 #: Tells that an operation is done, or why not; once, from any thread.
 Finish = Callable[[BaseException | None], None]
 
-_KEY_NBYTES = 32
-_TICK_S = 0.5
-#: How long one waits for a connection, to say over it that one leaves at once.
-_FAREWELL_S = 5.0
-#: How much longer one waits who does not know what is missing: somebody else does. Rank 0, then the others.
+#: Grace for ranks that cannot diagnose the stall: rank 0, then the others.
 _GRACE_S = 2.0, 4.0
 
 
@@ -45,25 +35,7 @@ class _Operation:
         self.on_done = on_done
 
 
-class _Meeting(msgspec.Struct, frozen=True):
-    """Where rank 0 listens, and of what the line's key is made; or why it does not.
-
-    The group may carry it in the clear. So it is no key, if there is a secret that all ranks know: that one and `salt`
-    make the key. Without one `salt` is the key, and whoever reads it can join the line.
-    """
-
-    host: str = ""
-    port: int = 0
-    salt: bytes = b""
-    has_secret: bool = False
-    error: str = ""
-
-
-def _line_key(secret: bytes, salt: bytes) -> bytes:
-    return prove(secret, "turns", salt) if secret else salt
-
-
-class TurnService:
+class TurnService(GroupService[_Operation]):
     """One rank's part of a group. Making and closing it are collective; `submit` is for any thread.
 
     Parameters
@@ -89,9 +61,12 @@ class TurnService:
 
     def __init__(self, rank: int, size: int, agree: Callable[[bytes | None], bytes], *, host: Callable[[], str],
                  credit_nbytes: int, timeout_s: float, together: bool = False, secret: bytes = b"") -> None:
-        self.rank = rank
+        channel = open_channel(rank == 0, agree, host, LeaderChannel, FollowerChannel, secret=secret, rank=rank)
+        super().__init__(range(size), rank, channel, "bpsfast-turns")
         self.size = size
+        self._channel: LeaderChannel | FollowerChannel = channel
         self._timeout_s = timeout_s
+        self._tick_s = min(self._tick_s, timeout_s)
         self._role: Leader | Follower = Follower()
         if rank == 0:
             self._role = Leader(credit_nbytes, range(1, size) if together else ())
@@ -99,58 +74,12 @@ class TurnService:
         self._abandoned: BpsError | None = None
         self._abandoned_at = 0.0
         self._met: set[int] = set()
-        self._line = self._meet(agree, host, secret)
-        try:
-            self._wake = WakeUp()
-        except OSError:
-            self._line.close()
-            raise
-        self._lock = threading.Lock()  # of what both threads write: role, open operations, error, closing
-        self._open: dict[tuple[str, int], _Operation] = {}
         self._ended: deque[tuple[_Operation, BaseException | None]] = deque()
-        self._error: BpsError | None = None
-        self._unheard: BpsError | None = None
-        self._closing = False
+        self._unheard: BpsError | None = None  # the error that no operation has ended with
         self._begun = [0] * size
         self._left: set[int] = set()
         self._progress = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="bpsfast-turns", daemon=True)
-        try:
-            if rank != 0:
-                self._line.tell(says.Hello(rank))
-            self._thread.start()
-        except BaseException:
-            self._free()
-            raise
-
-    def _meet(self, agree: Callable[[bytes | None], bytes], host: Callable[[], str],
-              secret: bytes) -> LeaderChannel | FollowerChannel:
-        if self.rank != 0:
-            meeting = msgspec.msgpack.decode(agree(None), type=_Meeting)
-            if meeting.error:
-                raise ConfigError(f"rank 0 cannot be reached by the other ranks: {meeting.error}")
-            if meeting.has_secret != bool(secret):
-                who = 0 if meeting.has_secret else self.rank
-                raise ConfigError(f"of rank 0 and rank {self.rank} only one has a job key (rank {who} has): set "
-                                  "BPSFAST_JOB_KEY to the same random hex on all ranks, or on none")
-            return FollowerChannel(meeting.host, meeting.port, _line_key(secret, meeting.salt))
-        salt = os.urandom(_KEY_NBYTES)
-        try:
-            own_host = host()
-            line = LeaderChannel(_line_key(secret, salt), own_host)
-        except (OSError, ConfigError) as exc:
-            agree(msgspec.msgpack.encode(_Meeting(error=str(exc))))
-            raise ConfigError(f"rank 0 cannot be reached by the other ranks: {exc}") from exc
-        try:
-            agree(msgspec.msgpack.encode(_Meeting(own_host, line.port, salt, bool(secret))))
-        except BaseException:
-            line.close()
-            raise
-        return line
-
-    def _free(self) -> None:
-        self._line.close()
-        self._wake.close()
+        self._start()
 
     def submit(self, entry: Entry, begin: Callable[[Finish], None], on_done: Finish, priority: int = 0) -> None:
         """Let *begin* be called when it is *entry*'s turn on all ranks; *on_done* hears of its end.
@@ -170,7 +99,7 @@ class TurnService:
             if self._closing:
                 raise ClosedError(f"{entry} was given after close()")
             self._role.give(entry, priority)
-            self._open[entry.key] = _Operation(entry, begin, on_done)
+            self._operations[entry.key] = _Operation(entry, begin, on_done)
             if self._untold is not None:
                 self._untold.append(entry.key)
             self._progress = time.monotonic()
@@ -209,21 +138,9 @@ class TurnService:
         self._ended.append((operation, error))
         self._wake.ring()
 
-    def _run(self) -> None:
-        try:
-            while not self._is_over():
-                self._line.wait(self._wake.fileno(), min(_TICK_S, self._timeout_s))
-                self._turn(time.monotonic())
-        except BpsError as exc:
-            self._end(exc)
-        except Exception as exc:
-            self._end(PeerLostError(f"an operation of rank {self.rank} failed: {type(exc).__name__}: {exc}"))
-        finally:
-            self._free()
-
     def _is_over(self) -> bool:
         """Whether all is done that was given; says so to the others, rank 0 until all have said so."""
-        if not self._closing or self._open or not self._all_are_here:
+        if not self._closing or self._operations or not self._all_are_here:
             return False
         if self.rank not in self._left:
             self._progress = time.monotonic()
@@ -233,25 +150,25 @@ class TurnService:
 
     @property
     def _all_are_here(self) -> bool:
-        return not isinstance(self._line, LeaderChannel) or len(self._line.present) == self.size - 1
+        return not isinstance(self._channel, LeaderChannel) or len(self._channel.present) == self.size - 1
 
     @property
     def _has_met_all(self) -> bool:
         """Whether everybody has been there: who is gone since needs no last word."""
-        if isinstance(self._line, LeaderChannel):
-            self._met |= self._line.present
-        elif self._line.is_connected:
+        if isinstance(self._channel, LeaderChannel):
+            self._met |= self._channel.present
+        elif self._channel.is_connected:
             self._met.add(0)
         return len(self._met) == (self.size - 1 if self.rank == 0 else 1)
 
-    def _say(self, message: says.Message) -> None:
+    def _say(self, message: msgspec.Struct) -> None:
         """Tell the other end: rank 0 all who have not left, the others rank 0."""
-        if isinstance(self._line, FollowerChannel):
-            self._line.tell(message)
+        if isinstance(self._channel, FollowerChannel):
+            self._channel.tell(message)
             return
-        gone = self._line.tell(message, but=self._left)
+        gone = self._channel.tell(message, but=self._left)
         if gone:
-            for last in self._line.recv_nowait():
+            for last in self._received():
                 self._hear(last)
             lost = sorted(set(gone) - self._left)
             if lost:
@@ -259,14 +176,13 @@ class TurnService:
                                     "word")
 
     def _turn(self, now: float) -> None:
-        self._wake.clear()
         has_met_all = self._has_met_all
-        if self._abandoned is not None and (has_met_all or now >= self._abandoned_at + _FAREWELL_S):
+        if self._abandoned is not None and (has_met_all or now >= self._abandoned_at + self._LATE_NOTICE_S):
             raise self._abandoned
         while self._ended:
             self._conclude(*self._ended.popleft())
             self._progress = now
-        for message in self._line.recv_nowait():
+        for message in self._received():
             self._hear(message)
             if message != says.Left(0):  # which comes again and again
                 self._progress = now
@@ -282,7 +198,7 @@ class TurnService:
             raise PeerLostError(f"{operation.entry} failed on rank {self.rank}: {error}") from error
         with self._lock:
             self._role.done(operation.entry)
-            del self._open[operation.entry.key]
+            del self._operations[operation.entry.key]
         operation.on_done(None)
 
     def _hear(self, message: says.Message) -> None:
@@ -300,8 +216,6 @@ class TurnService:
             if self._begun[message.rank] < self._begun[0]:
                 raise PeerLostError(f"rank {message.rank} has closed, and will not give what is under way: "
                                     f"{self._under_way()}")
-        elif isinstance(message, says.Failed):
-            raise getattr(errors, message.error, PeerLostError)(message.reason)
 
     def _tell_given(self) -> None:
         with self._lock:
@@ -331,7 +245,7 @@ class TurnService:
 
     def _begin(self, turns: list[Entry]) -> None:
         for entry in turns:
-            operation = self._open[entry.key]
+            operation = self._operations[entry.key]
             try:
                 operation.begin(partial(self._finished, operation))
             except Exception as exc:
@@ -344,7 +258,7 @@ class TurnService:
     def _look_at_the_clock(self, now: float) -> None:
         with self._lock:
             knows = isinstance(self._role, Follower) and self._role.awaited is not None
-        if not knows and not self._open and not self._closing:
+        if not knows and not self._operations and not self._closing:
             return
         idle_s = now - self._progress
         if idle_s > self._timeout_s + (0 if knows else _GRACE_S[self.rank != 0]):
@@ -355,46 +269,33 @@ class TurnService:
 
     def _what_is_missing(self) -> str:
         if isinstance(self._role, Follower):
-            if isinstance(self._line, FollowerChannel) and not self._line.is_connected:
-                return f"there is no connection to rank 0 at {self._line.address}"
+            if isinstance(self._channel, FollowerChannel) and not self._channel.is_connected:
+                return f"there is no connection to rank 0 at {self._channel.address}"
             if self._role.awaited is not None:
                 return f"{self._role.awaited} has not been given here, rank 0 has given it"
             if self._role.untold:
                 return f"rank 0 has not given {self._role.untold[0]}"
-        elif isinstance(self._line, LeaderChannel):
-            absent = sorted(set(range(1, self.size)) - self._line.present)
+        elif isinstance(self._channel, LeaderChannel):
+            absent = sorted(set(range(1, self.size)) - self._channel.present)
             if absent:
                 return f"ranks {absent} have not connected"
             behind = [rank for rank, count in enumerate(self._begun) if count < self._begun[0]]
             if behind:
                 return f"ranks {behind} have not begun what is under way: {self._under_way()}"
-            if self._closing and not self._open:
+            if self._closing and not self._operations:
                 return f"ranks {sorted(set(range(self.size)) - self._left)} have not closed"
         return f"all have begun, and it does not end: {self._under_way()}"
 
     def _under_way(self) -> str:
-        return ", ".join(str(operation.entry) for operation in list(self._open.values())[:3]) or "nothing"
+        return ", ".join(str(operation.entry) for operation in list(self._operations.values())[:3]) or "nothing"
 
-    def _end(self, error: BpsError) -> None:
-        with self._lock:
-            self._error = error
-            abandoned = list(self._open.values())
-            self._unheard = None if abandoned else error
-            self._open.clear()
-        failed = says.Failed(type(error).__name__, str(error))
-        told: set[int] = self._line.present if isinstance(self._line, LeaderChannel) else set()
-        try:
-            self._say(failed)
-        except BpsError:
-            pass  # others are gone: who is there has heard it
-        finally:
-            for operation in abandoned:
-                try:
-                    operation.on_done(error)
-                except Exception:  # one caller's fault must not leave another one waiting
-                    log.exception("rank %d: what was to hear that %s has failed has failed itself", self.rank,
-                                  operation.entry)
-        if isinstance(self._line, LeaderChannel) and not isinstance(error, StallError):
-            # who has not come in all the time of a stall comes no more
-            begun = self._abandoned_at if self._abandoned is not None else time.monotonic()
-            self._line.send_to_late_joiners(failed, told, self.size - 1, begun + _FAREWELL_S)
+    def _fail(self, operation: _Operation, error: BpsError) -> None:
+        self._unheard = None
+        operation.on_done(error)
+
+    def _end(self, error: BpsError, last: msgspec.Struct | None = None) -> None:
+        self._unheard = error
+        super()._end(error, last)
+
+    def _late_deadline(self) -> float:
+        return (self._abandoned_at if self._abandoned is not None else time.monotonic()) + self._LATE_NOTICE_S

@@ -27,8 +27,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from .coordinator_client import TrainingOver
-from .running import WorkersJoined, run
-from .training import ObjectState, State
+from .training import ObjectState, State, WorkersJoined, run
 
 #: Horovod's name for it.
 HostsUpdatedInterrupt = WorkersJoined

@@ -18,7 +18,7 @@ from ..base.job_key import elastic_key, given_key
 from ..base.process_identity import network_id
 from ..base.settings import Settings, parse_address
 from ..launch import rendezvous
-from ..orchestration import errors, security
+from ..orchestration import security
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.protocol import (
     Come,
@@ -35,7 +35,7 @@ from ..orchestration.elastic.protocol import (
     Want,
     connect,
 )
-from ..orchestration.errors import BpsError, CapacityError, ConfigError, PeerLostError, StallError
+from ..orchestration.errors import CapacityError, ConfigError, PeerLostError, StallError, error_of
 from ..trainer import process
 
 _log = logging.getLogger("bpsfast.elastic")
@@ -162,9 +162,7 @@ class CoordinatorClient:
         if isinstance(found, Over):
             raise TrainingOver()
         if isinstance(found, Refused):
-            kind = getattr(errors, found.error, None)
-            is_ours = isinstance(kind, type) and issubclass(kind, BpsError)
-            raise (kind if is_ours else PeerLostError)(found.reason)
+            raise error_of(found.error, found.reason)
         self.job, self.lost_worker = found.job, found.lost_worker
         self._values = {}
         return found

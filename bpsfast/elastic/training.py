@@ -2,17 +2,20 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from ..orchestration.errors import PeerLostError
 from ..trainer import process
 from ..trainer.broadcaster import broadcast_bytes
 from ..trainer.handle import push_pull
-from .coordinator_client import current_client
+from .coordinator_client import CoordinatorClient, TrainingOver, current_client
 
 
 class WorkersJoined(Exception):
@@ -119,19 +122,13 @@ class State(ABC):
         """Give the state of rank *root* to all ranks. On all ranks; a loss may interrupt it anywhere."""
 
 
-class ObjectState(State):
-    """Keyword arguments as attributes: NumPy arrays, numbers, whatever can be copied and pickled.
+class AttributeState(State):
+    """Keyword arguments as attributes, of which `keep` keeps deep copies."""
 
-    Arrays keep their memory: `restore` and `sync` write into them, if shape and dtype are the same. Only these
-    attributes are part of the state.
-
-        state = ObjectState(weights=np.zeros(10), step=0)
-    """
-
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, **values: Any) -> None:
         super().__init__()
-        self._names = tuple(objects)
-        for name, value in objects.items():
+        self._names = tuple(values)
+        for name, value in values.items():
             setattr(self, name, value)
         self._saved: dict[str, Any] = {}
         self.keep()
@@ -142,7 +139,21 @@ class ObjectState(State):
 
     def keep(self) -> None:
         """See `State`."""
-        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+        self._saved = {name: copy.deepcopy(self._state_of(getattr(self, name))) for name in self._names}
+
+    def _state_of(self, value: Any) -> Any:
+        """Return what is kept of the attribute *value*."""
+        return value
+
+
+class ObjectState(AttributeState):
+    """Keyword arguments as attributes: NumPy arrays, numbers, whatever can be copied and pickled.
+
+    Arrays keep their memory: `restore` and `sync` write into them, if shape and dtype are the same. Only these
+    attributes are part of the state.
+
+        state = ObjectState(weights=np.zeros(10), step=0)
+    """
 
     def restore(self) -> None:
         """See `State`."""
@@ -164,3 +175,87 @@ class ObjectState(State):
                 mine[...] = value
             else:
                 setattr(self, name, value)
+
+
+_log = logging.getLogger("bpsfast.elastic")
+_Result = TypeVar("_Result")
+
+
+def run(train: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Return *train*, whose first argument is a `State`, as a function that survives lost and added workers.
+
+    It joins a job if `bpsfast.init` was not called, gives all ranks one state (`State.sync`) and calls *train*. When
+    *train* ends because a worker was lost, the state goes back to the last commit, the survivors form the next job (as
+    the policy of ``bpsfast run --lost-worker`` says), `State.on_reset` is called, and *train* is called again: it has
+    to go on from what is in the state. It returns once *train* has returned on all ranks.
+
+    Before the first call, and outside of *train*, nothing may be called that waits for other ranks: a worker that is
+    started for a lost one runs the same program, and would do so alone.
+
+    Outside of `bpsfast run --elastic` (under torchrun, which starts all ranks anew) *train* is called once, and
+    errors are raised.
+
+    Raises
+    ------
+    PeerLostError, StallError
+        No next job can be formed; the text says who is missing, or "no quorum".
+    TrainingOver
+        The training has ended meanwhile, without this worker: a SystemExit, of code 0. Also from `bpsfast.init`.
+    """
+    @functools.wraps(train)
+    def wrapped(state: State, *args: Any, **kwargs: Any) -> _Result:
+        if process.session() is None:
+            process.init()
+        member = current_client()
+        if member is None:
+            state.sync()
+            return train(state, *args, **kwargs)
+        return _in_jobs(member, state, lambda: train(state, *args, **kwargs))
+
+    return wrapped
+
+
+def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Result]) -> _Result:
+    is_further = False
+    while True:
+        returned: list[_Result] = []
+        reason = ""
+        try:
+            if is_further:
+                state.on_reset()
+            state.sync()
+            member.has_state = True
+            returned = [train()]
+            process.barrier()  # nobody is gone while others may still have to go back to a commit
+        except WorkersJoined:
+            process.shutdown()
+        except Exception as exc:
+            lost = peer_loss_of(exc)
+            if lost is None or member.lost_worker == "abort":
+                raise
+            reason, lost = str(lost), None  # its traceback holds what belongs to the job that is left
+            _log.warning("back to the last commit, for the job has lost somebody: %s", reason)
+            process.abandon(reason)
+            if not returned:  # else this may have been the end, and what it has led to is the result
+                state.restore()
+        else:
+            member.done()
+            return returned[0]
+        try:
+            member.join(state.n_commits, reason)
+        except TrainingOver as over:
+            if returned:  # another rank knows already that all have come to the end
+                return returned[0]
+            _log.warning("%s", over)
+            raise
+        if returned:
+            state.restore()
+        is_further = True
+
+
+def peer_loss_of(exc: BaseException) -> PeerLostError | None:
+    """Return the `PeerLostError` that *exc* is, or was raised from; None if it is of another kind."""
+    found: BaseException | None = exc
+    while found is not None and not isinstance(found, PeerLostError):
+        found = found.__cause__
+    return found

@@ -7,7 +7,7 @@ from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer.session import Session
 from . import runtime
 from .errors import NotInitializedError
-from .process_sets import begin_sets
+from .runtime import begin_sets
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:

@@ -4,18 +4,24 @@ Tensors may be NumPy arrays: results then are, too, and autograd knows nothing o
 """
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import index
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..orchestration.errors import ConfigError
-from . import allgather_ops
-from .compression import Compression, compressed
-from .errors import TensorTypeError
+from ..orchestration.priority.negotiation import Request
+from ..torch.compression import Compression as Compression, check_compressor
+from . import runtime
+from .errors import TensorTypeError, internal
 from .handle import Handle, begin, like, readable, synchronize, wants_gradient, writable
-from .process_sets import ProcessSet, global_process_set
 from .reduce_op import Average, ReduceOp, Sum, chosen, factor
+from .runtime import ProcessSet, global_process_set
+from .service import Operation
 
 
 def allreduce_async(tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
@@ -46,14 +52,14 @@ def allreduce_async(tensor: Any, average: bool | None = None, name: str | None =
     HorovodInternalError
         If nothing more is executed.
     """
-    return _begin([tensor], name, chosen(op, average), prescale_factor, postscale_factor, process_set, grouped=False)
+    return _reduce([tensor], name, chosen(op, average), prescale_factor, postscale_factor, process_set, grouped=False)
 
 
 def allreduce_async_(tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
                      prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                      process_set: ProcessSet = global_process_set) -> Handle:
     """As `allreduce_async`, but the result replaces the contents of *tensor*, which is contiguous."""
-    return _begin([tensor], name, chosen(op, average), prescale_factor, postscale_factor, process_set, grouped=False,
+    return _reduce([tensor], name, chosen(op, average), prescale_factor, postscale_factor, process_set, grouped=False,
                   in_place=True)
 
 
@@ -66,8 +72,8 @@ def allreduce(tensor: Any, average: bool | None = None, name: str | None = None,
     and Max goes, summed, to the ranks that had the value, in equal parts; that of Product is multiplied by what the
     others had. (Horovod reduces gradients of these by Min, Max and Product.)
     """
-    return _reduced([tensor], name, compression, chosen(op, average), prescale_factor, postscale_factor, process_set,
-                    grouped=False)[0]
+    return _differentiable([tensor], name, compression, chosen(op, average), prescale_factor, postscale_factor,
+                           process_set, grouped=False)[0]
 
 
 def allreduce_(tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
@@ -81,21 +87,22 @@ def grouped_allreduce_async(tensors: Sequence[Any], average: bool | None = None,
                             op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> Handle:
     """As `allreduce_async` of each of *tensors*, but none is reduced before all are there on all ranks."""
-    return _begin(tensors, name, chosen(op, average), prescale_factor, postscale_factor, process_set)
+    return _reduce(tensors, name, chosen(op, average), prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_async_(tensors: Sequence[Any], average: bool | None = None, name: str | None = None,
                              op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                              process_set: ProcessSet = global_process_set) -> Handle:
     """As `grouped_allreduce_async`, in place."""
-    return _begin(tensors, name, chosen(op, average), prescale_factor, postscale_factor, process_set, in_place=True)
+    return _reduce(tensors, name, chosen(op, average), prescale_factor, postscale_factor, process_set, in_place=True)
 
 
 def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, name: str | None = None,
                       compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
                       postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return *tensors* reduced, as a group. Differentiable as `allreduce`."""
-    return _reduced(tensors, name, compression, chosen(op, average), prescale_factor, postscale_factor, process_set)
+    return _differentiable(tensors, name, compression, chosen(op, average), prescale_factor, postscale_factor,
+                           process_set)
 
 
 def grouped_allreduce_(tensors: Sequence[Any], average: bool | None = None, name: str | None = None,
@@ -118,7 +125,7 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: int,
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
         kind = getattr(tensor, "layout", type(tensor).__name__)
         raise TensorTypeError(f"expected a sparse COO tensor, got a {kind}: use allreduce_async")
-    entries_of = allgather_ops.begin_group(
+    entries_of = begin_allgather(
         [tensor._values(), tensor._indices().t().contiguous()], name, process_set, label="sparse_allreduce")
 
     def handle() -> torch.Tensor:
@@ -130,7 +137,7 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: int,
     return handle
 
 
-def _begin(tensors: Sequence[Any], name: str | None, op: ReduceOp, prescale: float, postscale: float,
+def _reduce(tensors: Sequence[Any], name: str | None, op: ReduceOp, prescale: float, postscale: float,
            process_set: ProcessSet, grouped: bool = True, in_place: bool = False) -> Handle:
     tensors = list(tensors)
     before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
@@ -145,20 +152,20 @@ def _begin(tensors: Sequence[Any], name: str | None, op: ReduceOp, prescale: flo
                  postscale=after)
 
 
-def _reduced(tensors: Sequence[Any], name: str | None, compression: Any, op: ReduceOp, prescale: float,
+def _differentiable(tensors: Sequence[Any], name: str | None, compression: Any, op: ReduceOp, prescale: float,
              postscale: float, process_set: ProcessSet, grouped: bool = True) -> list[Any]:
     """Reduce, and wait; with gradients, where autograd follows."""
     narrow, back = compressed(tensors, compression)
     arguments = name, op, prescale, postscale, process_set, grouped
     if not wants_gradient(*narrow):
-        results: Sequence[Any] = _waited(arguments, narrow)
+        results: Sequence[Any] = _reduce_now(arguments, narrow)
     elif op in (Average, Sum):
-        results = _Mean.apply(arguments, *narrow)
+        results = _LinearAllreduce.apply(arguments, *narrow)
     else:
         before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
         scaled = [_times(tensor, before) for tensor in narrow]
         results = [_times(result, after)
-                   for result in _Choice.apply((name, op, 1.0, 1.0, process_set, grouped), *scaled)]
+                   for result in _SelectingAllreduce.apply((name, op, 1.0, 1.0, process_set, grouped), *scaled)]
     return [bring(result) for bring, result in zip(back, results)]
 
 
@@ -167,31 +174,31 @@ def _times(tensor: torch.Tensor, by: float) -> torch.Tensor:
     return tensor * by if tensor.is_floating_point() else (tensor.double() * by).to(tensor.dtype)
 
 
-def _waited(arguments: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
-    results = synchronize(_begin(tensors, *arguments))
+def _reduce_now(arguments: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    results = synchronize(_reduce(tensors, *arguments))
     return tuple(results) if arguments[-1] else (results,)
 
 
-class _Mean(torch.autograd.Function):
+class _LinearAllreduce(torch.autograd.Function):
     """Average or Sum: linear, so its gradient is that of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.arguments = (None, *arguments[1:])  # forward and backward are different operations
-        return _waited(arguments, tensors)
+        return _reduce_now(arguments, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *_waited(ctx.arguments, gradients))
+        return (None, *_reduce_now(ctx.arguments, gradients))
 
 
-class _Choice(torch.autograd.Function):
+class _SelectingAllreduce(torch.autograd.Function):
     """Min, Max or Product, without factors."""
 
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.arguments = arguments
-        results = _waited(arguments, tensors)
+        results = _reduce_now(arguments, tensors)
         ctx.save_for_backward(*tensors, *results)
         return results
 
@@ -209,6 +216,391 @@ class _Choice(torch.autograd.Function):
 
 
 def _product_of_others(x: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-    every = allgather_ops.allgather(x.detach().unsqueeze(0), process_set=process_set)
+    every = allgather(x.detach().unsqueeze(0), process_set=process_set)
     every[process_set.rank()] = 1
     return every.prod(0)
+
+
+def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
+    """Begin to concatenate *tensor* of all ranks of *process_set*; `synchronize` of the handle returns a new tensor.
+
+    All dimensions but the first are the same on all ranks. *name* and errors: `allreduce_async`.
+    """
+    return begin_allgather([tensor], name, process_set, grouped=False)
+
+
+def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Return *tensor* of all ranks of *process_set*, concatenated in their order. Differentiable.
+
+    The gradient is, as Horovod's, the mean of the ranks' gradients where this rank's rows are.
+    """
+    if wants_gradient(tensor):
+        return _AllGather.apply(name, process_set, False, tensor)[0]
+    return synchronize(allgather_async(tensor, name, process_set))
+
+
+def grouped_allgather_async(tensors: Sequence[Any], name: str | None = None,
+                            process_set: ProcessSet = global_process_set) -> Handle:
+    """As `allgather_async` of each of *tensors*, but none is gathered before all are there on all ranks."""
+    return begin_allgather(tensors, name, process_set)
+
+
+def grouped_allgather(tensors: Sequence[Any], name: str | None = None,
+                      process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return each of *tensors* of all ranks, concatenated, as a group. Differentiable as `allgather`."""
+    if wants_gradient(*tensors):
+        return list(_AllGather.apply(name, process_set, True, *tensors))
+    return list(synchronize(grouped_allgather_async(tensors, name, process_set)))
+
+
+def begin_allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, grouped: bool = True,
+                rows: list[tuple[int, ...]] | None = None, label: str = "") -> Handle:
+    """Begin to gather; *rows* gets the first dimensions of each tensor on the ranks. *label*: as of `begin`."""
+    tensors = list(tensors)
+    inputs = [readable(tensor, False) for tensor in tensors]
+
+    def give(result: tuple[list[torch.Tensor], tuple[tuple[int, ...], ...]]) -> Any:
+        outputs, counts = result
+        if rows is not None:
+            rows.extend(counts)
+        given = [like(tensor)(output) for tensor, output in zip(tensors, outputs)]
+        return given if grouped else given[0]
+
+    return begin(process_set, "allgather", name, inputs, (), give, grouped=grouped, label=label)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, grouped: bool,
+                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.rows, ctx.process_set, ctx.grouped = [], process_set, grouped
+        results = synchronize(begin_allgather(tensors, name, process_set, grouped, ctx.rows))
+        return tuple(results) if grouped else (results,)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        means = grouped_allreduce(gradients, op=Average, process_set=ctx.process_set)
+        me = ctx.process_set.rank()
+        return (None, None, None, *(mean.narrow(0, sum(rows[:me]), rows[me]) for mean, rows in zip(means, ctx.rows)))
+
+
+def reducescatter_async(tensor: Any, name: str | None = None, op: int = Average,
+                        process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+                        postscale_factor: float = 1.0) -> Handle:
+    """Begin to reduce *tensor* over all ranks of *process_set*; `synchronize` of the handle returns this rank's rows.
+
+    The first dimension is divided as evenly as can be, the first ranks get more. *op*: `Average` or `Sum`. Other
+    parameters and errors: `allreduce_async`.
+    """
+    return _reducescatter([tensor], name, chosen(op), process_set, prescale_factor, postscale_factor, grouped=False)
+
+
+def reducescatter(tensor: Any, name: str | None = None, compression: Any = Compression.none, op: int = Average,
+                  process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+                  postscale_factor: float = 1.0) -> Any:
+    """Return this rank's rows of *tensor* reduced over all ranks of *process_set*. Differentiable.
+
+    The gradient is, as Horovod's, that of all ranks' rows, for Sum times the number of ranks.
+    """
+    return _scattered([tensor], name, compression, op, process_set, prescale_factor, postscale_factor, grouped=False)[0]
+
+
+def grouped_reducescatter_async(tensors: Sequence[Any], name: str | None = None, op: int = Average,
+                                process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+                                postscale_factor: float = 1.0) -> Handle:
+    """As `reducescatter_async` of each of *tensors*, but none is reduced before all are there on all ranks."""
+    return _reducescatter(tensors, name, chosen(op), process_set, prescale_factor, postscale_factor)
+
+
+def grouped_reducescatter(tensors: Sequence[Any], name: str | None = None, compression: Any = Compression.none,
+                          op: int = Average, process_set: ProcessSet = global_process_set,
+                          prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> list[Any]:
+    """Return this rank's rows of each of *tensors*, reduced as a group. Differentiable as `reducescatter`."""
+    return _scattered(tensors, name, compression, op, process_set, prescale_factor, postscale_factor)
+
+
+def _scattered(tensors: Sequence[Any], name: str | None, compression: Any, op: int, process_set: ProcessSet,
+            prescale: float, postscale: float, grouped: bool = True) -> list[Any]:
+    narrow, back = compressed(tensors, compression)
+    arguments = name, chosen(op), process_set, prescale, postscale, grouped
+    if wants_gradient(*narrow):
+        results = list(_ReduceScatter.apply(arguments, *narrow))
+    else:
+        results = _scatter_now(narrow, arguments)
+    return [bring(result) for bring, result in zip(back, results)]
+
+
+def _scatter_now(tensors: Sequence[Any], arguments: tuple[Any, ...]) -> list[Any]:
+    results = synchronize(_reducescatter(tensors, *arguments))
+    return list(results) if arguments[-1] else [results]
+
+
+def _reducescatter(tensors: Sequence[Any], name: str | None, op: ReduceOp, process_set: ProcessSet, prescale: float,
+           postscale: float, grouped: bool = True) -> Handle:
+    if op not in (Average, Sum):
+        raise internal(ConfigError(f"Reducescatter currently only supports AVERAGE and SUM. (op={op.name})"))
+    tensors = list(tensors)
+    before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
+    inputs = [readable(tensor, True) for tensor in tensors]
+    if any(not tensor.dim() for tensor in inputs):
+        raise ConfigError("Reducescatter does not support scalar inputs")
+
+    def give(results: Sequence[torch.Tensor]) -> Any:
+        given = [like(tensor)(result) for tensor, result in zip(tensors, results)]
+        return given if grouped else given[0]
+
+    return begin(process_set, "reducescatter", name, inputs, (), give, grouped=grouped, op=op.name, prescale=before,
+                 postscale=after)
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.arguments = arguments
+        return tuple(_scatter_now(tensors, arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, op, process_set, prescale, postscale, _ = ctx.arguments
+        factor = prescale * postscale * (process_set.size() if op is Sum else 1)
+        return (None, *grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set))
+
+
+def alltoall_async(tensor: Any, splits: Any = None, name: str | None = None,
+                   process_set: ProcessSet = global_process_set) -> Handle:
+    """Begin to send rows of *tensor* to all ranks of *process_set*, in their order.
+
+    `synchronize` of the handle returns a new tensor, of what came in the order of the ranks, and how many rows came
+    from each: a tensor like *splits*, else int32.
+
+    Parameters
+    ----------
+    splits
+        How many rows go to each rank: a list or an array of integers, or a 1-D tensor of 32-bit integers. None: equally
+        many.
+
+    Other parameters and errors: `allreduce_async`. All dimensions but the first are the same on all ranks.
+    """
+    source = readable(tensor, False)
+    service = runtime.service_of(process_set, "alltoall")
+    rows = _split_rows(splits, source, len(service.ranks))
+    kind = splits if isinstance(splits, torch.Tensor) else None
+
+    def give(result: tuple[list[torch.Tensor], list[int]]) -> Any:
+        outputs, received = result
+        counts = torch.tensor(received, dtype=torch.int32 if kind is None else kind.dtype)
+        return like(tensor)(outputs[0]), like(tensor)(counts)
+
+    return begin(process_set, "alltoall", name, [source], (), give, splits=tuple(rows))
+
+
+def alltoall(tensor: Any, splits: Any = None, name: str | None = None,
+             process_set: ProcessSet = global_process_set) -> Any:
+    """Return the rows that all ranks of *process_set* have sent to this one; with *splits*, also how many each sent.
+
+    Differentiable: gradients go back to where the rows came from. Parameters: `alltoall_async`.
+    """
+    if wants_gradient(tensor):
+        output, received = _AllToAll.apply(tensor, splits, name, process_set)
+    else:
+        output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+    return output if splits is None else (output, received)
+
+
+def _split_rows(splits: Any, tensor: torch.Tensor, n_ranks: int) -> list[int]:
+    """Return how many rows go to each rank, or raise `ConfigError`, in Horovod's words, why that cannot be."""
+    n_rows = tensor.shape[0] if tensor.dim() else 0
+    if splits is None:
+        if n_rows % n_ranks:
+            raise ConfigError("splits not provided, but first dimension of tensor is not an even multiple of the "
+                              f"number of workers. ({n_rows} rows, {n_ranks} ranks)")
+        return [n_rows // n_ranks] * n_ranks
+    if isinstance(splits, torch.Tensor | np.ndarray):
+        if len(splits.shape) != 1:
+            raise ConfigError("alltoall expects a 1D splits tensor")
+        if splits.dtype != torch.int32 and not (isinstance(splits, np.ndarray) and splits.dtype.kind in "iu"):
+            raise ConfigError(f"alltoall expects splits to contain 32-bit integer elements. (got {splits.dtype})")
+        splits = splits.tolist()
+    try:
+        rows = [index(n) for n in splits]
+    except TypeError as exc:
+        raise ConfigError(f"splits={splits!r}: expected an integer for each rank ({exc})") from None
+    if not rows:
+        return _split_rows(None, tensor, n_ranks)
+    if len(rows) != n_ranks:
+        raise ConfigError("Number of entries in splits does not equal number of workers. "
+                          f"({len(rows)} entries, {n_ranks} ranks)")
+    if min(rows) < 0:
+        raise ConfigError(f"splits {rows} has negative entries")
+    if sum(rows) > n_rows:
+        raise ConfigError("Sum of splits entries is greater than the first dimension of tensor. "
+                          f"({sum(rows)} of {n_rows} rows)")
+    return rows
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None,
+                process_set: ProcessSet) -> tuple[torch.Tensor, torch.Tensor]:
+        output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+        ctx.n_rows, ctx.received, ctx.process_set = tensor.shape[0], received, process_set
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        back, _ = synchronize(alltoall_async(gradients[0], ctx.received.int(), process_set=ctx.process_set))
+        unsent = ctx.n_rows - back.shape[0]
+        if unsent:  # rows beyond the sum of splits went nowhere
+            back = torch.cat([back, back.new_zeros((unsent, *back.shape[1:]))])
+        return back, None, None, None
+
+
+def broadcast_async(tensor: Any, root_rank: int, name: str | None = None,
+                    process_set: ProcessSet = global_process_set) -> Handle:
+    """Begin to send *tensor* of job rank *root_rank* to all ranks of *process_set*; the result is a new tensor.
+
+    Of the same shape and dtype on all ranks. *name* and errors: `allreduce_async`.
+    """
+    source = readable(tensor, False)
+    return _broadcast([source], [torch.empty_like(source)], root_rank, name, process_set,
+                  lambda outputs: like(tensor)(outputs[0]))
+
+
+def broadcast_async_(tensor: Any, root_rank: int, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> Handle:
+    """As `broadcast_async`, but what is sent replaces the contents of *tensor*, which is contiguous."""
+    target = writable(tensor, False)
+    return _broadcast([target], [target], root_rank, name, process_set, lambda _: tensor)
+
+
+def broadcast(tensor: Any, root_rank: int, name: str | None = None,
+              process_set: ProcessSet = global_process_set) -> Any:
+    """Return *tensor* of job rank *root_rank* on all ranks of *process_set*. Differentiable.
+
+    The gradient is, as Horovod's, the mean of the ranks' gradients on the root, and zero elsewhere.
+    """
+    if wants_gradient(tensor):
+        return _Broadcast.apply(tensor, root_rank, name, process_set)
+    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+
+def broadcast_(tensor: Any, root_rank: int, name: str | None = None,
+               process_set: ProcessSet = global_process_set) -> Any:
+    """Replace *tensor* by that of job rank *root_rank*, on all ranks of *process_set*, and return it."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+
+
+def broadcast_group_(tensors: Sequence[torch.Tensor], root_rank: int, label: str,
+                     names: Sequence[str] | None = None) -> None:
+    """Replace all *tensors*, which need not be contiguous, by those of job rank *root_rank*: one operation.
+
+    Fails on all ranks if their *names* differ, or how many there are; there may be none. *label*: as of `begin`.
+    """
+    sources = [readable(tensor, False) for tensor in tensors]
+    _broadcast(sources, sources, root_rank, None, global_process_set, lambda _: None, grouped=True, label=label,
+           names=names).wait()
+    with torch.no_grad():
+        for tensor, source in zip(tensors, sources):
+            if source.data_ptr() != tensor.data_ptr():
+                tensor.copy_(source)
+
+
+def broadcast_bytes(data: bytes | None, root_rank: int, name: str | None, process_set: ProcessSet,
+                    label: str) -> bytes:
+    """Return the *data* of job rank *root_rank*, None elsewhere, on all ranks: of any length. *label*: as of `begin`.
+    """
+    source = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    shape = None if data is None else tuple(source.shape)
+    return bytes(_broadcast([source], [], root_rank, name, process_set, lambda outputs: outputs[0].numpy().tobytes(),
+                        shapes=[shape], label=label).wait())
+
+
+def _broadcast(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], root_rank: int, name: str | None,
+           process_set: ProcessSet, give: Any, **more: Any) -> Handle:
+    try:
+        root = index(root_rank)
+    except TypeError:
+        raise ConfigError(f"root_rank={root_rank!r} is a {type(root_rank).__name__}, expected the number of a rank"
+                          ) from None
+    if root not in runtime.service_of(process_set, "broadcast").ranks:
+        raise ConfigError(f"broadcast received invalid root rank {root} for provided process set")
+    return begin(process_set, "broadcast", name, inputs, outputs, give, root=root, **more)
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None,
+                process_set: ProcessSet) -> torch.Tensor:
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        found: torch.Tensor = synchronize(broadcast_async(tensor, root_rank, name, process_set))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        mean = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
+        is_root = runtime.current().rank == ctx.root_rank
+        return (mean if is_root else torch.zeros_like(mean)), None, None, None
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of *process_set* are here."""
+    service = runtime.service_of(process_set, "barrier")
+    service.submit_unnamed(
+        "barrier", lambda name: Operation(Request(rank=service.rank, name=name, kind="barrier"))).wait()
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, take part in the others' allreduces until all have, and return the last one.
+
+    Meanwhile this rank counts as zeros (for Min, Max and Product: as nothing), also in averages and in the sums of
+    `DistributedOptimizer`, of which it gets nothing. Other operations fail on the ranks that still make them. *device*
+    is Horovod's, and not used.
+
+    Raises
+    ------
+    StallError
+        If nothing comes from the others for `timeout_s`; the text names them.
+    """
+    found = runtime.current()
+    join_proxies = list(found.join_proxies)
+    for each in join_proxies:
+        each.begin()
+    service = found.service(0, "join")
+    operation = service.submit(Operation(Request(
+        rank=service.rank, name="join", kind="join", is_patient=bool(join_proxies),
+        n_steps=sum(each.count_anew() for each in join_proxies))))
+    over = threading.Event()
+    try:
+        for each in join_proxies:
+            each.start(over)
+        errors = [error for each in join_proxies if (error := each.wait()) is not None]
+    finally:
+        over.set()  # also if the wait was interrupted
+    if errors:
+        raise errors[0]
+    return int(operation.wait())
+
+
+def compressed(tensors: Sequence[Any], compression: Any) -> tuple[list[Any], list[Callable[[Any], Any]]]:
+    """Return what travels of *tensors*, and for each what makes the result of it. NumPy arrays travel as they are.
+
+    Raises `ConfigError` if *compression* is no compressor; codecs are `DistributedOptimizer`'s.
+    """
+    check_compressor(compression)
+    narrow: list[Any] = list(tensors)
+    back: list[Callable[[Any], Any]] = [_same] * len(tensors)
+    for i, tensor in enumerate(tensors):
+        if compression is not Compression.none and isinstance(tensor, torch.Tensor):
+            narrow[i], context = compression.compress(tensor)
+            back[i] = partial(_decompressed, compression, context)
+    return narrow, back
+
+
+def _decompressed(compression: Any, context: Any, tensor: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = compression.decompress(tensor, context)
+    return found
+
+
+def _same(tensor: Any) -> Any:
+    return tensor

@@ -15,7 +15,7 @@ from ..orchestration.priority.negotiation import Kind, Request, Spec
 from ..torch.ops import require_dense
 from . import runtime
 from .errors import TensorTypeError
-from .process_sets import ProcessSet
+from .runtime import ProcessSet
 from .service import Operation
 
 

@@ -6,14 +6,12 @@ from typing import Any
 import torch
 
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..torch.broadcast import load_state, take_tensors
-from ..torch.optimizer_extras import user_state_dict
+from ..torch.broadcast import share_optimizer_state
 from ..trainer.object_broadcast import dump_or_say_why, load
 from . import runtime
-from .allgather_ops import begin_group
-from .broadcast_ops import broadcast_bytes, broadcast_group_
+from .collective_ops import begin_allgather, broadcast_bytes, broadcast_group_
 from .errors import internal
-from .process_sets import ProcessSet, global_process_set
+from .runtime import ProcessSet, global_process_set
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
@@ -41,7 +39,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     packed, error = dump_or_say_why(obj, runtime.current().rank)
     data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     size = torch.tensor([data.numel()])
-    gathered, sizes = begin_group([data, size], name, process_set, label="allgather_object").wait()
+    gathered, sizes = begin_allgather([data, size], name, process_set, label="allgather_object").wait()
     if error is not None:
         raise error
     return [_loaded(piece.numpy().tobytes()) for piece in gathered.split(sizes.tolist())]
@@ -100,18 +98,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("cannot broadcast torch.optim.LBFGS state: make it after broadcast_parameters")
-    is_root = runtime.current().rank == root_rank
     fresh = [p for group in optimizer.param_groups for p in group["params"]] if not optimizer.state else []
-    tensors: list[torch.Tensor] = []
-    skeleton = take_tensors(user_state_dict(optimizer), tensors) if is_root else None
-    kinds = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-    skeleton, kinds = _broadcast_object((skeleton, kinds), root_rank, None, global_process_set,
-                                        "broadcast_optimizer_options")
-    if not is_root:
-        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
-    broadcast_group_(tensors, root_rank, "broadcast_optimizer_state")
-    if not is_root:
-        load_state(optimizer, skeleton, tensors, runtime.current().rank, root_rank)
+    share_optimizer_state(
+        optimizer, runtime.current().rank, root_rank,
+        lambda value: _broadcast_object(value, root_rank, None, global_process_set, "broadcast_optimizer_options"),
+        lambda tensors: broadcast_group_(tensors, root_rank, "broadcast_optimizer_state"))
     for p in fresh:
         if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p, requires_grad=False)

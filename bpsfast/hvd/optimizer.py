@@ -14,15 +14,14 @@ import torch
 
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..torch.compression import parted
-from ..torch.local_momentum import has_momentum
+from ..torch.optimizer_extras import has_momentum
 from ..torch.optimizer_wrapper import OptimizerWrapper, check_passes, members_of, owned, parameters_of, user_step, wrap
 from . import runtime
-from .compression import Compression
-from .gradient_exchange import DenseExchange
-from .negotiated_exchange import NegotiatedExchange
+from .collective_ops import Compression
+from .gradient_exchange import DenseExchange, NegotiatedExchange
 from .objects import broadcast_object
-from .process_sets import ProcessSet, global_process_set
 from .reduce_op import Average, ReduceOp, Sum, chosen, factor
+from .runtime import ProcessSet, global_process_set
 
 
 class _DistributedOptimizer(OptimizerWrapper):

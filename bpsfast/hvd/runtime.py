@@ -4,24 +4,46 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 from ..collectives.group import Group, make_group
-from ..orchestration.errors import ClosedError, ConfigError
-from ..orchestration.priority.negotiation import Kind, Request, Response
+from ..collectives.group_service import open_channel
+from ..orchestration.errors import ClosedError, ConfigError, UnsupportedError
+from ..orchestration.priority.negotiation import (
+    FollowerChannel,
+    Kind,
+    LeaderChannel,
+    Request,
+    Response,
+    connect,
+    listen,
+)
 from ..trainer import process
 from ..trainer.session import Session
 from .errors import NotInitializedError
-from .meeting import meet
 from .service import NegotiationService, Operation
 from .timeline import Timeline
 
-if TYPE_CHECKING:
-    from .gradient_exchange import JoinProxy
-
 _current: Runtime | None = None
 _n_begun = 0  # of all ranks alike, so that meetings of an earlier `init` are not mistaken for this one's
+
+
+class JoinProxy(Protocol):
+    """Takes part in the steps of one optimizer on a rank that has joined (`gradient_exchange.StepProxy`)."""
+
+    def begin(self) -> None:
+        """Prepare, before the other ranks hear that this one joins."""
+
+    def count_anew(self) -> int:
+        """Return how many steps this rank has made since the last call."""
+
+    def start(self, over: threading.Event) -> None:
+        """Take part in a thread of its own until all ranks have joined or *over* is set."""
+
+    def wait(self) -> Exception | None:
+        """Wait for that thread; return its error."""
 
 
 class Runtime:
@@ -60,17 +82,36 @@ class Runtime:
         settings = self.session.settings
         group = self._groups[number] = make_group(self.session, ranks)
         title = f"hvd.{self._begun}.{number}:"  # the colon: as a prefix, too, it is this meeting's only
-        line = meet(self.session, ranks, title)
+        channel = self._channel(ranks, title)
         service = NegotiationService(
-            ranks, self.rank, line, Executor(group, settings.fusion_bytes, self._change), self._check,
+            ranks, self.rank, channel, Executor(group, settings.fusion_bytes, self._change), self._check,
             fusion_nbytes=settings.fusion_bytes, warn_s=settings.stall_warn_s, timeout_s=settings.timeout_s)
         with self._lock:
             self._services[number] = service
             service.observer = None if self._timeline is None else self._timeline.note
         # From here on every rank hears of another one's end: all are connected.
         service.submit(Operation(Request(rank=self.rank, name="barrier.begin", kind="barrier"))).wait()
-        if line is not None and self.rank == ranks[0]:
+        if channel is not None and self.rank == ranks[0]:
             self.session.notices.withdraw(title)  # all have found it, and what a rank may leave there is limited
+
+    def _channel(self, ranks: tuple[int, ...], title: str) -> LeaderChannel | FollowerChannel | None:
+        """Return this rank's end of the channel between *ranks*, whose first one publishes its address under *title*.
+
+        None if there is one rank only. Raises as `open_channel`, and `StallError` if the first rank does not come.
+        """
+        if len(ranks) == 1:
+            return None
+        session, leader = self.session, f"rank {ranks[0]}"
+
+        def share(address: bytes | None) -> bytes:
+            if address is None:
+                return session.notices.lookup(title, session.settings.timeout_s, leader)
+            session.notices.publish(title, address)
+            return address
+
+        return open_channel(self.rank == ranks[0], share, lambda: "127.0.0.1" if session.n_nodes == 1 else session.host,
+                            listen, partial(connect, leader=leader), rank=self.rank, leader=leader,
+                            others=f"ranks {list(ranks[1:])}")
 
     def _check(self) -> bool:
         """Raise if the job is broken; return whether this process still takes part in it."""
@@ -224,3 +265,104 @@ def _is_running() -> bool:
     except ClosedError:
         return False
     return True
+
+
+class ProcessSet:
+    """Ranks of the job, sorted. It counts once `init` or `add_process_set` has given it its number."""
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm = None
+
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        if not isinstance(ranks_or_comm, Iterable):
+            raise ConfigError(
+                "Apparently you tried to build a ProcessSet from an MPI communicator, but Horovod has not been built "
+                "with MPI support: bpsfast.hvd needs the list of its ranks instead.")
+        ranks = list(ranks_or_comm)
+        if any(not isinstance(rank, int) for rank in ranks):
+            raise ConfigError("ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object; "
+                              f"got {ranks}")
+        self.ranks = sorted(ranks)
+
+    def size(self) -> int | None:
+        """Return the number of ranks in the set; None before it counts."""
+        return None if self.process_set_id is None else len(current().ranks_of(self.process_set_id))
+
+    def rank(self) -> int | None:
+        """Return the place of this process in the set; None before it counts. Roots are ranks of the job all the same.
+
+        Raises ConfigError if this process is not in the set.
+        """
+        if self.process_set_id is None:
+            return None
+        found = current()
+        ranks = found.ranks_of(self.process_set_id)
+        if found.rank not in ranks:
+            raise ConfigError("Process is not part of provided process set.")
+        return ranks.index(found.rank)
+
+    def included(self) -> bool | None:
+        """Return whether this process is in the set."""
+        return None if self.ranks is None else current().rank in self.ranks
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm=None)"
+
+
+#: All ranks; number 0. It knows its ranks from `init` on.
+global_process_set = ProcessSet([])
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Make a set of some ranks, to which operations can then be limited, and return it. All ranks of the job call it.
+
+    Raises
+    ------
+    ConfigError
+        If there is such a set already, or a rank that the job does not have.
+    HorovodInternalError
+        If the ranks named different sets.
+    """
+    new = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    found = current()
+    assert new.ranks is not None, "made of ranks"
+    if not new.ranks or new.ranks[0] < 0 or new.ranks[-1] >= found.size or len(set(new.ranks)) < len(new.ranks):
+        raise ConfigError(f"a process set of ranks {new.ranks} cannot be: the job has ranks 0 to {found.size - 1}, and "
+                          "a set at least one of them, each once")
+    if found.number_of(new.ranks) is not None:
+        raise ConfigError(f"Attempted to add a duplicate process set: {new}")
+    new.process_set_id = found.change("add_process_set", tuple(new.ranks))
+    return new
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Give up *process_set*; all ranks of the job call it. Returns False if it does not count, or is the global one."""
+    if not process_set.process_set_id:
+        return False
+    found = current()
+    number = process_set.process_set_id
+    exists = found.has(number)
+    if exists:
+        found.change("remove_process_set", tuple(found.ranks_of(number)))  # if ranks disagree, it stays, and counts
+    process_set.process_set_id = None
+    return exists
+
+
+def begin_sets(process_sets: Any) -> None:
+    """Add the sets that were given to `init`; "dynamic" and None: none, as they can always be added later."""
+    global_process_set.process_set_id = 0
+    global_process_set.ranks = list(range(current().size))
+    if process_sets is None:
+        return
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ConfigError(f"process_sets={process_sets!r}: expected None, \"dynamic\" or a list of ProcessSet")
+        return
+    for place, each in enumerate(process_sets):
+        if not isinstance(each, ProcessSet):
+            raise UnsupportedError(f"process_sets entry number {place} is a {type(each).__name__}, not a ProcessSet")
+        if current().number_of(each.ranks or []) is not None:
+            raise ConfigError(f"Horovod could not be initialized because process_sets entry number {place} is a "
+                              f"duplicate: {each}")
+        add_process_set(each)

@@ -1,24 +1,24 @@
-"""One thread for each process set of this rank: it says what this rank wants, hears what all execute, and executes it.
+"""Negotiates and executes the operations of one process set on this rank, in one thread.
 
-Any thread submits operations under names; the first rank of the set coordinates (`orchestration.order.negotiation`).
-What an operation does is the executor's: the service only keeps the order, the deadlines and the errors.
+Any thread submits operations under names. The first rank of the set coordinates (`orchestration.priority.negotiation`).
+What an operation does is the executor's; the service keeps the order, the deadlines and the errors.
 """
 from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..orchestration import errors
+import msgspec
+
+from ..collectives.group_service import GroupService
 from ..orchestration.errors import BpsError, ClosedError, MismatchError, PeerLostError, StallError
 from ..orchestration.priority import negotiation as says
 from ..orchestration.priority.negotiation import Coordinator, FollowerChannel, LeaderChannel, Request, Response
-from ..orchestration.wake_up import WakeUp
 from .errors import DuplicateNameError, internal
 
 log = logging.getLogger("bpsfast.hvd")
@@ -28,8 +28,6 @@ _TICK_S = 0.5
 _CLOSE_TIMEOUT_S = 5.0
 #: How much longer the others wait than the first rank, which knows who is missing.
 _GRACE_S = 5.0
-#: How long the first rank goes on to tell those who are still connecting that it has ended: less than `_CLOSE_TIMEOUT_S`.
-_LATE_NOTICE_S = 3.0
 _SHUT_DOWN = ("Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to "
               "allreduce, allgather or broadcast a tensor after one of the ranks finished execution.")
 
@@ -73,15 +71,16 @@ class Operation:
 
 #: Executes a response; of each of its names the operation of this rank, None: it has joined, and stands aside.
 Execute = Callable[[Response, list[Operation | None]], None]
+Observer = Callable[[Response, list[float | None], float, float], None]
 
 
-class NegotiationService:
+class NegotiationService(GroupService[Operation]):
     """The part of job rank *rank* in the set of *ranks*. Any thread submits and closes; made and closed by all of them.
 
     Parameters
     ----------
-    line
-        To the other ranks: the first rank's end, another one's, or None where there is nobody else.
+    channel
+        To the other ranks; None if there are none.
     execute
         Called by the service's thread, in one order on all ranks. Sets results; an exception ends the service.
     check
@@ -90,35 +89,24 @@ class NegotiationService:
         See `Coordinator`; the first rank's count.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, line: LeaderChannel | FollowerChannel | None, execute: Execute,
-                 check: Callable[[], bool], *, fusion_nbytes: int, warn_s: float, timeout_s: float) -> None:
-        self.ranks, self.rank = tuple(ranks), rank
-        self._line = line
+    _LATE_NOTICE_S = 3.0  # less than _CLOSE_TIMEOUT_S
+
+    def __init__(self, ranks: Sequence[int], rank: int, channel: LeaderChannel | FollowerChannel | None,
+                 execute: Execute, check: Callable[[], bool], *, fusion_nbytes: int, warn_s: float,
+                 timeout_s: float) -> None:
+        super().__init__(ranks, rank, channel, "bpsfast-hvd")
         self._execute, self._check = execute, check
         self._timeout_s = timeout_s
         leads = rank == self.ranks[0]
         self._coordinator = Coordinator(ranks, fusion_nbytes, warn_s, timeout_s) if leads else None
-        self._lock = threading.Lock()  # of what both threads write: open operations, outbox, names, error
-        self._open: dict[str, Operation] = {}
         self._outbox: list[Request] = []
         self._unnamed: Counter[str] = Counter()
-        self._error: BpsError | None = None
-        self._closing = False
         self._reason = ""
-        self._leader_has_left = False
         self._heard = time.monotonic()
-        #: Hears of negotiated and executed responses: (response, this rank's operations, when begun, when over). Who
-        #: raises hears no more.
-        self.observer: Callable[[Response, list[Operation | None], float, float], None] | None = None
-        self._wake = WakeUp()
-        self._thread = threading.Thread(target=self._run, name="bpsfast-hvd", daemon=True)
-        try:
-            if isinstance(line, FollowerChannel):
-                line.tell(says.Hello(rank))
-            self._thread.start()
-        except BaseException:
-            self._free()
-            raise
+        #: Called with negotiated and executed responses: (response, when this rank's operations began, when the
+        #: execution began and ended). It is not called again after it has raised.
+        self.observer: Observer | None = None
+        self._start()
 
     def submit(self, operation: Operation) -> Operation:
         """Let *operation* be executed when all ranks of the set have asked for its name.
@@ -153,9 +141,9 @@ class NegotiationService:
             raise internal(type(self._error)(str(self._error)))
         if self._closing:
             raise internal(ClosedError(_SHUT_DOWN))
-        if operation.request.name in self._open:
+        if operation.request.name in self._operations:
             raise DuplicateNameError(operation.request.name)
-        self._open[operation.request.name] = operation
+        self._operations[operation.request.name] = operation
         self._outbox.append(operation.request)
 
     def close(self, reason: str = "") -> bool:
@@ -173,38 +161,24 @@ class NegotiationService:
 
     # -- the thread ---------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            while not self._closing and self._check():
-                self._sleep()
-                self._turn(time.monotonic())
-            if self._reason:
-                raise PeerLostError(f"rank {self.rank} is lost: {self._reason}")
-            self._leave(says.Left(self.rank), ClosedError(_SHUT_DOWN))
-        except BpsError as exc:
-            self._fail(exc)
-        except Exception as exc:
-            log.exception("rank %d: an operation failed", self.rank)
-            self._fail(PeerLostError(f"an operation of rank {self.rank} failed: {type(exc).__name__}: {exc}"))
-        finally:
-            self._free()
+    def _is_over(self) -> bool:
+        return self._closing or not self._check()
 
-    def _sleep(self) -> None:
-        if self._line is not None and not self._leader_has_left:
-            self._line.wait(self._wake.fileno(), _TICK_S)
-        else:
-            poll = select.poll()
-            poll.register(self._wake, select.POLLIN)
-            poll.poll(_TICK_S * 1000)
-        self._wake.clear()
+    def _leave(self) -> None:
+        if self._reason:
+            raise PeerLostError(f"rank {self.rank} is lost: {self._reason}")
+        self._end(ClosedError(_SHUT_DOWN), says.Left(self.rank))
+
+    def _fail(self, operation: Operation, error: BpsError) -> None:
+        operation.finish(type(error)(str(error)))
 
     def _turn(self, now: float) -> None:
         with self._lock:
             asked, self._outbox = self._outbox, []
-            waits = bool(self._open)
+            waits = bool(self._operations)
         if self._coordinator is not None:
             self._coordinate(self._coordinator, asked, now)
-        elif not self._leader_has_left:
+        elif self._reads_channel:
             self._follow(asked, now)
         elif waits:
             raise self._left_by_leader()
@@ -213,14 +187,12 @@ class NegotiationService:
         """As the first rank: decide, tell the others, execute."""
         for request in asked:
             coordinator.submit(request, now)
-        for message in self._line.recv_nowait() if self._line is not None else ():
+        for message in self._received():
             if isinstance(message, says.Requests):
                 for request in message.requests:
                     coordinator.submit(request, now)
             elif isinstance(message, says.Left):
                 coordinator.leave(message.rank)
-            elif isinstance(message, says.Failed):
-                raise _error_of(message)
         coordinator.look_at_the_clock(now)
         text = coordinator.warning(now)
         if text is not None:
@@ -235,33 +207,31 @@ class NegotiationService:
 
     def _follow(self, asked: list[Request], now: float) -> None:
         """As another rank: ask, and execute what the first rank says."""
-        assert isinstance(self._line, FollowerChannel), "the first rank coordinates"
+        assert isinstance(self._channel, FollowerChannel), "the first rank coordinates"
         if asked:
             self._say(says.Requests(tuple(asked)))
-        for message in self._line.recv_nowait():
+        for message in self._received():
             self._heard = time.monotonic()
             if isinstance(message, says.Responses):
                 for response in message.responses:
                     self._answer(response)
-            elif isinstance(message, says.Failed):
-                raise _error_of(message)
             elif isinstance(message, says.Left):
-                self._leader_has_left = True
-        if self._leader_has_left and self._open:
+                self._reads_channel = False
+        if not self._reads_channel and self._operations:
             raise self._left_by_leader()
-        oldest = min((operation.begun for operation in list(self._open.values())
+        oldest = min((operation.begun for operation in list(self._operations.values())
                       if not operation.request.is_patient), default=now)
         silent_s = now - max(oldest, self._heard)
         if silent_s > self._timeout_s + _GRACE_S:
             raise StallError(
-                f"rank {self.ranks[0]}, which coordinates {len(self.ranks)} ranks at {self._line.address}, has not "
+                f"rank {self.ranks[0]}, which coordinates {len(self.ranks)} ranks at {self._channel.address}, has not "
                 f"answered rank {self.rank} for {silent_s:.3g} s (timeout_s = {self._timeout_s:g}); it waits for "
-                f"{', '.join(list(self._open)[:3])}")
+                f"{', '.join(list(self._operations)[:3])}")
 
     def _answer(self, response: Response) -> None:
         """Execute *response*, and end this rank's operations of its names."""
         with self._lock:
-            operations = [self._open.get(name) for name in response.names]
+            operations = [self._operations.get(name) for name in response.names]
             if response.kind == "join":
                 self._unnamed.clear()  # ranks that joined early have counted less far
         begun = time.monotonic()
@@ -269,11 +239,12 @@ class NegotiationService:
             self._execute(response, operations)
         with self._lock:
             for name in response.names:
-                self._open.pop(name, None)
+                self._operations.pop(name, None)
         observer = self.observer  # another thread may take it away
         if observer is not None:
             try:
-                observer(response, operations, begun, time.monotonic())
+                observer(response, [None if each is None else each.begun for each in operations], begun,
+                         time.monotonic())
             except Exception:  # of a full disk, for example: training goes on
                 self.observer = None
                 log.exception("rank %d: what was executed cannot be noted, and no longer is", self.rank)
@@ -283,43 +254,8 @@ class NegotiationService:
 
     def _left_by_leader(self) -> BpsError:
         return PeerLostError(f"{_SHUT_DOWN} Rank {self.ranks[0]} has left, which coordinates: nothing comes of "
-                             f"{', '.join(list(self._open)[:3])}")
+                             f"{', '.join(list(self._operations)[:3])}")
 
-    def _say(self, message: says.Message) -> None:
-        if isinstance(self._line, LeaderChannel):
-            self._line.tell(message)  # whoever is gone is missed by the job, or has left
-        elif self._line is not None and not self._leader_has_left:
-            self._line.tell(message)
-
-    def _fail(self, error: BpsError) -> None:
-        self._leave(says.Failed(type(error).__name__, str(error)), error)
-
-    def _leave(self, message: says.Failed | says.Left, error: BpsError) -> None:
-        """Let the others hear of the end, and this rank's operations end with *error*."""
-        told = self._line.present if isinstance(self._line, LeaderChannel) else set[int]()
-        try:
-            self._say(message)
-        except Exception as exc:  # the end of this rank's operations must come, whatever the line does
-            log.debug("rank %d could not say that it ends: %s", self.rank, exc)
-        finally:
-            self._end(error)
-        if isinstance(self._line, LeaderChannel) and not isinstance(error, StallError):
-            # who has not come in all the time of a stall comes no more
-            self._line.send_to_late_joiners(message, told, len(self.ranks) - 1, time.monotonic() + _LATE_NOTICE_S)
-
-    def _end(self, error: BpsError) -> None:
-        with self._lock:
-            self._error = error
-            abandoned = list(self._open.values())
-            self._open.clear()
-        for operation in abandoned:
-            operation.finish(type(error)(str(error)))
-
-    def _free(self) -> None:
-        if self._line is not None:
-            self._line.close()
-        self._wake.close()
-
-
-def _error_of(message: says.Failed) -> BpsError:
-    return getattr(errors, message.error, PeerLostError)(message.reason)
+    def _say(self, message: msgspec.Struct) -> None:
+        if self._reads_channel:  # a rank that is gone is missed by the job, or has left
+            super()._say(message)

@@ -7,8 +7,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import runtime
-from .allgather_ops import allgather
-from .collective_ops import allreduce
+from .collective_ops import allgather, allreduce
 from .reduce_op import Sum
 
 

@@ -8,13 +8,10 @@ import contextlib
 import json
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..orchestration.errors import ConfigError
 from ..orchestration.priority.negotiation import Response
-
-if TYPE_CHECKING:
-    from .service import Operation
 
 
 class Timeline:
@@ -40,16 +37,18 @@ class Timeline:
         except OSError as exc:
             raise ConfigError(f"the timeline {path!r} cannot be written: {exc}") from exc
 
-    def note(self, response: Response, operations: list[Operation | None], begun: float, ended: float) -> None:
-        """Write the events of *response*, which was executed from *begun* to *ended* (monotonic, in seconds)."""
+    def note(self, response: Response, asked: list[float | None], begun: float, ended: float) -> None:
+        """Write the events of *response*, which was executed from *begun* to *ended* (monotonic, in seconds).
+
+        *asked*: when this rank asked for each of its names; None: this rank has joined.
+        """
         with self._lock:
             if self._file.closed:
                 return
             kind = response.kind.upper()
-            for name, operation in zip(response.names, operations):
+            for name, asked_at in zip(response.names, asked):
                 row = self._row(name)
-                asked = begun if operation is None else operation.begun
-                self._span(row, f"NEGOTIATE_{kind}", asked, begun, {})
+                self._span(row, f"NEGOTIATE_{kind}", begun if asked_at is None else asked_at, begun, {})
                 self._span(row, "ERROR" if response.error else kind, begun, ended, _arguments(response, name))
 
     def _row(self, name: str) -> int:

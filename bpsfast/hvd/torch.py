@@ -9,8 +9,6 @@ Operations are matched by name, in whatever order each rank begins its own.
 """
 from __future__ import annotations
 
-from .allgather_ops import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from .alltoall_ops import alltoall, alltoall_async
 from .basics import (
     ccl_built,
     cross_rank,
@@ -35,27 +33,40 @@ from .basics import (
     start_timeline,
     stop_timeline,
 )
-from .broadcast_ops import broadcast, broadcast_, broadcast_async, broadcast_async_
 from .collective_ops import (
+    Compression,
+    allgather,
+    allgather_async,
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    join,
+    reducescatter,
+    reducescatter_async,
     sparse_allreduce_async,
 )
-from .compression import Compression
 from .errors import HorovodInternalError
 from .handle import poll, synchronize
-from .meeting_ops import barrier, join
 from .objects import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .optimizer import DistributedOptimizer
-from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from .reduce_op import Adasum, Average, Max, Min, Product, Sum
-from .reducescatter_ops import grouped_reducescatter, grouped_reducescatter_async, reducescatter, reducescatter_async
+from .runtime import ProcessSet, add_process_set, global_process_set, remove_process_set
 from .sync_batch_norm import SyncBatchNorm
 
 __all__ = [

@@ -17,7 +17,6 @@ of them can be written (a read-only image, no home), each process compiles for i
 
 Importing this module imports no numba: only a node, which runs kernels, pays for it.
 """
-
 from __future__ import annotations
 
 import contextlib
@@ -54,6 +53,7 @@ _lock = threading.Lock()
 _compiled: dict[tuple[str, str], Any] = {}
 #: (wire dtype, op) -> ctypes function at its address; calling it releases the GIL
 _callable: dict[tuple[str, str], Any] = {}
+_NO_SUM = "", "no sum"
 
 
 def address(dtype_name: str, op: str = "sum") -> int:
@@ -187,3 +187,21 @@ def _call(
     address(name, op)
     pointers = (ctypes.c_void_p * len(inputs))(*[array.ctypes.data for array in inputs])
     _callable[name, op](dst.ctypes.data, ctypes.addressof(pointers), *counts, dst.size, divisor, int(nontemporal))
+
+
+def no_sum_address() -> int:
+    """Return the address of a kernel that does nothing, for the setting ``sums=off``; any thread.
+
+    Nodes then move bytes, and what they would sum stays garbage: benches measure network and engine alone.
+    """
+    with _lock:
+        if _NO_SUM not in _compiled:
+            from numba import cfunc, types
+
+            signature = types.void(types.voidptr, types.voidptr, *[types.int64] * 6)
+            _compiled[_NO_SUM] = cfunc(signature)(_nothing)
+        return int(_compiled[_NO_SUM].address)
+
+
+def _nothing(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal):  # type: ignore[no-untyped-def]
+    return

@@ -28,8 +28,6 @@ from .. import kernels
 from ..base.dtypes import lookup
 from ..orchestration.errors import UnsupportedError
 
-READ, SET, ADD, NESTEROV, SHARE = range(5)
-
 _lock = threading.Lock()
 #: wire dtype -> numba cfunc: owns the machine code for the life of the process
 _compiled: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """What a node may take of a machine that others use: so many CPUs, and on request only what they leave over.
 
-Memory is bounded in `regions`, the network in `bpsfast.node.transport.pacing`. What the kernel does for the node's packets in
+Memory is bounded in `regions`, the network in `node.transport.tcp`. What the kernel does for the node's packets in
 interrupts, it does on CPUs of its own choice.
 """
 from __future__ import annotations

@@ -10,18 +10,26 @@ from __future__ import annotations
 from ..trainer.object_broadcast import broadcast_object
 from ..trainer.stats import get_pushpull_speed
 from .async_optimizer import AsyncOptimizer
-from .basics import barrier, init, local_rank, local_size, rank, resume, shutdown, size, suspend
 from .broadcast import broadcast_optimizer_state, broadcast_parameters
 from .compression import Compression, Compressor
 from .ops import (
+    barrier,
     byteps_torch_set_num_grads,
     declare,
+    init,
+    local_rank,
+    local_size,
     poll,
     push_pull,
     push_pull_async,
     push_pull_async_inplace,
     push_pull_group_sync_inplace,
     push_pull_inplace,
+    rank,
+    resume,
+    shutdown,
+    size,
+    suspend,
     synchronize,
 )
 from .optimizer import CrossBarrier, DistributedOptimizer

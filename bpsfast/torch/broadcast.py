@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -64,28 +64,39 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         raise UnsupportedError("the state of torch.optim.LBFGS cannot be broadcast: make it after broadcast_parameters")
     session = process.current()
     check_root(session, root_rank)
-    tensors: list[torch.Tensor] = []
-    is_root = session.rank == root_rank
-    skeleton = take_tensors(user_state_dict(optimizer), tensors) if is_root else None
-    manifest = [(f"{prefix}{i}", str(t.dtype), tuple(t.shape)) for i, t in enumerate(tensors)]
     title = f"{prefix}optimizer {type(optimizer).__name__}"
-    skeleton, manifest = broadcast_object((skeleton, manifest), root_rank, title)
-    if not is_root:
-        dtypes = [getattr(torch, dtype.removeprefix("torch.")) for _, dtype, _ in manifest]
-        tensors = [torch.empty(shape, dtype=dtype) for (_, _, shape), dtype in zip(manifest, dtypes)]
-    _broadcast_tensors([(name, tensor) for (name, _, _), tensor in zip(manifest, tensors)], root_rank)
-    if not is_root:
-        load_state(optimizer, skeleton, tensors, session.rank, root_rank)
+    share_optimizer_state(
+        optimizer, session.rank, root_rank, lambda value: broadcast_object(value, root_rank, title),
+        lambda tensors: _broadcast_tensors([(f"{prefix}{i}", each) for i, each in enumerate(tensors)], root_rank))
 
 
-def load_state(optimizer: torch.optim.Optimizer, skeleton: Any, tensors: list[torch.Tensor], rank: int,
-               root_rank: int) -> None:
-    """Give *optimizer*, of *rank*, the state of *root_rank*'s: *skeleton*, and *tensors* taken out of it.
+def share_optimizer_state(optimizer: torch.optim.Optimizer, rank: int, root_rank: int,
+                          share_object: Callable[[Any], Any],
+                          share_tensors: Callable[[list[torch.Tensor]], None]) -> None:
+    """Overwrite the state of *optimizer*, of *rank*, by that of *root_rank*; all ranks call this.
 
-    Raises `MismatchError` if it has other parameter groups.
+    Parameters
+    ----------
+    share_object, share_tensors
+        Return the root's object on all ranks; overwrite tensors by the root's, which have the same dtypes and shapes.
+
+    Raises
+    ------
+    MismatchError
+        If the optimizers have different parameter groups.
     """
+    is_root = rank == root_rank
+    tensors: list[torch.Tensor] = []
+    skeleton = _take_tensors(user_state_dict(optimizer), tensors) if is_root else None
+    kinds = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    skeleton, kinds = share_object((skeleton, kinds))
+    if not is_root:
+        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
+    share_tensors(tensors)
+    if is_root:
+        return
     try:
-        load_user_state_dict(optimizer, put_tensors(skeleton, tensors))
+        load_user_state_dict(optimizer, _put_tensors(skeleton, tensors))
     except ValueError as exc:
         raise MismatchError(f"the optimizer of rank {rank} has other parameter groups than that of rank {root_rank}: "
                             f"{exc}") from exc
@@ -151,24 +162,24 @@ def _copy_back(dense: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 tensor.copy_(copy)
 
 
-def take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return a copy of *value* whose tensors are in *tensors* instead."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Tensor(len(tensors) - 1)
     if isinstance(value, dict):
-        return {key: take_tensors(item, tensors) for key, item in value.items()}
+        return {key: _take_tensors(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(take_tensors(item, tensors) for item in value)
+        return type(value)(_take_tensors(item, tensors) for item in value)
     return value
 
 
-def put_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Undo `take_tensors`."""
+def _put_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Undo `_take_tensors`."""
     if isinstance(value, _Tensor):
         return tensors[value.number]
     if isinstance(value, dict):
-        return {key: put_tensors(item, tensors) for key, item in value.items()}
+        return {key: _put_tensors(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(put_tensors(item, tensors) for item in value)
+        return type(value)(_put_tensors(item, tensors) for item in value)
     return value

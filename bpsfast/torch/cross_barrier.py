@@ -12,6 +12,7 @@ parameter depends on that parameter alone: it is run on one at a time, with its 
 """
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import torch
 from ..orchestration.errors import BusyError, UnsupportedError
 from .compression import CompressionLike
 from .exchange import Exchange
+from .ops import before_shutdown
 
 #: Keep the whole history of steps, or look for a step along a line: one parameter at a time means nothing to them.
 _UNABLE = (torch.optim.LBFGS,)
@@ -88,6 +90,9 @@ def settle_all_updates() -> None:
     """Make all updates that are due in this process; raises as `bpsfast.push_pull`."""
     for exchange in dict.fromkeys(exchange for exchange, _ in list(_due.values())):
         exchange.settle_all()
+
+
+before_shutdown.append(settle_all_updates)
 
 
 class _UnderWay(torch.Tensor):
@@ -364,8 +369,7 @@ def _outside() -> Iterator[None]:
 
 def __getattr__(name: str) -> Any:
     """Return what `bpsfast.torch` calls *name*: BytePS's programs ``import byteps.torch.cross_barrier as bps``."""
-    from .. import torch as api
-
+    api = sys.modules[__name__.rpartition(".")[0]]
     if name in api.__all__:
         return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,17 +8,17 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sized
+from typing import Any
 
 import torch
+from torch.utils.data import Sampler
 
-from ..elastic.running import WorkersJoined, run
-from ..elastic.training import ObjectState, State
+from ..elastic.training import AttributeState, ObjectState, State, WorkersJoined, run
 from ..trainer import process
 from ..trainer.object_broadcast import broadcast_object
 from .broadcast import broadcast_optimizer_state, broadcast_parameters
 from .cross_barrier import settle_all_updates
-from .elastic_sampler import ElasticSampler
 from .optimizer import abandon, rejoin
 from .optimizer_extras import load_user_state_dict, user_state_dict
 from .parallel import DistributedDataParallel
@@ -26,7 +26,7 @@ from .parallel import DistributedDataParallel
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "WorkersJoined", "run"]
 
 
-class TorchState(State):
+class TorchState(AttributeState):
     """Keyword arguments as attributes: modules, optimizers, whatever has a ``state_dict``, and plain objects.
 
     In each further job optimizers that `DistributedOptimizer` has made, and modules that `DistributedDataParallel` has,
@@ -38,27 +38,13 @@ class TorchState(State):
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None,
                  **others: Any) -> None:
-        super().__init__()
         given = {"model": model, "optimizer": optimizer}
-        parts = {**{name: value for name, value in given.items() if value is not None}, **others}
-        self._names = tuple(parts)
-        for name, value in parts.items():
-            setattr(self, name, value)
-        self._saved: dict[str, Any] = {}
-        self.keep()
-
-    if TYPE_CHECKING:
-        def __getattr__(self, name: str) -> Any: ...
-        def __setattr__(self, name: str, value: Any) -> None: ...
+        super().__init__(**{name: value for name, value in given.items() if value is not None}, **others)
 
     def check(self) -> None:
         """See `State`. Updates that are due (cross_barrier) are made before: the next job would not have their sums."""
         settle_all_updates()
         super().check()
-
-    def keep(self) -> None:
-        """See `State`."""
-        self._saved = {name: copy.deepcopy(_state_of(value)) for name, value in self._parts()}
 
     def restore(self) -> None:
         """See `State`. Gradients are forgotten: those of the lost job will never be averages."""
@@ -91,7 +77,7 @@ class TorchState(State):
             elif isinstance(value, torch.optim.Optimizer):
                 broadcast_optimizer_state(value, root, f"elastic {name}.")
             else:
-                rest[name] = _state_of(value)
+                rest[name] = self._state_of(value)
         given = broadcast_object(rest if is_root else None, root, "elastic state")
         if not is_root:
             for name, found in given.items():
@@ -102,6 +88,11 @@ class TorchState(State):
 
     def _parts(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in self._names]
+
+    def _state_of(self, value: Any) -> Any:
+        if isinstance(value, torch.optim.Optimizer):
+            return user_state_dict(value)
+        return value.state_dict() if _is_stateful(value) else value
 
     def _load(self, name: str, value: Any, found: Any) -> None:
         if isinstance(value, torch.optim.Optimizer):
@@ -123,7 +114,79 @@ def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _state_of(value: Any) -> Any:
-    if isinstance(value, torch.optim.Optimizer):
-        return user_state_dict(value)
-    return value.state_dict() if _is_stateful(value) else value
+class ElasticSampler(Sampler[int]):
+    """Indices of *dataset* for this rank, of those that no rank has used in this epoch.
+
+    All ranks take batches of one size in step. So what all have used after this rank's batch follows from its number:
+    it is always the beginning of the epoch's one order, whatever the number of ranks was. Its length is the sampler's
+    state, which is the same on all ranks, loses and repeats nothing when ranks come and go, but for batches since the
+    last commit, which are used again, and costs nothing to keep. As in torch's DistributedSampler, indices are repeated
+    where the rest cannot be shared out evenly.
+
+        for batch_index, (x, y) in enumerate(DataLoader(dataset, batch_size, sampler=sampler)):
+            ...
+            sampler.record_batch(batch_index, batch_size)
+            state.commit()
+        sampler.set_epoch(epoch + 1)
+
+    Attributes
+    ----------
+    epoch, n_processed
+        The state: how many of the epoch's indices were used; `reset` follows a change.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = 0
+        self.n_processed = 0
+        self.rank, self.num_replicas = 0, 1
+        self._n_before = 0  # of `n_processed`, at the last reset
+        self._order: list[int] = []  # of all ranks together: rank r has every num_replicas-th one, from the r-th on
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin *epoch*, of which nothing has been used. At its end, not at its begin: then a loss repeats nothing."""
+        self.epoch, self.n_processed = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_index: int, batch_size: int) -> None:
+        """Note that all ranks have used their batches up to *batch_index* (from 0 on since the loader was begun)."""
+        n_used = (batch_index + 1) * batch_size * self.num_replicas
+        self.n_processed = min(self._n_before + n_used, len(self.dataset))
+
+    @property
+    def processed_indices(self) -> list[int]:
+        """The indices that were used in this epoch, in ascending order; made of the whole order at each call."""
+        return sorted(self._shuffled()[: self.n_processed])
+
+    def reset(self) -> None:
+        """Share out what is left among the ranks of the present job (one, outside of jobs)."""
+        session = process.session()
+        self.rank, self.num_replicas = (session.rank, session.size) if session is not None else (0, 1)
+        self._n_before = self.n_processed
+        left = self._shuffled()[self._n_before :]
+        n_more = -len(left) % self.num_replicas
+        self._order = left + (left * n_more)[:n_more]
+
+    def _shuffled(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(len(self.dataset)))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(len(self.dataset), generator=generator).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, and how many of its indices were used."""
+        return {"epoch": self.epoch, "n_processed": self.n_processed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned, on whichever rank."""
+        self.epoch, self.n_processed = state["epoch"], state["n_processed"]
+        self.reset()
+
+    def __iter__(self) -> Iterator[int]:
+        """Give this rank's indices of what was left at the last `reset`."""
+        return iter(self._order[self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        """Return how many these are."""
+        return len(self._order) // self.num_replicas

@@ -8,11 +8,15 @@ refuse together.
 """
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..orchestration.errors import BusyError, UnsupportedError
 
@@ -114,3 +118,92 @@ def _unknown_error(strangers: Sequence[torch.Tensor]) -> UnsupportedError:
 def _listed(words: Sequence[str]) -> str:
     more = f" and {len(words) - _N_SHOWN} more" if len(words) > _N_SHOWN else ""
     return ", ".join(words[:_N_SHOWN]) + more
+
+
+class GradientObserver(Protocol):
+    """What is told of gradients."""
+
+    #: In the order in which they are made.
+    number: int
+    #: The trained parameters, by name.
+    parameters: dict[str, torch.Tensor]
+    #: Who watches some of the same parameters, as long as they live.
+    other_observers: list[weakref.ref[Any]]
+
+    def superseded(self) -> None:
+        """Stop sending before a step: a later observer has some of the same parameters."""
+
+    def accumulated(self, name: str) -> None:
+        """Hear that backward has accumulated the gradient of *name*."""
+
+
+def observe_gradients(observer: GradientObserver, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
+    """Call *observer* for each gradient of *named* parameters that require one, while it lives; return the hooks.
+
+    If another observer has one of *named* (frozen ones included), the earlier of the two is overtaken and sends nothing
+    before its step: a program usually steps the last optimizer only, so gradients sent by the earlier one would never
+    be awaited. The parameters outlive *observer*: their hooks hold only a weak reference.
+    """
+    me = weakref.ref(observer)
+    hooks, others = [], {}
+    for name, parameter in named:
+        before = _last_observers.get(parameter)
+        other = None if before is None else before()
+        if other is not None and other is not observer:
+            others[other.number] = other
+        if not parameter.requires_grad:
+            continue
+        if other is None or other.number < observer.number:
+            _last_observers[parameter] = me
+        hook = parameter.register_post_accumulate_grad_hook(_hook(me, name))
+        weakref.finalize(observer, hook.remove).atexit = False
+        hooks.append(hook)
+    for other in others.values():
+        min(other, observer, key=lambda each: each.number).superseded()
+        other.other_observers.append(me)
+        observer.other_observers.append(weakref.ref(other))
+    return hooks
+
+
+#: Of observers.
+observer_numbers = itertools.count()
+
+
+def is_shared(observer: GradientObserver) -> bool:
+    """Whether any other observer of the parameters of *observer* lives."""
+    observer.other_observers = [other for other in observer.other_observers if other() is not None]
+    return bool(observer.other_observers)
+
+
+#: By parameter: the number of the observer that has reduced its gradient since the last backward pass, if it is shared.
+_reduced_by: Any = WeakIdKeyDictionary()
+
+
+def note_reduced(observer: GradientObserver) -> None:
+    """Note that *observer* has reduced the gradients that there are."""
+    if is_shared(observer):
+        for parameter in observer.parameters.values():
+            _reduced_by[parameter] = observer.number
+
+
+def is_reduced_by_another(observer: GradientObserver) -> bool:
+    """Whether any gradient of *observer* was reduced by another one since the last backward pass: adding it up over the
+    ranks again would not give the sum.
+    """
+    return any(_reduced_by.get(p, observer.number) != observer.number and p.grad is not None
+               for p in observer.parameters.values())
+
+
+#: By parameter: who watches it since the last `observe_gradients`.
+_last_observers: Any = WeakIdKeyDictionary()
+
+
+def _hook(exchange: weakref.ref[GradientObserver], name: str) -> Callable[[torch.Tensor], None]:
+    def accumulated(parameter: torch.Tensor) -> None:
+        if _reduced_by:
+            _reduced_by.pop(parameter, None)
+        found = exchange()
+        if found is not None:
+            found.accumulated(name)
+
+    return accumulated

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +15,15 @@ from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import handle as operations, process
 from ..trainer.arguments import flag
 from ..trainer.handle import Handle
-from ..trainer.tensor_input import TensorInput
-from .basics import (  # BytePS's programs import them from here, too
-    init as init,
+from ..trainer.process import (
+    barrier as barrier,
     local_rank as local_rank,
     local_size as local_size,
     rank as rank,
     resume as resume,
-    shutdown as shutdown,
     size as size,
-    suspend as suspend,
 )
+from ..trainer.tensor_input import TensorInput
 from .compression import Compression, CompressionLike, parted
 
 #: Kinds of devices (torch's words) whose memory is reached. ROCm's are "cuda", too.
@@ -158,8 +157,8 @@ def _push_pull(tensor: torch.Tensor, average: bool, name: str, priority: int, co
                learning_rate: float | None = None) -> torch.Tensor:
     """Sum *tensor* into a new one."""
     output = torch.empty_like(tensor, requires_grad=False)
-    return operations.run(device_tensor_memory(tensor), name, average, _priority(name, priority), device_tensor_memory(output),
-                          output, codec, learning_rate)
+    return operations.run(device_tensor_memory(tensor), name, average, _priority(name, priority),
+                          device_tensor_memory(output), output, codec, learning_rate)
 
 
 def _priority(name: str | None, priority: int) -> int:
@@ -224,3 +223,26 @@ def poll(handle: Handle) -> bool:
 def synchronize(handle: Handle) -> torch.Tensor:
     """Wait for *handle* and return its tensor."""
     return handle.wait()
+
+
+#: Called in this order before this process leaves its job.
+before_shutdown: list[Callable[[], None]] = []
+
+
+def init(lazy: bool = True) -> None:
+    """Join the job (`bpsfast.init`). BytePS connects later if *lazy*; here it is always now, so errors show now."""
+    process.init()
+
+
+def shutdown() -> None:
+    """Make the updates that are due (`cross_barrier`), then leave the job (`bpsfast.shutdown`)."""
+    try:
+        for call in before_shutdown:
+            call()
+    finally:
+        process.shutdown()
+
+
+def suspend() -> None:
+    """Make the updates that are due, then leave the job until `resume`; raises as `process.suspend`."""
+    process.suspend(shutdown)

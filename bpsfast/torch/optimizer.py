@@ -15,8 +15,8 @@ from ..trainer import process
 from .async_optimizer import AsyncOptimizer
 from .compression import Compression, CompressionLike, check_compression
 from .cross_barrier import CrossBarrierExchange
-from .exchange import Exchange
-from .local_momentum import has_momentum, warn_of_momentum
+from .exchange import Exchange, SparseExchange
+from .optimizer_extras import has_momentum, warn_of_momentum
 from .optimizer_wrapper import (
     OptimizerWrapper,
     check_idle,
@@ -27,7 +27,6 @@ from .optimizer_wrapper import (
     user_step,
     wrap,
 )
-from .sparse_exchange import SparseExchange
 
 
 class _DistributedOptimizer(OptimizerWrapper):

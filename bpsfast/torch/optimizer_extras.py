@@ -7,14 +7,19 @@ found is rank 0's, and is used if it is loaded before the first step.
 """
 from __future__ import annotations
 
+import math
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from ..compression.choice import Choice, chosen_among
 from ..orchestration.errors import MismatchError
 from ..trainer.gradients import Gradients
 from ..trainer.tuning_search import TuningPoint
-from .local_momentum import LocalMomentum
+from .compression import CompressionLike, parted
 
 #: Their names in a state_dict, beside "state" and "param_groups".
 KEY, TUNED = "compression", "tuned"
@@ -79,7 +84,8 @@ def point_of_state(state: dict[str, int]) -> TuningPoint:
     MismatchError
         If it is none.
     """
-    if set(state) != set(TuningPoint._fields) or not all(isinstance(each, int) and each >= 0 for each in state.values()):
+    is_point = set(state) == set(TuningPoint._fields)
+    if not is_point or not all(isinstance(each, int) and each >= 0 for each in state.values()):
         raise MismatchError(f"state_dict[{TUNED!r}] is {state}, not what DistributedOptimizer saves: remove it")
     return TuningPoint(**state)
 
@@ -106,3 +112,62 @@ def _settle(optimizer: Any) -> None:
     settle_all = getattr(getattr(optimizer, "_exchange", None), "settle_all", None)
     if settle_all is not None:
         settle_all()
+
+
+class LocalMomentum:
+    """Adds to a gradient its factor, of *factors* by name, times what it remembers of it. One thread at a time."""
+
+    def __init__(self, factors: Mapping[str, float]) -> None:
+        self._factors = factors
+        #: By name: m = factor * m + gradient, in float32 at least.
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether *name* has momentum that is made here."""
+        return name in self._factors
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add its momentum to the new *gradient* of *name*, in place. Call it once a step, without grad mode."""
+        factor = self._factors[name]
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        if name not in self.sums:
+            self.sums[name] = torch.zeros_like(gradient, dtype=wide)
+        total = self.sums[name].mul_(factor).add_(gradient)
+        gradient.add_(total, alpha=factor)
+
+
+def momenta(choice: Choice | None, kinds: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, float]:
+    """Return by name the momentum that *choice* gives tensors of *kinds* (shapes and dtypes), small ones too."""
+    return {name: codec.momentum for name, codec in chosen_among(choice, kinds, 0).items() if codec.momentum}
+
+
+def has_momentum(compression: CompressionLike, named: Iterable[tuple[str, torch.Tensor]]) -> bool:
+    """Whether *compression* gives any of the *named* tensors momentum: then even a rank alone has something to do."""
+    kinds = {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named}
+    return bool(momenta(parted(compression)[1], kinds))
+
+
+def warn_of_momentum(optimizer: torch.optim.Optimizer, factors: Mapping[str, float]) -> None:
+    """Warn if *optimizer* has momentum besides that of its gradients' codecs."""
+    own = max((group.get("momentum") or 0 for group in optimizer.param_groups), default=0)
+    if factors and own:
+        warnings.warn(f"the codec's momentum ({max(factors.values()):g}) comes before that of "
+                      f"{type(optimizer).__name__} ({own:g}), so gradients get both: make the optimizer with "
+                      "momentum=0, nesterov=False", stacklevel=3)
+
+
+class LearningRates:
+    """Those of *optimizer*, which this does not keep alive. One thread at a time."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._group_of = {id(parameter): number for number, group in enumerate(optimizer.param_groups)
+                          for parameter in group["params"]}
+
+    def of(self, parameter: torch.Tensor) -> float | None:
+        """Return the rate with which the next step will use the gradient of *parameter*; None: nobody knows, or 0."""
+        optimizer, number = self._optimizer(), self._group_of.get(id(parameter))
+        if optimizer is None or number is None:
+            return None
+        rate = float(optimizer.param_groups[number].get("lr") or 0)
+        return rate if 0 < rate < math.inf else None

@@ -79,7 +79,8 @@ def members_of(kind: type, *names: str) -> dict[str, Any]:
 
 
 def wrap(optimizer: torch.optim.Optimizer, members: Mapping[str, Callable[..., Any]], passes: int) -> Any:
-    """Return *optimizer* as of a class derived from its own, with *members* and `OptimizerWrapper`'s, and no exchange yet.
+    """Return *optimizer* as of a class derived from its own, with *members* and those of `OptimizerWrapper`, without an
+    exchange yet.
 
     It takes over groups, options and state; the original must not be used any more.
 

@@ -28,8 +28,8 @@ from ..trainer import process
 from .broadcast import broadcast_buffers, broadcast_parameters
 from .compression import Compression, CompressionLike, check_compression
 from .exchange import Exchange
-from .local_momentum import has_momentum, warn_of_momentum
 from .ops import REACHED
+from .optimizer_extras import has_momentum, warn_of_momentum
 
 _queue_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@ import pytest
 
 import bpsfast
 from bpsfast import elastic
-from bpsfast.elastic.running import peer_loss_of
+from bpsfast.elastic.training import peer_loss_of
 from bpsfast.orchestration.errors import PeerLostError, StallError
 
 

@@ -26,7 +26,8 @@ def tests():
     """The tests of each file that the page names, with the ids of cases."""
     found = {}
     for name in {name for row in ROWS for name in re.findall(r"`(test_\w+\.py)::", row)}:
-        functions = [each for each in ast.parse(next(TESTS.rglob(name)).read_text()).body if isinstance(each, ast.FunctionDef)]
+        tree = ast.parse(next(TESTS.rglob(name)).read_text())
+        functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
         found[name] = {each.name for each in functions if each.name.startswith("test_")}
         found[name] |= {f"test_case[{case}]" for each in functions for case in named(each)}
     return found

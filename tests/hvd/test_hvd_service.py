@@ -210,8 +210,8 @@ def test_who_cannot_note_what_is_executed_harms_nobody(caplog):
     from bpsfast.hvd.service import NegotiationService, Operation
     from bpsfast.orchestration.priority.negotiation import Request
 
-    service = NegotiationService((0,), 0, None, lambda response, operations: None, lambda: True, fusion_nbytes=0, warn_s=0.0,
-                      timeout_s=20.0)
+    service = NegotiationService((0,), 0, None, lambda response, operations: None, lambda: True, fusion_nbytes=0,
+                                 warn_s=0.0, timeout_s=20.0)
     noted = []
 
     def note(response, *_):
@@ -241,9 +241,10 @@ def test_who_connects_after_the_end_hears_of_it(failing, monkeypatch):
         return False
 
     def made(rank, line, check):
-        return service.NegotiationService((0, 1), rank, line, execute, check, fusion_nbytes=0, warn_s=0.0, timeout_s=100.0)
+        return service.NegotiationService((0, 1), rank, line, execute, check, fusion_nbytes=0, warn_s=0.0,
+                                          timeout_s=100.0)
 
-    monkeypatch.setattr(service, "_LATE_NOTICE_S", 100.0)
+    monkeypatch.setattr(service.NegotiationService, "_LATE_NOTICE_S", 100.0)
     key = os.urandom(32)
     line = negotiation.listen(key, "127.0.0.1")
     first = made(0, line, check)

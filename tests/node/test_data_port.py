@@ -11,7 +11,7 @@ import time
 import pytest
 
 from bpsfast.node.transport import Epochs, tcp
-from bpsfast.node.transport.data_port import DataPort
+from bpsfast.node.transport.tcp import DataPort
 from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.orchestration.handshakes import MAX_PENDING_HANDSHAKES
 from bpsfast.orchestration.security import StreamHello

@@ -22,7 +22,7 @@ from bpsfast.base.settings import Settings
 from bpsfast.launch import daemons
 from bpsfast.node import metrics
 from bpsfast.node.event_loop import EventLoop
-from bpsfast.node.metrics_collector import Reading, Status
+from bpsfast.node.metrics import Reading, Status
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import VERSION, LagRow
 from bpsfast.tools.top.sample import rank_samples

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 import bpsfast
 from bpsfast.cli import cli
 from bpsfast.launch import daemons
-from bpsfast.node.metrics_collector import Collector, Member, Reading, Status
+from bpsfast.node.metrics import Collector, Member, Reading, Status
 from bpsfast.orchestration.errors import StallError
 from bpsfast.tools.commands import top as command
 from bpsfast.tools.top import screen

@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 
 pytest.importorskip("torch")
 
-from bpsfast.torch import elastic_sampler
-from bpsfast.torch.elastic_sampler import ElasticSampler
+from bpsfast.torch import elastic
+from bpsfast.torch.elastic import ElasticSampler
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def in_job(monkeypatch):
     """Have samplers believe that they are rank *rank* of *size*."""
     def be(rank, size):
         found = types.SimpleNamespace(rank=rank, size=size)
-        monkeypatch.setattr(elastic_sampler.process, "session", lambda: found)
+        monkeypatch.setattr(elastic.process, "session", lambda: found)
 
     return be
 
@@ -40,7 +40,7 @@ def test_nothing_is_used_twice_or_left_out(n, seed, jobs):
     """Some batches in jobs of different sizes; then whoever is left finishes the epoch."""
     with pytest.MonkeyPatch.context() as patch:
         def in_job(rank, size):
-            patch.setattr(elastic_sampler.process, "session", lambda: types.SimpleNamespace(rank=rank, size=size))
+            patch.setattr(elastic.process, "session", lambda: types.SimpleNamespace(rank=rank, size=size))
 
         state, used = None, []
         for number, (size, batch_size, n_batches) in enumerate(jobs):

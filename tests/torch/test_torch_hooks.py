@@ -19,8 +19,7 @@ import bpsfast.torch.backend  # noqa: F401
 from bpsfast.base import reference_sum
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.torch import hooks
-from bpsfast.torch.compression_state import CompressionState
-from bpsfast.torch.packs import gradients_of
+from bpsfast.torch.compression_state import CompressionState, gradients_of
 from tests.support.compressed_rounds import Replay
 from tests.support.torch_ranks import keep_gloo
 

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from bpsfast.torch.learning_rates import LearningRates
+from bpsfast.torch.optimizer_extras import LearningRates
 
 
 def parameter():

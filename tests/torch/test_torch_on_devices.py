@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import bpsfast.torch as bps
 from bpsfast.gpu.host import HostDevice, host_device
-from bpsfast.torch.backend.device_calls import Call
+from bpsfast.torch.backend.device_calls import DeviceCall
 from bpsfast.trainer import process
 from tests.support.device_memory import LIMIT_S, held
 from tests.torch import test_cross_barrier, test_ddp, test_torch_ops, test_torch_optimizer, test_torch_parallel
@@ -70,13 +70,13 @@ def test_the_same_comes_out(shared_job, shape, check):
 def collectives():
     """Return what every collective makes of this rank's tensors, and how many tensors went over a device."""
     rank, size, made, count = dist.get_rank(), dist.get_world_size(), [], [0]
-    pair = Call._pair
+    pair = DeviceCall._pair
 
     def counted(self, tensor):
         count[0] += 1
         return pair(self, tensor)
 
-    Call._pair = counted
+    DeviceCall._pair = counted
     try:
         for n in (0, 1, 1000, 70_001):
             x = torch.arange(n, dtype=torch.float32) * (rank + 1) / 3
@@ -114,7 +114,7 @@ def collectives():
             made += [total, waited, given, *parts, gathered, in_place, scattered, swapped, dealt, ring, x, whole,
                      *(at_root or [rooted[:0]]), *([rooted] if rank == 0 else [])]
     finally:
-        Call._pair = pair
+        DeviceCall._pair = pair
     return [tensor.numpy() for tensor in made], count[0]
 
 

@@ -10,7 +10,7 @@ import torch
 
 import bpsfast
 import bpsfast.torch as bps
-from bpsfast.torch.fragments import cut
+from bpsfast.torch.outer_optimizer import split_parameters
 
 pytestmark = pytest.mark.matrix
 
@@ -67,7 +67,7 @@ def reference(n_ranks, n_steps, halves, sync_every, n_fragments=1, overlap=0, mi
         net[0].bias.data.copy_(fixed[r])
     optimizers = [inner(net.parameters()) for net in nets]
     names = [name for name, p in root.named_parameters() if p.requires_grad]
-    runs = cut([(name, dict(root.named_parameters())[name]) for name in names], n_fragments)
+    runs = split_parameters([(name, dict(root.named_parameters())[name]) for name in names], n_fragments)
     outer = {name: dict(root.named_parameters())[name].detach().float().clone().requires_grad_() for name in names}
     steppers = [torch.optim.SGD([outer[name] for name, _ in run], lr=LR, momentum=MOMENTUM, nesterov=True)
                 for run in runs]

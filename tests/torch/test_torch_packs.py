@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import bpsfast.torch as bps
 import bpsfast.torch.backend  # noqa: F401
 from bpsfast.orchestration.errors import MismatchError
+from bpsfast.torch.compression_state import BucketCompletion, Gradient, _split_bucket
 from bpsfast.torch.hooks import CompressionState, int8_hook, onebit_hook
-from bpsfast.torch.packs import BucketCompletion, Gradient, _cut
 from bpsfast.trainer.tensor_input import TensorInput
 from tests.support.packed_training import SHAPE, again, group, made, train, weights
 
@@ -27,7 +27,7 @@ _kept = {}
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 60))
 def test_packs_are_whole_and_no_larger_than_they_must_be(sizes, most):
     gradients = [Gradient(torch.empty(0), size, sum(sizes[:i])) for i, size in enumerate(sizes)]
-    packs = _cut(gradients, most)
+    packs = _split_bucket(gradients, most)
     assert [each.offset for pack in packs for each in pack] == [each.offset for each in reversed(gradients)]
     for pack, following in zip(packs, [*packs[1:], None], strict=True):
         assert len(pack) == 1 or sum(each.n_elements for each in pack) <= most
@@ -37,35 +37,36 @@ def test_packs_are_whole_and_no_larger_than_they_must_be(sizes, most):
 
 def landing(n_missing):
     tensor = torch.zeros(4)
-    return BucketCompletion(TensorInput(tensor.data_ptr(), (4,), "float32", 16, True, tensor), tensor, n_missing), tensor
+    memory = TensorInput(tensor.data_ptr(), (4,), "float32", 16, True, tensor)
+    return BucketCompletion(memory, tensor, n_missing), tensor
 
 
 def test_a_bucket_lands_with_its_last_gradient():
-    landed, tensor = landing(2)
-    landed.landed(None)
-    assert not landed.future.done()
-    landed.landed(None)
-    assert landed.future.wait() is tensor
+    completion, tensor = landing(2)
+    completion.part_done(None)
+    assert not completion.future.done()
+    completion.part_done(None)
+    assert completion.future.wait() is tensor
 
 
 def test_the_first_error_counts():
-    landed, _ = landing(3)
-    landed.landed(ValueError("one"))
-    landed.landed(ValueError("two"))
-    landed.landed(None)
+    completion, _ = landing(3)
+    completion.part_done(ValueError("one"))
+    completion.part_done(ValueError("two"))
+    completion.part_done(None)
     with pytest.raises(ValueError, match="one"):
-        landed.future.wait()
+        completion.future.wait()
 
 
 def test_many_threads_land_one_bucket_once():
     for _ in range(50):
-        landed, _ = landing(8)
-        threads = [threading.Thread(target=landed.landed, args=(None,)) for _ in range(8)]
+        completion, _ = landing(8)
+        threads = [threading.Thread(target=completion.part_done, args=(None,)) for _ in range(8)]
         for each in threads:
             each.start()
         for each in threads:
             each.join()
-        assert landed.future.done()
+        assert completion.future.done()
 
 
 @pytest.fixture

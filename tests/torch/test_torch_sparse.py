@@ -6,7 +6,7 @@ import torch
 
 from bpsfast.collectives.group import make_group
 from bpsfast.orchestration.errors import MismatchError, UnsupportedError
-from bpsfast.torch.backend import sparse
+from bpsfast.torch.backend import operands
 from bpsfast.trainer import process
 
 pytestmark = pytest.mark.matrix
@@ -36,7 +36,7 @@ def sums():
         nnz[0] = 0 if sparse_dim == 1 else nnz[0]  # one may have none
         inputs = [given(rank, shape, sparse_dim, n, dtype) for rank, n in enumerate(nnz)]
         mine = inputs[group.rank].clone()
-        sparse.all_reduce(group, mine, "sum")
+        operands.all_reduce_sparse(group, mine, "sum")
         assert mine.is_sparse and mine.is_coalesced() and mine.shape == shape and mine.dtype == dtype
         assert torch.equal(mine.to_dense(), sum(each.to_dense() for each in inputs)), (shape, sparse_dim, dtype)
         assert mine.sparse_dim() == sparse_dim
@@ -51,15 +51,15 @@ def refusals():
     group = whole()
     x = given(group.rank, (5,), 1, 2)
     with pytest.raises(UnsupportedError, match=r"combined by the sum, not by max: use tensor\.to_dense"):
-        sparse.all_reduce(group, x, "max")
+        operands.all_reduce_sparse(group, x, "max")
     with pytest.raises(MismatchError, match=r"sparse tensors of different shapes \(sparse dimensions first\)"):
-        sparse.all_reduce(group, given(group.rank, (5 + group.rank,), 1, 2), "sum")
+        operands.all_reduce_sparse(group, given(group.rank, (5 + group.rank,), 1, 2), "sum")
     with pytest.raises(MismatchError, match="different shapes"):
-        sparse.all_reduce(group, given(group.rank, (5, 4), 1 + group.rank % 2, 2), "sum")
+        operands.all_reduce_sparse(group, given(group.rank, (5, 4), 1 + group.rank % 2, 2), "sum")
     kept = given(group.rank, (5,), 1, 2)
-    sparse.all_reduce(group, kept, "sum")  # nothing is broken: all know the same
+    operands.all_reduce_sparse(group, kept, "sum")  # nothing is broken: all know the same
     with pytest.raises(MismatchError, match=r"members of group .* called different collectives"):
-        sparse.all_reduce(group, given(group.rank, (5, 4)[:1 + group.rank], 1, 2), "sum")
+        operands.all_reduce_sparse(group, given(group.rank, (5, 4)[:1 + group.rank], 1, 2), "sum")
     group.close()
 
 
@@ -70,7 +70,8 @@ def test_what_cannot_be_added_is_refused_on_all(two):
 def other_dtypes():
     group = whole()
     with pytest.raises(MismatchError, match=r"all_gather torch\.float32.*; rank 1: .*all_gather torch\.float64"):
-        sparse.all_reduce(group, given(group.rank, (5,), 1, 2, (torch.float32, torch.float64)[group.rank]), "sum")
+        other = given(group.rank, (5,), 1, 2, (torch.float32, torch.float64)[group.rank])
+        operands.all_reduce_sparse(group, other, "sum")
     group.close()
 
 

@@ -35,7 +35,8 @@ def ranks(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
                        "BPSFAST_START_TIMEOUT_S": "40", "BPSFAST_TIMEOUT_S": "40"}
             started = []
             for rank in range(_SIZE):
-                command = [sys.executable, "-m", "tests.support.world_rank", str(tmp_path), str(rank), str(_SIZE), scenario]
+                command = [sys.executable, "-m", "tests.support.world_rank", str(tmp_path), str(rank), str(_SIZE),
+                           scenario]
                 started.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                                 text=True))
                 stack.callback(_end, started[-1])

@@ -23,8 +23,8 @@ from ..basics import (
     rocm_built,
 )
 from ..errors import HorovodInternalError
-from ..process_sets import ProcessSet, global_process_set, remove_process_set
 from ..reduce_op import Adasum, Average, Max, Min, Product, Sum
+from ..runtime import ProcessSet, global_process_set, remove_process_set
 from .basics import (
     add_process_set,
     barrier,
@@ -36,9 +36,21 @@ from .basics import (
     join,
     shutdown,
 )
-from .broadcasts import broadcast, broadcast_, broadcast_object, broadcast_object_fn, broadcast_variables
-from .collective_ops import allreduce, grouped_allreduce, grouped_reducescatter, reducescatter
-from .gathering import allgather, allgather_object, alltoall, grouped_allgather
+from .collective_ops import (
+    allgather,
+    allgather_object,
+    allreduce,
+    alltoall,
+    broadcast,
+    broadcast_,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
 from .training import DistributedGradientTape, DistributedOptimizer
 
 __all__ = [

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 from ...orchestration.errors import UnsupportedError
 from ...tensorflow import basics
 from ...trainer import process
-from .. import process_sets as sets
+from .. import runtime as sets
 from ..basics import cross_rank_of, cross_size_of, is_homogeneous_of
-from ..process_sets import ProcessSet, global_process_set
-from .negotiated import begun, is_global
+from ..runtime import ProcessSet, global_process_set
+from .collective_ops import begun, is_global
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:

@@ -2,20 +2,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from ...orchestration.errors import UnsupportedError
+from ...orchestration.errors import ConfigError, UnsupportedError
+from ...tensorflow.broadcast import (
+    broadcast as _broadcast,
+    broadcast_object as _broadcast_object,
+    broadcast_variables as _broadcast_variables,
+    resources,
+)
 from ...tensorflow.compression import Compression, CompressionLike, parted
+from ...tensorflow.memory import array_of
 from ...tensorflow.ops import push_pull
 from ...tensorflow.tensor_sums import reduced
 from ...trainer import process
-from ..process_sets import ProcessSet, global_process_set
 from ..reduce_op import Average, ReduceOp, Sum, chosen, factor
-from . import gathering
-from .negotiated import begun, dense, differentiable, is_global, made, rows_of
+from ..runtime import ProcessSet, global_process_set
 
 
 def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
@@ -104,7 +112,7 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "",
 
     def back(*gradients: Any) -> list[Any]:
         share = prescale_factor * postscale_factor * (process_set.size() or 1 if reduction == Sum else 1)
-        return gathering.grouped_allgather([scaled(each, share) for each in gradients], process_set=process_set)
+        return grouped_allgather([scaled(each, share) for each in gradients], process_set=process_set)
 
     results = differentiable(run, back, narrow)
     return [compressor.decompress(result, context) for result, (_, context) in zip(results, pairs)]
@@ -183,3 +191,221 @@ def _with_values(tensor: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tensor, tf.IndexedSlices):
         return tf.IndexedSlices(changed, tensor.indices, tensor.dense_shape)
     return changed
+
+
+def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False,
+              process_set: ProcessSet = global_process_set) -> Any:
+    """Return *tensor* of all ranks of *process_set*, concatenated in their order along the first dimension, which may
+    differ. *ignore_name_scope* is Horovod's.
+
+    The gradient is, as Horovod's, the mean of the ranks' gradients where this rank's rows are.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is no dense tensor of numbers, or there is no PyTorch.
+    HorovodInternalError
+        As `bpsfast.hvd.torch.allgather`.
+    """
+    return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
+
+
+def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
+                      process_set: ProcessSet = global_process_set) -> list[Any]:
+    """As `allgather` of each of *tensors*; none is gathered before all are there on all ranks."""
+    given = [dense(tensor, "allgather") for tensor in tensors]
+    api = begun("allgather")
+
+    def run(*these: Any) -> list[Any]:
+        return made(lambda *arrays: api.grouped_allgather(list(arrays), name, process_set), these,
+                    [(each.dtype, rows_of(each)) for each in these])
+
+    def back(*gradients: Any) -> list[Any]:
+        means = grouped_allreduce(list(gradients), op=Average, process_set=process_set)
+        rows = allgather([[tf.shape(each)[0] for each in given]], process_set=process_set)  # of each on each rank
+        me = process_set.rank() or 0
+        return [mean[tf.reduce_sum(rows[:me, place]):tf.reduce_sum(rows[: me + 1, place])]
+                for place, mean in enumerate(means)]
+
+    return differentiable(run, back, given)
+
+
+def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
+             process_set: ProcessSet = global_process_set) -> Any:
+    """Return the rows that all ranks of *process_set* have sent to this one, in their order; with *splits*, which says
+    how many go to each, also how many came from each. None: equally many. Gradients go back to where rows came from.
+    """
+    given = dense(tensor, "alltoall")
+    rows = None if splits is None else _integers(splits)
+    api = begun("alltoall")
+
+    def exchange(array: Any, counts: Any = None) -> list[Any]:
+        found = api.alltoall(array, counts, name, process_set)
+        return list(found) if isinstance(found, tuple) else [found]
+
+    if rows is None:
+        def even(x: Any) -> list[Any]:
+            return made(exchange, [x], [(x.dtype, rows_of(x))])
+
+        return differentiable(even, lambda dy: [alltoall(dy, process_set=process_set)], [given])[0]
+    received: list[Any] = []
+
+    def run(x: Any) -> list[Any]:
+        output, came = made(exchange, [x, rows], [(x.dtype, rows_of(x)), (tf.int32, [None])])
+        received.append(came)
+        return [output]
+
+    def back(dy: Any) -> list[Any]:
+        returned, _ = alltoall(dy, received[-1], process_set=process_set)
+        unsent = tf.shape(given)[0] - tf.shape(returned)[0]  # rows beyond the sum of splits went nowhere
+        return [tf.concat([returned, tf.zeros(tf.concat([[unsent], tf.shape(returned)[1:]], 0), returned.dtype)], 0)]
+
+    (output,) = differentiable(run, back, [given])
+    return output, received[-1]
+
+
+def _integers(splits: Any) -> Any:
+    found = dense(splits, "alltoall's splits")
+    if not found.dtype.is_integer:
+        raise ConfigError(f"alltoall expects splits to contain 32-bit integer elements. (got {found.dtype.name})")
+    return tf.cast(found, tf.int32)
+
+
+def allgather_object(obj: Any, session: Any = None, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return the *obj* of all ranks of *process_set*, in their order, pickled; *session* is TensorFlow 1's.
+
+    Raises UnsupportedError inside `tf.function`, where it would be sent once for each trace.
+    """
+    if tf.inside_function():
+        raise UnsupportedError(f"allgather_object of a {type(obj).__name__} inside tf.function, which would send it "
+                               "when it is traced and never again: call it outside")
+    found: list[Any] = begun("allgather_object").allgather_object(obj, name, process_set)
+    return found
+
+
+def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
+              process_set: ProcessSet = global_process_set) -> Any:
+    """Return job rank *root_rank*'s *tensor* on all ranks of *process_set*. The gradient is none.
+
+    Raises as `bpsfast.tensorflow.broadcast`, for a set as `bpsfast.hvd.torch.broadcast`, which needs PyTorch.
+    """
+    if is_global(process_set):
+        return _broadcast(tensor, root_rank, name=name)
+    given = dense(tensor, "broadcast")
+    api = begun(f"broadcast in {process_set}")
+    return made(lambda array: [api.broadcast(array, root_rank, name, process_set)], [given],
+                [(given.dtype, given.shape)])[0]
+
+
+def broadcast_(variables: Iterable[Any], root_rank: int, name: str | None = None,
+               process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Overwrite *variables* by those of job rank *root_rank*, and return them."""
+    given = list(variables)
+    broadcast_variables(given, root_rank, process_set)
+    return given
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set,
+                        inplace: bool = False) -> Any:
+    """Overwrite *variables* by those of job rank *root_rank*, on all ranks of *process_set*; *inplace* is Horovod's."""
+    if is_global(process_set):
+        return _broadcast_variables(variables, root_rank)
+    found = resources(variables)
+    for variable in found:
+        variable.assign(broadcast(variable.read_value(), root_rank, process_set=process_set), read_value=False)
+    return None
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> Any:
+    """Return job rank *root_rank*'s *obj* on all ranks of *process_set*: as `bpsfast.tensorflow.broadcast_object`."""
+    if is_global(process_set):
+        return _broadcast_object(obj, root_rank, session, name)
+    if tf.inside_function():
+        raise UnsupportedError("broadcast_object inside tf.function, which would send it when it is traced and never "
+                               "again: call it outside")
+    return begun("broadcast_object").broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None,
+                        process_set: ProcessSet = global_process_set) -> Callable[[Any], Any]:
+    """Return a function of one object: `broadcast_object` with these arguments."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+Array = np.ndarray[Any, Any]
+
+
+def is_global(process_set: ProcessSet) -> bool:
+    """Return whether *process_set* is that of all ranks; raises `ConfigError` if it is no process set."""
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigError(f"process_set={process_set!r} is a {type(process_set).__name__}, not a ProcessSet: give what "
+                          "add_process_set has returned")
+    return process_set is global_process_set
+
+
+def begun(what: str) -> Any:
+    """Return `bpsfast.hvd.torch`, after its `init`; *what* asks for it.
+
+    Raises
+    ------
+    ClosedError
+        Before `init`.
+    UnsupportedError
+        Where there is no PyTorch.
+    """
+    process.current()
+    if importlib.util.find_spec("torch") is None:
+        raise UnsupportedError(f"{what} needs PyTorch here, which executes what ranks negotiate: pip install "
+                               "'bpsfast[torch]' (allreduce, broadcast and gradients of all ranks do without)")
+    api = importlib.import_module("bpsfast.hvd.torch")
+    api.init()
+    return api
+
+
+def dense(tensor: Any, what: str) -> Any:
+    """Return *tensor* as a dense one; raises `UnsupportedError` if it is none, or one of strings."""
+    if isinstance(tensor, tf.IndexedSlices | tf.RaggedTensor | tf.SparseTensor | str | bytes):
+        raise UnsupportedError(f"{what} of a {type(tensor).__name__}: only dense tensors are taken")
+    found = tf.convert_to_tensor(tensor)
+    if found.dtype.as_numpy_dtype is object or found.dtype in (tf.variant, tf.resource):
+        raise UnsupportedError(f"{what} of a tensor of dtype {found.dtype.name}: only numbers are taken")
+    return found
+
+
+def made(run: Callable[..., Sequence[Array]], tensors: Sequence[Any], kinds: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Return what *run* makes of the arrays of *tensors*, as tensors of these *kinds*: (dtype, shape).
+
+    Inside `tf.function` it is run in the order of the program.
+    """
+    if not any(tf.is_symbolic_tensor(tensor) for tensor in tensors):
+        with tf.device("CPU:0"):
+            return [tf.convert_to_tensor(array) for array in run(*[array_of(tensor) for tensor in tensors])]
+
+    def traced(*arrays: Any) -> list[Array]:
+        return [np.asarray(array) for array in run(*[np.asarray(array) for array in arrays])]
+
+    results = tf.numpy_function(traced, list(tensors), [dtype for dtype, _ in kinds])
+    for result, (_, shape) in zip(results, kinds):
+        result.set_shape(shape)
+    return list(results)
+
+
+def differentiable(run: Callable[..., list[Any]], back: Callable[..., list[Any]], tensors: Sequence[Any]) -> list[Any]:
+    """Return *run* of *tensors*, whose gradient is *back* of the results' gradients if they are floating-point ones."""
+    if not all(tensor.dtype.is_floating for tensor in tensors):
+        return run(*tensors)
+
+    @tf.custom_gradient
+    def operation(*given: Any) -> Any:
+        return run(*given), lambda *gradients: back(*gradients)
+
+    found = operation(*tensors)
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def rows_of(tensor: Any) -> tf.TensorShape:
+    """Return the shape of *tensor* with any number of rows."""
+    shape: tf.TensorShape = tensor.shape
+    return tf.TensorShape([None]).concatenate(shape[1:]) if shape.rank else tf.TensorShape(None)

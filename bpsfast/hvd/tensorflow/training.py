@@ -11,10 +11,9 @@ from ...tensorflow import optimizer as plain
 from ...tensorflow.compression import Compression, CompressionLike, parted
 from ...tensorflow.tape import DistributedGradientTape as _Tape
 from ...trainer import process
-from ..process_sets import ProcessSet, global_process_set
 from ..reduce_op import Average, Sum, chosen, factor
-from .collective_ops import grouped_allreduce, scaled
-from .negotiated import is_global
+from ..runtime import ProcessSet, global_process_set
+from .collective_ops import grouped_allreduce, is_global, scaled
 
 
 class DistributedGradientTape(_Tape):

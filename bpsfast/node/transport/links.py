@@ -10,7 +10,7 @@ Link = shm.ShmLink | tcp.TcpLink | rdma.RdmaLink
 
 
 class WireStream(Protocol):
-    """One queue of writes to a peer (`bpsfast.pyx.tcp.Stream`, `bpsfast.pyx.rdma.WireStream`). `post` from any thread."""
+    """One queue of writes to a peer (`bpsfast.pyx.tcp.Stream`, `bpsfast.pyx.rdma.Lane`). `post`: any thread."""
 
     def post(self, slot: int, round: int, flags: int, address: int, nbytes: int) -> None:
         """Write into the peer's *slot*; the bytes stay where they are until EVENT_DELIVERED."""

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from ...orchestration.messages import NodeInfo
 from .links import Link
-from .pacing import PAYLOAD_SHARE
-from .tcp import TcpLink
+from .tcp import PAYLOAD_SHARE, TcpLink
 
 log = logging.getLogger("bpsfast.node")
 

@@ -19,13 +19,13 @@ from ...orchestration.errors import BpsError, ConfigError, StallError
 from ...orchestration.messages import NodeInfo, Outcome
 from ...orchestration.security import HandshakeResult, StreamHello
 from ...pyx.ring import MAX_PARTS
-from . import pacing, rdma, shm, tcp
-from .data_port import DataPort
+from . import rdma, shm, tcp
 from .epochs import Epochs
 from .links import Link
-from .peer_shutdowns import PeerShutdowns
 from .rdma import handshake
+from .rdma.rails import Rail
 from .reconnector import PROBE_STREAM, RECONNECT_STREAM, SHUTDOWN_STREAM, Reconnector
+from .tcp import DataPort
 
 log = logging.getLogger("bpsfast.node")
 
@@ -66,6 +66,78 @@ def peers_of(me: NodeInfo, nodes: Sequence[NodeInfo], lost: Collection[int] = ()
             if node.index != me.index and node.index not in lost and (node.ranks or me.ranks)]
 
 
+class PeerShutdowns:
+    """Which nodes have announced that all their ranks have left; without a scheduler peers tell each other. Any thread.
+
+    Parameters
+    ----------
+    me, peers
+        This node, and its peers, which may change.
+    lease_s
+        How long a peer may take to hear ours.
+    begin
+        Runs what it is given in a thread of its own.
+    notify
+        Called when `said` or `are_announced` may have changed.
+    """
+
+    def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epochs: Epochs, lease_s: float,
+                 encryption: Encryption, begin: Callable[[Callable[[], None]], None],
+                 notify: Callable[[], None]) -> None:
+        self._me = me
+        self._peers = peers
+        self._key = key
+        self._epochs = epochs
+        self._lease_s = lease_s
+        self._encryption = encryption
+        self._begin = begin
+        self._notify = notify
+        self._lock = threading.Lock()
+        self._said: set[int] = set()
+        self._to_be_told: set[int] = set()
+        self._told: set[int] = set()  # or not to be reached
+
+    def announce_shutdown(self) -> None:
+        """Tell all peers that all ranks of this node have left. Once."""
+        self._to_be_told = set(self._peers)
+        for peer in list(self._peers.values()):
+            self._begin(partial(self._say, peer))
+
+    @property
+    def are_announced(self) -> bool:
+        """Whether all peers have been told so, but for those not to be reached."""
+        return self._told >= self._to_be_told
+
+    @property
+    def said(self) -> set[int]:
+        """Return the peers that have said so."""
+        with self._lock:
+            return set(self._said)
+
+    def hear(self, hello: StreamHello) -> None:
+        """Take a farewell that has proven the job's key, and is believed if it is of the node that it names."""
+        with self._lock:
+            peer = self._peers.get(hello.peer)
+            is_its_own = peer is not None and bool(peer.ranks) and peer.pid == hello.pid
+            if is_its_own:
+                self._said.add(hello.peer)
+        if is_its_own:
+            self._notify()
+        else:
+            log.warning("process %d says that all ranks of node %d have left, and is not that node with ranks",
+                        hello.pid, hello.peer)
+
+    def _say(self, peer: NodeInfo) -> None:
+        try:
+            tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index, number=SHUTDOWN_STREAM,
+                        epochs=self._epochs, deadline=time.monotonic() + self._lease_s, pid=self._me.pid,
+                        encryption=self._encryption)[0].close()
+        except (BpsError, OSError) as exc:
+            log.debug("node %d was not told that all ranks here have left: %s", peer.index, exc)
+        with self._lock:
+            self._told.add(peer.index)
+
+
 class Peering:
     """Connects one node to all its peers, in threads of its own, so that the control loop goes on beating.
 
@@ -77,7 +149,7 @@ class Peering:
         This node, all of them in node order, and the indices of those who are not there.
     listener
         The socket that `NodeInfo.address` names. Accepts until `close`, which closes it.
-    doorstep, rails
+    shm_endpoint, rails
         What this node offers to peers that share memory with it, and to those that it reaches by RDMA.
     notify
         Called (from any of the threads) whenever `done`, `error` or `unreached` may have changed.
@@ -101,7 +173,7 @@ class Peering:
         self._first = frozenset(self._peers)  # those of the start
         self._shm_endpoint = shm_endpoint
         self._rails = rails
-        self._paces = pacing.of(settings, len(self._peers))
+        self._paces = tcp.pacing_of(settings, len(self._peers))
         self._n_nodes = 0 if is_late else len(nodes)  # at the start of the job
         self._notify = notify
         self._deadline = time.monotonic() + settings.start_timeout_s
@@ -120,8 +192,8 @@ class Peering:
                                   settings.start_timeout_s, self._offer_again, self._drop, notify, self._encryption,
                                   self._checks)
         #: Who has said that all its ranks have left.
-        self.peer_shutdowns = PeerShutdowns(me, self._peers, key, epochs, settings.lease_s, self._encryption, self._begin,
-                                   notify)
+        self.peer_shutdowns = PeerShutdowns(me, self._peers, key, epochs, settings.lease_s, self._encryption,
+                                            self._begin, notify)
 
     def start(self) -> None:
         """Begin. Ends by itself within start_timeout_s."""
@@ -338,7 +410,7 @@ class Peering:
             n_nodes=self._n_nodes_with(peer.index), epoch=epoch, n_slots=MAX_PARTS, limits=limits(settings),
             deadline=self._deadline)
 
-    def _rails_towards(self, peer: NodeInfo) -> list[rdma.rails.Rail]:
+    def _rails_towards(self, peer: NodeInfo) -> list[Rail]:
         return self._rails.towards(peer.address, len(self._peers), opens=peer.index in self._first)
 
     def _without_rdma(self, peer: NodeInfo, reason: str, why: Exception) -> str:

@@ -222,7 +222,8 @@ def check(job_key: bytes, hello: PeerHello, link: MessageSocket) -> None:
         raise ProtocolError(f"process {link.peer[0]} has another job key")
 
 
-def welcome(job_key: bytes, hello: PeerHello, link: MessageSocket, mine: int, epochs: Epochs, shm_endpoint: ShmEndpoint) -> Segment:
+def welcome(job_key: bytes, hello: PeerHello, link: MessageSocket, mine: int, epochs: Epochs,
+            shm_endpoint: ShmEndpoint) -> Segment:
     """Answer *hello* on *link* with a new lane and return that lane; raises `BpsError` if it is not for us.
 
     The connector's `PeerLane` completes the pair: pass it to `complete`.

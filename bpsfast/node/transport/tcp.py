@@ -8,22 +8,30 @@ payload and announcement stay in order.
 """
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...base.encryption import Encryption, Seals, seals_of
+from ...base.settings import Settings
 from ...base.trace_records import Limits
 from ...orchestration import security
 from ...orchestration.errors import ConfigError, MismatchError, StallError
+from ...orchestration.handshakes import HandshakeAcceptor
+from ...orchestration.security import HandshakeResult
 from ...pyx.engine import Engine
+from ...pyx.pace import Pace
 from ...pyx.ring import MAX_PARTS
 from ...pyx.tcp import Stream
 from .epochs import Epochs
-from .pacing import TcpPacing
+
+log = logging.getLogger("bpsfast.node")
 
 CONTEXT = "bpsfast data"
 #: A stranger on the data port holds up one accepting thread for at most this long.
@@ -34,6 +42,15 @@ _NEAR_BUFFER_NBYTES = 128 << 10
 _FAR_BUFFER_NBYTES = 512 << 10
 #: Linux probes no less often (MAX_TCP_KEEPIDLE, MAX_TCP_KEEPINTVL).
 _MOST_KEEPALIVE_S = 32_767
+#: What is left for gradients of a link's bytes: headers of Ethernet, IP and TCP (1448 of 1514), acknowledgements of the
+#: other direction (one for every second packet).
+PAYLOAD_SHARE = 0.93
+#: What may arrive before a receiver has had its turn, of all connections together.
+_SLACK_S = 0.004
+_LEAST_BUFFER_NBYTES = 64 << 10
+#: socket.SO_MAX_PACING_RATE, which Python does not name; bytes/s, 32 bits.
+_SO_MAX_PACING_RATE = 47
+_MOST_PACING_RATE = (1 << 32) - 2
 
 
 def listen(host: str) -> socket.socket:
@@ -294,8 +311,9 @@ def accept(sock: socket.socket, key: bytes, *, mine: int, epochs: Epochs,
            encryption: Encryption = Encryption.NONE) -> security.HandshakeResult:
     """Challenge a connection that was just accepted and return who it is; raises `BpsError` if it cannot prove it."""
     sock.setblocking(True)
-    greeted = security.handshake_as_acceptor(sock, key, CONTEXT, peer=mine, epoch=epochs.known, timeout_s=CHALLENGE_TIMEOUT_S,
-                                     encrypted=encryption.covers(sock))
+    greeted = security.handshake_as_acceptor(
+        sock, key, CONTEXT, peer=mine, epoch=epochs.known, timeout_s=CHALLENGE_TIMEOUT_S,
+        encrypted=encryption.covers(sock))
     hello, least = greeted.hello, epochs.least_of(greeted.hello.peer)
     if hello.epoch < least:
         raise MismatchError(f"node {hello.peer} dialled for epoch {hello.epoch}, the job goes on in epoch {least}: it "
@@ -341,3 +359,79 @@ def _reach(address: str, peer: int, deadline: float) -> socket.socket:
             time.sleep(min(0.1, max(0.0, deadline - time.monotonic())))
     raise StallError(f"node {peer} could not be reached at {address} ({last}): is a firewall between the machines, or "
                      "does BPSFAST_NODE_HOST there name an address that this machine cannot reach?")
+
+
+class TcpPacing:
+    """The rate limit that all tcp connections of a node share, one for each direction (setting nic_limit).
+
+    A sending thread waits for its turn before each piece, and so does a receiving thread; its socket then holds little,
+    so the peer's kernel soon waits as well. RDMA has no such limit. Must outlive the *n_connections* streams.
+
+    *rate_bytes*: bytes per second on the wire, headers included.
+    """
+
+    def __init__(self, rate_bytes: float, n_connections: int) -> None:
+        self.out = Pace(rate_bytes * PAYLOAD_SHARE)
+        self.incoming = Pace(rate_bytes * PAYLOAD_SHARE)
+        self._rate_bytes = rate_bytes
+        self._buffer_nbytes = max(_LEAST_BUFFER_NBYTES, int(rate_bytes * _SLACK_S / max(1, n_connections)))
+
+    def prepare(self, sock: socket.socket) -> None:
+        """Let *sock* hold little that arrives, and send pieces evenly where the kernel can."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._buffer_nbytes)
+        if self._rate_bytes < _MOST_PACING_RATE:
+            with contextlib.suppress(OSError):  # it only smooths: the total is kept without it
+                sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(self._rate_bytes))
+
+
+def pacing_of(settings: Settings, n_peers: int) -> TcpPacing | None:
+    """Return the rate limit of a node with *n_peers* peers, None if there is none."""
+    if not settings.nic_limit:
+        return None
+    return TcpPacing(settings.nic_limit * 1e9 / 8, n_peers * settings.tcp_streams)
+
+
+class DataPort:
+    """Accepts data connections of other nodes on *listener*, which it closes, from `start` until `close`.
+
+    Each connection has a thread and a few seconds to prove the job's key (`handshakes.HandshakeAcceptor`).
+
+    Parameters
+    ----------
+    mine, epochs
+        This node's index, and the epochs of which a dialler must know the latest.
+    came
+        Called with (socket, greeted), in a thread of its own, once a connection has proven itself; the socket goes with
+        it.
+    n_expected
+        Connections that the job itself may open at the same time.
+    encryption
+        Which of this job's connections are encrypted.
+    """
+
+    def __init__(self, listener: socket.socket, key: bytes, mine: int, epochs: Epochs,
+                 came: Callable[[socket.socket, HandshakeResult], None], n_expected: int,
+                 encryption: Encryption = Encryption.NONE) -> None:
+        self._acceptor = HandshakeAcceptor(
+            listener, lambda sock: accept(sock, key, mine=mine, epochs=epochs, encryption=encryption), came,
+            self._refused, lambda words: log.warning("data port: %s", words), n_expected,
+            "bpsfast-data-port")
+        self._lock = threading.Lock()
+        self._n_refused = 0
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Accept nobody any more; end what strangers have begun. Idempotent."""
+        self._acceptor.close()
+
+    def _refused(self, why: Exception) -> None:
+        with self._lock:
+            self._n_refused += 1
+            number = self._n_refused
+        if number <= 8 or number & (number - 1) == 0:  # a flood would fill the disk
+            level = logging.DEBUG if self._acceptor.is_closed else logging.WARNING
+            log.log(level, "refused a data connection: %s%s", why,
+                    f" ({number} were by now)" if number > 8 else "")

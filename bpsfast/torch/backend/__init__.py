@@ -5,21 +5,20 @@
 
 registers it. Without the import: BPSFAST_TORCH_AUTOLOAD=1 (`bpsfast.torch_autoload`).
 
-    process_group   torch's calls -> a `collective.Group` and its conductor, or messages
-    base_group      how a group's calls are started, how it ends; named_group: what torch calls it
-    replica_group   a group of other ranks again and again, as torchft asks for it
+    process_group   torch's calls, carried out by a `collectives.Group` in the order of the calls
+    base_group      how a call starts, how a group ends, and its names in torch
+    replica_group   a group that is made again with other ranks, as torchft asks for it
+    device_calls    calls with GPU tensors, through staging buffers in shared memory
     work            what a call returns
-    launched        env:// where the launcher is not torch's
-    worlds          sessions, each made by the first group of its ranks
-    operands        tensors as memory; sparse: those that are not dense
     messages        send, receive, the monitored barrier
-    shim            what depends on the version of torch, or on its C++
+    operands        tensors as memory, dense and sparse
+    worlds          the sessions behind groups, and env:// under launchers that are not torch's
+    torch_compat    what depends on the version of torch or on its C++ bindings
 """
 from __future__ import annotations
 
 from ...torch_autoload import add_backend
-from .barrier import monitored_barrier
-from .process_group import ProcessGroup
+from .process_group import ProcessGroup, monitored_barrier
 from .replica_group import ReplicaGroup
 from .worlds import end_with_torchs_groups
 

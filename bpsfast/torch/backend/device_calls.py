@@ -28,12 +28,12 @@ from ...trainer.session import Session
 class _StagedTensor:
     """A tensor on a device, what stands for it, and whether it is read and written."""
 
-    def __init__(self, tensor: torch.Tensor, twin: StagingBuffer | None, stand_in: torch.Tensor) -> None:
-        self.tensor, self.twin, self.stand_in = tensor, twin, stand_in
+    def __init__(self, tensor: torch.Tensor, twin: StagingBuffer | None, staging_tensor: torch.Tensor) -> None:
+        self.tensor, self.twin, self.staging_tensor = tensor, twin, staging_tensor
         self.is_read = self.is_written = False
 
 
-class Call:
+class DeviceCall:
     """One call, from when it is made until its results were copied back. One thread at a time."""
 
     def __init__(self, session: Session) -> None:
@@ -42,7 +42,7 @@ class Call:
         self._done: list[tuple[StagingBuffer, Event]] = []
         self.is_under_way = False  # whether somebody else than the caller carries it out, and ends it
 
-    def stand_in(self, tensor: torch.Tensor, is_read: bool, is_written: bool) -> torch.Tensor:
+    def staging_tensor(self, tensor: torch.Tensor, is_read: bool, is_written: bool) -> torch.Tensor:
         """Return what stands for *tensor*.
 
         Raises
@@ -59,7 +59,7 @@ class Call:
             pair = self._pairs[key] = self._pair(tensor)
         pair.is_read |= is_read
         pair.is_written |= is_written
-        return pair.stand_in
+        return pair.staging_tensor
 
     def _pair(self, tensor: torch.Tensor) -> _StagedTensor:
         nbytes = tensor.numel() * tensor.element_size()
@@ -90,7 +90,7 @@ class Call:
 
     def originals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that *tensors* stand for."""
-        tensor_of = {id(pair.stand_in): pair.tensor for pair in self._pairs.values()}
+        tensor_of = {id(pair.staging_tensor): pair.tensor for pair in self._pairs.values()}
         return [tensor_of.get(id(tensor), tensor) for tensor in tensors]
 
     def join(self) -> None:
@@ -121,15 +121,15 @@ class Call:
                 twin.release()
 
 
-_current: ContextVar[Call | None] = ContextVar("bpsfast_call", default=None)
+_current: ContextVar[DeviceCall | None] = ContextVar("bpsfast_call", default=None)
 
 
-def current() -> Call | None:
+def current() -> DeviceCall | None:
     """Return the call that is being made in this thread, if its tensors are on a device."""
     return _current.get()
 
 
-def afar(reads: tuple[int, ...], writes: tuple[int, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def on_device(reads: tuple[int, ...], writes: tuple[int, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a method of a group, whose arguments number *reads* are read and *writes* written, take tensors on devices.
 
     They are tensors, or (nested) sequences of them.
@@ -141,15 +141,15 @@ def afar(reads: tuple[int, ...], writes: tuple[int, ...]) -> Callable[[Callable[
             numbers = sorted({*reads, *writes} & set(range(len(arguments))))
             if _current.get() is not None or not any(_is_on_device(arguments[number], session) for number in numbers):
                 return method(self, *arguments, **options)
-            call = Call(session)
-            stand_ins = list(arguments)
+            call = DeviceCall(session)
+            staged = list(arguments)
             try:
                 for number in numbers:
-                    stand_ins[number] = _replaced(arguments[number], call, number in reads, number in writes)
+                    staged[number] = _replaced(arguments[number], call, number in reads, number in writes)
                 token = _current.set(call)
                 try:
                     call.begin()
-                    return method(self, *stand_ins, **options)
+                    return method(self, *staged, **options)
                 finally:
                     _current.reset(token)
             except BaseException:
@@ -169,9 +169,9 @@ def _is_on_device(value: Any, session: Session) -> bool:
     return isinstance(value, list | tuple) and any(_is_on_device(each, session) for each in value)
 
 
-def _replaced(value: Any, call: Call, is_read: bool, is_written: bool) -> Any:
+def _replaced(value: Any, call: DeviceCall, is_read: bool, is_written: bool) -> Any:
     if isinstance(value, torch.Tensor):
-        return call.stand_in(value, is_read, is_written)
+        return call.staging_tensor(value, is_read, is_written)
     if isinstance(value, list | tuple):
         return [_replaced(each, call, is_read, is_written) for each in value]
     return value

@@ -15,12 +15,13 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from ...collectives.group import make_group
 from ...orchestration.errors import BpsError, ConfigError, UnsupportedError
-from . import sparse, torch_compat, worlds
+from . import torch_compat, worlds
 from .base_group import BaseGroup
-from .device_calls import afar
+from .device_calls import on_device
 from .operands import (
     Operand,
     Reduction,
+    all_reduce_sparse,
     check_number,
     check_pieces,
     check_same,
@@ -33,7 +34,7 @@ from .operands import (
     split,
     write,
 )
-from .overloads import forms
+from .torch_compat import overloads
 from .work import Work, torch_error
 
 Tensor = torch.Tensor
@@ -48,9 +49,9 @@ class ProcessGroup(BaseGroup):
 
     # -- sums and the like -----------------------------------------------------------------------------------------
 
-    @forms(dist.AllreduceOptions, {"tensors": 1},
+    @overloads(dist.AllreduceOptions, {"tensors": 1},
            ({"tensors": 1}, "[op] [timeout]"), ({"tensors": 0}, "[op] [timeout]"))
-    @afar(reads=(0,), writes=(0,))
+    @on_device(reads=(0,), writes=(0,))
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine all of *tensors* and those of the other members, in place: each is the same then. Mostly it is one.
         """
@@ -69,14 +70,14 @@ class ProcessGroup(BaseGroup):
 
         return self._start("all_reduce", tensors, opts, run_all, each)
 
-    @forms(dist.AllreduceCoalescedOptions, {"tensors": 1})
-    @afar(reads=(0,), writes=(0,))
+    @overloads(dist.AllreduceCoalescedOptions, {"tensors": 1})
+    @on_device(reads=(0,), writes=(0,))
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine each of *tensors* with the other members', in place."""
         return self._all_reduced(tensors, opts)
 
-    @forms(dist.ReduceOptions, {"tensors": 1}, ({"tensors": 0}, "root [op] [timeout]"))
-    @afar(reads=(0,), writes=(0,))
+    @overloads(dist.ReduceOptions, {"tensors": 1}, ({"tensors": 0}, "root [op] [timeout]"))
+    @on_device(reads=(0,), writes=(0,))
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine the one of *tensors* into that of the root; others' stay as they are."""
         reduction, root = torch_compat.reduction(opts), self._root(opts, "reduce")
@@ -85,8 +86,8 @@ class ProcessGroup(BaseGroup):
         out = reducible(one.dense, x.op)[0] if root == self.rank() else None
         return self._start("reduce", tensors, opts, lambda: self._group.reduce(x.made(), out, root, x.op), [one])
 
-    @forms(dist.ReduceScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "[op] [timeout]"))
-    @afar(reads=(1,), writes=(0,))
+    @overloads(dist.ReduceScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "[op] [timeout]"))
+    @on_device(reads=(1,), writes=(0,))
     def reduce_scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
                        opts: Any = None) -> Work:
         """Combine the i-th input of all members into the i-th member's output."""
@@ -94,16 +95,16 @@ class ProcessGroup(BaseGroup):
         check_number(inputs, self.size(), "reduce_scatter")
         return self._start("reduce_scatter", [output], opts, *self._scattered(output, operands(inputs), opts))
 
-    @forms(dist.ReduceScatterOptions, {"outputs": 0, "inputs": 0})
-    @afar(reads=(1,), writes=(0,))
+    @overloads(dist.ReduceScatterOptions, {"outputs": 0, "inputs": 0})
+    @on_device(reads=(1,), writes=(0,))
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `reduce_scatter`, with all inputs in one tensor."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    @forms(dist.ReduceScatterOptions, {"outputs": 1, "inputs": 1})
-    @afar(reads=(1,), writes=(0,))
+    @overloads(dist.ReduceScatterOptions, {"outputs": 1, "inputs": 1})
+    @on_device(reads=(1,), writes=(0,))
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                         opts: Any = None) -> Work:
         """`reduce_scatter_single` of each pair."""
@@ -121,8 +122,8 @@ class ProcessGroup(BaseGroup):
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
-    @forms(dist.BroadcastOptions, {"tensors": 1}, ({"tensors": 0}, "root [timeout]"))
-    @afar(reads=(0,), writes=(0,))
+    @overloads(dist.BroadcastOptions, {"tensors": 1}, ({"tensors": 0}, "root [timeout]"))
+    @on_device(reads=(0,), writes=(0,))
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Overwrite *tensors*, mostly one, by that of the root which the options say."""
         each, root = operands(tensors), self._root(opts, "broadcast")
@@ -139,8 +140,8 @@ class ProcessGroup(BaseGroup):
 
         return self._start("broadcast", tensors, opts, run, each)
 
-    @forms(AllgatherOptions, {"outputs": 2, "inputs": 1}, ({"outputs": 1, "inputs": 0}, "[timeout]"))
-    @afar(reads=(1,), writes=(0,))
+    @overloads(AllgatherOptions, {"outputs": 2, "inputs": 1}, ({"outputs": 1, "inputs": 0}, "[timeout]"))
+    @on_device(reads=(1,), writes=(0,))
     def allgather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                   opts: Any = None) -> Work:
         """Put the i-th member's input into the i-th output, on all members. Of several inputs, each of as many lists of
@@ -155,8 +156,8 @@ class ProcessGroup(BaseGroup):
             pairs += [(outputs[number::n_inputs], input) for number, input in enumerate(input_tensors)]
         return self._all_gathered(pairs, opts)
 
-    @forms(AllgatherOptions, {"outputs": 2, "inputs": 1})
-    @afar(reads=(1,), writes=(0,))
+    @overloads(AllgatherOptions, {"outputs": 2, "inputs": 1})
+    @on_device(reads=(1,), writes=(0,))
     def allgather_coalesced(self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor],
                             opts: Any = None) -> Work:
         """`allgather` of each of *input_list*: ``output_lists[i][j]`` is the j-th of member i."""
@@ -165,16 +166,16 @@ class ProcessGroup(BaseGroup):
                               f"lists of as many outputs, got {[len(outputs) for outputs in output_lists]}")
         return self._all_gathered(list(zip(zip(*output_lists), input_list)), opts)
 
-    @forms(AllgatherOptions, {"outputs": 0, "inputs": 0})
-    @afar(reads=(1,), writes=(0,))
+    @overloads(AllgatherOptions, {"outputs": 0, "inputs": 0})
+    @on_device(reads=(1,), writes=(0,))
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `allgather`, with all outputs in one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
 
-    @forms(AllgatherOptions, {"outputs": 1, "inputs": 1})
-    @afar(reads=(1,), writes=(0,))
+    @overloads(AllgatherOptions, {"outputs": 1, "inputs": 1})
+    @on_device(reads=(1,), writes=(0,))
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                     opts: Any = None) -> Work:
         """`all_gather_single` of each pair."""
@@ -190,15 +191,15 @@ class ProcessGroup(BaseGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @forms(dist.BarrierOptions, {}, ({}, "[timeout]"))
+    @overloads(dist.BarrierOptions, {}, ({}, "[timeout]"))
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all members."""
         return self._start("barrier", [], opts, self._group.barrier)
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    @forms(dist.GatherOptions, {"outputs": 2, "inputs": 1}, ({"outputs": 1, "inputs": 0}, "root [timeout]"))
-    @afar(reads=(1,), writes=(0,))
+    @overloads(dist.GatherOptions, {"outputs": 2, "inputs": 1}, ({"outputs": 1, "inputs": 0}, "root [timeout]"))
+    @on_device(reads=(1,), writes=(0,))
     def gather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                opts: Any = None) -> Work:
         """Put the i-th member's input into the root's i-th output."""
@@ -211,8 +212,8 @@ class ProcessGroup(BaseGroup):
         return self._start("gather", outputs, opts, lambda: self._group.gather(
             one.memory, [out.memory for out in each], root), each)
 
-    @forms(dist.GatherOptions, {"outputs": 0, "inputs": 0})
-    @afar(reads=(1,), writes=(0,))
+    @overloads(dist.GatherOptions, {"outputs": 0, "inputs": 0})
+    @on_device(reads=(1,), writes=(0,))
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `gather`, with all outputs in one tensor."""
         root, whole, one = self._root(opts, "gather"), operand(output), operand(input)
@@ -238,8 +239,8 @@ class ProcessGroup(BaseGroup):
             "bpsfast's process groups keep their members: use bpsfast.torch.backend.ReplicaGroup, whose configure() "
             "makes it a group of other ranks, or bpsfast.elastic"))
 
-    @forms(dist.ScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "root [timeout]"))
-    @afar(reads=(1,), writes=(0,))
+    @overloads(dist.ScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "root [timeout]"))
+    @on_device(reads=(1,), writes=(0,))
     def scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
                 opts: Any = None) -> Work:
         """Put the root's i-th input into the i-th member's output."""
@@ -252,8 +253,8 @@ class ProcessGroup(BaseGroup):
         return self._start("scatter", [output], opts, lambda: self._group.scatter(
             [x.memory for x in each], one.memory, root), [one])
 
-    @forms(dist.AllToAllOptions, {"outputs": 1, "inputs": 1}, ({"outputs": 1, "inputs": 1}, "[timeout]"))
-    @afar(reads=(1,), writes=(0,))
+    @overloads(dist.AllToAllOptions, {"outputs": 1, "inputs": 1}, ({"outputs": 1, "inputs": 1}, "[timeout]"))
+    @on_device(reads=(1,), writes=(0,))
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Put this member's i-th input into the i-th member's output for this one. Sizes may differ."""
         check_number(input_tensors, self.size(), "all_to_all")
@@ -263,9 +264,9 @@ class ProcessGroup(BaseGroup):
                            lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]),
                            outs)
 
-    @forms(dist.AllToAllOptions, {"outputs": 0, "inputs": 0}, ({"outputs": 0, "inputs": 0}, "[timeout]"),
+    @overloads(dist.AllToAllOptions, {"outputs": 0, "inputs": 0}, ({"outputs": 0, "inputs": 0}, "[timeout]"),
            needs=("output_splits", "input_splits"))
-    @afar(reads=(1,), writes=(0,))
+    @on_device(reads=(1,), writes=(0,))
     def all_to_all_single(self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None,
                           input_split_sizes: Sequence[int] | None, opts: Any = None) -> Work:
         """As `alltoall`, with inputs and outputs in one tensor each, split along the first dimension."""
@@ -278,24 +279,24 @@ class ProcessGroup(BaseGroup):
 
     alltoall_base = all_to_all_single
 
-    @forms(None, {"tensors": 1}, needs=("peer",), accepts=("tag",))
-    @afar(reads=(0,), writes=())
+    @overloads(None, {"tensors": 1}, needs=("peer",), accepts=("tag",))
+    @on_device(reads=(0,), writes=())
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> Work:
         """Send the one of *tensors* to member *dstRank*."""
         (one,) = operands(tensors)
         self._check_peer(dstRank, "send")
         return self._message(lambda: self._messages.send(one, dstRank, tag))
 
-    @forms(None, {"tensors": 1}, needs=("peer",), accepts=("tag",))
-    @afar(reads=(), writes=(0,))
+    @overloads(None, {"tensors": 1}, needs=("peer",), accepts=("tag",))
+    @on_device(reads=(), writes=(0,))
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int = 0) -> Work:
         """Receive the one of *tensors* from member *srcRank*."""
         (one,) = operands(tensors)
         self._check_peer(srcRank, "recv")
         return self._message(lambda: self._messages.receive(one, srcRank, tag))
 
-    @forms(None, {"tensors": 1}, accepts=("tag",))
-    @afar(reads=(), writes=(0,))
+    @overloads(None, {"tensors": 1}, accepts=("tag",))
+    @on_device(reads=(), writes=(0,))
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         """Receive the one of *tensors* from whoever sends with *tag*."""
         (one,) = operands(tensors)
@@ -335,7 +336,7 @@ class ProcessGroup(BaseGroup):
         reduction = torch_compat.reduction(opts)
         if all(tensor.is_sparse for tensor in tensors):
             return self._start("all_reduce", tensors, opts, lambda: _run_all([
-                functools.partial(sparse.all_reduce, self._group, tensor, reduction.op) for tensor in tensors]))
+                functools.partial(all_reduce_sparse, self._group, tensor, reduction.op) for tensor in tensors]))
         return self._start("all_reduce", tensors, opts, *self._reductions(operands(tensors), reduction))
 
     def _all_gathered(self, pairs: Sequence[tuple[Sequence[Tensor], Tensor]], opts: Any) -> Work:
@@ -425,3 +426,22 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
         return made
     except BpsError as exc:
         raise torch_error(exc) from exc
+
+
+def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta | None = None,
+                      wait_all_ranks: bool = False) -> None:
+    """As `torch.distributed.monitored_barrier`, for groups of bpsfast (None: the default one).
+
+    Raises
+    ------
+    DistBackendError
+        Naming the first member that did not come within *timeout* (None: the group's), or, with *wait_all_ranks*, all.
+        The group stays usable.
+    ConfigError
+        If *group* is another backend's.
+    """
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, ProcessGroup):
+        raise ConfigError(f"monitored_barrier of bpsfast needs one of its groups, got {type(found).__name__}; "
+                          "gloo has torch.distributed.monitored_barrier")
+    found.monitored_barrier(timeout, wait_all_ranks)

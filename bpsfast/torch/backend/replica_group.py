@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ...base.settings import parse_address
 from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError
 from . import worlds
-from .named_group import NamedGroup
+from .base_group import NamedGroup
 from .process_group import ProcessGroup, group_in
 from .torch_compat import eager
 from .work import torch_error

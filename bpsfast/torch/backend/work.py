@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ...orchestration.errors import BpsError, StallError
-from .device_calls import Call
+from .device_calls import DeviceCall
 from .torch_compat import LOSES_PYTHON_WORK, eager
 
-#: Works without a waiter yet, by id. Without this reference (see `LOSES_PYTHON_WORK`) C++ would call torch's own `wait`,
-#: which blocks for ever.
+#: Works without a waiter yet, by id. Without this reference (see `LOSES_PYTHON_WORK`) C++ would call torch's own
+#: `wait`, which blocks for ever.
 _kept: dict[int, Work] = {}
 _keeping = threading.Lock()
 #: Maximum number of works to keep. The oldest is dropped first, so that works without a wait do not leak their tensors.
@@ -49,7 +49,8 @@ class Work(dist.Work):
     once.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], timeout_s: float, text: str, call: Call | None = None) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], timeout_s: float, text: str,
+                 call: DeviceCall | None = None) -> None:
         super().__init__()
         self._calls = [] if call is None else [call]
         self._tensors = list(tensors)

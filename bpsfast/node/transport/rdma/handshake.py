@@ -58,7 +58,8 @@ def meet(
 
         def our_offer() -> RdmaOffer:
             rails.extend(find())
-            return RdmaOffer(version=rdma_messages.VERSION, rails=tuple(rail.offer() for rail in rails), n_pairs=n_pairs)
+            return RdmaOffer(version=rdma_messages.VERSION, rails=tuple(rail.offer() for rail in rails),
+                             n_pairs=n_pairs)
 
         theirs = talk.exchange(our_offer, RdmaOffer(version=rdma_messages.VERSION))
         partners = _pair_up(rails, theirs, min(n_pairs, theirs.n_pairs), peer)
@@ -136,7 +137,8 @@ class _Talk:
 def _pair_up(rails: list[Rail], theirs: RdmaOffer, n_pairs: int, peer: int) -> list[tuple[Rail, RailOffer]]:
     """Return the rails of each lane: ports pair up by position, and the lanes take turns over them."""
     if theirs.version != rdma_messages.VERSION:
-        raise NoRdmaError(f"node {peer} speaks version {theirs.version} of the rendezvous, this is {rdma_messages.VERSION}")
+        raise NoRdmaError(f"node {peer} has version {theirs.version} of the RDMA handshake, this node "
+                          f"{rdma_messages.VERSION}")
     partners = list(zip(rails, theirs.rails))
     for mine, there in partners:
         ours = mine.offer()

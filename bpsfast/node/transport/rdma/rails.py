@@ -43,7 +43,7 @@ class Registered(NamedTuple):
 
 
 class Rail:
-    """One port, opened by *verbs* (`bpsfast.hardware.verbs`). The `Rails` own it; `users` is the number of lanes over it.
+    """One port, opened by *verbs* (`hardware.verbs`). Owned by `Rails`; `users` is the number of lanes over it.
 
     Its thread runs on *cores* only, if there are any.
 
