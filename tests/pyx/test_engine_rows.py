@@ -15,7 +15,7 @@ from bpsfast.pyx import engine as native
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT
 from bpsfast.trainer.sparse_table import RowFrames
-from tests.support.engine_node import EngineNode, PART
+from tests.support.engine_node import PART, EngineNode
 
 N_ROWS, ELEMENTS = 90, 5
 
