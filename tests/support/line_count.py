@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SUFFIXES = (".py", ".pyi", ".pyx", ".pxi", ".pxd", ".h", ".c")
+SUFFIXES = (".py", ".pyx", ".pxi", ".pxd", ".h", ".c")
 
 
 def _git(*arguments: str) -> bytes:
