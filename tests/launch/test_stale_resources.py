@@ -91,7 +91,7 @@ def test_what_a_killed_launcher_left_is_ended_and_a_daemon_of_the_user_s_is_not(
         assert listed[str(left)] == {"kind": "process", "name": str(left), "owner_pid": launcher.pid,
                                      "about": "sleep 600", "removed": False, "reason": ""}
         plain = invoke()
-        assert plain.exit_code == 1 and "nothing was removed; with --yes it is" in plain.output
+        assert plain.exit_code == 1 and "nothing was removed; use --yes to remove" in plain.output
         dry = invoke("--dry-run")
         assert dry.exit_code == 0 and f"pid {launcher.pid}" in dry.output
         ends = [pidfd_of(left), pidfd_of(stubborn)]
