@@ -1,1 +1,1 @@
-"""Who sums what: tensors become partitions, and each has an owner. Pure."""
+"""Which node sums which partition: tensors become partitions, and each gets an owner. Pure. See docs/design/placement.md."""

@@ -1,1 +1,1 @@
-"""What is next: of one card, and of ranks that must all begin alike."""
+"""What comes next: the writes of one NIC, and operations that all ranks must begin alike. See docs/design/scheduling.md."""
