@@ -1,1 +1,1 @@
-"""Which node sums which partition: tensors become partitions, and each gets an owner. Pure. See docs/design/placement.md."""
+"""Tensors become partitions, and each gets a node that owns and sums it. Pure. See docs/design/placement.md."""

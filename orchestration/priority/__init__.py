@@ -1,1 +1,1 @@
-"""What comes next: the writes of one NIC, and operations that all ranks must begin alike. See docs/design/scheduling.md."""
+"""What comes next: writes of one NIC, and operations that all ranks begin alike. See docs/design/scheduling.md."""

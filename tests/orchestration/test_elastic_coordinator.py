@@ -1,4 +1,4 @@
-"""Who trains next: whatever is lost, comes or is late, no job has a lost member, and no coordinator goes on for ever."""
+"""Who trains next: whatever is lost, comes or is late, no job has a lost member, and no coordinator runs for ever."""
 from __future__ import annotations
 
 import pytest

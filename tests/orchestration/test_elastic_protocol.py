@@ -1,4 +1,4 @@
-"""What workers and their coordinator say to each other, over real sockets on loopback: what arrives, and what does not."""
+"""What workers and their coordinator say to each other, over real sockets on loopback: what arrives, what does not."""
 from __future__ import annotations
 
 import secrets
@@ -145,7 +145,7 @@ def test_a_muster_that_is_gone_is_named_after_its_last_words(lines):
     coordinator.close()
     for line in workers.values():
         assert receive(line, 1) == [Over()]
-        with pytest.raises(PeerLostError, match=r"the coordinator \(bpsfast run\)'s process is gone: its connection to 127"):
+        with pytest.raises(PeerLostError, match=r"the coordinator \(bpsfast run\)'s process is gone: its"):
             receive(line, 1)
 
 
@@ -182,5 +182,5 @@ def test_an_address_of_this_machine_is_the_only_one_that_is_listened_at(lines):
 
 
 def test_what_is_no_address_is_the_musters(no_leaks):
-    with pytest.raises(ConfigError, match=r"the coordinator \(bpsfast run\) says it listens at no such place:7, which is"):
+    with pytest.raises(ConfigError, match=r"the coordinator \(bpsfast run\) says it listens at no such place:7, which"):
         connect("no such place", 7, KEY)
