@@ -22,8 +22,10 @@ demo: $(stamp)
 PYTEST ?=
 test: $(stamp) sshd mpi
 	$(bin)/pytest -q --durations=10 --ignore=tests/guest --ignore=tests/gpu --numprocesses=2 --dist=loadfile $(THOROUGH) $(PYTEST)
-	@echo "not run here: what needs RDMA devices (make test-guest: in an emulated machine that has two)"
-	@echo "not run here: what needs a GPU (make test-gpu: skipped where there is none)"
+	@echo "not run here: what pytest's line \"left out\" counts (make test-thorough)"
+	@echo "not run here: tests/guest, which need RDMA devices (make test-guest: in an emulated machine that has two)"
+	@echo "not run here: tests/gpu, which need a GPU (make test-gpu: skipped where there is none)"
+	@echo "skipped without their frameworks: tests/jax, tests/tensorflow, tests/keras (make test-frameworks), tests/mxnet (make test-mxnet), tests/ecosystem (make test-ecosystem)"
 
 # The whole matrices, and what takes minutes: some hours on two cores.
 test-thorough: THOROUGH := --thorough

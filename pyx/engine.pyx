@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True
-"""Engine: the vertex that sums. Native threads take complete partitions in policy order and pass them on.
+"""The engine of a node, which sums. Native threads take complete partitions in policy order and pass them on.
 
 For each partition the engine knows its inputs, a kernel, an output and who comes next (`part.h`). When the
 last input of a round arrives (a lane entry, or a transport's call of the arrived hook) the partition is ready;
@@ -149,7 +149,7 @@ cdef class Engine:
         (slot 0: the source announces where it lies), *local* the source ids of this machine's ranks in
         local-rank order; *outputs* are the result's addresses for even and odd rounds; *shm_peers* are told by
         lane, *to_wire* also yields EVENT_RESULT. *unit_offset* is the part's place in its unit. *codec*: how it is
-        compressed (a `bpsfast.node.part_codec.PartCodec`); what comes from *before* and *after* are then frames.
+        compressed (a `bpsfast.node.codec_state.PartCodec`); what comes from *before* and *after* are then frames.
         *store*, if not 0, was made for it: see `make_store`. Active from the next `commit` on; what arrives earlier
         waits for it.
 
@@ -176,7 +176,7 @@ cdef class Engine:
                    int64_t backups=-1):
         """Return what *n_parts* parts, one of each worker, are to be added with: pushes go to a store (`store.h`).
 
-        *kernel* is that of `store_kernels`; *weights* and *momentum* (0: pushes are added) are the store's memory,
+        *kernel* is that of `bpsfast.kernels.stores`; *weights* and *momentum* (0: pushes are added) are the store's memory,
         which stays the caller's. It goes with the last of its parts; who adds none calls `drop_store`. *backups* >= 0:
         workers step together, but for so many (`backups.h`).
         """

@@ -62,7 +62,7 @@ cdef uint32_t _add_source(bps_core *core, int kind, _Held incoming, _Held outgoi
 
 
 cdef bps_codec *_codec(plan) except NULL:
-    """Return a new codec as *plan* (`bpsfast.node.part_codec.PartCodec`) says; the part's own."""
+    """Return a new codec as *plan* (`bpsfast.node.codec_state.PartCodec`) says; the part's own."""
     cdef bps_codec made
     cdef bps_codec *codec
     memset(&made, 0, sizeof(made))

@@ -21,7 +21,7 @@ from bpsfast.bench.harness.contestant_group import Group
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row, take_turns
 from bpsfast.launch.namespaces import Cluster, netns
-from bpsfast.node import copy_rate
+from bpsfast.node import capacity
 from bpsfast.orchestration.errors import ConfigError, LackingError
 from bpsfast.tools.planner import catalog
 from bpsfast.tools.planner.prediction import parse
@@ -74,7 +74,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         with Cluster(names, rates=dict.fromkeys(names, rate_bits)) as cluster, \
                 ContestantLauncher(n, n, cluster) as launcher:
             found = Found(model, n, compute_s, cluster.calibrate("node0", "node1").rate_bytes,
-                          copy_rate.measure(copy_rate.n_threads(Settings())))
+                          capacity.measure_copy_rate(capacity.n_summing_threads(Settings())))
             found.rows = [Row(_start(launcher), variant(model.name, text, compute_s), model.nbytes,
                               label=text or UNCOMPRESSED) for text in ("", *codecs)]
             _measure(found, cluster, n_rounds)

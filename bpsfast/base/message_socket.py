@@ -1,12 +1,11 @@
-"""The Unix stream between processes of one machine: whole messages, with file descriptors beside them.
+"""Unix stream sockets between processes of one machine that carry messages, and file descriptors with them.
 
-A frame is one little-endian 32-bit word, then a MessagePack message. The low 28 bits of the word are the
-message's length, the high 4 bits say how many descriptors belong to it. Descriptors travel by SCM_RIGHTS with
-the first byte of their frame, so they have always arrived when the word has; the count in the word keeps them
-with their message however the kernel cuts the stream into reads.
+Frames are those of `framing`, with a tag of 4 bits: how many descriptors belong to the message. Descriptors travel by
+SCM_RIGHTS with the first byte of their frame, so they have arrived when the word has; the count keeps them with their
+message however the kernel cuts the stream into reads.
 
-Names are abstract (`address`): nothing in the file system, nothing left behind by a killed process, and not to
-be guessed without the job's key.
+Names are abstract (`address`): nothing in the file system, nothing left by a killed process, and not to be guessed
+without the job's key.
 """
 from __future__ import annotations
 
@@ -23,16 +22,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..orchestration import messages
-from ..orchestration.errors import DECODE_ERRORS, PeerLostError, ProtocolError, StallError
+from ..orchestration.errors import PeerLostError, ProtocolError, StallError
+from .framing import Frames
 
-_WORD = struct.Struct("<I")
-_LENGTH_BITS = 28
-_LENGTH_MASK = (1 << _LENGTH_BITS) - 1
+_FD_BITS = 4
 #: No message is longer, and none comes with more descriptors.
-MAX_NBYTES = _LENGTH_MASK
-MAX_FDS = 15
+MAX_NBYTES = (1 << 32 - _FD_BITS) - 1
+MAX_FDS = (1 << _FD_BITS) - 1
 _READ_NBYTES = 1 << 16
-#: Of one channel at a time: who never stops talking must not keep others from being heard.
+#: Reads of one socket per call: a process that never stops sending must not keep others waiting.
 _MOST_READS = 64
 
 
@@ -43,7 +41,7 @@ def address(job_key: bytes, node_id: str) -> bytes:
 
 
 def attach_proof(job_key: bytes, pid: int, local_rank: int) -> bytes:
-    """Return what shows a node that process *pid* has the job's key."""
+    """Return the proof for a node that process *pid* has the job's key."""
     return hmac.new(job_key, f"attach|{pid}|{local_rank}".encode(), hashlib.sha256).digest()
 
 
@@ -55,14 +53,14 @@ def decode_local(data: bytes) -> messages.Message:
 def connect(
     name: bytes, timeout_s: float, decode: Callable[[bytes], messages.Message] = decode_local
 ) -> MessageSocket:
-    """Connect to the socket *name* and return its channel, trying again until somebody listens.
+    """Connect to the socket *name*, trying again until a process listens there.
 
     Raises
     ------
     StallError
-        If nobody listened within *timeout_s* seconds.
+        If no process listened within *timeout_s* seconds.
     ProtocolError
-        If it is another user's process that listens: once a node has ended, anybody may take its name.
+        If another user's process listens: once a node has ended, any process may take its name.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -72,8 +70,8 @@ def connect(
             sock.connect(name)
             pid, uid = peer_uid(sock)
             if uid not in (os.getuid(), 0):
-                raise ProtocolError(f"process {pid} of user {uid} listens on the local socket of this job's node, this "
-                                    f"is user {os.getuid()}: nothing is said to it")
+                raise ProtocolError(f"process {pid} of user {uid} listens on the local socket of this job's node, but "
+                                    f"this process runs as user {os.getuid()}: nothing is sent to it")
             return MessageSocket(sock, decode)
         except (ConnectionRefusedError, FileNotFoundError, BlockingIOError, TimeoutError):
             # Refused: not bound yet. EAGAIN: its backlog is full.
@@ -97,10 +95,10 @@ def peer_uid(sock: socket.socket) -> tuple[int, int]:
 
 
 class MessageSocket:
-    """One end of a connected Unix stream socket. The channel owns the socket and what it has not handed out yet.
+    """One end of a connected Unix stream socket. Owns the socket, and descriptors that were not handed out yet.
 
-    Any thread may send; one thread at a time may receive. The socket becomes non-blocking: nothing here waits
-    longer than it was told.
+    Any thread may send; one thread at a time may receive. The socket becomes non-blocking: no call waits longer than
+    its timeout.
 
     Parameters
     ----------
@@ -109,7 +107,7 @@ class MessageSocket:
     decode
         Turns a frame's bytes into a message; the default reads `messages.LocalMessage`.
     frame_max_nbytes
-        No longer message is taken; less than the default for somebody who has not shown yet who he is.
+        Longer messages are refused; smaller than the default for peers that are not authenticated.
     """
 
     def __init__(
@@ -117,16 +115,23 @@ class MessageSocket:
         frame_max_nbytes: int = MAX_NBYTES,
     ) -> None:
         sock.setblocking(False)
-        self.frame_max_nbytes = frame_max_nbytes
         self._sock = sock
-        self._decode = decode
-        self._inbox = bytearray()
+        self._frames = Frames(decode, "a local message", "", frame_max_nbytes, _FD_BITS)
         self._inbox_fds: deque[int] = deque()
         self._ready: deque[tuple[messages.Message, tuple[int, ...]]] = deque()
         self._outbox: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._n_queued = self._n_taken = 0  # messages: to be sent, and sent
         self._lock = threading.Lock()
         self._ended = False
+
+    @property
+    def frame_max_nbytes(self) -> int:
+        """No longer message is taken."""
+        return self._frames.max_nbytes
+
+    @frame_max_nbytes.setter
+    def frame_max_nbytes(self, nbytes: int) -> None:
+        self._frames.max_nbytes = nbytes
 
     def fileno(self) -> int:
         """Return the socket's descriptor, -1 after `close`."""
@@ -199,18 +204,18 @@ class MessageSocket:
                 break
             self._raise_if_ended()
             if not _wait(self._sock, select.POLLIN, deadline):
-                raise StallError(f"process {self.peer[0]} said nothing on its local channel for {timeout_s:g} s")
+                raise StallError(f"process {self.peer[0]} sent nothing on its local channel for {timeout_s:g} s")
         return self._ready.popleft()
 
     def recv_nowait(self) -> list[tuple[messages.Message, tuple[int, ...]]]:
-        """Return the messages that have arrived, maybe none; what is beyond 4 MiB comes with the next call.
+        """Return the messages that have arrived, maybe none; at most about 4 MiB per call.
 
         Raises
         ------
         PeerLostError
             Once, after the last message.
         ProtocolError
-            If it is none, or longer than it may be: nothing more can be received.
+            If a message is too long, or cannot be read: nothing more can be received.
         """
         self._read()
         found = list(self._ready)
@@ -220,7 +225,7 @@ class MessageSocket:
         return found
 
     def close(self) -> None:
-        """Close the socket and all descriptors that nobody has taken. May be called twice."""
+        """Close the socket and all descriptors that were not handed out. Idempotent."""
         self._sock.close()
         for fd in self._inbox_fds:
             os.close(fd)
@@ -237,17 +242,13 @@ class MessageSocket:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- innards ------------------------------------------------------------------------------------------
+    # -- internal -----------------------------------------------------------------------------------------
 
     def _enqueue(self, message: messages.Message, fds: Sequence[int]) -> None:
-        body = messages.encode(message)
-        if len(body) > _LENGTH_MASK or len(fds) > MAX_FDS:
-            raise ProtocolError(
-                f"{type(message).__name__} of {len(body)} bytes with {len(fds)} descriptors does not fit one frame "
-                f"(at most {_LENGTH_MASK} bytes and {MAX_FDS} descriptors)"
-            )
-        frame = _WORD.pack(len(body) | len(fds) << _LENGTH_BITS) + body
-        self._outbox.append((memoryview(frame), tuple(fds)))
+        if len(fds) > MAX_FDS:
+            raise ProtocolError(f"{type(message).__name__} with {len(fds)} descriptors does not fit one frame (at most "
+                                f"{MAX_FDS} descriptors)")
+        self._outbox.append((memoryview(self._frames.pack(message, len(fds))), tuple(fds)))
         self._n_queued += 1
 
     def _flush(self) -> bool:
@@ -294,32 +295,14 @@ class MessageSocket:
             if not data:
                 self._ended = True
                 return
-            self._inbox += data
-            self._cut()
-
-    def _cut(self) -> None:
-        start = 0
-        while len(self._inbox) - start >= _WORD.size:
-            (word,) = _WORD.unpack_from(self._inbox, start)
-            nbytes, n_fds = word & _LENGTH_MASK, word >> _LENGTH_BITS
-            # Before the rest has come: who announces more than he may would else have us hold it.
-            if nbytes > self.frame_max_nbytes:
-                raise ProtocolError(f"a local message announces {nbytes} bytes, at most {self.frame_max_nbytes} are "
-                                    "taken from who sent it")
-            if n_fds > len(self._inbox_fds):
-                raise ProtocolError(f"a local message announces {n_fds} descriptors, {len(self._inbox_fds)} came")
-            end = start + _WORD.size + nbytes
-            if len(self._inbox) < end:
-                break
-            try:
-                message = self._decode(bytes(self._inbox[start + _WORD.size : end]))
-            except DECODE_ERRORS as exc:
-                raise ProtocolError(f"{nbytes} bytes on a local channel are no message: {type(exc).__name__}") from exc
-            self._ready.append((message, tuple(self._inbox_fds.popleft() for _ in range(n_fds))))
-            start = end
-        del self._inbox[:start]
-        if len(self._inbox_fds) > MAX_FDS:  # only those of one unfinished message can be waiting
-            raise ProtocolError(f"{len(self._inbox_fds)} descriptors came on a local channel without a message")
+            self._frames.feed(data)
+            while (message := self._frames.next()) is not None:
+                n_fds = self._frames.tag
+                if n_fds > len(self._inbox_fds):
+                    raise ProtocolError(f"a local message announces {n_fds} descriptors, {len(self._inbox_fds)} came")
+                self._ready.append((message, tuple(self._inbox_fds.popleft() for _ in range(n_fds))))
+            if len(self._inbox_fds) > MAX_FDS:  # only those of one unfinished message can be waiting
+                raise ProtocolError(f"{len(self._inbox_fds)} descriptors came on a local channel without a message")
 
     def _raise_if_ended(self) -> None:
         if self._ended:

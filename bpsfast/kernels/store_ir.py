@@ -1,4 +1,4 @@
-"""One step of a store as LLVM IR, and the numba cfunc that holds it: see `store_kernels` for what it does."""
+"""The kernels of `stores` as LLVM IR, and the numba cfunc that holds each."""
 from __future__ import annotations
 
 import hashlib
@@ -13,7 +13,9 @@ from . import element_ir, sum_ir
 from .codecs import elements
 from .codecs.elements import Elements, name_of, pointer_to
 from .element_ir import F32, I64
-from .stores import ADD, NESTEROV, READ, SET, SHARE
+
+#: What a kernel does, its argument *what*, as `pyx/store.h` numbers it.
+READ, SET, ADD, NESTEROV, SHARE = range(5)
 
 
 def compile_kernel(name: str, cache: bool) -> Any:
@@ -33,7 +35,7 @@ def compile_kernel(name: str, cache: bool) -> Any:
 
 
 def _fingerprint() -> str:
-    """Return what the cache's file name must tell apart: as `vector_sum` does, and for its reasons."""
+    """Return what the cache's file name must tell apart: as `sum_ir` does, and for its reasons."""
     files = [Path(__file__), *(Path(str(module.__file__)) for module in (element_ir, elements, sum_ir))]
     parts = [*sum_ir.target(), *(path.read_text() for path in files)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

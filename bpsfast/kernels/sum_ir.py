@@ -33,7 +33,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from bpsfast.kernels import element_ir as element
+from bpsfast.kernels import element_ir
 from bpsfast.kernels.element_ir import I32, I64, Element
 
 
@@ -129,7 +129,7 @@ def _fingerprint() -> str:
     different entries at the same time can make one entry point at the other's code; so no two entries share a name.
     Source: numba hashes only the file of the compiled function, and the code comes from two.
     """
-    parts = [*target(), inspect.getsource(element), inspect.getsource(sys.modules[__name__])]
+    parts = [*target(), inspect.getsource(element_ir), inspect.getsource(sys.modules[__name__])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -162,10 +162,10 @@ class SumLoop:
         triple, cpu, features = target
         self.element = Element(builder, name, triple, features, op)
         self.is_x86 = triple.startswith(("x86", "i686"))
-        wire, self.itemsize = self.element.wire, element.nbytes_of(self.element.wire)
+        wire, self.itemsize = self.element.wire, element_ir.nbytes_of(self.element.wire)
         self.tuning = _tuning(cpu, self.itemsize)
         self.n_lanes = vector_nbytes(features) // self.itemsize  # loads and stores of full width
-        self.n_vectors = self.tuning.n_registers * self.itemsize // element.nbytes_of(self.element.wide)
+        self.n_vectors = self.tuning.n_registers * self.itemsize // element_ir.nbytes_of(self.element.wide)
         dst, inputs, n_before, n_local, n_after, self.n_elements, self.divisor, nontemporal = args
         self.dst = builder.bitcast(dst, wire.as_pointer())
         self.inputs = builder.bitcast(inputs, wire.as_pointer().as_pointer())
@@ -299,7 +299,7 @@ class SumLoop:
     def load(self, source: ir.Value, i: int, n_lanes: int) -> ir.Value:
         """Load vector *i* of the chunk at *source* and widen it; inputs need only their own alignment."""
         pointer = self.b.gep(source, [I64(i * n_lanes)])
-        vector = element.shape(self.element.wire, n_lanes)
+        vector = element_ir.shape(self.element.wire, n_lanes)
         if n_lanes > 1 and self.tuning.prefetch_nbytes:
             self.prefetch(pointer)
         loaded = self.b.load(self.b.bitcast(pointer, vector.as_pointer()))

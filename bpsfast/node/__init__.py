@@ -1,8 +1,14 @@
 """The node: one process per machine that sums, owns partitions, memory and connections.
 
-    control    the loop and its phases        reception, household   who comes in, the ranks of this machine
-    plans      two-phase commits, carried out wiring, regions        from a plan to memory and engine parts
-    vertex     the engine and what it needs   dispatch               what is written next to each node
-    seats      on which cores, in which memory it and its ranks are
-    quota      what it may take               strength, throughput   what it says of NIC and sums when it joins
+    main          the control loop and its phases         control_loop   what its parts need of it
+    local_listener, local_ranks, local_rank               connections of this machine; its ranks
+    peers         connecting, replacing links, losses     recovery       after the loss of a helper or the scheduler
+    plans         two-phase commits                       plan_installer, unit_installer, owner_changes
+                                                          from a plan to memory and parts of the engine
+    runtime       the engine and what it needs            dispatch       what is written next to each node
+    regions, memory_limits                                memory         generation, partition_role, codec_state
+                                                          what a unit uses here, and why
+    gpu_direct    device memory that cards read           metrics        Prometheus and health
+    affinity, cpu_quota, capacity                         CPUs, shares of the machine, rates told to the scheduler
+    transport     how bytes reach another node
 """

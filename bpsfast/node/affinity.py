@@ -1,4 +1,4 @@
-"""The seats of this machine: where the node's threads run, what ranks are told, where memory is (`bpsfast.hardware.affinity`)."""
+"""Chooses the CPUs and the memory of the node and its ranks, and binds the node's threads (`hardware.affinity`)."""
 from __future__ import annotations
 
 import logging
@@ -27,19 +27,19 @@ log = logging.getLogger("bpsfast.node")
 
 
 class NodeAffinity:
-    """Keeps this whole process to its seat, from here on: made before any thread that is to be there. One thread.
+    """Binds this process to the CPUs chosen for the node. Make it before any thread that has to follow. One thread.
 
     Parameters
     ----------
     address
-        Where peers connect to: bytes go through its card.
+        The address to which peers connect, hence the card in use.
     host
         The machine; a recorded one in tests.
 
     Raises
     ------
     ConfigError
-        If nothing is left for the node.
+        If no CPU is left for the node.
     """
 
     def __init__(self, settings: Settings, address: str, host: Host | None = None) -> None:
@@ -61,7 +61,8 @@ class NodeAffinity:
         beside, wishes = self._cards.nodes, self._wishes
         if settings.cores:  # it keeps to its quota already
             beside, wishes = frozenset(), AffinityOptions()
-        self.seat = with_allowed_memory(plan_node(self._cores, self.allowed, beside, max(0, settings.local_size), wishes),
+        planned = plan_node(self._cores, self.allowed, beside, max(0, settings.local_size), wishes)
+        self.seat = with_allowed_memory(planned,
                             self._mems)
         if not ThreadBinding(self.seat.cpus).cpus:  # nothing to do, or refused
             self.seat = CpuAffinity(home=self.seat.home)
@@ -69,7 +70,7 @@ class NodeAffinity:
                  f", beside {', '.join(self._cards.names)}" if self.seat.cpus and self._cards.nodes else "")
 
     def of(self, ranks: Sequence[Attach]) -> tuple[CpuAffinity, ...]:
-        """Return the seats of all local *ranks*, in their order.
+        """Return CPUs and memory of all local *ranks*, in their order.
 
         Raises
         ------
@@ -83,7 +84,8 @@ class NodeAffinity:
         came = [Rank(parse_cpus(rank.cpus), rank.stays, gpus[rank.gpu] if 0 <= rank.gpu < len(gpus) else None)
                 for rank in ranks]
         taken = self.seat.cpus if self.seat.alone else frozenset[int]()
-        seats = tuple(with_allowed_memory(seat, self._mems) for seat in plan_ranks(self._cores, came, self._wishes, taken))
+        planned = plan_ranks(self._cores, came, self._wishes, taken)
+        seats = tuple(with_allowed_memory(seat, self._mems) for seat in planned)
         log.info("seats: %s", "; ".join(_words(f"local rank {number}", seat) for number, seat in enumerate(seats)))
         return seats
 

@@ -1,6 +1,6 @@
-"""What compressed units keep from round to round on this node: to be saved with a model, and loaded again.
+"""Compressed partitions: what the engine is told of them, and their state from round to round, to save and load.
 
-A saved state: a mark of what it is of (node, cut, codec), then for each partition the six words of
+A saved state: a mark of what it belongs to (node, cut, codec), then for each partition the six words of
 `Engine.codec_words` and the arrays of `CodedPart`.
 """
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..orchestration import codec
 from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import MismatchError
+from ..orchestration.placement.partition import ITEM_NBYTES
 from ..pyx.engine import Engine
 
 _MARK = struct.Struct("<8sQ")
@@ -23,7 +25,7 @@ _WORDS = struct.Struct("<6Q")
 
 
 class CodedPart(NamedTuple):
-    """One compressed partition here: what it is, and (address, nbytes) of each of its arrays."""
+    """One compressed partition on this node, with (address, nbytes) of each of its arrays."""
 
     part: int
     offset: int
@@ -65,15 +67,15 @@ class CodedState:
         return pieces
 
     def load(self, address: int, nbytes: int) -> None:
-        """Take the state from *nbytes* at *address*.
+        """Load the state from *nbytes* at *address*.
 
         Raises
         ------
         MismatchError
-            If they are no state of this unit as it is cut, compressed and owned here; nothing has changed.
+            If it is not the state of this unit with its present partitions, codec and owners; nothing has changed.
         """
         if nbytes != self.nbytes:
-            raise MismatchError(f"the state has {nbytes} bytes, on node {self._node} it has {self.nbytes}: it is of "
+            raise MismatchError(f"the state has {nbytes} bytes, but {self.nbytes} on node {self._node}: it belongs to "
                                 "another job, node or compression")
         magic, mark = _MARK.unpack(ctypes.string_at(address, _MARK.size))
         if (magic, mark) != (_MAGIC, self._mark):
@@ -86,3 +88,46 @@ class CodedState:
             for destination, length in part.arrays:
                 ctypes.memmove(destination, at, length)
                 at += length
+
+
+class PartCodec(NamedTuple):
+    """The codec of one partition; addresses, or 0. `pyx/codec.h` explains each.
+
+    `width`: bytes of an element while it is compressed. `frame`: where a member's partial is encoded. `frames`: of the
+    results by parity. `results`: where a member decodes them. `error`, `momentum`, `error_back`: states, which have as
+    many elements.
+    """
+
+    encode: int
+    decode: int
+    feed: int
+    feed_back: int
+    divide: int
+    narrow: int
+    width: int
+    room_nbytes: int
+    scratch_nbytes: int
+    k: int
+    flags: int
+    mu: float
+    seed: int
+    frame: int = 0
+    frames: tuple[int, int] = (0, 0)
+    results: tuple[int, int] = (0, 0)
+    error: int = 0
+    momentum: int = 0
+    error_back: int = 0
+
+
+def part_codec(spec: CodecSpec, dtype: str, n_elements: int) -> PartCodec:
+    """Return the codec of a partition of *n_elements* of *dtype*, without memory. Compiles its kernels if need be."""
+    from ..kernels.codecs import codec_kernels
+
+    width = codec.width_of(dtype)
+    at = codec_kernels.addresses(spec, dtype)
+    return PartCodec(
+        encode=at.encode, decode=at.decode, feed=at.feed, feed_back=at.feed_wide, divide=at.divide,
+        narrow=at.narrow if width != ITEM_NBYTES[dtype] else 0, width=width,
+        room_nbytes=codec.frame_nbytes(spec, n_elements, dtype), k=codec.count(spec, n_elements),
+        scratch_nbytes=codec_kernels.scratch_nbytes(spec, n_elements, dtype), flags=codec.flags_of(spec),
+        mu=spec.momentum, seed=spec.seed)

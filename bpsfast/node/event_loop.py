@@ -1,12 +1,14 @@
-"""One thread's loop over sockets, descriptors and timers, with a door for other threads."""
+"""One thread's loop over sockets, descriptors and timers, and stop signals (SIGTERM, SIGINT) turned into calls."""
 from __future__ import annotations
 
 import heapq
 import itertools
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import zmq
@@ -15,10 +17,10 @@ from ..orchestration.wake_up import WakeUp
 
 
 class EventLoop:
-    """Calls handlers when their descriptor or ZeroMQ socket is readable, when their time has come, or when asked to.
+    """Calls handlers when a descriptor or ZeroMQ socket is readable, at a given time, or on request.
 
-    Only `call_soon` may be used from other threads (and from signal handlers). Handlers run one at a time; what one
-    raises is given to *on_error*, and the loop goes on.
+    Only `call_soon` may be used from other threads and signal handlers. Handlers run one at a time; exceptions are
+    passed to *on_error*, and the loop goes on.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
@@ -28,7 +30,7 @@ class EventLoop:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
-        #: The one that has made it, whose loop it is.
+        #: The thread that made it, and runs it.
         self.thread = threading.current_thread()
         self._wake = WakeUp()
         self.watch(self._wake.fileno(), self._run_calls)
@@ -39,7 +41,7 @@ class EventLoop:
         self._handlers[what] = handler
 
     def forget(self, what: int | zmq.Socket[bytes]) -> None:
-        """Stop watching *what*; no harm if it is not watched. Before it is closed."""
+        """Stop watching *what*, if it is watched; call this before it is closed."""
         if self._handlers.pop(what, None) is not None:
             self._poller.unregister(what)
 
@@ -48,7 +50,7 @@ class EventLoop:
         heapq.heappush(self._timers, (when, next(self._counter), handler))
 
     def call_soon(self, handler: Callable[[], None]) -> None:
-        """Call *handler* in the loop's thread as soon as possible. Any thread; nothing happens once it is closed."""
+        """Call *handler* in the loop's thread as soon as possible. Any thread; does nothing once the loop is closed."""
         self._calls.append(handler)
         self._wake.ring()
 
@@ -80,3 +82,27 @@ class EventLoop:
         self._wake.clear()
         while self._calls:
             self._call(self._calls.popleft())
+
+
+class StopSignals:
+    """While entered, SIGTERM and SIGINT call *handler* with the signal's name. Has no effect outside the main thread.
+
+    The handler runs between two bytecodes of the main thread: it should only record the signal.
+    """
+
+    def __init__(self, handler: Callable[[str], None]) -> None:
+        self._handler = handler
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)  # type: ignore[arg-type]
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        self._handler(signal.Signals(number).name)

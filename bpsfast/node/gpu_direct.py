@@ -1,8 +1,8 @@
-"""What goes straight between a rank's device and this node's cards (GPUDirect), and why everything else does not.
+"""GPUDirect: which partitions network cards read and write in the memory of a rank's device, and why others not.
 
 A rank shares memory of its device, which is registered with all cards in use; the node has addresses for it (`Shadow`)
-and cannot read it. So a partition goes that way if nothing here looks into it: another node sums it, which is reached
-by RDMA, and one rank of this one has all of its input. All others pass through memory of the host.
+but cannot read it. So a partition can be sent from there if this node need not read it: another node, reached by RDMA,
+sums it, and one rank of this node has all of its input. All others pass through host memory.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("bpsfast.node")
 
 
 class GpuDirect:
-    """The memory that a rank of node *me* has shared, and which partitions it is for. The control loop's.
+    """The device memory that a rank of this node shares, and the partitions that use it. For the control loop's thread.
 
     *links* by node, which may change.
     """
@@ -47,20 +47,20 @@ class GpuDirect:
         return self._owner is not None
 
     def expect(self, names: Iterable[str]) -> None:
-        """Know that the rank that has shared memory declares *names* next, whose bytes lie on its device."""
+        """Record that the rank that shares memory is about to declare *names*, which lie on its device."""
         self._names.update(names)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Know that *names* are retired."""
+        """Record that *names* are retired."""
         self._names.difference_update(names)
 
     def take_in(self, local_rank: int, message: ShareDevice, fd: int) -> Chunk:
-        """Register the memory behind *fd*, which is ours in any case, and return its chunk.
+        """Register the memory behind *fd*, which this object closes in any case, and return its chunk.
 
         Raises
         ------
         ConfigError, UnsupportedError, CapacityError
-            With the reason why it cannot be; nothing was registered.
+            With the reason; nothing was registered.
         """
         shadow = None
         try:
@@ -84,7 +84,7 @@ class GpuDirect:
     def _require(self, local_rank: int, message: ShareDevice) -> None:
         if self._owner not in (None, local_rank):
             raise ConfigError(f"BPSFAST_GPU_DIRECT: local ranks {self._owner} and {local_rank} both want to send from "
-                              "their GPUs: one GPU of a machine can, which has the sum of all (islands, one root)")
+                              "their GPUs; one GPU of a machine can: the one with the sum of all (islands, one root)")
         if not self._rails.used:
             raise UnsupportedError("BPSFAST_GPU_DIRECT is on, but this node reaches no other one by RDMA (its log says "
                                    "why): give the machines RDMA cards, or set it to off")
@@ -96,8 +96,9 @@ class GpuDirect:
                                        "host")
 
     def why_staged(self, unit: UnitPlan, part: PartPlan, me: int, n_local: int) -> str | None:
-        """Return why *part* passes through memory of the host on node *me*, *n_local* ranks of which push it; "": it
-        does not; None: it lies there anyway.
+        """Return why *part*, pushed by *n_local* ranks of node *me*, passes through host memory.
+
+        "": it does not; None: it lies in host memory anyway.
         """
         if not self._names or not n_local or any(member.name not in self._names for member in unit.members):
             return None
@@ -115,27 +116,27 @@ class GpuDirect:
         return ""
 
     def count(self, unit: UnitPlan, reason: str) -> None:
-        """Count one partition of *unit*; say once for each *reason* why it is staged, and once that one is not."""
+        """Count one partition of *unit*; log each *reason* why one is staged once, and once that one is not."""
         self._n_parts[not reason] += 1
         if reason not in self._reasons:
             self._reasons.add(reason)
             if reason:
-                log.info("a partition of %r passes through memory of the host: %s (others may, too)",
+                log.info("a partition of %r passes through host memory: %s (others may, too)",
                          unit.members[0].name, reason)
             else:
-                log.info("partitions go straight between a GPU and %s (GPUDirect, unproven: measure it)",
+                log.info("partitions go directly between a GPU and %s (GPUDirect, unproven: measure it)",
                          ", ".join(self._rails.devices))
 
     def reaches(self, link: Link) -> bool:
-        """Whether what is bound to *link* lies on a device: no other kind of link can write there, or read it."""
+        """Whether anything bound to *link* lies on a device, where only RDMA can write or read."""
         return isinstance(link, RdmaLink) and any(self.holds(even) for even, *_ in tuple(link.bound.values()))
 
     def holds(self, address: int) -> bool:
-        """Whether *address* stands for memory of a device."""
+        """Whether *address* represents memory of a device."""
         return any(chunk.segment.address <= address < chunk.segment.address + chunk.segment.nbytes
                    for chunk in self._regions.direct.chunks)
 
     def counters(self) -> dict[str, int]:
-        """Return how many partitions ever went straight, and how many of the same tensors did not; bytes shared."""
+        """Return how many partitions used GPUDirect, how many of the same tensors did not, and the bytes shared."""
         return {"partitions": self._n_parts[True], "staged_partitions": self._n_parts[False],
                 "nbytes": sum(chunk.segment.nbytes for chunk in self._regions.direct.chunks)}

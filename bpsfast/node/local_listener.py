@@ -1,12 +1,13 @@
-"""The node's local socket: who comes in, and whether to let them.
+"""Accepts connections on the node's local socket, and authenticates them.
 
 Ranks, BytePS-style server processes and other nodes of this host connect to one abstract address. Nobody gets a
-descriptor or an answer beyond a refusal before the user and the job's key are checked. Until then he is a stranger:
-there are only so many at a time, each has only so long, and only so much of what he says is held.
+descriptor, or an answer other than a refusal, before user and job key are checked. Connections that are not
+authenticated are limited in number, in time, and in the bytes that are held of them.
 """
 from __future__ import annotations
 
 import errno
+import hmac
 import logging
 import os
 import select
@@ -19,21 +20,20 @@ from ..base.exit_codes import FAILED, OK, code_of_daemon
 from ..base.logs import RateLimitedLog
 from ..base.message_socket import MAX_NBYTES, MessageSocket
 from ..orchestration import messages
-from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError, error_of
+from ..orchestration.errors import BpsError, ConfigError, PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.handshakes import RECHECK_S, HandshakeLimiter
 from ..pyx.pages import Segment
 from .event_loop import EventLoop
-from .local_rank import check_proof, check_user
 from .transport import Epochs, shm
 
 log = logging.getLogger("bpsfast.node")
 
-#: How long a stranger has to say who he is. Whoever belongs here does so at once.
-PATIENCE_S = 10.0
-#: Nodes of this host that have come, with the job's key, before this node knows who it is itself.
-_MOST_WAITING = 1024
-#: How long nobody is let in after that has failed, for want of file descriptors for example.
-_DEAF_S = 1.0
+#: How long a connection may take to authenticate. Processes of the job do so at once.
+AUTHENTICATION_TIMEOUT_S = 10.0
+#: How many authenticated nodes of this host may wait until this node knows its own number.
+_MAX_WAITING = 1024
+#: After `accept` has failed, for example without free file descriptors, it is tried again after this time.
+_ACCEPT_RETRY_S = 1.0
 _SWEEP_S = 0.5
 
 
@@ -53,17 +53,17 @@ def bind(job_key: bytes, node_id: str) -> socket.socket | None:
 
 
 class LocalListener:
-    """Accepts on *listener* and finds out who each newcomer is.
+    """Accepts on *listener* and hands each authenticated connection to its owner. Used by *loop*'s thread only.
 
-    `on_rank(channel, Attach, pidfd)` and `on_server(channel, AttachServer)` take the channel over or raise
-    `BpsError` to refuse it; `on_peer(ShmLink)` gets established links to other nodes. Used by *loop*'s thread only.
+    `on_rank(channel, Attach, pidfd)` and `on_server(channel, AttachServer)` take the channel over, or raise
+    `BpsError` to refuse it; `on_peer(ShmLink)` gets established links to other nodes.
     """
 
     def __init__(
         self, loop: EventLoop, listener: socket.socket, job_key: bytes,
         on_rank: Callable[[MessageSocket, messages.Attach, int], None],
         on_server: Callable[[MessageSocket, messages.AttachServer], None],
-        on_peer: Callable[[shm.ShmLink], None], patience_s: float = PATIENCE_S,
+        on_peer: Callable[[shm.ShmLink], None], timeout_s: float = AUTHENTICATION_TIMEOUT_S,
     ) -> None:
         self.name = listener.getsockname()
         self._loop = loop
@@ -72,25 +72,25 @@ class LocalListener:
         self._on_rank = on_rank
         self._on_server = on_server
         self._on_peer = on_peer
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._refusals = RateLimitedLog(log)
         self._strangers: HandshakeLimiter[MessageSocket] = HandshakeLimiter()
         self._waiting: list[tuple[MessageSocket, shm.PeerHello]] = []
         self._proofs: set[bytes] = set()
         self._half: dict[MessageSocket, tuple[int, Segment]] = {}
         self._me: tuple[int, Epochs, shm.ShmEndpoint] | None = None
-        self._closed = self._hears = self._is_deaf = self._was_deaf = self._sweeps = self._makes_room = False
+        self._closed = self._is_watched = self._is_paused = self._has_warned = self._sweeps = self._makes_room = False
         self._listen()
 
     def know(self, index: int, epochs: Epochs, shm_endpoint: shm.ShmEndpoint) -> None:
-        """Say which node this is: from now on other nodes of this host are answered."""
+        """Set which node this is: from now on other nodes of this host are answered."""
         self._me = index, epochs, shm_endpoint
         waiting, self._waiting = self._waiting, []
         for link, hello in waiting:
             self._guard(link, self._welcome, link, hello)
 
     def close(self) -> None:
-        """Close the socket and everybody who has not been taken over; once, or again for nothing."""
+        """Close the socket and all connections that were not handed over. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -102,30 +102,30 @@ class LocalListener:
             link.close()
         self._waiting.clear()
 
-    # -- strangers ----------------------------------------------------------------------------------------
+    # -- connections that are not authenticated -----------------------------------------------------------
 
     def _listen(self) -> None:
-        """Watch the listener as long as another stranger may come in."""
-        hears = not self._closed and not self._is_deaf and self._strangers.has_room
-        if hears and not self._hears:
+        """Watch the listener while there is room for another connection."""
+        is_wanted = not self._closed and not self._is_paused and self._strangers.has_room
+        if is_wanted and not self._is_watched:
             self._loop.watch(self._listener.fileno(), self._accept)
-        elif self._hears and not hears and not self._closed:
+        elif self._is_watched and not is_wanted and not self._closed:
             self._loop.forget(self._listener.fileno())
-        self._hears = hears
+        self._is_watched = is_wanted
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # he has gone again
+        except (BlockingIOError, ConnectionAbortedError):  # it has ended already
             return
         except OSError as exc:
-            self._pause_accepting(exc)
+            self._pause(exc)
             return
         link = MessageSocket(sock, shm.decode, shm.PENDING_MAX_NBYTES)
-        self._guard(link, self._let_in, link)
+        self._guard(link, self._admit, link)
 
-    def _let_in(self, link: MessageSocket) -> None:
-        check_user(link)  # first: other users must not take the places of this one's processes
+    def _admit(self, link: MessageSocket) -> None:
+        check_user(link)  # first: other users must not use up the room of this user's processes
         self._strangers.add(link, f"process {link.peer[0]}", time.monotonic())
         self._loop.watch(link.fileno(), lambda: self._guard(link, self._read, link))
         self._listen()
@@ -135,28 +135,28 @@ class LocalListener:
             self._make_room()
 
     def _make_room(self) -> None:
-        """While there is none, show a stranger the door for everybody who waits outside."""
+        """While there is no room, cut off one connection for each one that waits in the backlog."""
         if self._closed or self._strangers.has_room:
             self._makes_room = False
             return
         if select.select([self._listener], [], [], 0)[0]:
             going = self._strangers.one_to_go(time.monotonic())
             if going is not None:
-                self._guard(going, self._give_up, going, "while others waited to come in")
+                self._guard(going, self._give_up, going, "while others waited to connect")
         self._loop.call_at(time.monotonic() + RECHECK_S, self._make_room)
 
-    def _pause_accepting(self, error: OSError) -> None:
-        """Let nobody in for a while: who has come still stands there, and would be announced again at once."""
-        self._is_deaf = True
+    def _pause(self, error: OSError) -> None:
+        """Accept nothing for a while: the connection is still in the backlog and would wake the loop at once."""
+        self._is_paused = True
         self._listen()
-        self._loop.call_at(time.monotonic() + _DEAF_S, self._hear_again)
-        if not self._was_deaf:
-            log.warning("nobody can be let in on the local socket: %s; it is tried again every %g s (too many open "
-                        "files: see ulimit -n)", error, _DEAF_S)
-        self._was_deaf = True
+        self._loop.call_at(time.monotonic() + _ACCEPT_RETRY_S, self._resume)
+        if not self._has_warned:
+            log.warning("the local socket cannot accept connections: %s; retrying every %g s (too many open files: see "
+                        "ulimit -n)", error, _ACCEPT_RETRY_S)
+        self._has_warned = True
 
-    def _hear_again(self) -> None:
-        self._is_deaf = False
+    def _resume(self) -> None:
+        self._is_paused = False
         self._listen()
 
     def _sweep_later(self) -> None:
@@ -165,23 +165,22 @@ class LocalListener:
             self._loop.call_at(time.monotonic() + _SWEEP_S, self._sweep)
 
     def _sweep(self) -> None:
-        """Show those the door who have not said in time who they are."""
+        """Refuse connections that have not authenticated in time."""
         self._sweeps = False
-        for link in self._strangers.overdue(time.monotonic(), self._patience_s):
-            self._guard(link, self._give_up, link, f"within {self._patience_s:g} s")
+        for link in self._strangers.overdue(time.monotonic(), self._timeout_s):
+            self._guard(link, self._give_up, link, f"within {self._timeout_s:g} s")
         self._sweep_later()
 
     def _give_up(self, link: MessageSocket, when: str) -> None:
-        raise StallError(f"process {link.peer[0]} did not say {when} who it is")
+        raise StallError(f"process {link.peer[0]} did not authenticate {when}")
 
     def _once(self, proof: bytes, who: str) -> None:
-        """Raise `ProtocolError` if *proof*, which is right, was shown before: then somebody repeats what he has heard.
-        """
+        """Raise `ProtocolError` if *proof*, which is valid, was used before: it may have been recorded and replayed."""
         if proof in self._proofs:
-            raise ProtocolError(f"{who} has come before: a proof of the job's key counts once")
+            raise ProtocolError(f"{who} has connected before: a proof of the job's key counts once")
         self._proofs.add(proof)
 
-    # -- innards ------------------------------------------------------------------------------------------
+    # -- internal -----------------------------------------------------------------------------------------
 
     def _read(self, link: MessageSocket) -> None:
         received = [(message, list(fds)) for message, fds in link.recv_nowait()]
@@ -189,14 +188,14 @@ class LocalListener:
             if len(received) > 1:
                 raise ProtocolError(f"process {link.peer[0]} sent {len(received)} messages before it was answered")
             for message, fds in received:
-                self._meet(link, message, fds)
+                self._authenticate(link, message, fds)
         finally:
             for _, fds in received:
                 for fd in fds:
                     os.close(fd)
 
-    def _meet(self, link: MessageSocket, message: messages.Message, fds: list[int]) -> None:
-        """Act on a newcomer's message; what is kept of its descriptors is taken out of *fds*."""
+    def _authenticate(self, link: MessageSocket, message: messages.Message, fds: list[int]) -> None:
+        """Handle the first message of a connection; descriptors that are kept are taken out of *fds*."""
         if isinstance(message, messages.Attach):
             check_user(link)
             check_proof(self._job_key, message.pid, message.local_rank, message.proof)
@@ -215,7 +214,7 @@ class LocalListener:
             shm.check(self._job_key, message, link)
             self._once(message.proof, f"node {message.source}")
             if self._me is None:
-                if len(self._waiting) >= _MOST_WAITING:
+                if len(self._waiting) >= _MAX_WAITING:
                     raise ProtocolError(f"{len(self._waiting)} nodes of this host wait for this one already")
                 self._hand_over(link)
                 self._waiting.append((link, message))
@@ -224,7 +223,7 @@ class LocalListener:
         elif isinstance(message, shm.PeerLane) and link in self._half:
             index, lane = self._half[link]
             established = shm.complete(index, link, lane, fds)
-            del self._half[link]  # the lane is the link's from here on
+            del self._half[link]  # the link owns the lane from here on
             self._hand_over(link)
             self._on_peer(established)
         else:
@@ -236,7 +235,7 @@ class LocalListener:
         lane = shm.welcome(self._job_key, hello, link, index, epochs, shm_endpoint)
         self._half[link] = hello.source, lane
         if link not in self._strangers:
-            self._let_in(link)
+            self._admit(link)
 
     def _guard(self, link: MessageSocket, action: Callable[..., None], *arguments: object) -> None:
         try:
@@ -244,14 +243,14 @@ class LocalListener:
         except PeerLostError:
             self._drop(link)
         except BpsError as exc:
-            # A wrong key is told no more than that; a rank of this job gets the field and both values.
+            # A process with a wrong key is told no more than that; a rank of this job gets the field and both values.
             level = logging.INFO if isinstance(exc, ProtocolError) else logging.WARNING
             self._refusals.note(level, "refused process %d on the local socket: %s", link.peer[0], exc)
             refuse(link, exc)
             self._drop(link)
 
     def _hand_over(self, link: MessageSocket) -> None:
-        """Stop reading *link*: somebody else does from here on, and believes it."""
+        """Stop reading *link*: another object owns it from here on, and trusts it."""
         link.frame_max_nbytes = MAX_NBYTES
         if self._strangers.remove(link):
             self._loop.forget(link.fileno())
@@ -265,16 +264,29 @@ class LocalListener:
         link.close()
 
 
+def check_user(link: MessageSocket) -> None:
+    """Raise `ConfigError` unless the other end runs as this process's user, or as root."""
+    pid, uid = link.peer
+    if uid not in (os.getuid(), 0):
+        raise ConfigError(f"process {pid} runs as user {uid}, this node as user {os.getuid()}: start both as one user")
+
+
+def check_proof(job_key: bytes, pid: int, local_rank: int, proof: bytes) -> None:
+    """Raise `ConfigError` unless *proof* shows that process *pid* has the job's key."""
+    if not hmac.compare_digest(proof, message_socket.attach_proof(job_key, pid, local_rank)):
+        raise ConfigError(f"process {pid} has another job key than this node: give all roles the same BPSFAST_JOB_KEY")
+
+
 def refuse(link: MessageSocket, error: BpsError) -> None:
-    """Tell the other end of *link* why it is refused, if it still listens."""
+    """Tell the other end of *link* why it is refused, if it is still connected."""
     try:
         link.post(messages.Refuse(error=type(error).__name__, reason=str(error)))
     except PeerLostError:
-        pass  # it has not waited for that
+        pass  # it has ended meanwhile
 
 
 def attach_server(job_key: bytes, node_id: str, pid: int, timeout_s: float) -> int:
-    """Be a BytePS-style server process beside a machine's node: wait for the job's end and return its exit code."""
+    """Run a BytePS-style server process beside a machine's node: wait for the job's end and return its exit code."""
     proof = message_socket.attach_proof(job_key, pid, -1)
     with message_socket.connect(message_socket.address(job_key, node_id), timeout_s) as link:
         link.send(messages.AttachServer(version=messages.VERSION, pid=pid, proof=proof))
@@ -282,9 +294,9 @@ def attach_server(job_key: bytes, node_id: str, pid: int, timeout_s: float) -> i
             try:
                 message, _ = link.recv(3600.0)
             except StallError:
-                continue  # hours without a word are normal: the node speaks once, at the end
+                continue  # hours without a message are normal: the node sends one, at the end
             except PeerLostError:
-                log.error("the node of this machine went away before the job ended")
+                log.error("the node of this machine ended before the job did")
                 return FAILED
             if isinstance(message, messages.Detached):
                 return OK

@@ -1,48 +1,38 @@
-"""The ranks of this machine, and the server processes beside its node: what they ask, and what they are told."""
+"""The ranks of this machine and the server processes beside its node: their requests, and what they are told."""
 from __future__ import annotations
 
 import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from ..base.message_socket import MessageSocket
 from ..base.settings import Settings
 from ..base.value_formats import format_cpus
 from ..orchestration import messages
-from ..orchestration.errors import (
-    BpsError,
-    CapacityError,
-    ConfigError,
-    MismatchError,
-    PeerLostError,
-    ProtocolError,
-)
+from ..orchestration.errors import BpsError, CapacityError, ConfigError, MismatchError, PeerLostError, ProtocolError
 from .affinity import NodeAffinity
+from .control_loop import ControlLoop
 from .event_loop import EventLoop
 from .generation import Generation
 from .local_listener import refuse
 from .local_rank import LocalRank, check_attach
 from .plan_installer import PlanInstaller
 
-if TYPE_CHECKING:
-    from .main import Node
-
 log = logging.getLogger("bpsfast.node")
 
-#: What a rank says to the scheduler; the node only checks whose it is.
-_PASSED_ON = (messages.Declare, messages.Retire, messages.Credit, messages.BarrierEnter, messages.StallQuestion,
+#: Messages of a rank to the scheduler: the node forwards them, and only checks that they are the rank's own.
+_FORWARDED = (messages.Declare, messages.Retire, messages.Credit, messages.BarrierEnter, messages.StallQuestion,
               messages.LagQuestion, messages.Publish, messages.Withdraw, messages.Lookup)
-#: A killed process closes its channel just before its pidfd fires, which is the better reason.
-_DYING_S = 0.1
+#: A killed process closes its channel just before its pidfd becomes readable, which gives the better reason.
+_EXIT_DELAY_S = 0.1
 
 
 class LocalRanks:
-    """Owns the attached ranks (in local-rank order once complete) and server processes of *node*."""
+    """Owns the attached ranks of *node* (in local-rank order once complete) and its server processes."""
 
     def __init__(
-        self, node: Node, loop: EventLoop, settings: Settings, package: str, fingerprint: Mapping[str, str]
+        self, node: ControlLoop, loop: EventLoop, settings: Settings, package: str, fingerprint: Mapping[str, str]
     ) -> None:
         self.ranks: list[LocalRank] = []
         self._node = node
@@ -62,11 +52,11 @@ class LocalRanks:
         return len(self._servers)
 
     def wished_ranks(self) -> tuple[int, ...]:
-        """Return the global numbers the ranks ask for, by local rank (-1: any); empty until all have attached."""
+        """Return the global ranks that the local ranks request (-1: any); empty until all have attached."""
         return tuple(rank.rank for rank in self.ranks) if self.ranks and len(self.ranks) == self._expected else ()
 
     def seat(self, seats: NodeAffinity) -> None:
-        """Give each rank its seat, once all have attached; raises `ConfigError` as `NodeAffinity.of`."""
+        """Choose CPUs and memory for each rank, once all have attached; raises `ConfigError` as `NodeAffinity.of`."""
         if self.wished_ranks() and not self._is_seated:
             self._is_seated = True
             for rank, seat in zip(self.ranks, seats.of([rank.came for rank in self.ranks])):
@@ -77,16 +67,16 @@ class LocalRanks:
         here = {rank.local_rank for rank in self.ranks}
         return "local rank " + ", ".join(str(number) for number in range(max(1, self._expected)) if number not in here)
 
-    # -- who comes ----------------------------------------------------------------------------------------
+    # -- attaching ----------------------------------------------------------------------------------------
 
     def rank_came(self, link: MessageSocket, message: messages.Attach, pidfd: int) -> None:
-        """Take a rank in, or raise why not. When the last one has come, the node joins the job."""
+        """Attach a rank, or raise the reason against it. When the last one has attached, the node joins the job."""
         check_attach(message, self._package, self._fingerprint)
         if self._node.admitted:
-            raise ConfigError(f"local rank {message.local_rank} (process {message.pid}) came too late: the job of this "
-                              "node is complete without it")
+            raise ConfigError(f"local rank {message.local_rank} (process {message.pid}) attached too late: the job of "
+                              "this node is complete without it")
         if self._expected < 0 and not self.ranks:
-            self._expected = message.local_size  # a server process's node: the first rank says how many come
+            self._expected = message.local_size  # a server process's node: the first rank tells how many there are
         if message.local_size != self._expected:
             raise ConfigError(f"local_size: local rank {message.local_rank} (process {message.pid}) says "
                               f"{message.local_size}, the node of this machine expects {max(0, self._expected)}")
@@ -106,7 +96,7 @@ class LocalRanks:
             self._loop.call_soon(self._node.join)
 
     def server_came(self, link: MessageSocket, message: messages.AttachServer) -> None:
-        """Count a server process that found the machine's node running, and keep it until the job ends."""
+        """Attach a server process, which found the machine's node running, until the job ends."""
         if message.version != messages.VERSION:
             raise ConfigError(f"protocol version: server process {message.pid} has {message.version}, the node "
                               f"{messages.VERSION}")
@@ -116,12 +106,12 @@ class LocalRanks:
             self._loop.call_soon(self._node.join)
 
     def admitted(self, me: messages.NodeInfo) -> None:
-        """Give the ranks their global numbers."""
+        """Set the global rank of each local rank."""
         for rank in self.ranks:
             rank.rank = me.ranks[rank.local_rank]
 
     def connected(self, me: messages.NodeInfo, welcome: messages.Welcome, transports: dict[str, str]) -> None:
-        """Tell the ranks that everybody is there, with all they need to begin."""
+        """Send `Attached` to the ranks, with all they need to begin: every node of the job is connected."""
         n_ranks = sum(len(node.ranks) for node in welcome.nodes)
         n_helpers = sum(not node.ranks for node in welcome.nodes)
         runtime = self._node.runtime
@@ -138,14 +128,14 @@ class LocalRanks:
         if self._departed is not None:
             self.tell_all(self._departed)
 
-    # -- what ranks say -----------------------------------------------------------------------------------
+    # -- messages from ranks ------------------------------------------------------------------------------
 
     def _read(self, rank: LocalRank) -> None:
         try:
             received = rank.channel.recv_nowait()
         except PeerLostError:
             self._loop.forget(rank.channel.fileno())
-            self._loop.call_at(time.monotonic() + _DYING_S, lambda: self._cut(rank))
+            self._loop.call_at(time.monotonic() + _EXIT_DELAY_S, lambda: self._cut(rank))
             return
         except ProtocolError as exc:
             self._loop.forget(rank.channel.fileno())
@@ -171,10 +161,10 @@ class LocalRanks:
             self._node.runtime.gpu_direct.expect(message.names)
         elif isinstance(message, messages.Detach):
             self._detach(rank, message)
-        elif isinstance(message, _PASSED_ON) and message.rank == rank.rank:
+        elif isinstance(message, _FORWARDED) and message.rank == rank.rank:
             self._node.send(message)
         else:
-            self._lose(rank, f"sent {type(message).__name__}, which is not its turn or not its own")
+            self._lose(rank, f"sent {type(message).__name__} at the wrong time, or for another rank")
 
     def _allocate(self, rank: LocalRank, message: messages.Allocate) -> None:
         try:
@@ -195,7 +185,7 @@ class LocalRanks:
 
     def _copy_state(self, rank: LocalRank, message: messages.StateAsk) -> messages.StateDone:
         try:
-            state = self._node.runtime.plan_installer.coded_state(message.unit)
+            state = self._node.runtime.installer.coded_state(message.unit)
             if state is None:
                 if message.nbytes:
                     raise MismatchError(f"{message.nbytes} bytes of state are to be loaded, but nothing is compressed "
@@ -224,10 +214,10 @@ class LocalRanks:
         else:
             rank.tell(messages.Detached())
             if not self._node.ending:
-                self._lose(rank, "gave up before the job was complete")
+                self._lose(rank, "left before the job was complete")
 
     def _died(self, rank: LocalRank) -> None:
-        """The rank's process has ended: harmless if it said goodbye, even in its very last message."""
+        """Handle the end of a rank's process: harmless if it has detached, even in its very last message."""
         self._loop.forget(rank.pidfd)
         if not rank.left:
             self._read(rank)
@@ -253,40 +243,40 @@ class LocalRanks:
             self._servers.remove(link)
             link.close()
 
-    # -- what ranks are told ------------------------------------------------------------------------------
+    # -- messages to ranks --------------------------------------------------------------------------------
 
     def tell(self, rank: int, message: messages.Message) -> None:
-        """Tell global *rank*."""
+        """Send *message* to the global *rank*, if it is here."""
         for each in self.ranks:
             if each.rank == rank:
                 each.tell(message)
 
     def tell_all(self, message: messages.Message) -> None:
-        """Tell every rank."""
+        """Send *message* to every rank."""
         for rank in self.ranks:
             rank.tell(message)
 
     def departed(self, message: messages.FirstRankLeft) -> None:
-        """Tell every rank that somebody has left: once it is attached, which may be later than the other's end."""
+        """Tell every rank that a rank has left; ranks that are not attached yet are told then."""
         self._departed = message
         if self._attached:
             self.tell_all(message)
 
     @property
     def is_heard(self) -> bool:
-        """Whether a rank is there that raises what the job ends with."""
+        """Whether a rank is left that raises the error with which the job ends."""
         return any(not rank.gone for rank in self.ranks)
 
     def gone(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return those of the global *ranks* that have left."""
         return tuple(each.rank for each in self.ranks if each.left and each.rank in ranks)
 
-    def declare(self, generation: Generation, plan_installer: PlanInstaller) -> None:
+    def declare(self, generation: Generation, installer: PlanInstaller) -> None:
         """Tell the ranks whose units are in *generation* that it was committed, and where their results appear."""
         concerned = [rank for rank in self.ranks if generation.concerns([rank.rank])]
         if not concerned:
             return
-        segments = list(plan_installer.result_segments(generation))
+        segments = list(installer.result_segments(generation))
         for rank in concerned:
             for node, number, segment in segments:
                 rank.share_result(node, number, segment)
@@ -294,7 +284,7 @@ class LocalRanks:
                                         units=generation.ready_units(rank.rank)))
 
     def abort(self, error: BpsError) -> None:
-        """Tell who cannot read it on the board: ranks that wait to be attached, and server processes."""
+        """Send *error* to those who cannot read it on the board: ranks that are not attached, and server processes."""
         for rank in self.ranks:
             if not self._attached and not rank.dead:
                 refuse(rank.channel, error)
@@ -302,19 +292,19 @@ class LocalRanks:
             refuse(link, error)
 
     def finish(self) -> None:
-        """Let everybody go."""
+        """Detach all ranks and server processes: the job is over."""
         self.tell_all(messages.Detached())
         for link in self._servers:
             link.post(messages.Detached())
 
     def settled(self, exit_code: int) -> bool:
-        """Whether the node may end: all were told what there is to tell."""
+        """Whether the node may end: everything has been sent, or, after an error, all ranks have left."""
         if exit_code == 0 or not self._attached:
             return not any(link.backlog for link in self._links())
         return all(rank.gone for rank in self.ranks)
 
     def flush(self) -> None:
-        """Send what channels could not take before; watch those that still cannot."""
+        """Send what the channels could not take before."""
         for link in self._links():
             try:
                 link.flush()

@@ -1,14 +1,14 @@
-"""The node: one process per machine that sums, owns memory and connections, and carries out the scheduler's plans.
+"""Runs the node: one process per machine that sums, owns memory and connections, and executes the scheduler's plans.
 
     gather    local ranks attach (a helper has none)
     join      Join -> Welcome -> connect to all peers -> Attached
-    serve     Plan -> prepare -> Ready -> Commit -> Declared; memory for ranks; barriers; who is missing
-              a helper is lost, or has come: Freeze -> Frozen, Recover -> prepare -> Ready -> Commit
+    serve     Plan -> prepare -> Ready -> Commit -> Declared; memory for ranks; barriers; stall reports
+              a helper is lost, or has joined: Freeze -> FreezeReport, Recover -> prepare -> Ready -> Commit
               the scheduler is lost: `SchedulerFailover`
     end       Finish: all ranks have left. Or an abort: every rank raises the same error; exit codes as in `exit_codes`
 
-Threads: this control loop (idle in steady state), the communication service (`dispatch`), the engine's and the
-streams' native threads. A helper is a node to which no rank attaches.
+Threads: this control loop (idle in steady state), the communication service (`dispatch`), the native threads of the
+engine and of the streams. A helper is a node without ranks.
 """
 from __future__ import annotations
 
@@ -33,30 +33,34 @@ from ..base.process_identity import is_below_launcher
 from ..base.settings import Settings, fingerprint, parse_address, take_job_key
 from ..hardware.host import Host
 from ..orchestration import messages
-from ..orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, ProtocolError, StallError
+from ..orchestration.errors import (
+    BpsError,
+    ClosedError,
+    ConfigError,
+    PeerLostError,
+    ProtocolError,
+    StallError,
+    error_of,
+)
 from ..orchestration.failover.control_log import ControlLog
 from ..orchestration.scheduler_client import SchedulerClient
-from ..trainer.node_connection import error_of
 from . import capacity, cpu_quota, local_listener, metrics, transport
 from .affinity import NodeAffinity
-from .counters import told
-from .event_loop import EventLoop
+from .event_loop import EventLoop, StopSignals
 from .local_ranks import LocalRanks
-from .metrics_collector import Reading, Status
+from .metrics import Reading, Status
 from .peers import GRACE_S, Peers
 from .plans import Plans
-from .recovery import Recovery
+from .recovery import Recovery, SchedulerFailover
 from .regions import PAGE_NBYTES
 from .runtime import NodeRuntime
-from .scheduler_failover import SchedulerFailover
-from .stop_signals import StopSignals
 from .transport import Epochs, tcp
 
 log = logging.getLogger("bpsfast.node")
 
 _TICK_S = 0.25
-_BREATH_S = 0.1
-#: The number of the node's own question who has not left; ranks count theirs from 0 on.
+_HEARTBEAT_CHECK_S = 0.1
+#: The number of the node's own question which ranks have not left; ranks number theirs from 0 on.
 _OWN_QUESTION = -1
 
 T = TypeVar("T")
@@ -78,14 +82,20 @@ def run_node(settings: Settings, is_awaited: bool = False) -> int:
 
 
 def main(settings: Settings, host: Host | None = None, is_awaited: bool = False, awaits_ranks: bool = False) -> int:
-    """Be the node of this machine (*host*: of another one, in tests) until the job ends; return the exit code.
+    """Run the node of this machine until the job ends; return the exit code.
 
-    *is_awaited*: a rank started this process, and cannot end before it does; it is told whom it waits for.
-    *awaits_ranks*: `start_timeout_s` begins when the first rank attaches, not now. The launcher that started this
-    process ends it if no rank attaches.
+    If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and any other
+    process returns 0 at once: the ranks attach to the existing node.
 
-    If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and
-    any other returns 0 at once: the ranks attach to the one that is there.
+    Parameters
+    ----------
+    host
+        The machine; a recorded one in tests.
+    is_awaited
+        A rank started this process, and cannot end before it does: log for which ranks it waits.
+    awaits_ranks
+        `start_timeout_s` begins when the first rank attaches, not now. The launcher that started this process ends it
+        if no rank attaches.
     """
     logs.configure(settings.log_level, "node" if settings.local_size else "helper")
     key = bytes.fromhex(settings.job_key)
@@ -105,41 +115,44 @@ def main(settings: Settings, host: Host | None = None, is_awaited: bool = False,
 
 
 class Node:
-    """See the module. Made and run by one thread; owns everything it makes."""
+    """The control loop; implements `ControlLoop`. Made and run by one thread; owns everything it makes."""
 
     def __init__(self, settings: Settings, key: bytes, listener: socket.socket, host: Host | None = None,
                  is_awaited: bool = False, awaits_ranks: bool = False) -> None:
         self._settings = settings
         self._is_awaited = is_awaited
         self._awaits_ranks = awaits_ranks
-        self._left_s = 0.0  # when the rank left that started this process
+        self._starter_left_at = 0.0  # when the rank left that started this process
         self._key = key
         self._fingerprint = fingerprint(settings)
         self._loop = EventLoop(self._broken)
         self._local_ranks = LocalRanks(self, self._loop, settings, __version__, self._fingerprint)
-        self._local_listener = local_listener.LocalListener(self._loop, listener, key, self._local_ranks.rank_came, self._local_ranks.server_came,
-                                              lambda link: self._peers.came(link))
+        self._local_listener = local_listener.LocalListener(
+            self._loop, listener, key, self._local_ranks.rank_came, self._local_ranks.server_came,
+            lambda link: self._peers.came(link))
         self._scheduler = parse_address(settings.scheduler)
         self._data_listener = tcp.listen(local_host(settings, self._scheduler[0]))
         address = self._data_listener.getsockname()[0]
         self._affinity = NodeAffinity(settings, address, host)  # before there are threads
         self._epochs = Epochs()
-        self._runtime = NodeRuntime(settings, lambda source, code: self._peers.source_lost_soon(source, code), self._affinity,
-                              self.run_with_heartbeats)
+        self._runtime = NodeRuntime(
+            settings, lambda source, code: self._peers.source_lost_soon(source, code), self._affinity,
+            self.run_with_heartbeats)
         self._plans = Plans(self, self._loop, self._runtime, self._local_ranks, settings.start_timeout_s)
         self._capacity = capacity.of(settings, address)
         self._membership: SchedulerClient | None = None
         self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._local_ranks,
                             self._epochs)
         self._ledger = ControlLog(__version__, self._fingerprint)
-        self._scheduler_failover = SchedulerFailover(self, self._ledger, self._peers, self._plans, settings.start_timeout_s)
+        self._scheduler_failover = SchedulerFailover(self, self._ledger, self._peers, self._plans,
+                                                     settings.start_timeout_s)
         self._recovery = Recovery(self, self._runtime, self._plans, self._peers.part_with,
                                   self._peers.take_in, self._epochs)
         self._peers.on_connected = self._recovery.connected
         self._welcome: messages.Welcome | None = None
         self._exporter: metrics.Exporter | None = None
         self._generation = 0  # the last one that was committed
-        self._ran_at = time.monotonic()  # the control loop
+        self._ran_at = time.monotonic()  # when the control loop ran last
         self._dialled: tuple[zmq.Socket[bytes], ...] = ()
         self._unread: list[messages.Message] = []
         self._is_alone = False  # the scheduler is gone for good
@@ -185,17 +198,17 @@ class Node:
         return self._exit_code
 
     def _gather(self) -> None:
-        """Give the ranks of this machine their time to attach, from now on."""
+        """Start the timeout of the ranks of this machine to attach."""
         self._loop.call_at(time.monotonic() + self._settings.start_timeout_s, self._check_gathered)
 
     def first_rank_came(self) -> None:
-        """A rank has attached, and none had before."""
+        """Note that the first rank has attached."""
         report("attached")
         if self._awaits_ranks:
             self._gather()
 
     def join(self) -> None:
-        """Ask to be admitted with the ranks that have attached; asking again replaces what was said before."""
+        """Ask to be admitted with the ranks that have attached; asking again replaces the earlier request."""
         if self._membership is None:
             host, port = self._scheduler
             self._membership = SchedulerClient(
@@ -221,7 +234,7 @@ class Node:
             self._loop.forget(sock)
         self._dialled = sockets
         for sock in sockets:
-            self._loop.watch(sock, lambda: None)  # `_tick` reads, after every turn
+            self._loop.watch(sock, lambda: None)  # `_tick` reads after every turn
 
     @property
     def admitted(self) -> bool:
@@ -235,31 +248,37 @@ class Node:
 
     @property
     def is_without_scheduler(self) -> bool:
-        """Whether the scheduler is lost, and no other one knows yet what this node knows."""
+        """Whether the scheduler is lost, and no other one has yet taken over."""
         return self._scheduler_failover.lasts
 
     @property
     def runtime(self) -> NodeRuntime:
-        """What sums here."""
+        """The engine and what it needs."""
         return self._runtime
 
     def send(self, message: messages.Message) -> None:
-        """Send *message* to the scheduler; if there is none, the next one hears of it as far as it still matters."""
+        """Send *message* to the scheduler; while there is none, it is kept for the next one if it still matters."""
         self._ledger.said(message)
         self.say(message)
 
     def say(self, message: messages.Message) -> None:
-        """Send *message* to the scheduler that there is now; it may be lost with that."""
+        """Send *message* to the present scheduler; it may be lost with that."""
         self._n_control += 1
         if self._membership is not None:
             self._membership.send(message)
 
     def fail(self, error: BpsError, who: str = "", reason: str = "", tell: bool = True,
              level: int | None = None, code: int | None = None) -> None:
-        """End the job with *error* on all ranks; log it with *level*, by default as an error if nobody else says it.
+        """End the job with *error* on all ranks.
 
-        The scheduler is told that *who* (default: this node) is lost for *reason*, unless *tell* is False: it knows.
-        *code*: the exit code, by default `code_of_daemon`.
+        Parameters
+        ----------
+        who, reason, tell
+            The scheduler is told that *who* (default: this node) is lost for *reason*; not *tell*: it knows.
+        level
+            Of the log line; by default an error if no other process reports it.
+        code
+            The exit code, by default that of `code_of_daemon`.
         """
         if self._exit_code is not None:
             return
@@ -268,50 +287,50 @@ class Node:
         log.log(level, "%s%s: %s", "" if level == logging.ERROR else logs.ABORTED, type(error).__name__, error)
         if tell and self._membership is not None:
             self.send(messages.Lost(who=who or self.name, reason=reason or str(error)))
-        # What a helper fails of the job survives, once it has begun; but for the scheduler's end.
+        # A job that has begun survives the failure of a helper, unless its scheduler has ended.
         survives = tell and self._welcome is not None and not self._local_ranks.ranks and not self._is_alone
         self._leave(error, LEFT_BEHIND if survives else code_of_daemon(error) if code is None else code)
 
     def _is_said_by_others(self, error: BpsError) -> bool:
-        """Whether ranks raise *error*: those of this machine, or of others where it tells of somebody else's end.
+        """Whether another process reports *error*: a rank of this machine, or, if a peer is lost, ranks of others.
 
-        A rank that is lost has raised something itself, or whoever started it says what has ended it.
+        A rank that is lost has raised an error itself, or its launcher reports what has ended it.
         """
         return self._local_ranks.is_heard or (isinstance(error, PeerLostError) and not self._is_alone)
 
     def _leave(self, error: BpsError, code: int) -> None:
-        if self._welcome is not None:  # else ranks of this job may still come, and hear why it ended
-            self._step_aside()
+        if self._welcome is not None:  # else ranks of this job may still attach, and are told why it ended
+            self._free_address()
         self._runtime.abort(error)
         self._local_ranks.abort(error)
         self._end(code)
 
-    def _step_aside(self) -> None:
-        """Free the machine's local socket; before ranks are told of the end.
+    def _free_address(self) -> None:
+        """Close the machine's local socket, before ranks are told of the end.
 
-        Who is told may at once look for, or be, the next job's node, under the same name.
+        A process that is told may at once look for, or become, the next job's node under the same name.
         """
         self._local_listener.close()
 
     def starter_left(self, rank: int) -> None:
-        """The *rank* whose process started this one has left the job: should it wait long for others, say for whom."""
-        self._left_s = time.monotonic()
+        """Note that *rank*, whose process started this one, has left: if it waits long for others, log for which."""
+        self._starter_left_at = time.monotonic()
         if self._is_awaited:
-            self._loop.call_at(self._left_s + self._settings.stall_warn_s, lambda: self._ask_who_stays(rank))
+            self._loop.call_at(self._starter_left_at + self._settings.stall_warn_s, lambda: self._ask_who_remains(rank))
 
-    def _ask_who_stays(self, rank: int) -> None:
+    def _ask_who_remains(self, rank: int) -> None:
         if self._exit_code is None:
             self.say(messages.StallQuestion(rank=rank, question=_OWN_QUESTION, part=-1, round=0, name=messages.THE_END))
-            self._loop.call_at(time.monotonic() + self._settings.stall_warn_s, lambda: self._ask_who_stays(rank))
+            self._loop.call_at(time.monotonic() + self._settings.stall_warn_s, lambda: self._ask_who_remains(rank))
 
-    def heard(self) -> None:
+    def count_message(self) -> None:
         """Count a message of a peer."""
         self._n_control += 1
 
     def counters(self) -> dict[str, int]:
         """Return everything that is counted here."""
-        return told(self._runtime, self._n_control) | {"recoveries": self._recovery.count,
-                                                         "joined": self._recovery.n_joined}
+        return self._runtime.flat_counters(self._n_control) | {
+            "recoveries": self._recovery.count, "joined": self._recovery.n_joined}
 
     def _end(self, code: int) -> None:
         self._exit_code = code
@@ -323,18 +342,18 @@ class Node:
         return self._local_ranks.settled(self._exit_code) or time.monotonic() >= self._leave_at
 
     def run_with_heartbeats(self, work: Callable[[], T]) -> T:
-        """Return what *work* returns, and go on beating meanwhile: it may fault in gigabytes, or compile a kernel.
+        """Return what *work* returns, and send heartbeats meanwhile: it may fault in gigabytes, or compile a kernel.
 
-        Nothing else happens here until it is done, so *work* may use what belongs to this thread.
+        Nothing else happens in this thread until it is done, so *work* may use this thread's objects.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="bpsfast-work") as executor:
             future = executor.submit(work)
-            while not wait([future], _BREATH_S).done:
+            while not wait([future], _HEARTBEAT_CHECK_S).done:
                 self._send_heartbeat()
         return future.result()
 
     def leave_rdma(self, index: int, reason: str) -> bool:
-        """Reach node *index* by tcp from now on because of *reason*, not by RDMA; whether that can be."""
+        """Reach node *index* by tcp from now on because of *reason*, not by RDMA; return whether that is possible."""
         return self._peers.leave_rdma(index, reason)
 
     def _send_heartbeat(self) -> None:
@@ -351,17 +370,17 @@ class Node:
                 self._dialled_anew()
 
     def _dialled_anew(self) -> None:
-        """The scheduler is lost: say all again, in case that the one that answers knows nothing."""
+        """Send everything again over a new connection: the scheduler that answers may know nothing."""
         assert self._membership is not None
         self._watch(*self._membership.sockets)
-        self._unread.clear()  # as if it had not arrived
+        self._unread.clear()  # of a scheduler that is lost
         if not self.admitted:
             self.join()
             return
         self._scheduler_failover.begin(self._membership.address)
 
     def catch_up(self) -> None:
-        """Do all that the scheduler has said until now."""
+        """Handle everything that the scheduler has sent until now."""
         self._send_heartbeat()
         while self._unread:
             message = self._unread.pop(0)
@@ -384,7 +403,7 @@ class Node:
             self._broken(exc)
 
     def _broken(self, exc: Exception) -> None:
-        """End the job in words, whatever was raised: a node that goes on half-broken is a hang for everybody."""
+        """End the job, whatever was raised: a node that goes on in a broken state would make all ranks hang."""
         if isinstance(exc, BpsError):
             self.fail(exc)
         else:
@@ -392,7 +411,7 @@ class Node:
             self.fail(ProtocolError(f"{self.name} failed: {type(exc).__name__}: {exc}"))
 
     def _stopped(self, name: str) -> None:
-        # Whoever sent the signal knows; the ranks are told.
+        # The sender of the signal knows of it; the ranks are told.
         self.fail(PeerLostError(f"{self.name} (pid {os.getpid()} on {socket.gethostname()}) was stopped by {name}"),
                   level=logging.INFO, code=FAILED)
 
@@ -404,11 +423,11 @@ class Node:
 
     @property
     def name(self) -> str:
-        """What this node is called in messages."""
+        """The node's name in messages."""
         return f"node {self._welcome.index}" if self._welcome else f"the node on {socket.gethostname()}"
 
     def _role(self, welcome: messages.Welcome) -> str:
-        """Return what log lines call this node: a helper by its number among helpers."""
+        """Return the node's name in log lines: a helper is numbered among helpers."""
         if welcome.nodes[welcome.index].ranks:
             return self.name
         return f"helper {welcome.index - sum(bool(node.ranks) for node in welcome.nodes)}"
@@ -428,19 +447,19 @@ class Node:
         self._runtime.close()
         self._loop.close()
 
-    # -- what others may know of it -----------------------------------------------------------------------
+    # -- metrics and health -------------------------------------------------------------------------------
 
     def _export(self) -> None:
-        """Answer from now on who asks for numbers, or whether this node lives and is ready."""
+        """Start to serve metrics and health, if a setting asks for it."""
         settings = self._settings
         if settings.metrics_port or settings.metrics_textfile:
-            # where all nodes are of one host its index says how many ports are taken; else `welcomed` does
+            # If all nodes run on one host, the index tells how many ports are taken; else `welcomed` does.
             n_before = max(0, settings.node_index) if is_loopback(self._scheduler[0]) else 0
             self._exporter = metrics.Exporter(settings, self._loop, self._status, self._reading, self._progress,
                                               n_before)
 
     def _status(self) -> Status:
-        """Any thread."""
+        """Return what this node is, and whether it is ready. Any thread."""
         welcome, membership = self._welcome, self._membership
         return Status(-1 if welcome is None else welcome.index, "" if welcome is None else welcome.job,
                       self._why_not_ready(), membership is not None and membership.is_heard,
@@ -476,7 +495,7 @@ class Node:
                        runtime.lags(owned=True), self._peers.members(), recovery.count, recovery.n_joined,
                        max(welcome.epoch, recovery.epoch), self._generation)
 
-    # -- the scheduler's words ----------------------------------------------------------------------------
+    # -- messages of the scheduler ------------------------------------------------------------------------
 
     def _on_welcome(self, message: messages.Welcome) -> None:
         self._welcome = message
@@ -496,7 +515,7 @@ class Node:
             self._plans.commit(message)
 
     def _on_refuse(self, message: messages.Refuse) -> None:
-        # A refused helper is no loss to the job, which goes on without it; with a node with ranks it cannot begin.
+        # The job goes on without a refused helper; without a node with ranks it cannot begin.
         is_helper = not self._local_ranks.ranks and self._settings.local_size <= 0
         self.fail(error_of(message.error, message.reason), tell=False, code=LEFT_BEHIND if is_helper else None)
 
@@ -507,7 +526,7 @@ class Node:
                 log.warning("%s: %s", type(error).__name__, error)
                 self._leave(error, LEFT_BEHIND)
             return
-        # Ranks say it themselves, and that the scheduler was stopped knows who stopped it.
+        # Ranks report it themselves; whoever stopped the scheduler knows that it was stopped.
         quiet = self._local_ranks.is_heard or isinstance(error, ClosedError)
         self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING, code=ABORTED)
 
@@ -517,7 +536,7 @@ class Node:
 
     def _finish(self) -> None:
         if self._exit_code is None:
-            self._step_aside()
+            self._free_address()
             self._local_ranks.finish()
             self._end(0)
 
@@ -532,8 +551,8 @@ class Node:
 
     def _on_answer(self, message: messages.StallAnswer | messages.LagAnswer | messages.KeyValueReply) -> None:
         if isinstance(message, messages.StallAnswer) and message.question == _OWN_QUESTION:
-            log.warning("rank %d has left the job, and waits for the others to leave it, too, for %.0f s so far: %s",
-                        message.rank, time.monotonic() - self._left_s, message.missing)
+            log.warning("rank %d has left the job and has waited %.0f s for the other ranks to leave: %s",
+                        message.rank, time.monotonic() - self._starter_left_at, message.missing)
             return
         self._local_ranks.tell(message.rank, message)
 

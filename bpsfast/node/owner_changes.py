@@ -1,11 +1,11 @@
-"""What becomes here of partitions that get another owner: who sums them, and what is owed of the last round.
+"""Executes changes of owners on this node: who sums a partition from now on, and what is still owed of its last round.
 
-Prepared whole before anybody is told `Ready`, while the engine is frozen; `begin` at the commit. Where ranks read
-results does not change: an owner behind a wire writes them into this node's memory, as the lost one did; and what was
-read in the memory of a lost node of this host is read there still, and written there by the new owner (`SharedMemoryTakeover`).
+Everything is prepared while the engine is frozen, before `Ready`; `begin` takes effect at the commit. The place where
+ranks read results does not change: a new owner behind a wire writes them into this node's memory, as the lost one did;
+results in the memory of a lost node of this host stay there, and the new owner writes there (`SharedMemoryTakeover`).
 
-An owner that lives and gives a partition up, to a node that has come late, has sent its last result to all, and some
-have sent it inputs of the next round. All of that has to arrive first (`arrived`); what it came by is unbound then.
+An owner that gives a partition up, to a node that has joined late, has sent its last result to all, and some nodes have
+sent it inputs of the next round. All of that has to arrive first (`arrived`); then the links are unbound.
 """
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _N_NAMED = 4
 
 
 class SharedMemoryTakeover:
-    """The memory that a lost node of this host has left: it lasts for as long as somebody has it mapped.
+    """The shared memory of a lost node of this host: it exists as long as a process has it mapped.
 
-    The lost process writes there no more: it was killed, if it was not dead, before anything is taken over. Members
-    near it all read there. One that becomes the owner writes there; if a node behind a wire does, each of them receives
-    its results there: the same bytes at the same place, and none tells its ranks before they have come to itself.
+    The lost process does not write there any more: it is killed, if necessary, before the takeover. All nodes of this
+    host read there. If one of them becomes the owner, it writes there; if a node behind a wire does, each of them
+    receives its results there: the same bytes at the same place, and each tells its ranks once it has received them.
     """
 
     def __init__(self, link: ShmLink, regions: Regions) -> None:
@@ -46,7 +46,7 @@ class SharedMemoryTakeover:
         self._taken: dict[int, Segment] = {}
 
     def address(self, number: int) -> int:
-        """Return where its segment *number* begins here, to be written to."""
+        """Return the address of its segment *number*, mapped writable."""
         if number not in self._taken:
             segment = Segment.attach(os.dup(self._link.segments[number].fileno()), writable=True, populate=False)
             self._regions.adopt(segment)
@@ -54,17 +54,17 @@ class SharedMemoryTakeover:
         return self._taken[number].address
 
 
-class Succession:
-    """One `Recover`, carried out. Parameters are those of `PlanInstaller`, which makes it; *holdings*: of committed units."""
+class OwnerTransfer:
+    """Executes one `Recover` message. Parameters are those of `PlanInstaller`."""
 
     def __init__(self, me: NodeInfo, engine: Engine, links: Mapping[int, Link], sources: Mapping[int, int],
-                 partition_role: PartitionRole, unit_resources: Mapping[int, UnitResources], regions: Regions, takeovers: Mapping[int, SharedMemoryTakeover],
-                 message: Recover) -> None:
+                 role: PartitionRole, unit_resources: Mapping[int, UnitResources], regions: Regions,
+                 takeovers: Mapping[int, SharedMemoryTakeover], message: Recover) -> None:
         self._me = me
         self._engine = engine
         self._links = links
         self._sources = sources
-        self._partition_role = partition_role
+        self._role = role
         self._unit_resources = unit_resources
         self._regions = regions
         self._takeovers = takeovers
@@ -72,63 +72,63 @@ class Succession:
         self._owned: list[tuple[messages.OwnerChange, dict[str, Any]]] = []
         self._followed: list[messages.OwnerChange] = []
         self._given_up: list[tuple[messages.OwnerChange, dict[str, Any] | None]] = []
-        self._awaited: list[tuple[int, int, int]] = []  # (node, part, round) that is on its way to here
-        self._left: list[tuple[int, int, list[int]]] = []  # (unit, part, nodes) that nothing more comes from
-        #: What this node has to send others once the commit has come.
+        self._awaited: list[tuple[int, int, int]] = []  # (node, part, round) that is under way to this node
+        self._left: list[tuple[int, int, list[int]]] = []  # (unit, part, nodes) of which nothing more comes
+        #: Results that this node has to send to others after the commit.
         self.resends: list[ResultResend] = []
 
     def prepare(self, generation: Generation, unit_installer: Callable[[dict[str, int], str], UnitInstaller]) -> None:
-        """Allocate and bind; what is used is noted in *generation* at once. Raises `CapacityError`."""
+        """Allocate and bind; everything is recorded in *generation* at once. Raises `CapacityError`."""
         of = {each.part: each for each in self._message.owner_changes}
         changed = [(unit, part, of[part.part]) for unit in self._message.units for part in unit.parts
                    if part.part in of]
         made = unit_installer(self._room([(unit, part) for unit, part, _ in changed]),
-                            f"the succession in epoch {self._message.epoch}")
-        for unit, part, succession in changed:
-            here = bool(self._partition_role.members_of(unit.ranks).local)
-            self._part_from(unit, part, succession, here)
-            if succession.giver == self._me.index and not here:
-                self._given_up.append((succession, None))
+                            f"the change of owners in epoch {self._message.epoch}")
+        for unit, part, change in changed:
+            here = bool(self._role.members_of(unit.ranks).local)
+            self._part_from(unit, part, change, here)
+            if change.giver == self._me.index and not here:
+                self._given_up.append((change, None))
             if part.owner != self._me.index and not here:
                 continue
             resources = generation.unit_resources.setdefault(unit.unit, UnitResources(ranks=unit.ranks))
-            coded, lacks = self._partition_role.is_coded(unit), self._me.index in succession.lacking
+            coded, lacks = self._role.is_coded(unit), self._me.index in change.lacking
             if coded:
                 resources.codec, resources.dtype = unit.codec, unit.dtype
             if part.owner == self._me.index:
                 outputs = self._results_at(unit, part) if here else made.results(part, resources)
-                arguments, _ = made.owned(unit, part, outputs, resources, round_after(succession.kept_round))
-                self._owned.append((succession, arguments))
+                arguments, _ = made.owned(unit, part, outputs, resources, round_after(change.kept_round))
+                self._owned.append((change, arguments))
                 resources.parts.append(part)
-            elif succession.giver == self._me.index:
+            elif change.giver == self._me.index:
                 arguments = made.member(unit, part, self._results_at(unit, part), resources,
-                                        round_after(succession.kept_round), self._partial(unit, part))
-                self._given_up.append((succession, arguments))
+                                        round_after(change.kept_round), self._partial(unit, part))
+                self._given_up.append((change, arguments))
             else:
-                self._followed.append(succession)
-                if succession.keeper != part.owner or not lacks:
-                    self._expect(unit, part, part.owner, resources, coded, round_after(succession.kept_round))
-            if lacks and not succession.lent:  # else it may write already, and maybe has
-                self._expect(unit, part, succession.keeper, resources, coded, succession.kept_round)
-            if self._me.index == succession.keeper and not succession.lent:
-                self._plan_resends(unit, part, succession, coded)
+                self._followed.append(change)
+                if change.keeper != part.owner or not lacks:
+                    self._expect(unit, part, part.owner, resources, coded, round_after(change.kept_round))
+            if lacks and not change.lent:  # else it may write already, and maybe has
+                self._expect(unit, part, change.keeper, resources, coded, change.kept_round)
+            if self._me.index == change.keeper and not change.lent:
+                self._plan_resends(unit, part, change, coded)
 
     @property
     def parts(self) -> set[int]:
-        """The partitions that change hands."""
+        """The partitions whose owner changes."""
         return {each.part for each in self._message.owner_changes}
 
     @property
     def given_up(self) -> set[int]:
-        """The partitions that owners give up who live: once it has `arrived`, nothing of them is on any wire."""
+        """The partitions that living owners give up: once all has `arrived`, nothing of them is under way."""
         return {each.part for each in self._message.owner_changes if each.giver >= 0}
 
     @property
     def arrived(self) -> bool:
-        """Whether all has come that was on its way between owners that give up, and this node, and the engine knows.
+        """Whether all has arrived that was under way between this node and owners that give up, and the engine knows.
 
-        What the engine is told of after the commit would be dropped if the giver is lost by then, or, if that owns the
-        partition again, be taken for what is sent once more.
+        What the engine learns after the commit would be dropped if the former owner is lost by then, or, if that owns
+        the partition again, be mistaken for a repeated write.
         """
         self._awaited = [(node, part, round_) for node, part, round_ in self._awaited
                          if self._wire(node).next_round(part) == round_
@@ -137,19 +137,19 @@ class Succession:
 
     @property
     def missing(self) -> str:
-        """What had not come when `arrived` was asked last, in words: of whom, of which partitions, which round."""
+        """A list, for errors, of what had not arrived at the last call of `arrived`: rounds, partitions and nodes."""
         names = {part.part: unit.name for unit in self._message.units for part in unit.parts}
         told = [f"round {round_} of partition {part} of {names[part]!r} from node {node}"
                 for node, part, round_ in self._awaited]
         return ", ".join(told[:_N_NAMED]) + (f" and {len(told) - _N_NAMED} more" if len(told) > _N_NAMED else "")
 
     def begin(self) -> None:
-        """Let the engine go on with the new owners; it is frozen. The dispatcher knows them already."""
-        for succession, member in self._given_up:
+        """Tell the engine, which is frozen, of the new owners. After the dispatcher."""
+        for change, member in self._given_up:
             if member is None:
-                self._engine.give_up(succession.part, succession.kept_round)
+                self._engine.give_up(change.part, change.kept_round)
             else:
-                self._engine.add_member(succession.part, **member, kept_round=succession.kept_round)
+                self._engine.add_member(change.part, **member, kept_round=change.kept_round)
         for number, part, nodes in self._left:
             resources = self._unit_resources[number]
             for node in nodes:
@@ -157,64 +157,64 @@ class Succession:
                 resources.bound.remove((node, part))
             if nodes:
                 resources.give_up(part)
-        for succession, arguments in self._owned:
-            self._engine.add_owned(succession.part, **arguments, kept_round=succession.kept_round)
-        for succession in self._followed:
-            keeper = self._sources[succession.keeper] if self._me.index in succession.lacking else NOBODY
-            self._engine.follow(succession.part, self._sources[succession.owner], succession.kept_round, keeper)
+        for change, arguments in self._owned:
+            self._engine.add_owned(change.part, **arguments, kept_round=change.kept_round)
+        for change in self._followed:
+            keeper = self._sources[change.keeper] if self._me.index in change.lacking else NOBODY
+            self._engine.follow(change.part, self._sources[change.owner], change.kept_round, keeper)
 
-    # -- innards ------------------------------------------------------------------------------------------
+    # -- internal -----------------------------------------------------------------------------------------
 
     def _wire(self, node: int) -> WireLink:
         link = wire(self._links[node])
-        assert link is not None, "who gives up shares no memory with those who push"
+        assert link is not None, "an owner that gives up shares no memory with nodes that push"
         return link
 
-    def _part_from(self, unit: UnitPlan, part: PartPlan, succession: messages.OwnerChange, here: bool) -> None:
-        """Note what has to arrive before nothing of *part* is under way, and between whom nothing is from then on."""
-        if succession.giver == self._me.index:
-            nodes = [node for node in self._partition_role.members_of(unit.ranks).nodes if node != self._me.index]
-            self._awaited += [(node, part.part, round_after(succession.kept_round)) for node in succession.pushed]
+    def _part_from(self, unit: UnitPlan, part: PartPlan, change: messages.OwnerChange, here: bool) -> None:
+        """Record what has to arrive until nothing of *part* is under way, and which nodes are unbound then."""
+        if change.giver == self._me.index:
+            nodes = [node for node in self._role.members_of(unit.ranks).nodes if node != self._me.index]
+            self._awaited += [(node, part.part, round_after(change.kept_round)) for node in change.pushed]
             self._left.append((unit.unit, part.part, nodes))
-        elif succession.giver >= 0 and here:
-            if self._me.index in succession.lacking:
-                self._awaited.append((succession.giver, part.part, succession.kept_round))
-            self._left.append((unit.unit, part.part, [succession.giver]))
+        elif change.giver >= 0 and here:
+            if self._me.index in change.lacking:
+                self._awaited.append((change.giver, part.part, change.kept_round))
+            self._left.append((unit.unit, part.part, [change.giver]))
 
     def _partial(self, unit: UnitPlan, part: PartPlan) -> Place | None:
-        """Return where the sum of this node's ranks lay when it owned *part* not yet, if it did not always."""
+        """Return where the partial of this node lay before it owned *part*; None if it has always owned it."""
         return self._unit_resources[unit.unit].partials.get(part.part)
 
     def _room(self, changed: list[tuple[UnitPlan, PartPlan]]) -> dict[str, int]:
-        """Return the bytes to be allocated here, by the kinds of `Regions`: what a new owner needs, or a new member.
-        """
+        """Return the bytes to be allocated here, by the kinds of `Regions`, for new owners and new members."""
         room = dict.fromkeys(("result", "partial", "slot", "frame", "state", "store"), 0)
         givers = {each.part: each.giver for each in self._message.owner_changes}
         for unit, part in changed:
             if givers[part.part] == self._me.index and not self._partial(unit, part):
-                room["partial"] += page_round(self._partition_role.partial_nbytes(unit, part))
+                room["partial"] += page_round(self._role.partial_nbytes(unit, part))
             if part.owner != self._me.index:
                 continue
-            coded, members = self._partition_role.is_coded(unit), self._partition_role.members_of(unit.ranks)
+            coded, members = self._role.is_coded(unit), self._role.members_of(unit.ranks)
             wire_nbytes = page_round(part.wire_nbytes if coded else part.nbytes)
             room["result"] += 0 if members.local else 2 * page_round(part.nbytes)
             room["slot"] += wire_nbytes * len(members.wired)
             room["frame"] += 2 * wire_nbytes * coded
         return room
 
-    def _expect(self, unit: UnitPlan, part: PartPlan, node: int, resources: UnitResources, coded: bool, round_: int) -> None:
-        """Let *node* write results of *part* from *round_* on, if it is reached over a wire."""
+    def _expect(self, unit: UnitPlan, part: PartPlan, node: int, resources: UnitResources, coded: bool,
+                round_: int) -> None:
+        """Expect results of *part* from *node* from *round_* on, if it is reached over a wire."""
         link = wire(self._links[node])
         if link is not None:
             bind(resources, link, unit, part, self._arriving_at(unit, part), coded, round_)
 
     def _arriving_at(self, unit: UnitPlan, part: PartPlan) -> tuple[int, int]:
-        """Return where results of *part* are written by their owner, by parity: they are frames if it is compressed."""
+        """Return the addresses, by parity, where the owner writes results of *part*; frames if it is compressed."""
         known = self._unit_resources[unit.unit].arriving.get(part.part)
         return known if known is not None else self._results_at(unit, part)
 
     def _results_at(self, unit: UnitPlan, part: PartPlan) -> tuple[int, int]:
-        """Return where ranks of this node read results of *part*, by parity."""
+        """Return the addresses, by parity, where ranks of this node read results of *part*."""
         extent = self._unit_resources[unit.unit].extents[part.part]
         begin = self._begin_of(extent)
         return begin + extent.offset_even, begin + extent.offset_odd
@@ -223,13 +223,13 @@ class Succession:
         if extent.node == self._me.index:
             return self._regions.chunk(extent.segment).segment.address
         if extent.node not in self._takeovers:
-            raise ProtocolError(f"results lie in the memory of node {extent.node}, which is not lost: our bug")
+            raise ProtocolError(f"results lie in the memory of node {extent.node}, which is not lost: a bug of bpsfast")
         return self._takeovers[extent.node].address(extent.segment)
 
-    def _plan_resends(self, unit: UnitPlan, part: PartPlan, succession: messages.OwnerChange, coded: bool) -> None:
-        address = self._arriving_at(unit, part)[succession.kept_round & 1]
+    def _plan_resends(self, unit: UnitPlan, part: PartPlan, change: messages.OwnerChange, coded: bool) -> None:
+        address = self._arriving_at(unit, part)[change.kept_round & 1]
         nbytes = part.nbytes
         if coded or unit.op == ROWS:  # a frame: its first eight bytes say how many follow
             nbytes = ctypes.c_uint64.from_address(address).value + 8
-        self.resends += [ResultResend(self._sources[node], part.part, succession.kept_round, address, nbytes)
-                       for node in succession.lacking]
+        self.resends += [ResultResend(self._sources[node], part.part, change.kept_round, address, nbytes)
+                       for node in change.lacking]

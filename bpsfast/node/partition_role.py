@@ -1,21 +1,22 @@
-"""What a node has to do with the partitions of a plan: whether it pushes or owns them, and what memory that takes."""
+"""The role of a node in the partitions of a plan: whether it pushes or owns them, and how much memory that takes."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..orchestration.codec import width_of
 from ..orchestration.messages import NodeInfo, PartPlan, Plan, UnitPlan
 from ..orchestration.placement.partition import ITEM_NBYTES
+from .generation import kept_nbytes
 from .gpu_direct import GpuDirect
-from .members import Members, members_of
-from .parameter_stores import kept_nbytes
 from .regions import page_round
 from .transport import Link, wire
 
 
 class PartitionRole:
-    """Node *me* among *nodes*; *links* by node, which may change, *local*: the engine's sources of its ranks.
-    *straight*: what of it lies on a device.
+    """What node *me* among *nodes* does for each partition, and how much memory that takes.
+
+    *links* by node, which may change; *local*: the engine's sources of its ranks; *gpu_direct*: memory on a device.
     """
 
     def __init__(self, me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link], local: Sequence[int],
@@ -28,7 +29,7 @@ class PartitionRole:
         self._members: dict[tuple[int, ...], Members] = {}  # by the ranks of units
 
     def members_of(self, ranks: tuple[int, ...]) -> Members:
-        """Return who pushes what is of *ranks*."""
+        """Return the members of a unit of *ranks*."""
         if ranks not in self._members:
             self._members[ranks] = members_of(ranks, self._me, self._nodes, self._links, self._local)
         return self._members[ranks]
@@ -40,11 +41,11 @@ class PartitionRole:
         return bool(self.members_of(unit.ranks).local) and wire(self._links[part.owner]) is not None
 
     def is_direct(self, unit: UnitPlan, part: PartPlan) -> bool:
-        """Whether *part* goes straight between a rank's device and a card, if that device's memory has room."""
+        """Whether *part* goes directly between a rank's device and a card, if that device's memory has room."""
         return self._why_staged(unit, part) == ""
 
     def count_direct(self, unit: UnitPlan, parts: Sequence[PartPlan], found: Collection[int]) -> None:
-        """Count *parts* of *unit*, of which those in *found* have places on a device; say why others have not."""
+        """Count *parts* of *unit*; those in *found* have places on a device. Log why the others have not."""
         for part in parts:
             reason = self._why_staged(unit, part)
             if self._gpu_direct is not None and reason is not None:
@@ -58,7 +59,7 @@ class PartitionRole:
         return self._gpu_direct.why_staged(unit, part, self._me.index, len(self.members_of(unit.ranks).local))
 
     def written_to(self, ranks: tuple[int, ...], part: PartPlan) -> tuple[int, ...]:
-        """Return the nodes that get a partial or the result of *part*, of *ranks*, from this one over a wire."""
+        """Return the nodes to which this one writes a partial or result of *part*, of *ranks*, over a wire."""
         members = self.members_of(ranks)
         if part.owner == self._me.index:
             return members.wired
@@ -66,7 +67,7 @@ class PartitionRole:
         return (part.owner,) if to_owner else ()
 
     def is_coded(self, unit: UnitPlan) -> bool:
-        """Whether *unit* is compressed: between nodes only."""
+        """Whether *unit* is compressed; within one node it never is."""
         return unit.codec is not None and len(self.members_of(unit.ranks).nodes) > 1
 
     def partial_nbytes(self, unit: UnitPlan, part: PartPlan) -> int:
@@ -108,3 +109,25 @@ class PartitionRole:
         states = {"error": unit.codec.error_feedback and has_local, "momentum": unit.codec.momentum > 0 and has_local,
                   "error_back": unit.codec.error_feedback and part.owner == self._me.index}
         return {name: nbytes for name, is_here in states.items() if is_here}
+
+
+@dataclass(frozen=True)
+class Members:
+    """The members of a unit. `nodes`: nodes with such ranks, in node order; `wired`: those reached over a wire;
+    `local`: the engine's sources of such ranks here, in local-rank order."""
+
+    n_ranks: int
+    nodes: tuple[int, ...]
+    wired: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+def members_of(ranks: Sequence[int], me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link],
+               local: Sequence[int]) -> Members:
+    """Return the members of a unit of *ranks* (empty: all); *local* are the sources of *me*'s ranks."""
+    chosen = set(ranks) if ranks else {rank for node in nodes for rank in node.ranks}
+    with_ranks = tuple(node.index for node in nodes if not chosen.isdisjoint(node.ranks))
+    return Members(
+        n_ranks=len(chosen), nodes=with_ranks,
+        wired=tuple(index for index in with_ranks if wire(links.get(index)) is not None),
+        local=tuple(source for source, rank in zip(local, me.ranks) if rank in chosen))

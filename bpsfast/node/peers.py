@@ -1,9 +1,9 @@
-"""The other nodes of a job, as one node sees them: connected once, read while the job runs, and lost.
+"""Connects a node to its peers, replaces links that end, and reports lost peers to the scheduler.
 
-    welcomed    the scheduler has said who they are: `Peering` connects to all of them
-    connected   engine, ranks and plans learn of it; NICs are measured first, where that was asked for
-    met         a node that comes late has connected, while the job goes on; taken in with the next change of epoch
-    lost        a connection or process is gone: a detour, if there may be one, else the scheduler hears of it
+    welcomed    the scheduler has named the peers: `Peering` connects to all of them
+    connected   runtime, ranks and plans are told; NICs are measured first, if a setting asks for it
+    late        a node that joins the running job has connected; it takes part from the next change of epoch on
+    lost        a connection or process has ended: a reconnect where one is possible, else a report to the scheduler
 """
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 
@@ -23,25 +24,140 @@ from ..orchestration import messages
 from ..orchestration.errors import PeerLostError, ProtocolError
 from ..orchestration.placement import forecast, rates
 from ..pyx.engine import NOBODY
+from .control_loop import ControlLoop
 from .event_loop import EventLoop
 from .local_ranks import LocalRanks
-from .metrics_collector import Member
+from .metrics import Member
 from .plans import Plans
-from .reconnects import Reconnects
+from .runtime import NodeRuntime
 from .transport import Epochs, Link, Peering, TalkingLink, nic_probe, shm, talking
-
-if TYPE_CHECKING:
-    from .main import Node
+from .transport.rdma import RdmaLink
+from .transport.tcp import TcpLink
 
 log = logging.getLogger("bpsfast.node")
 
-#: How long ranks have to read why a job was aborted; and, if the lease is no longer, a scheduler to say what a lost
-#: peer means: it may have to hear first whether that one lives.
+#: How long ranks have to read why a job was aborted; and, if lease_s is not longer, how long the scheduler has to
+#: decide what the loss of a peer means: it may first have to find out whether that node is alive.
 GRACE_S = 2.0
 
 
+@dataclass
+class Reconnect:
+    """A peer without a link: the link it had, and why that has ended."""
+
+    link: TcpLink | RdmaLink
+    reason: str
+
+
+class Reconnects:
+    """Replaces links that end in the middle of a job, without any effect on sums. Used by the control loop's thread.
+
+    begin      a connection or lane failed here, or the peer asks for another link: this node closes its own for good,
+               so what has arrived over it is known; `Peering.seek` looks for another link, by tcp
+    called     the peer has closed a link that seems whole here
+    connected  both sides have closed it and told each other what they await: all partitions are bound to the new link,
+               what has not arrived is written again, then what waited
+    gone       there was no new link in time: the peer is lost
+
+    A write is repeated if and only if the peer awaits it, and its bytes are still in place (`Dispatcher.replace_link`).
+    With transport=rdma there is no other link: the peer is lost at once.
+
+    Parameters
+    ----------
+    run_with_heartbeats
+        See `ControlLoop`.
+    on_fenced
+        Called with a node's index when nothing is to be expected any more on the channel to it.
+    on_lost
+        Called with a node's index and the reason when a reconnect has failed.
+    """
+
+    def __init__(self, settings: Settings, loop: EventLoop, runtime: NodeRuntime, peering: Peering,
+                 run_with_heartbeats: Callable[[Callable[[], Any]], Any], on_fenced: Callable[[int], None],
+                 on_lost: Callable[[int, str], None]) -> None:
+        self._leaves_rdma = settings.transport == "auto"
+        # A peer may be as busy as at the start; one that does not answer at all is given up sooner.
+        self._timeout_s = settings.start_timeout_s
+        self._loop = loop
+        self._runtime = runtime
+        self._peering = peering
+        self._run_with_heartbeats = run_with_heartbeats
+        self._on_fenced = on_fenced
+        self._on_lost = on_lost
+        self._under_way: dict[int, Reconnect] = {}
+        self._forgotten: set[int] = set()
+
+    def begin(self, index: int, reason: str) -> bool:
+        """Close the link to node *index* because of *reason*, and seek another; False if that is impossible."""
+        if index in self._under_way:
+            return True
+        link = self._runtime.links.get(index)
+        if not isinstance(link, TcpLink) and not (isinstance(link, RdmaLink) and self._leaves_rdma):
+            return False
+        if self._runtime.gpu_direct.reaches(link):
+            log.warning("node %d is not reached by tcp instead: BPSFAST_GPU_DIRECT is on, partitions lie in GPU memory",
+                        index)
+            return False
+        if not self._run_with_heartbeats(partial(self._runtime.part_with, link)):
+            return False  # the peer may still write into this node's memory
+        log.info("the %s link to node %d has ended: %s", link.kind, index, reason)
+        reconnect = self._under_way[index] = Reconnect(link, reason)
+        self._seek(index, reconnect)
+        self._on_fenced(index)
+        return True
+
+    def connected(self) -> None:
+        """Handle what `Peering` has found meanwhile: new links, peers that ask for one, peers that are gone."""
+        for index in self._peering.called():
+            if index not in self._forgotten:
+                self._called(index)
+        for index, why in self._peering.gone().items():
+            if index in self._under_way:
+                self._on_lost(index, f"{self._under_way.pop(index).reason}; {why}")
+        for index, reconnect in list(self._under_way.items()):
+            link = self._peering.take(index).get(index)
+            if isinstance(link, TcpLink):
+                del self._under_way[index]
+                if isinstance(reconnect.link, RdmaLink):
+                    self._loop.forget(reconnect.link.channel.fileno())
+                self._run_with_heartbeats(partial(self._runtime.resume, link))
+                if isinstance(reconnect.link, RdmaLink):
+                    log.warning("node %d is reached by tcp from now on, not by rdma: %s", index, reconnect.reason)
+                else:
+                    log.warning("node %d is reached by new connections: %s", index, reconnect.reason)
+
+    def forget(self, index: int) -> None:
+        """Stop seeking a link to node *index*: it is lost, and the job goes on without it."""
+        self._forgotten.add(index)
+        self._under_way.pop(index, None)
+        self._peering.give_up(index, "the job goes on without it")
+
+    def channel_ended(self, index: int) -> bool:
+        """Return whether the end of the channel to node *index* is expected, since another link is sought."""
+        return index in self._under_way
+
+    def _called(self, index: int) -> None:
+        reconnect = self._under_way.get(index)
+        if reconnect is not None:  # the replacement has ended already
+            self._seek(index, reconnect)
+        elif not self.begin(index, f"node {index} has closed it"):
+            self._on_lost(index, f"node {index} has closed the link, and there can be no other")
+
+    def _seek(self, index: int, reconnect: Reconnect) -> None:
+        reason = reconnect.reason if isinstance(reconnect.link, RdmaLink) else ""
+        self._peering.seek(index, reconnect.link.awaited, reason)
+        self._loop.call_at(time.monotonic() + self._timeout_s, lambda: self._check(index, reconnect))
+
+    def _check(self, index: int, reconnect: Reconnect) -> None:
+        if self._under_way.get(index) is reconnect:
+            del self._under_way[index]
+            why = f"there was no other link within {self._timeout_s:g} s"
+            self._peering.give_up(index, why)
+            self._on_lost(index, f"{reconnect.reason}; and {why}")
+
+
 class Peers:
-    """The peers of *node*. Called by the control loop's thread, but for `source_lost_soon`.
+    """All peers of *node*. For the control loop's thread, except `source_lost_soon`.
 
     Parameters
     ----------
@@ -49,7 +165,7 @@ class Peers:
         Where other nodes' data connections come in; `close` closes it, if the job has begun.
     """
 
-    def __init__(self, node: Node, loop: EventLoop, settings: Settings, key: bytes, listener: socket.socket,
+    def __init__(self, node: ControlLoop, loop: EventLoop, settings: Settings, key: bytes, listener: socket.socket,
                  plans: Plans, local_ranks: LocalRanks, epochs: Epochs) -> None:
         self._node = node
         self._loop = loop
@@ -63,14 +179,14 @@ class Peers:
         self._reconnects: Reconnects | None = None
         self._welcome: messages.Welcome | None = None
         self._nodes: dict[int, messages.NodeInfo] = {}
-        self._late: set[int] = set()  # who is to come, and not connected yet
+        self._late: set[int] = set()  # join the running job, and are not connected yet
         self._lost_peers: set[int] = set()
-        self._parted: set[int] = set()  # with whom the whole job has parted
-        #: Called once all peers of the start are connected that the job has not parted with.
+        self._dropped: set[int] = set()  # the whole job goes on without them
+        #: Called once all peers of the start are connected that have not been dropped.
         self.on_connected: Callable[[], None] = lambda: None
 
     def welcomed(self, message: messages.Welcome) -> None:
-        """Begin to connect."""
+        """Start to connect to all peers."""
         self._welcome = message
         self._nodes = {node.index: node for node in message.nodes}
         runtime = self._node.runtime
@@ -82,18 +198,18 @@ class Peers:
         self._changed()
 
     def visit(self, message: messages.ProbeRequest) -> None:
-        """Find out for the scheduler whether a node answers at its data port."""
+        """Test for the scheduler whether a node answers at its data port."""
         assert self._peering is not None
         self._peering.visit(message.node, lambda index, outcome: self._loop.call_soon(
             lambda: self._node.say(messages.ProbeResult(node=index, outcome=outcome))))
 
     def came(self, link: shm.ShmLink) -> None:
-        """Take in a node of this host that came to the local socket."""
+        """Take the link to a node of this host that connected to the local socket."""
         assert self._peering is not None
         self._peering.offer(link, "a memfd exchange over this node's local socket worked")
 
     def expect(self, message: messages.Joined) -> None:
-        """Let a node that comes late connect."""
+        """Allow a node that joins the running job to connect."""
         assert self._peering is not None
         self._late.add(message.node.index)
         self._nodes[message.node.index] = message.node
@@ -102,21 +218,21 @@ class Peers:
         self._node.send(messages.NewcomerReady(node=message.node.index))
 
     def not_coming(self, message: messages.NewcomerGone) -> None:
-        """Expect a node no more that was to come late."""
+        """Forget a node that was to join the running job."""
         assert self._peering is not None
-        self._parted.add(message.node)
+        self._dropped.add(message.node)
         self._late.discard(message.node)
         self._peering.forget(message.node)
         self._peering.give_up(message.node, "the job goes on without it")
 
     def take_in(self, index: int) -> None:
-        """Let node *index*, which has come late, be a peer, if it is to be one of this node's, and is not yet."""
+        """Make node *index*, which has joined the running job, a peer, if it is connected and not a peer yet."""
         assert self._peering is not None
         runtime, name = self._node.runtime, f"node {index}"
         link = self._peering.take(index).get(index) if index not in runtime.links else None
         if link is not None:
             transport = self._peering.describe()[name]
-            log.info("%s, which has come late, by %s", name, transport)
+            log.info("%s, which has joined the running job, by %s", name, transport)
             error = self._node.run_with_heartbeats(lambda: _error_of(lambda: runtime.take_in(link, transport)))
             if error is not None:  # the job can do without it
                 self._lost(index, f"it cannot be made a peer of {self._node.name} ({transport}): {error!r}")
@@ -124,18 +240,18 @@ class Peers:
             self._watch(link)
 
     def rates_known(self, message: messages.Rates) -> None:
-        """Say what to expect now that all NICs are measured."""
+        """Log what to expect, now that all NICs are measured."""
         assert self._welcome is not None
-        self._say_what_to_expect([msgspec.structs.replace(node, nic_rate_bytes=rate)
+        self._log_forecast([msgspec.structs.replace(node, nic_rate_bytes=rate)
                                   for node, rate in zip(self._welcome.nodes, message.nic_rate_bytes)])
 
     def source_lost_soon(self, source: int, code: int) -> None:
-        """Hear, from any thread, that the engine or a lane gave *source* up; *code* is an errno."""
+        """Handle the loss of *source*, of which the engine or a lane has told; *code* is an errno. Any thread."""
         self._loop.call_soon(lambda: self._source_lost(source, code))
 
     def part_with(self, index: int) -> None:
-        """Watch and expect node *index* no more: the job goes on without it."""
-        self._parted.add(index)
+        """Stop watching node *index*: the job goes on without it."""
+        self._dropped.add(index)
         if self._peering is not None and not self._node.runtime.connected:
             assert self._welcome is not None
             self._welcome = msgspec.structs.replace(self._welcome, lost=(*self._welcome.lost, index))
@@ -143,7 +259,7 @@ class Peers:
             return
         link = self._node.runtime.links.get(index)
         if link is None:
-            return  # neither of the two has ranks; or it was parted with before
+            return  # neither of the two has ranks, or it was dropped before
         if (talking_link := talking(link)) is not None:
             self._loop.forget(talking_link.channel.fileno())
         if isinstance(link, shm.ShmLink):
@@ -152,17 +268,17 @@ class Peers:
             self._reconnects.forget(index)
 
     def leave_rdma(self, index: int, reason: str) -> bool:
-        """Part with the RDMA link to node *index* because of *reason*, for one by tcp; whether that can be."""
+        """Replace the RDMA link to node *index* by tcp because of *reason*; return whether that is possible."""
         return self._reconnects is not None and self._reconnects.begin(index, reason)
 
     def announce_shutdown(self) -> None:
-        """Tell all peers that the ranks of this node have left, for there is no scheduler to tell them."""
+        """Tell all peers that the ranks of this node have left; there is no scheduler to do so."""
         assert self._peering is not None
         self._peering.peer_shutdowns.announce_shutdown()
 
     @property
     def peer_shutdowns(self) -> set[int]:
-        """The peers that have said that all their ranks have left."""
+        """The peers that have announced that all their ranks have left."""
         return self._peering.peer_shutdowns.said if self._peering is not None else set()
 
     @property
@@ -171,9 +287,9 @@ class Peers:
         return self._peering is not None and self._peering.peer_shutdowns.are_announced
 
     def members(self) -> tuple[Member, ...]:
-        """Return the nodes of the job, this one too, and which of them are there."""
+        """Return the nodes of the job, including this one, and which of them are present."""
         assert self._welcome is not None
-        gone = {*self._welcome.lost, *self._parted, *self._lost_peers, *self._late}
+        gone = {*self._welcome.lost, *self._dropped, *self._lost_peers, *self._late}
         return tuple(Member(index, node.host, not node.ranks, index not in gone)
                      for index, node in sorted(self._nodes.items()))
 
@@ -182,10 +298,10 @@ class Peers:
         if self._peering is not None:
             self._peering.close()
 
-    # -- innards ------------------------------------------------------------------------------------------
+    # -- internal -----------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        """Once every peer is connected: tell the engine, the ranks, and do what was held back."""
+        """Handle news of `Peering`; once every peer is connected, tell the engine and the ranks, and do what waited."""
         assert self._peering is not None and self._welcome is not None
         if self._peering.error is not None:
             self._node.fail(self._peering.error)
@@ -193,7 +309,7 @@ class Peers:
             self._lost(index, why)
         if self._reconnects is not None and not self._node.ending:
             self._reconnects.connected()
-            for index in sorted(self._peering.refused() - self._parted - self.peer_shutdowns):
+            for index in sorted(self._peering.refused() - self._dropped - self.peer_shutdowns):
                 self._node.say(messages.ProbeResult(node=index, outcome="refused"))
         if self._node.runtime.connected and not self._node.ending:
             self._meet()
@@ -208,24 +324,25 @@ class Peers:
             if me.probes:
                 self._node.send(messages.Measured(nic_rate_bytes=rate))
         if not any(node.probes for node in nodes):
-            self._say_what_to_expect(nodes)
-        self._node.runtime.connect(me, self._welcome, self._peering.take(), self._peering.describe(), self._local_ranks.ranks)
+            self._log_forecast(nodes)
+        self._node.runtime.connect(me, self._welcome, self._peering.take(), self._peering.describe(),
+                                   self._local_ranks.ranks)
         for link in self._node.runtime.talking_links():
             self._watch(link)
-        self._reconnects = Reconnects(self._settings, self._loop, self._node.runtime, self._peering, self._node.run_with_heartbeats,
-                                self._plans.without, self._lost)
+        self._reconnects = Reconnects(self._settings, self._loop, self._node.runtime, self._peering,
+                                      self._node.run_with_heartbeats, self._plans.without, self._lost)
         self._local_ranks.connected(me, self._welcome, self._peering.describe())
         self._plans.connected()
-        self._reconnects.connected()  # a link may have ended before anybody could part with it
+        self._reconnects.connected()  # a link may have ended before it could be replaced
         self._meet()
         self.on_connected()
         if self._welcome.is_late:
-            plan_installer, welcome = self._node.runtime.plan_installer, self._welcome
-            self._node.run_with_heartbeats(lambda: plan_installer.warm(welcome.kinds, welcome.share_nbytes))
+            installer, welcome = self._node.runtime.installer, self._welcome
+            self._node.run_with_heartbeats(lambda: installer.warm(welcome.kinds, welcome.share_nbytes))
             self._node.send(messages.NewcomerReady(node=me.index, is_linked=True))
 
     def _meet(self) -> None:
-        """Say which nodes that come late are connected."""
+        """Tell the scheduler which joining nodes are connected."""
         assert self._peering is not None
         for index in sorted(self._late & self._peering.links.keys()):
             self._late.discard(index)
@@ -237,8 +354,8 @@ class Peers:
         if isinstance(link, shm.ShmLink):
             self._loop.watch(link.pidfd, partial(self._lost, link.index, link.gone))
 
-    def _say_what_to_expect(self, nodes: Sequence[messages.NodeInfo]) -> None:
-        """Log, on one node of the job, what the placement promises, and why it cannot win where it cannot."""
+    def _log_forecast(self, nodes: Sequence[messages.NodeInfo]) -> None:
+        """Log on one node of the job what speed the placement promises, and why it may bring nothing."""
         assert self._peering is not None and self._welcome is not None
         if self._welcome.index != 0:
             return
@@ -261,11 +378,11 @@ class Peers:
                 self._lost(link.index, link.gone)
             return
         for message, fds in received:
-            self._node.heard()
+            self._node.count_message()
             self._plans.peer_said(link, message, fds)
 
     def _source_lost(self, source: int, code: int) -> None:
-        """A broken connection, or rubbish that was announced."""
+        """Handle a broken connection, or an announcement that makes no sense."""
         if self._node.ending:
             return
         if source < 0:
@@ -276,13 +393,14 @@ class Peers:
             self._node.fail(self._node.runtime.engine_error)
             return
         who, index = self._node.runtime.who(source)
-        if index in self._parted:
+        if index in self._dropped:
             return
         if code == errno.EPROTO or index is None:
             what = self._node.runtime.why_lost(index, code) if index is not None else os.strerror(code)
-            # It ends the job, for all of us: what that one does sum may be as wrong.
-            rubbish = f"{who} announced or sent what fits no partition ({what})"
-            self._node.fail(ProtocolError(f"{rubbish}: mixed versions, or our bug"), "" if index is not None else who)
+            # The whole job ends: sums of that process may be as wrong.
+            nonsense = f"{who} announced or sent what fits no partition ({what})"
+            self._node.fail(ProtocolError(f"{nonsense}: mixed versions, or a bug of bpsfast"),
+                            "" if index is not None else who)
             return
         if index in self.peer_shutdowns:
             return
@@ -291,34 +409,34 @@ class Peers:
             self._lost(index, reason)
 
     def _lost(self, index: int, reason: str) -> None:
-        """Report a lost peer. The scheduler knows whether the job had ended anyway; without its word we abort."""
+        """Report a lost peer. The scheduler knows whether the job had ended anyway; if it does not answer, abort."""
         link = self._node.runtime.links.get(index)
         if isinstance(link, shm.ShmLink):
             self._loop.forget(link.pidfd)
-        if index in self._lost_peers | self._parted or index in self.peer_shutdowns or self._node.ending:
+        if index in self._lost_peers | self._dropped or index in self.peer_shutdowns or self._node.ending:
             return
         self._lost_peers.add(index)
         host = self._nodes[index].host
         log.info("node %d (%s) is lost: %s", index, host, reason)
         self._node.send(messages.Lost(who=f"node {index}", reason=reason))
         error = PeerLostError(f"node {index} ({host}) is lost: {reason}")
-        wait_s = max(GRACE_S, self._settings.lease_s)  # one that is silent for longer is lost itself
-        self._loop.call_at(time.monotonic() + wait_s, lambda: self._without_word(index, error))
+        wait_s = max(GRACE_S, self._settings.lease_s)  # a scheduler that is silent for longer is lost itself
+        self._loop.call_at(time.monotonic() + wait_s, lambda: self._end_unanswered(index, error))
 
-    def _without_word(self, index: int, error: PeerLostError, was_without: bool = False) -> None:
-        """End the job unless the scheduler has said meanwhile that it goes on without node *index*, or is lost.
+    def _end_unanswered(self, index: int, error: PeerLostError, was_without: bool = False) -> None:
+        """End the job unless the scheduler has dropped node *index* meanwhile, or is lost.
 
-        A helper ends alone, and says so: the job can do without it. *was_without*: it was lost when last asked:
-        the next one has as long to say so as any.
+        A helper only ends itself, and says so: the job can do without it. *was_without*: the scheduler was lost at the
+        last check; the next one has the full time to answer.
         """
-        self._node.catch_up()  # this thread may have been at work for longer than the scheduler took
-        if index in self._parted:
+        self._node.catch_up()  # this thread may have been busy for longer than the scheduler took
+        if index in self._dropped:
             return
         if self._node.is_without_scheduler and not self._nodes[index].ranks:
-            self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._without_word(index, error, True))
+            self._loop.call_at(time.monotonic() + GRACE_S, lambda: self._end_unanswered(index, error, True))
         elif was_without:
             wait_s = max(GRACE_S, self._settings.lease_s)
-            self._loop.call_at(time.monotonic() + wait_s, lambda: self._without_word(index, error))
+            self._loop.call_at(time.monotonic() + wait_s, lambda: self._end_unanswered(index, error))
         else:
             self._node.fail(error, tell=not self._local_ranks.ranks)
 

@@ -11,16 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from ..base.trace_records import Part
 from ..orchestration.errors import CapacityError, PeerLostError, ProtocolError
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, Plan, Recover, UnitPlan
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
-from ..trace import Part
 from .codec_state import CodedState
-from .generation import Generation, UnitResources
+from .generation import Generation, ParameterStores, UnitResources
 from .gpu_direct import GpuDirect
-from .owner_changes import SharedMemoryTakeover, Succession
-from .parameter_stores import ParameterStores
+from .owner_changes import OwnerTransfer, SharedMemoryTakeover
 from .partition_role import PartitionRole
 from .regions import Chunk, Regions
 from .transport import Link, wire
@@ -32,7 +31,7 @@ log = logging.getLogger("bpsfast.node")
 
 
 class PlanInstaller:
-    """Knows this node's place among its peers, and turns plans into regions, bindings and engine parts.
+    """Turns plans into memory, bindings and engine parts of this node, and keeps track of them.
 
     Parameters
     ----------
@@ -43,8 +42,8 @@ class PlanInstaller:
     local
         Source ids of the local ranks, in local-rank order.
     sums
-        False: parts move, but nothing is summed (`no_sum`).
-    straight
+        False: parts are moved, but nothing is summed (`kernels.no_sum_address`).
+    gpu_direct
         What of ranks' devices cards reach.
     """
 
@@ -60,7 +59,7 @@ class PlanInstaller:
         self._sources = sources
         self._sums = sums
         self._gpu_direct = gpu_direct
-        self._partition_role = PartitionRole(me, nodes, links, local, gpu_direct)
+        self._role = PartitionRole(me, nodes, links, local, gpu_direct)
         self._shared: dict[int, tuple[Chunk, str]] = {}
         self._early: dict[int, list[tuple[int, PeerExtents | PeerSlots]]] = {}
         self._unit_resources: dict[int, UnitResources] = {}  # of committed units
@@ -75,31 +74,30 @@ class PlanInstaller:
 
     @property
     def uses_wires(self) -> bool:
-        """Whether any peer is reached otherwise than by shared memory."""
+        """Whether any peer is reached other than by shared memory."""
         return any(wire(link) is not None for link in self._links.values())
 
     @property
     def ownable_nbytes(self) -> int:
-        """Bytes of partitions that this node can own more, -1: any; with ranks its memory is first for their gradients.
-        """
-        return -1 if self._me.ranks else self._regions.ownable_nbytes(len(self._partition_role.members_of(()).wired))
+        """Bytes of partitions that this node can own in addition, -1: any (always so for nodes with ranks)."""
+        return -1 if self._me.ranks else self._regions.ownable_nbytes(len(self._role.members_of(()).wired))
 
     @property
     def room_nbytes(self) -> int:
-        """About how many bytes of partitions this node has memory for to own them in place of lost nodes."""
-        return self._regions.takeable_nbytes(len(self._partition_role.members_of(()).wired), has_results=bool(self._me.ranks))
+        """About how many bytes of partitions of lost nodes this node has memory for."""
+        return self._regions.takeable_nbytes(len(self._role.members_of(()).wired), has_results=bool(self._me.ranks))
 
     # -- preparing ----------------------------------------------------------------------------------------
 
     def prepare(self, plan: Plan) -> Generation:
-        """Allocate, bind, install and share everything of *plan*; `Generation.awaited` says who has not done so.
+        """Allocate, bind, install and share everything of *plan*; `Generation.awaited` names peers that have not.
 
         Raises
         ------
         CapacityError
             If the machine cannot hold it; nothing of it was kept.
         """
-        unit_installer = self._unit_installer(self._partition_role.room(plan), f"generation {plan.generation}")
+        unit_installer = self._unit_installer(self._role.room(plan), f"generation {plan.generation}")
         generation = Generation(plan)
         try:
             for unit in plan.units:
@@ -118,29 +116,29 @@ class PlanInstaller:
         return generation
 
     def _unit_installer(self, room: dict[str, int], purpose: str) -> UnitInstaller:
-        return UnitInstaller(self._me, self._engine, self._regions, self._links, self._sources, self._partition_role,
+        return UnitInstaller(self._me, self._engine, self._regions, self._links, self._sources, self._role,
                             self._stores, self._sums, room, purpose)
 
     def warm(self, kinds: Iterable[tuple[str, str]], owned_nbytes: int) -> None:
-        """Compile what sums of these (dtype, op) need, and have memory at hand for owning so many bytes of partitions,
-        as far as there is any: who comes late must not keep others waiting for that, or for it to be registered.
+        """Compile the kernels of these (dtype, op), and allocate and release memory to own so many bytes of partitions,
+        as far as there is any: a joining node must not delay others with that, or with registering it.
         """
         for dtype, op in kinds:
             kernel(dtype, op, self._sums)
-        n_writers, room_nbytes = len(self._partition_role.members_of(()).wired), self.ownable_nbytes
+        n_writers, room_nbytes = len(self._role.members_of(()).wired), self.ownable_nbytes
         nbytes = owned_nbytes if room_nbytes < 0 else min(owned_nbytes, room_nbytes)
         made = []
         try:
-            if n_writers:  # else it can own nothing that others own
+            if n_writers:  # else it can own no partition of others
                 for arena, size in ((self._regions.results, 2 * nbytes), (self._regions.slots, n_writers * nbytes)):
                     made.append((arena, arena.allocate(size)[0], size))
         except CapacityError as exc:
-            log.info("there is no memory at hand for %d bytes of partitions: %s", nbytes, exc)
+            log.info("there is no memory for %d bytes of partitions: %s", nbytes, exc)
         for arena, place, size in made:
             arena.release(place, size)
 
     def peer_said(self, generation: Generation | None, index: int, message: PeerExtents | PeerSlots) -> None:
-        """Note where node *index* keeps its results, or its slots; it may be ahead of our own plan."""
+        """Record the addresses of node *index*'s results or slots; they may come before this node's own plan."""
         if generation is not None and generation.plan.generation == message.generation:
             self._take(generation, index, message)
         else:
@@ -155,17 +153,17 @@ class PlanInstaller:
         self._early.pop(generation.plan.generation, None)
 
     def committed(self, generation: Generation) -> None:
-        """Remember the names of the parts, for traces, where their units begin, and what is written to whom."""
+        """Record the parts of a committed generation: names for traces, first parts of units, bytes to each peer."""
         for unit in generation.plan.units:
             generation.unit_resources[unit.unit].extents = {
                 part.part: generation.extents[part.part] for part in unit.parts if part.part in generation.extents}
             for number, part in enumerate(unit.parts):
-                self._count_on(unit, number, part)
+                self._add_part(unit, number, part)
         self._unit_resources |= generation.unit_resources
         self._forget_early(generation)
 
-    def _count_on(self, unit: UnitPlan, number: int, part: PartPlan) -> None:
-        """Remember *part*, the *number*-th of *unit*, under its owner, who is new."""
+    def _add_part(self, unit: UnitPlan, number: int, part: PartPlan) -> None:
+        """Record *part*, the *number*-th of *unit*, with its new owner."""
         self.first_parts[part.part] = unit.parts[0].part
         self.parts[part.part] = Part(unit.name, number, len(unit.parts), part.owner)
         written_to = self._written_to(unit.ranks, part)
@@ -174,20 +172,21 @@ class PlanInstaller:
         for source in written_to:
             self.shares[source] = self.shares.get(source, 0) + part.wire_nbytes
 
-    def _count_off(self, unit: UnitPlan, part: PartPlan, owner: int) -> None:
-        """Forget what was written here because of *owner*, who lives and owns *part* no more, or is lost."""
+    def _remove_owner(self, unit: UnitPlan, part: PartPlan, owner: int) -> None:
+        """Remove from the bytes to each peer what *part* added while *owner* owned it."""
         self.readers.pop(part.part, None)
         if owner == self._me.index or owner in self._links:
             for source in self._written_to(unit.ranks, msgspec.structs.replace(part, owner=owner)):
                 self.shares[source] -= part.wire_nbytes
 
     def retire(self, units: Sequence[int]) -> list[int]:
-        """Give back all that committed *units* use, which every rank of the job has retired; return their parts here.
+        """Release all that committed *units* use, which every rank of the job has retired; return their parts here.
 
-        Nothing of them can be under way: a rank retires what it has seen complete, so every input was summed and every
-        result has arrived where somebody waits for it. Their memory stays mapped, and registered, for the next units.
+        Nothing of them is under way: a rank retires what is complete for it, so every input was summed and every result
+        has arrived. Their memory stays mapped, and registered, for the next units.
         """
-        units = [number for number in units if number in self._unit_resources]  # who came late knows only what it owns
+        # A node that joined late knows only the units that it owns a part of.
+        units = [number for number in units if number in self._unit_resources]
         retired = [part.part for number in units for part in self._unit_resources[number].parts]
         try:
             self._engine.retire(retired)
@@ -218,15 +217,15 @@ class PlanInstaller:
             return None
         return CodedState(self._engine, self._me.index, resources.codec, resources.dtype, resources.coded)
 
-    # -- when a node is lost, or comes late ---------------------------------------------------------------
+    # -- nodes are lost, or join --------------------------------------------------------------------------
 
     @property
     def near(self) -> tuple[int, ...]:
-        """The nodes that this one shares memory with, those included that are lost."""
+        """The nodes that this one shares memory with, including lost ones."""
         return tuple(sorted({*(link.index for link in self._shm_links()), *self._takeovers}))
 
     def peer_lost(self, link: Link) -> None:
-        """Know that the node behind *link*, which is closed or whose process is gone, is lost; keep what it leaves."""
+        """Record the loss of the node behind *link*, which is closed or whose process has ended; keep its memory."""
         if isinstance(link, ShmLink):
             self._takeovers[link.index] = SharedMemoryTakeover(link, self._regions)
         self.shares.pop(self._sources[link.index], None)
@@ -234,25 +233,26 @@ class PlanInstaller:
             resources.bound = [bound for bound in resources.bound if bound[0] != link.index]
 
     def progress(self, lost: Sequence[int], everything: bool = False) -> tuple[tuple[int, int, int, int], ...]:
-        """Return, of partitions that *lost* nodes owned and ranks here push, what `Frozen` says of them.
+        """Return the entries of `FreezeReport` for the partitions that *lost* nodes owned and ranks here push.
 
-        If *everything*, of all that ranks here push, and of those that this node owns.
+        *everything*: for all that ranks here push, and all that this node owns.
         """
         here = bool(self._me.ranks)
         return tuple((part.part, *self._engine.progress(part.part), resources.extents[part.part].node if here else -1)
                      for resources in self._unit_resources.values() if resources.extents or everything
                      for part in resources.parts if everything or (here and part.owner in lost))
 
-    def prepare_owner_change(self, message: Recover) -> tuple[Generation, Succession]:
-        """Allocate and bind what the new owners of *message* need here; raises as `prepare`, and `PeerLostError` if a
-        partition whose input lies on a device would be summed by who cannot reach it.
+    def prepare_owner_change(self, message: Recover) -> tuple[Generation, OwnerTransfer]:
+        """Allocate and bind what the new owners of *message* need here.
+
+        Raises as `prepare`, and `PeerLostError` if a new owner cannot reach input that lies on a device.
         """
         self._require_reach(message)
         generation = Generation(Plan(generation=message.generation, units=message.units), is_owner_change=True)
-        succession = Succession(self._me, self._engine, self._links, self._sources, self._partition_role, self._unit_resources,
+        transfer = OwnerTransfer(self._me, self._engine, self._links, self._sources, self._role, self._unit_resources,
                                 self._regions, self._takeovers, message)
         try:
-            succession.prepare(generation, self._unit_installer)
+            transfer.prepare(generation, self._unit_installer)
         except BaseException:
             self.drop(generation)
             raise
@@ -263,10 +263,10 @@ class PlanInstaller:
         generation.awaited = {link.index for link in self._rdma_links()}
         for index, said in self._early.pop(message.generation, ()):
             self._take(generation, index, said)
-        return generation, succession
+        return generation, transfer
 
     def succeeded(self, generation: Generation) -> None:
-        """Count on the new owners of a generation that `prepare_owner_change` has made."""
+        """Record the new owners of a generation that `prepare_owner_change` has made."""
         for unit in generation.plan.units:
             fresh = generation.unit_resources.get(unit.unit)
             resources = self._unit_resources.setdefault(unit.unit, UnitResources(ranks=unit.ranks))
@@ -274,21 +274,19 @@ class PlanInstaller:
             if fresh is not None:
                 resources.absorb(fresh)
                 mine |= {part.part for part in fresh.parts}
-            if not self._partition_role.members_of(unit.ranks).local:
+            if not self._role.members_of(unit.ranks).local:
                 mine = {part.part for part in unit.parts if part.part in mine and part.owner == self._me.index}
             resources.parts = [part for part in unit.parts if part.part in mine]
             for number, part in enumerate(unit.parts):
                 known = self.parts.get(part.part)
                 if known is None or known.owner != part.owner:
                     if known is not None:
-                        self._count_off(unit, part, known.owner)
-                    self._count_on(unit, number, part)
+                        self._remove_owner(unit, part, known.owner)
+                    self._add_part(unit, number, part)
         self._forget_early(generation)
 
     def result_segments(self, generation: Generation) -> Iterator[tuple[int, int, Segment]]:
-        """Yield (node, number, segment) of every segment that results of *generation* appear in, but a rank's own: of
-        its device.
-        """
+        """Yield (node, number, segment) of every segment that holds results of *generation*, except device memory."""
         for node, number in sorted({(extent.node, extent.segment) for extent in generation.extents.values()
                                     if not extent.on_device}):
             link = self._links.get(node)
@@ -300,18 +298,18 @@ class PlanInstaller:
                 yield node, number, segment
 
     def share_chunk(self, chunk: Chunk, kind: str) -> None:
-        """Let all peers of this host map *chunk*, once."""
+        """Share *chunk* with all peers of this host, once."""
         if chunk.index not in self._shared:
             self._shared[chunk.index] = chunk, kind
             for link in self._shm_links():
-                _show(link, chunk, kind)
+                _share_with(link, chunk, kind)
 
     def share_all(self, link: ShmLink) -> None:
-        """Let a peer of this host that has come late map what all others have."""
+        """Share with a peer of this host that has joined late what all others have mapped."""
         for chunk, kind in self._shared.values():
-            _show(link, chunk, kind)
+            _share_with(link, chunk, kind)
 
-    # -- innards ------------------------------------------------------------------------------------------
+    # -- internal -----------------------------------------------------------------------------------------
 
     def _require_reach(self, message: Recover) -> None:
         changed = {each.part for each in message.owner_changes}
@@ -327,16 +325,15 @@ class PlanInstaller:
                     raise PeerLostError(
                         f"{who} would sum a partition of {unit.members[0].name!r} from now on, and cannot read node "
                         f"{self._me.index}'s input of it, which lies in GPU memory: with BPSFAST_GPU_DIRECT=1 a job "
-                        "goes on without a lost node only where others that are reached by RDMA take its place")
-
+                        "survives the loss of a node only if nodes that are reached by RDMA can replace it")
 
     def _forget_early(self, committed: Generation) -> None:
-        """Drop what was said of generations before the one that is *committed*: they were withdrawn."""
+        """Drop messages about generations before the one that is *committed*: they were withdrawn."""
         self._early = {number: said for number, said in self._early.items() if number > committed.plan.generation}
 
     def _give_back(self, resources: UnitResources) -> None:
         for index, part in resources.bound:
-            link = wire(self._links[index])  # maybe another one than was bound: a pair may go over to tcp
+            link = wire(self._links[index])  # maybe not the one that was bound: tcp may have replaced it
             assert link is not None, "bytes are written over it"
             link.unbind(part)
         for arena, place, nbytes in resources.places:
@@ -351,11 +348,11 @@ class PlanInstaller:
         return [link for _, link in sorted(self._links.items()) if isinstance(link, RdmaLink) and not link.fenced]
 
     def _written_to(self, ranks: tuple[int, ...], part: PartPlan) -> tuple[int, ...]:
-        """Return the sources that get a partial or the result of *part*, of *ranks*, from this node over a wire."""
-        return tuple(self._sources[index] for index in self._partition_role.written_to(ranks, part))
+        """Return the sources to which this node writes a partial or result of *part*, of *ranks*, over a wire."""
+        return tuple(self._sources[index] for index in self._role.written_to(ranks, part))
 
     def _share(self, generation: Generation) -> None:
-        """Show peers of this host our partials and results, and all peers where parts of this generation lie."""
+        """Share partials and results with peers of this host, and send all peers the addresses of this generation."""
         for kind, arena in (("partial", self._regions.partials), ("result", self._regions.results)):
             for chunk in arena.chunks:
                 self.share_chunk(chunk, kind)
@@ -373,7 +370,7 @@ class PlanInstaller:
     def _take(self, generation: Generation, index: int, message: PeerExtents | PeerSlots) -> None:
         link = self._links[index]
         if isinstance(message, PeerSlots):
-            if isinstance(link, RdmaLink):  # else the pair has gone over to tcp since it was sent
+            if isinstance(link, RdmaLink):  # else tcp has replaced the link meanwhile
                 link.aim(message)
             generation.awaited.discard(index)
             return
@@ -388,5 +385,5 @@ class PlanInstaller:
         generation.awaited.discard(index)
 
 
-def _show(link: ShmLink, chunk: Chunk, kind: str) -> None:
+def _share_with(link: ShmLink, chunk: Chunk, kind: str) -> None:
     link.tell(PeerSegment(segment=chunk.index, kind=kind, nbytes=chunk.segment.nbytes), [chunk.segment.fileno()])

@@ -1,36 +1,35 @@
-"""The scheduler's two-phase plans, carried out: prepare, say Ready, commit (or forget)."""
+"""Executes the scheduler's two-phase plans: prepare, answer Ready, commit or forget."""
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ..orchestration import messages
 from ..orchestration.errors import CapacityError, ProtocolError
+from .control_loop import ControlLoop
 from .event_loop import EventLoop
 from .generation import Generation
 from .local_ranks import LocalRanks
-from .owner_changes import Succession
+from .owner_changes import OwnerTransfer
 from .runtime import NodeRuntime
 from .transport import TalkingLink
 from .transport.rdma import LaneFullError
-
-if TYPE_CHECKING:
-    from .main import Node
 
 log = logging.getLogger("bpsfast.node")
 
 T = TypeVar("T")
 
-#: How soon it is looked again whether what is on its way has arrived.
-_LOOK_S = 0.001
+#: Between two checks whether what is under way has arrived.
+_POLL_S = 0.001
 
 
 class Plans:
-    """At most one generation is being prepared at a time; plans that come before all peers are connected wait."""
+    """Prepares one generation at a time; plans that come before all peers are connected wait."""
 
-    def __init__(self, node: Node, loop: EventLoop, runtime: NodeRuntime, local_ranks: LocalRanks, timeout_s: float) -> None:
+    def __init__(self, node: ControlLoop, loop: EventLoop, runtime: NodeRuntime, local_ranks: LocalRanks,
+                 timeout_s: float) -> None:
         self._node = node
         self._loop = loop
         self._runtime = runtime
@@ -38,34 +37,34 @@ class Plans:
         self._timeout_s = timeout_s
         self._generation: Generation | None = None
         self._early: list[messages.Plan] = []
-        self._owner_change: Succession | None = None  # that of `_generation`, if it is one
+        self._transfer: OwnerTransfer | None = None  # that of `_generation`, if it is one
         self._remarked = False
 
     def connected(self) -> None:
-        """Prepare what was planned before the last peer was connected."""
+        """Prepare the plans that came before the last peer was connected."""
         early, self._early = self._early, []
         for plan in early:
             self.prepare(plan)
 
     def prepare(self, plan: messages.Plan) -> None:
-        """Allocate, bind and share all of *plan*; answer Ready once peers have said what they have to."""
+        """Allocate, bind and share all of *plan*; answer Ready once the peers have sent their addresses."""
         if not self._runtime.connected:
             self._early.append(plan)
             return
         try:
-            self._generation = self.make(lambda: self._runtime.plan_installer.prepare(plan))
+            self._generation = self.make(lambda: self._runtime.installer.prepare(plan))
         except CapacityError as exc:
             log.warning("generation %d was refused: %s", plan.generation, exc)
             self._node.send(messages.PrepareFailed(
-                generation=plan.generation, reason=str(exc), ownable_nbytes=self._runtime.plan_installer.ownable_nbytes))
+                generation=plan.generation, reason=str(exc), ownable_nbytes=self._runtime.installer.ownable_nbytes))
             return
         self._check_after(self._timeout_s, plan)
         self._announce()
 
     def make(self, work: Callable[[], T]) -> T:
-        """Return what *work* returns, which prepares, while the node goes on beating.
+        """Return what *work*, which prepares, returns; heartbeats are sent meanwhile.
 
-        Pairs whose queue pairs hold no more partitions go over to tcp for that, if they may (transport=auto).
+        Peers whose queue pairs hold no more partitions are reached by tcp from then on, if transport=auto.
         """
         while True:
             try:
@@ -75,39 +74,40 @@ class Plans:
                     raise
 
     def peer_said(self, link: TalkingLink, message: messages.Message, fds: tuple[int, ...]) -> None:
-        """Act on a message of a peer: it may be the last that Ready waited for."""
+        """Handle a message of a peer: it may be the last one that Ready waited for."""
         self._runtime.peer_said(link, message, fds, self._generation)
         self._announce()
 
-    def await_for(self, generation: Generation, succession: Succession) -> None:
-        """Answer Ready for *generation*, which is prepared, once peers have said what they have to, and what was on its
-        way has arrived. If owners give up for that and it does not come in time, they keep what they have.
+    def await_for(self, generation: Generation, transfer: OwnerTransfer) -> None:
+        """Answer Ready for *generation*, which is prepared, once peers have sent their addresses and all has arrived.
+
+        If it does not arrive in time, owners that were to give partitions up keep them.
         """
         self._generation = generation
-        self._owner_change = succession
+        self._transfer = transfer
         # The scheduler has waited for longer, and ends the job after start_timeout_s.
-        self._check_after(self._timeout_s / 2 if succession.given_up else self._timeout_s, generation.plan)
+        self._check_after(self._timeout_s / 2 if transfer.given_up else self._timeout_s, generation.plan)
         self._announce()
 
     def forget(self) -> None:
-        """Expect no commit any more: what was prepared and not committed is given back."""
+        """Release what was prepared and not committed: there will be no commit."""
         if self._generation is not None and not self._generation.is_owner_change:
-            self._runtime.plan_installer.drop(self._generation)
+            self._runtime.installer.drop(self._generation)
         self._generation = None
 
     def drop_early(self) -> None:
-        """Forget what was planned before the last peer was connected: it is proposed anew."""
+        """Forget the plans that came before the last peer was connected: they are proposed again."""
         self._early.clear()
 
     def resumed(self) -> None:
-        """Forget what was prepared under a scheduler that is lost, and which nobody has committed."""
+        """Forget what was prepared for a scheduler that is lost, and never committed."""
         self.drop_early()
         if self._generation is not None:
             self.forget()
             self.say_room()
 
     def without(self, index: int) -> None:
-        """Expect nothing more from node *index* on its channel."""
+        """Wait no longer for messages of node *index*."""
         if self._generation is not None:
             self._generation.awaited.discard(index)
             self._announce()
@@ -119,41 +119,41 @@ class Plans:
             raise ProtocolError(f"the scheduler commits generation {message.generation}, which was not prepared here")
         self._runtime.commit(generation, message.order)
         remark = generation.plan.remark
-        if remark and not self._remarked and self._node.name == "node 0" and self._runtime.plan_installer.uses_wires:
-            self._remarked = True  # one voice, and once
+        if remark and not self._remarked and self._node.name == "node 0" and self._runtime.installer.uses_wires:
+            self._remarked = True  # on one node, and once
             log.warning("%s", remark)
         if generation.plan.choice and self._node.name == "node 0":
             log.info("%s", generation.plan.choice)
-        self._local_ranks.declare(generation, self._runtime.plan_installer)
+        self._local_ranks.declare(generation, self._runtime.installer)
 
     def retired(self, message: messages.Retired) -> None:
-        """Give back what units use that nobody needs any more: before any plan that uses their numbers again."""
+        """Release what retired units use, before any plan that uses their numbers again."""
         self._runtime.retire(message.units)
         self.say_room()
 
     def refused(self, message: messages.DeclareFailed) -> None:
-        """Forget the prepared generation if it has one of the names that cannot be committed; tell the ranks."""
+        """Forget the prepared generation if it has one of the refused names; tell the ranks."""
         if self._generation is not None and self._generation.names & set(message.names):
-            self._runtime.plan_installer.drop(self._generation)
+            self._runtime.installer.drop(self._generation)
             self._generation = None
             self.say_room()
         self._local_ranks.tell_all(message)
 
     def say_room(self) -> None:
-        """Tell the scheduler what this node can own now, if its memory is bounded."""
-        nbytes = self._runtime.plan_installer.ownable_nbytes
+        """Tell the scheduler how much this node can own now, if its memory is bounded."""
+        nbytes = self._runtime.installer.ownable_nbytes
         if nbytes >= 0:
             self._node.send(messages.MemoryFreed(ownable_nbytes=nbytes))
 
     def _announce(self) -> None:
         generation = self._generation
         if generation is not None and not generation.awaited and not generation.announced:
-            if generation.is_owner_change and self._owner_change is not None and not self._owner_change.arrived:
-                self._loop.call_at(time.monotonic() + _LOOK_S, self._announce)
+            if generation.is_owner_change and self._transfer is not None and not self._transfer.arrived:
+                self._loop.call_at(time.monotonic() + _POLL_S, self._announce)
                 return
             generation.announced = True
             self._node.send(messages.Ready(generation=generation.plan.generation,
-                                           ownable_nbytes=self._runtime.plan_installer.ownable_nbytes))
+                                           ownable_nbytes=self._runtime.installer.ownable_nbytes))
 
     def _check_after(self, wait_s: float, plan: messages.Plan) -> None:
         self._loop.call_at(time.monotonic() + wait_s, lambda: self._check(plan, wait_s))
@@ -164,11 +164,11 @@ class Plans:
             return
         if generation.awaited:
             names = ", ".join(f"node {index}" for index in sorted(generation.awaited))
-            reason = f"{names} did not say within {wait_s:g} s where results and slots lie"
+            reason = f"{names} did not send the addresses of results and slots within {wait_s:g} s"
         else:
-            assert self._owner_change is not None
+            assert self._transfer is not None
             reason = f"what was under way when owners were to change did not arrive within {wait_s:g} s: " \
-                     f"{self._owner_change.missing}"
-        generation.announced = True  # it has its answer
+                     f"{self._transfer.missing}"
+        generation.announced = True  # this is the answer
         self._node.send(messages.PrepareFailed(generation=plan.generation, reason=reason,
-                                               ownable_nbytes=self._runtime.plan_installer.ownable_nbytes))
+                                               ownable_nbytes=self._runtime.installer.ownable_nbytes))

@@ -1,17 +1,17 @@
-"""Regions: the node's memory for inputs, partials, slots and results, in segments that others may map.
+"""Allocates the node's memory for inputs, partials, slots and results, in segments that other processes may map.
 
     inputs     one arena per local rank: what the rank writes; mapped writable by the rank
     partials   sums of the local ranks, of parts that another node owns (several local ranks only)
     slots      where other nodes' partials land (tcp, rdma), of parts that this node owns
     results    both parities of every part that appears here: owned, or sent back to us (tcp, rdma)
     frames     of compressed results, both parities, of parts that this node owns
-    states     of compressed parts: what stays from round to round; nobody else's
+    states     of compressed parts, from round to round; private to this node
     stores     weights and momentum that this node keeps, of parts that it owns
-    direct     memory of a rank's device: inputs and results that go straight between it and cards
+    direct     memory of a rank's device: inputs and results that network cards read and write there
 
-An arena is a list of segments, filled first fit. What retired units used is given back to its segment, which stays
-until the job ends: whoever mapped or registered it is never asked, and the next units need no new one. Segment
-numbers are unique on the node over all kinds: an entry (segment, offset) means the same to whoever got the segment.
+An arena is a list of segments, filled first fit. The memory of retired units is free again in its segment, which
+exists until the job ends: processes that mapped or registered it need not be asked, and the next units need no new
+one. Segment numbers are unique on the node over all kinds: (segment, offset) means the same to every process.
 """
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from ..orchestration.errors import CapacityError
 from ..pyx.pages import Segment, Shadow, pool_nbytes
 from . import memory_limits
 
-#: This machine's. Partitions are cut at the largest page in the job, and results lie at multiples of ours: then ranks
-#: can map runs of them side by side.
+#: Partitions are cut at the largest page size in the job, and results lie at multiples of this machine's: so ranks can
+#: map runs of them side by side.
 PAGE_NBYTES = mmap.PAGESIZE
 #: A new segment has at least this size, so that a thousand small tensors do not make a thousand descriptors.
 MIN_SEGMENT_NBYTES = 2 << 20
 #: Lane entries carry the segment number in 16 bits.
 MAX_SEGMENTS = 1 << 16
-#: The kinds of memory that no bytes of are sent or received.
+#: Kinds of memory of which nothing is sent or received.
 _UNSENT = ("state", "store")
 
 
 class Place(NamedTuple):
-    """A run of bytes: number and descriptor-owner of its segment, byte offset in it, and its address here."""
+    """A run of bytes: the number of its segment, its byte offset there, and its address in this process."""
 
     segment: int
     offset: int
     address: int
 
     def beyond(self, nbytes: int) -> Place:
-        """Return where what follows the first *nbytes* begins."""
+        """Return the place *nbytes* further on."""
         return Place(self.segment, self.offset + nbytes, self.address + nbytes)
 
 
 class Registrar(Protocol):
-    """Whoever has to know of every segment before it is used, and may refuse it (`transport.rdma.Rails`)."""
+    """Registers every segment before it is used, or refuses it (`transport.rdma.Rails`)."""
 
     def require(self, nbytes: int, purpose: str) -> None:
-        """Return if *nbytes* more can be had; raise `CapacityError` with both numbers."""
+        """Return if *nbytes* more can be registered; raise `CapacityError` with both numbers."""
 
     def register(self, kind: str, segment: Segment | Shadow) -> None:
-        """Take in a segment, which stays until the end; raise `CapacityError` if that cannot be."""
+        """Register a segment until the end of the job; `CapacityError` if that is impossible."""
 
 
 class Chunk:
-    """One segment of an arena, and what of it is free: of a device's the first *nbytes* are the arena's."""
+    """One segment of an arena, and its free bytes; of a device's segment only the first *nbytes* are the arena's."""
 
     __slots__ = ("holes", "index", "segment")
 
@@ -71,14 +71,14 @@ class Chunk:
 
 
 class Arena:
-    """Memory of one kind. Made by `Regions.arena`; not thread-safe: the control loop's own."""
+    """Memory of one kind. Made by `Regions.arena`; for the control loop's thread only."""
 
     def __init__(self, regions: Regions, kind: str, pool: bool, home: int | None) -> None:
         self.kind = kind
-        self.home = home  # the NUMA node that segments to come are on
+        self.home = home  # the NUMA node of new segments
         self.chunks: list[Chunk] = []
         self._regions = regions
-        self.pool = pool  # its huge pages may be those of the pool
+        self.pool = pool  # may use huge pages of the pool
 
     @property
     def nbytes(self) -> int:
@@ -87,19 +87,18 @@ class Arena:
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes of its segments that nobody has, in whatever pieces."""
+        """Free bytes of its segments, in pieces of any size."""
         return sum(chunk.holes.nbytes for chunk in self.chunks)
 
     @property
     def largest_nbytes(self) -> int:
-        """Bytes of the largest piece that nobody has."""
+        """Bytes of the largest free piece."""
         return max((chunk.holes.largest_nbytes for chunk in self.chunks), default=0)
 
     def allocate(self, nbytes: int, coming_nbytes: int = 0) -> tuple[Place, Chunk | None]:
-        """Return *nbytes* of page-aligned memory, zeros unless released before, and the chunk made for it, if one was.
+        """Return *nbytes* of page-aligned memory, zero unless it was used before, and the chunk made for it, if any.
 
-        *coming_nbytes* is what the caller will ask for next, this request included: a new segment is made large
-        enough for all of it.
+        *coming_nbytes* is what the caller is about to allocate, including this: a new segment is large enough for all.
 
         Raises
         ------
@@ -119,12 +118,12 @@ class Arena:
         return place, chunk
 
     def release(self, place: Place, nbytes: int) -> None:
-        """Take back what `allocate` returned for *nbytes*: nobody reads or writes there any more."""
+        """Free what `allocate` returned for *nbytes*: no process reads or writes there any more."""
         chunk = next(chunk for chunk in self.chunks if chunk.index == place.segment)
         chunk.holes.give(place.offset, page_round(max(1, nbytes)))
 
     def fit(self, nbytes: int) -> Place | None:
-        """As `allocate`, of the segments there are; None if none has room."""
+        """Do as `allocate`, but make no new segment; None if there is no room."""
         return next((place for chunk in self.chunks
                      if (place := _take(chunk, page_round(max(1, nbytes)))) is not None), None)
 
@@ -135,17 +134,17 @@ def _take(chunk: Chunk, rounded: int) -> Place | None:
 
 
 class Regions:
-    """All segments of one node, and the refusal of what the machine cannot hold.
+    """All segments of one node; refuses what the machine cannot hold.
 
     Parameters
     ----------
     max_bytes
         Upper bound of all segments together; 0: only the machine's limits count.
     huge_pages
-        Try 2 MiB pages. For results not those of a pool: ranks map runs of them side by side at the granularity of
-        ordinary pages.
+        Try 2 MiB pages. Results do not use those of the pool: ranks map runs of results side by side at the
+        granularity of ordinary pages.
     homes, home
-        What makes segments on NUMA nodes, and the one of all arenas that are not told another.
+        Makes segments on NUMA nodes, and the default NUMA node of all arenas.
     """
 
     def __init__(self, max_bytes: int = 0, huge_pages: bool = False, homes: NumaMemory | None = None,
@@ -181,13 +180,13 @@ class Regions:
 
     @property
     def room_nbytes(self) -> int:
-        """Bytes that segments of slots and results to come may take, less what they may be larger; -1: not bounded."""
+        """Bytes that new segments of slots and results may take, less their rounding; -1: not bounded."""
         if not self._max_nbytes:
             return -1
         return max(0, self._max_nbytes - self.nbytes - 2 * MIN_SEGMENT_NBYTES)
 
     def ownable_nbytes(self, n_writers: int) -> int:
-        """Return how many bytes of partitions, each with *n_writers* slots, this node can own more; -1: any number."""
+        """Return how many more bytes of partitions, each with *n_writers* slots, this node can own; -1: any number."""
         if not self._max_nbytes:
             return -1
         by_new = self.room_nbytes // (n_writers + 2)
@@ -212,19 +211,19 @@ class Regions:
         return len(self._chunks)
 
     def register_with(self, registrar: Registrar) -> None:
-        """Show *registrar* all segments, those there are and those to come; raises `CapacityError` as it does."""
+        """Register all present and future segments with *registrar*; raises `CapacityError` as it does."""
         for chunk, kind in zip(self._chunks, self._kinds):
             if kind not in _UNSENT:
                 registrar.register(kind, chunk.segment)
         self._registrar = registrar
 
     def take_in(self, shadow: Shadow, result_nbytes: int) -> Chunk:
-        """Register memory of a rank's device, of which results may take the first *result_nbytes*. `direct` has it.
+        """Register memory of a rank's device as part of `direct`; results may use its first *result_nbytes*.
 
         Raises
         ------
         CapacityError
-            If a card does not take it; it is then still the caller's.
+            If a card refuses it; the caller still owns it then.
         """
         self._require_number()
         if self._registrar is not None:
@@ -236,7 +235,7 @@ class Regions:
         return chunk
 
     def adopt(self, segment: Segment) -> None:
-        """Take over memory that a lost peer has left: written from now on, by peers too, and closed in the end."""
+        """Take over the memory of a lost peer: this node and peers write there from now on; closed at the end."""
         self._adopted.append(segment)
         if self._registrar is not None:
             self._registrar.register("result", segment)
@@ -250,7 +249,7 @@ class Regions:
         return self._chunks[index]
 
     def require(self, wanted: Sequence[tuple[Arena, int]], purpose: str) -> None:
-        """Return if *wanted*, tuples of (arena, nbytes), can be had together for *purpose*.
+        """Return if *wanted*, tuples of (arena, nbytes), can be allocated together for *purpose*.
 
         Raises
         ------
@@ -259,7 +258,7 @@ class Regions:
         """
         needed = ordinary = pooled = 0
         for arena, nbytes in wanted:
-            # Free bytes are no promise for a list of pieces: `grow` looks again, should they not fit.
+            # The free bytes may be in pieces that are too small: `grow` checks again in that case.
             free = arena.free_nbytes
             if nbytes > free:
                 segment = max(nbytes - free, MIN_SEGMENT_NBYTES)
@@ -275,9 +274,9 @@ class Regions:
         self._require_number()
         try:
             segment = self._segment(kind, nbytes, pool, home)
-        except OSError as exc:  # somebody else took the memory since we looked
+        except OSError as exc:  # another process took the memory after the check
             free = min(limit.free_nbytes for limit in memory_limits.limits())
-            raise CapacityError(f"a segment of {nbytes} bytes for {kind}s could not be had, although {free} bytes "
+            raise CapacityError(f"a segment of {nbytes} bytes for {kind}s could not be made, although {free} bytes "
                                 f"are free: {exc}") from exc
         if self._registrar is not None and kind not in _UNSENT:
             try:
@@ -297,7 +296,7 @@ class Regions:
         Raises
         ------
         BufferError
-            Somebody still holds memory; what nobody holds is unmapped.
+            Some memory is still exported; everything else is unmapped.
         """
         with contextlib.ExitStack() as last:
             for segment in (*(chunk.segment for chunk in self._chunks), *self._adopted):
@@ -309,21 +308,22 @@ class Regions:
                                 "declare fewer, larger tensors (or groups)")
 
     def _of_pool(self, nbytes: int, pool: bool, taken_nbytes: int = 0) -> int:
-        """Return what a segment of *nbytes* takes of the pool of huge pages, where *taken_nbytes* are spoken for."""
+        """Return the bytes of the pool of huge pages that a segment of *nbytes* takes; *taken_nbytes* are reserved."""
         return pool_nbytes(nbytes, taken_nbytes) if self._huge_pages and pool else 0
 
     def _segment(self, kind: str, nbytes: int, pool: bool, home: int | None) -> Segment:
         purpose, name = f"a segment for {kind}s", f"bpsfast-{kind}"
         if self._of_pool(nbytes, pool):
             self._require(nbytes, 0, purpose)
-            with contextlib.suppress(OSError):  # somebody else took it since we looked, or a cgroup bounds it
+            with contextlib.suppress(OSError):  # another process took it meanwhile, or a cgroup limits it
                 return self._homes.segment(home, nbytes, name=name, falls_back=False)
         self._require(nbytes, nbytes, purpose)
         return self._homes.segment(home, nbytes, name=name, huge=self._huge_pages, pool=False)
 
     def _require(self, nbytes: int, ordinary_nbytes: int, purpose: str) -> None:
-        """Refuse *nbytes* more that cannot be had, of which *ordinary_nbytes* do not come from the pool of huge pages:
-        memory that the kernel has set aside for that does not count as available.
+        """Raise `CapacityError` unless there are *nbytes* more, *ordinary_nbytes* of them outside the huge page pool.
+
+        Memory that the kernel has reserved for the pool does not count as available.
         """
         if self._max_nbytes and self.nbytes + nbytes > self._max_nbytes:
             raise CapacityError(

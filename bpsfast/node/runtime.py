@@ -1,7 +1,6 @@
-"""The vertex that sums: the engine with its board, doorbell, regions, links and communication service.
+"""Owns all native parts of a node: the engine with its board, doorbell, memory, links and communication service.
 
-Everything native that a node owns is made here and taken down here, in the one order that is safe: service,
-wires, engine, then the memory they wrote to. Longer than other files: that one life is read in one place.
+They are made here, and closed here in the one safe order: service, wires, engine, then the memory they wrote to.
 """
 from __future__ import annotations
 
@@ -9,52 +8,53 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from ..base.settings import Settings
+from ..base.trace_file import Origin, write
+from ..base.trace_records import RECORD, Part, SendLog, limits
 from ..orchestration.clock_offset import Point
-from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ..orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError, error_of
 from ..orchestration.messages import LagRow, Message, NodeInfo, ShareDevice, Stage, Welcome
+from ..orchestration.placement.partition import rounds_ahead
 from ..pyx import ring
 from ..pyx.engine import Engine
 from ..pyx.pages import Segment
-from ..trainer.node_connection import error_of
-from . import stages
 from .affinity import NodeAffinity
-from .copy_rate import n_threads
+from .capacity import n_summing_threads
 from .dispatch import Dispatcher
 from .generation import Generation
 from .gpu_direct import GpuDirect
 from .local_rank import LocalRank
-from .owner_changes import Succession
+from .owner_changes import OwnerTransfer
 from .plan_installer import PlanInstaller
 from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
-from .tracing import Tracing
 from .transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
-from .transport.rdma import limits
+from .transport.rdma import limits as rdma_limits
 
 log = logging.getLogger("bpsfast.node")
 
 #: A kernel takes milliseconds; one that takes this long is stuck.
 _FREEZE_TIMEOUT_S = 30.0
-#: For so long a kernel is waited for at once; longer than that, while the node goes on beating.
-_BLINK_S = 0.05
-#: A process that was killed ends at once, unless the kernel is in its way.
+#: A longer wait for a kernel needs heartbeats meanwhile.
+_SHORT_WAIT_S = 0.05
+#: A process that was killed ends at once, unless the kernel delays it.
 _END_TIMEOUT_S = 5.0
 #: Counters of a wire that go on when another link takes its place.
-_ADDED_UP = ("bytes_sent", "bytes_received", "writes_sent", "writes_received", "writes_damaged")
+_CUMULATIVE = ("bytes_sent", "bytes_received", "writes_sent", "writes_received", "writes_damaged")
 
 
 class NodeRuntime:
-    """Sums on this node. Owned and called by the control loop's thread.
+    """The engine of this node and what it needs. For the control loop's thread.
 
     Parameters
     ----------
     on_lost
-        Called from the service's thread with (source, errno) when the engine or a lane gives a source up.
-    seats
-        Where memory is to be; None: anywhere.
-    patiently
-        Does what may take long while the node goes on beating (`Node.run_with_heartbeats`).
+        Called from the service's thread with (source, errno) when the engine or a lane gives up a source.
+    affinity
+        On which NUMA nodes memory is allocated; None: anywhere.
+    run_with_heartbeats
+        See `ControlLoop`.
     """
 
     def __init__(self, settings: Settings, on_lost: Callable[[int, int], None], affinity: NodeAffinity | None = None,
@@ -67,10 +67,10 @@ class NodeRuntime:
         ring.format_doorbell(self._doorbell)
         self._tracing = Tracing(settings)
         self._engine: Engine | None = Engine(
-            self._board, self._doorbell, n_threads=n_threads(settings),
+            self._board, self._doorbell, n_threads=n_summing_threads(settings),
             nontemporal_nbytes=settings.nontemporal_bytes, awake_us=settings.awake_us,
             fifo=settings.scheduling == "fifo", **self._tracing.limits._asdict())
-        self._plan_installer: PlanInstaller | None = None
+        self._installer: PlanInstaller | None = None
         self._dispatcher: Dispatcher | None = Dispatcher(
             self._engine, settings.credit_bytes, on_lost, self._tracing.sends, fifo=settings.scheduling == "fifo")
         self._sources: dict[int, tuple[str, int | None]] = {}
@@ -78,13 +78,14 @@ class NodeRuntime:
         self._lanes: dict[int, Segment] = {}
         self._source_of: dict[int, int] = {}
         self._moved: dict[int, dict[str, int]] = {}
-        self._left: list[shm.ShmLink] = []  # by lost nodes of this host: their memory stays in use
+        self._lost_shm_links: list[shm.ShmLink] = []  # their memory stays in use
+        self._order: tuple[int, ...] = ()  # the integer rank of each part; 0 is most urgent
         self._stopped = False
         self._place_of: Callable[[int], int] = lambda index: index
         self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto",
                                *((affinity.homes, affinity.seat.home) if affinity is not None else ()))
         self.shm_endpoint = shm.ShmEndpoint(self._doorbell)
-        self.rails = rdma.Rails(settings, limits.least(settings.transport, MIN_SEGMENT_NBYTES),
+        self.rails = rdma.Rails(settings, rdma_limits.least(settings.transport, MIN_SEGMENT_NBYTES),
                                 affinity.allowed if affinity is not None else frozenset())
         self.links: dict[int, Link] = {}
         self.gpu_direct = GpuDirect(settings, self.regions, self.rails, self.links)
@@ -93,7 +94,7 @@ class NodeRuntime:
     @property
     def connected(self) -> bool:
         """Whether all peers are known to the engine."""
-        return self._plan_installer is not None
+        return self._installer is not None
 
     @property
     def running(self) -> bool:
@@ -101,10 +102,10 @@ class NodeRuntime:
         return not self._stopped
 
     @property
-    def plan_installer(self) -> PlanInstaller:
-        """What turns plans into memory and engine parts. Only once connected."""
-        assert self._plan_installer is not None
-        return self._plan_installer
+    def installer(self) -> PlanInstaller:
+        """The object that turns plans into memory and engine parts. Only once connected."""
+        assert self._installer is not None
+        return self._installer
 
     @property
     def engine(self) -> Engine:
@@ -116,7 +117,7 @@ class NodeRuntime:
                 ranks: Sequence[LocalRank]) -> None:
         """Make ranks (in local order) and peers (in node order) the engine's sources, and start the service.
 
-        *links* are this object's to close from now on.
+        This object closes *links* from now on.
 
         Raises
         ------
@@ -138,7 +139,7 @@ class NodeRuntime:
         self._place_of = lambda index: (index - me.index) % len(welcome.nodes)
         for _, link in sorted(self.links.items()):
             self._know(link)
-        self._plan_installer = PlanInstaller(me, welcome.nodes, engine, self.regions, self.links, self._source_of,
+        self._installer = PlanInstaller(me, welcome.nodes, engine, self.regions, self.links, self._source_of,
                               [rank.source for rank in ranks], sums=self._settings.sums == "on",
                               gpu_direct=self.gpu_direct)
         self._dispatcher.start()
@@ -146,9 +147,9 @@ class NodeRuntime:
             wired.start(engine, self._source_of[wired.index])
 
     def take_in(self, link: Link, transport: str) -> None:
-        """Make the node behind *link*, which comes late, a peer; the link is this object's to close from now on.
+        """Make the node behind *link*, which joins the running job, a peer; this object closes the link from now on.
 
-        If that raises, whatever it is, the node can still be excluded.
+        If this raises, the node can still be excluded.
         """
         try:
             self._know(link)
@@ -158,7 +159,7 @@ class NodeRuntime:
         self.links[link.index] = link
         self.transports[f"node {link.index}"] = transport
         if isinstance(link, shm.ShmLink):
-            self.plan_installer.share_all(link)
+            self.installer.share_all(link)
         else:
             link.start(self.engine, self._source_of[link.index])
 
@@ -174,15 +175,15 @@ class NodeRuntime:
         self._sources[source] = f"node {link.index}", link.index
 
     def part_with(self, link: WireLink) -> bool:
-        """Write nothing more over *link*, and let nothing more arrive; whether that is certain. Until `resume`."""
+        """Stop writing and receiving over *link* until `resume`; return whether it is certain that nothing arrives."""
         assert self._dispatcher is not None
         self._dispatcher.hold(self._source_of[link.index])
         link.fence()
-        self.rails.settle()  # before anybody wants memory registered: its device may be what is gone
-        return link.sealed
+        self.rails.settle()  # before memory is registered again: its device may be gone
+        return link.is_cut_off
 
     def resume(self, link: tcp.TcpLink) -> None:
-        """Reach by *link* from now on the node whose link was parted with; what it awaits is written again."""
+        """Use *link* in place of one that was stopped by `part_with`; what the peer awaits is written again."""
         old = wire(self.links[link.index])
         assert old is not None and self._dispatcher is not None
         awaited = old.awaited()
@@ -190,9 +191,9 @@ class NodeRuntime:
             link.expect(part, *bound, next_round=awaited[part])
         self._tracing.keep(old)
         counted, before = old.counters(), self._moved.get(link.index, {})
-        self._moved[link.index] = {name: counted[name] + before.get(name, 0) for name in _ADDED_UP}
+        self._moved[link.index] = {name: counted[name] + before.get(name, 0) for name in _CUMULATIVE}
         self._moved[link.index]["replaced"] = before.get("replaced", 0) + 1
-        self.links[link.index] = link  # ours to close from here on, whatever comes
+        self.links[link.index] = link  # closed by this object from here on
         try:
             self._dispatcher.replace_link(self._source_of[link.index], link, link.awaited_there)
         finally:
@@ -200,17 +201,17 @@ class NodeRuntime:
 
     @property
     def service_error(self) -> Exception | None:
-        """Why the communication service has stopped, if it has."""
+        """The error of the communication service, if it has failed."""
         return self._dispatcher.error if self._dispatcher is not None else None
 
     @property
     def engine_error(self) -> BpsError:
-        """Why the engine has failed, which has said that nobody else is to blame."""
+        """The error of the engine, if it has failed and no source is the cause."""
         name, _, reason = self.engine.failure.partition(": ")
         return error_of(name, reason)
 
     def who(self, source: int) -> tuple[str, int | None]:
-        """Return how *source* is called, and its node index if it is a node."""
+        """Return the name of *source*, and its node index if it is a node."""
         return self._sources.get(source, (f"source {source}", None))
 
     def wires(self) -> list[WireLink]:
@@ -222,24 +223,24 @@ class NodeRuntime:
         return [found for _, link in sorted(self.links.items()) if (found := talking(link)) is not None]
 
     def why_lost(self, index: int, code: int) -> str:
-        """Return in words why the wire to node *index* was lost; *code* is that of EVENT_LOST."""
+        """Return why the wire to node *index* was lost, as text; *code* is that of EVENT_LOST."""
         link = wire(self.links.get(index))
         if link is None:
             return os.strerror(code)
         n_damaged = self._moved.get(index, {}).get("writes_damaged", 0) + link.counters()["writes_damaged"]
-        return link.why(code) + (f"; damaged writes of this pair by now: {n_damaged}" if n_damaged else "")
+        return link.why(code) + (f"; damaged writes between these nodes so far: {n_damaged}" if n_damaged else "")
 
     def fds_for(self, rank: LocalRank) -> tuple[int, int, int, int]:
-        """Return what a rank gets when it is attached: lane, board, doorbell, the node's pidfd."""
+        """Return the descriptors that an attached rank gets: lane, board, doorbell, the node's pidfd."""
         return rank.lane.fileno(), self._board.fileno(), self._doorbell.fileno(), self.shm_endpoint.pidfd
 
     def input_grew(self, source: int, chunk: Chunk) -> None:
         """Let the engine and the peers of this host read a new segment of a rank's inputs."""
         self.engine.map_segment(source, chunk.index, chunk.segment.address, chunk.segment.nbytes)
-        self.plan_installer.share_chunk(chunk, "input")
+        self.installer.share_chunk(chunk, "input")
 
     def share_device(self, rank: LocalRank, message: ShareDevice, fd: int) -> int:
-        """Take in memory of *rank*'s device; return its segment. *fd* is ours in any case; raises as `take_in`."""
+        """Register memory of *rank*'s device; return its segment. Closes *fd* on errors (those of `take_in`)."""
         chunk = self.gpu_direct.take_in(rank.local_rank, message, fd)
         self.engine.map_segment(rank.source, chunk.index, chunk.segment.address, chunk.segment.nbytes)
         return chunk.index
@@ -247,30 +248,30 @@ class NodeRuntime:
     def peer_said(
         self, link: TalkingLink, message: Message, fds: tuple[int, ...], generation: Generation | None
     ) -> None:
-        """Act on what a peer said on its channel."""
+        """Handle a message of a peer."""
         if isinstance(link, shm.ShmLink) and isinstance(message, shm.PeerSegment) and len(fds) == 1:
             segment = link.map(message, fds[0])
             self.engine.map_segment(self._source_of[link.index], message.segment, segment.address, segment.nbytes)
         elif isinstance(message, shm.PeerExtents if isinstance(link, shm.ShmLink) else rdma.PeerSlots) and not fds:
-            self.plan_installer.peer_said(generation, link.index, message)
+            self.installer.peer_said(generation, link.index, message)
         else:
             for fd in fds:
                 os.close(fd)
             raise ProtocolError(f"node {link.index} sent {type(message).__name__} with {len(fds)} descriptors")
 
     def freeze(self, purpose: str) -> None:
-        """Sum and pass on nothing until a commit; `StallError`, which names the *purpose*, if a kernel does not end."""
+        """Stop summing and sending until a commit; `StallError`, naming *purpose*, if a kernel does not end."""
         engine = self.engine
         try:
             try:
-                engine.freeze(_BLINK_S)
+                engine.freeze(_SHORT_WAIT_S)
             except TimeoutError:
                 self._run_with_heartbeats(lambda: engine.freeze(_FREEZE_TIMEOUT_S))
         except TimeoutError as exc:
             raise StallError(f"{purpose}: {exc}") from exc
 
     def commit(self, generation: Generation, order: tuple[int, ...]) -> None:
-        """Freeze, look, commit: from now on the parts of *generation* are summed, all in the policy's *order*."""
+        """Freeze and commit: from now on the parts of *generation* are summed, all in the policy's *order*."""
         engine = self.engine
         assert self._dispatcher is not None
         self.freeze(f"generation {generation.plan.generation} cannot be committed")
@@ -278,13 +279,14 @@ class NodeRuntime:
             under_way = sum(1 for part in engine.report() if part[1])
             log.debug("committing generation %d: %d new parts, %d in use", generation.plan.generation,
                       sum(len(resources.parts) for resources in generation.unit_resources.values()), under_way)
-        self.plan_installer.committed(generation)
-        self._dispatcher.commit(order, self.plan_installer.first_parts, self.plan_installer.shares, self.plan_installer.readers)
+        self.installer.committed(generation)
+        self._order = order
+        self._dispatcher.commit(order, self.installer.first_parts, self.installer.shares, self.installer.readers)
         # The job's numbers have gaps where a generation was refused; the engine counts its own commits.
         engine.commit(engine.generation + 1, order)
 
     def exclude(self, index: int) -> None:
-        """Part for good with node *index*, which is lost: nothing of it reaches this node any more. While frozen.
+        """Cut off node *index*, which is lost: nothing of it reaches this node any more. While frozen.
 
         Raises
         ------
@@ -299,11 +301,11 @@ class NodeRuntime:
         self._dispatcher.drop(source)
         if isinstance(link, shm.ShmLink):
             link.end_process(_END_TIMEOUT_S)
-            self._left.append(link)
+            self._lost_shm_links.append(link)
         else:
             self._close_wire(link)
         self.engine.detach(source)
-        self.plan_installer.peer_lost(link)
+        self.installer.peer_lost(link)
         del self.links[index]
 
     def _close_wire(self, link: WireLink) -> None:
@@ -311,36 +313,49 @@ class NodeRuntime:
         link.close()
         if isinstance(link, rdma.RdmaLink):
             self.rails.settle()
-            if not link.sealed:
+            if not link.is_cut_off:
                 raise PeerLostError(f"node {link.index} is lost, and a queue pair to it could not be destroyed: it may "
                                     "still write into this node's memory")
 
-    def succeed(self, generation: Generation, succession: Succession, order: tuple[int, ...]) -> None:
-        """Commit a frozen engine to new owners of parts whose owners were excluded, or give them up."""
+    def succeed(self, generation: Generation, transfer: OwnerTransfer, order: tuple[int, ...]) -> None:
+        """Commit a frozen engine to new owners of parts, whose owners were excluded or give them up."""
         engine = self.engine
         assert self._dispatcher is not None
-        self.plan_installer.succeeded(generation)
-        self._dispatcher.commit(order, self.plan_installer.first_parts, self.plan_installer.shares, self.plan_installer.readers)
-        self._dispatcher.forget(succession.given_up)  # before `begin` passes on again what belongs to the new owner
-        succession.begin()
-        for resend in succession.resends:
+        self.installer.succeeded(generation)
+        self._order = order
+        self._dispatcher.commit(order, self.installer.first_parts, self.installer.shares, self.installer.readers)
+        self._dispatcher.forget(transfer.given_up)  # before `begin` sends again what the new owner needs
+        transfer.begin()
+        for resend in transfer.resends:
             self._dispatcher.resend(resend)
         engine.commit(engine.generation + 1, order)
 
     def retire(self, units: Sequence[int]) -> None:
-        """Give back all that *units* use, which all ranks have retired."""
+        """Release all that *units* use, which all ranks have retired."""
         assert self._dispatcher is not None
-        parts = self.plan_installer.retire(units)
-        self._dispatcher.retire(parts, self.plan_installer.shares)
+        parts = self.installer.retire(units)
+        self._dispatcher.retire(parts, self.installer.shares)
 
     def set_credit(self, nbytes: int) -> None:
-        """Let *nbytes* be under way to one peer from now on; 0: what the setting says."""
+        """Allow *nbytes* under way to one peer from now on; 0: as many as the setting says."""
         assert self._dispatcher is not None
         self._dispatcher.set_credit(nbytes or self._settings.credit_bytes)
 
     def missing(self, part: int, round_: int) -> tuple[Stage, tuple[int, ...], tuple[int, ...]]:
-        """Return (stage, ranks, nodes): how far *round_* of *part* has come here, and who it waits for."""
-        return stages.missing(self.engine, self.plan_installer, self._ranks, lambda source: self.who(source)[1], part, round_)
+        """Return (stage, ranks, nodes): the stage of *round_* of *part* on this node, and for whom it waits."""
+        try:
+            found = self.engine.missing(part)
+        except ValueError:
+            return "done", (), ()  # a helper without a role in it
+        waited_for, sources, owned = found
+        if rounds_ahead(waited_for, round_) > 0:
+            return "done", (), ()
+        if owned and not sources:  # complete: an answer of a store may wait for other workers
+            behind = self.installer.ranks_of(self.engine.behind(part))
+            return ("push", behind, ()) if behind else ("sum", (), ())
+        late = tuple(self._ranks[source] for source in sources if source in self._ranks)
+        nodes = tuple(index for source in sources for index in (self.who(source)[1],) if index is not None)
+        return "push" if late else "sum" if not nodes else "partial" if owned else "result", late, nodes
 
     def lags(self, owned: bool) -> tuple[LagRow, ...]:
         """Return how late the inputs of ranks, and of nodes if *owned*, were; see `Engine.lags`."""
@@ -369,10 +384,33 @@ class NodeRuntime:
             found["direct"] = self.gpu_direct.counters()
         return found
 
-    def abort(self, error: BpsError) -> None:
-        """Make every wait of every local rank end with *error*; peers reached by RDMA are cut off.
+    def flat_counters(self, n_control: int) -> dict[str, int]:
+        """Return all counters of a node.
 
-        A card writes on when the process behind it was stopped or given up: only the end of the queue pair ends that.
+        ``engine_*``, ``dispatch_*``, ``wire_N_*`` (per peer over tcp or rdma), ``rank_N_*`` are the counters of those;
+        ``wire_N_replaced``: how often another link has replaced one that ended; ``wire_N_writes_damaged``: how many
+        writes arrived damaged, where that is detected (settings checksum and encryption);
+        ``control_messages``: messages to and from scheduler, ranks and peers, without heartbeats; ``registrations``:
+        the segments ever made; ``rdma_*``, where any peer is reached by it: what its rails count; ``memory_*`` bytes:
+        segments by kind, resident memory outside of segments; ``transport_N`` 1 = shm, 2 = tcp, 3 = rdma.
+        """
+        found = {}
+        for group, counters in self.counters().items():
+            found.update({f"{group}_{name}": value for name, value in counters.items()})
+        found["control_messages"] = n_control
+        found["registrations"] = self.regions.n_segments
+        for kind, nbytes in self.regions.nbytes_by_kind().items():
+            found[f"memory_{kind}"] = nbytes
+        found["memory_segments"] = self.regions.nbytes
+        found["memory_outside_segments"] = resident_outside_segments()
+        for index, link in self.links.items():
+            found[f"transport_{index}"] = {"shm": 1, "tcp": 2, "rdma": 3}[link.kind]
+        return found
+
+    def abort(self, error: BpsError) -> None:
+        """End every wait of every local rank with *error*, and cut off peers that are reached by RDMA.
+
+        A card keeps writing after its process was stopped: only destroying the queue pair ends that.
         """
         if self._engine is not None:
             self._engine.abort(f"{type(error).__name__}: {error}")
@@ -383,7 +421,7 @@ class NodeRuntime:
                 link.fence()
 
     def flush(self) -> None:
-        """Send what channels to peers could not take before."""
+        """Send what the channels to peers could not take before."""
         for link in self.talking_links():
             if link.channel.backlog:
                 try:
@@ -392,7 +430,7 @@ class NodeRuntime:
                     log.debug("the channel to node %d ended with a backlog", link.index)
 
     def stop(self) -> None:
-        """Stop service, wires and engine; what they have traced is kept for `write_trace`."""
+        """Stop service, wires and engine; their trace records are kept for `write_trace`."""
         assert self._dispatcher is not None and self._engine is not None
         self._stopped = True
         self._dispatcher.stop()
@@ -403,10 +441,9 @@ class NodeRuntime:
         self._engine.close()
 
     def write_trace(self, me: NodeInfo, clock: tuple[Point, ...]) -> None:
-        """Write what was traced, if anything was to be; *clock*: what is known of the scheduler's. After `stop`."""
-        assert self._dispatcher is not None
-        urgency = dict(enumerate(self._dispatcher.order))
-        parts = self._plan_installer.parts if self._plan_installer is not None else {}
+        """Write the trace, if tracing is on; *clock*: offsets to the scheduler's clock. After `stop`."""
+        urgency = dict(enumerate(self._order))
+        parts = self._installer.parts if self._installer is not None else {}
         self._tracing.write(
             me.index, {number: part._replace(urgency=urgency.get(number, -1)) for number, part in parts.items()},
             {source: index for index, source in self._source_of.items()}, clock)
@@ -414,12 +451,12 @@ class NodeRuntime:
     def close(self) -> None:
         """Unmap everything. After `stop`, and after the ranks' lanes are closed.
 
-        What cannot be closed keeps nothing else open: its error comes when all others are closed.
+        All resources are closed before the first error is raised.
         """
-        for link in (*self.talking_links(), *self._left):
+        for link in (*self.talking_links(), *self._lost_shm_links):
             link.close()
         # The last references: the engine's exports of board and doorbell end with them.
-        self._engine = self._dispatcher = self._plan_installer = None
+        self._engine = self._dispatcher = self._installer = None
         self.links.clear()
         self._lanes.clear()
         with contextlib.ExitStack() as last:
@@ -427,3 +464,36 @@ class NodeRuntime:
                 last.callback(each.close)
 
 
+class Tracing:
+    """Collects trace records of engine, links and service until the end, then writes them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.limits = limits(settings)
+        #: Filled by the communication service; None if nothing is traced.
+        self.sends = SendLog(self.limits) if self.limits.trace_capacity else None
+        self._records: list[bytes] = []
+
+    def keep(self, ended: Engine | WireLink) -> None:
+        """Keep the trace records of *ended*, which is closed, or about to be."""
+        if self.limits.trace_capacity:
+            self._records += [ended.trace()] if isinstance(ended, Engine) else ended.traces()
+
+    def write(self, node: int, parts: Mapping[int, Part], peers: Mapping[int, int], clock: tuple[Point, ...]) -> None:
+        """Write the trace, if tracing is on; *parts* by number, *peers*: nodes by source, *clock*: as in `Origin`."""
+        if self.sends is None:
+            return
+        room = self.limits.trace_capacity * RECORD.size
+        origin = Origin(node=node, clock=clock, peers=dict(peers), credit_nbytes=self._settings.credit_bytes,
+                        full=self.sends.full or any(len(records) >= room for records in self._records))
+        write(self._settings.trace_dir, f"node {node}", b"".join(self._records), parts, origin, self.sends.spans(peers))
+
+
+def resident_outside_segments() -> int:
+    """Return the resident bytes of this process that are not shared memory (memfds count as shared memory)."""
+    nbytes = 0
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in ("RssAnon", "RssFile"):
+            nbytes += int(value.split()[0]) * 1024
+    return nbytes

@@ -1,4 +1,4 @@
-"""A plan's units put into this node's memory and engine, partition by partition.
+"""Installs a plan's units in this node's memory and engine, partition by partition.
 
     owner            result here (both parities); a slot per wire peer with ranks of it; inputs in node order;
                      weights and momentum, if it keeps them: once for the units of all workers
@@ -13,13 +13,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .. import kernels
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, UnitPlan
 from ..orchestration.placement.partition import ITEM_NBYTES, ROWS, part_rows
 from ..pyx.engine import Engine
-from .codec_state import CodedPart
-from .generation import Generation, UnitResources
-from .parameter_stores import ParameterStore, ParameterStores
-from .part_codec import PartCodec, part_codec
+from .codec_state import CodedPart, PartCodec, part_codec
+from .generation import Generation, ParameterStore, ParameterStores, UnitResources
 from .partition_role import PartitionRole
 from .regions import Arena, Place, Regions, page_round
 from .transport import Link, WireLink, wire
@@ -27,9 +26,10 @@ from .transport.shm import ShmLink
 
 
 class UnitInstaller:
-    """What becomes of one plan here. Lives while its generation is prepared; parameters are `PlanInstaller`'s, but for
+    """Installs the units of one plan, while its generation is prepared.
 
-    *room*, bytes by kind of arena that will be allocated, and *purpose*, which errors name.
+    Parameters are those of `PlanInstaller`, *room* (bytes by kind of arena that will be allocated), and *purpose*, for
+    errors.
 
     Raises
     ------
@@ -38,14 +38,14 @@ class UnitInstaller:
     """
 
     def __init__(self, me: NodeInfo, engine: Engine, regions: Regions, links: Mapping[int, Link],
-                 sources: Mapping[int, int], partition_role: PartitionRole, parameter_stores: ParameterStores, sums: bool, room: dict[str, int],
-                 purpose: str) -> None:
+                 sources: Mapping[int, int], role: PartitionRole, parameter_stores: ParameterStores, sums: bool,
+                 room: dict[str, int], purpose: str) -> None:
         self._me = me
         self._engine = engine
         self._regions = regions
         self._links = links
         self._sources = sources
-        self._partition_role = partition_role
+        self._role = role
         self._stores = parameter_stores
         self._sums = sums
         self._room = room  # what is not allocated yet
@@ -55,19 +55,21 @@ class UnitInstaller:
         regions.require(wanted, f"{purpose} on node {me.index} ({shown} bytes)")
 
     def put(self, unit: UnitPlan, generation: Generation, resources: UnitResources) -> None:
-        """Allocate for *unit*, bind what is written to this node, tell the engine; note all of it in *holding* at once:
-        what fails half way is given back like the rest.
+        """Allocate for *unit*, bind what is written to this node, and tell the engine.
+
+        Everything is recorded in *resources* at once, so that it can be released if a later step fails.
         """
         resources.ranks = unit.ranks
         resources.names = tuple(member.name for member in unit.members)
-        coded = self._partition_role.is_coded(unit)
+        coded = self._role.is_coded(unit)
         if coded:
             resources.codec, resources.dtype = unit.codec, unit.dtype
-        here = [part for part in unit.parts if self._partition_role.appears_here(unit, part)]
-        places = self._place_on_device(resources, [part for part in here if self._partition_role.is_direct(unit, part)])
+        here = [part for part in unit.parts if self._role.appears_here(unit, part)]
+        places = self._place_on_device(resources, [part for part in here if self._role.is_direct(unit, part)])
         straight = set(places)
-        self._partition_role.count_direct(unit, here, straight)
-        places |= self._side_by_side(resources, self._regions.results, [part for part in here if part.part not in places])
+        self._role.count_direct(unit, here, straight)
+        places |= self._side_by_side(resources, self._regions.results,
+                                     [part for part in here if part.part not in places])
         for part in unit.parts:
             outputs = (0, 0)
             if part.part in places:
@@ -76,7 +78,7 @@ class UnitInstaller:
                 generation.extents[part.part] = Extent(node=self._me.index, segment=even.segment,
                                                        offset_even=even.offset, offset_odd=odd.offset,
                                                        nbytes=part.nbytes, on_device=part.part in straight)
-            if part.owner != self._me.index and not self._partition_role.members_of(unit.ranks).local:
+            if part.owner != self._me.index and not self._role.members_of(unit.ranks).local:
                 continue
             if part.owner == self._me.index:
                 arguments, store = self.owned(unit, part, outputs, resources, unit.first_round)
@@ -91,7 +93,7 @@ class UnitInstaller:
         """Return the codec of *part* with its state, which begins as zeros."""
         assert unit.codec is not None, "only then it is coded"
         states = dict.fromkeys(("error", "momentum", "error_back"), 0)
-        sizes = self._partition_role.states_of(unit, part)
+        sizes = self._role.states_of(unit, part)
         for name, nbytes in sizes.items():
             states[name] = self._allocate(resources, self._regions.states, nbytes).address
             ctypes.memset(states[name], 0, nbytes)
@@ -102,13 +104,14 @@ class UnitInstaller:
 
     def owned(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], resources: UnitResources, first_round: int
               ) -> tuple[dict[str, Any], ParameterStore | None]:
-        """Return what `Engine.add_owned` needs for *part*, which is summed into *outputs*, and its store, if it has
-        one: allocated, and bound to the lanes of those who write here, from *first_round* on.
+        """Return the arguments of `Engine.add_owned` for *part*, which is summed into *outputs*, and its store, if any.
+
+        Memory is allocated, and bound to the streams of the nodes that write here, from *first_round* on.
         """
-        codec = self._codec(unit, part, resources) if self._partition_role.is_coded(unit) else None
+        codec = self._codec(unit, part, resources) if self._role.is_coded(unit) else None
         if codec is not None:
             codec = codec._replace(frames=self._frames(part, self._regions.frames, resources))
-        members = self._partition_role.members_of(unit.ranks)
+        members = self._role.members_of(unit.ranks)
         before: list[tuple[int, int]] = []
         after: list[tuple[int, int]] = []
         for index in members.nodes:
@@ -147,12 +150,14 @@ class UnitInstaller:
         at = self._allocate(resources, self._regions.results, 2 * nbytes).address
         return at, at + nbytes
 
-    def member(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], resources: UnitResources, first_round: int,
-               partial: Place | None = None) -> dict[str, Any]:
-        """Return what `Engine.add_member` needs for *part*, of which the result is read at *outputs*: allocated, but
-        for the *partial* if there is one, and from *first_round* on bound to the lane of the owner, if that is a wire.
+    def member(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], resources: UnitResources,
+               first_round: int, partial: Place | None = None) -> dict[str, Any]:
+        """Return the arguments of `Engine.add_member` for *part*, whose result is read at *outputs*.
+
+        Memory is allocated, except *partial* if it is given, and bound to the owner's stream from *first_round* on, if
+        the owner is reached over a wire.
         """
-        codec = self._codec(unit, part, resources) if self._partition_role.is_coded(unit) else None
+        codec = self._codec(unit, part, resources) if self._role.is_coded(unit) else None
         link = wire(self._links[part.owner])
         arriving = outputs
         if codec is not None and link is not None:
@@ -161,7 +166,7 @@ class UnitInstaller:
         if link is not None:
             bind(resources, link, unit, part, arriving, codec is not None, first_round)
             resources.arriving[part.part] = arriving
-        nbytes = self._partition_role.partial_nbytes(unit, part)
+        nbytes = self._role.partial_nbytes(unit, part)
         if partial is None:
             partial = self._allocate(resources, self._regions.partials, nbytes) if nbytes else Place(0, 0, 0)
         if nbytes:
@@ -170,7 +175,7 @@ class UnitInstaller:
             codec = codec._replace(frame=partial.address)
         return dict(
             nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=self._kernel(unit), local=list(self._partition_role.members_of(unit.ranks).local),
+            kernel=self._kernel(unit), local=list(self._role.members_of(unit.ranks).local),
             owner=self._sources[part.owner], partial=(partial.address, partial.segment, partial.offset), codec=codec,
             rows=_rows(unit, part), first_round=unit.first_round,
         )
@@ -185,8 +190,9 @@ class UnitInstaller:
 
     def _side_by_side(self, resources: UnitResources, arena: Arena, parts: Sequence[PartPlan], at: Place | None = None
                       ) -> dict[int, tuple[Place, Place]]:
-        """Return places for both results of *parts*, from *at* on if that was allocated: one run for each parity.
-        Neighbours stay neighbours, so a rank's view is few mappings.
+        """Return places for both results of *parts*, from *at* on if that is given: one run for each parity.
+
+        Neighbouring parts stay neighbours, so a rank needs few mappings.
         """
         even_nbytes = sum(page_round(part.nbytes) for part in parts)
         if at is None and parts:
@@ -199,7 +205,7 @@ class UnitInstaller:
         return found
 
     def _place_on_device(self, resources: UnitResources, parts: Sequence[PartPlan]) -> dict[int, tuple[Place, Place]]:
-        """As `_side_by_side`, in memory of a rank's device; nothing where that has no room in one piece."""
+        """Do as `_side_by_side`, in memory of a rank's device; return nothing if that has no room in one piece."""
         nbytes = 2 * sum(page_round(part.nbytes) for part in parts)
         at = self._regions.direct.fit(nbytes) if parts else None
         if at is None:
@@ -218,23 +224,20 @@ class UnitInstaller:
 
 
 def kernel(dtype: str, op: str, sums: bool) -> int:
-    """Return the address of what adds up inputs of *dtype* by *op*; not *sums*: of what does nothing (`no_sum`)."""
-    from .. import kernels
-    from ..kernels import no_sum  # compiles: not before somebody needs a sum
-
-    return kernels.address(dtype, "sum" if op == ROWS else op) if sums else no_sum.address()
+    """Return the address of what adds up inputs of *dtype* by *op*; not *sums*: of what does nothing."""
+    return kernels.address(dtype, "sum" if op == ROWS else op) if sums else kernels.no_sum_address()
 
 
 def bind(resources: UnitResources, link: WireLink, unit: UnitPlan, part: PartPlan, at: tuple[int, int], coded: bool,
          first_round: int) -> None:
-    """Expect *part* from *first_round* on over *link*, at these addresses by parity, and note it in *holding*."""
+    """Expect *part* from *first_round* on over *link*, at these addresses by parity; record it in *resources*."""
     link.bind(part.part, *at, part.wire_nbytes if coded else part.nbytes, unit.n_streams, coded or unit.op == ROWS,
               first_round)
     resources.bound.append((link.index, part.part))
 
 
 def _rows(unit: UnitPlan, part: PartPlan) -> tuple[int, int, int, int] | None:
-    """Return what the engine has to know of the frames of *part*, if its unit is a table that is summed by rows."""
+    """Return what the engine needs for the frames of *part*, if its unit is a table that is summed by rows."""
     if unit.op != ROWS:
         return None
     n_rows, *row = unit.members[0].shape

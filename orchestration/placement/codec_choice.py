@@ -35,7 +35,7 @@ class Ratio(NamedTuple):
 
 
 #: One thread of an AMD EPYC in a virtual machine, float32, 4 MB of normal numbers that stay in its caches, beside the
-#: copy that `bpsfast.node.copy_rate` makes; where k matters, 1 % of the elements, and 4 levels. (The contestants of
+#: copy that `bpsfast.node.capacity` makes; where k matters, 1 % of the elements, and 4 levels. (The contestants of
 #: `bpsfast bench codecs` take turns, so its copy meets colder memory, takes longer, and ratios to it are larger.)
 RATIOS: Mapping[Kind, Ratio] = {
     "onebit": Ratio(1.6, 0.54, 2.1),

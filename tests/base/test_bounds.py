@@ -10,8 +10,8 @@ import pytest
 from bpsfast.base import settings
 from bpsfast.base.settings import Settings, load_with_origins
 from bpsfast.base.trace_records import limits
-from bpsfast.node import copy_rate
-from bpsfast.node.transport import pacing, tcp
+from bpsfast.node import capacity
+from bpsfast.node.transport import tcp
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import encode
 from bpsfast.orchestration.priority.send_queue import NicQueue
@@ -73,7 +73,7 @@ def as_send_buffer(value):
 
 
 def as_threads(value):
-    engine(n_threads=copy_rate.n_threads(Settings(engine_threads=value)))
+    engine(n_threads=capacity.n_summing_threads(Settings(engine_threads=value)))
 
 
 def as_store(**values):
@@ -81,7 +81,7 @@ def as_store(**values):
 
 
 def as_rate(value):
-    found = pacing.of(Settings(nic_limit=value), 3)
+    found = tcp.pacing_of(Settings(nic_limit=value), 3)
     assert (found is None) == (value == 0)
 
 

@@ -161,10 +161,11 @@ def test_training_over_rdma_is_bit_identical_to_tcp_and_costs_one_write_per_part
 
 
 _COMPILES = """
-from bpsfast import store_kernels
-from bpsfast.compression import kernels, topk
-kernels.addresses(topk(0.01, error_feedback=True), "float32")
-store_kernels.address("float32")
+from bpsfast.compression import topk
+from bpsfast.kernels import stores
+from bpsfast.kernels.codecs import codec_kernels
+codec_kernels.addresses(topk(0.01, error_feedback=True), "float32")
+stores.address("float32")
 """
 
 

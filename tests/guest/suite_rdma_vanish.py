@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bpsfast.node.reconnects import Reconnects
+from bpsfast.node.peers import Reconnects
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import verbs
 from bpsfast.pyx.port import DONE

@@ -16,7 +16,7 @@ import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
-from bpsfast import kernels
+from bpsfast import base, kernels
 from bpsfast.base import dtypes, reference_sum
 from bpsfast.kernels import element_ir, sum_ir
 from bpsfast.orchestration import errors
@@ -78,8 +78,11 @@ def copied() -> Iterator[Path]:
     package = root / "bpsfast"
     shutil.copytree(Path(errors.__file__).parent, package / "orchestration",
                     ignore=shutil.ignore_patterns("__pycache__"))
-    for module in (dtypes, element_ir, kernels, reference_sum, sum_ir):
-        shutil.copy(module.__file__, package)
+    ours = Path(kernels.__file__).parents[1]
+    for module in (base, dtypes, element_ir, kernels, reference_sum, sum_ir):
+        copy = package / Path(module.__file__).relative_to(ours)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(module.__file__, copy)
     (package / "__init__.py").touch()
     (root / "cwd").mkdir()
     for path in (root, *root.rglob("*")):
@@ -93,7 +96,8 @@ def copied() -> Iterator[Path]:
 
 PROGRAM = """
 import numpy as np
-from bpsfast import kernels, reference
+from bpsfast import base, kernels
+from bpsfast.base import reference_sum as reference
 assert kernels.__file__.startswith({root!r}), kernels.__file__
 for dtype in (np.float32, np.float16):
     dst, src = np.arange(9.0, dtype=dtype), np.full(9, 0.1, dtype)
@@ -105,8 +109,10 @@ for dtype in (np.float32, np.float16):
 # Python itself may be installed where only root can read: load all of numba first, then become the user.
 LEAVE_HOME = """
 import os
-from bpsfast import kernels, reference, vector_sum
-vector_sum.compile_kernel("int8", cache=False)
+from bpsfast import base, kernels
+from bpsfast.base import reference_sum as reference
+from bpsfast.kernels import sum_ir
+sum_ir.compile_kernel("int8", cache=False)
 os.setgroups([])
 os.setgid(54321)
 os.setuid(54321)
@@ -134,10 +140,10 @@ def test_cache_lies_where_numba_is_told(copied: Path) -> None:
     _run_copy(copied, environ={"NUMBA_CACHE_DIR": str(cache)})
     entries = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")}
     assert sorted(re.sub(r"_[0-9a-f]{16}.*\.", ".", path.name) for path in entries) == [
-        "vector_sum.fused_sum_float16.nbc",
-        "vector_sum.fused_sum_float16.nbi",
-        "vector_sum.fused_sum_float32.nbc",
-        "vector_sum.fused_sum_float32.nbi",
+        "sum_ir.fused_sum_float16.nbc",
+        "sum_ir.fused_sum_float16.nbi",
+        "sum_ir.fused_sum_float32.nbc",
+        "sum_ir.fused_sum_float32.nbi",
     ]
     _run_copy(copied, environ={"NUMBA_CACHE_DIR": str(cache)})
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")} == entries
@@ -156,7 +162,7 @@ def test_damaged_cache_entry_is_compiled_again(copied: Path, suffix: str, conten
 
 @pytest.mark.slow
 def test_no_writable_cache_folder_is_no_error(copied: Path) -> None:
-    (copied / "bpsfast" / "__pycache__").touch()  # a file, so that not even root can make the folder
+    (copied / "bpsfast" / "kernels" / "__pycache__").touch()  # a file, so that not even root can make the folder
     _run_copy(copied, environ={"NUMBA_CACHE_DIR": "/dev/null/a", "XDG_CACHE_HOME": "/dev/null/b"})
 
 
@@ -174,7 +180,8 @@ def test_read_only_install_and_no_home(copied: Path) -> None:
 
 HALVES = """
 import numpy as np, ml_dtypes
-from bpsfast import kernels, reference
+from bpsfast import base, kernels
+from bpsfast.base import reference_sum as reference
 for dtype in (np.float16, ml_dtypes.bfloat16):
     patterns = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     for partner in (0.0, 1.0, -0.3, 6e4, 6e-8, np.inf):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bpsfast.base import encryption as seals
+from bpsfast.base import encryption
 from bpsfast.base.addresses import default_route_host
 from bpsfast.base.encryption import seals_of
 from bpsfast.base.settings import Settings
@@ -45,17 +45,17 @@ def test_keys_follow_from_the_secret_and_the_sender_and_are_not_it():
 
 def test_rdma_is_refused_in_words():
     with pytest.raises(ConfigError, match=r"contradicts transport='rdma'.*transport=tcp or auto"):
-        seals.check(Settings(encryption="on", transport="rdma"))
+        encryption.check(Settings(encryption="on", transport="rdma"))
     for transport in ("auto", "tcp", "shm"):
-        seals.check(Settings(encryption="on", transport=transport))
-    seals.check(Settings(transport="rdma"))
+        encryption.check(Settings(encryption="on", transport=transport))
+    encryption.check(Settings(transport="rdma"))
 
 
 @pytest.mark.parametrize(("values", "near", "far"), [
     ({}, False, True), ({"encryption": "on"}, True, True), ({"encryption": "off"}, False, False),
     ({"insecure": True}, False, False)])
 def test_by_default_what_leaves_the_machine_is_encrypted(values, near, far):
-    encryption = seals.Encryption.of(Settings(**values))
+    which = encryption.Encryption.of(Settings(**values))
     if not default_route_host():
         pytest.skip("this machine has no address besides the loopback")
     for family, host, expected in ((socket.AF_INET, "127.0.0.1", near), (socket.AF_INET6, "::1", near),
@@ -64,15 +64,15 @@ def test_by_default_what_leaves_the_machine_is_encrypted(values, near, far):
             listener.bind((host, 0))
             listener.listen()
             with socket.create_connection(listener.getsockname()[:2]) as dialled, listener.accept()[0] as accepted:
-                assert encryption.covers(dialled) == encryption.covers(accepted) == expected
+                assert which.covers(dialled) == which.covers(accepted) == expected
     one, other = socket.socketpair()
     with one, other:
-        assert not encryption.covers(one), "it does not leave the machine"
+        assert not which.covers(one), "it does not leave the machine"
 
 
 def test_a_machine_without_libcrypto_is_refused_in_words():
     program = """
-from bpsfast import transport
+from bpsfast.node import transport
 from bpsfast.base.addresses import default_route_host
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.pyx import seal

@@ -2,15 +2,14 @@
 from __future__ import annotations
 
 from bpsfast.base.settings import Settings
-from bpsfast.node import counters
-from bpsfast.node.runtime import NodeRuntime
+from bpsfast.node.runtime import NodeRuntime, resident_outside_segments
 from bpsfast.pyx.pages import Segment
 
 
 def test_all_counters_are_integers_under_flat_names():
     runtime = NodeRuntime(Settings(engine_threads=1), lambda source, code: None)
     runtime.regions.results.allocate(5000)
-    found = counters.told(runtime, 7)
+    found = runtime.flat_counters(7)
     assert all(type(value) is int for value in found.values())
     assert found["control_messages"] == 7 and found["registrations"] == 1
     assert found["memory_segments"] == found["memory_result"] == runtime.regions.nbytes
@@ -20,6 +19,6 @@ def test_all_counters_are_integers_under_flat_names():
 
 
 def test_segments_do_not_count_as_memory_of_the_process():
-    before = counters.resident_outside_segments()
+    before = resident_outside_segments()
     with Segment(64 << 20, huge=False):
-        assert counters.resident_outside_segments() - before < 32 << 20
+        assert resident_outside_segments() - before < 32 << 20

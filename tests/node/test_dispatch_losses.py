@@ -1,8 +1,7 @@
-"""The communication service when links and nodes are lost: detours, loans, what is dropped and forgotten."""
+"""The communication service when links and nodes are lost: replaced links, resends, what is dropped and forgotten."""
 from __future__ import annotations
 
 import socket
-import threading
 
 import pytest
 
@@ -65,7 +64,7 @@ def test_a_detour_that_ends_before_its_repeats_have_left_repeats_none_of_them_tw
         far.settimeout(20)
         service.far.append(far)
         service.links.append(TcpLink(0, {0: near}, n_slots=64))
-        dispatcher._take(dispatch.ReplaceLink(0, service.links[-1], dict.fromkeys(range(4), 1), threading.Event()))
+        dispatcher._replace_link(0, service.links[-1], dict.fromkeys(range(4), 1))
         assert dispatcher.counters()["queued"] == 2
     dispatcher.handle([service.event(EVENT_FORWARD, 0, 0, round_=2)])
     while dispatcher.counters()["queued"]:
@@ -76,7 +75,7 @@ def test_a_detour_that_ends_before_its_repeats_have_left_repeats_none_of_them_tw
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
 def test_a_service_that_does_not_run_takes_over_no_link(service, monkeypatch):
-    monkeypatch.setattr(dispatch, "_DETOUR_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(dispatch, "_COMMAND_TIMEOUT_S", 0.01)
     with pytest.raises(StallError, match="did not take over a new link within"):
         service.dispatcher.replace_link(0, service.links[0], {})
 
@@ -110,7 +109,7 @@ def test_to_a_node_that_is_dropped_nothing_more_goes(service):
     dispatcher.drop(0)
     dispatcher.drop(0)
     service.links[0].close()
-    dispatcher._keep_up()
+    dispatcher.handle([])
     dispatcher.handle([service.event(EVENT_DELIVERED, 0, 0), service.event(EVENT_FORWARD, 0, 2),
                        (EVENT_LOST, 0, 0, 0, 5, 0, 0), service.event(EVENT_FORWARD, 1, 1, 2)])
     assert service.written(1, 1) == [1]
@@ -126,7 +125,7 @@ def test_a_result_is_lent_to_one_node_and_counted(service):
     dispatcher = service.dispatcher
     service.commit((1, 0))
     dispatcher.resend(dispatch.ResultResend(source=1, part=0, round=7, address=service.payload.address, nbytes=NBYTES))
-    dispatcher._keep_up()
+    dispatcher.handle([])
     dispatcher.handle([service.event(EVENT_RESULT, 0, 0, 8)])
     header = HEADER.unpack(service._exactly(1, HEADER.size))
     assert header[2:4] == (0, 7) and header[-1] == NBYTES, "before the next round of the same partition"
@@ -143,7 +142,7 @@ def test_a_running_service_hears_of_losses_and_loans_by_itself(service):
     service.commit((0,))
     service.dispatcher.start()
     service.dispatcher.drop(0)
-    service.dispatcher.resend(dispatch.ResultResend(source=1, part=0, round=1, address=service.payload.address, nbytes=NBYTES))
+    service.dispatcher.resend(dispatch.ResultResend(1, 0, 1, service.payload.address, NBYTES))
     assert service.written(1, 1) == [0]
     service.links[0].close()
     assert service.lost.empty()
@@ -153,11 +152,10 @@ def test_a_running_service_hears_of_losses_and_loans_by_itself(service):
 def test_a_detour_to_a_node_that_is_dropped_meanwhile_is_no_failure(service):
     service.commit((0,))
     service.dispatcher.drop(0)
-    service.dispatcher._keep_up()
-    replace_link = dispatch.ReplaceLink(0, service.links[0], {0: 1}, threading.Event())
-    service.dispatcher._take(replace_link)
-    assert service.dispatcher.counters()["detours"] == 0
-    assert replace_link.taken.is_set(), "who asked for it does not wait for its deadline"
+    service.dispatcher.handle([])
+    service.dispatcher.start()
+    service.dispatcher.replace_link(0, service.links[0], {0: 1})  # who asks for it does not wait for its deadline
+    assert service.dispatcher.counters()["detours"] == 0 and service.dispatcher.error is None
 
 
 @pytest.mark.parametrize("service", [(1, 1 << 20, [True])], indirect=True)
@@ -174,7 +172,7 @@ def test_what_was_given_up_is_not_written_again_nor_behind_what_waits(service):
     far.settimeout(20)
     service.far.append(far)
     service.links.append(TcpLink(0, {0: near}, n_slots=64))
-    dispatcher._take(dispatch.ReplaceLink(0, service.links[1], {0: 1, 1: 1}, threading.Event()))
+    dispatcher._replace_link(0, service.links[1], {0: 1, 1: 1})
     service.far[0], service.far[1] = service.far[1], service.far[0]
     assert service.written(0, 1) == [1] and set(dispatcher._destinations[0].posted) == {1}
     assert dispatcher._place_of(0, is_result=False) < dispatcher._place_of(1, is_result=False), "of the same pass"
@@ -184,8 +182,8 @@ def test_what_was_given_up_is_not_written_again_nor_behind_what_waits(service):
 def test_a_running_service_forgets_what_it_is_told_to(service):
     service.commit((0, 1))
     service.dispatcher.start()
-    service.dispatcher.resend(dispatch.ResultResend(source=0, part=0, round=1, address=service.payload.address, nbytes=NBYTES))
+    service.dispatcher.resend(dispatch.ResultResend(0, 0, 1, service.payload.address, NBYTES))
     assert service.written(0, 1) == [0]
     service.dispatcher.forget([0])
-    service.dispatcher.resend(dispatch.ResultResend(source=0, part=1, round=1, address=service.payload.address, nbytes=NBYTES))
+    service.dispatcher.resend(dispatch.ResultResend(0, 1, 1, service.payload.address, NBYTES))
     assert service.written(0, 1) == [1] and set(service.dispatcher._destinations[0].posted) == {1}

@@ -1,4 +1,4 @@
-"""The household: a rank that ends is reported once, and also if it was told something between its end and the look."""
+"""Local ranks: a rank that ends is reported once, also if it was sent a message between its end and the check."""
 from __future__ import annotations
 
 import os
@@ -11,14 +11,13 @@ import pytest
 
 from bpsfast.base.message_socket import MessageSocket
 from bpsfast.node.event_loop import EventLoop
-from bpsfast.node.local_rank import LocalRank
-from bpsfast.node.local_ranks import LocalRanks
+from bpsfast.node.local_ranks import LocalRank, LocalRanks
 from bpsfast.node.regions import Regions
 from bpsfast.orchestration import messages
 
 
 class Node:
-    """What a household asks its node for; keeps what it was told to fail with."""
+    """What a local_ranks asks its node for; keeps what it was told to fail with."""
 
     ending = False
 

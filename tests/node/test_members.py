@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.node.generation import Generation, is_of
-from bpsfast.node.members import Members, members_of
+from bpsfast.node.partition_role import Members, members_of
 from bpsfast.node.transport.tcp import TcpLink
 from bpsfast.orchestration.messages import NodeInfo, Plan, UnitPlan
 

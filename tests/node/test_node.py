@@ -91,7 +91,7 @@ def lonely():
      "setting partition_bytes: local rank 1 .* has '8192', its node has '4096000'"),
     ({"local_rank": 1, "local_size": 3}, "ConfigError", "says 3, the node of this machine expects 2"),
     ({"local_rank": 0}, "ConfigError", "local rank 0 is process .* BPSFAST_NODE_ID"),
-    ({"local_rank": 5}, "MismatchError", "says it is one of 2"),
+    ({"local_rank": 5}, "MismatchError", "claims to be one of 2"),
 ])
 def test_ranks_that_do_not_fit_are_refused_in_words(lonely, changes, error, text):
     name, reason = refusal(lonely.attach(**changes))
@@ -162,8 +162,8 @@ def test_a_server_process_beside_the_node_ends_with_it():
 
 
 def test_sigterm_ends_a_node_in_words():
-    program = ("import sys; from bpsfast import settings; from bpsfast.node import control\n"
-               "sys.exit(control.main(settings.load()))")
+    program = ("import sys; from bpsfast.base import settings; from bpsfast.node import main\n"
+               "sys.exit(main.main(settings.load()))")
     name = secrets.token_hex(8)
     environ = {"PATH": os.environ["PATH"], "BPSFAST_SCHEDULER": "127.0.0.1:9", "BPSFAST_JOB_KEY": KEY.hex(),
                "BPSFAST_NODE_ID": name, "BPSFAST_LOCAL_SIZE": "1", "BPSFAST_LOG_LEVEL": "INFO"}

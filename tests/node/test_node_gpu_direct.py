@@ -92,7 +92,8 @@ def test_memory_is_registered_and_its_first_bytes_are_for_results(gpu_direct, re
     regions.direct.release(place, 2 * MIB)
     assert regions.direct.fit(MIB) == place
     assert regions.nbytes == 0  # none of it is memory of the host
-    assert gpu_direct.holds(chunk.segment.address + 3 * MIB - 1) and not gpu_direct.holds(chunk.segment.address + 3 * MIB)
+    end = chunk.segment.address + 3 * MIB
+    assert gpu_direct.holds(end - 1) and not gpu_direct.holds(end)
 
 
 def test_which_partitions(gpu_direct):

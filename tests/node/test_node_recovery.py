@@ -21,9 +21,9 @@ def recovery(told):
     def no_room(message):
         raise CapacityError("no room for slots")
 
-    plan_installer = SimpleNamespace(near=(), progress=lambda lost, everything: (), prepare_owner_change=no_room,
+    installer = SimpleNamespace(near=(), progress=lambda lost, everything: (), prepare_owner_change=no_room,
                              ownable_nbytes=12345, room_nbytes=777)
-    runtime = SimpleNamespace(connected=True, plan_installer=plan_installer, freeze=lambda purpose: None)
+    runtime = SimpleNamespace(connected=True, installer=installer, freeze=lambda purpose: None)
     node = SimpleNamespace(send=told.append, run_with_heartbeats=lambda work: work(), name="node 0")
     plans = SimpleNamespace(forget=lambda: None, make=lambda work: work(),
                             drop_early=lambda: told.append("planned early: dropped"))
@@ -47,14 +47,14 @@ def test_nothing_is_prepared_for_an_epoch_that_was_not_frozen_for(recovery, told
 
 
 def test_a_node_that_is_still_connecting_parts_at_once_and_freezes_when_it_is_connected(recovery, told):
-    recovery._vertex.connected = False
+    recovery._runtime.connected = False
     recovery.connected()
     recovery.freeze(Freeze(epoch=2, lost=(3,), reason="node 3 is lost"))
     recovery.freeze(Freeze(epoch=3, lost=(3, 4), reason="node 4 is lost"))
     assert told == ["planned early: dropped", "parted with 3",
                     "planned early: dropped", "parted with 3", "parted with 4"]
     told.clear()
-    recovery._vertex.connected = True
+    recovery._runtime.connected = True
     recovery.connected()
     recovery.connected()
     assert [each for each in told if isinstance(each, FreezeReport)] == [FreezeReport(epoch=3, progress=(), near=())]

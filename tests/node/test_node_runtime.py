@@ -1,4 +1,4 @@
-"""The vertex of a node: partitions that move; its end: what cannot be closed keeps nothing else open."""
+"""The runtime of a node: partitions that move; its end: what cannot be closed keeps nothing else open."""
 from __future__ import annotations
 
 import os
@@ -36,11 +36,11 @@ def move(ends, plan, part, to, round_):
     recover = Recover(epoch=2, generation=plan.generation + 1, units=units, owner_changes=(
         OwnerChange(part=part, owner=to, kept_round=round_, giver=1 - to),))
     for end in ends:
-        end.vertex.freeze("a test")
-    prepared = [end.vertex.plan_installer.prepare_owner_change(recover) for end in ends]
+        end.runtime.freeze("a test")
+    prepared = [end.runtime.installer.prepare_owner_change(recover) for end in ends]
     assert all(succession.arrived for _, succession in prepared)
     for end, (generation, succession) in zip(ends, prepared):
-        end.vertex.succeed(generation, succession, tuple(order_of(plan)))
+        end.runtime.succeed(generation, succession, tuple(order_of(plan)))
 
 
 def test_what_was_written_of_a_partition_that_moves_is_forgotten(ends):
@@ -53,7 +53,7 @@ def test_what_was_written_of_a_partition_that_moves_is_forgotten(ends):
             end.port.submit(part, 1, 1, segment, offset, False)
     for end in ends:
         assert all(end.port.wait(part, 1, 1, 20.0) == DONE for part in (0, 1))
-    destinations = [next(iter(end.vertex._dispatcher._destinations.values())) for end in ends]
+    destinations = [next(iter(end.runtime._dispatcher._destinations.values())) for end in ends]
     assert [set(each.posted) for each in destinations] == [{0, 1}] * 2
     move(ends, plan, part=1, to=1, round_=1)
     deadline = time.monotonic() + 20
@@ -65,21 +65,21 @@ def test_what_was_written_of_a_partition_that_moves_is_forgotten(ends):
 @pytest.mark.parametrize("known", [True, False])
 def test_a_newcomer_that_cannot_be_taken_in_is_excluded_as_any_other(ends, known, monkeypatch):
     """Its link is of no use, or the engine has no number left for it."""
-    vertex = ends[0].vertex
+    runtime = ends[0].runtime
     ours, theirs = socket.socketpair()
     link = TcpLink(2, {0: ours})
     if known:
         theirs.close()
         ours.close()
     else:
-        monkeypatch.setattr(vertex._dispatcher, "add", raising(StallError("it does not answer")))
+        monkeypatch.setattr(runtime._dispatcher, "add", raising(StallError("it does not answer")))
     with pytest.raises((OSError, ValueError, StallError)):
-        vertex.take_in(link, "tcp: of no use")
-    assert (2 in vertex.links) == known and ours.fileno() == -1
+        runtime.take_in(link, "tcp: of no use")
+    assert (2 in runtime.links) == known and ours.fileno() == -1
     theirs.close()
-    vertex.freeze("a test")
-    vertex.exclude(2)
-    assert set(vertex.links) == {1}
+    runtime.freeze("a test")
+    runtime.exclude(2)
+    assert set(runtime.links) == {1}
 
 
 def raising(error):
@@ -90,14 +90,14 @@ def raising(error):
 
 def test_memory_that_somebody_holds_keeps_nothing_else_open(no_leaks):
     before = len(os.listdir("/proc/self/fd"))
-    vertex = NodeRuntime(Settings(engine_threads=1, huge_pages="off"), lambda source, code: None)
-    place, _ = vertex.regions.slots.allocate(5000)
-    vertex.stop()
-    with memoryview(vertex.regions.chunk(place.segment).segment):
+    runtime = NodeRuntime(Settings(engine_threads=1, huge_pages="off"), lambda source, code: None)
+    place, _ = runtime.regions.slots.allocate(5000)
+    runtime.stop()
+    with memoryview(runtime.regions.chunk(place.segment).segment):
         with pytest.raises(BufferError, match="live exports"):
-            vertex.close()
+            runtime.close()
         assert len(os.listdir("/proc/self/fd")) == before + 1  # the segment that is held
-    vertex.regions.close()
+    runtime.regions.close()
 
 
 def test_a_kernel_that_takes_long_is_waited_for_while_the_node_goes_on_beating():

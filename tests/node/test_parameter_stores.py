@@ -39,11 +39,11 @@ def plan_of(generation, first, sizes):
 
 
 def test_a_store_in_a_hole_is_not_asked_for_again(end):
-    stores = end.vertex.regions.stores
-    first = end.vertex.plan_installer.prepare(plan_of(1, 0, [MIB]))
-    assert end.vertex.regions.nbytes_by_kind()["store"] == 2 * MIB, "the smallest segment: half of it is free"
-    second = end.vertex.plan_installer.prepare(plan_of(1, 1, [MIB, 3 * MIB]))
-    assert end.vertex.regions.nbytes_by_kind()["store"] == 5 * MIB
+    stores = end.runtime.regions.stores
+    first = end.runtime.installer.prepare(plan_of(1, 0, [MIB]))
+    assert end.runtime.regions.nbytes_by_kind()["store"] == 2 * MIB, "the smallest segment: half of it is free"
+    second = end.runtime.installer.prepare(plan_of(1, 1, [MIB, 3 * MIB]))
+    assert end.runtime.regions.nbytes_by_kind()["store"] == 5 * MIB
     for generation in (second, first):
-        end.vertex.plan_installer.drop(generation)
+        end.runtime.installer.drop(generation)
     assert stores.free_nbytes == 5 * MIB

@@ -34,8 +34,8 @@ def ends():
 
 
 def prepare(end, *successions):
-    end.vertex.freeze("a test")
-    generation, found = end.vertex.plan_installer.prepare_owner_change(
+    end.runtime.freeze("a test")
+    generation, found = end.runtime.installer.prepare_owner_change(
         Recover(epoch=2, generation=end.plan.generation + 1, units=end.plan.units, owner_changes=successions))
     return generation, found
 

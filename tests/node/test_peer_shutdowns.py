@@ -25,7 +25,7 @@ def ends():
         end.close()
 
 
-def say_farewell(end, index, pid):
+def announce(end, index, pid):
     """Tell *end* that the ranks of node *index* have left; return when it has heard that."""
     sock, _ = tcp.connect(end.info.address, KEY, mine=index, peer=end.index, number=SHUTDOWN_STREAM, epochs=Epochs(1),
                           deadline=time.monotonic() + LIMIT_S, pid=pid)
@@ -44,11 +44,11 @@ def test_a_node_takes_leave_of_all_others(ends):
 
 def test_only_a_node_with_ranks_can_say_that_its_own_have_left(ends, caplog):
     for index, pid in ((1, os.getpid() + 1), (2, os.getpid()), (0, os.getpid()), (-1, 0)):
-        say_farewell(ends[0], index, pid)
+        announce(ends[0], index, pid)
     helper = msgspec.structs.replace(ends[1].info, index=2, ranks=())
     ends[0].peering.expect(helper)
-    say_farewell(ends[0], 2, os.getpid())
+    announce(ends[0], 2, os.getpid())
     assert not ends[0].peering.peer_shutdowns.said
     assert caplog.text.count("and is not that node with ranks") == 5
-    say_farewell(ends[0], 1, os.getpid())
+    announce(ends[0], 1, os.getpid())
     assert ends[0].peering.peer_shutdowns.said == {1}

@@ -162,7 +162,8 @@ def test_who_was_to_come_and_does_not_ends_nothing(side, grace, is_lost_first):
     here = side()
     given_up = []
     here.peers._peering = SimpleNamespace(
-        peer_shutdowns=SimpleNamespace(said=set()), forget=lambda index: None, give_up=lambda *call: given_up.append(call))
+        peer_shutdowns=SimpleNamespace(said=set()), forget=lambda index: None,
+        give_up=lambda *call: given_up.append(call))
     if is_lost_first:
         here.lose()
     here.peers.not_coming(NewcomerGone(node=1))

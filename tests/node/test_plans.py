@@ -21,9 +21,10 @@ class Side:
     def __init__(self) -> None:
         self.told = []
         self.loop = EventLoop(self._raised)
-        self.runtime = SimpleNamespace(plan_installer=SimpleNamespace(ownable_nbytes=77), connected=True)
+        self.runtime = SimpleNamespace(installer=SimpleNamespace(ownable_nbytes=77), connected=True)
         self.left, self.may_leave = [], True
-        self.node = SimpleNamespace(send=self.told.append, run_with_heartbeats=lambda work: work(), leave_rdma=self._leave)
+        self.node = SimpleNamespace(send=self.told.append, run_with_heartbeats=lambda work: work(),
+                                    leave_rdma=self._leave)
         self.plans = Plans(self.node, self.loop, self.runtime, None, TIMEOUT_S)
 
     def run(self) -> float:
@@ -94,7 +95,7 @@ def test_peers_that_do_not_say_where_to_write_are_named(side, given_up, wait_s):
     side.plans.await_for(generation(awaited={5, 2}), succession([True], given_up))
     assert side.run() - begin >= wait_s
     (failed,) = side.told
-    assert failed.reason == f"node 2, node 5 did not say within {wait_s:g} s where results and slots lie"
+    assert failed.reason == f"node 2, node 5 did not send the addresses of results and slots within {wait_s:g} s"
 
 
 def test_a_plan_that_is_forgotten_has_no_answer(side):
@@ -112,7 +113,7 @@ def full(side, *peers):
                 raise LaneFullError(index, f"one too many for its queue pair to node {index}")
         return Generation(plan)
 
-    side.runtime.plan_installer.prepare = prepare
+    side.runtime.installer.prepare = prepare
 
 
 def test_pairs_whose_queue_pairs_are_full_go_by_tcp_and_the_plan_is_prepared(side):

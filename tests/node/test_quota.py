@@ -19,11 +19,11 @@ from bpsfast.orchestration.errors import ConfigError
 #: Starts a thread before and one after, and tells what every thread is kept to.
 _PROCESS = """
 import json, os, threading
-from bpsfast.node import quota
+from bpsfast.node import cpu_quota
 from bpsfast.base.settings import load_with_origins
 end = threading.Event()
 threading.Thread(target=end.wait).start()
-settings = quota.take(load_with_origins(json.loads(os.environ["GIVEN"]), {})[0])
+settings = cpu_quota.take(load_with_origins(json.loads(os.environ["GIVEN"]), {})[0])
 threading.Thread(target=end.wait).start()
 threads = [int(name) for name in os.listdir("/proc/self/task")]
 print(json.dumps({

@@ -7,8 +7,8 @@ from bpsfast.node.transport.rdma import rdma_messages
 from bpsfast.orchestration import messages
 from bpsfast.orchestration.errors import ProtocolError
 
-RAIL = rdma_messages.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", gid=bytes(range(16)), version="v2", lid=0,
-                       mtu=4096)
+RAIL = rdma_messages.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", gid=bytes(range(16)), version="v2",
+                               lid=0, mtu=4096)
 
 
 @pytest.mark.parametrize("message", [
@@ -16,7 +16,8 @@ RAIL = rdma_messages.RailOffer(device="mlx5_0", port=1, link_layer="Ethernet", g
     rdma_messages.RdmaOffer(version=1, objection="there is no RDMA device here"),
     rdma_messages.RdmaPairs(pairs=(rdma_messages.PairOffer(number=17, psn=(1 << 24) - 1),)),
     rdma_messages.RdmaStep(step="proven"),
-    rdma_messages.PeerSlots(generation=3, slots=(rdma_messages.Slot(part=1, even=1 << 47, odd=4096, rkey=(1 << 32) - 1, nbytes=5),)),
+    rdma_messages.PeerSlots(generation=3, slots=(
+        rdma_messages.Slot(part=1, even=1 << 47, odd=4096, rkey=(1 << 32) - 1, nbytes=5),)),
 ], ids=lambda message: type(message).__name__)
 def test_what_was_said_is_read(message):
     assert rdma_messages.decode(messages.encode(message)) == message

@@ -41,7 +41,7 @@ def early(no_leaks):
     guests = []
     with contextlib.closing(EventLoop(guests.append)) as loop:
         with contextlib.closing(LocalListener(loop, listener, KEY, guests.append, guests.append, guests.append,
-                                          patience_s=0.5)) as made:
+                                          timeout_s=0.5)) as made:
             yield made, loop
     assert guests == [], "nobody was let in, and nothing failed"
 
@@ -109,7 +109,7 @@ def test_who_says_nothing_has_to_go(reception):
 def test_of_strangers_beyond_a_number_the_oldest_go_and_a_node_comes_in(early, shm_endpoint):
     """Long before the strangers' time is over; and where nobody waits outside, nobody goes."""
     door, loop = early
-    door._patience_s = 60.0
+    door._timeout_s = 60.0
     door.know(0, Epochs(1), shm_endpoint)
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(stranger(door)) for _ in range(MAX_PENDING_HANDSHAKES)]
@@ -145,7 +145,8 @@ def test_two_messages_before_an_answer_are_refused(reception):
 
 def test_a_nodes_hello_counts_once(reception):
     door, loop = reception
-    with message_socket.connect(door.name, 20, shm.decode) as link, message_socket.connect(door.name, 20, shm.decode) as other:
+    with (message_socket.connect(door.name, 20, shm.decode) as link,
+          message_socket.connect(door.name, 20, shm.decode) as other):
         link.send(hello_of(1))
         answer, fds = turn(loop, link)
         assert isinstance(answer, shm.PeerWelcome)
@@ -158,7 +159,8 @@ def test_a_nodes_hello_counts_once(reception):
 
 def test_before_a_node_knows_itself_only_those_with_the_key_wait(early, shm_endpoint):
     door, loop = early
-    with message_socket.connect(door.name, 20, shm.decode) as link, message_socket.connect(door.name, 20, shm.decode) as other:
+    with (message_socket.connect(door.name, 20, shm.decode) as link,
+          message_socket.connect(door.name, 20, shm.decode) as other):
         other.send(hello_of(2, key=bytes(16)))
         answer, _ = turn(loop, other)
         assert isinstance(answer, Refuse) and "has another job key" in answer.reason
@@ -179,7 +181,7 @@ def test_without_free_descriptors_nobody_is_let_in_for_a_while(reception, monkey
     with stranger(door) as sock:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            until(loop, lambda: door._is_deaf)
+            until(loop, lambda: door._is_paused)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert "ulimit -n" in caplog.text

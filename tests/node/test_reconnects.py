@@ -11,8 +11,8 @@ import pytest
 
 from bpsfast.base.encryption import Encryption, Seals, seals_of
 from bpsfast.node.transport import Epochs, reconnector, tcp
-from bpsfast.node.transport.data_port import DataPort
 from bpsfast.node.transport.reconnector import RECONNECT_STREAM, Reconnector
+from bpsfast.node.transport.tcp import DataPort
 from bpsfast.orchestration.errors import BpsError, MismatchError
 from bpsfast.orchestration.messages import NodeInfo
 from bpsfast.orchestration.security import StreamHello
@@ -23,7 +23,7 @@ WAIT_S = 20.0
 
 
 class Side:
-    """One of two nodes: its data port, its reunions, and what came of them. Node 1 dials."""
+    """One of two nodes: its data port, its reconnector, and what came of them. Node 1 dials."""
 
     def __init__(self, index: int, lease_s: float = 10.0, encrypted: bool = False) -> None:
         self.index = index
@@ -40,9 +40,9 @@ class Side:
     def begin(self, other: Side) -> None:
         infos = {side.index: NodeInfo(index=side.index, host="here", pid=1, address=side.address, shm_name="",
                                       ranks=(side.index,), nic_rate_bytes=0.0) for side in (self, other)}
-        self.reconnector = Reconnector(infos[self.index], {other.index: infos[other.index]}, KEY, self.epochs, N_STREAMS,
-                                 self.lease_s, WAIT_S, self.links.put, self.dropped.append, lambda: self.news.put(None),
-                                 self.encryption)
+        self.reconnector = Reconnector(
+            infos[self.index], {other.index: infos[other.index]}, KEY, self.epochs, N_STREAMS, self.lease_s, WAIT_S,
+            self.links.put, self.dropped.append, lambda: self.news.put(None), self.encryption)
         self.listen(self.listener)
 
     def listen(self, listener: socket.socket) -> None:
@@ -135,7 +135,8 @@ def test_whoever_notices_first_both_get_one_link_and_hear_what_is_awaited(sides,
     links = [side.link() for side in sides]
     assert are_one(*links) and [link.number for link in links] == [links[0].number] * 2
     assert [link.awaited_there for link in links] == [{7: 6, 1 << 20: 1}, {7: 5, 1 << 20: 1}]
-    assert [side.reconnector.called() for side in sides] == [[], []] == [list(side.reconnector.gone()) for side in sides]
+    assert [side.reconnector.called() for side in sides] == [[], []]
+    assert [list(side.reconnector.gone()) for side in sides] == [[], []]
 
 
 @either_way

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from bpsfast.base.settings import Settings
-from bpsfast.node import scheduler_failover
-from bpsfast.node.scheduler_failover import SchedulerFailover
+from bpsfast.node import recovery
+from bpsfast.node.recovery import SchedulerFailover
 from bpsfast.orchestration import messages as m
 from bpsfast.orchestration.failover.control_log import ControlLog
 from tests.support.job_table import spec, welcomed
@@ -49,7 +49,7 @@ class Plans:
 
 @dataclass
 class Peers:
-    """The data ports of others, whose shutdown messages are the test's."""
+    """The data ports of others, whose peer_shutdowns are the test's."""
 
     peer_shutdowns: set[int] = field(default_factory=set)
     has_announced_shutdown: bool = False
@@ -63,16 +63,16 @@ class Ports:
     """Real data ports, as the node's peers show them."""
 
     def __init__(self, peering):
-        self._nodes_left = peering.peer_shutdowns
+        self._peer_shutdowns = peering.peer_shutdowns
         self.announce_shutdown = peering.peer_shutdowns.announce_shutdown
 
     @property
     def peer_shutdowns(self):
-        return self._nodes_left.said
+        return self._peer_shutdowns.said
 
     @property
     def has_announced_shutdown(self):
-        return self._nodes_left.are_announced
+        return self._peer_shutdowns.are_announced
 
 
 class Alone:
@@ -102,14 +102,14 @@ class Alone:
 @pytest.fixture
 def at_once(monkeypatch):
     """Whoever could tell a scheduler that all is over waits for none."""
-    monkeypatch.setattr(scheduler_failover, "_LAST_WAIT_S", 0.0)
+    monkeypatch.setattr(recovery, "_LAST_WAIT_S", 0.0)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """The time, which is `now` until the test says otherwise."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(scheduler_failover, "time", clock)
+    monkeypatch.setattr(recovery, "time", clock)
     return clock
 
 
@@ -235,7 +235,7 @@ def test_all_nodes_with_ranks_must_have_left_and_the_next_scheduler_hears_who_ha
     assert alone.scheduler_failover.is_over(), "a helper has no ranks that could leave"
     alone.node.told()
     alone.scheduler_failover.begin("127.0.0.1:7")
-    assert alone.node.told()[0].peer_shutdowns == tuple(sorted({1, helper}))
+    assert alone.node.told()[0].nodes_left == tuple(sorted({1, helper}))
 
 
 def test_a_helper_ends_when_all_others_have_left_and_takes_no_leave(at_once):
@@ -252,7 +252,7 @@ def test_a_scheduler_that_comes_back_soon_finds_somebody(clock):
     alone.leaves()
     alone.peers.peer_shutdowns, alone.peers.has_announced_shutdown = {1}, True
     alone.scheduler_failover.begin("127.0.0.1:7")
-    clock.now += scheduler_failover._LAST_WAIT_S - 0.1
+    clock.now += recovery._LAST_WAIT_S - 0.1
     assert not alone.scheduler_failover.is_over()
     clock.now += 0.2
     assert alone.scheduler_failover.is_over()

@@ -4,7 +4,7 @@ from __future__ import annotations
 import signal
 import threading
 
-from bpsfast.node.stop_signals import StopSignals
+from bpsfast.node.event_loop import StopSignals
 
 
 def test_signals_are_calls_while_entered():

@@ -161,7 +161,7 @@ def test_the_next_generation_waits_for_the_local_commit(ends):
 def test_a_refused_generation_is_forgotten(ends):
     refused = declare(ends, [5000], [1])
     for end in ends:
-        end.runtime.plan_installer.drop(end.generation)
+        end.runtime.installer.drop(end.generation)
     used = [end.runtime.regions.nbytes for end in ends]
     plan = declare(ends, [5000], [1], generation=2, first=1)
     for end in ends:

@@ -16,7 +16,7 @@ from bpsfast.orchestration.failover.control_log import ControlLog
 from bpsfast.orchestration.failover.scheduler_state import SchedulerState
 from tests.orchestration.test_recovery_model import APART, TOGETHER, World
 from tests.support.job_table import join
-from tests.support.lossy_nodes import ROUNDS, Vertex
+from tests.support.lossy_nodes import ROUNDS, ModelNode
 
 
 class Orphans(World):
@@ -106,7 +106,7 @@ class Orphans(World):
         self.hosts[index] = host if host in self.hosts[:self.n_first] else f"new {self.n_connections}"
         self.senders[index] = b"%d over %d" % (index, self.n_connections)
         self.up[index] = deque()
-        self.nodes[index] = Vertex(self, index, ())
+        self.nodes[index] = ModelNode(self, index, ())
         self.table.say(self.senders[index], join(host, 0, pid=self.n_connections, settings={"transport": "tcp"}))
         self.limit += 2
         self.go_on(Random(seed), n_steps)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from bpsfast.orchestration import messages as m
 from tests.support.job_table import Table, join, spec
-from tests.support.lossy_nodes import ROUNDS, Vertex, after
+from tests.support.lossy_nodes import ROUNDS, ModelNode, after
 
 #: (host, ranks) of each node, those with ranks first.
 APART = ([("a", 1), ("b", 1), ("h", 0), ("i", 0)],
@@ -46,7 +46,7 @@ class World(RuleBasedStateMachine):
         for sender, (_, n_ranks) in zip(self.senders, shape):
             self.table.say(sender, join(sender.decode(), n_ranks))
         welcome = self.table.got(self.senders[0], m.Welcome)[0]
-        self.nodes = [Vertex(self, node.index, node.ranks) for node in welcome.nodes]
+        self.nodes = [ModelNode(self, node.index, node.ranks) for node in welcome.nodes]
         self.home = {rank: node for node in self.nodes for rank in node.ranks}
         self.ranks = sorted(self.home)
         self.up = [deque() for _ in self.nodes]  # to the scheduler
@@ -198,7 +198,7 @@ class World(RuleBasedStateMachine):
         self.hosts.append(host if len(set(self.hosts)) < len(self.hosts) else f"new {index}")
         self.senders.append(b"%d" % index)
         self.up.append(deque())
-        self.nodes.append(Vertex(self, index, ()))
+        self.nodes.append(ModelNode(self, index, ()))
         self.table.say(self.senders[-1], join(host, 0))
         self.limit += 2
         self.go_on(Random(seed), n_steps)

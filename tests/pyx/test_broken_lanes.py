@@ -22,8 +22,8 @@ def end_of_the_ring(v):
 @pytest.mark.parametrize("spoil", [
     end_of_the_ring, lambda v: announce(v, 1, 65000, 1, 0, 0, 0), lambda v: announce(v, 1, 65000, 1, 2, 0, 1),
 ], ids=["a head that is too far", "parts that are not there", "rates of parts that are not there"])
-def test_a_broken_lane_is_told_of_once_and_read_no_more(vertex, spoil):
-    v = vertex(n_ranks=2)
+def test_a_broken_lane_is_told_of_once_and_read_no_more(engine_node, spoil):
+    v = engine_node(n_ranks=2)
     v.own(0, local=v.ranks[1:])
     v.own(3, local=v.ranks[:1])
     v.commit()

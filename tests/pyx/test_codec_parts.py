@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from bpsfast import kernels
-from bpsfast.kernels.codecs.codec_reference import ReferenceJob, decode
-from bpsfast.node.part_codec import part_codec
+from bpsfast.kernels.codecs.codec_reference import Job, decode
+from bpsfast.node.codec_state import part_codec
 from bpsfast.orchestration.codec import CodecSpec, frame_nbytes
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.pages import Segment
@@ -23,10 +23,10 @@ ROOM = frame_nbytes(CODEC, N, "float32")
 
 
 class Coded:
-    """A vertex with one rank and one peer behind a wire; part 0 is owned here, part 1 there."""
+    """A engine_node with one rank and one peer behind a wire; part 0 is owned here, part 1 there."""
 
-    def __init__(self, vertex, codec=None):
-        self.vertex = v = vertex(n_ranks=1)
+    def __init__(self, engine_node, codec=None):
+        self.engine_node = v = engine_node(n_ranks=1)
         self.memory = Segment(1 << 20)
         self.bytes = np.frombuffer(self.memory, np.uint8)
         self.peer = v.engine.add_wire_peer()
@@ -50,13 +50,13 @@ class Coded:
 
     def close(self):
         del self.bytes
-        self.vertex.close()
+        self.engine_node.close()
         self.memory.close()
 
 
 @pytest.fixture
-def coded(vertex):
-    made = Coded(vertex)
+def coded(engine_node):
+    made = Coded(engine_node)
     yield made
     made.close()
 
@@ -66,16 +66,16 @@ def framed(data):
 
 
 def test_owner_and_member_make_the_frames_of_the_reading(coded):
-    v = coded.vertex
+    v = coded.engine_node
     mine, theirs = (np.random.default_rng(seed).standard_normal(N).astype(np.float32) for seed in range(2))
-    reading = ReferenceJob(CODEC, N, "float32", 2)
+    reading = Job(CODEC, N, "float32", 2)
     sent = framed(reading.nodes[1].push(theirs))
     coded.place(0, len(sent))[:] = sent
     v.input(0)[:] = mine
     v.ports[0].submit(0, 1, 1, 0, 0)
     v.engine.arrived(coded.peer, 0, 1, 0)
     assert v.ports[0].wait(0, 1, 1, 10) == DONE
-    expected = ReferenceJob(CODEC, N, "float32", 2).round([mine, theirs], 2)
+    expected = Job(CODEC, N, "float32", 2).round([mine, theirs], 2)
     assert coded.floats(2).tobytes() == expected.tobytes()
     [(kind, _, part, round_, _, address, nbytes)] = v.engine.events(10)
     assert (kind, part, round_, address, nbytes) == (native.EVENT_RESULT, 0, 1, coded.memory.address + (4 << 16),
@@ -84,7 +84,7 @@ def test_owner_and_member_make_the_frames_of_the_reading(coded):
     [(kind, source, part, round_, _, address, nbytes)] = v.engine.events(10)
     assert (kind, source, part, round_) == (native.EVENT_FORWARD, coded.peer, 1, 1)
     frame = coded.place(5, nbytes)
-    assert frame.tobytes() == framed(ReferenceJob(CODEC, N, "float32", 1).nodes[0].push(v.input(0)[1])).tobytes()
+    assert frame.tobytes() == framed(Job(CODEC, N, "float32", 1).nodes[0].push(v.input(0)[1])).tobytes()
     coded.place(7, nbytes)[:] = frame
     v.engine.arrived(coded.peer, 1, 1, 0)
     assert v.ports[0].wait(1, 1, 1, 10) == DONE
@@ -97,7 +97,7 @@ def test_owner_and_member_make_the_frames_of_the_reading(coded):
 ], ids=["nothing", "cut off", "an index beyond the end", "longer than its room", "a length of all ones"])
 @pytest.mark.parametrize("is_owner", [True, False])
 def test_a_frame_that_is_none_is_the_senders_fault(coded, bad, is_owner):
-    v = coded.vertex
+    v = coded.engine_node
     part = 0 if is_owner else 1
     coded.place(0 if is_owner else 7, len(bad))[:] = bad
     v.ports[0].submit(part, 1, 1, 0, 0)
@@ -109,7 +109,7 @@ def test_a_frame_that_is_none_is_the_senders_fault(coded, bad, is_owner):
 
 
 @contextlib.contextmanager
-def busy(vertex):
+def busy(engine_node):
     """Have both of the engine's threads at work in kernels until this ends; it is frozen then."""
     gate, begun = threading.Event(), threading.Barrier(3)
 
@@ -119,19 +119,19 @@ def busy(vertex):
         gate.wait(20)
 
     for part in (2, 3):
-        vertex.own(part, kernel=ctypes.cast(kernel, ctypes.c_void_p).value)
-    vertex.commit()
+        engine_node.own(part, kernel=ctypes.cast(kernel, ctypes.c_void_p).value)
+    engine_node.commit()
     for part in (2, 3):
-        vertex.ports[0].submit(part, 1, 1, 0, part * PART)
+        engine_node.ports[0].submit(part, 1, 1, 0, part * PART)
     begun.wait(20)
     try:
         yield
-        freezing = threading.Thread(target=vertex.engine.freeze, args=(20,))
+        freezing = threading.Thread(target=engine_node.engine.freeze, args=(20,))
         freezing.start()
         words = "only a frozen engine"
         while words.startswith("only a frozen engine"):
             with pytest.raises(ValueError) as refused:
-                vertex.engine.follow(70000, 0, 0)
+                engine_node.engine.follow(70000, 0, 0)
             words = str(refused.value).rpartition(": ")[2]
     finally:
         gate.set()
@@ -141,7 +141,7 @@ def busy(vertex):
 @pytest.mark.parametrize("is_lent", [True, False])
 def test_a_result_that_a_loss_overtakes_is_decoded_if_no_other_copy_comes(coded, is_lent):
     """What a keeper has lent comes once; what the lost owner has sent is dropped for what a keeper sends."""
-    v = coded.vertex
+    v = coded.engine_node
     keeper, heir = v.engine.add_wire_peer(), v.engine.add_wire_peer()
     v.ports[0].submit(1, 1, 1, 0, PART)
     nbytes = v.engine.events(10)[0][-1]
@@ -168,9 +168,9 @@ def test_a_result_that_a_loss_overtakes_is_decoded_if_no_other_copy_comes(coded,
     assert v.engine.events(10)[0][:4] == (native.EVENT_FORWARD, keeper, 1, 2)
 
 
-def test_an_engine_that_cannot_compress_tells_its_ranks_and_its_node(vertex):
-    made = Coded(vertex, part_codec(CODEC, "float32", N)._replace(room_nbytes=ROOM - 8))
-    v = made.vertex
+def test_an_engine_that_cannot_compress_tells_its_ranks_and_its_node(engine_node):
+    made = Coded(engine_node, part_codec(CODEC, "float32", N)._replace(room_nbytes=ROOM - 8))
+    v = made.engine_node
     try:
         v.ports[0].submit(1, 1, 1, 0, 0)
         assert v.engine.events(10) == [(native.EVENT_LOST, native.NOBODY, 1, 1, errno.EPROTO, 0, 0)]
@@ -183,7 +183,7 @@ def test_an_engine_that_cannot_compress_tells_its_ranks_and_its_node(vertex):
 
 @pytest.mark.parametrize("rate", [float("nan"), -1.0, float("inf")])
 def test_a_learning_rate_that_is_none_is_the_ranks_fault(coded, rate):
-    v = coded.vertex
+    v = coded.engine_node
     v.ports[0].set_rate(0, 1, 1, rate)
     v.engine.missing(0)  # what ranks announced before counts
     [(kind, source, part, *_)] = v.engine.events(10)
@@ -191,7 +191,7 @@ def test_a_learning_rate_that_is_none_is_the_ranks_fault(coded, rate):
 
 
 def test_parts_are_retired_with_their_codecs(coded):
-    v = coded.vertex
+    v = coded.engine_node
     v.ports[0].submit(1, 1, 1, 0, 0)
     assert v.engine.events(10)[0][0] == native.EVENT_FORWARD
     with pytest.raises(ValueError, match="part 1 is to be retired while something of it is under way"):

@@ -14,11 +14,11 @@ from bpsfast.base.reference_sum import reduce
 from bpsfast.pyx import engine as native, ring
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT
-from tests.support.engine_node import PART, N, Vertex
+from tests.support.engine_node import PART, EngineNode, N
 
 
-def test_the_sum_is_published_when_the_last_rank_has_arrived(vertex):
-    v = vertex(n_ranks=3)
+def test_the_sum_is_published_when_the_last_rank_has_arrived(engine_node):
+    v = engine_node(n_ranks=3)
     for part in range(4):
         v.own(part, divisor=3)
     v.commit()
@@ -39,7 +39,7 @@ def test_the_sum_is_published_when_the_last_rank_has_arrived(vertex):
 @settings(max_examples=30, deadline=None)
 @given(order=st.permutations(list(itertools.product(range(3), range(4)))), threads=st.integers(1, 4))
 def test_bits_do_not_depend_on_the_order_of_arrival(order, threads):
-    v = Vertex(n_ranks=3, n_threads=threads)
+    v = EngineNode(n_ranks=3, n_threads=threads)
     try:
         for rank in range(3):
             v.input(rank)[:] = np.random.default_rng(rank).standard_normal((4, N), np.float32)
@@ -55,8 +55,8 @@ def test_bits_do_not_depend_on_the_order_of_arrival(order, threads):
         v.close()
 
 
-def test_results_of_two_rounds_lie_side_by_side(vertex):
-    v = vertex(n_ranks=1)
+def test_results_of_two_rounds_lie_side_by_side(engine_node):
+    v = engine_node(n_ranks=1)
     v.own(0)
     v.commit()
     for round in (1, 2, 3):
@@ -68,8 +68,8 @@ def test_results_of_two_rounds_lie_side_by_side(vertex):
             assert (v.output(round - 1)[0] == round - 1).all()
 
 
-def test_an_input_may_lie_anywhere_in_the_segment(vertex):
-    v = vertex(n_ranks=1)
+def test_an_input_may_lie_anywhere_in_the_segment(engine_node):
+    v = engine_node(n_ranks=1)
     v.own(1)
     v.commit()
     v.input(0)[3] = 9
@@ -78,8 +78,8 @@ def test_an_input_may_lie_anywhere_in_the_segment(vertex):
     assert (v.output(1)[1] == 9).all()
 
 
-def test_empty_contributions_leave_the_others(vertex):
-    v = vertex(n_ranks=3)
+def test_empty_contributions_leave_the_others(engine_node):
+    v = engine_node(n_ranks=3)
     v.own(0)
     v.commit()
     v.input(1)[0] = -0.0
@@ -97,10 +97,10 @@ def summed(v):
     return [(int(part), int(round_)) for part, round_ in zip(sums["part"], sums["round"])]
 
 
-def test_ready_parts_leave_in_policy_order(vertex):
+def test_ready_parts_leave_in_policy_order(engine_node):
     """All parts are ready before the commit; afterwards one thread takes them by integer rank."""
     order = [5, 0, 7, 2, 6, 1, 4, 3]
-    v = vertex(n_ranks=1, n_parts=8, n_threads=1, trace_capacity=100)
+    v = engine_node(n_ranks=1, n_parts=8, n_threads=1, trace_capacity=100)
     for part in range(8):
         v.own(part)
     v.engine.freeze(5)
@@ -111,8 +111,8 @@ def test_ready_parts_leave_in_policy_order(vertex):
     assert [part for part, _ in summed(v)] == [order.index(rank) for rank in range(8)]
 
 
-def test_without_urgency_parts_leave_as_they_were_complete(vertex):
-    v = vertex(n_ranks=1, n_parts=4, n_threads=1, trace_capacity=100, fifo=True)
+def test_without_urgency_parts_leave_as_they_were_complete(engine_node):
+    v = engine_node(n_ranks=1, n_parts=4, n_threads=1, trace_capacity=100, fifo=True)
     for part in range(4):
         v.own(part)
     v.commit()
@@ -126,8 +126,8 @@ def test_without_urgency_parts_leave_as_they_were_complete(vertex):
     assert [part for part, _ in summed(v)] == [3, 2, 0, 1]
 
 
-def test_the_trace_keeps_the_rounds_that_are_asked_for(vertex):
-    v = vertex(n_ranks=1, n_parts=1, n_threads=1, trace_capacity=100, trace_first_round=2, trace_last_round=3)
+def test_the_trace_keeps_the_rounds_that_are_asked_for(engine_node):
+    v = engine_node(n_ranks=1, n_parts=1, n_threads=1, trace_capacity=100, trace_first_round=2, trace_last_round=3)
     v.own(0)
     v.commit()
     for round_ in range(1, 6):
@@ -136,8 +136,8 @@ def test_the_trace_keeps_the_rounds_that_are_asked_for(vertex):
     assert summed(v) == [(0, 2), (0, 3)]
 
 
-def test_the_next_step_does_not_overtake_what_is_ready_of_this_one(vertex):
-    v = vertex(n_ranks=1, n_parts=3, n_threads=1, trace_capacity=100)
+def test_the_next_step_does_not_overtake_what_is_ready_of_this_one(engine_node):
+    v = engine_node(n_ranks=1, n_parts=3, n_threads=1, trace_capacity=100)
     for part in range(3):
         v.own(part)
     v.commit()
@@ -151,8 +151,8 @@ def test_the_next_step_does_not_overtake_what_is_ready_of_this_one(vertex):
     assert summed(v) == [(0, 1), (1, 1), (2, 1), (0, 2)]
 
 
-def test_a_frozen_engine_starts_nothing_and_commit_goes_on(vertex):
-    v = vertex(n_ranks=1)
+def test_a_frozen_engine_starts_nothing_and_commit_goes_on(engine_node):
+    v = engine_node(n_ranks=1)
     v.own(0)
     v.commit()
     v.engine.freeze(5)
@@ -165,8 +165,8 @@ def test_a_frozen_engine_starts_nothing_and_commit_goes_on(vertex):
     assert v.engine.report() == [(0, 1, 1), (1, 0, 1)]
 
 
-def test_arrivals_of_the_next_generation_wait_for_the_commit(vertex):
-    v = vertex(n_ranks=1)
+def test_arrivals_of_the_next_generation_wait_for_the_commit(engine_node):
+    v = engine_node(n_ranks=1)
     peer = v.engine.add_wire_peer()
     slots = Segment(PART)
     np.frombuffer(slots, np.float32)[:] = 5
@@ -179,8 +179,8 @@ def test_arrivals_of_the_next_generation_wait_for_the_commit(vertex):
 
 
 @pytest.mark.parametrize(("n", "order", "text"), [(2, [0], r"commit\(2\)"), (1, [], "0 ranks for 1 parts")])
-def test_a_wrong_commit_is_refused_and_changes_nothing(vertex, n, order, text):
-    v = vertex(n_ranks=1)
+def test_a_wrong_commit_is_refused_and_changes_nothing(engine_node, n, order, text):
+    v = engine_node(n_ranks=1)
     v.own(0)
     v.engine.freeze(5)
     with pytest.raises(ValueError, match=text):
@@ -190,8 +190,8 @@ def test_a_wrong_commit_is_refused_and_changes_nothing(vertex, n, order, text):
         v.engine.commit(2, [0])
 
 
-def test_a_removed_part_can_be_added_again(vertex):
-    v = vertex(n_ranks=1)
+def test_a_removed_part_can_be_added_again(engine_node):
+    v = engine_node(n_ranks=1)
     v.own(0)
     with pytest.raises(ValueError, match="there already"):
         v.own(0)
@@ -202,8 +202,8 @@ def test_a_removed_part_can_be_added_again(vertex):
     assert v.engine.report() == [(0, 0, 1)]
 
 
-def test_a_commit_needs_no_ranks_for_removed_parts(vertex):
-    v = vertex(n_ranks=1)
+def test_a_commit_needs_no_ranks_for_removed_parts(engine_node):
+    v = engine_node(n_ranks=1)
     v.own(0)
     v.commit([0])
     for part in (1, 2):
@@ -214,8 +214,8 @@ def test_a_commit_needs_no_ranks_for_removed_parts(vertex):
     assert v.engine.report() == [(0, 0, 1)]
 
 
-def test_a_member_forwards_its_partial_and_publishes_the_result(vertex):
-    v = vertex(n_ranks=2)
+def test_a_member_forwards_its_partial_and_publishes_the_result(engine_node):
+    v = engine_node(n_ranks=2)
     owner = v.engine.add_wire_peer()
     partial = Segment(PART)
     v.engine.add_member(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernels.address("float32"),
@@ -232,8 +232,8 @@ def test_a_member_forwards_its_partial_and_publishes_the_result(vertex):
     assert v.ports[0].wait(0, 1, 1, 10) == DONE
 
 
-def test_a_single_rank_is_forwarded_without_a_sum(vertex):
-    v = vertex(n_ranks=1)
+def test_a_single_rank_is_forwarded_without_a_sum(engine_node):
+    v = engine_node(n_ranks=1)
     owner = v.engine.add_wire_peer()
     v.engine.add_member(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernels.address("float32"),
                         local=v.ranks, owner=owner, partial=(v.outputs.address, 3, 0))
@@ -244,8 +244,8 @@ def test_a_single_rank_is_forwarded_without_a_sum(vertex):
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
-def test_a_lone_input_in_an_unmapped_segment_waits_to_be_forwarded(vertex, n_ranks):
-    v = vertex(n_ranks=n_ranks)
+def test_a_lone_input_in_an_unmapped_segment_waits_to_be_forwarded(engine_node, n_ranks):
+    v = engine_node(n_ranks=n_ranks)
     owner = v.engine.add_wire_peer()
     v.engine.add_member(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernels.address("float32"),
                         local=v.ranks, owner=owner, partial=(0, 0, 0))
@@ -259,8 +259,8 @@ def test_a_lone_input_in_an_unmapped_segment_waits_to_be_forwarded(vertex, n_ran
     assert v.engine.events(10) == [(native.EVENT_FORWARD, owner, 0, 1, 0, v.inputs[0].address, PART)]
 
 
-def test_a_member_whose_ranks_are_all_empty_forwards_nothing(vertex):
-    v = vertex(n_ranks=2)
+def test_a_member_whose_ranks_are_all_empty_forwards_nothing(engine_node):
+    v = engine_node(n_ranks=2)
     owner = v.engine.add_wire_peer()
     v.engine.add_member(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernels.address("float32"),
                         local=v.ranks, owner=owner, partial=(v.outputs.address, 3, 0))
@@ -271,9 +271,9 @@ def test_a_member_whose_ranks_are_all_empty_forwards_nothing(vertex):
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_the_owner_takes_its_place_in_node_order(vertex, place):
+def test_the_owner_takes_its_place_in_node_order(engine_node, place):
     """1e8 + 1 - 1e8 tells the orders apart in float32."""
-    v = vertex(n_ranks=1)
+    v = engine_node(n_ranks=1)
     terms = [1e8, -1e8, 1.0]
     slots = Segment(2 * PART)
     others = [term for i, term in enumerate(terms) if i != place]
@@ -292,9 +292,9 @@ def test_the_owner_takes_its_place_in_node_order(vertex, place):
     assert v.engine.events(10)[0][:4] == (native.EVENT_RESULT, 0, 0, 1)
 
 
-def test_two_engines_on_one_host_move_no_byte(vertex):
+def test_two_engines_on_one_host_move_no_byte(engine_node):
     """Member and owner share segments: the partial is summed where it lies, the result read where it appears."""
-    member, owner = vertex(n_ranks=2), vertex(n_ranks=1)
+    member, owner = engine_node(n_ranks=2), engine_node(n_ranks=1)
     there, back = Segment(ring.PEER_LANE_NBYTES, populate=False), Segment(ring.PEER_LANE_NBYTES, populate=False)
     ring.format_lane(there)
     ring.format_lane(back)
@@ -321,8 +321,8 @@ def test_two_engines_on_one_host_move_no_byte(vertex):
 @pytest.mark.parametrize("entry", [
     (0, 1, 2, 0, 0, 0), (3, 1, 1, 0, 0, 0), (70000, 1, 1, 0, 0, 0), (0, 70000, 1, 0, 0, 0),
 ], ids=["round ahead", "no such part", "part out of range", "count out of range"])
-def test_a_broken_announcement_becomes_an_event(vertex, entry):
-    v = vertex(n_ranks=1)
+def test_a_broken_announcement_becomes_an_event(engine_node, entry):
+    v = engine_node(n_ranks=1)
     v.own(0)
     v.commit()
     ring.Lane(v.lanes[0]).push(*entry)
@@ -331,8 +331,8 @@ def test_a_broken_announcement_becomes_an_event(vertex, entry):
     assert (kind, source, code) == (native.EVENT_LOST, v.ranks[0], errno.EPROTO)
 
 
-def test_whoever_reports_never_waits_for_the_reader_of_events(vertex):
-    v = vertex(n_ranks=1)
+def test_whoever_reports_never_waits_for_the_reader_of_events(engine_node):
+    v = engine_node(n_ranks=1)
     for _ in range(2000):  # enough objects that reading them runs the garbage collector
         v.engine.arrived(v.ranks[0], 9, 1, 0)
     stuck = []
@@ -353,8 +353,8 @@ def test_whoever_reports_never_waits_for_the_reader_of_events(vertex):
     assert len(events) == 2000 and len(v.engine.events(0)) == len(stuck)
 
 
-def test_a_wake_up_between_two_calls_is_not_lost(vertex):
-    v = vertex()
+def test_a_wake_up_between_two_calls_is_not_lost(engine_node):
+    v = engine_node()
     assert v.engine.events(0) == []
     v.engine.wake()
     v.engine.wake()
@@ -364,8 +364,8 @@ def test_a_wake_up_between_two_calls_is_not_lost(vertex):
     assert v.engine.events(0.2) == [] and time.monotonic() - begin >= 0.2, "and both count as one"
 
 
-def test_a_wake_up_ends_a_call_that_waits(vertex):
-    v = vertex()
+def test_a_wake_up_ends_a_call_that_waits(engine_node):
+    v = engine_node()
     timer = threading.Timer(0.1, v.engine.wake)
     timer.start()
     begin = time.monotonic()
@@ -373,8 +373,8 @@ def test_a_wake_up_ends_a_call_that_waits(vertex):
     timer.join(10)
 
 
-def test_an_input_beyond_its_segment_is_never_read(vertex):
-    v = vertex(n_ranks=1)
+def test_an_input_beyond_its_segment_is_never_read(engine_node):
+    v = engine_node(n_ranks=1)
     v.own(0)
     v.commit()
     v.ports[0].submit(0, 1, 1, 0, 1 << 40)
@@ -382,8 +382,8 @@ def test_an_input_beyond_its_segment_is_never_read(vertex):
     assert not v.ports[0].done(0, 1, 1)
 
 
-def test_late_duplicates_are_dropped_and_counted(vertex):
-    v = vertex(n_ranks=1)
+def test_late_duplicates_are_dropped_and_counted(engine_node):
+    v = engine_node(n_ranks=1)
     v.own(0)
     v.commit()
     v.ports[0].submit(0, 1, 1, 0, 0)
@@ -394,8 +394,8 @@ def test_late_duplicates_are_dropped_and_counted(vertex):
     assert v.engine.counters()["stale"] == 1
 
 
-def test_steady_rounds_allocate_nothing(vertex):
-    v = vertex(n_ranks=1)
+def test_steady_rounds_allocate_nothing(engine_node):
+    v = engine_node(n_ranks=1)
     v.own(0, to_wire=True)
     v.commit()
     before = v.engine.counters()["allocations"]
@@ -406,8 +406,8 @@ def test_steady_rounds_allocate_nothing(vertex):
     assert v.engine.counters()["allocations"] == before
 
 
-def test_a_refused_order_leaves_the_engine_as_it_was(vertex):
-    v = vertex(n_parts=2)
+def test_a_refused_order_leaves_the_engine_as_it_was(engine_node):
+    v = engine_node(n_parts=2)
     for part in range(2):
         v.own(part)
     v.engine.freeze(5)

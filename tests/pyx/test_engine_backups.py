@@ -19,7 +19,7 @@ from tests.support.store_owner import MOST, Owner
 def owner():
     made = Owner()
     yield made
-    made.vertex.close()
+    made.engine_node.close()
 
 
 def begin(owner, n, backups):
@@ -47,8 +47,8 @@ def elements(answer, n):
 def test_a_version_is_the_mean_of_what_came_first_and_answers_it(owner):
     begin(owner, 3, backups=1)
     push(owner, 2)
-    assert owner.vertex.ports[2].wait(2, 1, 2, 0.1) == TIMED_OUT, "one of two that it takes"
-    assert sorted(owner.vertex.engine.behind(2)) == [0, 1]
+    assert owner.engine_node.ports[2].wait(2, 1, 2, 0.1) == TIMED_OUT, "one of two that it takes"
+    assert sorted(owner.engine_node.engine.behind(2)) == [0, 1]
     push(owner, 0)
     assert elements(owner.answer(0), 3) == elements(owner.answer(2), 3) == (6, 0, 6)
 
@@ -62,11 +62,11 @@ def test_a_push_that_comes_too_late_is_left_out_and_answered_at_once(owner):
         owner.answer(1)
     push(owner, 2)  # computed on the first version; there were three since
     assert elements(owner.answer(2), 3) == (18, 18, 0)
-    assert owner.vertex.engine.counters()["left_out"] == 1
+    assert owner.engine_node.engine.counters()["left_out"] == 1
     push(owner, 2)  # and now it has the newest one
     push(owner, 1)
     assert elements(owner.answer(1), 3) == elements(owner.answer(2), 3) == (18, 24, 6)
-    last = {source: n_last for source, _, _, _, _, n_last, _ in owner.vertex.engine.lags(True)}
+    last = {source: n_last for source, _, _, _, _, n_last, _ in owner.engine_node.engine.lags(True)}
     assert last == {0: 0, 1: 0, 2: 1}, "who was late is counted as the last one"
 
 
@@ -77,7 +77,7 @@ def test_without_backups_all_are_waited_for(owner):
             push(owner, worker)
         for worker in range(3):
             assert elements(owner.answer(worker), 3) == (4 * step,) * 3
-    assert owner.vertex.engine.counters()["left_out"] == 0
+    assert owner.engine_node.engine.counters()["left_out"] == 0
 
 
 def test_who_pushes_nothing_has_the_newest_version_at_once(owner):
@@ -87,14 +87,14 @@ def test_who_pushes_nothing_has_the_newest_version_at_once(owner):
     assert elements(owner.answer(1), 3) == (0, 0, 0)
     push(owner, 1)
     assert elements(owner.answer(0), 3) == (6, 6, 0)
-    assert owner.vertex.engine.counters()["left_out"] == 0
+    assert owner.engine_node.engine.counters()["left_out"] == 0
 
 
 def test_who_leaves_is_not_waited_for(owner):
     begin(owner, 4, backups=1)
     push(owner, 0)
     push(owner, 1)
-    assert owner.vertex.ports[0].wait(0, 1, 2, 0.1) == TIMED_OUT
+    assert owner.engine_node.ports[0].wait(0, 1, 2, 0.1) == TIMED_OUT
     owner.retire([3])
     assert elements(owner.answer(0), 4) == elements(owner.answer(1), 4) == (6, 6, 0, 0)
     owner.retire([1])
@@ -109,7 +109,7 @@ def test_several_who_leave_at_once_make_one_version(owner):
     begin(owner, 4, backups=0)
     push(owner, 0)
     push(owner, 1)
-    assert owner.vertex.ports[1].wait(1, 1, 2, 0.1) == TIMED_OUT
+    assert owner.engine_node.ports[1].wait(1, 1, 2, 0.1) == TIMED_OUT
     owner.retire([2, 3])
     assert elements(owner.answer(0), 4) == elements(owner.answer(1), 4) == (6, 6, 0, 0)
     push(owner, 0)
@@ -120,9 +120,9 @@ def test_several_who_leave_at_once_make_one_version(owner):
 def test_a_commit_leaves_a_version_that_waits_as_it_is(owner):
     begin(owner, 2, backups=0)
     push(owner, 0)
-    assert owner.vertex.ports[0].wait(0, 1, 2, 0.1) == TIMED_OUT
-    owner.vertex.own(2, local=[owner.vertex.ranks[2]])
-    owner.vertex.commit()
+    assert owner.engine_node.ports[0].wait(0, 1, 2, 0.1) == TIMED_OUT
+    owner.engine_node.own(2, local=[owner.engine_node.ranks[2]])
+    owner.engine_node.commit()
     push(owner, 1)
     assert elements(owner.answer(0), 2) == elements(owner.answer(1), 2) == (6, 6)
 
@@ -132,15 +132,15 @@ def test_who_comes_while_a_version_is_about_to_be_made_is_answered_with_it():
     begin(owner, 4, backups=1)
     push(owner, 2)
     push(owner, 3)
-    assert owner.vertex.ports[3].wait(3, 1, 2, 0.1) == TIMED_OUT
-    owner.vertex.engine.freeze(5)
+    assert owner.engine_node.ports[3].wait(3, 1, 2, 0.1) == TIMED_OUT
+    owner.engine_node.engine.freeze(5)
     owner.retire([1])  # two are enough now
     push(owner, 0)  # more urgent than the part that makes the version
-    owner.vertex.commit()
+    owner.engine_node.commit()
     for worker in (2, 3, 0):
         assert elements(owner.answer(worker), 4) == (0, 0, 6, 6)
-    assert owner.vertex.engine.counters()["left_out"] == 1
-    owner.vertex.close()
+    assert owner.engine_node.engine.counters()["left_out"] == 1
+    owner.engine_node.close()
 
 
 def test_more_backups_than_workers_is_one_push_a_version(owner):
@@ -158,7 +158,7 @@ def owners():
     made = {n_threads: Owner(n_threads) for n_threads in (1, 3)}
     yield made
     for each in made.values():
-        each.vertex.close()
+        each.engine_node.close()
 
 
 class Model:
@@ -196,7 +196,7 @@ def test_any_schedule_of_pushes_makes_the_versions_of_the_model(owners, n, backu
     try:
         keep_to(owner, n, backups, order)
     except BaseException:  # the next one begins anew
-        owner.vertex.close()
+        owner.engine_node.close()
         owners[n_threads] = Owner(n_threads)
         raise
 
@@ -231,7 +231,7 @@ def test_no_answer_is_half_a_version_whoever_pushes_at_the_same_time(owners, bac
         for _ in range(n_steps):
             push(owner, worker)
             found[worker].append(elements(owner.answer(worker), MOST))
-        owner.vertex.engine.retire([worker])  # or the others wait for it
+        owner.engine_node.engine.retire([worker])  # or the others wait for it
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(MOST)]
     for thread in threads:

@@ -24,9 +24,9 @@ def stores():
     return ctypes.cast(kernel, ctypes.c_void_p).value, told, kernel
 
 
-def test_sums_that_some_rank_reads_late_go_past_the_caches(vertex, stores):
+def test_sums_that_some_rank_reads_late_go_past_the_caches(engine_node, stores):
     kernel, told, _ = stores
-    v = vertex(n_ranks=2, nontemporal_nbytes=PART + 1)
+    v = engine_node(n_ranks=2, nontemporal_nbytes=PART + 1)
     v.own(0, kernel=kernel)
     v.commit()
     for round, nbytes in enumerate([(0, 0), (MUCH, 0), (0, 0), (0, MUCH), (MUCH, MUCH), (0, MUCH - 1)], 1):
@@ -36,18 +36,18 @@ def test_sums_that_some_rank_reads_late_go_past_the_caches(vertex, stores):
     assert told == [False, True, False, True, True, False]
 
 
-def test_large_sums_go_past_the_caches(vertex, stores):
+def test_large_sums_go_past_the_caches(engine_node, stores):
     kernel, told, _ = stores
-    v = vertex(n_ranks=1, nontemporal_nbytes=PART)
+    v = engine_node(n_ranks=1, nontemporal_nbytes=PART)
     v.own(0, kernel=kernel)
     v.commit()
     v.ports[0].submit(0, 1, 1, 0, 0)
     assert v.ports[0].wait(0, 1, 1, 10) == DONE and told == [True]
 
 
-def test_sums_that_leave_the_machine_stay_in_caches(vertex, stores):
+def test_sums_that_leave_the_machine_stay_in_caches(engine_node, stores):
     kernel, told, _ = stores
-    v = vertex(n_ranks=2, nontemporal_nbytes=PART + 1)
+    v = engine_node(n_ranks=2, nontemporal_nbytes=PART + 1)
     peer, slot = v.engine.add_wire_peer(), Segment(PART)
     v.engine.add_member(0, nbytes=PART, n_elements=N, unit_offset=0, kernel=kernel, local=v.ranks, owner=peer,
                         partial=(v.outputs.address, 3, 0))

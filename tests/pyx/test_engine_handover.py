@@ -14,7 +14,7 @@ from tests.support.engine_node import PART, N
 
 
 class Giver:
-    """A vertex that owns part 0, to which the node `peer` adds; `heir` and `third` are nodes that come into it."""
+    """A engine_node that owns part 0, to which the node `peer` adds; `heir` and `third` are nodes that come into it."""
 
     def __init__(self, v, **owned):
         self.v, self.engine = v, v.engine
@@ -45,8 +45,8 @@ class Giver:
 
 
 @pytest.fixture
-def giver(vertex):
-    return lambda n_ranks=1, **owned: Giver(vertex(n_ranks=n_ranks, n_parts=2), **owned)
+def giver(engine_node):
+    return lambda n_ranks=1, **owned: Giver(engine_node(n_ranks=n_ranks, n_parts=2), **owned)
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])

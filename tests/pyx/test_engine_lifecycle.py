@@ -11,7 +11,7 @@ from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
 from tests.support import threads
-from tests.support.engine_node import PART, Vertex
+from tests.support.engine_node import PART, EngineNode
 
 
 @pytest.mark.parametrize("arguments", [dict(n_threads=0), dict(n_threads=65)])
@@ -52,7 +52,7 @@ def test_an_engine_without_memory_for_events_ends_the_job_in_words():
 
 def test_close_joins_the_threads():
     before = threads.ids()
-    v = Vertex(n_threads=4)
+    v = EngineNode(n_threads=4)
     fresh = threads.ids() - before
     assert len(fresh) == 4
     v.close()
@@ -86,8 +86,8 @@ def test_an_engine_that_is_garbage_ends_its_threads_before_its_memory_goes():
     ("add_wire_peer", ()), ("map_segment", (0, 0, 4096, 4096)), ("freeze", (1.0,)), ("report", ()), ("missing", (0,)),
     ("commit", (1, [0] * 4)),
 ])
-def test_a_closed_engine_refuses(vertex, method, arguments):
-    v = vertex()
+def test_a_closed_engine_refuses(engine_node, method, arguments):
+    v = engine_node()
     v.own(0)
     v.close()
     v.bell.close()
@@ -96,9 +96,9 @@ def test_a_closed_engine_refuses(vertex, method, arguments):
     v.engine.abort("PeerLostError: too late to be read")
 
 
-def test_a_report_lets_other_threads_in_while_it_makes_objects(vertex):
+def test_a_report_lets_other_threads_in_while_it_makes_objects(engine_node):
     """The collector runs what it likes when objects are made; here a finaliser that waits for another thread."""
-    v = vertex(n_parts=4)
+    v = engine_node(n_parts=4)
     for part in range(4):
         v.own(part)
     helped, asked = threading.Event(), threading.Event()
@@ -139,8 +139,8 @@ def push(v, part, round):
     return v.output(round)[part]
 
 
-def test_a_retired_part_begins_anew(vertex):
-    v = vertex()
+def test_a_retired_part_begins_anew(engine_node):
+    v = engine_node()
     for generation in range(3):
         for part in range(4):
             v.own(part)
@@ -155,8 +155,8 @@ def test_a_retired_part_begins_anew(vertex):
     v.engine.retire([])
 
 
-def test_a_part_with_something_under_way_is_not_retired(vertex):
-    v = vertex(n_parts=2)
+def test_a_part_with_something_under_way_is_not_retired(engine_node):
+    v = engine_node(n_parts=2)
     v.own(0)
     v.own(1)
     v.commit()
@@ -170,8 +170,8 @@ def test_a_part_with_something_under_way_is_not_retired(vertex):
     v.engine.retire([0, 1])
 
 
-def test_a_part_that_is_not_committed_is_removed_and_not_retired(vertex):
-    v = vertex(n_parts=2)
+def test_a_part_that_is_not_committed_is_removed_and_not_retired(engine_node):
+    v = engine_node(n_parts=2)
     v.own(0)
     with pytest.raises(ValueError, match="there is none"):
         v.engine.retire([0])

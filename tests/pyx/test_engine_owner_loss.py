@@ -18,7 +18,7 @@ LAST = (1 << 32) - 1
 
 
 class Heirs:
-    """A vertex with a member's part 0, whose owner is `lost`; `peer` and `other` are nodes that are left."""
+    """A engine_node with a member's part 0, whose owner is `lost`; `peer` and `other` are nodes that are left."""
 
     def __init__(self, v):
         self.v, self.engine = v, v.engine
@@ -61,8 +61,8 @@ class Heirs:
 
 
 @pytest.fixture
-def heirs(vertex):
-    return lambda n_ranks=1: Heirs(vertex(n_ranks=n_ranks, n_parts=2))
+def heirs(engine_node):
+    return lambda n_ranks=1: Heirs(engine_node(n_ranks=n_ranks, n_parts=2))
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ def test_what_was_not_passed_on_is_not_passed_on_again(heirs):
     assert event[1:4] == (h.peer, 0, 2) and (np.frombuffer(h.partial, np.float32) == 14).all()
 
 
-def test_to_a_node_of_this_host_it_is_announced_again(vertex):
-    v, near = vertex(n_ranks=1, n_parts=2), vertex(n_ranks=1)
+def test_to_a_node_of_this_host_it_is_announced_again(engine_node):
+    v, near = engine_node(n_ranks=1, n_parts=2), engine_node(n_ranks=1)
     there, back = Segment(ring.PEER_LANE_NBYTES, populate=False), Segment(ring.PEER_LANE_NBYTES, populate=False)
     ring.format_lane(there)
     ring.format_lane(back)
@@ -312,8 +312,8 @@ def test_ranks_are_heard_after_the_commit(heirs):
     assert h.engine.events(10)[0][1:4] == (h.peer, 0, 1)
 
 
-def test_what_came_during_a_freeze_that_failed_is_summed_at_once_while_the_kernel_still_runs(vertex):
-    v = vertex(n_ranks=1, n_parts=2, n_threads=2)
+def test_what_came_during_a_freeze_that_failed_is_summed_at_once_while_the_kernel_still_runs(engine_node):
+    v = engine_node(n_ranks=1, n_parts=2, n_threads=2)
     bell = ring.Doorbell(v.bell)
     peer, slot, gate, begun = v.engine.add_wire_peer(), Segment(PART), threading.Event(), threading.Event()
 

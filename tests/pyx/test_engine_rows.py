@@ -15,7 +15,7 @@ from bpsfast.pyx import engine as native
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT
 from bpsfast.trainer.sparse_table import RowFrames
-from tests.support.engine_node import PART, Vertex
+from tests.support.engine_node import PART, EngineNode
 
 N_ROWS, ELEMENTS = 90, 5
 
@@ -47,8 +47,8 @@ def drawn(seed, dtype, n):
     return indices, values.astype(TABLE[dtype].numpy)
 
 
-class Owner(Vertex):
-    """A vertex that owns part 0 of a table, which nodes before and after it push by wire."""
+class Owner(EngineNode):
+    """A engine_node that owns part 0 of a table, which nodes before and after it push by wire."""
 
     def __init__(self, frames, n_before=0, n_local=1, n_after=0, divisor=1, to_wire=False):
         super().__init__(n_ranks=n_local, n_parts=1)
@@ -128,7 +128,7 @@ def test_rounds_without_rows(vertex_of):
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_a_member_forwards_the_length_of_its_partial(vertex_of, n_ranks):
     frames = frames_of()
-    v = Vertex(n_ranks=n_ranks, n_parts=1)
+    v = EngineNode(n_ranks=n_ranks, n_parts=1)
     try:
         owner, partial = v.engine.add_wire_peer(), Segment(PART)
         v.engine.add_member(0, nbytes=PART, n_elements=0, unit_offset=0, kernel=kernels.address("float32"),
@@ -196,7 +196,7 @@ def test_who_sends_what_is_no_frame_is_named_and_nothing_is_published(vertex_of,
 
 
 def test_a_length_that_cannot_be_is_not_forwarded(vertex_of):
-    v = Vertex(n_ranks=1, n_parts=1)
+    v = EngineNode(n_ranks=1, n_parts=1)
     try:
         owner = v.engine.add_wire_peer()
         v.engine.add_member(0, nbytes=PART, n_elements=0, unit_offset=0, kernel=kernels.address("float32"),
@@ -215,7 +215,7 @@ def test_a_length_that_cannot_be_is_not_forwarded(vertex_of):
 def test_noise_never_leaves_the_room_of_the_output(noise, n):
     """The page behind the output keeps its bytes; what is published is a frame."""
     frames = frames_of()
-    v = Vertex(n_ranks=2, n_parts=1)
+    v = EngineNode(n_ranks=2, n_parts=1)
     try:
         wide = Segment(2 * PART)
         bytes_of(wide)[:] = 0xAA

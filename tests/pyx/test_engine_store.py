@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.base.dtypes import TABLE
-from bpsfast.kernels import stores
+from bpsfast.kernels import store_ir, stores
 from bpsfast.orchestration.errors import UnsupportedError
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.port import TIMED_OUT
@@ -21,15 +21,15 @@ from tests.support.store_owner import MOST, Owner
 def owner():
     made = Owner()
     yield made
-    made.vertex.close()
+    made.engine_node.close()
 
 
 def test_the_first_round_sets_and_nobody_is_answered_before(owner):
     owner.open(3)
     owner.push(0)
     owner.push(2)
-    assert owner.vertex.ports[0].wait(0, 1, 1, 0.1) == TIMED_OUT
-    assert owner.vertex.engine.behind(0) == [1] and owner.vertex.engine.missing(0)[1] == []
+    assert owner.engine_node.ports[0].wait(0, 1, 1, 0.1) == TIMED_OUT
+    assert owner.engine_node.engine.behind(0) == [1] and owner.engine_node.engine.missing(0)[1] == []
     assert (owner.push_pull(1, 5.0) == 5.0).all()
     assert (owner.answer(0) == 5.0).all() and (owner.answer(2) == 5.0).all()
     assert (owner.push_pull(0, 2.0) == 7.0).all()
@@ -69,10 +69,10 @@ def test_who_has_left_holds_nobody_back(owner):
         owner.answer(worker)
     owner.push_pull(0, 1.0)
     owner.push(0, 1.0)  # round 3: the others are at round 1
-    assert owner.vertex.ports[0].wait(0, 1, 3, 0.1) == TIMED_OUT
-    assert sorted(owner.vertex.engine.behind(0)) == [1, 2]
+    assert owner.engine_node.ports[0].wait(0, 1, 3, 0.1) == TIMED_OUT
+    assert sorted(owner.engine_node.engine.behind(0)) == [1, 2]
     owner.retire([1])
-    assert owner.vertex.engine.behind(0) == [2] and not owner.answered(0)
+    assert owner.engine_node.engine.behind(0) == [2] and not owner.answered(0)
     owner.retire([2])
     assert (owner.answer(0) == 3.0).all()
 
@@ -80,10 +80,10 @@ def test_who_has_left_holds_nobody_back(owner):
 def test_a_commit_leaves_what_is_held_back_as_it_is(owner):
     owner.open(2, staleness=0)
     owner.push(0, 1.0)
-    assert owner.vertex.ports[0].wait(0, 1, 1, 0.1) == TIMED_OUT
-    owner.vertex.own(2, local=[owner.vertex.ranks[2]])
-    owner.vertex.commit()
-    assert owner.vertex.ports[0].wait(0, 1, 1, 0.1) == TIMED_OUT
+    assert owner.engine_node.ports[0].wait(0, 1, 1, 0.1) == TIMED_OUT
+    owner.engine_node.own(2, local=[owner.engine_node.ranks[2]])
+    owner.engine_node.commit()
+    assert owner.engine_node.ports[0].wait(0, 1, 1, 0.1) == TIMED_OUT
     owner.push(1)
     assert (owner.answer(0) == 1.0).all() and (owner.answer(1) == 1.0).all()
 
@@ -91,9 +91,9 @@ def test_a_commit_leaves_what_is_held_back_as_it_is(owner):
 def test_a_refused_generation_takes_its_store_along(owner):
     store = Engine.make_store(2, kernel=stores.address("float32"), weights=owner.memory.address)
     for part in range(2):
-        owner.vertex.own(part, local=[owner.vertex.ranks[part]], store=store)
+        owner.engine_node.own(part, local=[owner.engine_node.ranks[part]], store=store)
     for part in range(2):
-        owner.vertex.engine.remove(part)
+        owner.engine_node.engine.remove(part)
     owner.open(2)
     assert (owner.push_pull(0, 3.0) == 3.0).all()
     Engine.drop_store(Engine.make_store(2, kernel=stores.address("float32"), weights=owner.memory.address))
@@ -106,7 +106,7 @@ def owners():
     made = {n_threads: Owner(n_threads) for n_threads in (1, 3)}
     yield made
     for each in made.values():
-        each.vertex.close()
+        each.engine_node.close()
 
 
 def may_be_answered(rounds, worker, staleness):
@@ -123,7 +123,7 @@ def test_no_schedule_of_pushes_makes_an_answer_too_stale_or_none_at_all(owners, 
     try:
         keep_to(owner, n, staleness, order)
     except BaseException:  # the next one begins anew
-        owner.vertex.close()
+        owner.engine_node.close()
         owners[n_threads] = Owner(n_threads)
         raise
 
@@ -184,20 +184,20 @@ def test_kernels(name, n):
     weights, momentum = np.zeros((2, n), wide)
     wanted, moved = np.zeros((2, n), wide)
     rate, mu = wide.type(0.7), wide.type(0.9)
-    for what in itertools.chain(*[(stores.SET, stores.ADD, stores.NESTEROV,
-                                    stores.SHARE)] * 3):
+    for what in itertools.chain(*[(store_ir.SET, store_ir.ADD, store_ir.NESTEROV,
+                                    store_ir.SHARE)] * 3):
         values = rng.standard_normal(n).astype(wire)
         given_, x = values.copy(), values.astype(wide)
-        if what == stores.NESTEROV:
+        if what == store_ir.NESTEROV:
             moved = mu * moved + x
             wanted = wanted - rate * (x + mu * moved)
-        elif what == stores.SHARE:
+        elif what == store_ir.SHARE:
             wanted = wanted + x / rate
         else:
-            wanted = x if what == stores.SET else wanted + x
+            wanted = x if what == store_ir.SET else wanted + x
         step(values.ctypes.data, weights.ctypes.data, momentum.ctypes.data, n, what, 0.7, 0.9)
         assert (weights == wanted).all() and (momentum == moved).all() and (values == given_).all()
-        step(values.ctypes.data, weights.ctypes.data, None, n, stores.READ, 0.0, 0.0)
+        step(values.ctypes.data, weights.ctypes.data, None, n, store_ir.READ, 0.0, 0.0)
         assert (values == wanted.astype(wire)).all()
 
 

@@ -12,7 +12,7 @@ import pytest
 from bpsfast.base.settings import Settings
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.launch.namespaces import Cluster
-from bpsfast.node.transport import pacing, rdma, tcp
+from bpsfast.node.transport import rdma, tcp
 from bpsfast.pyx.pace import Pace
 
 MEGABYTE = 10**6
@@ -68,8 +68,8 @@ def test_a_rate_that_moves_nothing_is_refused(rate):
 
 
 def test_a_node_without_a_limit_has_no_pace():
-    assert pacing.of(Settings(), 3) is None
-    limited = pacing.of(Settings(nic_limit=0.8, tcp_streams=2), 3)
+    assert tcp.pacing_of(Settings(), 3) is None
+    limited = tcp.pacing_of(Settings(nic_limit=0.8, tcp_streams=2), 3)
     with socket.socket() as sock:
         limited.prepare(sock)
         # Linux doubles it, for its own accounting
@@ -78,7 +78,7 @@ def test_a_node_without_a_limit_has_no_pace():
 
 
 def test_links_of_one_node_share_its_paces():
-    paces = pacing.TcpPacing(MEGABYTE, 2)
+    paces = tcp.TcpPacing(MEGABYTE, 2)
     assert tcp.TcpLink(1, paces=paces).paces is tcp.TcpLink(2, paces=paces).paces
 
 

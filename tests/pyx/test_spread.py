@@ -6,7 +6,7 @@ import pytest
 
 from bpsfast.pyx.port import DONE
 from tests.support import threads
-from tests.support.engine_node import Vertex
+from tests.support.engine_node import EngineNode
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def cpus():
 @pytest.mark.parametrize("awake_us", [0, 50])
 def test_a_second_sum_gets_a_cpu_of_its_own(cpus, awake_us):
     before = threads.ids()
-    v = Vertex(n_parts=2, n_threads=2, awake_us=awake_us)
+    v = EngineNode(n_parts=2, n_threads=2, awake_us=awake_us)
     try:
         first, second = engine_threads = sorted(threads.ids() - before)
         for part in range(2):
@@ -48,7 +48,7 @@ def test_a_second_sum_gets_a_cpu_of_its_own(cpus, awake_us):
 
 def test_more_cpus_than_threads_are_left_to_the_kernel(cpus):
     before = threads.ids()
-    v = Vertex(n_parts=2, n_threads=1)
+    v = EngineNode(n_parts=2, n_threads=1)
     try:
         (thread,) = threads.ids() - before
         os.sched_setaffinity(thread, {cpus[0]})

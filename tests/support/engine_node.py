@@ -1,4 +1,4 @@
-"""A vertex of the job in one process: an engine, and the ports, lanes and memory of its ranks."""
+"""A engine_node of the job in one process: an engine, and the ports, lanes and memory of its ranks."""
 import numpy as np
 
 from bpsfast import kernels
@@ -11,7 +11,7 @@ PART = 4096
 N = PART // 4
 
 
-class Vertex:
+class EngineNode:
     """One engine with its board, its ranks' lanes and inputs, and an output region; all in this process."""
 
     def __init__(self, n_ranks=2, n_parts=4, n_threads=2, **options):

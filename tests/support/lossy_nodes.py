@@ -1,6 +1,6 @@
 """Nodes of a job as the scheduler sees them, without bytes: what becomes of every input, partial and result on its way.
 
-A `Vertex` does what `pyx/core.h`, `pyx/owner_change.h`, `node/recovery.py` and `node/succession.py` do, by their names.
+A `ModelNode` does what `pyx/core.h`, `pyx/owner_change.h`, `node/recovery.py` and `node/owner_changes.py` do, by their names.
 Memory is a table of what lies where; a write carries what lies at its source when it arrives, so whoever reuses memory
 too early is found out, and it must be of the round that its slot expects, as RDMA has it. Nodes of one host announce
 where things lie, and read results in the owner's memory.
@@ -46,7 +46,7 @@ class Part:
         self.last, self.arrived = self.arrived, {}
 
 
-class Vertex:
+class ModelNode:
     """One node. *world*: `memory`, `post`, `end_process`, `near`, and what the scheduler is told (`tell`)."""
 
     def __init__(self, world, index, ranks):

@@ -12,7 +12,7 @@ from bpsfast.base.message_socket import MessageSocket
 from bpsfast.base.settings import Settings
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.local_listener import LocalListener, bind
-from bpsfast.node.local_rank import LocalRank
+from bpsfast.node.local_ranks import LocalRank
 from bpsfast.node.runtime import NodeRuntime
 from bpsfast.node.transport import Epochs, Peering, tcp
 from bpsfast.orchestration.codec import CodecSpec
@@ -76,7 +76,7 @@ class End:
 
     def prepare(self, plan: Plan) -> None:
         """First phase."""
-        self.generation = self.runtime.plan_installer.prepare(plan)
+        self.generation = self.runtime.installer.prepare(plan)
 
     def hear(self) -> None:
         """Act on what the peer said on the shared-memory channel."""
@@ -106,7 +106,7 @@ class End:
     def result(self, part: int, round_: int) -> bytes:
         """Return the published bytes of *part*, as a rank of this node sees them."""
         extent = self.generation.extents[part]
-        found = self.runtime.plan_installer.result_segments(self.generation)
+        found = self.runtime.installer.result_segments(self.generation)
         segments = {(node, number): segment for node, number, segment in found}
         offset = extent.offset_odd if round_ & 1 else extent.offset_even
         return bytes(memoryview(segments[extent.node, extent.segment])[offset : offset + extent.nbytes])

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 import bpsfast
 from bpsfast.cli import cli
 from bpsfast.launch import daemons
-from bpsfast.node.metrics_collector import Collector, Member, Reading, Status
+from bpsfast.node.metrics import Collector, Member, Reading, Status
 from bpsfast.orchestration.errors import StallError
 from bpsfast.tools.commands import top as command
 from bpsfast.tools.top import screen
@@ -121,7 +121,7 @@ def test_a_job_from_its_first_step_to_its_end(job, port: int, no_leaks, tmp_path
         try:
             until(watch, lambda sample: state_of(sample, 1) == "silent")
             with Watch([MetricsAddress("127.0.0.1", port + 1, is_one=True)], timeout_s=0.2) as other:
-                with pytest.raises(StallError, match="no numbers within"):
+                with pytest.raises(StallError, match="no metrics within"):
                     other.find()
         finally:
             os.kill(node.pid, signal.SIGCONT)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..._version import __version__
+from ...base.framing import Frames
 from ...hardware.kernel import Kernel
 from ...hardware.netlink import Address
 from ...hardware.rdma_route import Rail
@@ -166,9 +167,10 @@ def ask(facts: Facts, address: Address, port: int, secret: bytes, timeout_s: flo
         with socket.create_connection((str(address), port), timeout_s) as sock, _callback_listener(sock) as back_port:
             security.plain_handshake_dialer(sock, secret, _CONTEXT, _HELLO, timeout_s)
             sock.settimeout(timeout_s)
-            _send(sock, Ask(version=__version__, back_port=back_port))
-            facts.peer_report = _receive(sock, Told).report
-            _try(facts, sock, verbs, timeout_s)
+            talk = _Conversation(sock)
+            talk.send(Ask(version=__version__, back_port=back_port))
+            facts.peer_report = talk.receive(Told).report
+            _try(facts, talk, verbs, timeout_s)
     except (OSError, BpsError) as exc:
         reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
         if facts.peer_report is None:
@@ -240,43 +242,43 @@ class Listener:
             asker = "unknown"
             try:
                 asker = sock.getpeername()[0]
-                return f"{asker}: {self._answer(sock, ipaddress.ip_address(asker.partition('%')[0]))}"
+                return f"{asker}: {self._answer(_Conversation(sock), ipaddress.ip_address(asker.partition('%')[0]))}"
             except (OSError, BpsError) as exc:
                 return f"{asker}: not answered: {exc}"
 
-    def _answer(self, sock: socket.socket, asker: Address) -> str:
-        sock.settimeout(self._timeout_s)
-        wanted = _receive(sock, Ask)
+    def _answer(self, talk: _Conversation, asker: Address) -> str:
+        talk.sock.settimeout(self._timeout_s)
+        wanted = talk.receive(Ask)
         facts = self._examine(asker)
         reached = "" if self._secret.is_public else Kernel().connect(asker, wanted.back_port, self._timeout_s)
         used, spare = describe_ports(facts.host, facts.choice, facts.path_mtus)
-        _send(sock, Told(report=PeerReport(
+        talk.send(Told(report=PeerReport(
             version=__version__, hostname=facts.hostname, transport=facts.settings.transport, used=used, spare=spare,
             rejected=dict(facts.choice.rejected), reached=reached)))
-        told = ["sent the report"]
-        sock.settimeout(2 * self._timeout_s)  # longer than the asker's own limits
-        while (offer := _receive(sock, Offer)).end is not None:
-            told.append(self._meet(sock, facts, offer.end, offer.place))
+        told = ["told what there is here"]
+        talk.sock.settimeout(2 * self._timeout_s)  # longer than the asker's own limits
+        while (offer := talk.receive(Offer)).end is not None:
+            told.append(self._meet(talk, facts, offer.end, offer.place))
         return "; ".join(told)
 
-    def _meet(self, sock: socket.socket, facts: Facts, offered: QueuePairAddress, place: int) -> str:
+    def _meet(self, talk: _Conversation, facts: Facts, offered: QueuePairAddress, place: int) -> str:
         """Open the other end of a queue pair, and keep it until the asker is done."""
         if self._verbs is None or not 0 <= place < len(facts.choice.rails):
-            _send(sock, Answer(objection="there is no such usable port"))
+            talk.send(Answer(objection="there is no such port that could be used"))
             return f"no port for a queue pair from {offered.port}"
         try:
             trial = QueuePairTest(self._verbs, facts.choice.rails[place])
         except OSError as exc:
-            _send(sock, Answer(objection=str(exc)))
+            talk.send(Answer(objection=str(exc)))
             return f"no queue pair: {exc}"
         with trial:
             try:
                 trial.connect(offered)
             except OSError as exc:
-                _send(sock, Answer(objection=str(exc)))
+                talk.send(Answer(objection=str(exc)))
                 return f"the queue pair did not connect: {exc}"
-            _send(sock, Answer(end=trial.end))
-            _receive(sock, Done)
+            talk.send(Answer(end=trial.end))
+            talk.receive(Done)
         return f"queue pair from {offered.port} to {trial.end.port} was tried"
 
     def close(self) -> None:
@@ -294,25 +296,25 @@ class Listener:
         self.close()
 
 
-def _try(facts: Facts, sock: socket.socket, verbs: Any, timeout_s: float) -> None:
+def _try(facts: Facts, talk: _Conversation, verbs: Any, timeout_s: float) -> None:
     """Test a queue pair for each pair of ports that would be used; store the result in *facts*."""
     theirs = facts.peer_report.used if facts.peer_report else []
     if verbs is not None and facts.choice.rails and theirs:
-        errors = [_try_one(rail, place, sock, verbs, timeout_s)
+        errors = [_try_one(rail, place, talk, verbs, timeout_s)
                   for place, rail in enumerate(facts.choice.rails[:len(theirs)])]
         facts.trial_error = "; ".join(filter(None, errors))
-    _send(sock, Offer())
+    talk.send(Offer())
 
 
-def _try_one(rail: Rail, place: int, sock: socket.socket, verbs: Any, timeout_s: float) -> str:
+def _try_one(rail: Rail, place: int, talk: _Conversation, verbs: Any, timeout_s: float) -> str:
     """Test a queue pair from *rail* to the peer's port with index *place*; return "" or the error."""
     try:
         trial = QueuePairTest(verbs, rail)
     except OSError as exc:
         return str(exc)
     with trial:
-        _send(sock, Offer(end=trial.end, place=place))
-        answer = _receive(sock, Answer)
+        talk.send(Offer(end=trial.end, place=place))
+        answer = talk.receive(Answer)
         if answer.end is None:
             return f"at the peer: {answer.objection}"
         try:
@@ -320,7 +322,7 @@ def _try_one(rail: Rail, place: int, sock: socket.socket, verbs: Any, timeout_s:
             error = trial.write(answer.end, timeout_s)
         except OSError as exc:
             error = str(exc)
-        _send(sock, Done())
+        talk.send(Done())
         return f"{rail.name} to {answer.end.port}: {error}" if error else ""
 
 
@@ -331,31 +333,26 @@ def _callback_listener(sock: socket.socket) -> Iterator[int]:
         yield door.getsockname()[1]
 
 
-def _send(sock: socket.socket, message: Any) -> None:
-    data = msgspec.msgpack.encode(message)
-    sock.sendall(len(data).to_bytes(4, "little") + data)
+class _Conversation:
+    """Sends and receives messages over *sock*, whose timeout holds for each whole message."""
 
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._frames: Frames[bytes] = Frames(bytes, "a message of the other doctor", max_nbytes=_MAX_NBYTES)
 
-def _receive(sock: socket.socket, kind: type[Message]) -> Message:
-    """Return one message; the time limit of the socket holds for the whole message."""
-    deadline = time.monotonic() + (sock.gettimeout() or 10.0)
-    nbytes = int.from_bytes(_exactly(sock, 4, deadline), "little")
-    if nbytes > _MAX_NBYTES:
-        raise ProtocolError(f"the other doctor sent a message of {nbytes} bytes, at most {_MAX_NBYTES} are allowed")
-    try:
-        return msgspec.msgpack.decode(_exactly(sock, nbytes, deadline), type=kind)
-    except DECODE_ERRORS as exc:
-        raise ProtocolError(f"the other doctor's {kind.__name__} cannot be read: {exc}; its version may "
-                            "differ") from exc
+    def send(self, message: Any) -> None:
+        self.sock.sendall(self._frames.pack(message))
 
-
-def _exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
-    data = bytearray()
-    while len(data) < nbytes:
-        if time.monotonic() > deadline:
-            raise TimeoutError("the other doctor stopped in the middle of a message")
-        piece = sock.recv(nbytes - len(data))
-        if not piece:
-            raise PeerLostError("the other doctor closed the connection")
-        data += piece
-    return bytes(data)
+    def receive(self, kind: type[Message]) -> Message:
+        deadline = time.monotonic() + (self.sock.gettimeout() or 10.0)
+        while (data := self._frames.next()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the other doctor stopped in the middle of a message")
+            piece = self.sock.recv(1 << 16)
+            if not piece:
+                raise PeerLostError("the other doctor closed the connection")
+            self._frames.feed(piece)
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except DECODE_ERRORS as exc:
+            raise ProtocolError(f"the other doctor's {kind.__name__} cannot be read: {exc}; another version?") from exc

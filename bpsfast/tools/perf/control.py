@@ -1,7 +1,7 @@
 """The control connection of ``perf``, ``ping`` and ``tune rdma``: its messages, and the key that both sides prove.
 
-Over TCP: the handshake of `orchestration.security`, then messages, each a length (4 bytes, little endian) and
-MessagePack. Both sides notice at once when the other one is gone.
+TCP: the handshake of `orchestration.security`, then messages in the frames of `base.framing`.
+Both sides hold a key, see `secret_for`.
 """
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import contextlib
 import queue
 import select
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,11 +17,11 @@ from typing import Any, NamedTuple, Union
 import msgspec
 
 from ...base.addresses import format_address, is_loopback
+from ...base.framing import Frames
 from ...base.job_key import given_key, job_key
 from ...base.settings import Settings
 from ...orchestration import security
 from ...orchestration.errors import (
-    DECODE_ERRORS,
     BpsError,
     ConfigError,
     MismatchError,
@@ -112,8 +111,6 @@ Message = Union[Propose, Agree, Offer, Ready, Alive, Sent, Done, Result, Stop, A
 DEFAULT_PORT = 18515
 _LOOPBACK = "127.0.0.1"
 _CONTEXT = "bpsfast perf"
-_LENGTH = struct.Struct("<I")
-_LARGEST_NBYTES = 16 << 20
 _HANDSHAKE_S = 5.0
 #: Pause between two attempts to connect to a server that does not listen yet.
 _RETRY_S = 0.1
@@ -179,20 +176,19 @@ class Control:
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock = sock
-        self._buffer = bytearray()
         self._heard_s = time.monotonic()
         self.timeout_s = timeout_s
         # a dual-stack socket shows IPv4 addresses mapped to IPv6
         self.peer_host: str = sock.getpeername()[0].removeprefix("::ffff:")
         self.peer = format_address(self.peer_host, sock.getpeername()[1])
+        self._frames = Frames(_DECODER.decode, f"a message of {self.peer}", "another version of bpsfast?")
         self.own_host: str = sock.getsockname()[0].removeprefix("::ffff:")
         sock.settimeout(timeout_s)
 
     def send(self, message: Message) -> None:
         """Send *message*; raises `PeerLostError` or `StallError`."""
-        data = msgspec.msgpack.encode(message)
         try:
-            self._sock.sendall(_LENGTH.pack(len(data)) + data)
+            self._sock.sendall(self._frames.pack(message))
         except TimeoutError as exc:
             raise StallError(f"{self.peer} has read nothing for {self.timeout_s:g} s") from exc
         except OSError as exc:
@@ -219,7 +215,7 @@ class Control:
         if pulse is None:
             self._heard_s = began  # without pulses nobody has read meanwhile
         while True:
-            message = self._next()
+            message = self._frames.next()
             if isinstance(message, Alive):
                 continue
             if isinstance(message, Stop) and kind is not Stop:
@@ -241,22 +237,6 @@ class Control:
             elif found:
                 return None
 
-    def _next(self) -> Message | None:
-        """Return the next complete message in the buffer, or None."""
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        nbytes = _LENGTH.unpack_from(self._buffer)[0]
-        if nbytes > _LARGEST_NBYTES:
-            raise ProtocolError(f"{self.peer} announced a message of {nbytes} bytes; it is not bpsfast of this version")
-        if len(self._buffer) < _LENGTH.size + nbytes:
-            return None
-        data = bytes(self._buffer[_LENGTH.size:_LENGTH.size + nbytes])
-        del self._buffer[:_LENGTH.size + nbytes]
-        try:
-            return _DECODER.decode(data)
-        except DECODE_ERRORS as exc:
-            raise ProtocolError(f"a message of {self.peer} cannot be read ({exc}); its version may differ") from exc
-
     def _read(self) -> None:
         self._heard_s = time.monotonic()
         try:
@@ -265,14 +245,14 @@ class Control:
             raise self._gone(exc) from exc
         if not data:
             raise self._gone(None)
-        self._buffer += data
+        self._frames.feed(data)
 
     def reason(self, wait_s: float) -> BpsError | None:
         """Return the peer's reason for stopping if it arrives within *wait_s*, else None."""
         deadline = time.monotonic() + wait_s
         try:
             while True:
-                while (message := self._next()) is not None:
+                while (message := self._frames.next()) is not None:
                     if isinstance(message, Stop) and message.reason:
                         return BpsError(f"{self.peer} stopped: {message.reason}")
                 if not select.select([self._sock], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -289,8 +269,7 @@ class Control:
         """Tell the peer that this side ends. Errors are ignored."""
         try:
             self._sock.settimeout(1.0)
-            data = msgspec.msgpack.encode(Stop(reason))
-            self._sock.sendall(_LENGTH.pack(len(data)) + data)
+            self._sock.sendall(self._frames.pack(Stop(reason)))
         except OSError:
             pass
 

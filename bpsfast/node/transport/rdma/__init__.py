@@ -1,22 +1,18 @@
-"""Two nodes over RDMA: each partition is one WRITE with immediate, from where it lies to where it is summed or read.
+"""RDMA between two nodes: each partition is one WRITE with immediate, from its place in memory to where it is used.
 
-    rails        the devices of this node: opened once, all segments registered with each (`budget`: before that, sums)
-    rendezvous   over one authenticated connection: offers, queue pairs, a write each way that proves them (`offer`)
-    link         the queue pairs to one peer, and what either side knows of the other's slots
-    failure      what a lane's failure is called
+    rails        the devices of this node: opened once, all segments registered with each (checked first by `limits`)
+    handshake    over one authenticated connection: offers, queue pairs, a write each way that proves them
+    link         the queue pairs to one peer, and what each side knows of the other's slots
+    failures     names the failures of a lane
 
-Nothing is exchanged in steady state: addresses and keys go to the peer once per generation, before anybody says
-`Ready`. The connection of the rendezvous stays open; its end is the peer's end, long before a write is given up.
+Nothing is exchanged in steady state: addresses and keys are sent to the peer once per generation, before `Ready`. The
+connection of the handshake stays open; its end means the end of the peer, long before a write times out.
 """
 from __future__ import annotations
 
-from . import failures, handshake, limits, link, rails, rdma_messages
 from .failures import NoDeviceError, NoRdmaError
 from .link import LaneFullError, RdmaLink
 from .rails import Rails
 from .rdma_messages import PeerSlots
 
-__all__ = [
-    "LaneFullError", "NoDeviceError", "NoRdmaError", "PeerSlots", "Rails", "RdmaLink", "budget", "failure", "link",
-    "offer", "rails", "rendezvous",
-]
+__all__ = ["LaneFullError", "NoDeviceError", "NoRdmaError", "PeerSlots", "Rails", "RdmaLink"]
