@@ -1,4 +1,4 @@
-"""``bpsfast compare``: two result files of a bench, row by row."""
+"""``bpsfast compare``: compares two result files of a benchmark, row by row."""
 from __future__ import annotations
 
 from pathlib import Path
