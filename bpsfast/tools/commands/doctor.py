@@ -11,7 +11,7 @@ from .options import overrides, root_option, set_option, verbs_option
 
 if TYPE_CHECKING:
     from ...base.settings import Settings
-    from ...hardware.netlink import Address
+    from ...hardware.kernel import Address
     from ..doctor.facts import Facts
 
 _DEFAULT_PORT = 18619
@@ -50,11 +50,11 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
     With --peer, both machines need the same BPSFAST_JOB_KEY, or BPSFAST_INSECURE=1.
     """
     from ...base import settings
-    from ...hardware.recorded_host import host
+    from ...hardware.host import open_host
     from ..doctor import examination
 
     chosen = output.form(as_json, path, no_color)
-    machine = host(root)
+    machine = open_host(root)
     loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs), machine.kernel.environ)
     if port is not None:
         if peer or root or as_json:
@@ -73,8 +73,8 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
     """Return the facts about *host* and, if *peer* is given, about the other end."""
     import msgspec
 
+    from ...hardware.host import RecordedKernel
     from ...hardware.rdma_route import peer_address
-    from ...hardware.recorded_host import RecordedKernel
     from ..doctor import facts, hardware, peer as peer_doctor
     from ..perf.control import host_and_port, secret_for
 
