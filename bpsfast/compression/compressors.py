@@ -33,6 +33,44 @@ class NoneCompressor(Compressor):
     """Changes nothing."""
 
 
+class CastingCompressor(Compressor):
+    """Sends floating-point tensors that are wider than `narrow` in that dtype; other tensors stay as they are.
+
+    The base of each framework's FP16Compressor and BF16Compressor, which say how that framework casts.
+    """
+
+    #: The dtype that travels: its name, and the framework's object for it.
+    wire_name = ""
+    narrow: Any = None
+
+    @staticmethod
+    def dtype_of(tensor: Any) -> Any:
+        """Return the dtype of *tensor*."""
+        return tensor.dtype
+
+    @staticmethod
+    def cast(tensor: Any, dtype: Any) -> Any:
+        """Return *tensor* as *dtype*."""
+        raise NotImplementedError
+
+    @classmethod
+    def wire_dtype(cls, dtype: Any) -> Any:
+        """Return the dtype in which tensors of *dtype* travel."""
+        raise NotImplementedError
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """Return *tensor* in the dtype that travels, and its own dtype."""
+        dtype = cls.dtype_of(tensor)
+        wire = cls.wire_dtype(dtype)
+        return tensor if wire == dtype else cls.cast(tensor, wire), dtype
+
+    @classmethod
+    def decompress(cls, tensor: Any, context: Any) -> Any:  # type: ignore[override]  # a static method's caller sees none
+        """Return *tensor* in the dtype it had before `compress`."""
+        return cls.cast(tensor, context)
+
+
 class Codecs:
     """The codecs (see `bpsfast.compression`) as attributes of each framework's `Compression`."""
 

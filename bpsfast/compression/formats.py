@@ -5,8 +5,8 @@ Nesterov's, applied before compression, for an optimizer without momentum of its
 each partition. 16-bit floats are widened to float32 first.
 
 BytePS's keywords (`from_byteps`) are those of `byteps_declare_tensor`, strings which may begin with "byteps_" as
-attributes of parameters do, and those of `compression_params` of its DistributedTrainer for MXNet. Keys that the chosen compressor does not use,
-and empty values, are ignored, because programs pass all of them.
+attributes of parameters do, and those of `compression_params` of its DistributedTrainer for MXNet. Keys that the chosen
+compressor does not use, and empty values, are ignored, because programs pass all of them.
 """
 from __future__ import annotations
 

@@ -2,17 +2,21 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import msgspec
 
-from ...base import exit_codes, output
+from ...base import exit_codes, output, settings
+from ...base.settings import Settings
+from ...hardware.host import Host, RecordedKernel, open_host
+from ...hardware.kernel import Address
+from ...hardware.rdma_route import peer_address
+from ...hardware.verbs import provider
+from ..doctor import examination, facts, hardware, peer as peer_doctor
+from ..doctor.facts import Facts, ask_verbs
+from ..perf.control import host_and_port, listen_address, secret_for
 from .options import overrides, root_option, set_option, verbs_option
-
-if TYPE_CHECKING:
-    from ...base.settings import Settings
-    from ...hardware.kernel import Address
-    from ..doctor.facts import Facts
 
 _DEFAULT_PORT = 18619
 #: Longest wait for one ping, of which several may stay unanswered.
@@ -49,10 +53,6 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
 
     With --peer, both machines need the same BPSFAST_JOB_KEY, or BPSFAST_INSECURE=1.
     """
-    from ...base import settings
-    from ...hardware.host import open_host
-    from ..doctor import examination
-
     chosen = output.form(as_json, path, no_color)
     machine = open_host(root)
     loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs), machine.kernel.environ)
@@ -71,23 +71,16 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
 
 def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str | None, timeout_s: float) -> Facts:
     """Return the facts about *host* and, if *peer* is given, about the other end."""
-    import msgspec
-
-    from ...hardware.host import RecordedKernel
-    from ...hardware.rdma_route import peer_address
-    from ..doctor import facts, hardware, peer as peer_doctor
-    from ..perf.control import host_and_port, secret_for
-
     name, port = host_and_port(peer, _DEFAULT_PORT) if peer else ("", _DEFAULT_PORT)
-    address = peer_address(host, name) if peer else None
-    answers = host.kernel.answers if isinstance(host.kernel, RecordedKernel) else None
+    address = peer_address(open_host, name) if peer else None
+    answers = open_host.kernel.answers if isinstance(open_host.kernel, RecordedKernel) else None
     said = facts.recorded_verbs(answers.verbs) if answers else facts.ask_verbs(loaded.verbs)
-    found = facts.Facts(host, loaded, origins, said, (name, address) if address else None, min(timeout_s, _PING_S))
+    found = facts.Facts(open_host, loaded, origins, said, (name, address) if address else None, min(timeout_s, _PING_S))
     if answers is not None:
         if address is not None and answers.peer is not None:
             found.peer_report = msgspec.convert(answers.peer, facts.PeerReport)
         return found
-    found.cache_latency = hardware.measure(host)
+    found.cache_latency = hardware.measure(open_host)
     if address is not None:
         peer_doctor.ask(found, address, port, secret_for(loaded, [str(address)]).key, timeout_s, _provider(said))
     return found
@@ -95,20 +88,15 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
 
 def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once: bool, timeout_s: float) -> None:
     """Answer the doctors of other machines until interrupted; with *once*, only the first one."""
-    from ...hardware.host import Host
-    from ..doctor import peer as peer_doctor
-    from ..doctor.facts import Facts, ask_verbs
-    from ..perf.control import listen_address
-
     place = listen_address(loaded, bind)
-    host = place.host or "0.0.0.0"
+    open_host = place.host or "0.0.0.0"
     said = ask_verbs(loaded.verbs)
 
     def examine(asker: Address) -> Facts:
         return Facts(Host(), loaded, origins, said, (str(asker), asker), timeout_s)
 
-    with peer_doctor.Listener(host, port, place.secret, examine, _provider(said), timeout_s) as listener:
-        click.echo(f"listening on {host} port {listener.port}{place.remark}; on the other machine: "
+    with peer_doctor.Listener(open_host, port, place.secret, examine, _provider(said), timeout_s) as listener:
+        click.echo(f"listening on {open_host} port {listener.port}{place.remark}; on the other machine: "
                    f"bpsfast doctor --peer HOST{'' if listener.port == _DEFAULT_PORT else f':{listener.port}'}")
         sys.stdout.flush()
         while True:
@@ -122,6 +110,4 @@ def _provider(said: Any) -> Any:
     """Return the verbs module for a test queue pair, None if it does not load."""
     if said.error or not said.devices:
         return None
-    from ...hardware.verbs import provider
-
     return provider(said.provider)
