@@ -72,15 +72,15 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
 def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str | None, timeout_s: float) -> Facts:
     """Return the facts about *host* and, if *peer* is given, about the other end."""
     name, port = host_and_port(peer, _DEFAULT_PORT) if peer else ("", _DEFAULT_PORT)
-    address = peer_address(open_host, name) if peer else None
-    answers = open_host.kernel.answers if isinstance(open_host.kernel, RecordedKernel) else None
+    address = peer_address(host, name) if peer else None
+    answers = host.kernel.answers if isinstance(host.kernel, RecordedKernel) else None
     said = facts.recorded_verbs(answers.verbs) if answers else facts.ask_verbs(loaded.verbs)
-    found = facts.Facts(open_host, loaded, origins, said, (name, address) if address else None, min(timeout_s, _PING_S))
+    found = facts.Facts(host, loaded, origins, said, (name, address) if address else None, min(timeout_s, _PING_S))
     if answers is not None:
         if address is not None and answers.peer is not None:
             found.peer_report = msgspec.convert(answers.peer, facts.PeerReport)
         return found
-    found.cache_latency = hardware.measure(open_host)
+    found.cache_latency = hardware.measure(host)
     if address is not None:
         peer_doctor.ask(found, address, port, secret_for(loaded, [str(address)]).key, timeout_s, _provider(said))
     return found
@@ -89,14 +89,14 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
 def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once: bool, timeout_s: float) -> None:
     """Answer the doctors of other machines until interrupted; with *once*, only the first one."""
     place = listen_address(loaded, bind)
-    open_host = place.host or "0.0.0.0"
+    host = place.host or "0.0.0.0"
     said = ask_verbs(loaded.verbs)
 
     def examine(asker: Address) -> Facts:
         return Facts(Host(), loaded, origins, said, (str(asker), asker), timeout_s)
 
-    with peer_doctor.Listener(open_host, port, place.secret, examine, _provider(said), timeout_s) as listener:
-        click.echo(f"listening on {open_host} port {listener.port}{place.remark}; on the other machine: "
+    with peer_doctor.Listener(host, port, place.secret, examine, _provider(said), timeout_s) as listener:
+        click.echo(f"listening on {host} port {listener.port}{place.remark}; on the other machine: "
                    f"bpsfast doctor --peer HOST{'' if listener.port == _DEFAULT_PORT else f':{listener.port}'}")
         sys.stdout.flush()
         while True:
