@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from bpsfast.base import settings
 from bpsfast.cli import cli
 from bpsfast.hardware.host import Host
-from bpsfast.hardware.netlink import Address
+from bpsfast.hardware.kernel import Address
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.commands import doctor as command
 from bpsfast.tools.doctor import peer as other
