@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ..base.dtypes import wire_name
-from ..jax.basics import barrier as barrier, init as init, shutdown as shutdown
+from ..jax import barrier as barrier, init as init, shutdown as shutdown
 from ..jax.ops import summed
 from ..jax.primitive import PushPullCall
 from ..trainer.bundle import Leaf
