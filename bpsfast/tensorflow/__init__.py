@@ -61,5 +61,5 @@ def init(lazy: bool = True, **settings: object) -> None:
 
 
 def suspend() -> None:
-    """Leave the job until `resume`, which declares the same names in the same order; raises as `trainer.process.suspend`."""
+    """Leave the job until `resume`, which declares the same names in the same order. Raises as `process.suspend`."""
     process.suspend(shutdown)
