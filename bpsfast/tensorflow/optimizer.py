@@ -150,7 +150,7 @@ class PassAccumulator:
         return given
 
     def applied(self, gradients: Sequence[Any], apply: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-        """Return an operation that runs *apply* after the last pass of a step, else *skip*. *gradients*: from `added`."""
+        """Return an operation that runs *apply* after the last pass of a step, else *skip*. *gradients*: of `added`."""
         with tf.control_dependencies([gradient for gradient in gradients if gradient is not None]):
             return tf.cond(tf.equal(self._count, 0), lambda: _done(apply()), lambda: _done(skip()))
 
