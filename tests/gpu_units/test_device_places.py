@@ -101,5 +101,5 @@ def test_other_devices_are_named():
 def test_calls_that_read_the_host_only():
     x = np.zeros(3, "f4")
     assert host_input(x).address == x.ctypes.data
-    with pytest.raises(UnsupportedError, match="lies on host, from which this call takes nothing: copy it"):
+    with pytest.raises(UnsupportedError, match="lies on host, which this call does not support: copy it"):
         host_input(x.view(HostArray))
