@@ -151,7 +151,7 @@ def test_who_comes_after_the_end_ends_well_and_says_nothing(program, out):
     key = "ab" * 16
     service = ElasticService(ElasticRules(max_ranks=1), [0], bytes.fromhex(key), "127.0.0.1")
     try:
-        service._muster.done()
+        service._coordinator.done()
         service.start()
         environ = {**os.environ, "BPSFAST_MUSTER": service.address, "BPSFAST_JOB_KEY": key, "BPSFAST_MEMBER": "1"}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False,
