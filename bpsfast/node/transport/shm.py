@@ -132,7 +132,6 @@ class ShmLink:
 
     kind = "shm"
     is_encrypted = False
-    is_wire = False
     gone = "its process is gone"
 
     def tell(self, message: messages.Message, fds: Sequence[int] = ()) -> None:

@@ -108,7 +108,6 @@ class TcpLink:
     is_encrypted: bool = False
 
     kind = "tcp"
-    is_wire = True
 
     def take(self, number: int, sock: socket.socket, seals: Seals | None) -> None:
         """Add *sock* as stream *number*, encrypted with *seals* if given."""
@@ -270,12 +269,6 @@ def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epoc
     # The acceptor may still be waiting for its own Welcome: it has until the deadline.
     prove_to(sock, key, hello, peer, max(0.1, deadline - time.monotonic()), epochs.least_of(peer))
     return sock, hello.epoch
-
-
-def greet(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float) -> socket.socket:
-    """Do as `prove_to`, for a peer that knows this epoch or a later one; return *sock*."""
-    prove_to(sock, key, hello, peer, timeout_s, hello.epoch)
-    return sock
 
 
 def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float,
