@@ -67,7 +67,7 @@ class Reconnects:
     run_with_heartbeats
         See `ControlLoop`.
     on_fenced
-        Called with a node's index when nothing is to be expected any more on the channel to it.
+        Called with a node's index when nothing more comes over the channel to it.
     on_lost
         Called with a node's index and the reason when a reconnect has failed.
     """
@@ -98,7 +98,7 @@ class Reconnects:
             log.warning("node %d is not reached by tcp instead: BPSFAST_GPU_DIRECT is on, partitions lie in GPU memory",
                         index)
             return False
-        if not self._run_with_heartbeats(partial(self._runtime.part_with, link)):
+        if not self._run_with_heartbeats(partial(self._runtime.stop_link, link)):
             return False  # the peer may still write into this node's memory
         log.info("the %s link to node %d has ended: %s", link.kind, index, reason)
         reconnect = self._under_way[index] = Reconnect(link, reason)
@@ -231,14 +231,14 @@ class Peers:
         self._connector.forget(message.node)
         self._connector.give_up(message.node, "the job goes on without it")
 
-    def take_in(self, index: int) -> None:
+    def add_peer(self, index: int) -> None:
         """Make node *index*, which has joined the running job, a peer, if it is connected and not a peer yet."""
         runtime, name = self._node.runtime, f"node {index}"
         link = self._connector.take(index).get(index) if index not in runtime.links else None
         if link is not None:
             transport = self._connector.describe()[name]
             log.info("%s, which has joined the running job, by %s", name, transport)
-            error = self._node.run_with_heartbeats(lambda: _error_of(lambda: runtime.take_in(link, transport)))
+            error = self._node.run_with_heartbeats(lambda: _error_of(lambda: runtime.add_link(link, transport)))
             if error is not None:  # the job can do without it
                 self._lost(index, f"it cannot be made a peer of {self._node.name} ({transport}): {error!r}")
                 return
@@ -253,12 +253,12 @@ class Peers:
         """Handle the loss of *source*, of which the engine or a lane has told; *code* is an errno. Any thread."""
         self._loop.call_soon(lambda: self._source_lost(source, code))
 
-    def part_with(self, index: int) -> None:
+    def drop_peer(self, index: int) -> None:
         """Stop watching node *index*: the job goes on without it."""
         self._dropped.add(index)
         if self._peering is not None and not self._node.runtime.connected:
             self._welcome = msgspec.structs.replace(self._job, lost=(*self._job.lost, index))
-            self._connector.part_with(index)
+            self._connector.drop_peer(index)
             return
         link = self._node.runtime.links.get(index)
         if link is None:
@@ -424,7 +424,7 @@ class Peers:
     def _end_unanswered(self, index: int, error: PeerLostError, was_without: bool = False) -> None:
         """End the job unless the scheduler has dropped node *index* meanwhile, or is lost.
 
-        A helper only ends itself, and says so: the job can do without it. *was_without*: the scheduler was lost at the
+        A helper only ends itself, and reports that: the job goes on. *was_without*: the scheduler was lost at the
         last check; the next one has the full time to answer.
         """
         self._node.catch_up()  # this thread may have been busy for longer than the scheduler took

@@ -217,7 +217,7 @@ class Regions:
                 registrar.register(kind, chunk.segment)
         self._registrar = registrar
 
-    def take_in(self, shadow: Shadow, result_nbytes: int) -> Chunk:
+    def add_device_memory(self, shadow: Shadow, result_nbytes: int) -> Chunk:
         """Register memory of a rank's device as part of `direct`; results may use its first *result_nbytes*.
 
         Raises

@@ -150,7 +150,7 @@ class NodeRuntime:
         for wired in self.wires():
             wired.start(engine, self._source_of[wired.index])
 
-    def take_in(self, link: Link, transport: str) -> None:
+    def add_link(self, link: Link, transport: str) -> None:
         """Make the node behind *link*, which joins the running job, a peer; this object closes the link from now on.
 
         If this raises, the node can still be excluded.
@@ -177,7 +177,7 @@ class NodeRuntime:
         self._source_of[link.index] = source
         self._sources[source] = f"node {link.index}", link.index
 
-    def part_with(self, link: WireLink) -> bool:
+    def stop_link(self, link: WireLink) -> bool:
         """Stop writing and receiving over *link* until `resume`; return whether it is certain that nothing arrives."""
         self._service.hold(self._source_of[link.index])
         link.fence()
@@ -185,7 +185,7 @@ class NodeRuntime:
         return link.is_cut_off
 
     def resume(self, link: tcp.TcpLink) -> None:
-        """Use *link* in place of one that was stopped by `part_with`; what the peer awaits is written again."""
+        """Use *link* in place of one that was stopped by `stop_link`; what the peer awaits is written again."""
         old = wire(self.links[link.index])
         assert old is not None
         awaited = old.awaited()
@@ -242,8 +242,8 @@ class NodeRuntime:
         self.installer.share_chunk(chunk, "input")
 
     def share_device(self, rank: LocalRank, message: ShareDevice, fd: int) -> int:
-        """Register memory of *rank*'s device; return its segment. Closes *fd* on errors (those of `take_in`)."""
-        chunk = self.gpu_direct.take_in(rank.local_rank, message, fd)
+        """Register memory of *rank*'s device; return its segment. Closes *fd* on errors."""
+        chunk = self.gpu_direct.register(rank.local_rank, message, fd)
         self.engine.map_segment(rank.source, chunk.index, chunk.segment.address, chunk.segment.nbytes)
         return chunk.index
 

@@ -33,7 +33,7 @@ from .epochs import Epochs
 
 log = logging.getLogger("bpsfast.node")
 
-#: Nothing longer is taken from who has not proved the job's key: an `Attach` has some kilobytes.
+#: The longest message of a process that has not proved the job's key; an `Attach` has some kilobytes.
 PENDING_MAX_NBYTES = 64 << 10
 
 
