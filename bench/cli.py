@@ -5,8 +5,9 @@ from typing import Any
 
 import click
 
-from ..base.exit_codes import exit_on_error
-from ..tools.commands.options import FullHelpGroup, job_options, overrides, set_option, take_plan
+from bpsfast.base.exit_codes import exit_on_error
+from bpsfast.tools.commands.options import FullHelpGroup, job_options, overrides, set_option, take_plan
+
 from . import cli_options
 
 _COUNT = click.IntRange(1)

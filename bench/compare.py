@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..base import exit_codes, output
+from bpsfast.base import exit_codes, output
 
 if TYPE_CHECKING:
     from .harness.result_file import ResultFile

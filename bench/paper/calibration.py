@@ -9,7 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ...tools.simulator.workload import one_bulk
+from bpsfast.tools.simulator.workload import one_bulk
+
 from . import osdi20
 from .figures import BULK_NBYTES, OVERHEADS, Constants, Row, run, workload_of
 

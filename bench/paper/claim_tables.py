@@ -4,9 +4,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...tools.simulator.network import uniform
-from ...tools.simulator.simulation import Options, simulate
-from ...tools.simulator.workload import MODELS, Workload, build
+from bpsfast.tools.simulator.network import uniform
+from bpsfast.tools.simulator.simulation import Options, simulate
+from bpsfast.tools.simulator.workload import MODELS, Workload, build
+
 from . import osdi20
 from .figures import Constants, Row, run, workload_of
 

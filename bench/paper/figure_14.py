@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from bpsfast.hardware.topology.strategy_solver import Strategy
+from bpsfast.hardware.topology.graph import PartKind, Topology
+from bpsfast.hardware.topology.loads import Traffic
+from bpsfast.hardware.topology.strategy_solver import Strategy, choose, islands_by_size, islands_of
+from bpsfast.tools.simulator.all_reduce import Ring
+from bpsfast.tools.simulator.network import Costs, uniform
+from bpsfast.tools.simulator.simulation import Options, simulate
+from bpsfast.tools.simulator.workload import Workload, build
 
-from ...hardware.topology.graph import PartKind, Topology
-from ...hardware.topology.loads import Traffic
-from ...hardware.topology.strategy_solver import choose, islands_by_size, islands_of
-from ...tools.simulator.all_reduce import Ring
-from ...tools.simulator.network import Costs, uniform
-from ...tools.simulator.simulation import Options, simulate
-from ...tools.simulator.workload import Workload, build
 from . import machines, osdi20
 from .calibration import Fit
 from .figures import Constants, Row, run, workload_of

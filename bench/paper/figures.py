@@ -14,10 +14,11 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...tools.simulator.all_reduce import Ring
-from ...tools.simulator.network import Costs, uniform
-from ...tools.simulator.simulation import Options, Outcome, simulate
-from ...tools.simulator.workload import Workload, build, one_bulk
+from bpsfast.tools.simulator.all_reduce import Ring
+from bpsfast.tools.simulator.network import Costs, uniform
+from bpsfast.tools.simulator.simulation import Options, Outcome, simulate
+from bpsfast.tools.simulator.workload import Workload, build, one_bulk
+
 from . import osdi20 as paper
 
 #: Bytes of the microbenchmark of figure 12, which the paper does not say.

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ...hardware.topology.copies import socket_of
-from ...hardware.topology.graph import Link, LinkKind, PartKind, Topology
-from ...hardware.topology.loads import Traffic
-from ...hardware.topology.strategy_solver import Strategy
-from ...orchestration.errors import ConfigError
-from ...tools.simulator.all_reduce import Ring
+from bpsfast.hardware.topology.copies import socket_of
+from bpsfast.hardware.topology.graph import Link, LinkKind, PartKind, Topology
+from bpsfast.hardware.topology.loads import Traffic
+from bpsfast.hardware.topology.strategy_solver import Strategy
+from bpsfast.orchestration.errors import ConfigError
+from bpsfast.tools.simulator.all_reduce import Ring
 
 #: A load below this, in sizes of the gradient, is rounding.
 _NOTHING = 1e-6

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology
+from bpsfast.hardware.topology.graph import Link, LinkKind, Part, PartKind, Topology
+
 from . import osdi20
 
 #: PCIe 3 with 16 lanes: a card's slot, which its wire never fills.

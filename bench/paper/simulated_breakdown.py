@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...hardware.topology.loads import Traffic
-from ...orchestration.placement.shares import Machine, optimal_shares
-from ...tools.simulator.all_reduce import Ring
-from ...tools.simulator.network import Costs, cluster
-from ...tools.simulator.simulation import Options, simulate
+from bpsfast.hardware.topology.loads import Traffic
+from bpsfast.orchestration.placement.shares import Machine, optimal_shares
+from bpsfast.tools.simulator.all_reduce import Ring
+from bpsfast.tools.simulator.network import Costs, cluster
+from bpsfast.tools.simulator.simulation import Options, simulate
+
 from . import machines, osdi20
 from .figure_14 import nvlink_way
 from .figures import Constants, run, workload_of

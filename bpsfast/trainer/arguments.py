@@ -1,4 +1,4 @@
-"""The reductions, by Horovod's names: Average, Sum."""
+"""Arguments of calls, checked: reductions by Horovod's names (Average, Sum), learning rates."""
 from __future__ import annotations
 
 import enum
@@ -12,7 +12,7 @@ from ..orchestration.errors import ConfigError
 
 
 class ReduceOp(enum.IntEnum):
-    """How tensors of different ranks become one. Average divides by their number, integers downwards."""
+    """How the tensors of all ranks are combined. Average divides by their number, integers downwards."""
 
     Average = 0
     Sum = 1
@@ -22,7 +22,7 @@ Average, Sum = ReduceOp
 
 
 def flag(average: Any) -> bool:
-    """Return *average*; raises `ConfigError` if it is no bool: an argument in the wrong place, usually."""
+    """Return *average*; raises `ConfigError` if it is no bool, which is usually an argument in the wrong place."""
     if isinstance(average, bool | np.bool_):
         return bool(average)
     raise ConfigError(f"average={reprlib.repr(average)} is a {type(average).__name__}, expected True or False: give a "
@@ -35,7 +35,7 @@ def averages(average: bool, op: int | None) -> bool:
     Raises
     ------
     ConfigError
-        If *average* is no bool, *op* is no reduction, or says something else than *average*.
+        If *average* is no bool, *op* is no reduction, or the two contradict each other.
     """
     average = flag(average)
     if op is None:
@@ -45,14 +45,15 @@ def averages(average: bool, op: int | None) -> bool:
     except ValueError:
         raise ConfigError(f"op={op!r} is no reduction: use Average or Sum") from None
     if not average and found is ReduceOp.Average:
-        raise ConfigError("average=False and op=Average say two things about one: leave one of them out")
+        raise ConfigError("average=False and op=Average contradict each other: leave one of them out")
     return found is ReduceOp.Average
 
 
 def checked_learning_rate(rate: float | None) -> float | None:
-    """Return *rate* as the nodes want it; None: that of the push before counts on.
+    """Return *rate* for the nodes' error feedback; None: the rate of the push before stays.
 
-    So it does with a rate of 0, whose step changes nothing.
+    A node scales the error that a step left by the ratio of the two rates. A rate of 0 counts as None: that step changes
+    nothing.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""Asynchronous training (BytePS, OSDI'20, section 4.4): owners keep the weights, workers push what they have added.
+"""Asynchronous training (BytePS, OSDI'20, section 4.4): owners keep the weights, workers push their changes.
 
     weights = bpsfast.AsyncWeights({"layer 1": w1, "layer 2": w2}, staleness=3)
     w1 = weights["layer 1"].copy()
-    each step:  w1[...] = weights.push_pull("layer 1", change)        the newest: this change and the others' are in it
+    each step:  w1[...] = weights.push_pull("layer 1", change)        the newest weights, with the changes of all workers so far
 """
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from .unit import Unit
 
 
 class AsyncWeights:
-    """Weights by name, kept by their owners and changed by all workers, each at its own pace. One thread at a time.
+    """Weights by name, kept by their owners and changed by all workers at their own pace. One thread at a time.
 
-    Who has closed it, or shut down, is waited for no longer.
-
-    Waits until all ranks have made theirs, and begins with rank *root_rank*'s weights; of others' only shapes count.
+    The constructor waits until all ranks have called it. The weights start with those of rank *root_rank*; of other ranks'
+    only the shapes count. A rank that has closed it or shut down is not waited for.
 
     Parameters
     ----------
@@ -34,33 +33,33 @@ class AsyncWeights:
         Name -> array (or what `push_pull` takes) of floats, the same names and shapes on all ranks, in forward order.
         Halves are kept as float32.
     worker
-        Who pushes together: each "node" for all its ranks, whose changes are added up first, or each "rank".
+        What counts as a worker: each "node", which adds up the changes of its ranks first, or each "rank".
     staleness
-        An answer waits until the changes of all other workers up to so many rounds before are in it; 0: those of the
-        same round, and of a faster worker maybe the next one's. None: it never waits.
+        An answer waits until it contains the changes of all other workers up to this many rounds before; 0: those of
+        the same round, and maybe the next one of a faster worker. None: an answer never waits.
     backups
-        Workers step together, but nobody waits for so many of them (Chen et al., 2016): the weights move by the mean of
-        the changes that came first of those that were computed on the newest version, a worker's change being the mean
-        of its ranks'. Who comes later has no part in that step, gets the newest weights, and is counted as late
-        (`stats(job=True)`; the node's counter `engine_left_out`). Chosen for each partition. 0: all are waited for.
-        None: there are no common steps.
+        Workers step together, but a step does not wait for this many of them (backup workers, Chen et al., 2016). The
+        weights move by the mean of the first changes that were computed on the newest version; a worker's change is the
+        mean of its ranks'. A later change is dropped: its worker gets the newest weights and is counted as late
+        (`stats(job=True)`; the node's counter `engine_left_out`). Decided for each partition. 0: a step waits for all
+        workers. None: there are no common steps.
     prefix
-        Put before each name on the wire, where names are the job's.
+        Prefix of each name in the job.
 
     Raises
     ------
     ConfigError
         If an argument is not possible.
     BusyError
-        If weights of these names are in use.
+        If weights with these names are in use.
     StallError
-        If a rank does not come.
+        If a rank does not call it in time.
     """
 
     def __init__(self, weights: Mapping[str, Any], *, worker: Worker = "node", staleness: int | None = None,
                  backups: int | None = None, root_rank: int = 0, prefix: str = "AsyncParam.") -> None:
         if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
-            raise ConfigError(f"staleness={staleness!r}: it is a number of rounds, or None for any")
+            raise ConfigError(f"staleness={staleness!r}: expected a number of rounds, or None for no bound")
         self._session = process.current()
         self._spec = StoreSpec(worker=worker, staleness=-1 if staleness is None else staleness,
                                backups=_checked(backups, worker, self._session))
@@ -93,11 +92,11 @@ class AsyncWeights:
         """Return the last answer for *name*: a read-only array, valid until the second next push of *name*."""
         stored = self._of(name)
         if name not in self._views:
-            raise ClosedError(f"weights {stored.name!r} were closed: copy what is needed later before that")
+            raise ClosedError(f"weights {stored.name!r} were closed: copy what you need before that")
         return self._views[name]
 
     def push(self, name: str, change: Any) -> None:
-        """Begin to add *change* to the weights; it must not be written before `pull`. Each rank of a worker must push.
+        """Begin to add *change* to the weights; do not write it before `pull`. Each rank of a worker must push.
 
         Raises
         ------
@@ -109,12 +108,12 @@ class AsyncWeights:
         self._of(name).push(change)
 
     def pull(self, name: str, timeout_s: float | None = None) -> np.ndarray[Any, Any]:
-        """Return the newest weights, once the last push of *name* is in them; without one, ask for them. As `[name]`.
+        """Return the newest weights, which contain the last push of *name*, if any. Lifetime as of `[name]`.
 
         Raises
         ------
         StallError
-            In time, naming the workers that are too far behind.
+            After *timeout_s* seconds, naming the workers that are too far behind.
         PeerLostError
             As `push_pull`.
         """
@@ -130,9 +129,9 @@ class AsyncWeights:
         return self.pull(name, timeout_s)
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return copies of all weights, the same on all ranks, which call this together after as many pushes.
+        """Return copies of all weights, the same on all ranks, which call this together after equally many pushes.
 
-        What was kept of halves beyond their own precision is not in it.
+        Halves are returned in their own precision, not in float32.
         """
         for name, stored in self._stored.items():
             if stored.in_flight:
@@ -141,11 +140,11 @@ class AsyncWeights:
         for stored in self._stored.values():
             stored.push_nothing()
         found = {name: self.pull(name).copy() for name in self._stored}
-        self._session.barrier()  # before anybody goes on pushing
+        self._session.barrier()  # before any rank pushes again
         return found
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Set the weights to those of *state* on the root, on all ranks together.
+        """Set the weights to the root's *state*, on all ranks together.
 
         Raises
         ------
@@ -164,7 +163,7 @@ class AsyncWeights:
             raise MismatchError(f"the saved state has weights {kinds}, here are {self._kinds}")
 
     def close(self) -> None:
-        """Give the weights up: others no longer wait for this rank. They are kept until all have. Idempotent."""
+        """Retire the weights on this rank; others no longer wait for it. Owners keep them until all have closed. Idempotent."""
         for stored in self._stored.values():
             stored.retire()
         self._views.clear()
@@ -177,13 +176,13 @@ class AsyncWeights:
 
 
 def _checked(backups: int | None, worker: Worker, session: Session) -> int:
-    """Return the backups of a store; raises `ConfigError` if there are not that many workers to spare."""
+    """Return the number of backup workers, -1 for none; raises `ConfigError` if it is not possible."""
     if backups is None:
         return -1
     n_workers = session.size if worker == "rank" else session.n_nodes
     if not isinstance(backups, int) or not 0 <= backups < n_workers:
-        raise ConfigError(f"backups={backups!r}, but there are {n_workers} workers (worker={worker!r}), one of which "
-                          "has to be waited for; or None for no common steps")
+        raise ConfigError(f"backups={backups!r}, but there are {n_workers} workers (worker={worker!r}): expected "
+                          "less than that, or None for no common steps")
     return backups
 
 
@@ -194,10 +193,10 @@ def _kinds_of(weights: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], st
 
 
 class StoredTensor:
-    """Tensor *name* of *shape* and *dtype*, kept as *spec* says. One thread at a time.
+    """Tensor *name* of *shape* and *dtype* that its owners keep, as *spec* says. One thread at a time.
 
-    Declares it, and returns at once. The first calls are `start_seed` and `seed`, on all ranks; from then on a rank
-    pushes, waits for the answer, and so on. The owners keep it until all ranks have retired it, or the job ends.
+    The constructor declares it and returns at once. The first calls are `start_seed` and `seed`, on all ranks; then a rank
+    pushes and waits for the answer in turn. The owners keep it until all ranks have retired it, or the job ends.
 
     Parameters
     ----------
@@ -222,36 +221,35 @@ class StoredTensor:
         self._has_momentum = has_momentum(spec)
         self._found: Unit | None = None
         self._is_retired = False
-        self._source: object = None  # what was pushed from shared memory must live until the answer
+        self._source: object = None  # keeps pushed shared memory alive until the answer
         declared = TensorSpec(name=name, dtype=wire_name(dtype), shape=self.shape, average=average, priority=priority,
                               store=spec)
         if self._session.tensors.knows(declared):
-            raise BusyError(f"{name!r} is kept already, for somebody else in this process (another AsyncOptimizer or "
-                            "AsyncWeights): give these weights other names, or close the other one first")
+            raise BusyError(f"{name!r} is in use in this process (by another AsyncOptimizer or AsyncWeights): give these "
+                            "weights other names, or close the other one first")
         self._session.tensors.declare([declared])
 
     @property
     def _unit(self) -> Unit:
         """The worker's unit; the first use waits until all ranks have declared the tensor. Raises `ClosedError`."""
         if self._is_retired:
-            raise ClosedError(f"{self.name!r} was given up (close, or a state that was loaded): this rank has no part "
-                              "in it any more")
+            raise ClosedError(f"{self.name!r} was retired on this rank, by close() or by loading a state")
         if self._found is None:
             self._found = self._session.tensors.unit(self.name)
         return self._found
 
     @property
     def in_flight(self) -> bool:
-        """Whether a push was not waited for."""
+        """Whether a push was not waited for yet."""
         return self._found is not None and self._found.in_flight
 
     @property
     def place(self) -> np.ndarray[Any, Any]:
-        """This rank's input memory: what is written here between a `wait` and a `push_place` travels without a copy."""
+        """This rank's input memory: what is written here between `wait` and `push_place` is sent without a copy."""
         return self._unit.staging.array[: self._unit.nbytes].view(self.dtype).reshape(self.shape)
 
     def start_seed(self, weights: Any, root_rank: int) -> None:
-        """Begin to set the weights to rank *root_rank*'s; those of other ranks are not looked at.
+        """Begin to set the weights to rank *root_rank*'s; those of other ranks are ignored.
 
         Raises
         ------
@@ -302,14 +300,12 @@ class StoredTensor:
         self._unit.push_nothing()
 
     def wait(self, timeout_s: float | None = None) -> np.ndarray[Any, Any]:
-        """Wait for the answer to the last push: a read-only array, valid until the second next push.
-
-        It is the weights, as they were when the answer was copied.
+        """Wait for the answer to the last push: the weights, a read-only array that is valid until the second next push.
 
         Raises
         ------
         StallError, PeerLostError
-            As `push_pull`; a worker that keeps the answer back is named.
+            As `push_pull`; the text names the worker that the answer waits for.
         """
         unit = self._unit
         unit.wait(unit.round, self._session.settings.timeout_s if timeout_s is None else timeout_s)
@@ -323,7 +319,7 @@ class StoredTensor:
         return self.wait()
 
     def retire(self) -> None:
-        """Wait for the last answer and give the tensor up: other workers no longer wait for this one. Idempotent.
+        """Wait for the last answer and retire the tensor: other workers no longer wait for this one. Idempotent.
 
         Its name may be declared again; arrays of `wait` and `place` must not be used any more.
         """

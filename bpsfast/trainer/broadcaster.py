@@ -1,9 +1,9 @@
-"""broadcast: one rank's bytes to all, streamed through one fixed unit, so that memory is bounded and sizes may change.
+"""broadcast: sends one rank's bytes to all ranks through one fixed unit, so that memory is bounded and sizes may vary.
 
 The channel is a uint8 unit of 16 partitions. The root fills partition after partition, the other ranks take part with
 empty arrivals: the "sum" of one contribution is its copy. Chunk c of the channel's life is partition c mod 16, round
 c div 16 + 1; a partition gets its next chunk when its previous round is complete, which is when every receiver has
-taken part in it, so nothing is overwritten before it was read. The first bytes of a broadcast say what it is:
+taken part in it, so nothing is overwritten before it was read. A broadcast begins with a header:
 
     offset  width  meaning
          0      4  magic
@@ -32,7 +32,7 @@ from ..orchestration.messages import TensorSpec
 from ..orchestration.placement.partition import round_after
 from ..pyx.port import copy
 from . import process
-from .gpu.broadcasts import broadcast as broadcast_afar
+from .gpu.staging_buffers import broadcast as broadcast_afar
 from .session import Session
 from .tensor_input import tensor_input
 from .unit import Unit
@@ -59,7 +59,7 @@ class _Header(NamedTuple):
 
 
 class Broadcaster:
-    """The broadcast channel of *session*. Any thread, one broadcast at a time; all ranks in the same order."""
+    """The broadcast channel of *session*. Any thread, one broadcast at a time; all ranks make them in the same order."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -92,7 +92,7 @@ class Broadcaster:
                     self._header(unit, first, text)
 
     def receive(self, root: int, text: str, accept: Callable[[int], Pieces]) -> None:
-        """Receive what rank *root* sends into the pieces that ``accept(nbytes)`` returns (nothing, if they are empty).
+        """Receive what rank *root* sends into the pieces that ``accept(nbytes)`` returns (drop it if there are none).
 
         Raises
         ------
@@ -124,7 +124,7 @@ class Broadcaster:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[Unit]:
-        """Enter the next broadcast. One that does not get to its end leaves the channel out of step for good."""
+        """Begin the next broadcast. One that fails leaves the channel out of step for good."""
         if self._broken is not None:
             self._session.port.check()
             raise self._broken
@@ -135,8 +135,8 @@ class Broadcaster:
             yield unit
         except BaseException as exc:
             self._broken = self._broken or ClosedError(
-                f"rank {self._session.rank} cannot broadcast any more: its broadcast {self._sequence} did not get to "
-                f"its end ({type(exc).__name__}: {exc}), so what comes next cannot be told from it")
+                f"rank {self._session.rank} cannot broadcast any more: its broadcast {self._sequence} failed "
+                f"({type(exc).__name__}: {exc}), so the ranks are out of step")
             raise
 
     def _copy(self, unit: Unit, address: int, source: int, nbytes: int, slot: int, round: int) -> None:
@@ -145,7 +145,7 @@ class Broadcaster:
                                    self._session.settings.timeout_s)
 
     def _fill(self, unit: Unit, stream: _Cursor) -> None:
-        """Put the next chunk of *stream* into its partition, once its previous round is complete, and announce it."""
+        """Write the next chunk of *stream* into its partition, once that partition's last round is complete; announce it."""
         slot, round = self._chunk % unit.n_parts, _round(unit, self._chunk)
         if self._chunk >= unit.n_parts:
             self._wait(unit, self._chunk - unit.n_parts)
@@ -164,7 +164,7 @@ class Broadcaster:
                                 self._session.settings.timeout_s)
 
     def _header(self, unit: Unit, chunk: int, text: str) -> _Header:
-        """Return what the complete *chunk* begins with, if exactly one rank sent it as this broadcast."""
+        """Return the header of the complete *chunk*; raise if not exactly one rank sent it as this broadcast."""
         slot, round = chunk % unit.n_parts, _round(unit, chunk)
         raw = np.empty(HEADER_NBYTES, np.uint8)
         self._copy(unit, raw.ctypes.data, unit.result_address(round, slot * unit.stride), HEADER_NBYTES, slot, round)
@@ -190,7 +190,7 @@ class Broadcaster:
 
 
 class _Cursor:
-    """Walks through pieces of memory."""
+    """A position in pieces of memory."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = iter(pieces)
@@ -246,9 +246,9 @@ def check_root(session: Session, root_rank: int) -> None:
 
 
 def broadcast(x: Any, root_rank: int, name: str | None = None) -> Any:
-    """Give every rank the *x* of rank *root_rank*.
+    """Copy *x* of rank *root_rank* to all ranks.
 
-    All ranks must call their broadcasts in one order, with the same shape and dtype; *name* is only checked to agree.
+    All ranks must call their broadcasts in the same order, with the same shape and dtype; *name* must agree, too.
 
     Parameters
     ----------
@@ -257,7 +257,7 @@ def broadcast(x: Any, root_rank: int, name: str | None = None) -> Any:
 
     Returns
     -------
-    *x*, written into, if it is writable; else a new array. On a device what is enqueued from the return on finds it.
+    *x*, overwritten, if it is writable; else a new array. Work that is enqueued on a device after the return sees it.
 
     Raises
     ------
@@ -285,7 +285,7 @@ def broadcast(x: Any, root_rank: int, name: str | None = None) -> Any:
 
 
 def broadcast_bytes(data: bytes | None, root_rank: int, text: str) -> bytes:
-    """Return rank *root_rank*'s *data* (None elsewhere) on every rank; any length. *text* is checked to agree."""
+    """Return rank *root_rank*'s *data* (None elsewhere) on every rank; any length. *text* must agree."""
     session = process.current()
     check_root(session, root_rank)
     if session.rank == root_rank:

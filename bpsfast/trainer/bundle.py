@@ -1,4 +1,4 @@
-"""The tensors of one call of a framework, summed from memory to memory: all begin before the first is waited for."""
+"""The tensors of one framework call, summed from memory to memory: pushes all of them, then waits for each."""
 from __future__ import annotations
 
 import ctypes
@@ -17,7 +17,7 @@ from ..pyx.port import copy
 from .session import Session
 from .unit import Unit
 
-#: From this size on targets are worth a system call, as in NumPy's allocator.
+#: From this size on targets get huge pages, as in NumPy's allocator.
 _LARGE_NBYTES = 4 << 20
 _PAGE_NBYTES = 4096
 _MADV_HUGEPAGE = 14
@@ -27,7 +27,7 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Member(NamedTuple):
-    """One tensor: its place among the leaves, and where it lies in its unit."""
+    """One tensor: its number in the bundle, and where it lies in its unit."""
 
     place: int
     offset: int
@@ -36,7 +36,7 @@ class _Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a bundle: its name in the job, and what it is."""
+    """One tensor of a bundle: its name in the job, shape, dtype and codec."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Leaf:
 
 
 def specs_of(leaves: Sequence[Leaf], average: bool, priorities: Sequence[int | None]) -> list[TensorSpec]:
-    """Describe a bundle to the job: small tensors without a codec travel together."""
+    """Return the declarations of a bundle: small tensors without a codec are fused."""
     fusible = [leaf.name for leaf in leaves if leaf.codec is None]
     group = f"{fusible[0]} to {fusible[-1]}, {len(fusible)} leaves" if len(fusible) > 1 else None
     return [TensorSpec(name=leaf.name, shape=leaf.shape, dtype=leaf.dtype, average=average, priority=priority,
@@ -61,13 +61,13 @@ def specs_of(leaves: Sequence[Leaf], average: bool, priorities: Sequence[int | N
 class Bundle:
     """The tensors *specs* in *session*. Any thread, one at a time.
 
-    The first run waits until all ranks have declared them: all ranks must come to their bundles in one order.
+    The first run waits until all ranks have declared them: all ranks must run their bundles in the same order.
     """
 
     def __init__(self, session: Session, specs: Sequence[TensorSpec]) -> None:
         self.session = session
         sizes = [prod(spec.shape) * TABLE[spec.dtype].itemsize for spec in specs]
-        #: What has no bytes is neither declared nor sent.
+        #: Tensors without bytes are neither declared nor sent.
         self._specs = [(place, spec, nbytes) for place, (spec, nbytes) in enumerate(zip(specs, sizes)) if nbytes]
         self._units: dict[Unit, list[_Member]] = {}
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class Bundle:
 
 
 def _push(unit: Unit, members: Sequence[_Member], sources: Sequence[int]) -> int:
-    """Push what *unit* is fused of, gathered, or its one tensor from where it lies; return the round."""
+    """Push the tensors of *unit*, copied together if there are several; return the round."""
     if len(members) == 1:
         return unit.push(sources[members[0].place], members[0].nbytes)
     base = unit.staging.address
@@ -120,7 +120,7 @@ def _push(unit: Unit, members: Sequence[_Member], sources: Sequence[int]) -> int
 
 
 def _deliver(unit: Unit, round: int, members: Sequence[_Member], targets: Sequence[int], deadline: float) -> None:
-    """Copy the sums to *targets*: of one tensor each partition as soon as it is complete."""
+    """Copy the sums to *targets*; a single tensor partition by partition, as they complete."""
     left_s = max(0.0, deadline - time.monotonic())
     if len(members) == 1:
         _ask_for_huge_pages(targets[members[0].place], members[0].nbytes)
@@ -133,7 +133,7 @@ def _deliver(unit: Unit, round: int, members: Sequence[_Member], targets: Sequen
 
 
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:
-    """Let the kernel back fresh memory by huge pages, if it can: XLA's own allocator takes a fault for every 4 KB."""
+    """Ask the kernel for huge pages under fresh memory: XLA's own allocator takes a page fault for every 4 KB."""
     if nbytes >= _LARGE_NBYTES:
         begin = -(-address // _PAGE_NBYTES) * _PAGE_NBYTES
         _madvise(begin, (address + nbytes - begin) // _PAGE_NBYTES * _PAGE_NBYTES, _MADV_HUGEPAGE)

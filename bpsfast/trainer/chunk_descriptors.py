@@ -1,4 +1,9 @@
-"""Leg: one partition's way from where its input is to where its result goes, as `Port.pipelined_transfer` takes many of."""
+"""Chunk descriptors: where one partition's input comes from and its result goes, for `Port.pipelined_transfer`.
+
+`SlidingWindow` sends private memory through a unit of one machine, a few partitions at a time. A tensor that is copied in,
+summed and copied out as a whole goes through the caches three times, and through memory as often if it is larger than they
+are. Here each partition is copied out soon after it was copied in, while its input and its sum are still in the caches.
+"""
 from __future__ import annotations
 
 from typing import Protocol
@@ -10,12 +15,12 @@ from .input_memory import Region
 Array = np.ndarray[tuple[int, ...], np.dtype[np.void]]
 Offsets = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
-#: `convey.h: bps_leg`.
+#: `pipelined_transfer.h: bps_chunk`.
 CHUNK_DTYPE = np.dtype([
     ("source", "<u8"), ("destination", "<u8"), ("nbytes", "<u8"), ("staging", "<u8"), ("result", "<u8"),
     ("offset", "<u8"), ("part", "<u4"), ("round", "<u4"), ("segment", "<u2"), ("flags", "<u2"), ("pad", "<u4")])
 
-assert CHUNK_DTYPE.itemsize == 64, "convey.h says so"
+assert CHUNK_DTYPE.itemsize == 64, "pipelined_transfer.h says so"
 
 
 class PartitionedUnit(Protocol):
@@ -31,7 +36,7 @@ class PartitionedUnit(Protocol):
 
 
 def chunk_table(unit: PartitionedUnit, region: Region, places: Offsets) -> Array:
-    """Return a leg for each partition of *unit*, whose inputs lie in *region* at *places*, without what is conveyed."""
+    """Return a descriptor for each partition of *unit*, whose inputs lie in *region* at *places*: no source, no size yet."""
     chunks = np.zeros(unit.n_parts, CHUNK_DTYPE)
     chunks["staging"] = places + np.uint64(region.address)
     chunks["offset"] = places + np.uint64(region.offset)
@@ -49,23 +54,22 @@ def results(unit: PartitionedUnit) -> Offsets:
     """Return where the result of each partition lies in this process, of shape (2, partitions): even and odd rounds."""
     return np.array([[unit.result_address(parity, int(at)) for at in offsets(unit)] for parity in (0, 1)], np.uint64)
 
-#: Least and most partitions on their way at once: while some are copied others are summed, and more of them would leave
-#: the caches.
+#: Least and most partitions under way at once: some are copied while others are summed; more would leave the caches.
 _SLOTS = 4, 8
 
 
 def n_slots(local_size: int) -> int:
-    """Return how many partitions are on their way at once where *local_size* ranks share a machine."""
+    """Return how many partitions are under way at once where *local_size* ranks share a machine."""
     return min(max(_SLOTS[0], local_size), _SLOTS[1])
 
 
 def is_worth(n_parts: int, local_size: int) -> bool:
-    """Tell whether private memory of *n_parts* partitions gains by it: of fewer, most are on their way at once."""
+    """Return whether a sliding window pays for *n_parts* partitions: with fewer, most are under way at once."""
     return n_parts >= 2 * n_slots(local_size)
 
 
 class SlidingWindow:
-    """The way of *unit*'s partitions through *region*, *slots* partitions long, in turns. One thread at a time."""
+    """The partitions of *unit* take turns in *region*, which has room for *slots* of them. One thread at a time."""
 
     def __init__(self, unit: PartitionedUnit, region: Region, slots: int) -> None:
         self.slots = slots
@@ -75,7 +79,7 @@ class SlidingWindow:
         self._results = results(unit)
 
     def chunks(self, source: int, destination: int, round: int) -> Array:
-        """Return the legs of *round* from *source* to *destination*, both addresses, valid until the next call."""
+        """Return the descriptors of *round* from address *source* to *destination*, valid until the next call."""
         self._legs["source"] = self._at + np.uint64(source)
         self._legs["destination"] = self._at + np.uint64(destination)
         self._legs["result"] = self._results[round & 1]

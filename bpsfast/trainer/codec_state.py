@@ -1,22 +1,22 @@
-"""What this rank's node keeps of compressed tensors from round to round: saved with the model, loaded to resume."""
+"""The state of compressed tensors on this rank's node (error feedback, momentum): saved with the model, and loaded."""
 from __future__ import annotations
 
 from typing import Any, Literal
 
 import numpy as np
 
-from ..orchestration.errors import BusyError, UnsupportedError
+from ..orchestration.errors import BusyError, UnsupportedError, error_of
 from ..orchestration.messages import StateAsk, StateDone
 from .input_memory import InputMemory, Region
-from .node_connection import NodeRequests, error_of
+from .node_connection import NodeRequests
 from .unit import Unit
 
 
 class States:
-    """Reads and writes the node's state of compressed tensors. Any thread, but no push of the same unit meanwhile.
+    """Reads and writes the node's state of compressed tensors. Any thread, without a push of the same unit meanwhile.
 
-    Every node has its own: what its ranks' gradients left unsent, and what it owns of the job's. So each machine saves
-    one, and a job with other machines cannot take it up.
+    Every node has a state of its own: what its ranks' gradients left unsent, and what it owns of the job's. So each
+    machine saves one, and a job with other machines cannot load it.
     """
 
     def __init__(self, questions: NodeRequests, memory: InputMemory) -> None:
@@ -24,7 +24,7 @@ class States:
         self._memory = memory
 
     def save(self, unit: Unit) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the state of *unit* as bytes, none in a job of one machine; its last round was waited for.
+        """Return the state of *unit* as bytes, empty in a job of one machine; its last round must have been waited for.
 
         Raises
         ------
@@ -44,12 +44,12 @@ class States:
             self._memory.release(region)
 
     def load(self, unit: Unit, state: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Go on from *state*, which `save` returned on this node of such a job.
+        """Continue from *state*, which `save` returned on this node of such a job.
 
         All ranks of the node may load the same, before any of them pushes again. Raises as `save`, and
 
         MismatchError
-            If it is of another node, cut or codec; then nothing has changed.
+            If it is of another node, partitioning or codec; then nothing has changed.
         """
         region = self._memory.allocate(max(1, state.nbytes))
         try:
@@ -60,9 +60,9 @@ class States:
 
     def _ask(self, unit: Unit, action: Literal["size", "save", "load"], region: Region | None = None) -> StateDone:
         if unit.codec is None:
-            raise UnsupportedError(f"{unit.name!r} is not compressed: there is no state of it")
+            raise UnsupportedError(f"{unit.name!r} is not compressed and has no state")
         if unit.in_flight:
-            raise BusyError(f"the state of {unit.name!r} is asked for while its round {unit.round} is under way: wait "
+            raise BusyError(f"the state of {unit.name!r} was requested while its round {unit.round} is under way: wait "
                             "for it first")
         done = self._questions.ask(
             lambda request: StateAsk(

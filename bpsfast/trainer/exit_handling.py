@@ -1,8 +1,7 @@
-"""What happens to sessions when their program ends, fails or forks.
+"""What happens to sessions when their program exits, fails or forks.
 
-At exit each is shut down. An exception that nobody caught is noted on its way to ``sys.excepthook``, so that the other
-ranks hear of it at once instead of waiting for a deadline. A forked child needs nothing from here: a session knows the
-process it belongs to.
+Each session is shut down at exit. An uncaught exception is noted in ``sys.excepthook``, so that the other ranks are told at
+once instead of waiting for a deadline. A forked child needs nothing from here: a session knows its process.
 """
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from ..orchestration.errors import BpsError, PeerLostError, ProtocolError
 
 
 class ExitWatch:
-    """Call *shutdown* at exit, and remember the exception that ends the program; `close` also closes *started*.
+    """Calls *shutdown* at exit and notes the exception that ends the program; `close` also closes *started*.
 
     *brief*: see `shorten_tracebacks`.
     """
@@ -54,16 +53,16 @@ class ExitWatch:
 
 
 def shorten_tracebacks() -> None:
-    """Show what ends this program briefly: under a launcher that shows the output of all ranks.
+    """Shorten the tracebacks of this program, under a launcher that shows the output of all ranks.
 
-    A program that ends because a peer did says so in one line: its traceback would bury the one that matters. An error
-    that bpsfast raises on purpose is shown with the program's own calls alone. ``log_level=DEBUG`` shows everything.
+    A program that ends because a peer ended prints one line, so that the peer's traceback is easy to find. An error that
+    bpsfast raises on purpose is printed with the program's own calls only. ``log_level=DEBUG`` prints everything.
     """
     _hook.shorten_tracebacks()
 
 
 class _Hook:
-    """The one ``sys.excepthook`` for all watches: it is there while there are some, or for good after `shorten_tracebacks`."""
+    """The one ``sys.excepthook`` of all exit watches; installed while there are some, or for good by `shorten_tracebacks`."""
 
     def __init__(self) -> None:
         self._is_brief = False
@@ -71,7 +70,7 @@ class _Hook:
         self._ours: Callable[..., None] | None = None
 
     def watch(self, watch: ExitWatch) -> None:
-        """Tell *watch* of what ends the program."""
+        """Note in *watch* the exception that ends the program."""
         self._install()
         self._watches.append(watch)
 
@@ -81,7 +80,7 @@ class _Hook:
         self._is_brief = True
 
     def forget(self, watch: ExitWatch) -> None:
-        """Tell *watch* no more; the last one to go takes the hook along."""
+        """Remove *watch*; the last one removes the hook."""
         if watch in self._watches:
             self._watches.remove(watch)
         if not self._watches and not self._is_brief and self._ours is not None and sys.excepthook is self._ours:
@@ -125,25 +124,25 @@ def _detach(started: Daemons) -> None:
 
 @atexit.register
 def _wait_for_jobs() -> None:
-    """Runs after the shutdowns of all watches, which register later."""
+    """Wait for detached daemons. Runs after the shutdowns of all watches, which register later."""
     for pid, started in _detached_daemons:
         if pid == os.getpid():
             started.wait_for_job_end()
 
 
 class _Stack(StackSummary):
-    """Calls of which those within bpsfast are left out."""
+    """A stack without the calls within bpsfast."""
 
     n_left_out = 0
 
     def format(self, **options: bool) -> list[str]:
-        """Return the lines; the last one says that there were more."""
+        """Return the lines; the last one tells how many calls are left out."""
         return [*super().format(**options),
                 f"  [{self.n_left_out} calls within bpsfast: BPSFAST_LOG_LEVEL=DEBUG shows them]\n"]
 
 
 def _without_ours(told: TracebackException) -> TracebackException:
-    """Leave bpsfast's own calls out of *told*, and of what it comes from, where that leaves any of the program's."""
+    """Remove bpsfast's calls from *told* and from its causes, where calls of the program remain."""
     seen: set[int] = set()
     chain: list[TracebackException | None] = [told]
     while chain:

@@ -97,7 +97,7 @@ class GradientLayout:
         self.groups: list[UnitSlots] = []  # the most urgent first
         self.homes: dict[str, Home] = {}  # where its inputs lie: what later layouts are laid out to
         self._session = session
-        self._own: list[Region] = []  # input memory that is this layout's alone
+        self._own: list[Region] = []  # input memory that belongs to this layout
         ending = f"~{number}" if number else ""
         self.wires = {name: spec.name + ending for name, spec in specs.items()}
         declared = [msgspec.structs.replace(spec, name=self.wires[name], group=spec.group and spec.group + ending,
@@ -158,7 +158,7 @@ class GradientLayout:
             slot.is_ready = False
 
     def abandon(self) -> None:
-        """Give up what this rank has of a layout that it cannot have whole."""
+        """Retire those units of the layout that were committed, because this rank cannot have all of them."""
         units: list[Unit] = []
         for wire in self.wires.values():
             with contextlib.suppress(BpsError):
@@ -169,12 +169,12 @@ class GradientLayout:
             self._session.retire(units)
 
     def retire(self, timeout_s: float, keeps_input: bool) -> None:
-        """Give up its units, once their last rounds are complete; and, unless *keeps_input*, its input memory.
+        """Retire its units, once their last rounds are complete; and, unless *keeps_input*, release its input memory.
 
         Raises
         ------
         StallError, PeerLostError
-            As `push_pull`, if a round that nobody has waited for does not complete.
+            As `push_pull`, if a round that was not waited for does not complete.
         """
         units = self.units
         users = self._session.extension(users_of_names)
@@ -188,7 +188,7 @@ class GradientLayout:
             self.release_input()
 
     def release_input(self) -> None:
-        """Give back the input memory that is this layout's alone."""
+        """Release the input memory that belongs to this layout."""
         own, self._own = self._own, []
         for memory in own:
             self._session.memory.release(memory)

@@ -72,19 +72,19 @@ class Gradients:
     average
         Divide the sums by the number of ranks.
     prefix
-        Put before each name on the wire, where names are the job's.
+        Prefix of each name in the job.
     compression
-        How gradients travel between nodes, by their names: see `bpsfast.compression.choice`. What is compressed is
-        fused with nothing, and has state: where anything is, nothing is tuned.
+        How gradients are compressed between nodes, by name: see `bpsfast.compression.choice`. Compressed gradients are
+        not fused and have state: if there are any, nothing is tuned.
     tuned
-        `tuned` of an earlier job: with the setting autotune that is used from the second step on, and nothing is tried.
-        Rank 0's counts.
+        `tuned` of an earlier job: with the setting autotune it is used from the second step on, without a search. Rank
+        0's counts.
     device
         Where the arrays lie, if not in shared memory: "cuda", "cuda:1" (CuPy arrays), "host" (`bpsfast.gpu.host`).
-        Then `ready` counts from the work on, that was enqueued on the owner's stream before it; the sum takes the
-        gradient's place, and work that is enqueued after `wait` finds it. The stream is never waited for.
+        Then `ready` reads a gradient after the work that its owner's stream has by then. The sum replaces the gradient,
+        and work that is enqueued after `wait` sees it. The host never waits for the stream.
     afar
-        The device from which all gradients will come, by `fill_from`.
+        The device on which all gradients lie that `fill_from` will get.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True,
@@ -117,10 +117,10 @@ class Gradients:
         }
         session.extension(users_of_names).update(names)
         self._layout = GradientLayout(session, specs, 0, LayoutSizes(), self._device)
-        self._first = self._last = self._layout  # that of the last step
+        self._first = self._last = self._layout  # the last step's
         self._tuner: Tuner | None = None
-        self._tuned = tuned  # of an earlier job, and once the tuner is gone
-        if tunes and session.extension(TunedModels).begin():  # of several models the first: tuners would measure each other
+        self._tuned = tuned  # by an earlier job, or by a tuner that is done
+        if tunes and session.extension(TunedModels).begin():  # only the first model: tuners would measure each other
             self._tuner = Tuner(session, title, specs, self._layout, self._by_urgency, tuned)
         self._lock = threading.Lock()
         self._slots: dict[str, Slot] = {}  # of the layout in use, once it is laid out
@@ -134,14 +134,14 @@ class Gradients:
         return len(self._names)
 
     def __getitem__(self, name: str) -> Any:
-        """Return the array of *name*, NumPy's or the device's: write the gradient here, between the step's end and
+        """Return the array of *name*, a NumPy or a device array: write the gradient here, between the end of a step and
         `ready`.
         """
         slot = self._slots.get(name) or self._lay_out(name)
         return self._on_device[name] if self._on_device else slot.array
 
     def region(self, name: str) -> Region:
-        """Return where the bytes of *name* lie."""
+        """Return the memory of *name*."""
         return (self._slots.get(name) or self._lay_out(name)).home
 
     def codec(self, name: str) -> CodecSpec | None:
@@ -152,7 +152,7 @@ class Gradients:
     # -- pushing ---------------------------------------------------------------------------------------------------
 
     def ready(self, name: str) -> None:
-        """Announce that the gradient of *name* is complete for this step; it must not be written until the step ends.
+        """Announce that the gradient of *name* is complete for this step; do not write it until the step ends.
 
         Raises
         ------
@@ -169,7 +169,7 @@ class Gradients:
             self._push(slot, slot.home.address)
 
     def fill(self, name: str, address: int, nbytes: int) -> None:
-        """Copy the gradient of *name* from *address* (natively; nothing if it lies in its place), then as `ready`."""
+        """Copy the gradient of *name* from *address*, unless it lies in its place, then as `ready`."""
         slot = self._slots.get(name) or self._lay_out(name)
         if nbytes != slot.nbytes:
             raise MismatchError(f"gradient {name!r} has {slot.nbytes} bytes, {nbytes} came")
@@ -185,29 +185,25 @@ class Gradients:
                 raise _twice(slot)
             copy(slot.address, address, slot.nbytes)
         with self._lock:
-            is_whole = self._enter(slot)
+            if slot.is_ready:
+                raise _twice(slot)
+            slot.is_ready = True
+            self._n_ready += 1
+            slot.group.n_left -= 1
+            is_whole = slot.group.n_left == 0
         if slot.is_alone:
             unit.push(address)  # each partition is announced as soon as it is copied
         elif is_whole:
             self._path.push(unit)
 
-    def _enter(self, slot: Slot) -> bool:
-        """Note, under the lock, that *slot* is ready; return whether its unit is whole now."""
-        if slot.is_ready:
-            raise _twice(slot)
-        slot.is_ready = True
-        self._n_ready += 1
-        slot.group.n_left -= 1
-        return slot.group.n_left == 0
-
     def fill_from(self, name: str, source: TensorInput, target: TensorInput | None = None) -> None:
-        """As `fill`, of memory on a device: nothing is waited for. *source* stays as it is until `wait` or `deliver`
-        has returned for *name*; the sum goes to *target*, if one is given, as soon as it is there.
+        """As `fill`, of memory on a device; does not block. Do not write *source* until `wait` or `deliver` has returned
+        for *name*. The sum is copied to *target*, if one is given, as soon as it is complete.
 
         Raises
         ------
         DeviceError
-            If the device cannot be used; failures of work that is enqueued come to those who wait for the sum.
+            If the device cannot be used; errors of enqueued work are raised by calls that wait for the sum.
         """
         slot = self._slots.get(name) or self._lay_out(name)
         unit = slot.unit
@@ -223,14 +219,18 @@ class Gradients:
             if slot.is_ready:
                 raise _twice(slot)
             path.add(unit, slot.offset, source, target)
-            is_whole = self._enter(slot)
+            slot.is_ready = True
+            self._n_ready += 1
+            slot.group.n_left -= 1
+            is_whole = slot.group.n_left == 0
         if is_whole:
             path.push(unit)
 
     @property
     def learning_rate(self) -> float | Mapping[str, float]:
-        """With which learning rates sums will be used, as far as it was said, for error feedback. Set a number, or some
-        by their names: they count from the next gradient of that name on; 0: as before.
+        """The learning rates of steps that use the sums, for error feedback, as far as they were set.
+
+        Set a number, or numbers by name, for the next gradients of these names; 0: as before.
 
         Raises
         ------
@@ -279,15 +279,15 @@ class Gradients:
     # -- results ---------------------------------------------------------------------------------------------------
 
     def wait(self, name: str, timeout_s: float | None = None) -> Any:
-        """Return the sum (mean) of *name* as a read-only array, waiting for it; on a device as `Gradients` says.
+        """Wait for the sum (mean) of *name* and return it as a read-only array; for a device see `Gradients`.
 
-        It is that of this step, if the gradient is ready in this step, else that of the last step. The array is valid
-        until the second next step's gradient of that name is ready.
+        It is this step's sum if the gradient is ready in this step, else the last step's. The array is valid until the
+        second next step's gradient of that name is ready.
 
         Raises
         ------
         MismatchError
-            If there is none: nothing was ready yet, or fused neighbours are not.
+            If there is none: it was never ready, or tensors that are fused with it are not.
         StallError, PeerLostError
             As `push_pull`.
         """
@@ -299,32 +299,33 @@ class Gradients:
         return slot.view(round)
 
     def deliver(self, name: str, address: int, nbytes: int, timeout_s: float | None = None) -> None:
-        """Wait for the sum (mean) of *name* and copy it natively to *address*; raises as `wait`."""
+        """Wait for the sum (mean) of *name* and copy it to *address*; raises as `wait`."""
         slot, round = self._awaited(name, nbytes)
         deadline = self._deadline(timeout_s)
         self._path.wait_departed(slot.unit, round, deadline)
         slot.unit.deliver(round, address, slot.offset, nbytes, max(0.0, deadline - time.monotonic()))
 
     def deliver_to(self, name: str, target: TensorInput, timeout_s: float | None = None) -> None:
-        """Wait for the sum (mean) of *name*, and let work on *target*'s device that its owner enqueues from now on find
-        it in *target*; raises as `wait`, and `DeviceError`.
+        """Wait for the sum (mean) of *name*; work that the owner of *target* enqueues from now on finds it in *target*.
+
+        Raises as `wait`, and `DeviceError`.
         """
         slot, round = self._awaited(name, target.nbytes)
         path = self._path if isinstance(self._path, DevicePath) else DevicePath(self._session)
         path.deliver(slot.unit, round, slot.offset, target, self._deadline(timeout_s))
 
     def finish(self, name: str, timeout_s: float | None = None) -> None:
-        """Wait for the sum of *name*, and of those fused with it, without looking at it; raises as `wait`."""
+        """Wait for the sum of *name* and of those fused with it, without reading it; raises as `wait`."""
         slot, round = self._awaited(name)
         self._path.finish(slot.unit, round, self._deadline(timeout_s))
 
     def step(self, timeout_s: float | None = None, wait: bool = True) -> None:
         """End the step: wait until all sums are there. `wait` goes on to return them; the arrays may be written again.
 
-        With the setting autotune partitions, fusion, credit and streams may be others from here on; arrays stay.
+        With the setting autotune, partitions, fusion, credit and streams may change here; arrays stay.
 
-        With *wait* False nothing is waited for: an array may be written, and be ready, again once `wait` or `finish`
-        has returned for its name and those fused with it. So the next forward pass overlaps the end of this step.
+        With *wait* False this does not block: an array may be written and be ready again once `wait` or `finish` has
+        returned for its name and those fused with it. So the next forward pass overlaps the end of this step.
 
         Raises
         ------
@@ -363,7 +364,7 @@ class Gradients:
     def _awaited(self, name: str, nbytes: int | None = None) -> tuple[Slot, int]:
         """Return the slot of *name*, and the round whose result is meant; *nbytes*: how many bytes are wanted."""
         slot = self._slots.get(name) or self._lay_out(name)
-        with self._lock:  # `step` of another thread changes all of it
+        with self._lock:  # another thread may call `step`
             if not slot.is_ready:
                 slot = self._last.slots[name]
             elif slot.group.n_left:
@@ -381,18 +382,18 @@ class Gradients:
 
     @property
     def tuned(self) -> TuningPoint | None:
-        """What the setting autotune has found best so far, as far as this rank knows: to be saved with the model."""
+        """The best point that autotune has found, as far as this rank knows: to be saved with the model."""
         return self._tuner.best if self._tuner is not None else self._tuned
 
     def states(self) -> dict[str, np.ndarray[Any, np.dtype[np.uint8]]]:
         """Return what this rank's node keeps of compressed gradients, by name, to be saved with the model.
 
-        Between steps. Every node has its own (`trainer.codec_state`). Nothing is kept of what is not compressed.
+        Between steps. Every node has its own (`trainer.codec_state`). Uncompressed gradients have no state.
         """
         return {name: self._session.states.save(unit) for name, unit in self._coded_units().items()}
 
     def load_states(self, states: Mapping[str, np.ndarray[Any, np.dtype[np.uint8]]]) -> None:
-        """Go on from what `states` returned on this node, on all its ranks, before any of them pushes again.
+        """Continue from what `states` returned on this node; call it on all its ranks before any of them pushes again.
 
         Raises
         ------
@@ -412,10 +413,10 @@ class Gradients:
         return {name: unit for name, unit in units.items() if unit.codec is not None}
 
     def retire(self) -> bool:
-        """Give up names and memory for good, which are others' as soon as all ranks have done so. Waits for no rank.
+        """Release names and memory, which are free as soon as all ranks have done so. Does not wait.
 
-        Returns False, and gives up nothing, while that is not possible: ranks have not all declared these gradients, a
-        sum is under way, or they are being tuned. Arrays that were handed out must not be used any more.
+        Returns False, and does nothing, while not all ranks have declared these gradients, a sum is under way, or they are
+        being tuned. Arrays that were handed out must not be used any more.
         """
         if self._session.closed:
             return True

@@ -1,7 +1,7 @@
-"""The native port as the rank's Python code uses it: open while a call is inside, and errors that say who is to blame.
+"""The native port for Python code: it stays open while a call is inside, and its errors name the rank that is missing.
 
-Waits run in slices: between two of them a session that another thread has closed is noticed, and pushes that were
-deferred go out (another rank may wait for one of them before it does what we wait for).
+Waits run in slices. Between two slices a wait notices that another thread has closed the session, and starts deferred
+pushes, for which another rank may be waiting.
 """
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..orchestration.messages import StallAnswer
 from ..pyx.port import ABORTED, DIFFERENT, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .stall_inspector import StallInspector, StallQuery, StallTimer, Subject
 
-#: A wait sleeps at most this long before it looks whether the session was closed by another thread.
+#: A wait sleeps at most this long before it checks whether another thread has closed the session.
 _SLICE_S = 0.5
-#: The same while pushes are deferred: their commits arrive by socket, which no futex announces.
+#: The same while pushes are deferred: commits arrive by socket, which does not wake a futex.
 _DEFERRED_SLICE_S = 0.002
 
 
@@ -60,13 +60,13 @@ class GuardedPort:
     Parameters
     ----------
     me, node
-        How errors call this rank and its node: "rank 3", "node 1 (pid 77 on this machine)".
+        Names of this rank and its node in errors: "rank 3", "node 1 (pid 77 on this machine)".
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
     inquiry
-        Knows who is missing, and whether it is hopeless to wait on.
+        Asks which ranks are missing, and whether they can still come.
     inspector
-        Told of waits that take long.
+        Records long waits.
     start_deferred
         Starts deferred pushes that can be; returns whether some are left.
     node_lost
@@ -108,7 +108,7 @@ class GuardedPort:
             port.submit(part, n_parts, round, 0, 0, empty=True)
 
     def set_rate(self, part: int, n_parts: int, round: int, rate: float) -> None:
-        """Say which learning rate inputs are computed for from *round* on (`Port.set_rate`)."""
+        """Set the learning rate of inputs from *round* on (`Port.set_rate`)."""
         with self._entrance as port:
             port.set_rate(part, n_parts, round, rate)
 
@@ -127,12 +127,12 @@ class GuardedPort:
             inside.pop()
 
     def land(self, part: int, round: int, segment: int, offset: int, nbytes: int, begin_ns: int) -> None:
-        """Announce a partition that a line has brought from a device (`Port.land`)."""
+        """Announce a partition that was copied from a device (`Port.land`)."""
         with self._entrance as port:
             port.land(part, round, segment, offset, nbytes, begin_ns)
 
     def look(self, part: int, round: int, timeout_s: float) -> bool:
-        """Return whether *round* of a partition is complete, waiting a moment for it. Raises when it never will be."""
+        """Wait up to *timeout_s* and return whether *round* of a partition is complete. Raises if the job is over."""
         with self._entrance as port:
             if timeout_s <= 0 or port.done(part, 1, round):
                 return port.done(part, 1, round)
@@ -157,7 +157,7 @@ class GuardedPort:
         Raises
         ------
         StallError
-            After *timeout_s* seconds, naming who is missing; soon, if who is missing has left and will not come.
+            After *timeout_s* seconds, naming the missing ranks; earlier if a missing rank has left the job.
         PeerLostError
             Or whatever the job was aborted with.
         """
@@ -165,7 +165,7 @@ class GuardedPort:
                         unit, part, n_parts, round, timeout_s)
 
     def exchange(self, unit: WaitedUnit, round: int, place: tuple[int, int], timeout_s: float) -> None:
-        """Announce *unit*'s inputs at *place* (segment, offset) and wait, with less around it than two calls have."""
+        """Announce *unit*'s inputs at *place* (segment, offset) and wait: cheaper than two calls."""
         part, n_parts = unit.first_part, unit.n_parts
         slice_s = min(timeout_s, _DEFERRED_SLICE_S if self._start_deferred() else _SLICE_S)
         with self._entrance as port:
@@ -182,15 +182,16 @@ class GuardedPort:
         Raises as `wait`; the destination is then partly written.
         """
         n_parts = -(-nbytes // unit.stride)
-        # A slice that ends early copies the complete partitions again: rare, and cheap beside the wait.
+        # A slice that times out copies complete partitions again, which is rare and cheap beside the wait.
         self._in_slices(
             lambda port, wait_s: port.deliver(address, source, nbytes, part, unit.stride, round, wait_s),
             unit, part, n_parts, round, timeout_s)
 
     def pipelined_transfer(self, chunks: np.ndarray[Any, Any], ahead: int, subject_of: Callable[[int], tuple[WaitedUnit, int, int]],
                timeout_s: float) -> bool:
-        """Put in and take out *legs* (`Port.pipelined_transfer`); whether the tickets among them agree. *subject_of* leg i is
-        (unit, partition of the job, round).
+        """Send and receive *chunks* (`Port.pipelined_transfer`); return whether the fingerprints among them agree.
+
+        ``subject_of(i)`` is (unit, partition of the job, round) of chunk i.
 
         Raises as `wait`.
         """
@@ -212,7 +213,7 @@ class GuardedPort:
                 deferred = self._start_deferred()
 
     def check(self) -> None:
-        """Raise what the job was aborted with, if it was."""
+        """Raise the error that the job was aborted with, if it was."""
         with self._entrance as port:
             if port.state()[0]:
                 raise self._abort_error()
@@ -257,13 +258,13 @@ class GuardedPort:
                 deferred = self._start_deferred()
 
     def _ask(self, unit: WaitedUnit, part: int, n_parts: int, round: int) -> tuple[Subject, StallAnswer]:
-        """Ask who is missing from the first of these partitions that is not complete."""
+        """Ask which ranks are missing from the first of these partitions that is not complete."""
         first = next((i for i in range(part, part + n_parts) if not self.done(i, 1, round)), part)
         subject = Subject.of(unit.name, list(unit.members), first - unit.first_part, unit.n_parts, round)
         return subject, self._inquiry.ask(first, round, unit.name)
 
     def _over(self) -> BpsError:
-        """Return why the job is over: what it was aborted with, or else the node is gone."""
+        """Return why the job is over: the error it was aborted with, or that the node is lost."""
         if self._port.state()[0]:
             return self._abort_error()
         return self._node_lost()

@@ -1,7 +1,7 @@
-"""push_pull: sum a tensor over all ranks. The asynchronous form returns a `Handle`, the other waits for it.
+"""push_pull: sums a tensor over all ranks. The asynchronous form returns a `Handle`, the other one waits for it.
 
-A first push of a name may come before the other ranks have declared it. It is then deferred, not waited for: ranks
-may push names in different orders without a deadlock.
+The first push of a name may come before other ranks have declared it. It is then deferred and does not block, so that
+ranks may push names in different orders without a deadlock.
 """
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from ..orchestration.errors import ConfigError, MismatchError, StallError, Unsup
 from ..orchestration.messages import TensorSpec
 from . import process
 from .arguments import checked_learning_rate, flag
-from .gpu.device_round import DeviceRound
-from .gpu.devices import DeviceBytes
+from .gpu.devices import DeviceBytes, DeviceRound
 from .session import Session
 from .tensor_input import TensorInput, tensor_input
 from .unit import Unit
@@ -31,14 +30,14 @@ from .unit import Unit
 T = TypeVar("T")
 Output = TypeVar("Output", bound="TensorInput | None")
 
-#: Every unnamed push_pull is a tensor of its own, with memory of its own: a loop of them is a mistake worth a word.
+#: Every unnamed push_pull is a new tensor with memory of its own: a loop of them gets a warning.
 _MANY_UNNAMED = 1000
 
 
 class Handle:
     """One push_pull under way. Any thread may wait; all get the same result.
 
-    Keeps its input alive until it was waited for.
+    Keeps its input alive until `wait` has returned.
     """
 
     def __init__(self, session: Session, name: str, source: TensorInput, output: TensorInput | None,
@@ -56,7 +55,7 @@ class Handle:
         self._round = 0
         self._error: Exception | None = None
         self._started = False
-        self._gate = threading.Lock()  # held until it is started: an Event costs twenty times as much to make
+        self._gate = threading.Lock()  # held until it is started; an Event costs twenty times as much
         self._gate.acquire()
         self._finished = False
         self._lock = threading.Lock()
@@ -86,10 +85,10 @@ class Handle:
         self._open_gate()
 
     def start_deferred(self) -> None:
-        """Push now that the name was committed, or keep why it was not. Raises nothing: the waiter will."""
+        """Push, now that the name is committed, or keep the error for `wait`. Raises nothing."""
         try:
             self.start(self._session.tensors.unit(self.name))
-        except Exception as exc:  # whatever it is: the thread that starts this may be waiting for something else
+        except Exception as exc:  # any: the thread that starts this may be waiting for something else
             self._error = exc
             self._open_gate()
 
@@ -113,7 +112,7 @@ class Handle:
         Raises
         ------
         StallError
-            After *timeout_s* seconds (default: the setting), naming who is missing. The handle stays waitable.
+            After *timeout_s* seconds (default: the setting timeout_s), naming the missing ranks. `wait` may be called again.
         PeerLostError
             If the job was aborted or the node died.
         """
@@ -146,7 +145,7 @@ class Handle:
     def _await_start(self, deadline: float, timeout_s: float) -> Unit:
         if not self._started:
             self._session.tensors.unit(self.name, _until(deadline))
-            # Committed: some thread, maybe this one just now, starts everything that was deferred.
+            # It is committed: some thread, maybe this one, is starting all deferred pushes.
             if not self._gate.acquire(timeout=_until(deadline)):
                 raise StallError(f"push_pull of {self.name!r} was not started within {timeout_s:g} s: the thread that "
                                  "was to start it is stuck")
@@ -163,7 +162,7 @@ def _until(deadline: float) -> float:
 
 def start(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput | None,
           result: object, compression: Choice | None = None, learning_rate: float | None = None) -> Handle:
-    """Begin a push_pull of *source*; its result goes into *output*, and `wait` returns *result* (see `Handle`)."""
+    """Begin a push_pull of *source* into *output*; `Handle.wait` returns *result*."""
     learning_rate = checked_learning_rate(learning_rate)
     source, output = _placed(source, output)
     session, name, unit = _announced(source, name, average, priority, compression)
@@ -172,7 +171,7 @@ def start(source: TensorInput, name: str | None, average: bool, priority: int | 
 
 def run(source: TensorInput, name: str | None, average: bool, priority: int | None, output: TensorInput,
         result: T, compression: Choice | None = None, learning_rate: float | None = None) -> T:
-    """Do a push_pull of *source* into *output* and return *result*: what `start` and `wait` do, with less copying."""
+    """Do a push_pull of *source* into *output* and return *result*: as `start` and `wait`, with less copying."""
     learning_rate = checked_learning_rate(learning_rate)
     source, output = _placed(source, output)
     session, name, unit = _announced(source, name, average, priority, compression)
@@ -184,7 +183,7 @@ def run(source: TensorInput, name: str | None, average: bool, priority: int | No
 
 
 def _placed(source: TensorInput, output: Output) -> tuple[TensorInput, Output]:
-    """Return both as they count (`Devices.placed`).
+    """Return both after `Devices.placed`.
 
     Raises
     ------
@@ -216,7 +215,7 @@ def _begin(session: Session, name: str, unit: Unit | None, source: TensorInput, 
 
 def _announced(source: TensorInput, name: str | None, average: bool, priority: int | None,
                compression: Choice | None) -> tuple[Session, str, Unit | None]:
-    """Announce a push_pull to the job; return the session, the tensor's name, and its unit if that is committed."""
+    """Check the arguments and declare the tensor; return the session, its name, and its unit if that is committed."""
     session = process.current()
     average = flag(average)
     if name is not None and not isinstance(name, str):
@@ -225,7 +224,7 @@ def _announced(source: TensorInput, name: str | None, average: bool, priority: i
         raise ConfigError(f"priority={reprlib.repr(priority)}: expected an int of 64 bits, or None")
     codec = chosen(compression, name or "", source.shape, source.dtype, session.settings.min_compress_bytes,
                    is_alone=True) if compression is not None else None
-    if name is None:  # all arguments are checked: a call that fails must not take a number
+    if name is None:  # after all checks: a failed call must not take a number
         name = session.tensors.unnamed("auto")
         if name == f"auto.{_MANY_UNNAMED}":
             warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
@@ -259,38 +258,36 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     x
         C-contiguous memory of the same shape and dtype on all ranks: a NumPy array, anything with ``__dlpack__`` or the
         buffer protocol. If it lies in memory of `empty`, it is not copied. On a GPU (CuPy, torch, JAX: DLPack or
-        ``__cuda_array_interface__``) its bytes count as they are after what its owner has enqueued before the call
-        (`device.places` says on which stream); what is enqueued after `synchronize` finds the result. No stream waits
-        for the host, and the host for no copy.
+        ``__cuda_array_interface__``) it is read after the work that its owner's stream had before the call (`gpu.arrays`
+        says which stream); work that is enqueued after `synchronize` sees the result. No stream waits for the host, and
+        the host waits for no copy.
     average
         Divide by the number of ranks; integers are divided downwards (floor), after wrapping like NumPy's sums.
     name
-        What makes the pushes of different ranks one operation. None: ``auto.<n>``, n counting this rank's calls
-        without a name, so that all ranks must make these in one order; each has memory of its own until `shutdown`.
+        Identifies the tensor: pushes of all ranks with one name are summed. None: ``auto.<n>``, where n counts this rank's
+        calls without a name, so all ranks must make these in the same order; each keeps its memory until `shutdown`.
     priority
-        Higher goes first where bytes compete. None: the earlier a name is declared, the more urgent it is. Fixed by
+        Tensors with a higher priority are sent first. None: names that were declared earlier are sent first. Fixed by
         the first use of the name.
     out
-        Receives the result (it may be *x*) and is returned. After an error parts of it have their sum, and others are
-        as they were.
+        Receives the result (it may be *x*) and is returned. After an error, parts of it have been overwritten.
     compression
-        How *x* travels between nodes, the same for all pushes of *name*: a codec of `bpsfast.compression`, or what
-        chooses one by the name (`compression.choice`; "" without one). Ranks of one node sum exactly, and so do
-        tensors below the setting min_compress_bytes. All ranks get the same bits.
+        How *x* is compressed between nodes, the same for all pushes of *name*: a codec of `bpsfast.compression`, or a
+        choice by name (`compression.choice`; "" without a name). Sums within a node are exact, and so are tensors below
+        the setting min_compress_bytes. All ranks get the same bits.
     learning_rate
-        With which the result will be used, for error feedback, from this push on; None or 0: as before.
+        The learning rate of the step that uses the result, for error feedback; None or 0: as before.
 
     Returns
     -------
     Without *out*: a new array if *x* is ordinary memory; if *x* lies in memory of `empty`, a read-only view of the
-    result, which moves no byte and is valid until this rank's second next push_pull of that name; of a GPU's a new one
-    there: torch's of a torch tensor, else CuPy's.
+    result without a copy, valid until this rank's second next push_pull of that name; if *x* is on a GPU, a new array
+    there: torch's for a torch tensor, else CuPy's.
 
     Raises
     ------
     UnsupportedError
-        If *x* is not contiguous, on a device that is not reached, or of a dtype that bpsfast does not sum, or does not
-        compress.
+        If *x* is not contiguous, on an unsupported device, or of a dtype that bpsfast does not sum or compress.
     ConfigError
         If *average* is no bool, *name* no string or *priority* no int; if *compression* or *learning_rate* is not
         possible. Nothing is sent then.
@@ -321,7 +318,7 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
 
 
 def _destination(source: TensorInput, out: Any) -> tuple[TensorInput | None, Any]:
-    """Return where the result of *source* is copied and what the caller gets; None, None: a view of shared memory."""
+    """Return where the result of *source* goes and what the caller gets; None, None: a view of shared memory."""
     if out is not None:
         return _output(out, source), out
     if source.place is not None:
@@ -355,9 +352,9 @@ def synchronize(handle: Handle, timeout_s: float | None = None) -> Any:
 
 def declare(name: str, shape: tuple[int, ...], dtype: Any = "float32", average: bool = True,
             priority: int | None = None, compression: Choice | None = None) -> None:
-    """Announce that *name* will be pushed, so that its first push_pull finds everything prepared. Returns at once.
+    """Declare that *name* will be pushed, so that its first push_pull does not wait for declarations. Returns at once.
 
-    Parameters are those of the push_pulls that follow; declare in the order in which results will be needed.
+    The parameters are those of the later push_pulls; declare in the order in which results will be needed.
     """
     session = process.current()
     kind = tuple(shape), wire_name(dtype)
@@ -367,22 +364,22 @@ def declare(name: str, shape: tuple[int, ...], dtype: Any = "float32", average: 
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: str | None = None) -> Any:
-    """Return a new zeroed array in this rank's shared memory: push_pull of it copies nothing on this side.
+    """Return a new zeroed array in this rank's shared memory, which push_pull does not copy.
 
-    The memory belongs to the job until `shutdown` and is not reused before: allocate once, not every step.
+    The memory is reserved until `shutdown`: allocate once, not every step.
 
     Parameters
     ----------
     device
-        "cuda", "cuda:1": a CuPy array there instead, ordinary and zeroed on CuPy's current stream; push_pull of it
-        passes through shared memory. "host": an array of the host device (`bpsfast.gpu.host`).
+        "cuda", "cuda:1": an ordinary CuPy array there instead, zeroed on CuPy's current stream; push_pull copies it
+        through shared memory. "host": an array of the host device (`bpsfast.gpu.host`).
 
     Raises
     ------
     CapacityError
         If the machine cannot hold it.
     ConfigError, UnsupportedError
-        If *device* is no name of one, or is not there.
+        If *device* is not the name of a device, or does not exist.
     """
     row = TABLE[wire_name(dtype)]
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -402,7 +399,11 @@ def repeated_pushes(session: Session) -> dict[str, RepeatedPush]:
 
 
 class RepeatedPush:
-    """How arrays of one shape and dtype are pushed under one name. Any thread, as `Unit`."""
+    """The short way of a push_pull that is repeated with memory of `empty`: every check was made before. Any thread.
+
+    A training loop calls push_pull with the same name, shape and dtype thousands of times. The general way makes a
+    declaration and a handle each time, which costs three times as much as the native round trip.
+    """
 
     __slots__ = ("_average", "_dtype", "_nbytes", "_priority", "_session", "_shape", "_unit", "_views")
 
@@ -414,7 +415,7 @@ class RepeatedPush:
         self._views: dict[int, Array] = {}
 
     def push_pull(self, x: Array, average: bool, priority: int | None) -> Array | None:
-        """Push *x* and return the read-only result; None, and nothing done, if something is not as the first time.
+        """Push *x* and return the read-only result; return None, and do nothing, if something differs from the first time.
 
         Raises as `handle.push_pull`.
         """

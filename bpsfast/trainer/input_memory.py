@@ -1,4 +1,4 @@
-"""Memory that this rank and its node share: the segments that the node has shown, and the input memory in them."""
+"""Memory that this rank and its node share: the mapped segments, and the input memory in them."""
 from __future__ import annotations
 
 import mmap
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from ..base.free_list import FreeList
-from ..orchestration.errors import BpsError, CapacityError, ProtocolError, StallError
+from ..orchestration.errors import BpsError, CapacityError, ProtocolError, StallError, error_of
 from ..orchestration.messages import Allocate, Allocated, Refuse, SegmentShared
 from ..pyx.pages import Segment
-from .node_connection import Mailbox, error_of
+from .node_connection import Mailbox
 
 
 @dataclass(frozen=True)
 class Region:
-    """Input memory of this rank: `array` is writable uint8 over it; `segment`, `offset` are how the node calls it."""
+    """Input memory of this rank: `array` is writable uint8; `segment` and `offset` are its place for the node."""
 
     array: np.ndarray[Any, Any]
     segment: int
@@ -33,7 +33,7 @@ class Region:
 
 
 class InputMemory:
-    """What *rank* has mapped, and its input memory: given out, taken back. Any thread.
+    """The segments that *rank* has mapped, and its input memory, which it allocates and releases. Any thread.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class InputMemory:
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
     mailbox
-        The way to the node; it delivers what `receive` takes.
+        Sends requests to the node. Its owner calls `receive` with the replies.
     """
 
     def __init__(self, rank: int, timeout_s: float, require_open: Callable[[], None],
@@ -52,18 +52,18 @@ class InputMemory:
         self._require_open = require_open
         self._mailbox = mailbox
         self._lock = threading.RLock()
-        self._receiving = threading.RLock()  # of the answers: nobody waits for the node with it
-        #: By owner ("rank" or whose results they hold) and number.
+        self._receiving = threading.RLock()  # guards the replies; never held while waiting for the node
+        #: By owner ("rank", or "result:" and the node) and number.
         self.segments: dict[tuple[str, int], Segment] = {}
-        #: Why a segment is missing, once one could not be mapped.
+        #: Why a segment could not be mapped, if one could not.
         self.unmapped: CapacityError | None = None
-        self._not_mapped: dict[tuple[str, int], tuple[SegmentShared, int]] = {}  # with their descriptors
+        self._not_mapped: dict[tuple[str, int], tuple[SegmentShared, int]] = {}  # with descriptors
         self._inputs: list[tuple[int, Segment]] = []
-        self._free: dict[int, FreeList] = {}  # by input segment: what was released
+        self._free: dict[int, FreeList] = {}  # released memory by input segment
         self._requests = 0
-        self._asked: dict[int, int] = {}  # bytes of requests that have no answer yet: they are answered in order
-        self._answers: dict[int, list[Allocated | BpsError]] = {}  # of the requests that somebody still waits for
-        self._unclaimed: deque[tuple[Allocated, int]] = deque()  # with their bytes: nobody has waited for them so long
+        self._asked: dict[int, int] = {}  # bytes of requests without a reply; replies come in order
+        self._answers: dict[int, list[Allocated | BpsError]] = {}  # of requests that a thread waits for
+        self._unclaimed: deque[tuple[Allocated, int]] = deque()  # with their bytes: replies to waits that had timed out
 
     # -- input memory ----------------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class InputMemory:
         with self._lock:
             while self._unclaimed:
                 late, late_nbytes = self._unclaimed.popleft()
-                if ("rank", late.segment) in self.segments:  # it may not have been mapped
+                if ("rank", late.segment) in self.segments:  # mapping it may have failed
                     self._free.setdefault(late.segment, FreeList()).give(late.offset, _rounded(late_nbytes))
             for number, holes in self._free.items():
                 offset = holes.take(_rounded(nbytes))
@@ -114,7 +114,7 @@ class InputMemory:
         return Region(array, number, offset, segment.address + offset)
 
     def release(self, region: Region) -> None:
-        """Take back what `allocate` returned: nobody writes there any more, and all rounds pushed from it are over."""
+        """Release what `allocate` returned: it is not written any more, and all rounds pushed from it are over."""
         with self._lock:
             self._free.setdefault(region.segment, FreeList()).give(region.offset, _rounded(region.array.nbytes))
 
@@ -128,7 +128,7 @@ class InputMemory:
     # -- segments --------------------------------------------------------------------------------------------------
 
     def receive(self, message: SegmentShared | Allocated | Refuse, fds: tuple[int, ...]) -> None:
-        """Enter what the node says. Called by the mailbox, one message at a time."""
+        """Handle a message of the node. Called with one message at a time."""
         match message:
             case SegmentShared():
                 self._map(message, fds[0])
@@ -146,11 +146,11 @@ class InputMemory:
                 self._unclaimed.append((answer, nbytes))
 
     def _map(self, message: SegmentShared, fd: int) -> None:
-        """Map a segment; if that fails, whoever needs it gets the error, which may be another thread than this."""
+        """Map a segment. If that fails, the thread that needs the segment raises the error, not this one."""
         try:
             segment = Segment.attach(fd, writable=message.owner == "rank")
         except OSError as exc:
-            if message.owner == "rank":  # who has asked for it is told
+            if message.owner == "rank":  # the thread that asked for it raises the error
                 os.close(fd)
             else:
                 self._not_mapped[message.owner, message.segment] = message, fd
@@ -163,13 +163,13 @@ class InputMemory:
             self._inputs = [*self._inputs, (message.segment, segment)]
 
     def map_again(self) -> None:
-        """Try what could not be mapped before: there may be room now."""
+        """Try again to map segments that could not be mapped."""
         again, self._not_mapped, self.unmapped = self._not_mapped, {}, None
         for message, fd in again.values():
             self._map(message, fd)
 
     def forget(self) -> list[Segment]:
-        """Drop everything: the session is closed. Returns the segments, which are the caller's to close."""
+        """Drop everything, at the end of the session; return the segments, which the caller closes."""
         self._inputs = []
         self._free.clear()
         segments, self.segments = list(self.segments.values()), {}
@@ -180,5 +180,5 @@ class InputMemory:
 
 
 def _rounded(nbytes: int) -> int:
-    """Return *nbytes* as whole pages, which is what the node gives."""
+    """Return *nbytes* rounded up to whole pages, the node's unit."""
     return -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,74 +1,61 @@
-"""Notices: short values under keys, which a rank leaves with the scheduler for whoever looks them up."""
+"""The job's key-value store: short values that a rank publishes and others look up. The scheduler keeps them."""
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..orchestration.errors import error_of
 from ..orchestration.job import key_value_store
 from ..orchestration.messages import KeyValueReply, Lookup, Message, Publish, Withdraw
-from .node_connection import Mailbox, NodeRequests, error_of
+from .node_connection import NodeRequests
 
-#: How much longer than the scheduler a rank waits for its word on a notice.
+#: How much longer than the scheduler a rank waits for the reply to a look-up.
 _FINDING_S = 5.0
-_GIVEN_UP = KeyValueReply(rank=-1, question=0, error="ClosedError", reason="nobody waits for the notice any more")
+_GIVEN_UP = KeyValueReply(rank=-1, question=0, error="ClosedError", reason="the look-up was cancelled")
 
 
 class KeyValueClient:
-    """The job's notices, as *rank* sees them. Any thread.
+    """The job's key-value store, for *rank*. Any thread."""
 
-    Parameters
-    ----------
-    questions
-        Asks the scheduler.
-    require_open
-        Raises `ClosedError` when the session is closed, or is another process's.
-    mailbox
-        The way to the node.
-    """
-
-    def __init__(self, rank: int, questions: NodeRequests, require_open: Callable[[], None],
-                 mailbox: Mailbox) -> None:
+    def __init__(self, rank: int, requests: NodeRequests) -> None:
         self._rank = rank
-        self._questions = questions
-        self._require_open = require_open
-        self._mailbox = mailbox
+        self._requests = requests
 
     def publish(self, key: str, value: bytes) -> None:
-        """Leave a notice for all ranks to find, instead of one of the same *key* that this rank has left before.
+        """Store *value* under *key* for all ranks, replacing this rank's earlier value.
 
         Once this returns, every `lookup` finds it. It stays until it is withdrawn, also after this rank has left.
 
         Raises
         ------
         ConfigError, CapacityError
-            If the key is empty or too long; if the value, or all that this rank has published, is too much.
+            If the key is empty or too long, or the value or the sum of this rank's values is too large.
         MismatchError
             If another rank has published under this key.
         """
         key_value_store.check(key, value)
         self._find(lambda question: Publish(rank=self._rank, question=question, key=key, value=value),
-                   f"did not take notice {key!r}", 0.0)
+                   f"did not accept the value of {key!r}", 0.0)
 
     def withdraw(self, prefix: str) -> None:
-        """Take back this rank's notices whose keys begin with *prefix*. Not waited for."""
-        self._require_open()
-        self._mailbox.send(Withdraw(rank=self._rank, prefix=prefix))
+        """Remove this rank's values whose keys begin with *prefix*. Does not wait."""
+        self._requests.mailbox.send(Withdraw(rank=self._rank, prefix=prefix))
 
     def lookup(self, key: str, timeout_s: float, who: str, given_up: Callable[[], bool] = lambda: False) -> bytes:
-        """Return the value of notice *key*, as soon as somebody has published it.
+        """Return the value of *key*, waiting until a rank has published it.
 
         Parameters
         ----------
         who
-            Whose notice it is, for errors. Called "rank 3", it is not waited for once that rank has left the job.
+            Who publishes it, for errors. If it is "rank 3", the wait ends once that rank has left the job.
         given_up
-            Asked now and then whether this still matters to anybody.
+            Called now and then; returns whether to cancel the look-up.
 
         Raises
         ------
         StallError
             If it was not published within *timeout_s* seconds, or *who* has left without it.
         ClosedError
-            If it was *given_up*.
+            If it was cancelled (*given_up*).
         """
         key_value_store.check(key)
         found = self._find(lambda question: Lookup(rank=self._rank, question=question, key=key, timeout_s=timeout_s,
@@ -78,7 +65,7 @@ class KeyValueClient:
 
     def _find(self, question: Callable[[int], Message], trouble: str, timeout_s: float,
               given_up: Callable[[], bool] = lambda: False) -> KeyValueReply:
-        found = self._questions.ask(question, f"node or scheduler {trouble}", timeout_s + _FINDING_S,
+        found = self._requests.ask(question, f"node or scheduler {trouble}", timeout_s + _FINDING_S,
                                     lambda: _GIVEN_UP if given_up() else None)
         assert isinstance(found, KeyValueReply)
         if found.error:

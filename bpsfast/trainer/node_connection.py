@@ -1,4 +1,9 @@
-"""How a rank becomes part of the job: connect to the machine's node, prove the key, get lane, board and doorbell."""
+"""The connection of a rank to its machine's node: attaching, messages, requests with replies.
+
+`attach` connects, proves the job's key and gets lane, board and doorbell. There is no reader thread: a Python thread that
+is woken beside a busy trainer waits for the GIL, and the data path needs no messages. Of several waiting threads one
+reads and hands each message to the session; the others sleep until something was read.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -23,15 +28,15 @@ from ..orchestration.errors import BpsError, ClosedError, PeerLostError, Protoco
 from ..orchestration.messages import VERSION, Attach, Attached, Message, Refuse
 from ..pyx.pages import Segment
 
-#: The node and the scheduler know who is missing; a rank's own deadline comes this much after theirs.
+#: The node and the scheduler know which process is missing; a rank's own deadline is this much later than theirs.
 _GRACE_S = 5.0
 
 
 @dataclass
 class Attachment:
-    """What the node gave to this rank at *place*. `node_pidfd` and everything else is the owner's to close.
+    """What the node gave to this rank at *place*. The owner closes it, including `node_pidfd`.
 
-    `pins`: the CPUs that this process keeps to meanwhile.
+    `pins`: the CPUs to which this process is bound meanwhile.
     """
 
     place: ProcessRole
@@ -60,12 +65,12 @@ def attach(place: ProcessRole, settings: Settings, version: str, failure: Callab
     version
         This package's version; the node's must be the same.
     failure
-        Says what became of the daemons this process started, or None while they are well.
+        Returns what became of the daemons that this process started, None while they run.
 
     Raises
     ------
     MismatchError, ConfigError, StallError, PeerLostError
-        What the node or the scheduler refused with, or what became of them.
+        The reason why the node or the scheduler refused, or that one of them is lost.
     """
     deadline = time.monotonic() + settings.start_timeout_s + _GRACE_S
     connection = _connect(place, settings, failure)
@@ -138,7 +143,7 @@ def _introduce(connection: MessageSocket, place: ProcessRole, settings: Settings
             [pidfd],
         )
     except PeerLostError:
-        # The node may have refused before it read everything: its reason is what counts, and is read next.
+        # The node may have refused before it had read everything: its reason is read next.
         return
     finally:
         os.close(pidfd)
@@ -165,7 +170,7 @@ def _close_all(fds: Iterable[int]) -> None:
 
 T = TypeVar("T")
 
-#: How often a wait looks at the job's state on the board, which no descriptor announces.
+#: How often a wait checks the job's state on the board, which no descriptor signals.
 SLICE_S = 0.1
 
 
@@ -175,20 +180,24 @@ class Mailbox:
     Parameters
     ----------
     channel
-        Owned from now on.
+        Closed by `close`.
     node_pidfd
-        Polled beside the socket: it fires when the node dies, even if a forked child of it holds the socket open.
+        Polled beside the socket: it fires when the node dies, even if a forked child of the node holds the socket open.
     deliver
-        Called with each message and its descriptors (which it owns), one at a time.
+        Called with each message and its descriptors, which it must close; one at a time.
     check
         Called before each sleep; raises if the job is over.
     lost
-        Returns what to raise when the node is gone.
+        Returns the error to raise when the node is lost.
+    require_open
+        Raises `ClosedError` when the session is closed, or is another process's.
     """
 
     def __init__(self, channel: MessageSocket, node_pidfd: int, deliver: Callable[[Message, tuple[int, ...]], None],
-                 check: Callable[[], None], lost: Callable[[], BpsError]) -> None:
+                 check: Callable[[], None], lost: Callable[[], BpsError],
+                 require_open: Callable[[], None] = lambda: None) -> None:
         self._channel = channel
+        self._require_open = require_open
         self._deliver = deliver
         self._check = check
         self._lost = lost
@@ -200,7 +209,8 @@ class Mailbox:
         self._node_pidfd = node_pidfd
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send *message*; raises what the job was aborted with, or what `lost` returns, if the node is gone."""
+        """Send *message*. If the node is lost, raises the error that the job was aborted with, or what `lost` returns."""
+        self._require_open()
         try:
             self._channel.send(message, fds)
         except PeerLostError as exc:
@@ -213,8 +223,9 @@ class Mailbox:
         Raises
         ------
         PeerLostError
-            If the node died, or what `check` raises; but what was said before that counts first.
+            If the node died, or what `check` raises; messages that came before are handled first.
         """
+        self._require_open()  # before any lock, which a fork may have inherited locked
         deadline = time.monotonic() + timeout_s
         while True:
             with self._condition:
@@ -242,7 +253,8 @@ class Mailbox:
                     self._condition.notify_all()
 
     def pump(self) -> None:
-        """Deliver what has arrived, without waiting; nothing if another thread is reading."""
+        """Handle the messages that have arrived, without waiting; do nothing if another thread is reading."""
+        self._require_open()
         with self._condition:
             if self._reading:
                 return
@@ -255,10 +267,10 @@ class Mailbox:
                 self._condition.notify_all()
 
     def _read(self, timeout_s: float) -> None:
-        """Take what arrives in time. An abort comes by the board and overtakes what the socket says of its cause."""
+        """Handle messages that arrive in time. An abort, read from the board, overtakes messages about its cause."""
         try:
             self._check()
-        except ClosedError:  # the socket is another's: of the process that forked us, or closed by another thread
+        except ClosedError:  # the socket belongs to the parent process, or another thread has closed it
             raise
         except BpsError:
             with contextlib.suppress(PeerLostError):
@@ -269,7 +281,7 @@ class Mailbox:
             try:
                 self._take()
             except PeerLostError as exc:
-                self._check()  # an abort that was published before the node left is the better reason
+                self._check()  # an abort that was published before is the better reason
                 raise self._lost() from exc
         elif self._node_pidfd in events:
             self._check()
@@ -287,58 +299,54 @@ class Mailbox:
 
 
 class NodeRequests:
-    """Asks, and knows what was answered. Any thread.
+    """Requests to the node, or through it to the scheduler, numbered so that several threads may wait for replies.
 
     Parameters
     ----------
     timeout_s
-        How long an answer may take unless a question says otherwise.
-    require_open
-        Raises `ClosedError` when the session is closed, or is another process's.
+        How long a reply may take, by default.
     mailbox
-        The way to the node; it delivers what `receive` takes.
+        Sends the requests. Its owner calls `receive` with the replies.
     """
 
-    def __init__(self, timeout_s: float, require_open: Callable[[], None], mailbox: Mailbox) -> None:
+    def __init__(self, timeout_s: float, mailbox: Mailbox) -> None:
         self._timeout_s = timeout_s
-        self._require_open = require_open
-        self._mailbox = mailbox
+        self.mailbox = mailbox
         self._numbers = itertools.count(1)
-        self._answers: dict[int, list[Message]] = {}  # of the questions that somebody still waits for
+        self._answers: dict[int, list[Message]] = {}  # of requests that a thread waits for
 
     def receive(self, number: int, answer: Message) -> None:
-        """Enter the answer to question *number*, if it is still wanted. Called by the mailbox, one at a time."""
+        """Enter the reply to request *number*; drop it if no thread waits for it. One at a time."""
         answers = self._answers.get(number)
         if answers is not None:
             answers.append(answer)
 
     def ask(self, question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0,
             given_up: Callable[[], Message | None] = lambda: None, fds: Sequence[int] = ()) -> Message:
-        """Return the answer to ``question(number)``.
+        """Send ``question(number)`` and return the reply.
 
         Parameters
         ----------
         trouble
-            What has happened if there is none, for the error.
+            What the error says if there is none.
         timeout_s
-            0: what the session's setting says.
+            0: by the setting timeout_s.
         given_up
-            Asked now and then; what it returns, unless None, counts as the answer.
+            Called now and then; what it returns, unless None, is the reply.
         fds
-            Descriptors that go with the question; they stay the caller's.
+            Descriptors to send with the request; the caller closes them.
 
         Raises
         ------
         StallError
-            If no answer came in time.
+            If no reply came in time.
         """
         timeout_s = timeout_s or self._timeout_s
-        self._require_open()
         number = next(self._numbers)
         answers = self._answers[number] = []
         try:
-            self._mailbox.send(question(number), fds)
-            answer = self._mailbox.wait(lambda: answers[0] if answers else given_up(), timeout_s)
+            self.mailbox.send(question(number), fds)
+            answer = self.mailbox.wait(lambda: answers[0] if answers else given_up(), timeout_s)
         finally:
             del self._answers[number]
         if answer is None:

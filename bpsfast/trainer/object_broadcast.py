@@ -1,4 +1,4 @@
-"""An object of one rank given to all, pickled."""
+"""Broadcasts of arrays and of pickled objects from one rank to all."""
 from __future__ import annotations
 
 import importlib.util
@@ -15,15 +15,15 @@ from .broadcaster import Broadcaster, broadcast_bytes, check_root
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere), which call their broadcasts in one order.
+    """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere), which call their broadcasts in the same order.
 
-    It is pickled, by cloudpickle if that is installed. Only members of the job, who know its key, can send one. *name*
-    is checked to agree.
+    It is pickled, by cloudpickle if that is installed. Only members of the job, which know its key, can send one. *name*
+    must agree.
 
     Raises
     ------
     UnsupportedError
-        If rank *root_rank* could not pickle it, where another error says why.
+        If rank *root_rank* could not pickle it; that rank raises the original error.
     ConfigError, MismatchError, StallError, PeerLostError
         As `bpsfast.broadcast`.
     """
@@ -38,16 +38,16 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 
 
 class _Unsent(NamedTuple):
-    """Travels in place of an object that *rank* could not pickle."""
+    """Sent in place of an object that *rank* could not pickle."""
 
     rank: int
     reason: str
 
 
 def dump_or_say_why(obj: Any, rank: int) -> tuple[bytes, Exception | None]:
-    """Return what *rank* sends for *obj*, and the error if that is only why it could not be pickled.
+    """Return the bytes that *rank* sends for *obj*, and the error if it could not be pickled.
 
-    The other ranks wait for it in any case, and `load` raises there.
+    The other ranks wait for bytes in any case; there `load` raises the error.
     """
     try:
         return dump(obj), None
@@ -59,7 +59,7 @@ def load(data: bytes) -> Any:
     """Return the object in *data*; raises `UnsupportedError` if its sender could not pickle it."""
     found = pickle.loads(data)
     if isinstance(found, _Unsent):
-        raise UnsupportedError(f"rank {found.rank} could not pickle the object that it was to send: {found.reason}")
+        raise UnsupportedError(f"rank {found.rank} could not pickle the object of a broadcast: {found.reason}")
     return found
 
 
@@ -75,14 +75,14 @@ Array = np.ndarray[Any, Any]
 
 
 def broadcast_arrays(named: Sequence[tuple[str, Array]], root_rank: int, title: str) -> list[Array]:
-    """Return the arrays of rank *root_rank*'s *named* (new ones, but on *root_rank*). All ranks call it in one order.
+    """Return the arrays of rank *root_rank*'s *named* (new ones, except on *root_rank*). All ranks call it in the same order.
 
     Parameters
     ----------
     named
         C-contiguous arrays of any dtype without references, and their names: the same on all ranks.
     title
-        Is checked to agree.
+        Must agree.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def broadcast_arrays(named: Sequence[tuple[str, Array]], root_rank: int, title: 
         return arrays
     wrong = difference(mine, theirs, "array", session.rank, root_rank)
     received = [np.empty(array.shape, array.dtype) for array in arrays]
-    # What does not fit is received all the same, so that the channel stays in step.
+    # A mismatch is received and dropped, so that the channel stays in step.
     session.extension(Broadcaster).receive(root_rank, text, lambda nbytes: [] if wrong else _pieces(received))
     if wrong:
         raise MismatchError(wrong)
@@ -121,7 +121,7 @@ Manifest = Sequence[Sequence[Any]]
 
 
 def difference(mine: Manifest, theirs: Manifest, what: str, rank: int, root_rank: int) -> str:
-    """Say how *mine*, of *rank*, differs first from *theirs*, of *root_rank*; "" if not. *what*: "tensor", "array"."""
+    """Return the first difference of *mine*, of *rank*, and *theirs*, of *root_rank*, in words; "" if they are equal."""
     for number, (own, other) in enumerate(zip(mine, theirs)):
         if own != other:
             return (f"{what} {number} of the broadcast differs: rank {rank} has {own[0]} ({own[1]}, shape {own[2]}), "

@@ -1,4 +1,8 @@
-"""The one session of this process, and what BytePS calls its basics: init, shutdown, rank, size, barrier."""
+"""The session of this process: init, shutdown, rank, size, barrier, suspend, resume; joining and leaving jobs.
+
+`join_job` and `leave_job` make and end one session of several in a process. Sessions of one process are independent: each
+has its own daemons, key, local socket and memory.
+"""
 from __future__ import annotations
 
 import os
@@ -22,9 +26,9 @@ _has_left = False
 
 
 def init(**settings: object) -> None:
-    """Join the job: attach to this machine's node, which is started if this process is the one to do so.
+    """Join the job: attach to this machine's node, which the first local rank starts unless a launcher has.
 
-    Blocks until all ranks, nodes and helpers are there. A second call changes nothing.
+    Blocks until all ranks, nodes and helpers have joined. A second call does nothing.
 
     Parameters
     ----------
@@ -34,9 +38,9 @@ def init(**settings: object) -> None:
     Raises
     ------
     ConfigError, MismatchError, StallError, PeerLostError
-        If the job cannot come together; the text names the setting, or who is missing.
+        If the job cannot start; the text names the setting, or the missing process.
     bpsfast.elastic.TrainingOver
-        A SystemExit: the training of an elastic program has ended before this worker, which was added, has come.
+        A SystemExit: this worker was added to an elastic program whose training has ended meanwhile.
     ClosedError
         After `shutdown`, where the launcher started scheduler and nodes: they have ended with the job.
     """
@@ -51,14 +55,14 @@ def init(**settings: object) -> None:
 
 
 def init_again() -> None:
-    """As `init`, also where somebody has started scheduler and nodes anew since this process has left its job."""
+    """As `init`, also after `shutdown`, if scheduler and nodes have been started again."""
     global _has_left
     _has_left = False
     init()
 
 
 def begin(place: ProcessRole, found: Settings, why_void: Callable[[], str | None] = lambda: None) -> None:
-    """Join the job as `init` does, at the *place* of this process that the settings *found* have led to.
+    """Join the job as `init` does, in the role *place* that the settings *found* give this process.
 
     *why_void*: as of `join_job`.
     """
@@ -88,7 +92,7 @@ def shutdown() -> None:
     """
     global _current, _watch, _has_left
     session, watch = _current, _watch
-    if session is None or watch is None:  # or it is another's to end
+    if session is None or watch is None:  # or its maker closes it
         return
     _current = _watch = None
     if session.pid != os.getpid():
@@ -98,7 +102,7 @@ def shutdown() -> None:
 
 
 def abandon(reason: str) -> None:
-    """Leave a job that has lost somebody, so that another one can be joined; *reason* is told to who is still in it.
+    """Leave a job that has lost a process, so that this one can join another job; tell *reason* to the remaining ranks.
 
     Does nothing if there is no session.
     """
@@ -117,7 +121,7 @@ def session() -> Session | None:
 
 
 def adopt(session: Session) -> None:
-    """Let *session*, which somebody else has made and will end, be this process's, unless there is one."""
+    """Make *session*, which the caller has made and will close, this process's, unless there is one."""
     global _current, _watch
     if _current is None or _current.closed or _current.pid != os.getpid():
         _current, _watch = session, None
@@ -131,7 +135,7 @@ def forget(session: Session) -> None:
 
 
 def failure() -> str | None:
-    """Return the exception that ends this program, in words, if one does."""
+    """Return the text of the exception that ends this program, if one does."""
     return _watch.failure if _watch is not None else None
 
 
@@ -165,24 +169,24 @@ def local_size() -> int:
 
 
 def barrier(timeout_s: float | None = None) -> None:
-    """Wait until all ranks are here; raises `StallError` after *timeout_s* (default: the setting)."""
+    """Wait until all ranks have called this; raises `StallError` after *timeout_s* (default: the setting)."""
     current().barrier(timeout_s)
 
-#: How long a rank that nobody needs any more waits for the others to leave as well.
+#: How long a rank that has left waits for the others to leave.
 _CLOSE_TIMEOUT_S = 5.0
 
 
 def join_job(place: ProcessRole, settings: Settings,
          why_void: Callable[[], str | None] = lambda: None) -> tuple[Session, Daemons]:
-    """Start what *place* has to start here, attach to the machine's node, and return once the whole job is there.
+    """Start the daemons that *place* calls for, attach to the machine's node, and return once all have joined.
 
-    *why_void* is asked again and again why the job will never be there; it returns None as long as nobody knows. Once
-    this process has joined, BPSFAST_JOB_KEY is not in its environment any more (`take_job_key`).
+    *why_void* is called now and then; it returns why the job cannot start any more, or None. Once this process has joined,
+    BPSFAST_JOB_KEY is not in its environment any more (`take_job_key`).
 
     Raises
     ------
     ConfigError, MismatchError, StallError, PeerLostError
-        If the job cannot come together; what was started is ended.
+        If the job cannot start; the daemons that were started have been ended.
     """
     started = daemons.start(place, settings)
     try:
@@ -198,9 +202,9 @@ def join_job(place: ProcessRole, settings: Settings,
 
 
 def abandon_job(session: Session, watch: ExitWatch, reason: str) -> None:
-    """Leave the job of *session*, which has lost somebody or shall end: whoever is still in it is told *reason*.
+    """Abort the job of *session* with *reason*, which the other ranks raise, and leave it.
 
-    The daemons that this process started end with it; they are not waited for longer than a job's end takes.
+    The daemons that this process started end with the job.
     """
     if session.pid != os.getpid():
         return
@@ -211,9 +215,9 @@ def abandon_job(session: Session, watch: ExitWatch, reason: str) -> None:
 def leave_job(session: Session, watch: ExitWatch, *, stays: bool = True) -> None:
     """Leave the job of *session*, and close *watch*. Does nothing in a fork of the process that joined.
 
-    Daemons end with their starter, so who started some must live until the whole job has left. *stays*: wait for that
-    here, up to `timeout_s`. Else this returns after a few seconds at most, the daemons go on by themselves, and the end
-    of the program waits for them: ranks may then leave several jobs in any order.
+    Daemons end with the process that started them, so it must live until all ranks have left. *stays*: wait for that here,
+    up to the setting timeout_s. Else this returns after a few seconds at most, and the exit of the program waits for the
+    daemons: ranks may then leave several jobs in any order.
     """
     if session.pid != os.getpid():
         return
@@ -221,10 +225,10 @@ def leave_job(session: Session, watch: ExitWatch, *, stays: bool = True) -> None
     session.close(watch.failure is None, watch.failure or "", session.settings.timeout_s if waits else _CLOSE_TIMEOUT_S)
     watch.close(detaches=not stays)
 
-#: Launchers under which a job of several ranks can be formed again; see `resume`.
+#: Launchers under which a job of several ranks can be started again; see `resume`.
 _RESUMABLE = ("elastic", "dmlc")
 
-_suspended: list[str] | None = None  # the names that were declared, in their order
+_suspended: list[str] | None = None  # the declared names, in their order
 
 
 def suspend(leave: Callable[[], None] = shutdown) -> None:
@@ -233,14 +237,14 @@ def suspend(leave: Callable[[], None] = shutdown) -> None:
     Raises
     ------
     UnsupportedError
-        In a job of several ranks whose launcher can only start it once; nothing is changed then.
+        In a job of several ranks whose launcher can start it only once; nothing has changed then.
     """
     global _suspended
     session = current()
     if session.size > 1 and session.place.launcher not in _RESUMABLE:
         raise UnsupportedError(
             f"suspend() in a job of {session.size} ranks that {session.place.launcher} has started, which keeps its "
-            "members: nobody can leave it, nor join it later. Start the program by `bpsfast run --elastic` (and see "
+            "members: no rank can leave it or join it later. Start the program by `bpsfast run --elastic` (and see "
             "bpsfast.elastic, which needs no suspend). Or, to go on with other numbers, save a checkpoint on rank 0, "
             "end the program, start it again with the new numbers, and broadcast rank 0's state to all")
     declared = session.tensors.order()
@@ -251,19 +255,18 @@ def suspend(leave: Callable[[], None] = shutdown) -> None:
 def resume(num_workers: int, num_servers: int, global_rank: int, context: object = None) -> None:
     """Join a job again after `suspend`; *context* (BytePS's) changes nothing.
 
-    Under BytePS's variables these numbers are written into them, as BytePS does: DMLC_NUM_WORKER (machines),
-    DMLC_NUM_SERVER, BYTEPS_GLOBAL_RANK, and DMLC_WORKER_ID as it follows. Scheduler and servers have ended with
-    `suspend`: somebody has to start them again, with the same numbers. Under ``bpsfast run --elastic`` the next job is
-    that of all workers there are, and the numbers must be those of it: *num_workers* ranks, of which this is number
-    *global_rank*. Elsewhere the next job is one of this rank alone. PyTorch's optimizers are made anew, or told by
-    `bpsfast.torch.optimizer.rejoin`.
+    Under BytePS's variables the numbers are written into them, as BytePS does: DMLC_NUM_WORKER (machines),
+    DMLC_NUM_SERVER, BYTEPS_GLOBAL_RANK, and DMLC_WORKER_ID, which follows from them. Scheduler and servers have ended with
+    `suspend` and must be started again with the same numbers. Under ``bpsfast run --elastic`` the next job has all workers
+    that exist then, and the numbers must match it: *num_workers* ranks, of which this is number *global_rank*. Elsewhere
+    the next job has this rank alone. Make PyTorch optimizers again, or call `bpsfast.torch.optimizer.rejoin` for them.
 
     Raises
     ------
     UnsupportedError
-        For more than one worker where nothing says how they would find each other.
+        For more than one worker without a launcher or variables by which they find each other.
     MismatchError
-        If the next job has other numbers; it is left again.
+        If the next job has other numbers; this process has left it again.
     ClosedError
         Without `suspend`.
     bpsfast.elastic.TrainingOver
@@ -279,8 +282,8 @@ def resume(num_workers: int, num_servers: int, global_rank: int, context: object
                           "0 to num_workers - 1")
     if num_workers > 1 and member is None and not by_variables:
         raise UnsupportedError(
-            f"resume(num_workers={num_workers}, ...) would let this process join a larger job, and nothing says how "
-            "its ranks find each other: that needs `bpsfast run --elastic`, or BytePS's variables. Or start a new job "
+            f"resume(num_workers={num_workers}, ...) would join a larger job, and there is no way for its ranks to find "
+            "each other: that needs `bpsfast run --elastic`, or BytePS's variables. Or start a new job "
             "with the new numbers, and give it the state of a checkpoint")
     if _suspended is None:
         raise ClosedError("resume() without suspend(): call init() to join the job")
@@ -303,5 +306,5 @@ def _check_numbers(num_workers: int, global_rank: int) -> None:
     if found != (global_rank, num_workers):
         shutdown()
         raise MismatchError(f"resume(num_workers={num_workers}, ..., global_rank={global_rank}), but the next job has "
-                            f"{found[1]} ranks, of which this one is number {found[0]}: start as many workers as shall "
-                            "take part, which keep their order")
+                            f"{found[1]} ranks, and this one is number {found[0]}: start as many workers as the "
+                            "job should have, in the same order")

@@ -59,7 +59,7 @@ from .unit import Unit
 
 T = TypeVar("T")
 
-#: How long `close` waits for the node's goodbye, and for other threads to come out of the port.
+#: How long `close` waits for the node's reply, and for other threads to leave the port.
 _CLOSE_TIMEOUT_S = 5.0
 #: A killed process closes its sockets just before its pidfd fires.
 _DYING_S = 0.5
@@ -69,7 +69,7 @@ _SHUT_DOWN = "bpsfast was shut down in this process: call bpsfast.init() before 
 class Session:
     """One rank's attachment to its node. Any thread; made by `init`, found by `current`.
 
-    *failure* says what became of the daemons this process started, or None.
+    *failure* returns what became of the daemons that this process started, or None.
     """
 
     def __init__(self, attachment: Attachment, settings: Settings,
@@ -91,15 +91,15 @@ class Session:
         self._failure = failure
         self._attachment = attachment
         self._mailbox = mailbox = Mailbox(attachment.channel, attachment.node_pidfd, self._receive,
-                                          lambda: self.port.check(), self._node_lost)
-        self._requests = NodeRequests(settings.timeout_s, self.require_open, mailbox)
-        self.stall_query = StallQuery(self.rank, self._requests, self.require_open, mailbox)
+                                          lambda: self.port.check(), self._node_lost, self.require_open)
+        self._requests = NodeRequests(settings.timeout_s, mailbox)
+        self.stall_query = StallQuery(self.rank, self._requests)
         self.inspector = StallInspector(f"rank {self.rank}", settings.stall_warn_s, port.count_stall)
         self._retired_nbytes = 0  # pushed by units that are retired
         self.clock = StepClock(port, self._pushed_nbytes)
         self.memory = InputMemory(self.rank, settings.timeout_s, self.require_open, mailbox)
         self.states = States(self._requests, self.memory)
-        self.notices = KeyValueClient(self.rank, self._requests, self.require_open, mailbox)
+        self.notices = KeyValueClient(self.rank, self._requests)
         self.tensors = TensorRegistry(self.rank, self.size, settings.timeout_s, self.require_open, mailbox,
                                       self.stall_query, self.inspector)
         self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.stall_query,
@@ -120,7 +120,7 @@ class Session:
         Raises
         ------
         StallError
-            If they have not in time.
+            If they have not done so in time.
         """
         self.require_open()
         with self._lock:
@@ -154,18 +154,18 @@ class Session:
 
     @property
     def host(self) -> str:
-        """This machine's own address, by which other machines of the job reach it; raises as `local_host`."""
+        """This machine's address for other machines of the job; raises as `local_host`."""
         return local_host(self.settings, self.place.scheduler[0])
 
     def retire(self, units: Sequence[Unit]) -> None:
-        """Give up *units* for good: what they use is others' as soon as all ranks have given them up.
+        """Retire *units*: their resources are free as soon as all ranks have retired them.
 
-        All their rounds are complete, and nobody reads their results any more. Their input memory is the caller's to
-        release. Their names may be declared again.
+        All their rounds must be complete, and their results not be read any more. The caller releases their input memory.
+        Their names may be declared again.
         """
         self.require_open()
         if any(unit.in_flight for unit in units):
-            raise BusyError("a tensor is retired whose last round was not waited for")
+            raise BusyError("a tensor cannot be retired before its last round was waited for")
         for unit in units:
             unit.await_readers()
         names = [name for unit in units for name in unit.members]
@@ -177,14 +177,13 @@ class Session:
         self._mailbox.send(Retire(rank=self.rank, units=tuple(unit.number for unit in units)))
 
     def set_credit(self, nbytes: int) -> None:
-        """Let every node of the job have *nbytes* under way to one peer; 0: what its own setting says. Not waited for.
-        """
+        """Set the credit of every node to *nbytes* under way to one peer; 0: its own setting. Does not wait."""
         self.require_open()
         self._mailbox.send(Credit(rank=self.rank, nbytes=nbytes))
 
     def ask_node(self) -> Counters:
-        """Return what this machine's node has counted."""
-        told = self._requests.ask(lambda request: CountersRequest(request=request), "the node did not tell its counters")
+        """Return the counters of this machine's node."""
+        told = self._requests.ask(lambda request: CountersRequest(request=request), "the node did not send its counters")
         assert isinstance(told, Counters)
         return told
 
@@ -199,14 +198,14 @@ class Session:
         self._mailbox.send(GpuDirectTensors(names=tuple(names)))
 
     def ask_lags(self) -> LagAnswer:
-        """Return how late the ranks of the whole job were: nodes that do not answer in a second or two are named."""
+        """Return how late the ranks of the job were, and which nodes did not reply within two seconds."""
         answer = self._requests.ask(lambda request: LagQuestion(rank=self.rank, question=request),
-                                     "node or scheduler did not tell who is late")
+                                     "node or scheduler did not tell how late the ranks are")
         assert isinstance(answer, LagAnswer)
         return answer
 
     def _receive(self, message: Message, fds: tuple[int, ...]) -> None:
-        """Enter one message of the node into the tables. Called by the mailbox, one message at a time."""
+        """Handle one message of the node. The mailbox calls it with one message at a time."""
         match message:
             case SegmentShared() | Allocated() | Refuse():
                 self.memory.receive(message, fds)
@@ -229,10 +228,10 @@ class Session:
         return self._retired_nbytes + sum(unit.pushed_nbytes for unit in self.tensors.units())
 
     def _commit(self, units: Sequence[UnitReady]) -> None:
-        """Enter units as tensors of this rank; those of an edition that cannot be mapped are given up at once.
+        """Enter units as tensors of this rank. Units of a new layout that cannot be mapped are retired at once.
 
-        Others have retired an edition that one rank cannot have, and nodes wait for this rank, too. Other tensors are
-        not given up: their memory would be the next ones', which this rank could not map either.
+        The other ranks retire a layout that one rank cannot have, and nodes wait for this rank, too. Other tensors are not
+        retired: the next tensors would get the same memory, which this rank could not map either.
         """
         given_up = []
         for ready in units:
@@ -253,7 +252,7 @@ class Session:
             self._mailbox.send(Retire(rank=self.rank, units=tuple(given_up)))
 
     def _node_lost(self) -> BpsError:
-        """Return in words that the node has ended without having said why, or let this rank go."""
+        """Return the error of a node that has ended without giving a reason."""
         if self._released:
             return ClosedError("bpsfast was shut down in this process while this call waited")
         report("told")
@@ -262,9 +261,9 @@ class Session:
         ended = bool(poll.poll(_DYING_S * 1000))
         how = self._failure() or ("its process has ended" if ended else "it has closed its channel, and still runs")
         return PeerLostError(
-            f"{self._node_name} is lost: {how}. Rank {self.rank} cannot go on without it. A node that ends on its own, "
-            "or by SIGTERM, says why; one that does not was killed (SIGKILL: by somebody, or by the kernel for want of "
-            "memory, see dmesg) or has crashed: see its output, and its launcher's, for the signal")
+            f"{self._node_name} is lost: {how}. Rank {self.rank} cannot go on without it. A node that ends by itself or by "
+            "SIGTERM gives the reason. One that gives none was killed (SIGKILL, by the kernel if memory is short: see "
+            "dmesg) or has crashed: see its output and its launcher's for the signal")
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -278,18 +277,18 @@ class Session:
     def close(self, clean: bool = True, reason: str = "", timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Leave the job and wait up to *timeout_s* for its end. Idempotent; never raises for lost peers.
 
-        *clean* False tells the others to stop, with *reason*. Arrays that lie in the segments stay usable.
+        *clean* False aborts the job with *reason*. Arrays in the segments stay usable.
         """
         if self.closed or self.pid != os.getpid():
             return
         self._is_leaving = True
         for extension in reversed(list(self._extensions.values())):
-            with extension.lock:  # of one that another thread is just making, too
+            with extension.lock:  # also of one that another thread is making
                 if hasattr(extension.value, "close"):
                     extension.value.close()
-        with contextlib.suppress(BpsError):  # the node may be gone or the job aborted: leaving needs nobody's consent
+        with contextlib.suppress(BpsError):  # the node may be lost or the job aborted: leaving goes on
             held_up = tuple(unit.number for unit in self.tensors.units() if unit.has_siblings and not unit.in_flight)
-            if clean and held_up:  # other workers shall not wait for pushes that never come
+            if clean and held_up:  # so that other workers do not wait for pushes that never come
                 self._mailbox.send(Retire(rank=self.rank, units=held_up))
             report("leaves")
             self._mailbox.send(Detach(clean=clean, reason=reason))
@@ -304,10 +303,10 @@ class Session:
         self._extensions.clear()
         segments = self.memory.forget()
         if not self.port.close(_CLOSE_TIMEOUT_S) or not devices_closed:
-            return  # a thread is still inside: better to keep the mappings than to pull them from under it
+            return  # a thread is still inside: its mappings must stay
         self._attachment.close()
         for segment in segments:
-            with contextlib.suppress(BufferError):  # the user still holds arrays: the last of them unmaps it
+            with contextlib.suppress(BufferError):  # the user still holds arrays; the last one unmaps it
                 segment.close()
 
     def _write_trace(self) -> None:

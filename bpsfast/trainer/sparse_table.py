@@ -1,8 +1,7 @@
-"""push_pull_rows: sum the few rows of a large table that have gradients, as embeddings have them.
+"""push_pull_rows: sums those few rows of a large table that have gradients, as for embeddings.
 
-What travels, and lies in memory, are rows; the table itself nobody needs. All ranks declare for how many rows a sum
-has room. One that has more says so on all of them, and is made again: a tensor with more room takes the place of the
-old one.
+Only rows are sent and kept in memory, not the table. All ranks declare how many rows a sum has room for. If a sum has
+more rows, all ranks see that in the result, and repeat it with a tensor that has more room.
 """
 from __future__ import annotations
 
@@ -31,12 +30,12 @@ from .session import Session
 from .tensor_input import host_input
 from .unit import Unit
 
-#: Room for rows if nobody says how many there will be: a part of the table, and at least so many.
+#: Room for rows by default: this part of the table (one of 64), and at least this many rows.
 _PART, _LEAST = 64, 1024
 
 
 class SparseTable:
-    """A table of *shape* (rows first) and *dtype*, whose rows are summed under *name*. One thread at a time; made by
+    """A table of *shape* (rows first) and *dtype*, whose rows are summed under *name*. One thread at a time; see
     `table_of`.
 
     Returns at once; the first `push` waits until all ranks have made theirs. *average*, *priority*: as of
@@ -61,20 +60,20 @@ class SparseTable:
 
     @property
     def busy(self) -> bool:
-        """Whether rows were pushed, and not waited for."""
+        """Whether pushed rows were not waited for yet."""
         return self._given is not None
 
     def push(self, indices: Any, values: Any) -> None:
-        """Begin to sum rows *values* (n, *row) with *indices* (n,), in any order, of which some may be the same.
+        """Begin to sum rows *values* (n, *row) with *indices* (n,), in any order; indices may repeat.
 
-        Neither may be written until `wait` has returned.
+        Do not write either until `wait` has returned.
 
         Raises
         ------
         BusyError
             If the last ones were not waited for.
         MismatchError, UnsupportedError
-            If they are no rows of this table. Then nothing is under way.
+            If they are not rows of this table; nothing was pushed then.
         """
         if self._given is not None:
             raise BusyError(f"rows of {self.name!r} are pushed again, but the last ones were not waited for")
@@ -85,7 +84,7 @@ class SparseTable:
     def wait(self, timeout_s: float | None = None) -> tuple[Array, Array]:
         """Return the sum as new arrays: indices, ascending int64, and values.
 
-        Raises as `push_pull_rows`; after a `StallError` it may be waited for again.
+        Raises as `push_pull_rows`; after a `StallError` it may be called again.
         """
         if self._given is None:
             raise MismatchError(f"rows of {self.name!r} are waited for, but none were pushed")
@@ -103,10 +102,9 @@ class SparseTable:
             self._grow(unit, needed * frames.n_parts)
 
     def retire(self) -> bool:
-        """Give up name and memory for good, which are others' as soon as all ranks have done so. Waits for no rank.
+        """Release name and memory, which are free as soon as all ranks have done so. Does not wait.
 
-        Returns False, and gives up nothing, while that is not possible: ranks have not all declared the table, or a sum
-        is under way.
+        Returns False, and does nothing, while not all ranks have declared the table or a sum is under way.
         """
         if self._session.closed:
             return True
@@ -135,7 +133,7 @@ class SparseTable:
         return unit
 
     def _grow(self, old: Unit, n_rows: int) -> None:
-        """Have room for *n_rows*, or more, from now on. All ranks have seen the same sum, and do the same."""
+        """Make room for *n_rows* or more. All ranks have seen the same sum and do the same."""
         self._max_rows = min(self.shape[0], max(n_rows + n_rows // 4, self._max_rows + self._max_rows // 2))
         staging, self._unit = old.staging, None
         self._session.retire([old])
@@ -171,12 +169,12 @@ def sparse_tables(session: Session) -> dict[str, SparseTable]:
 
 def table_of(session: Session, name: str, shape: tuple[int, ...], dtype: Any, average: bool = True,
              max_rows: int = 0) -> SparseTable:
-    """Return the table that this rank has under *name*, a new one at first; parameters are `SparseTable`'s.
+    """Return this rank's table *name*, made at the first call; parameters as of `SparseTable`.
 
     Raises
     ------
     MismatchError
-        If it is another one.
+        If *name* was used with other parameters.
     """
     tables = session.extension(sparse_tables)
     table = tables.get(name)
@@ -190,24 +188,24 @@ def table_of(session: Session, name: str, shape: tuple[int, ...], dtype: Any, av
 
 def push_pull_rows(indices: Any, values: Any, n_rows: int, name: str | None = None, average: bool = True,
                    max_rows: int = 0) -> tuple[Array, Array]:
-    """Return the sum, or the mean, of rows of a table over all ranks: only those that some rank has pushed.
+    """Return the sums (or means) over all ranks of those rows of a table that some rank has pushed.
 
     Parameters
     ----------
     indices
         (n,) integers from 0 to *n_rows* - 1, in any order; n may differ from rank to rank and call to call, and be 0.
-        Rows with the same index are added up.
+        Rows with the same index are added.
     values
         (n, ...): the rows, C-contiguous, of the same shape and dtype on all ranks (what `bpsfast.push_pull` takes).
     n_rows
-        Rows of the table, which nobody needs to have in memory.
+        Rows of the table, which need not exist in memory.
     name
         As of `bpsfast.push_pull`.
     average
-        Divide by the number of ranks, not by that of ranks that have pushed a row.
+        Divide by the number of ranks, not by the number of ranks that have pushed a row.
     max_rows
-        How many different rows all ranks together push in a call, about: there will be room for more if needed, by
-        making that sum again. 0: one of 64. Fixed by the first use of the name.
+        About how many different rows all ranks together push in a call. If there are more, that sum is repeated with more
+        room. 0: one of 64. Fixed by the first use of the name.
 
     Returns
     -------
@@ -216,9 +214,9 @@ def push_pull_rows(indices: Any, values: Any, n_rows: int, name: str | None = No
     Raises
     ------
     UnsupportedError, MismatchError
-        If the arrays are no rows of such a table, or ranks, or two uses of *name*, differ in anything but n.
+        If the arrays are not rows of such a table, or ranks or two uses of *name* differ in anything but n.
     CapacityError
-        If there is no memory for so many rows.
+        If there is no memory for this many rows.
     ClosedError, StallError, PeerLostError
         See there.
     """
@@ -228,7 +226,7 @@ def push_pull_rows(indices: Any, values: Any, n_rows: int, name: str | None = No
         raise MismatchError(f"values of rows have the shape (n, ...), got a scalar of dtype {rows.dtype}")
     average, shape = flag(average), (index(n_rows), *rows.shape[1:])
     if name is None:
-        _checked("auto.rows", shape, rows.dtype, indices, values)  # a call that fails must not take a number
+        _checked("auto.rows", shape, rows.dtype, indices, values)  # a failed call must not take a number
         name = session.tensors.unnamed("auto.rows")
     table = table_of(session, name, shape, rows.dtype, average, max_rows)
     table.push(indices, rows.owner if isinstance(rows.owner, np.ndarray) else values)
@@ -238,7 +236,7 @@ Array = np.ndarray[Any, Any]
 
 
 class RowFrames(NamedTuple):
-    """How the frames of a table lie: one for each of `n_parts` partitions, `stride` bytes apart.
+    """The frames of a table: one for each of `n_parts` partitions, `stride` bytes apart. Format: `pyx/rows.h`.
 
     `n_rows` of the table, `row_shape` and `dtype` of a row; a frame has at most `frame_rows`.
     """
@@ -258,8 +256,8 @@ class RowFrames(NamedTuple):
     def write(self, memory: Array, indices: Array, values: Array) -> int:
         """Write rows *values* (n, *row_shape) with *indices* (n,) int64 into *memory*, uint8; return the frames' bytes.
 
-        Rows of one index are added up first, in the order in which they come, in the dtype's accumulator. A partition
-        that gets more rows than a frame has says how many, and has none.
+        Rows with one index are added first, in their order, in the dtype's accumulator. A partition with more rows than a
+        frame has room for gets a frame that only tells how many.
         """
         places, order, values = self._deal(indices, values)
         row_nbytes, nbytes = self.row_nbytes, 0
@@ -274,12 +272,12 @@ class RowFrames(NamedTuple):
             if fits and n:
                 own = frame[HEADER_NBYTES : HEADER_NBYTES + INDEX_NBYTES * n].view(np.uint32)
                 own[:] = places[begin:end] - part * self._stretch
-                # no check of the order, which is ours: with it NumPy would take a copy
+                # mode="clip": else NumPy would make a copy to check the indices
                 np.take(values, order[begin:end], axis=0, out=self._values(frame, n), mode="clip")
         return nbytes
 
     def needed(self, memory: Array) -> int:
-        """Return the most rows that a sum in *memory* lacked room for in a frame; 0: there was room for all."""
+        """Return how many rows the fullest frame of a sum in *memory* should have had; 0: all frames had room."""
         heads = (self._head(memory, part) for part in range(self.n_parts))
         return max((n for n, flags in heads if flags == OVERFLOW), default=0)
 
@@ -289,7 +287,7 @@ class RowFrames(NamedTuple):
         Raises
         ------
         ProtocolError
-            If what is there are no such frames.
+            If *memory* does not hold such frames.
         """
         found = [self._indices(memory, part) for part in range(self.n_parts)]
         total = sum(map(len, found))
@@ -311,7 +309,7 @@ class RowFrames(NamedTuple):
 
     @property
     def _stretch(self) -> int:
-        """Return how far the places of partitions are apart in `_deal`."""
+        """Return the distance of the partitions' keys in `_deal`."""
         return -(-self.n_rows // self.n_parts)
 
     def _deal(self, indices: Array, values: Array) -> tuple[Array, Array, Array]:
@@ -370,5 +368,5 @@ def _added_up(values: Array, order: Array, firsts: Array) -> Iterator[tuple[Arra
         yield chosen, total.astype(values.dtype)
 
 
-#: Sums that are made at once: their rows stay in the caches.
+#: Sums that are computed at once: their rows stay in the caches.
 _AT_ONCE = 4096

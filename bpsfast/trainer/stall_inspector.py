@@ -1,6 +1,6 @@
-"""Stalls of one rank: waits that take long are told once, told again at doubling intervals, and kept for the program.
+"""Stalls of one rank: long waits are logged, logged again at doubling intervals, and kept for `bpsfast.stalls`.
 
-Horovod's stall check is the model; but there only rank 0 knows who is missing, and tensor and stage are not told.
+The model is Horovod's stall check, in which only rank 0 knows the missing ranks, and tensor and stage are not logged.
 """
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ import msgspec
 from ..base.end_reports import report
 from ..orchestration.errors import StallError
 from ..orchestration.messages import Stage, StallAnswer, StallQuestion
-from .node_connection import Mailbox, NodeRequests
+from .node_connection import NodeRequests
 
 log = logging.getLogger("bpsfast.trainer")
 
-#: Stalls that are over and still told by `StallInspector.stalls`.
+#: Stalls that are over and still returned by `StallInspector.stalls`.
 _KEPT = 32
-#: Members of a fused unit that are named.
+#: Members of a fused unit that are named in logs.
 _N_MEMBERS = 3
 
 _WORDS: dict[Stage, str] = {
-    "declare": "not all have declared it",
-    "barrier": "not all have entered it",
+    "declare": "not all ranks have declared it",
+    "barrier": "not all ranks have entered it",
     "push": "not all ranks have pushed",
     "partial": "the sum of a machine has not reached the owner",
     "sum": "the owner has everything, and has not summed it",
     "result": "the owner has the sum, it has not come back",
-    "done": "it has just come",
-    "unknown": "nobody can say how far it is",
+    "done": "it has just completed",
+    "unknown": "it is not known how far it is",
 }
 
 
@@ -59,7 +59,7 @@ class Subject:
         return cls(name, tuple(members[:_N_MEMBERS]), len(members), partition, n_partitions, round)
 
     def describe(self) -> str:
-        """Return what errors and warnings call it."""
+        """Return its name for errors and warnings."""
         if self.round < 0:
             return repr(self.name)
         fused = ""
@@ -74,7 +74,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
 
     `tensor` is the unit's name ("barrier:N" for a barrier), `members` the first tensors of a fused one; `partition` and
     `round` are -1 where there is none; `missing_ranks` are global ranks, `missing_nodes` nodes that are to blame
-    themselves; `missing` says it in words. `waited_s` until now, or until it was `over`; `went_on`: not by an error.
+    themselves; `missing` says it in words. `waited_s` until now, or until it was `over`; `went_on`: without an error.
     """
 
     tensor: str
@@ -98,7 +98,7 @@ class _Open:
 
 
 class StallInspector:
-    """Keeps the stalls of the rank that is called *me* ("rank 3"). Any thread; clocks are monotonic, in seconds.
+    """The stalls of the rank whose name is *me* ("rank 3"). Any thread; times are of the monotonic clock, in seconds.
 
     Parameters
     ----------
@@ -117,13 +117,13 @@ class StallInspector:
         self._over: deque[Stall] = deque(maxlen=_KEPT)
 
     def due(self, begin: float) -> float:
-        """Return when a wait that began at *begin* is to be told of."""
+        """Return when a wait that began at *begin* becomes a stall."""
         return begin + self._warn_s if self._warn_s else math.inf
 
     def tell(self, subject: Subject, answer: StallAnswer, begin: float) -> float:
-        """Warn that *subject* is waited for since *begin*; return when to tell it again.
+        """Log that a wait for *subject* goes on since *begin*; return when to log it again.
 
-        Of several threads that wait for the same only one tells it.
+        Of several threads that wait for the same subject only one logs it.
         """
         now = time.monotonic()
         key = subject.name, subject.round
@@ -147,86 +147,72 @@ class StallInspector:
         return known.due
 
     def end(self, subject: Subject, went_on: bool) -> None:
-        """Note that the wait for *subject*, if it was told of, is over; tell it if it *went_on*."""
+        """Note that the wait for *subject* is over; if it was logged and *went_on*, log that."""
         with self._lock:
             known = self._open.pop((subject.name, subject.round), None)
             if known is None:
-                return  # another thread has told it
+                return  # another thread has logged it
             waited_s = time.monotonic() - known.begin
             self._over.append(msgspec.structs.replace(known.stall, waited_s=waited_s, over=True, went_on=went_on))
         if went_on:
             log.warning("%s goes on: it has waited %.3g s for %s", self._me, waited_s, subject.describe())
 
     def stalls(self) -> tuple[Stall, ...]:
-        """Return the stalls that go on, then those that are over, the last one first."""
+        """Return the stalls that go on, then those that are over, the latest first."""
         now = time.monotonic()
         with self._lock:
             return (*(msgspec.structs.replace(each.stall, waited_s=now - each.begin) for each in self._open.values()),
                     *reversed(self._over))
 
-#: Once somebody has left, how often a wait asks whether it is in vain.
+#: Once a rank has left, how often a wait asks whether it can still end.
 DOUBT_S = 0.5
-#: How long to wait for the answer to "who is missing?".
+#: How long to wait for the reply to a stall question.
 _ANSWER_S = 2.5
 #: The partition of a question about a declaration or a barrier.
 _NO_PART = -1
 
 
 class StallQuery:
-    """Asks on behalf of *rank*. Any thread.
+    """Asks node and scheduler which ranks a wait of *rank* is waiting for. Any thread."""
 
-    Parameters
-    ----------
-    questions
-        Asks the node, and through it the scheduler.
-    require_open
-        Raises `ClosedError` when the session is closed, or is another process's.
-    mailbox
-        The way to the node; what it delivers includes that somebody has departed.
-    """
-
-    def __init__(self, rank: int, questions: NodeRequests, require_open: Callable[[], None],
-                 mailbox: Mailbox) -> None:
+    def __init__(self, rank: int, requests: NodeRequests) -> None:
         self._rank = rank
-        self._questions = questions
-        self._require_open = require_open
-        self._mailbox = mailbox
+        self._requests = requests
         self._departed = False
 
     def departed(self) -> None:
-        """Note that somebody has left. Called by the mailbox, one message at a time."""
+        """Note that a rank has left the job."""
         self._departed = True
 
     def has_departures(self) -> bool:
-        """Return whether a rank has left, as far as the node's messages say: only then can a wait be hopeless."""
+        """Return whether a rank has left, as far as the node has told: only then can a wait be hopeless."""
         if not self._departed:
-            self._require_open()  # before any lock: a forked child may have inherited it locked
-            self._mailbox.pump()
+            self._requests.mailbox.pump()
         return self._departed
 
     def ask(self, part: int, round: int, name: str) -> StallAnswer:
-        """Ask who has not arrived for *round* of *part* of tensor *name*, and whether waiting on is in vain."""
+        """Ask which ranks are missing in *round* of *part* of tensor *name*, and whether they can still come."""
         try:
-            answer = self._questions.ask(
+            answer = self._requests.ask(
                 lambda question: StallQuestion(rank=self._rank, question=question, part=part, round=round, name=name),
-                "no answer to who is missing, from node or scheduler,", _ANSWER_S)
-        except StallError as exc:  # to wait is the caller's to end, with what it knows
+                "neither node nor scheduler told which rank is missing", _ANSWER_S)
+        except StallError as exc:  # the caller decides whether to wait on
             return StallAnswer(rank=self._rank, question=0, stage="unknown", missing=str(exc))
         assert isinstance(answer, StallAnswer)
         return answer
 
     def ask_about(self, name: str) -> StallAnswer:
-        """Ask who has not declared tensor *name*, or entered ``barrier:<n>``. Returns as `ask`."""
+        """Ask which ranks have not declared tensor *name*, or entered ``barrier:<n>``. Returns as `ask`."""
         return self.ask(_NO_PART, 0, name)
 
 
 class StallTimer:
-    """One wait of the rank that is called *me*. A context manager, of one thread; made for every wait that sleeps.
+    """The deadlines of one wait of rank *me*: when to ask who is missing, to warn, to give up. A context manager.
 
     Parameters
     ----------
     what
-        What is waited for, as errors say it ("for all ranks to declare 'x'"); "": the subject of the last answer.
+        What the wait is for, in errors ("for all ranks to declare 'x'"); "": the subject of the last answer.
     spent_s
         How long the wait has lasted already.
     """
@@ -243,21 +229,21 @@ class StallTimer:
         self._inquiry = inquiry
         self._inspector = inspector
         self._stalled: Subject | None = None
-        #: Whether the wait ended well; else, as with an exception, no warning is followed by "goes on".
+        #: Whether the wait has succeeded; else, as after an exception, no "goes on" is logged.
         self.succeeded = True
 
     @property
     def rest_s(self) -> float:
-        """Seconds until `look` may have something to do."""
+        """Seconds until `look` has something to do."""
         return max(0.0, min(self._doubt, self._deadline, self._warn) - time.monotonic())
 
     def look(self, ask: Callable[[], tuple[Subject, StallAnswer]], is_there: Callable[[], bool]) -> None:
-        """Ask who is missing if it is time to; warn; give up. Nothing of that if it *is_there* once there is an answer.
+        """If it is time, ask who is missing, then warn or give up; do neither if it *is_there* by then.
 
         Raises
         ------
         StallError
-            If time is up, or who is missing has left and will not come.
+            If time is up, or a missing rank has left the job.
         """
         now = time.monotonic()
         late = now >= self._deadline
@@ -266,7 +252,7 @@ class StallTimer:
             if is_there():
                 return
             if late or answer.hopeless:
-                if not late:  # somebody has left too early, and is to blame
+                if not late:  # a rank that has left too early is the cause
                     report("told")
                 waited_s = self._timeout_s if late else now - self._begin
                 raise StallError(f"{self._me} waited {waited_s:.3g} s {self._what or f'for {subject.describe()}'}: "

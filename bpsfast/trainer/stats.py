@@ -1,4 +1,4 @@
-"""Numbers of a running job as the program sees them: `stats`, `counters`, `stalls`, `get_pushpull_speed`."""
+"""Statistics of a running job for the program: `stats`, `counters`, `stalls`, `get_pushpull_speed`."""
 from __future__ import annotations
 
 import msgspec
@@ -12,7 +12,7 @@ from .step_clock import StepTimes
 class LocalLag(msgspec.Struct, frozen=True, kw_only=True):
     """How late rank `rank` announced its inputs, compared to the first rank of this machine, over `count` units.
 
-    `p99_s` is the bound of a half octave, so up to half too much. `last_share`: in which share of them it was last.
+    `p99_s` is the upper bound of a half-octave bin, so up to 50 % too high. `last_share`: the share in which it was last.
     """
 
     rank: int
@@ -24,7 +24,7 @@ class LocalLag(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, row: LagRow) -> LocalLag:
-        """Return what *row*, which counts at least one unit, says."""
+        """Return *row*, which counts at least one unit, in seconds."""
         return cls(rank=row.rank, count=row.count, mean_s=row.total_ns / row.count / 1e9, max_s=row.max_ns / 1e9,
                    p99_s=row.p99_ns / 1e9, last_share=row.n_last / row.count)
 
@@ -32,11 +32,11 @@ class LocalLag(msgspec.Struct, frozen=True, kw_only=True):
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank and its machine's node have done so far.
 
-    `steps` counts those that are over, without the first; `mean` is over them. `pushed_bytes` of this rank's inputs and
-    `pulled_bytes` of results on this machine, in shared memory; `sent_bytes` and `received_bytes` of the node over its
-    wires (none between nodes that share memory). `queued` partitions wait for the card, `peak_queued` were the most.
-    `local_lags` by rank of this machine; `job_lags` of all ranks if they were asked for, without those of
-    `silent_nodes`. `counters`: see `counters`.
+    `steps` counts completed steps without the first; `mean` is their mean. `pushed_bytes` are this rank's inputs and
+    `pulled_bytes` the results of this machine, in shared memory; `sent_bytes` and `received_bytes` are the node's network
+    traffic (none between nodes that share memory). `queued` partitions wait for the network card, `peak_queued` is the
+    maximum. `local_lags`: ranks of this machine; `job_lags`: all ranks, on request, without those of `silent_nodes`.
+    `counters`: see `counters`.
     """
 
     rank: int
@@ -64,17 +64,17 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stats(job: bool = False) -> Stats:
-    """Return where the time of this rank's steps went, and what its machine moved. Takes a message to the node.
+    """Return where the time of this rank's steps went, and how many bytes its machine moved. Asks the node.
 
     Parameters
     ----------
     job
-        Ask all nodes who is late in the whole job, too: `Stats.job_lags`. Any rank may ask by itself.
+        Also ask all nodes how late the ranks of the whole job are: `Stats.job_lags`. Any rank may ask alone.
 
     Raises
     ------
     StallError, PeerLostError
-        If node or scheduler do not answer, or are lost.
+        If node or scheduler do not reply, or are lost.
     """
     session = process.current()
     told = session.ask_node()
@@ -99,14 +99,14 @@ def counters() -> dict[str, int]:
 
 
 def stalls() -> tuple[Stall, ...]:
-    """Return the waits of this rank that took longer than the setting stall_warn_s: those that go on first."""
+    """Return the waits of this rank that took longer than the setting stall_warn_s; current ones first."""
     return process.current().inspector.stalls()
 
 
 def get_pushpull_speed() -> tuple[int, float]:
     """Return (milliseconds since 1970, MB/s pushed by this rank): BytePS's call, for programs that plot it.
 
-    There is a point for every ten seconds or more in which something was pushed; each call takes the oldest one, of
-    1024 at most. Without any: (0, -5.0), as BytePS. Unlike there, the bytes are divided by the time that has passed.
+    There is a point for every ten seconds or more in which something was pushed; each call takes the oldest of at most
+    1024. Without a point: (0, -5.0), as in BytePS. Unlike BytePS, bytes are divided by the time that has passed.
     """
     return process.current().clock.speed()

@@ -1,6 +1,6 @@
-"""Steps of one rank and where their time went. Nobody says where a step ends: it does when a name is pushed again.
+"""Steps of one rank and where their time went. A step ends when a name is pushed again.
 
-The port counts natively; here is one comparison per push, and half a microsecond per step.
+The port counts natively; this adds one comparison per push and half a microsecond per step.
 """
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import msgspec
 
 from ..pyx.port import Port
 
-#: BytePS makes a point of the speed every ten seconds and keeps so many.
+#: BytePS takes a sample of the speed every ten seconds and keeps this many.
 _POINT_S = 10.0
 _N_POINTS = 1024
-#: What BytePS's get_pushpull_speed returns when there is no point.
+#: What BytePS's get_pushpull_speed returns without a sample.
 _NO_POINT = (0, -5.0)
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one step, or of the mean one.
+    """Seconds of one step, or of the mean step.
 
-    `step_s`: from the first push of a step to that of the next. `exposed_s`: what this rank's threads spent in our
-    calls meanwhile: copying, announcing, waiting (of several threads the sum, at most the step). `compute_s`: the rest,
-    whatever it is. `communication_s`: from the first push to the time at which the last result that was waited for was
-    published on this machine. `overlap`: the share of that which was not exposed, 0 to 1.
+    `step_s`: from the first push of a step to that of the next. `exposed_s`: time of this rank's threads in calls of
+    bpsfast: copying, announcing, waiting (the sum of several threads, at most `step_s`). `compute_s`: the rest.
+    `communication_s`: from the first push until the last result that was waited for was published on this machine.
+    `overlap`: the share of `communication_s` that was not exposed, 0 to 1.
     """
 
     step_s: float = 0.0
@@ -46,7 +46,7 @@ def _times(sums: tuple[int, int, int, int], n_steps: int) -> StepTimes:
 
 
 class StepClock:
-    """Counts the steps of *port*'s rank. Any thread. The first step is left out: everything is set up in it.
+    """Counts the steps of *port*'s rank. Any thread. The first step, which includes the set-up, is left out.
 
     *pushed_nbytes* returns how many bytes this rank has pushed so far.
     """
@@ -57,7 +57,7 @@ class StepClock:
         self._lock = threading.Lock()
         self._point_ns, self._point_nbytes = time.monotonic_ns(), 0
         self._points: deque[tuple[int, float]] = deque(maxlen=_N_POINTS)
-        #: The step that goes on; 0: none has begun. A unit that was last pushed in it begins the next one.
+        #: The current step; 0: none has begun. Pushing a unit that was pushed in this step begins the next one.
         self.step = 0
 
     def begin(self, after: int) -> None:
@@ -83,7 +83,7 @@ class StepClock:
             self._point_ns, self._point_nbytes = now_ns, nbytes
 
     def speed(self) -> tuple[int, float]:
-        """Take the oldest point of the speed that was not taken: see `get_pushpull_speed`."""
+        """Take the oldest sample of the speed: see `get_pushpull_speed`."""
         with self._lock:
             self._look_at_speed(time.monotonic_ns())
             return self._points.popleft() if self._points else _NO_POINT

@@ -1,9 +1,8 @@
-"""Anything a user may push -> an address, a shape and a dtype name, with what keeps the memory alive.
+"""Converts whatever a user may push into an address, a shape and a dtype name, with an owner of the memory.
 
 Accepted: NumPy arrays and scalars, objects with ``__dlpack__`` on the CPU or a GPU (torch, JAX, ...) or with
 ``__cuda_array_interface__`` (CuPy, Numba), and the buffer protocol (``array.array``, ``memoryview``, ``bytes``).
-Nothing is copied or converted here: what cannot be summed as it lies in memory is refused with the call that makes it
-summable.
+Nothing is copied or converted here. The error for memory that cannot be summed as it is names the call that converts it.
 
 DLPack capsules are read directly (dlpack.h, versions 0 and 1) because NumPy's reader refuses bfloat16.
 """
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..base.dtypes import NAMES, TABLE, wire_name
-from ..gpu import locations
+from ..gpu import arrays
 from ..gpu.device import DeviceLocation
 from ..orchestration.errors import UnsupportedError
 
@@ -59,19 +58,19 @@ class TensorInput:
 
 
 def tensor_input(x: object) -> TensorInput:
-    """Return where the elements of *x* lie.
+    """Return the memory of *x*.
 
     Raises
     ------
     UnsupportedError
-        If *x* is no tensor, on a device that is not reached, not C-contiguous, or of a dtype that bpsfast does not sum.
+        If *x* is no tensor, on an unsupported device, not C-contiguous, or of a dtype that bpsfast does not sum.
     """
     if isinstance(x, np.ndarray):
-        place = None if type(x) is np.ndarray else locations.of_ndarray(x)
+        place = None if type(x) is np.ndarray else arrays.of_ndarray(x)
         return from_array(x) if place is None else replace(from_array(x), place=place)
     if isinstance(x, np.generic):
         copy = np.asarray(x)
-        copy.flags.writeable = False  # what is written there would not reach the scalar
+        copy.flags.writeable = False  # a write to the copy would not change the scalar
         return from_array(copy)
     if hasattr(x, "__dlpack__") and not _is_cupy(x):
         return _from_dlpack(x)
@@ -87,16 +86,16 @@ def tensor_input(x: object) -> TensorInput:
 
 
 def host_input(x: object) -> TensorInput:
-    """As `tensor_input`, of memory that the CPU reads: an `UnsupportedError` if it lies on a device."""
+    """As `tensor_input`, but raises `UnsupportedError` if *x* lies on a device."""
     found = tensor_input(x)
     if found.place is not None:
-        raise UnsupportedError(f"{_kind(x)} lies on {found.place.device.name}, from which this call takes nothing: "
+        raise UnsupportedError(f"{_kind(x)} lies on {found.place.device.name}, which this call does not support: "
                                "copy it to the CPU first")
     return found
 
 
 def from_array(array: np.ndarray[Any, Any]) -> TensorInput:
-    """Return where the elements of *array* lie."""
+    """Return the memory of *array*."""
     dtype = wire_name(array.dtype)
     if not array.flags.c_contiguous:
         raise UnsupportedError(
@@ -111,10 +110,10 @@ def _is_cupy(x: object) -> bool:
 
 
 def _from_array_interface(x: Any) -> TensorInput:
-    """Read what *x* says in the form of CUDA's arrays, which is NumPy's."""
+    """Read ``__cuda_array_interface__`` of *x*."""
     interface = x.__cuda_array_interface__
     if interface.get("mask") is not None:
-        raise UnsupportedError(f"{_kind(x)} has a mask, which is not summed")
+        raise UnsupportedError(f"{_kind(x)} has a mask, which is not supported")
     dtype = wire_name(x.dtype if _is_cupy(x) else interface["typestr"])
     itemsize, shape = TABLE[dtype].itemsize, tuple(interface["shape"])
     strides = interface.get("strides")
@@ -122,7 +121,7 @@ def _from_array_interface(x: Any) -> TensorInput:
         raise UnsupportedError(f"{_kind(x)} of shape {shape} with strides {strides} is not C-contiguous: pass "
                                "cupy.ascontiguousarray(x), or what its framework has for that")
     address, is_read_only = interface["data"]
-    return TensorInput(address, shape, dtype, prod(shape) * itemsize, not is_read_only, x, locations.of_array_interface(x))
+    return TensorInput(address, shape, dtype, prod(shape) * itemsize, not is_read_only, x, arrays.of_array_interface(x))
 
 
 def _kind(x: object) -> str:
@@ -165,24 +164,24 @@ _capsule_pointer.argtypes, _capsule_pointer.restype = [ctypes.py_object, ctypes.
 
 
 def _from_dlpack(x: Any) -> TensorInput:
-    """Read the capsule of *x*. It is never consumed: when it goes, its own destructor releases the tensor."""
+    """Read the capsule of *x*, without consuming it: its own destructor releases the tensor."""
     device_type, device_id = x.__dlpack_device__()
     stream, place = None, None
-    if int(device_type) in locations.GPU_TYPES:
-        place, stream = locations.of_dlpack(x, int(device_id))
+    if int(device_type) in arrays.GPU_TYPES:
+        place, stream = arrays.of_dlpack(x, int(device_id))
     elif int(device_type) not in _CPU_DEVICES:
         name = _DEVICE_NAMES.get(int(device_type), f"DLPack device type {int(device_type)}")
         raise UnsupportedError(f"{_kind(x)} lives on {name} device {device_id}: copy it to the CPU first")
     capsule = _export(x, stream)
     if place is not None:
-        place = locations.location_after_export(place)
+        place = arrays.location_after_export(place)
     if _capsule_is(capsule, b"dltensor_versioned"):
         versioned = _ManagedVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
         if versioned.major > 1:
-            raise UnsupportedError(f"{_kind(x)} exports DLPack {versioned.major}.{versioned.minor}; known is 1.x")
+            raise UnsupportedError(f"{_kind(x)} exports DLPack {versioned.major}.{versioned.minor}; supported is 1.x")
         tensor, writable = versioned.tensor, not versioned.flags & _READ_ONLY
     else:
-        # Before 1.0 nothing says whether the memory may be written (JAX: it may not), so it is not.
+        # Before 1.0 there is no read-only flag, and JAX's memory must not be written.
         tensor, writable = _Managed.from_address(_capsule_pointer(capsule, b"dltensor")).tensor, False
     dtype = _DLPACK_KINDS.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
@@ -200,7 +199,7 @@ def _from_dlpack(x: Any) -> TensorInput:
 
 
 def _export(x: Any, stream: int | None) -> object:
-    """Ask *x* for a capsule, version 1 if it can, that is in order on *stream* (None: it is on the CPU)."""
+    """Return a capsule of *x*, of DLPack 1 if possible, ready on *stream* (None: it is on the CPU)."""
     ordered = {} if stream is None else {"stream": stream}
     try:
         try:

@@ -1,7 +1,7 @@
-"""The tensors of a rank: declared under names, committed by the job as units, pushed for the first time in between.
+"""The tensors of a rank: names that it has declared, and the units as which the job has committed them.
 
-A push of a name that other ranks have not declared yet is deferred, and started by whichever thread of this rank
-first sees the commit: while it waits for anything else, or asks for the unit.
+A push of a name that other ranks have not declared yet is deferred. The thread of this rank that first sees the commit,
+while it waits for anything or asks for the unit, starts it.
 """
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _written, _read = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(TensorSpec)
 
 
 class TensorRegistry:
-    """What *rank* of *size* declared, and what became of it. Any thread.
+    """The tensors that *rank* of *size* has declared. Any thread.
 
     Parameters
     ----------
     timeout_s
-        How long waits last that are given no time.
+        How long waits last by default.
     require_open
         Raises `ClosedError` when the session is closed, or is another process's.
     mailbox
-        The way to the node.
+        Sends declarations to the node.
     inquiry
-        Knows who is missing.
+        Asks which ranks are missing.
     inspector
-        Told of waits that take long.
+        Records long waits.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float, require_open: Callable[[], None],
@@ -59,29 +59,29 @@ class TensorRegistry:
     # -- what the node says: called by the mailbox, one message at a time --------------------------------------------
 
     def committed(self, unit: Unit) -> None:
-        """Enter that all ranks have declared the members of *unit*."""
+        """Note that all ranks have declared the members of *unit*."""
         for name in unit.members:
             self._units[name] = unit
 
     def refused(self, names: Sequence[str], error: BpsError) -> None:
-        """Enter that the job refused to sum *names*."""
+        """Note that the job has refused to sum *names*."""
         for name in names:
             self._failed[name] = error
 
     # -- names -----------------------------------------------------------------------------------------------------
 
     def declare(self, specs: Sequence[TensorSpec], lenient: bool = False) -> None:
-        """Tell the job about tensors. Returns at once; they may be pushed when all ranks have declared them.
+        """Declare tensors to the job. Returns at once; rounds start when all ranks have declared them.
 
-        Ranks may declare in any order. Declaring the same again changes nothing; *lenient*: also with other priorities,
-        of which the first count.
+        Ranks may declare in any order. Declaring the same again does nothing; *lenient*: also with other priorities, of
+        which the first ones count.
 
         Raises
         ------
         ConfigError
-            If a field is of a type that it cannot have. The node would not read it, and the job would end.
+            If a field has a wrong type, which the node could not read.
         MismatchError
-            If this rank declared one of the names differently before; what the ranks could not agree on stays refused.
+            If this rank has declared one of the names differently, or the ranks disagreed about it before.
         """
         self._require_open()
         with self._lock:
@@ -94,17 +94,17 @@ class TensorRegistry:
             self._mailbox.send(Declare(rank=self._rank, tensors=tuple(new)))
 
     def retire(self, names: Sequence[str]) -> None:
-        """Forget *names*, whose units are retired."""
+        """Remove *names*, whose units are retired."""
         with self._lock:
             for name in names:
                 del self._specs[name], self._units[name]
 
     def is_relayout(self, names: Sequence[str]) -> bool:
-        """Whether the tensors *names* of one unit are an edition of something."""
+        """Whether the tensors *names* of one unit belong to a gradient layout that may be replaced."""
         return any(name in self._specs and bool(self._specs[name].edition_of) for name in names)
 
     def knows(self, spec: TensorSpec) -> bool:
-        """Return whether this was declared before, wherever it lies: the short way of a repeated push."""
+        """Return whether this was declared before, on a device or not: the short way of a repeated push."""
         known = self._specs.get(spec.name)
         return known == spec or (known is not None and known.on_device != spec.on_device
                                  and msgspec.structs.replace(known, on_device=spec.on_device) == spec)
@@ -132,11 +132,11 @@ class TensorRegistry:
         return f"{prefix}.{number}"
 
     def note_order(self, name: str) -> None:
-        """Note that *name* is needed after those that were noted before (`bpsfast.torch.declare`); once only."""
+        """Note that *name* is needed after the names that were noted before (`bpsfast.torch.declare`)."""
         self._order.setdefault(name, len(self._order))
 
     def noted_priority(self, name: str | None, priority: int) -> int:
-        """Return *priority*; if it is 0 and *name* was noted, that of its place: the first is the most urgent."""
+        """Return *priority*; if it is 0 and *name* was noted, a priority by its place: the first name is the most urgent."""
         place = self._order.get(name) if name is not None and priority == 0 else None
         return priority if place is None else -place
 
@@ -145,9 +145,9 @@ class TensorRegistry:
         return list(self._order)
 
     def edition(self, names: Iterable[str]) -> int:
-        """Return the number of a new model that calls its tensors *names*: above that of every earlier model on this
-        rank with one of them. Ranks that make such models in one order get the same numbers, whatever has become of the
-        earlier ones, which ranks may forget at different times.
+        """Return the number of a new model with tensors *names*: above that of every earlier model on this rank with one
+        of them. Ranks that make such models in the same order get the same numbers, even if they have retired the earlier
+        models at different times.
         """
         with self._lock:
             names = list(names)
@@ -163,9 +163,9 @@ class TensorRegistry:
         Raises
         ------
         StallError
-            If it was not committed in time: some rank has not declared the name.
+            If it was not committed in time: a rank has not declared the name.
         MismatchError
-            Or whatever the job refused the declaration with.
+            Or another error with which the job has refused the declaration.
         """
         self._require_open()
         found = self._units.get(name)
@@ -186,7 +186,7 @@ class TensorRegistry:
             try:
                 self._mailbox.pump()
             except BpsError as exc:
-                raise self._failed.get(name, exc) from None  # why the name failed may be why the job ended
+                raise self._failed.get(name, exc) from None  # the reason why the name failed may be why the job ended
             self._start_deferred()
         failed = self._failed.get(name)
         if failed is not None:
@@ -200,7 +200,7 @@ class TensorRegistry:
     # -- pushes before the commit ----------------------------------------------------------------------------------
 
     def defer(self, name: str, start: Callable[[], None]) -> None:
-        """Call *start* in whichever thread first sees that *name* is committed. *start* raises nothing."""
+        """Call *start* in the thread that first sees that *name* is committed. *start* raises nothing."""
         with self._lock:
             if name in self._deferred:
                 raise BusyError(f"{name!r} is pushed again, but its first push was not waited for: synchronize the "
@@ -217,12 +217,12 @@ class TensorRegistry:
         return bool(self._deferred)
 
     def wait(self, ready: Callable[[], T | None], timeout_s: float | None, what: str, name: str) -> T:
-        """Wait as the mailbox does for *what* other ranks do: they may wait for one of our deferred pushes before.
+        """Wait until ``ready()`` is not None and return that, starting deferred pushes meanwhile: others may wait for them.
 
         Raises
         ------
         StallError
-            If it did not come in time, or cannot come any more; the job is asked about *name*.
+            If it is not in time, or cannot be any more; the text tells what the job knows about *name*.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         with StallTimer(f"rank {self._rank}", timeout_s, self._inquiry, self._inspector, what) as patience:
@@ -245,12 +245,12 @@ class TensorRegistry:
             start()
 
     def _startable(self) -> str | None:
-        """Return a name whose deferred push can go out."""
+        """Return a name whose deferred push can start."""
         with self._lock:
             return next((name for name in self._deferred if name in self._units or name in self._failed), None)
 
     def forget(self) -> None:
-        """Drop all units and what was deferred. The session is closed: nothing comes in any more."""
+        """Drop all units and deferred pushes, at the end of the session."""
         for unit in self.units():
             unit.forget()
         self._units.clear()

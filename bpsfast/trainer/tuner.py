@@ -1,11 +1,10 @@
-"""Gradients that change their edition while the job trains: what rank 0 decides, all ranks do after the same step.
+"""The setting autotune: changes the layout of gradients while the job trains, on all ranks after the same step.
 
-A small tensor is summed with every step. Rank 0 writes into it what it has decided, every rank whether the edition that
-comes is ready there; and as all ranks read the same sum after the same step, all declare, switch and retire at the same
-step. Nobody waits for it but for its sum, and no other protocol is needed. Editions are declared in the background,
-while steps go on with another one.
+Every step also sums a small tensor. Rank 0 writes its decision into it, and every rank writes whether the next layout is
+ready there. As all ranks read the same sum after the same step, all of them declare, switch and retire layouts at the same
+step; no other protocol is needed. Layouts are declared in the background while steps go on with another one.
 
-Step times are those of rank 0's clock: a job's ranks take the same time for a step, for each waits for the others.
+Step times are rank 0's: the ranks of a job take the same time for a step, because each waits for the others.
 """
 from __future__ import annotations
 
@@ -24,20 +23,20 @@ from .tuning_trials import Decision, TuningRun
 
 log = logging.getLogger("bpsfast.tuner")
 
-#: Words of the small tensor: rank 0's decision (number, is_last, the active point, the coming one), and over all ranks,
-#: how many have the coming edition and how many cannot.
+#: Words of the small tensor: rank 0's decision (number, is_last, the active point, the coming one), then how many ranks
+#: have the coming layout, and how many cannot have it.
 _N_OF_POINT = len(TuningPoint._fields)
 _READY = 2 + 2 * _N_OF_POINT
 _FAILED, _N_WORDS = _READY + 1, _READY + 2
-#: Steps after its last for which an edition stays: until then its results may be looked at.
+#: Steps for which a layout stays after its last one: until then its results may be read.
 _N_LINGER = 2
 _FIRST_OF_ALL = 1 << 40
 
 
 class Tuner:
-    """Tunes one model's gradients. One thread at a time: that which ends steps.
+    """Tunes one model's gradients. Used by the thread that ends steps.
 
-    *tuned*: what an earlier job found best (rank 0's counts): then that is used, and nothing is tried.
+    *tuned*: the result of an earlier job (rank 0's counts), which is used without a search.
     """
 
     def __init__(self, session: Session, name: str, specs: Mapping[str, TensorSpec], edition: GradientLayout,
@@ -69,20 +68,20 @@ class Tuner:
 
     @property
     def best(self) -> TuningPoint | None:
-        """What was found so far, as far as this rank knows: only rank 0 knows before the search is over."""
+        """The best point so far, as far as this rank knows: before the end of the search only rank 0 does."""
         if self._pilot is not None:
             return self._pilot.best
         return self._point if self._is_last else None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to be done."""
+        """Whether tuning is complete."""
         return self._is_last and not self._leaving and not self._dropped
 
     def announce(self) -> None:
-        """Say with this step what rank 0 has decided, and what is ready here."""
+        """Push this step's small tensor: rank 0's decision, and what is ready on this rank."""
         if self._announced:
-            return  # the step is ended for the second time: its first end has failed
+            return  # this step is ended again, because the first attempt failed
         self._counted = False
         if not self._is_last:
             unit = self._session.tensors.unit(self._name)
@@ -96,7 +95,7 @@ class Tuner:
         self._announced = True
 
     def conclude(self, timeout_s: float) -> GradientLayout:
-        """Wait until all ranks have said theirs; do what follows; return the edition that the next step uses.
+        """Wait for the small tensor, carry out the decision, and return the layout of the next step.
 
         Raises
         ------
@@ -130,12 +129,12 @@ class Tuner:
         self._ended = now
         return self._editions[self._point.cut]
 
-    # -- what all ranks do alike -----------------------------------------------------------------------------------
+    # -- the same on all ranks -------------------------------------------------------------------------------------
 
     def _obey(self, active: TuningPoint, coming: TuningPoint | None) -> None:
         if active.cut not in self._editions:
-            raise ProtocolError(f"rank 0 has decided for {active}, of which this rank has no edition: our bug")
-        if self._coming is not None:  # decided anew before it was there
+            raise ProtocolError(f"rank 0 has decided for {active}, for which this rank has no layout: a bug in bpsfast")
+        if self._coming is not None:  # a new decision before it was ready
             self._dropped.append(self._coming)
             self._coming, self._coming_state = None, [0, 0]
         kept = {active.cut} | ({coming.cut} if coming is not None else set())
@@ -155,12 +154,12 @@ class Tuner:
 
     def _use(self, point: TuningPoint) -> None:
         if self._pilot is not None and point.credit_nbytes != self._point.credit_nbytes:
-            own = self._session.settings.credit_bytes  # 0: every node's own setting again
+            own = self._session.settings.credit_bytes  # 0: back to every node's own setting
             self._session.set_credit(0 if point.credit_nbytes == own else point.credit_nbytes)
         self._point = point
 
     def _drop(self) -> None:
-        """Give the coming edition up, because some rank cannot have it; it is retired once it is there."""
+        """Drop the coming layout, which some rank cannot have; it is retired once it is committed."""
         assert self._coming is not None
         self._dropped.append(self._coming)
         self._coming, self._coming_state = None, [0, 0]
@@ -176,10 +175,10 @@ class Tuner:
         if self._pilot is not None:
             self._pilot.save()
 
-    # -- what each does in its own time ----------------------------------------------------------------------------
+    # -- on each rank independently --------------------------------------------------------------------------------
 
     def _look_after_coming(self) -> None:
-        """Lay the coming edition out as soon as it is committed."""
+        """Lay the coming layout out as soon as it is committed."""
         if self._coming is None or any(self._coming_state):
             return
         try:
@@ -187,12 +186,12 @@ class Tuner:
                 self._coming.lay_out(self._by_urgency, self._first.homes)
                 self._coming_state = [1, 0]
         except BpsError as exc:
-            self._session.port.check()  # the end of the job is no refusal
+            self._session.port.check()  # the end of the job is not a refusal
             log.info("rank %d cannot have %s: %s", self._session.rank, self._coming_point, exc)
             self._coming_state = [0, 1]
 
     def _retire(self, timeout_s: float) -> None:
-        if not self._counted:  # also where a step is ended twice
+        if not self._counted:  # once a step, also if it is ended twice
             self._counted = True
             self._leaving = {cut: left - 1 for cut, left in self._leaving.items()}
         for cut in [cut for cut, left in self._leaving.items() if left <= 0]:

@@ -1,4 +1,4 @@
-"""Bayesian optimisation of step times on a grid: a Gaussian process, the expected improvement, and caution. Pure.
+"""What autotune tries next: Bayesian optimisation of step times on a grid of `TuningPoint`s. Pure.
 
 Logarithms of step times are described by the expectation that was given, plus a Gaussian process (squared exponential,
 one length for all directions: factors of two of partition, fusion, credit and streams). What is tried next is the
@@ -16,12 +16,12 @@ import numpy as np
 
 from ..orchestration.placement.shares import Machine, least_time_s
 
-#: Partitions under way to one peer from which on more make no difference.
+#: More partitions than this under way to one peer make no difference.
 _MOST = 256.0
 
 
 class TuningPoint(NamedTuple):
-    """Bytes: of a partition at most, of a fused group at most, under way to one peer; tcp connections to it."""
+    """Most bytes of a partition, of a fused unit, and under way to one peer; TCP connections to a peer."""
 
     partition_nbytes: int
     fusion_nbytes: int
@@ -30,12 +30,12 @@ class TuningPoint(NamedTuple):
 
     @property
     def cut(self) -> tuple[int, int, int]:
-        """What a change of which needs another edition of the gradients."""
+        """The values whose change needs another layout of the gradients."""
         return self.partition_nbytes, self.fusion_nbytes, self.n_streams
 
     @property
     def place(self) -> tuple[float, ...]:
-        """Where it lies for the search: log2 of partition, of fusion, of credit in partitions; half that of streams,
+        """Its coordinates for the search: log2 of partition, of fusion, of credit in partitions; half of log2 of streams,
         which mostly matter least.
         """
         return (math.log2(self.partition_nbytes), math.log2(max(1, self.fusion_nbytes)),
@@ -50,14 +50,16 @@ class TuningPoint(NamedTuple):
 def _short(nbytes: int) -> str:
     return f"{nbytes / 1e6:.3g} MB" if nbytes >= 10**6 else f"{nbytes / 1e3:.3g} KB"
 
-#: Python decides on every write of a node: what that took per partition and peer on a busy machine.
+#: Cost of a write per partition and peer on a busy machine: a node decides on every write in Python.
 _WRITE_S = 40e-6
 
 
 def expectation(machines: Sequence[Machine], sizes: Sequence[int]) -> Callable[[TuningPoint], float]:
-    """Return what tells the expected relative step time of a point for tensors of *sizes* bytes on *machines*.
+    """Return a function: the relative step time that the planner expects at a point, for tensors of *sizes* bytes.
 
-    Of machines whose rates are not all known nothing is expected: 1.0 everywhere.
+    If not all rates of *machines* are known, it is 1.0 everywhere. Only proportions count: the time on the wire of the
+    optimum (`orchestration.placement.shares`), one partition at either end, and a cost for each write (ByteScheduler,
+    SOSP'19, section 4).
     """
     if not all(machine.rate > 0 for machine in machines) or len(machines) < 2 or not any(sizes):
         return lambda point: 1.0
@@ -80,23 +82,23 @@ PARTITIONS = tuple(64_000 << i for i in range(11))
 FUSIONS = tuple(64_000 << 2 * i for i in range(5))
 CREDITS = tuple(1 << i for i in range(9))
 STREAMS = (1, 2, 4)
-#: Spread of ln(step time) of one measurement; how far (factors of two) points know of each other.
+#: Spread of ln(step time) of one measurement; correlation length of points, in factors of two.
 _NOISE, _LENGTH = 0.02, 2.0
-#: Spread of ln(step time) over the grid: the least, the most; from so many measurements on, twice what they show.
+#: Spread of ln(step time) over the grid: least and most; from this many measurements on, twice the measured spread.
 _LEAST_SPREAD, _MOST_SPREAD, _ENOUGH = 0.02, 0.3, 9
 #: Steps that are expected to take longer than this many times the best are not tried.
 DARING = 1.5
-#: Expected improvement, as a share of the best step time, below which there is nothing left to look for.
+#: The search ends below this expected improvement, a share of the best step time.
 WORTHWHILE = 0.01
 
 
 class Search:
-    """What was measured where, and what to try next.
+    """Measured points, and what to try next.
 
     Parameters
     ----------
     expect
-        Relative step time that a model expects at a point; any unit. Measurements overrule it.
+        The relative step time that a model expects at a point. Measurements overrule it.
     streams
         Numbers of streams that may be tried.
     """
@@ -113,8 +115,7 @@ class Search:
         self.measured[point] = step_s
 
     def refuse(self, point: TuningPoint) -> None:
-        """Note that *point* cannot be had: the same partitions are not proposed again, whatever the credit and streams.
-        """
+        """Note that *point* is not possible: its partition and fusion sizes are not proposed again."""
         self._refused |= {each for each in self._grid if each[:2] == point[:2]}
 
     @property
@@ -123,7 +124,7 @@ class Search:
         return min(self.measured, key=lambda point: self.measured[point])
 
     def propose(self) -> tuple[TuningPoint, float] | None:
-        """Return what to try next and the improvement that is expected of it (0.02: 2 %); None: nothing worthwhile."""
+        """Return the next point and its expected improvement (0.02: 2 %); None: nothing is worthwhile."""
         best_s = self.measured[self.best]
         candidates = [point for point in self._reachable() if point not in self.measured]
         if not candidates:

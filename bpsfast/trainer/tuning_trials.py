@@ -1,9 +1,9 @@
-"""Trials one after another: which point the next steps use, and which is prepared beside them. Pure; rank 0's.
+"""Trials of autotune, one after another: which point the next steps use and which one is prepared. On rank 0.
 
     present settings -> the defaults, if those are others -> what the search proposes, one trial at a time -> the best
 
-A trial is a few steps, of which the first does not count; it is over at the first one that shows that it is hopeless.
-Then the best so far goes on, and the next trial is prepared beside it: the best is always there to go back to.
+A trial is a few steps, of which the first does not count; it ends early at a step that is clearly too slow. Between trials
+steps use the best point so far, while the next one is prepared.
 """
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ..orchestration.placement.shares import Machine
 from .session import Session
 from .tuning_search import STREAMS, Search, TuningPoint, expectation
 
-#: Steps that a trial measures, and the first ones of a job, in which memory is found and threads settle.
+#: Steps that a trial measures; first steps of a job, which are not measured because memory is allocated in them.
 N_MEASURED, N_COLD = 3, 3
 #: A step this many times the best one's median ends its trial, if the one before it was no better.
 HOPELESS = 1.25
 
 
 class Decision(NamedTuple):
-    """What all ranks are to do. `number` counts decisions.
+    """What all ranks do next. `number` counts decisions.
 
-    Steps use `active`; if `coming` is not None it is prepared, and used as soon as all have it. `is_last`: `active` is
-    what was looked for.
+    Steps use `active`. `coming`, if not None, is prepared and used as soon as all ranks have it. `is_last`: `active` is the
+    result of the search.
     """
 
     number: int
@@ -46,7 +46,7 @@ class Decision(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One row of the report: seconds of a step (None: it could not be had), over how many, and why it was tried."""
+    """A row of the report: seconds of a step (None: not possible), number of steps, and why it was tried."""
 
     point: TuningPoint
     step_s: float | None
@@ -60,11 +60,11 @@ class TrialRunner:
     Parameters
     ----------
     present, default
-        The settings of the job, and those it would have without any.
+        The settings of the job, and the default settings.
     stored
-        What an earlier job found best: then that is used, and nothing is tried.
+        The result of an earlier job, which is used without a search.
     max_steps
-        After so many steps the best so far stays.
+        After this many steps the best point so far stays.
     """
 
     def __init__(self, search: Search, present: TuningPoint, default: TuningPoint, stored: TuningPoint | None = None,
@@ -87,7 +87,7 @@ class TrialRunner:
         return self._search.best if self._search.measured else self.decision.active
 
     def observe(self, point: TuningPoint, step_s: float) -> Decision:
-        """Note that a step at *point* took *step_s*; return what is to be done, the same as before if nothing new."""
+        """Note that a step at *point* took *step_s*; return the decision, the same as before if nothing changes."""
         self.n_steps += 1
         if self.decision.is_last:
             return self.decision
@@ -111,7 +111,7 @@ class TrialRunner:
         return self.decision
 
     def failed(self, point: TuningPoint) -> Decision:
-        """Note that *point*, which was coming, cannot be had."""
+        """Note that the coming *point* is not possible."""
         self.trials.append(Trial(point, None, 0, self._reason))
         self._search.refuse(point)
         if self._stored is not None:
@@ -148,7 +148,7 @@ log = logging.getLogger("bpsfast.tuner")
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found, or has found so far: `chosen` the best point, `trials` all that were tried, in order."""
+    """The result of a search so far: `chosen` is the best point, `trials` are all trials in order."""
 
     chosen: TuningPoint
     trials: tuple[Trial, ...]
@@ -157,31 +157,31 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def folder(setting: str) -> Path:
-    """Return where results lie: *setting*, or ``bpsfast/tuned`` in the user's cache."""
+    """Return the folder of results: *setting*, or ``bpsfast/tuned`` in the user's cache."""
     if setting:
         return Path(setting).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bpsfast" / "tuned"
 
 
 def key(tensors: Sequence[tuple[str, tuple[int, ...], str]], cluster: Any) -> str:
-    """Return the name of the result for *tensors* (name, shape, dtype) on *cluster*, of what JSON can say."""
+    """Return the name of the result for *tensors* (name, shape, dtype) on *cluster*, a JSON value."""
     text = json.dumps([tensors, cluster], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def read(path: Path) -> Result | None:
-    """Return the result in *path*; None if there is no such file, or it holds something else (which the log says)."""
+    """Return the result in *path*; None if there is none, or it cannot be read, which is logged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Result)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as exc:
-        log.warning("no result of tuning can be read from %s (%s): the search begins anew", path, exc)
+        log.warning("no result of tuning can be read from %s (%s): the search starts from the beginning", path, exc)
         return None
 
 
 def write(path: Path, result: Result) -> None:
-    """Put *result* into *path*, whole or not at all; a failure is said in the log, and harms nobody."""
+    """Write *result* to *path* atomically; a failure is only logged."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -197,7 +197,7 @@ def write(path: Path, result: Result) -> None:
 
 
 def plain(result: Result) -> dict[str, Any]:
-    """Return *result* as JSON has it, with names instead of places."""
+    """Return *result* as dictionaries and lists, with field names."""
     return {
         "chosen": result.chosen._asdict(), "n_steps": result.n_steps, "is_over": result.is_over,
         "trials": [{**trial._asdict(), "point": trial.point._asdict()} for trial in result.trials],
@@ -207,9 +207,9 @@ log = logging.getLogger("bpsfast.tuner")
 
 
 class TuningRun:
-    """Decides for *specs* of the job of *session*, which begins at *present*. One thread.
+    """Tunes *specs* in the job of *session*, starting at *present*. Rank 0, one thread.
 
-    *tuned*: what was saved with the model, if anything: that is used, and nothing is tried.
+    *tuned*: the point that was saved with the model, if any, which is used without a search.
     """
 
     def __init__(self, session: Session, specs: Mapping[str, TensorSpec], present: TuningPoint, tuned: TuningPoint | None = None
@@ -219,7 +219,7 @@ class TuningRun:
         self._file = folder(settings.tuned_dir) / (key(
             tensors, [session.machines, sorted(session.transports.items()), settings.placement]) + ".json")
         self._report = Path(settings.autotune_report) if settings.autotune_report else None
-        stored = read(self._file) if self._report is None else None  # who wants a report wants a search
+        stored = read(self._file) if self._report is None else None  # a report needs a search
         machines = [Machine(n_ranks > 0, rate) for n_ranks, rate in session.machines]
         by_tcp = any(transport.startswith("tcp") for transport in session.transports.values())
         search = Search(expectation(machines, [nbytes_of(spec) for spec in specs.values()]),
@@ -232,9 +232,9 @@ class TuningRun:
         self._pilot = TrialRunner(search, present, default, chosen)
         self._n_trials = 0
         if tuned is not None:
-            log.info("what was saved with the model is used: %s", tuned)
+            log.info("using the tuning that was saved with the model: %s", tuned)
         elif stored is not None:
-            log.info("what was found before for this model and cluster is used: %s (%s)", stored.chosen, self._file)
+            log.info("using the tuning found earlier for this model and cluster: %s (%s)", stored.chosen, self._file)
 
     @property
     def decision(self) -> Decision:
@@ -252,19 +252,19 @@ class TuningRun:
         self._tell()
 
     def failed(self, point: TuningPoint) -> None:
-        """Note that *point* cannot be had."""
+        """Note that *point* is not possible."""
         self._pilot.failed(point)
         self._tell()
 
     def save(self) -> None:
-        """Keep what was found: the search is over."""
+        """Store the result at the end of the search."""
         result = self._result(is_over=True)
         if not self._pilot.trials:
-            return  # it was stored before
+            return  # it is stored already
         write(self._file, result)
         if self._report is not None:
             write(self._report, result)
-        log.info("tuned in %d steps and %d trials: %s (kept in %s)", result.n_steps, len(result.trials), result.chosen,
+        log.info("tuned in %d steps and %d trials: %s (stored in %s)", result.n_steps, len(result.trials), result.chosen,
                  self._file)
 
     def _tell(self) -> None:

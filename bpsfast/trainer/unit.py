@@ -1,8 +1,8 @@
-"""A unit on one rank: what has one round. It knows where the input goes, where results appear, and which round it is.
+"""A unit on one rank: a tensor, or a bucket of fused tensors, that is summed in rounds.
 
-A unit is a tensor or a fused group; its partitions have consecutive indexes and lie `stride` bytes apart, in the
-input and in the result. Results have two copies (even and odd rounds) in the segment of the node that owns the
-partition, or of this machine's node when they came over a wire: `extents` say where, run by run.
+Its partitions have consecutive numbers and lie `stride` bytes apart, in the input and in the result. Results have two
+copies (even and odd rounds) in the segment of the node that owns the partition, or of this machine's node if they came
+over the network: `extents` tell where, run by run.
 """
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ import numpy as np
 from ..base.dtypes import TABLE
 from ..base.settings import Settings
 from ..base.trace_records import Part
-from ..gpu.copy_to_device import CopyToDevice
-from ..gpu.device import Device
-from ..gpu.device_segments import DeviceSegment
+from ..gpu.copies import CopyToDevice
+from ..gpu.device import Device, DeviceSegment
 from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.placement.partition import round_after
@@ -34,7 +33,7 @@ from .step_clock import StepClock
 #: Inputs must begin at multiples of this: the kernels' vectors.
 INPUT_ALIGNMENT = 64
 NO_SEGMENTS: Mapping[int, DeviceSegment] = MappingProxyType({})
-#: A wait for a device looks this often whether the session was closed.
+#: A wait for a device checks this often whether the session was closed.
 _SLICE_S = 0.1
 
 
@@ -54,7 +53,7 @@ class UnitOwner(Protocol):
         """Raise `ClosedError` if it is closed, or another process's."""
 
     def retire(self, units: Sequence[Unit]) -> None:
-        """Give up *units* for good."""
+        """Retire *units*."""
 
 
 class Unit:
@@ -81,30 +80,30 @@ class Unit:
         self.frame_rows = plan.frame_rows
         self.codec = plan.codec
         self.islands = plan.islands
-        #: That for which inputs are computed from the next push on; 0: not told. What error feedback keeps follows it.
+        #: Learning rate for which inputs are computed from the next push on, for error feedback; 0: not set.
         self.learning_rate = 0.0
         self._told_rate = 0.0
-        self.round = round_after(plan.first_round, -1)  # the last one that was pushed: none
+        self.round = round_after(plan.first_round, -1)  # the last one that was pushed; none yet
         self.first_round = plan.first_round
         self.has_begun = False  # it was pushed
         self.pushed_nbytes = 0  # in all rounds
         self.in_flight = False
         self.is_retired = False
         self._step = 0  # of the session's clock, in which it was last pushed
-        self._given_up = ""  # why the last round failed, if no handle stands for it
-        self._complete = self.round  # the last round that was seen complete: nothing to wait for any more
+        self._given_up = ""  # why the last round failed, if no handle can wait for it
+        self._complete = self.round  # the last round that is known to be complete
         self._lock = threading.Lock()
         self._staging: Region | None = None
         self._sliding: SlidingWindow | None = None
         self._views: dict[int, np.ndarray[Any, Any]] = {}
         self._runs = runs(ready, segments, on_device)
-        #: The partitions, by number, whose results lie on a device: of this rank, or of another one of its machine.
+        #: Numbers of the partitions whose results lie on a device of this machine.
         self.on_device = frozenset(number for number, extent in enumerate(ready.extents) if extent.on_device)
         self._landing: DeviceInput | None = None
-        self._readers: list[tuple[int, CopyToDevice]] = []  # of a round: copies to devices, which may go on
+        self._readers: list[tuple[int, CopyToDevice]] = []  # (round, copy to a device that may go on)
 
     def titles(self) -> dict[int, Part]:
-        """Return what traces call the partitions."""
+        """Return the names of the partitions in traces."""
         return {part.part: Part(self.name, i, len(self._parts), part.owner) for i, part in enumerate(self._parts)}
 
     # -- pushing ---------------------------------------------------------------------------------------------------
@@ -116,14 +115,14 @@ class Unit:
 
     @property
     def staging(self) -> Region:
-        """This rank's own input memory for the unit, allocated at the first use."""
+        """This rank's input memory for the unit, allocated at the first use."""
         with self._lock:
             if self._staging is None:
                 self._staging = self.session.memory.allocate(max(self.nbytes, 1))
             return self._staging
 
     def device_input(self, device: Device) -> DeviceInput:
-        """Return where its input lies when it comes from *device*, allocated at the first use."""
+        """Return the memory of its input when that comes from *device*, allocated at the first use."""
         if self._landing is None:
             own = sorted(number for number in self.on_device if self._lies_here(number))
             staging = self.staging if len(own) < self.n_parts or not self.n_parts else None
@@ -135,18 +134,17 @@ class Unit:
         return self._landing
 
     def _lies_here(self, number: int) -> bool:
-        """Whether the result of a partition on a device is on this rank's."""
+        """Whether the result of a partition that is on a device is on this rank's device."""
         segment = self._run_at(number * self.stride).segment
         return isinstance(segment, DeviceSegment) and segment.memory is not None
 
     def _require_host(self, what: str) -> None:
         if self.on_device:
             raise UnsupportedError(f"{what} {self.name!r}, whose tensors lay on a device when they were declared: with "
-                                   "BPSFAST_GPU_DIRECT=1 its sums are there and nowhere else; use one name for one "
-                                   "kind of tensor")
+                                   "BPSFAST_GPU_DIRECT=1 its sums are only there; use one name for one kind of tensor")
 
     def use_staging(self, region: Region) -> None:
-        """Use *region* as the input memory, unless there is one already."""
+        """Use *region* as the input memory, unless there is some already."""
         with self._lock:
             if self._staging is None:
                 self._staging = region
@@ -195,7 +193,7 @@ class Unit:
         return round
 
     def exchange(self, address: int, nbytes: int, timeout_s: float) -> int | None:
-        """Push bytes of this rank's segments, wait, and return the round; None, and nothing done, if they are others.
+        """Push bytes of this rank's segments, wait, and return the round; return None, and do nothing, for other memory.
 
         Raises as `push` and `wait`.
         """
@@ -206,7 +204,7 @@ class Unit:
         round = self._begin(nbytes)
         try:
             self.session.port.exchange(self, round, place, timeout_s)
-        except BaseException as exc:  # a signal handler's, too: nobody has a handle of this round
+        except BaseException as exc:  # also a signal handler's: there is no handle of this round
             self.give_up(exc)
             raise
         self.finish(round)
@@ -215,12 +213,11 @@ class Unit:
     def stream(self, source: int, destination: int, nbytes: int, timeout_s: float) -> bool:
         """Sum private bytes at *source*, wait, and copy the result to *destination* (it may be *source*).
 
-        They go in and out a few partitions at a time (`SlidingWindow`): about half of the memory traffic, and less
-        shared memory. Returns False, and does nothing, where this gains nothing: for units of few partitions, bytes
-        inside a segment, and jobs of several nodes, whose links want all partitions at once; nor where *destination*
-        begins or ends inside the source. Raises as `push` and `wait`. After an error the rest of the input is announced
-        by nobody: the round, and with it the name, is lost to all ranks; some partitions of *destination* have their
-        sum then, the others are as they were.
+        They go in and out a few partitions at a time (`SlidingWindow`), which takes half of the memory traffic and less
+        shared memory. Returns False, and does nothing, where that does not pay: for units of few partitions, bytes inside
+        a segment, jobs of several nodes, and where *destination* begins or ends inside the source. Raises as `push` and
+        `wait`. After an error the round, and with it the name, is lost to all ranks, and *destination* is partly
+        overwritten.
         """
         session = self.session
         slots = n_slots(session.local_size)
@@ -239,22 +236,23 @@ class Unit:
         try:
             session.port.pipelined_transfer(sliding.chunks(source, destination, round), sliding.slots,
                                 lambda number: (self, self.first_part + number, round), timeout_s)
-        except BaseException as exc:  # a signal handler's, too: nobody has a handle of this round
+        except BaseException as exc:  # also a signal handler's: there is no handle of this round
             self.give_up(exc)
             raise
-        self.finish(round)  # not before: the next but one round overwrites this result
+        self.finish(round)  # not earlier: the next but one round overwrites this result
         return True
 
     def begin(self, nbytes: int) -> tuple[int, list[CopyToDevice]]:
-        """Begin the next round, of which *nbytes* are this rank's input. Return it, and who still reads what lies where
-        its result will. Whoever calls this announces all partitions himself, once those have done. Raises as `push`.
+        """Begin the next round with *nbytes* of input. Return it, and the copies that still read its result memory.
+
+        The caller announces all partitions itself, after those copies. Raises as `push`.
         """
         round = self._begin(nbytes, reads=False)
         return round, self._reading(round)
 
     def give_up(self, error: BaseException) -> None:
-        """Enter that the round that goes on will not be completed by this rank, because of *error*."""
-        self._given_up = str(error) or repr(error)  # not itself: its traceback holds what the caller has
+        """Note that this rank cannot complete the current round, because of *error*."""
+        self._given_up = str(error) or repr(error)  # not the error itself, whose traceback keeps objects alive
 
     def _begin(self, nbytes: int, reads: bool = True) -> int:
         if reads and self._readers:
@@ -279,7 +277,7 @@ class Unit:
     def _refusal(self) -> BpsError:
         """Return why the next round cannot begin."""
         if self.is_retired:
-            return ClosedError(f"{self.name!r} was retired: its partitions may be another tensor's by now")
+            return ClosedError(f"{self.name!r} was retired: its partitions may belong to another tensor now")
         if self._given_up:
             return BusyError(f"{self.name!r} cannot be pushed again: its round {self.round} ended with an error in the "
                              f"call that pushed it, which nobody can wait for any more; use another name "
@@ -323,15 +321,15 @@ class Unit:
         self._require_host("memory of the host is to have the sum of")
         deadline = time.monotonic() + timeout_s
         if self.session.memory.locate(address, nbytes) is not None:
-            # The destination is an input: it stays intact until the whole unit is complete (a lost peer may need it).
+            # The destination is an input, which must stay until the unit is complete (recovery may need it).
             self.session.port.wait(self, self.first_part, self.n_parts, round, timeout_s)
         runs = self._runs
         if not runs and self.n_parts:
-            self.session.require_open()  # another thread has closed it
+            self.session.require_open()  # if another thread has closed it
         for run in runs:
             at, end = max(offset, run.begin), min(offset + nbytes, run.end)
             while at < end:
-                # A piece that begins inside a partition ends with it: the port counts partitions from the source.
+                # A piece that begins inside a partition ends there: the port counts partitions from the source.
                 part, inside = divmod(at, self.stride)
                 piece = min(end - at, self.stride - inside) if inside else end - at
                 assert isinstance(run.segment, Segment), "none lies on a device"
@@ -354,26 +352,26 @@ class Unit:
         raise ProtocolError(f"unit {self.name!r} has {self.nbytes} result bytes, byte {offset} was asked for")
 
     def result_segments(self) -> list[Segment]:
-        """Return what results lie in, as this process maps it; not what lies on a device."""
+        """Return the host segments of the results."""
         return list(dict.fromkeys(run.segment for run in self._runs if isinstance(run.segment, Segment)))
 
     def add_reader(self, round: int, reader: CopyToDevice) -> None:
-        """Note that *reader* copies the result of *round*: that memory is not written again before it has arrived."""
+        """Note that *reader* copies the result of *round*: its memory is not written again before that has ended."""
         with self._lock:
             self._readers = [each for each in self._readers if not each[1].is_finished] + [(round, reader)]
 
     def await_readers(self) -> None:
-        """Wait until no copy of a result goes on: others may have its memory then.
+        """Wait until no copy reads a result any more.
 
         Raises
         ------
         StallError
-            If a device does not come so far in time.
+            If a device does not finish in time.
         """
         self._await_readers([reader for _, reader in self._readers])
 
     def _reading(self, round: int) -> list[CopyToDevice]:
-        """Return who may still read what lies where the result of *round* will."""
+        """Return the copies that may still read the memory of the result of *round*."""
         with self._lock:
             return [reader for other, reader in self._readers
                     if other != round and (other - round) % 2 == 0 and not reader.is_finished]
@@ -385,7 +383,7 @@ class Unit:
                 self.session.require_open()
                 if time.monotonic() > deadline:
                     raise StallError(f"{reader.title} has not arrived there within {self.session.settings.timeout_s:g} "
-                                     "s, and its memory is needed again: look at what this rank's GPU does")
+                                     "s, and its memory is needed again: check this rank's GPU")
 
     def view(self, round: int) -> np.ndarray[Any, Any]:
         """Return the result of *round* as read-only uint8, valid until this rank pushes round + 2.
@@ -418,11 +416,11 @@ class Unit:
         return raw.view(self.dtype).reshape(member.shape)
 
     def follow(self, other: Unit) -> None:
-        """Count as pushed in the step in which *other* was: it takes that one's place."""
+        """Count as pushed in the step in which *other* was pushed: it takes its place."""
         self._step = other._step
 
     def forget(self) -> None:
-        """Let go of all mappings and memory; arrays that were handed out keep theirs. No push any more."""
+        """Release all mappings and memory, except of arrays that were handed out. It cannot be pushed any more."""
         with self._lock:
             self.is_retired = True
             self._views.clear()
@@ -433,7 +431,7 @@ class Unit:
         if device_input is not None and device_input.place is not None:
             self.session.devices.direct.release(device_input.place)
 
-#: A segment in the memory of another rank's device.
+#: A segment on another rank's device.
 _ELSEWHERE = DeviceSegment(-1, None)
 
 
@@ -448,8 +446,9 @@ class ResultRun(NamedTuple):
 
 def runs(ready: UnitReady, segments: Mapping[tuple[str, int], Segment], on_device: Mapping[int, DeviceSegment]
          ) -> list[ResultRun]:
-    """Turn the extents into runs, joined where one continues the other in both parities. *on_device*: by its number,
-    what this rank has shared of its device; what lies in another rank's is in a segment without memory.
+    """Turn the extents into runs, joined where one continues the other in both parities.
+
+    *on_device*: segments of this rank's device by number; those of other ranks' devices have no memory here.
     """
     found: list[ResultRun] = []
     begin = 0

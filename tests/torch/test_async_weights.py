@@ -168,7 +168,7 @@ def in_use_and_closed():
 
 def test_a_name_is_kept_for_one_at_a_time_and_not_used_after_its_end(shared_job):
     for errors, found in shared_job(ranks=(2, 1), transport="tcp").run(in_use_and_closed):
-        assert len(errors) == 4 and "'AsyncParam.twice' is kept already" in errors[0], errors
+        assert len(errors) == 4 and "'AsyncParam.twice' is in use in this process" in errors[0], errors
         assert all((error.startswith("ClosedError: ") and "'AsyncParam.twice' was" in error)
                    or "'AsyncParam.twice' were closed" in error for error in errors[1:]), errors
         assert found == [10] * 5

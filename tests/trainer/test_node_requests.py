@@ -12,7 +12,7 @@ class Node:
     """Answers what it is asked with the numbers in `answers`, in that order, while somebody waits."""
 
     def __init__(self):
-        self.questions = NodeRequests(0.01, lambda: None, self)
+        self.questions = NodeRequests(0.01, self)
         self.asked = []
         self.answers = []
         self.lost = False

@@ -77,7 +77,7 @@ def test_a_stall_that_ends_in_an_error_does_not_go_on(caplog):
     inspector = StallInspector("rank 0", 1.0, lambda: None)
     inspector.tell(Subject("barrier:4"), answer(stage="barrier"), time.monotonic() - 1)
     inspector.end(Subject("barrier:4"), went_on=False)
-    assert len(caplog.messages) == 1 and "for 'barrier:4'. Stage barrier: not all have entered it" in caplog.text
+    assert len(caplog.messages) == 1 and "for 'barrier:4'. Stage barrier: not all ranks have entered it" in caplog.text
     assert [(each.over, each.went_on) for each in inspector.stalls()] == [(True, False)]
 
 
@@ -168,7 +168,7 @@ def test_a_barrier_that_not_all_enter_is_told(job, ears):
     started.begin(enter, ears.getsockname(), only=(0,))
     line = heard(ears)
     assert line.startswith("rank 0 has waited 0.") and (
-        "for 'barrier:1'. Stage barrier: not all have entered it; missing: rank 1 (node 1" in line), line
+        "for 'barrier:1'. Stage barrier: not all ranks have entered it; missing: rank 1 (node 1" in line), line
     started.begin(enter, ears.getsockname(), only=(1,))
     (outcome,) = started.outcomes(only=(0,))
     (stall,) = outcome.value

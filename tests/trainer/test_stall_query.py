@@ -93,8 +93,8 @@ def asked():
     pidfd = os.pidfd_open(os.getpid())
     mailbox = Mailbox(MessageSocket(ours), pidfd, lambda message, fds: questions.receive(message.question, message),
                       lambda: None, lambda: bpsfast.PeerLostError("the node is lost"))
-    questions = NodeRequests(60.0, lambda: None, mailbox)
-    inquiry = StallQuery(0, questions, lambda: None, mailbox)
+    questions = NodeRequests(60.0, mailbox)
+    inquiry = StallQuery(0, questions)
     with MessageSocket(theirs) as node:
         yield inquiry, node
     mailbox.close()

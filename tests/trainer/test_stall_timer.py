@@ -26,7 +26,7 @@ def inquiry():
     mailbox = Mailbox(MessageSocket(ours), pidfd, lambda message, fds: None, lambda: None,
                       lambda: bpsfast.PeerLostError("the node is lost"))
     with MessageSocket(theirs):
-        yield StallQuery(0, NodeRequests(60.0, lambda: None, mailbox), lambda: None, mailbox)
+        yield StallQuery(0, NodeRequests(60.0, mailbox))
     mailbox.close()
     os.close(pidfd)
 
