@@ -30,7 +30,7 @@ from .owner_changes import OwnerTransfer
 from .plan_installer import PlanInstaller
 from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
 from .transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
-from .transport.rdma import limits as rdma_limits
+from .transport.rdma import rails as rdma_rails
 
 log = logging.getLogger("bpsfast.node")
 
@@ -85,7 +85,7 @@ class NodeRuntime:
         self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto",
                                *((affinity.homes, affinity.seat.home) if affinity is not None else ()))
         self.shm_endpoint = shm.ShmEndpoint(self._doorbell)
-        self.rails = rdma.Rails(settings, rdma_limits.least(settings.transport, MIN_SEGMENT_NBYTES),
+        self.rails = rdma.Rails(settings, rdma_rails.least_lockable_nbytes(settings.transport, MIN_SEGMENT_NBYTES),
                                 affinity.allowed if affinity is not None else frozenset())
         self.links: dict[int, Link] = {}
         self.gpu_direct = GpuDirect(settings, self.regions, self.rails, self.links)

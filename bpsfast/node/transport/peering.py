@@ -20,12 +20,11 @@ from ...orchestration.messages import NodeInfo, Outcome
 from ...orchestration.security import HandshakeResult, StreamHello
 from ...pyx.ring import MAX_PARTS
 from . import rdma, shm, tcp
-from .epochs import Epochs
 from .links import Link
 from .rdma import handshake
 from .rdma.rails import Rail
 from .reconnector import PROBE_STREAM, RECONNECT_STREAM, SHUTDOWN_STREAM, Reconnector
-from .tcp import DataPort
+from .tcp import DataPort, Epochs
 
 log = logging.getLogger("bpsfast.node")
 

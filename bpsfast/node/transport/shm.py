@@ -29,7 +29,7 @@ from ...orchestration import messages, security
 from ...orchestration.errors import DECODE_ERRORS, BpsError, PeerLostError, ProtocolError
 from ...pyx import ring
 from ...pyx.pages import Segment
-from .epochs import Epochs
+from .tcp import Epochs
 
 log = logging.getLogger("bpsfast.node")
 
