@@ -379,8 +379,8 @@ def _counts_of_groups(session: Session) -> Counter[tuple[int, ...]]:
 def make_group(session: Session, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
     """Return a new group of *ranks* of *session*: its i-th member is the i-th of them.
 
-    All of them call this equally often for the same *ranks*, in the same order; other ranks need not. Nothing is exchanged
-    before the first collective. *timeout_s*: how long a collective may take; None: by the setting.
+    All of them call this equally often for the same *ranks*, in the same order; other ranks need not. Nothing is
+    exchanged before the first collective. *timeout_s*: how long a collective may take; None: by the setting.
 
     Raises
     ------

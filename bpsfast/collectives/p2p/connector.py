@@ -145,7 +145,8 @@ class PeerConnector:
 
     @property
     def listens(self) -> bool:
-        """Whether `accept` may be called: not while too many connections are unauthenticated, or accepting is paused."""
+        """Whether `accept` may be called: not while too many connections are unauthenticated, or accepting is paused.
+        """
         with self._lock:
             return self._strangers.has_room and not self._accept_again_at
 
@@ -198,8 +199,8 @@ class PeerConnector:
             self._accept_again_at = time.monotonic() + _ACCEPT_PAUSE_S
             warned, self._has_warned = self._has_warned, True
         if not warned:
-            log.warning("rank %d cannot accept connections for messages: %s; it tries again every %g s (too many open files: see "
-                        "ulimit -n)", self._session.rank, error, _ACCEPT_PAUSE_S)
+            log.warning("rank %d cannot accept connections for messages: %s; it tries again every %g s (too many "
+                        "open files: see ulimit -n)", self._session.rank, error, _ACCEPT_PAUSE_S)
         self._tell_listening()
 
     def tick(self) -> None:
@@ -280,8 +281,8 @@ class PeerConnector:
             else:
                 sock.close()
                 if verdict != CROSSED:
-                    raise PeerLostError(f"rank {rank} has refused a connection of rank {session.rank}, which it takes for "
-                                        "lost: see its output")
+                    raise PeerLostError(f"rank {rank} has refused a connection of rank {session.rank}, which it takes "
+                                        "for lost: see its output")
             self._doing.pop(rank, None)
         except BpsError as exc:
             self._failed(rank, exc)
