@@ -7,7 +7,7 @@ TORCH_INDEX ?=
 bin := $(VENV)/bin
 stamp := $(VENV)/.installed
 # What the compiled modules and the list of dependencies come from; Python files are used where they lie.
-sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h)
+sources := setup.cfg pyproject.toml constraints.txt $(wildcard pyx/*.pyx pyx/*.pxd pyx/*.pxi pyx/*.h bench/paper/ladder/*.pyx bench/paper/ladder/*.h)
 torch := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .PHONY: demo test test-thorough test-guest test-gpu gpu test-ecosystem test-frameworks test-mxnet test-torch-versions races fuzz fuzzers strangers docs bench expr1 expr2 expr3 breakdown results chaos soak lint coverage wheels setup system sshd \
@@ -22,8 +22,10 @@ demo: $(stamp)
 PYTEST ?=
 test: $(stamp) sshd mpi
 	$(bin)/pytest -q --durations=10 --ignore=tests/guest --ignore=tests/gpu --numprocesses=2 --dist=loadfile $(THOROUGH) $(PYTEST)
-	@echo "not run here: what needs RDMA devices (make test-guest: in an emulated machine that has two)"
-	@echo "not run here: what needs a GPU (make test-gpu: skipped where there is none)"
+	@echo "not run here: what pytest's line \"left out\" counts (make test-thorough)"
+	@echo "not run here: tests/guest, which need RDMA devices (make test-guest: in an emulated machine that has two)"
+	@echo "not run here: tests/gpu, which need a GPU (make test-gpu: skipped where there is none)"
+	@echo "skipped without their frameworks: tests/jax, tests/tensorflow, tests/keras (make test-frameworks), tests/mxnet (make test-mxnet), tests/ecosystem (make test-ecosystem)"
 
 # The whole matrices, and what takes minutes: some hours on two cores.
 test-thorough: THOROUGH := --thorough
@@ -91,7 +93,7 @@ view := $(VENV)/view
 lint: $(stamp)
 	$(bin)/pip install --quiet --constraint constraints.txt --editable .[lint,test]
 	$(bin)/ruff check bpsfast orchestration tests bench examples pyx
-	PATH=$(CURDIR)/$(bin):$$PATH cython-lint --max-line-length 120 pyx
+	PATH=$(CURDIR)/$(bin):$$PATH cython-lint --max-line-length 120 pyx bench/paper/ladder
 	rm -rf $(view) && mkdir -p $(view)/bpsfast
 	ln -s $(CURDIR)/bpsfast/* $(CURDIR)/orchestration $(CURDIR)/pyx $(view)/bpsfast/
 	MYPYPATH=$(view) $(bin)/mypy --no-incremental --config-file pyproject.toml -p bpsfast
@@ -239,5 +241,5 @@ mpi:
 	  || echo "not installed: openmpi-bin"; fi
 
 clean:
-	rm -rf build dist out *.egg-info pyx/*.c pyx/*.so $(VENV) $(VENV)-site
+	rm -rf build dist out *.egg-info pyx/*.c pyx/*.so bench/paper/ladder/*.c bench/paper/ladder/*.so $(VENV) $(VENV)-site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

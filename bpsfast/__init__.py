@@ -119,9 +119,16 @@ def _current_elastic_client() -> Any:
     return current_client()
 
 
+def _add_torch_backend() -> None:
+    from .torch_autoload import add_backend
+
+    add_backend()
+
+
 hooks.make_islands = _make_islands
 hooks.open_elastic_client = _open_elastic_client
 hooks.current_elastic_client = _current_elastic_client
+hooks.add_torch_backend = _add_torch_backend
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import sys
 from typing import Any
@@ -41,18 +40,17 @@ def add_backend() -> None:
 
 
 def _create(options: Any, more: Any = None) -> Any:
-    return _backend("process_group").create(options, more)
+    from .torch.backend.process_group import create
+
+    return create(options, more)
 
 
 def _env(torchs: Any, url: str, **more: Any) -> Any:
     if all(os.environ.get(name) for name in _TORCHS) and not _are_of_bpsfast_run():
         return torchs(url, **more)
-    return _backend("worlds").env(torchs)(url, **more)
+    from .torch.backend.worlds import env
 
-
-def _backend(module: str) -> Any:
-    """Return a module of `bpsfast.torch.backend`. By name, as entry points are: that package imports this module."""
-    return importlib.import_module(f"{__package__}.torch.backend.{module}")
+    return env(torchs)(url, **more)
 
 
 def _are_of_bpsfast_run() -> bool:

@@ -1,9 +1,9 @@
-"""How far another machine's clock is ahead of this one's: from questions and answers, as NTP does (Mills, RFC 5905).
+"""Estimates how far another machine's clock is ahead of this one's, as NTP does (Mills, RFC 5905).
 
-A question leaves at `sent_ns`, is read there at `there_ns` of the other clock, and its answer is read here at
-`received_ns`. Then the other clock is ahead by ``there - (sent + received) / 2``, give or take half the round trip,
-whatever the way took in each direction. Samples of the shortest round trip say most, but clocks drift: so one is kept
-for each stretch of time, and between two of them the offset is taken to change evenly.
+A request leaves at `sent_ns`, is read at `there_ns` of the other clock, and the reply is read here at `received_ns`.
+Then the other clock is ahead by ``there - (sent + received) / 2``, with an error of at most half the round trip.
+Samples of the shortest round trip are best, but clocks drift: so one sample is kept for each stretch of time, and the
+offset is interpolated between them.
 """
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-#: Least time between two points (nearer ones would make a leap of the clock of two round trips' errors); doubled
-#: whenever there are more than `_MAX_POINTS` of them.
+#: Least time between two points, so that the error of a round trip does not look like a jump of the clock. Doubled
+#: whenever there are more than `_MAX_POINTS`.
 _STRETCH_NS = 8_000_000_000
 _MAX_POINTS = 64
-#: How fast two clocks may drift apart where no sample says: twice what the quartz of a bad machine does.
+#: Assumed drift between two clocks beyond the samples: twice that of a bad quartz.
 DRIFT = 100e-6
-#: Seconds travel as floats in places: what that may cost after a year without a reboot.
+#: Rounding error of seconds as floats, after a year without a reboot.
 _ROUNDING_NS = 8
 
 
 class Point(NamedTuple):
-    """At `at_ns` of this clock the other one was ahead by `offset_ns`, give or take `uncertainty_ns`."""
+    """At `at_ns` of this clock the other one was ahead by `offset_ns`, plus or minus `uncertainty_ns`."""
 
     at_ns: int
     offset_ns: int
@@ -43,7 +43,7 @@ class ClockOffset:
         return tuple(self._points)
 
     def sample(self, sent_ns: int, there_ns: int, received_ns: int) -> None:
-        """Add one question and its answer. An answer from before its question (another's) counts for nothing."""
+        """Add one request and its reply. Ignore a reply from before the request."""
         if not 0 <= sent_ns <= received_ns:
             return
         self.n_samples += 1
@@ -66,8 +66,7 @@ class ClockOffset:
 def offset_at(points: Sequence[Point], at_ns: int) -> tuple[int, int]:
     """Return (offset, uncertainty) in nanoseconds at *at_ns* of this clock. *points*: `ClockOffset.points`, not empty.
 
-    Between two points both are interpolated: right for clocks whose drift is even there. Beyond the first and the
-    last, the uncertainty grows by `DRIFT`.
+    Between two points both are interpolated. Beyond the first and the last point the uncertainty grows by `DRIFT`.
     """
     after = bisect_right(points, at_ns, key=lambda point: point.at_ns)
     if 0 < after < len(points):

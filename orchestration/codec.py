@@ -1,7 +1,6 @@
-"""How a tensor is compressed between nodes: what a user chooses, whether it can be, and how many bytes it takes. Pure.
+"""How a tensor is compressed between nodes: the user's choice, its checks, and its size in bytes. Pure.
 
-Formats and arithmetic are those of BytePS (`byteps/common/compressor`), for which see
-`bpsfast/kernels/codecs/codec_reference.py`.
+Formats and arithmetic are those of BytePS (`byteps/common/compressor`); see `bpsfast/compression/reading.py`.
 """
 from __future__ import annotations
 
@@ -14,25 +13,26 @@ from .errors import ConfigError, UnsupportedError
 Kind = Literal["onebit", "topk", "randomk", "dithering", "float16", "bfloat16", "int8"]
 KINDS = ("onebit", "topk", "randomk", "dithering", "float16", "bfloat16", "int8")
 
-#: In front of what a codec writes: its length in bytes, 64 bits. A receiver has room for the longest, and looks here.
+#: Bytes of the length in front of a codec's output. A receiver has room for the longest frame, and reads this.
 FRAME_NBYTES = 8
-#: Elements that share one scale.
+#: Elements of an int8 block, which share one scale.
 INT8_BLOCK = 256
-#: Most levels of dithering: linear, and natural (where they are powers of two).
+#: Most levels of dithering: linear, and natural (powers of two).
 _MOST_LEVELS, _MOST_NATURAL_LEVELS = 1 << 20, 30
 #: Bytes of an element while it is compressed: 16-bit floats are widened first.
 _WIDTH = {"float32": 4, "float64": 8, "float16": 4, "bfloat16": 4}
 
 
 class CodecSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A choice of compression for one tensor, the same on all ranks.
+    """How one tensor is compressed, the same on all ranks.
 
-    `k`: of "topk" and "randomk" how many elements of a partition are sent, below 1 their fraction; of "dithering" the
-    levels. `scaled`: "onebit" sends the mean magnitude, else every element counts 1. `natural`: the levels of
-    "dithering" are powers of two; `l2`: they are relative to the Euclidean norm, else to the largest magnitude. `seed`
-    of the draws of "randomk" and "dithering", for every partition and on every node alike. `error_feedback`: what was
-    not sent is added to the next gradient, on workers and owners. `momentum`: Nesterov's, on workers; 0: none. `auto`:
-    only if that is expected to pay on the job's machines (`codec_choice`), else not at all.
+    `k`: of "topk" and "randomk" the number of elements of a partition that are sent, or a fraction if below 1; of
+    "dithering" the number of levels. `scaled`: "onebit" sends the mean magnitude; else every element counts 1.
+    `natural`: the levels of "dithering" are powers of two; `l2`: they are relative to the Euclidean norm, else to the
+    largest magnitude. `seed`: of the random numbers of "randomk" and "dithering", the same for all partitions and
+    nodes. `error_feedback`: what was not sent is added to the next gradient, on workers and owners. `momentum`:
+    Nesterov's, on workers; 0: none. `auto`: compress only if that is expected to pay on the job's machines
+    (`codec_choice`).
     """
 
     kind: Kind
@@ -52,7 +52,7 @@ class CodecSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def check(codec: CodecSpec) -> None:
-    """Raise `ConfigError` if *codec* is not possible."""
+    """Raise `ConfigError` if *codec* is not valid."""
     if codec.kind not in KINDS:
         raise ConfigError(f"compression {codec.kind!r} is unknown; there are {', '.join(KINDS)}")
     if codec.kind in ("topk", "randomk") and not (0 < codec.k < 1 or (codec.k >= 1 and codec.k == int(codec.k))):
@@ -68,16 +68,17 @@ def check(codec: CodecSpec) -> None:
 
 
 def width_of(dtype: str) -> int:
-    """Return the bytes of an element of *dtype* while it is compressed; `UnsupportedError` if it cannot be."""
+    """Return the bytes of an element of *dtype* while it is compressed; raise `UnsupportedError` if it cannot be."""
     if dtype not in _WIDTH:
         raise UnsupportedError(f"tensors of {dtype} are not compressed: only {', '.join(_WIDTH)}")
     return _WIDTH[dtype]
 
 
 def count(codec: CodecSpec, n_elements: int) -> int:
-    """Return how many of *n_elements*, one at least, "topk" or "randomk" sends; the levels of "dithering".
+    """Return the number of *n_elements* that "topk" or "randomk" sends, at least 1; of "dithering" the number of
+    levels.
 
-    At most half of the elements of a partition are sent: more would take more bytes than all.
+    At most half of the elements of a partition are sent, because more would take more bytes than all of them.
     """
     if codec.kind in ("topk", "randomk"):
         wanted = int(codec.k * n_elements) if codec.k < 1 else int(codec.k)
@@ -100,14 +101,14 @@ def frame_nbytes(codec: CodecSpec, n_elements: int, dtype: str) -> int:
 
 
 def _dithered_nbytes(codec: CodecSpec, n_elements: int, width: int) -> int:
-    """Return the bytes if every element is written, at the highest level: no gap costs more than the codes it saves."""
+    """Return the bytes if every element has the highest level: a gap never costs more than the codes that it saves."""
     highest = 1 << (int(codec.k) - 1) if codec.natural else int(codec.k)
     bits = n_elements * (2 + elias_bits(highest))
     return -(-bits // (8 * width)) * width + width + 4
 
 
 def elias_bits(value: int) -> int:
-    """Return the bits of the Elias delta code of *value*, 1 at least."""
+    """Return the bits of the Elias delta code of *value*, which is at least 1."""
     length = value.bit_length()
     return 2 * (length.bit_length() - 1) + length
 

@@ -1,14 +1,14 @@
-"""What bpsfast raises on purpose, classed by whose fault it is and what to do next."""
+"""The errors that bpsfast raises on purpose, by who has to act, and those that decoding may raise."""
 from __future__ import annotations
 
 import msgspec
 
-#: Strings need not be UTF-8, and nesting has no end: these two it does not turn into errors of its own.
+#: What msgspec raises for bytes that are no message. It does not wrap errors of invalid UTF-8 and of deep nesting.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class BpsError(Exception):
-    """Root of every error that bpsfast raises on purpose."""
+    """Base of every error that bpsfast raises on purpose."""
 
 
 class ConfigError(BpsError, ValueError):
@@ -16,7 +16,7 @@ class ConfigError(BpsError, ValueError):
 
 
 class LackingError(ConfigError):
-    """This machine lacks a library, a program or a permission that is asked for. The text says how to get it."""
+    """This machine lacks a library, a program or a permission. The text says how to get it."""
 
 
 class MismatchError(BpsError, ValueError):
@@ -24,19 +24,19 @@ class MismatchError(BpsError, ValueError):
 
 
 class UnsupportedError(BpsError, TypeError):
-    """The input is of a kind bpsfast does not sum: dtype, layout or device. Convert it first."""
+    """The input has a dtype, layout or device that bpsfast does not sum. Convert it first."""
 
 
 class ClosedError(BpsError, RuntimeError):
-    """*You* closed this (or never opened it, or forked), then used it. Fix the caller."""
+    """The *caller* used something after it was closed, before it was opened, or after a fork. Fix the caller."""
 
 
 class BusyError(BpsError, RuntimeError):
-    """The same name was pushed twice before the first round was waited for. Fix the caller."""
+    """The caller pushed a name again before waiting for its first round. Fix the caller."""
 
 
 class PeerLostError(BpsError, ConnectionError):
-    """A *peer* process went away; the text names its role, rank and address. Restart the job."""
+    """A *peer* process disappeared; the text names its role, rank and address. Restart the job."""
 
 
 class StallError(BpsError, TimeoutError):
@@ -44,19 +44,19 @@ class StallError(BpsError, TimeoutError):
 
 
 class CapacityError(BpsError, MemoryError):
-    """The machine cannot hold what the job asks for; the text gives both numbers."""
+    """The machine has too little memory for the job; the text gives both numbers."""
 
 
 class DeviceError(BpsError, RuntimeError):
-    """A GPU, its driver or CuPy failed: at a call of ours, or at work of yours that was enqueued before it."""
+    """A GPU, its driver or CuPy failed: in a call of bpsfast, or in work of the caller that was enqueued before it."""
 
 
 class ProtocolError(BpsError, RuntimeError):
-    """Bytes disagree with the format: mixed versions, or *our* bug. Please report it."""
+    """Bytes disagree with the format: versions are mixed, or bpsfast has a bug. Please report it."""
 
 
 def error_of(name: str, reason: str) -> BpsError:
-    """Return the error that a message names by its class; unknown names become `PeerLostError`."""
+    """Return the error of class *name* with *reason*; an unknown name becomes a `PeerLostError`."""
     kind = globals().get(name)
     if isinstance(kind, type) and issubclass(kind, BpsError):
         return kind(reason)

@@ -1,8 +1,8 @@
-"""Connections that have not proved the job's key: how many there may be, who has to go first, and a door that asks all.
+"""Connections that have not proved the job's key: how many there may be, and a listener that runs their handshakes.
 
-All sockets that listen have one policy (`HandshakeLimiter`): strangers are few at a time, each has a deadline, and
-when one more comes the oldest goes of the source that has the most. So a flood from one host pushes out its own
-connections, and never that of a member on another host which is in the middle of its handshake.
+All listening sockets have one policy (`HandshakeLimiter`): few connections in a handshake at a time, each with a
+deadline; when one more comes, the oldest of the source with the most is cut off. So a flood from one host cuts off its
+own connections, never that of a member on another host.
 """
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from typing import Generic, TypeVar
 
 from .errors import BpsError
 
-#: So many strangers at a time, where nothing else is said.
+#: The default limit of connections in a handshake.
 MAX_PENDING_HANDSHAKES = 64
-#: Who came so recently is not pushed out: a member on a busy machine may need that long. One of a crowd has a tenth of
-#: it, for others wait meanwhile: that is a source with more than half of all places, and more than there are members.
+#: A connection is not cut off sooner than this: a member on a busy machine may need it. A tenth of it, if its source
+#: has more than half of all places and more connections than the job has members.
 GRACE_S = 1.0
 
-#: Descriptors or memory may be there again after so long.
+#: Time to wait when descriptors or memory are exhausted.
 _RESPITE_S = 0.2
-#: How soon it is looked again whether there is room for one more.
+#: Interval of checks whether there is room for one more.
 RECHECK_S = 0.02
-#: After `Door.close` handshakes are cut off; a thread may still be in a system call.
+#: Time that `HandshakeAcceptor.close` waits for a thread that is in a system call.
 _JOIN_S = 1.0
-#: What is left unread would turn the end of a refused connection into a reset.
+#: Bytes to drain before closing a refused connection: unread ones would turn the close into a reset.
 _DRAIN_NBYTES = 1 << 16
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-#: What `accept` may say of a connection that was over before it was taken (accept(2)).
+#: Errors of `accept` for a connection that ended before it was accepted (accept(2)).
 _OVER = (errno.ECONNABORTED, errno.EAGAIN, errno.EPERM, errno.EPROTO, errno.ENETDOWN, errno.ENETUNREACH,
          errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOPROTOOPT, errno.ENONET, errno.EOPNOTSUPP, errno.ETIMEDOUT)
 
-#: And of a listener that was shut down under this object.
+#: Errors of `accept` for a listener that was shut down.
 _SHUT = (errno.EBADF, errno.EINVAL)
 
 Connection = TypeVar("Connection", bound=Hashable)
@@ -48,11 +48,10 @@ Proof = TypeVar("Proof")
 
 
 class HandshakeLimiter(Generic[Connection]):
-    """At most *most* connections without a proof, in the order in which they came. Not thread-safe, no I/O.
+    """At most *most* connections without a proof, in the order of arrival. Not thread-safe, no I/O.
 
-    *now* is any clock that only moves forward. *n_members*: connections the job itself may open at once. *grace_s*:
-    see `GRACE_S`; 0 where strangers are in already when they are counted, and whoever is pushed out connects again by
-    himself.
+    *now* is any monotonic clock, in seconds. *n_members*: connections that the job itself may open at once. *grace_s*:
+    see `GRACE_S`; 0 where connections count only once they are established and reconnect by themselves.
     """
 
     def __init__(self, most: int = MAX_PENDING_HANDSHAKES, n_members: int = 0, grace_s: float = GRACE_S) -> None:
@@ -80,17 +79,18 @@ class HandshakeLimiter(Generic[Connection]):
         self._held[connection] = source, now
 
     def remove(self, connection: Connection) -> bool:
-        """Count *connection* no more: it has proved the key, or has ended. Returns whether it was counted."""
+        """Stop counting *connection*, which has proved the key or has ended. Returns whether it was counted."""
         return self._held.pop(connection, None) is not None
 
     def overdue(self, now: float, patience_s: float) -> list[Connection]:
-        """Return who has not proved the key within *patience_s*."""
+        """Return the connections that have not proved the key within *patience_s*."""
         return [connection for connection, (_, since) in self._held.items() if now - since >= patience_s]
 
     def one_to_go(self, now: float) -> Connection | None:
-        """Return who is to be cut off so that one more can come; None: there is room, or nobody is yet.
+        """Return the connection to be cut off to make room for another; None if there is room, or none may be cut off
+        yet.
 
-        It is the oldest one of the source that has the most; of two such sources, of the one whose oldest came first.
+        It is the oldest one of the source with the most; of two such sources, of the one whose oldest came first.
         """
         if self.has_room:
             return None
@@ -105,7 +105,7 @@ class HandshakeLimiter(Generic[Connection]):
 def source_of(sock: socket.socket) -> str:
     """Return where the other end of *sock* is, for `HandshakeLimiter.add`; "" if it is gone.
 
-    That is its host's address, of IPv6 the network (/64) of which a host may have all addresses; of a local socket the
+    That is the host's address; of IPv6 its /64 network, all addresses of which a host may have; of a local socket the
     process.
     """
     try:
@@ -118,7 +118,7 @@ def source_of(sock: socket.socket) -> str:
 
 
 def host_of(address: str) -> str:
-    """Return *address*, of IPv6 its network of 64 bits; an IPv4 address that is mapped into IPv6 as itself."""
+    """Return *address*; of IPv6 its /64 network; an IPv4 address mapped into IPv6 as IPv4."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address):
         return str(found)
@@ -128,19 +128,19 @@ def host_of(address: str) -> str:
 
 
 class HandshakeAcceptor(Generic[Proof]):
-    """Accepts on *listener*, which is this object's to close, from `start` until `close`.
+    """Accepts on *listener*, which it closes, from `start` until `close`, and runs the handshakes.
 
     Parameters
     ----------
     prove
-        Called with each new socket, in a thread of its own: the handshake, within a deadline of its own. Raises
-        `BpsError` or `OSError` for a stranger.
+        Called with each new socket in a thread of its own: the handshake, with its own deadline. Raises `BpsError` or
+        `OSError` to refuse the connection.
     came
-        Called with (socket, what `prove` has returned), in the same thread; the socket goes with it.
+        Called with (socket, the result of `prove`) in the same thread; takes over the socket.
     refused
-        Called with the error of a connection that is refused; it is closed afterwards.
+        Called with the error of a connection that is refused; the socket is closed afterwards.
     warn
-        Called with words when nobody can be accepted for a while, or any more.
+        Called with a text when connections cannot be accepted for a while, or any more.
     n_members
         Connections that the job itself may open at a time, for which there is room beside `MAX_PENDING_HANDSHAKES`.
     """
@@ -166,11 +166,11 @@ class HandshakeAcceptor(Generic[Proof]):
         self._thread.start()
 
     def wait(self) -> None:
-        """Return once nobody can come any more, for the listener was shut down or has failed."""
+        """Return when the listener was shut down or has failed."""
         self._thread.join()
 
     def close(self) -> None:
-        """Accept nobody any more; end what strangers have begun. Idempotent."""
+        """Accept no more connections, and cut off those in a handshake. Idempotent."""
         with self._lock:
             if self.is_closed:
                 return
@@ -207,18 +207,18 @@ class HandshakeAcceptor(Generic[Proof]):
                 elif exc.errno in _SHUT:
                     return
                 elif exc.errno not in _OVER:
-                    self._warn(f"nobody can be accepted any more: {exc}")
+                    self._warn(f"no connection can be accepted any more: {exc}")
                     return
                 continue
             self._let_in(sock)
 
     def _make_room(self) -> bool:
-        """Whether one more may try."""
+        """Cut off a connection if there are too many; return whether there is room."""
         with self._lock:
             going = self._pending.one_to_go(time.monotonic())
             if going is not None:
                 self._pending.remove(going)
-                _end(going)  # its thread says so, and closes it
+                _end(going)  # its thread reports it and closes the socket
             return self._pending.has_room
 
     def _let_in(self, sock: socket.socket) -> None:
@@ -231,7 +231,7 @@ class HandshakeAcceptor(Generic[Proof]):
             self._threads = {each for each in self._threads if each.is_alive()} | {thread}
         try:
             thread.start()
-        except RuntimeError as exc:  # no thread can be had
+        except RuntimeError as exc:  # no thread can be started
             self._forget(sock)
             self._threads.discard(thread)
             sock.close()
@@ -242,7 +242,7 @@ class HandshakeAcceptor(Generic[Proof]):
     def _exhaust(self, exc: Exception) -> None:
         if not self._exhausted:
             self._exhausted = True
-            self._warn(f"connections have to wait until they can be accepted: {exc} (too many open files: see "
+            self._warn(f"connections wait, because they cannot be accepted: {exc} (too many open files: see "
                        "ulimit -n)")
         self._rest(_RESPITE_S)
 
@@ -254,7 +254,7 @@ class HandshakeAcceptor(Generic[Proof]):
     # -- a thread for each connection ---------------------------------------------------------------------
 
     def _receive(self, sock: socket.socket) -> None:
-        """Let one connection prove itself. A stranger is refused, and harms nobody."""
+        """Run the handshake of one connection, and hand it over or refuse it."""
         try:
             proof = self._prove(sock)
         except (BpsError, OSError) as exc:
@@ -273,12 +273,12 @@ class HandshakeAcceptor(Generic[Proof]):
         self._came(sock, proof)
 
     def _forget(self, sock: socket.socket) -> None:
-        """From here on the socket is nobody's to push out."""
+        """Stop counting the socket, which must not be cut off from here on."""
         with self._lock:
             self._pending.remove(sock)
 
 
 def _end(sock: socket.socket) -> None:
-    """Make whoever waits for *sock* return; the descriptor stays its own."""
+    """Make the thread that waits for *sock* return; it closes the descriptor."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,5 +1,4 @@
-"""Names of machines, looked up within a time: the system's resolver may take half a minute, and cannot be told to stop.
-"""
+"""Looks up host names with a time limit: the system's resolver may take half a minute and cannot be interrupted."""
 from __future__ import annotations
 
 import ipaddress
@@ -8,7 +7,7 @@ import threading
 
 
 class Lookup:
-    """One look-up of *host*, in a thread of its own, which ends when the resolver does. Any thread may ask."""
+    """One look-up of *host* in a thread of its own, which ends when the resolver answers. Any thread may ask."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -18,16 +17,16 @@ class Lookup:
         threading.Thread(target=self._run, name="bpsfast-lookup", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the resolver has answered, within *timeout_s*."""
+        """Return whether the resolver has answered, after at most *timeout_s*."""
         return self._done.wait(max(0.0, timeout_s))
 
     def address(self, timeout_s: float) -> str:
-        """Return the address, of IPv4 if there is one, within *timeout_s*.
+        """Return the address, an IPv4 one if there is one, after at most *timeout_s*.
 
         Raises
         ------
         OSError
-            What the resolver has said, or `TimeoutError` if it has said nothing yet.
+            The resolver's error, or `TimeoutError` if it has not answered.
         """
         if not self.wait(timeout_s):
             raise TimeoutError(f"the resolver has not answered within {max(0.0, timeout_s):.3g} s")
@@ -48,7 +47,7 @@ class Lookup:
 
 
 def is_address(host: str) -> bool:
-    """Whether *host* is an address, which nobody has to look up."""
+    """Whether *host* is an IP address, which needs no look-up."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -57,5 +56,5 @@ def is_address(host: str) -> bool:
 
 
 def resolve(host: str, timeout_s: float) -> str:
-    """Return the address of *host*, which may be one; raises as `Lookup.address`."""
+    """Return the address of *host*, a name or an address; raises as `Lookup.address`."""
     return host if is_address(host) else Lookup(host).address(timeout_s)

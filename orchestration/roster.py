@@ -1,4 +1,6 @@
-"""The admitted nodes: whose message is it, whose rank is it, and what people call them. Pure."""
+"""The admitted nodes: which connection belongs to which node, which node has which rank, and their names in messages.
+Pure.
+"""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -7,9 +9,9 @@ from .messages import Message, NodeInfo, Outgoing
 
 
 class Roster:
-    """All nodes in node order with the identities they send from. Who is lost keeps its index, for good.
+    """All nodes in node order with the connections that they send from. A lost node keeps its index.
 
-    `joining`: those that come late and do not take part yet.
+    `joining`: nodes that come late and do not take part yet.
     """
 
     def __init__(self, entries: Sequence[tuple[bytes, NodeInfo]]) -> None:
@@ -22,14 +24,14 @@ class Roster:
         self._node_of_rank = {rank: node.index for node in self.nodes for rank in node.ranks}
 
     def add(self, sender: bytes, node: NodeInfo) -> None:
-        """Give *node*, which has no ranks and is the next one by its index, its place: it is `joining`."""
+        """Add *node*, which has no ranks and the next index, as `joining`."""
         self.senders.append(sender)
         self.nodes += (node,)
         self._index_of[sender] = node.index
         self.joining.add(node.index)
 
     def knows(self, sender: bytes) -> bool:
-        """Whether *sender* has, or had, a place."""
+        """Whether *sender* is, or was, the connection of a node."""
         return sender in self._index_of
 
     @property
@@ -44,12 +46,12 @@ class Roster:
 
     @property
     def workers(self) -> list[int]:
-        """Of those the ones with ranks."""
+        """The nodes with ranks that take part."""
         return [index for index in self.alive if self.nodes[index].ranks]
 
     @property
     def alive_senders(self) -> list[bytes]:
-        """The identities of the nodes that take part, in node order."""
+        """The connections of the nodes that take part, in node order."""
         return [self.senders[index] for index in self.alive]
 
     def to_all(self, message: Message) -> Outgoing:
@@ -61,24 +63,24 @@ class Roster:
         return self._index_of[sender]
 
     def node_of(self, rank: int) -> int:
-        """Return the index of the node that *rank* belongs to, -1 if there is no such rank."""
+        """Return the index of the node of *rank*, -1 if there is no such rank."""
         return self._node_of_rank.get(rank, -1)
 
     def senders_of(self, ranks: Sequence[int]) -> list[bytes]:
-        """Return the nodes that *ranks* belong to, each once, in node order."""
+        """Return the connections of the nodes of *ranks*, each once, in node order."""
         return [self.senders[index] for index in sorted({self._node_of_rank[rank] for rank in ranks})]
 
     def describe_node(self, index: int) -> str:
-        """Name a node, see `describe_node`."""
+        """Describe a node, see `describe_node`."""
         return describe_node(self.nodes, index)
 
     def describe_rank(self, rank: int) -> str:
-        """Name a rank: "rank 3 (node 1, host b)"."""
+        """Describe a rank: "rank 3 (node 1, host b)"."""
         index = self.node_of(rank)
         return f"rank {rank} (node {index}, host {self.nodes[index].host})" if index >= 0 else f"rank {rank}"
 
     def describe(self, who: str) -> str:
-        """Name *who*, given as "rank 3" or "node 1"; anything else is returned as it is."""
+        """Describe *who*, given as "rank 3" or "node 1"; return anything else unchanged."""
         kind, _, number = who.partition(" ")
         if number.isdecimal():
             if kind == "rank" and self.node_of(int(number)) >= 0:
@@ -89,17 +91,18 @@ class Roster:
 
 
 def is_majority(heard: Collection[int], workers: Collection[int]) -> bool:
-    """Whether a scheduler that hears nodes *heard* may decide: more than half of *workers*, all nodes with ranks.
+    """Whether a scheduler that hears nodes *heard* may decide: they are more than half of *workers*, all nodes with
+    ranks.
 
-    Or just half of them, with the first one: of two halves only one has that. The scheduler itself has no vote, for
-    there may be one on each side.
+    Or exactly half of them, with the first one, which only one of two halves has. The scheduler itself has no vote,
+    because there may be one on each side of a network partition.
     """
     n_heard = len(set(workers) & set(heard))
     return 2 * n_heard > len(workers) or (2 * n_heard == len(workers) and min(workers, default=-1) in heard)
 
 
 def describe_node(nodes: Sequence[NodeInfo], index: int) -> str:
-    """Name a node: "node 1 (host b, ranks 2, 3)" or "helper 0 (node 2, host c)"."""
+    """Describe a node: "node 1 (host b, ranks 2, 3)" or "helper 0 (node 2, host c)"."""
     node = nodes[index]
     if not node.ranks:
         return f"helper {index - sum(bool(each.ranks) for each in nodes)} (node {index}, host {node.host})"

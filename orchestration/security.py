@@ -1,14 +1,14 @@
 """The job key and what it proves: CURVE on the control plane, HMAC for attaching ranks and for data connections.
 
-Whoever holds the key is in the job; nobody else gets a byte in or out. The handshake of a data connection:
+Only holders of the key are in the job; nobody else can send or receive a byte. The handshake of a data connection:
 
     acceptor -> dialler   magic 8 | nonce 32
     dialler  -> acceptor  magic 8 | nonce 32 | length 2 | hello | proof 32    of "dialler", context, nonces, hello
     acceptor -> dialler   length 2 | hello | proof 32                         of "acceptor", context, nonces, hellos
 
-Both nonces are in both proofs, so nothing can be replayed; the labels differ, so nothing can be reflected. Of the same
-texts both sides make a secret that nobody else has, and no other connection: what follows is sealed with it where that
-is asked for (`bpsfast/base/encryption.py`), and else the data network is trusted, as it is for RDMA.
+Both nonces are in both proofs, so nothing can be replayed; the labels differ, so nothing can be reflected. From the
+same texts both sides derive a secret that no other connection has. It encrypts what follows if encryption is on
+(`bpsfast/node/transport`); else the data network is trusted, as it is for RDMA.
 """
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from zmq.utils import z85
 
 from .errors import DECODE_ERRORS, ConfigError, MismatchError, PeerLostError, ProtocolError, StallError
 
-#: Begins both sides' first message of a data connection; the digit is the handshake's version.
+#: Begins the first message of both sides of a data connection; the digit is the handshake's version.
 MAGIC = b"BPSFAST1"
 
-#: No hello is longer: a stranger cannot make us hold more.
+#: The longest hello, so that a client without the key cannot make us hold more.
 HELLO_MAX_NBYTES = 256
 
 _NONCE_NBYTES = 32
@@ -36,11 +36,10 @@ _PROOF_NBYTES = 32
 
 
 class StreamHello(msgspec.Struct, frozen=True, kw_only=True):
-    """What both ends of a data connection say of themselves: node index, number of the stream, epoch.
+    """What both ends of a data connection send of themselves: node index, number of the stream, epoch.
 
-    `link`: which of the links it belongs to that the pair has had one after another. `pid`: whose word it is, if that
-    one says nothing else, and is not to be taken for another that had its place in an earlier job. `encrypted`: whether
-    everything after the handshake is sealed.
+    `link`: which of the links that the pair has had one after another. `pid`: of the process, where the rest does not
+    tell it from one of an earlier job. `encrypted`: whether everything after the handshake is encrypted.
     """
 
     peer: int
@@ -52,19 +51,19 @@ class StreamHello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandshakeResult(NamedTuple):
-    """The other end's hello; and the connection's `secret`, of 32 bytes, to make keys of (`direction_key`)."""
+    """The peer's hello, and the connection's 32-byte `secret`, from which keys are derived (`direction_key`)."""
 
     hello: StreamHello
     secret: bytes
 
 
 def job_key(text_hex: str | None, fallback_text: str) -> bytes:
-    """Return the job's key from hexadecimal *text_hex*, else one derived from *fallback_text* (which others may guess).
+    """Return the job's key from hexadecimal *text_hex*, else one derived from *fallback_text*, which others may guess.
 
     Raises
     ------
     ConfigError
-        If the text is no hexadecimal number of at least 16 bytes. The text itself is a secret and not repeated.
+        If the text is not hexadecimal, or has fewer than 16 bytes. The error does not repeat the text, which is secret.
     """
     if not text_hex:
         return hashlib.sha256(b"bpsfast job key|" + fallback_text.encode()).digest()
@@ -78,7 +77,7 @@ def job_key(text_hex: str | None, fallback_text: str) -> bytes:
 
 
 def prove(key: bytes, *texts: str | bytes) -> bytes:
-    """Return the HMAC-SHA256 of *texts*, each preceded by its length, so that no two lists of texts look the same."""
+    """Return the HMAC-SHA256 of *texts*, each preceded by its length, so that different lists never look alike."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for text in texts:
         data = text.encode() if isinstance(text, str) else text
@@ -87,7 +86,7 @@ def prove(key: bytes, *texts: str | bytes) -> bytes:
 
 
 def verify(key: bytes, proof: bytes, *texts: str | bytes) -> bool:
-    """Tell in constant time whether *proof* is `prove` of *texts*."""
+    """Return, in constant time, whether *proof* is `prove` of *texts*."""
     return hmac.compare_digest(prove(key, *texts), proof)
 
 
@@ -100,19 +99,19 @@ def curve_pair(key: bytes, role: str) -> tuple[bytes, bytes]:
 
 
 def direction_key(secret: bytes, sender: str) -> bytes:
-    """Return the key of what *sender* ("dialler" or "acceptor") says on a connection with *secret*: 32 bytes."""
+    """Return the 32-byte key of what *sender* ("dialler" or "acceptor") sends on a connection with *secret*."""
     return prove(secret, "seal", sender)
 
 
 def plain_handshake_dialer(sock: socket.socket, key: bytes, context: str, hello: StreamHello,
                       timeout_s: float) -> StreamHello:
-    """As `handshake_as_dialer`, where nothing is sealed."""
+    """Run `handshake_as_dialer` where nothing is encrypted; return the peer's hello."""
     return handshake_as_dialer(sock, key, context, hello, timeout_s).hello
 
 
 def plain_handshake_acceptor(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int,
                      timeout_s: float) -> StreamHello:
-    """As `handshake_as_acceptor`, where nothing is sealed."""
+    """Run `handshake_as_acceptor` where nothing is encrypted; return the peer's hello."""
     return handshake_as_acceptor(sock, key, context, peer=peer, epoch=epoch, timeout_s=timeout_s).hello
 
 
@@ -127,7 +126,7 @@ def handshake_as_dialer(sock: socket.socket, key: bytes, context: str, hello: St
     StallError, PeerLostError
         If the deadline passed, or the peer closed.
     ProtocolError, MismatchError
-        If no bpsfast of this version answers; if it holds another key, or goes on encrypted and this side does not.
+        If the peer is no bpsfast of this version; if it has another key, or another setting of encryption.
     """
     with _Line(sock, timeout_s) as line:
         theirs = line.nonce()
@@ -137,7 +136,7 @@ def handshake_as_dialer(sock: socket.socket, key: bytes, context: str, hello: St
         line.send(MAGIC + nonce + _counted(said) + proof)
         answer = line.receive_counted()
         if not verify(key, line.receive(_PROOF_NBYTES), "acceptor", context, theirs, nonce, said, answer):
-            raise MismatchError(f"{line.peer} answered the data connection, but does not hold this job's key")
+            raise MismatchError(f"{line.peer} answered the data connection, but does not have this job's key")
         answered = _hello(answer, line.peer)
         _check_encrypted(line.peer, theirs=answered, ours=hello)
         return HandshakeResult(answered, prove(key, "secret", context, theirs, nonce, said, answer))
@@ -145,10 +144,10 @@ def handshake_as_dialer(sock: socket.socket, key: bytes, context: str, hello: St
 
 def handshake_as_acceptor(sock: socket.socket, key: bytes, context: str, *, peer: int, epoch: int, timeout_s: float,
                   encrypted: bool = False) -> HandshakeResult:
-    """Be the acceptor of `handshake_as_dialer`: answer as node *peer* in *epoch*, which goes on *encrypted* or not.
+    """Do the acceptor's part of `handshake_as_dialer`: answer as node *peer* in *epoch*, *encrypted* or not.
 
-    A stranger learns nothing but a nonce. Same errors, and `MismatchError` if the dialler goes on otherwise: it hears
-    that, too. On any of them close *sock*, the job is not harmed.
+    A client without the key learns nothing but a nonce. Same errors; also `MismatchError` if the dialler has another
+    setting of encryption, which it hears, too. On any error close *sock*; the job is not harmed.
     """
     with _Line(sock, timeout_s) as line:
         nonce = os.urandom(_NONCE_NBYTES)
@@ -156,7 +155,7 @@ def handshake_as_acceptor(sock: socket.socket, key: bytes, context: str, *, peer
         theirs = line.nonce()
         said = line.receive_counted()
         if not verify(key, line.receive(_PROOF_NBYTES), "dialler", context, nonce, theirs, said):
-            raise MismatchError(f"{line.peer} asked for a data connection, but does not hold this job's key")
+            raise MismatchError(f"{line.peer} asked for a data connection, but does not have this job's key")
         hello = _hello(said, line.peer)
         own = StreamHello(peer=peer, stream=hello.stream, epoch=epoch, link=hello.link, encrypted=encrypted)
         answer = msgspec.msgpack.encode(own)
@@ -185,7 +184,7 @@ def _hello(data: bytes, peer: str) -> StreamHello:
 
 
 class _Line:
-    """A socket with one deadline for everything said on it."""
+    """A socket with one deadline for the whole handshake."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock = sock

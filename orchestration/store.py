@@ -1,7 +1,7 @@
-"""Weights that owners keep: pushes are applied to them, answers are copied from them. What a user chooses. Pure.
+"""Weights that owners keep: pushes are applied to them, and replies are copies. The user's choice and its checks. Pure.
 
-"add" is asynchronous training as the BytePS paper has it (OSDI'20, section 4.4 and theorem 2): workers push what they
-have added to the weights and get the newest ones. "nesterov" is the outer step of DiLoCo (Douillard et al., 2023).
+"add" is asynchronous training as in the BytePS paper (OSDI'20, section 4.4 and theorem 2): workers push what they have
+added to the weights and get the newest ones. "nesterov" is the outer step of DiLoCo (Douillard et al., 2023).
 """
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _WIDTH = {"float32": 4, "float64": 8, "float16": 4, "bfloat16": 4}
 
 
 class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Let the owners of a tensor keep it, the same on all ranks. The first round sets it: `pyx/store.h`.
+    """How the owners of a tensor keep it, the same on all ranks. The first round sets its value: `pyx/store.h`.
 
-    `rule`: a push is added; or is an outer gradient, for which the weights make a step of Nesterov's momentum with
-    `learning_rate` and `momentum`. `worker`: who pushes together, the whole "job", each "node" for its ranks, or each
-    "rank"; different workers do not wait for each other. But no answer is given before every other worker's push
-    `staleness` rounds before was applied (-1: whenever that is).
+    `rule`: "add" adds a push; with "nesterov" it is an outer gradient, and the weights make a step of Nesterov's
+    momentum with `learning_rate` and `momentum`. `worker`: who pushes together: the whole "job", each "node" for its
+    ranks, or each "rank". Workers do not wait for each other, except that no reply is given before every other worker's
+    push of `staleness` rounds before was applied (-1: no limit).
 
-    With `backups` >= 0 workers step together, but wait for all but so many (`pyx/backups.h`): the weights move by the
-    mean of what came first.
+    With `backups` >= 0 workers step together, but wait for all except that many (`pyx/backups.h`): the weights move by
+    the mean of the pushes that came first.
     """
 
     rule: Rule = "add"
@@ -42,7 +42,7 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def check(store: StoreSpec) -> None:
-    """Raise `ConfigError` if *store* is not possible."""
+    """Raise `ConfigError` if *store* is not valid."""
     if store.rule not in RULES or store.worker not in WORKERS:
         raise ConfigError(f"a store with rule {store.rule!r} for each {store.worker!r}: there are {', '.join(RULES)}, "
                           f"for each {', '.join(WORKERS)}")
@@ -72,7 +72,7 @@ def width_of(dtype: str) -> int | None:
 
 
 def workers_of(store: StoreSpec, ranks: Sequence[int], nodes: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return the ranks of each worker of a tensor of *ranks* (empty: of all); *nodes* are the ranks of each node."""
+    """Return the ranks of each worker of a tensor of *ranks* (empty: all); *nodes* are the ranks of each node."""
     if store.worker == "job":
         return [tuple(ranks)]
     theirs = [tuple(rank for rank in node if not ranks or rank in ranks) for node in nodes]

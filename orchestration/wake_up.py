@@ -1,4 +1,4 @@
-"""Waking a thread that polls descriptors: an eventfd that anybody may ring, also once it is closed."""
+"""Wakes a thread that polls descriptors: an eventfd that any thread may ring, even after it was closed."""
 from __future__ import annotations
 
 import contextlib
@@ -7,7 +7,7 @@ import threading
 
 
 class WakeUp:
-    """A descriptor to poll. `ring` from any thread and from signal handlers, the rest by the thread that polls."""
+    """A descriptor to poll. Call `ring` from any thread or signal handler, the rest from the thread that polls."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the number of a closed descriptor may be another one's
@@ -18,18 +18,18 @@ class WakeUp:
         return self._fd
 
     def ring(self) -> None:
-        """Make it readable. Nothing happens once it is closed."""
+        """Make it readable. Does nothing once it is closed."""
         with self._lock:
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Make it not readable any more, if it is."""
+        """Make it not readable."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Close it. Calling this again does nothing."""
+        """Close it. Idempotent."""
         with self._lock:
             if self._fd >= 0:
                 fd, self._fd = self._fd, -1

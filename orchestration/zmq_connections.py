@@ -1,9 +1,8 @@
-"""Who stands in a ZeroMQ server's door: connections that have not proved the key yet, and what they may cost us.
+"""The TCP connections behind a ZeroMQ server: limits for those that have not proved the key, and when bytes last came.
 
-libzmq lets everybody connect, and reads a handshake's message of any length up to ZMQ_MAXMSGSIZE, which is that of our
-longest message. So somebody without the key could have it hold that much for each connection, of which there may be
-any number. A real handshake has less than a kilobyte: who has sent much more is cut off. So is, of too many, whoever
-`HandshakeLimiter` says has to go.
+libzmq lets everybody connect, and reads a handshake's message of up to ZMQ_MAXMSGSIZE, the size of our longest message.
+A client without the key could so make it hold that much for any number of connections. A real handshake has less than a
+kilobyte, so a connection that has sent much more is cut off. If there are too many, `HandshakeLimiter` chooses which.
 """
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from .handshakes import HandshakeLimiter, host_of
 
-#: A stranger's connection has so long to prove the key: libzmq closes it then.
+#: libzmq closes a connection that has not proved the key after this time.
 HANDSHAKE_MS = 5000
-#: What may come from one before its first message was read: the handshake, a `Join`, heartbeats.
+#: The most bytes of a connection before its first message is read: the handshake, a `Join`, heartbeats.
 PENDING_MAX_NBYTES = 256 << 10
-#: There are fewer at a time. Who belongs here and is cut off connects again by himself.
+#: The most connections in a handshake at a time. A member that is cut off connects again by itself.
 MAX_PENDING_HANDSHAKES = 256
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -35,9 +34,9 @@ _BYTES_RECEIVED_AT = 128
 
 
 class ZmqHandshakeLimiter:
-    """Watches the connections of *server*, a bound or unbound TCP socket. Thread: the server's own.
+    """Watches the connections of *server*, a TCP socket, bound or not. Thread: the server's own.
 
-    Poll `monitor` beside the server; call `knows` with every message's frame, and `look` once all have been read.
+    Poll `monitor` beside the server; call `knows` with every message's frame, and `look` when all have been read.
     """
 
     def __init__(self, server: zmq.Socket[bytes]) -> None:
@@ -52,18 +51,18 @@ class ZmqHandshakeLimiter:
 
     @property
     def n_strangers(self) -> int:
-        """Connections that have not said anything under the key yet, as `look` has found them."""
+        """The number of connections that have sent nothing under the key, as of the last `look`."""
         return len(self._strangers)
 
     @property
     def n_known(self) -> int:
-        """Connections over which something was read, and which `look` has not seen end."""
+        """The number of connections that have sent a message, and whose end `look` has not seen."""
         return len(self._known)
 
     def knows(self, frame: zmq.Frame) -> int | None:
-        """Note that *frame*, received without a copy, came over a connection: it has proved the key.
+        """Note that *frame*, received without a copy, came over a connection, which has proved the key.
 
-        Returns the connection's descriptor, which stays libzmq's; None if that does not tell.
+        Returns the connection's descriptor, which belongs to libzmq; None if it is not known.
         """
         try:
             fd = int(frame.get(zmq.SRCFD))
@@ -77,7 +76,7 @@ class ZmqHandshakeLimiter:
         return fd
 
     def look(self) -> None:
-        """Hear who came and went; cut off who costs too much."""
+        """Take note of new and closed connections; cut off those beyond the limits."""
         self._hear()
         if self._is_blind:
             return
@@ -90,7 +89,7 @@ class ZmqHandshakeLimiter:
                 self._cut_off(fd)
 
     def close(self) -> None:
-        """Watch no more. Before the server is closed. Idempotent."""
+        """Stop watching. Call before the server is closed. Idempotent."""
         if not self.monitor.closed:
             self._server.disable_monitor()
             self.monitor.close(linger=0)
@@ -166,14 +165,14 @@ _LAST_DATA_AT = 52
 
 
 class ConnectionActivity:
-    """Thread: the server's own."""
+    """When bytes of each node last came over its connection, by the kernel's count. Thread: the server's own."""
 
     def __init__(self) -> None:
         self._connections: dict[bytes, tuple[int, object]] = {}  # by sender: descriptor, and the other end's address
         self._senders: dict[int, bytes] = {}
 
     def knows(self, sender: bytes, fd: int | None) -> None:
-        """Note that a message of *sender* came over the connection *fd*, which is libzmq's; None: it does not say."""
+        """Note that a message of *sender* came over the descriptor *fd*, which belongs to libzmq; None: not known."""
         if fd is None or self._senders.get(fd) == sender:
             return
         before = self._senders.pop(fd, None)
@@ -190,14 +189,14 @@ class ConnectionActivity:
         self._connections[sender], self._senders[fd] = (fd, address), sender
 
     def address(self, sender: bytes) -> str:
-        """Return from where *sender* speaks, "host:port"; "an unknown address" if its connection is not known."""
+        """Return the address of *sender*, "host:port"; "an unknown address" if its connection is not known."""
         if sender not in self._connections:
             return "an unknown address"
         address = self._connections[sender][1]
         return "{}:{}".format(*address[:2]) if isinstance(address, tuple) else str(address)
 
     def silence_s(self, sender: bytes) -> float | None:
-        """Return for how long nothing has come of *sender*; None if its connection is not known, or is gone."""
+        """Return the time since the last byte of *sender*; None if its connection is not known, or gone."""
         if sender not in self._connections:
             return None
         fd, address = self._connections[sender]

@@ -1,4 +1,4 @@
-"""Extern declarations of the engine's core, header by header: from part.h to succession.h."""
+"""Extern declarations of the engine's core, header by header: from part.h to owner_change.h."""
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from pyx.words cimport bps_doorbell, bps_lane, bps_trace, pthread_mutex_t
@@ -141,11 +141,11 @@ cdef extern from "table.h" nogil:
     int bps_table_missing(bps_core *, uint32_t, bps_gap *)
     int bps_table_commit(bps_core *, uint32_t, const uint32_t *, uint32_t)
 
-cdef extern from "succession.h" nogil:
-    enum: BPS_SUCCEEDED, BPS_NOT_FROZEN, BPS_NO_PART, BPS_OTHER_ROUND
+cdef extern from "owner_change.h" nogil:
+    enum: BPS_OWNER_CHANGED, BPS_NOT_FROZEN, BPS_NO_PART, BPS_OTHER_ROUND
     int bps_detach(bps_core *, uint32_t)
     int bps_progress(bps_core *, uint32_t, uint32_t *, uint32_t *)
     int bps_was_told(bps_core *, uint32_t, uint32_t, uint32_t)
     int bps_follow(bps_core *, uint32_t, uint32_t, uint32_t, uint32_t)
-    int bps_succeed(bps_core *, uint32_t, bps_part *, uint32_t)
+    int bps_change_owner(bps_core *, uint32_t, bps_part *, uint32_t)
     int bps_give_up(bps_core *, uint32_t, bps_part *, uint32_t)

@@ -24,14 +24,14 @@ from libc.string cimport memcpy, memset
 from array import array as _array
 
 from pyx.core cimport (
-    BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_NOBODY, BPS_NOT_FROZEN, BPS_NO_PART, BPS_OTHER_ROUND, BPS_RANK,
-    BPS_RETIRED, BPS_SHM_PEER, BPS_SUCCEEDED, BPS_WIRE_PEER, bps_abort, bps_codec, bps_core, bps_core_free,
-    bps_core_make, bps_decode_fn, bps_detach, bps_divide_fn, bps_encode_fn, bps_event, bps_events, bps_events_await,
-    bps_events_take, bps_events_wake, bps_feed_fn, bps_follow, bps_freeze, bps_gap, bps_give_up, bps_input, bps_kernel,
-    bps_lag, bps_lag_p99, bps_map_segment, bps_narrow_fn, bps_on_arrived, bps_on_notify, bps_part, bps_part_free,
-    bps_progress, bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop, bps_store_behind, bps_store_free,
-    bps_store_kernel, bps_store_make, bps_succeed, bps_table_commit, bps_table_missing, bps_table_put, bps_table_remove,
-    bps_table_report, bps_table_retire, bps_was_told, bps_weight_store,
+    BPS_ABSENT, BPS_MAX_SEGMENTS, BPS_MAX_SOURCES, BPS_NO_PART, BPS_NOBODY, BPS_NOT_FROZEN, BPS_OTHER_ROUND,
+    BPS_OWNER_CHANGED, BPS_RANK, BPS_RETIRED, BPS_SHM_PEER, BPS_WIRE_PEER, bps_abort, bps_change_owner, bps_codec,
+    bps_core, bps_core_free, bps_core_make, bps_decode_fn, bps_detach, bps_divide_fn, bps_encode_fn, bps_event,
+    bps_events, bps_events_await, bps_events_take, bps_events_wake, bps_feed_fn, bps_follow, bps_freeze, bps_gap,
+    bps_give_up, bps_input, bps_kernel, bps_lag, bps_lag_p99, bps_map_segment, bps_narrow_fn, bps_on_arrived,
+    bps_on_notify, bps_part, bps_part_free, bps_progress, bps_row, bps_rows_nbytes, bps_source, bps_start, bps_stop,
+    bps_store_behind, bps_store_free, bps_store_kernel, bps_store_make, bps_table_commit, bps_table_missing,
+    bps_table_put, bps_table_remove, bps_table_report, bps_table_retire, bps_was_told, bps_weight_store,
 )
 from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
@@ -48,12 +48,7 @@ FLAG_EMPTY = BPS_FLAG_EMPTY
 NOBODY = <uint32_t>BPS_NOBODY
 
 
-include "engine_held.pxi"
 include "engine_parts.pxi"
-include "engine_stores.pxi"
-include "engine_lags.pxi"
-include "engine_succession.pxi"
-include "engine_counters.pxi"
 
 
 @cython.final
@@ -154,9 +149,9 @@ cdef class Engine:
         (slot 0: the source announces where it lies), *local* the source ids of this machine's ranks in
         local-rank order; *outputs* are the result's addresses for even and odd rounds; *shm_peers* are told by
         lane, *to_wire* also yields EVENT_RESULT. *unit_offset* is the part's place in its unit. *codec*: how it is
-        compressed (a `bpsfast.node.codec_state.PartCodec`); what comes from *before* and *after* are then frames. *store*,
-        if not 0, was made for it: see `make_store`. Active from the next `commit` on; what arrives before that waits
-        for it.
+        compressed (a `bpsfast.node.codec_state.PartCodec`); what comes from *before* and *after* are then frames.
+        *store*, if not 0, was made for it: see `make_store`. Active from the next `commit` on; what arrives earlier
+        waits for it.
 
         *rows*, (rows in the part, most rows in a frame, elements of a row, bytes of a row): inputs and result are
         frames of rows (`rows.h`) of at most *nbytes*, and *n_elements* means nothing. Rounds are counted modulo 2^32,
@@ -223,12 +218,12 @@ cdef class Engine:
 
         Only while frozen (else ValueError).
         """
-        _succeeded(bps_give_up(self._open(), part, NULL, kept_round), f"part {part} after round {kept_round}",
+        _check_owner_change(bps_give_up(self._open(), part, NULL, kept_round), f"part {part} after round {kept_round}",
                    "elsewhere")
 
     def detach(self, uint32_t source):
         """Hear nothing more of *source*, which is gone, and tell it nothing. Only while frozen (else ValueError)."""
-        _succeeded(bps_detach(self._open(), source), f"source {source}")
+        _check_owner_change(bps_detach(self._open(), source), f"source {source}")
 
     def progress(self, uint32_t part):
         """Return the last rounds of *part* that were passed on from here, or summed, and that are complete here."""
@@ -247,7 +242,8 @@ cdef class Engine:
         What was passed on of that round is passed on again. *kept_round* itself, if it is not complete here, comes from
         the source *keeper*; without one its result is in place already. Raises ValueError if the part is not that far.
         """
-        _succeeded(bps_follow(self._open(), part, owner, kept_round, keeper), f"part {part} after round {kept_round}")
+        _check_owner_change(bps_follow(self._open(), part, owner, kept_round, keeper),
+                            f"part {part} after round {kept_round}")
 
     def remove(self, uint32_t part):
         """Forget a part whose generation was refused before it was committed."""

@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "crowd.h"
+#include "cpu_contention.h"
 
 static inline uint32_t bps_load(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 static inline void bps_store(uint32_t *word, uint32_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
@@ -51,7 +51,7 @@ static inline void bps_wake(uint32_t *word, int n) { syscall(SYS_futex, word, FU
  * A core that went idle takes tens of microseconds to come back, more in a virtual machine. But a thread that merely
  * spins takes its core from whoever is to change the word (1 ms at p99 once cores are over-committed), so it yields,
  * unless the process's cores are crowded. */
-static struct bps_crowd bps_crowd __attribute__((unused));
+static struct bps_contention bps_contention __attribute__((unused));
 
 static inline int bps_linger(const uint32_t *word, uint32_t seen, uint64_t awake_ns)
 {
@@ -63,18 +63,18 @@ static inline int bps_linger(const uint32_t *word, uint32_t seen, uint64_t awake
     if (awake_ns == 0)
         return 0;
     uint64_t begin_ns = bps_now_ns(), now_ns = begin_ns;
-    if (bps_is_crowded(&bps_crowd, begin_ns))
+    if (bps_is_contended(&bps_contention, begin_ns))
         return 0;
     do {
         uint64_t before_ns = now_ns;
         sched_yield();
         now_ns = bps_now_ns();
         if (now_ns - before_ns >= BPS_SLOW_YIELD_NS) {
-            bps_crowd_slow(&bps_crowd, now_ns);
+            bps_contention_slow(&bps_contention, now_ns);
             return bps_load(word) != seen;
         }
         if (bps_load(word) != seen)
-            return bps_crowd_met(&bps_crowd);
+            return bps_contention_met(&bps_contention);
     } while (now_ns - begin_ns < awake_ns);
     return 0;
 }
@@ -92,7 +92,7 @@ struct bps_doorbell {
     uint32_t sleepers;
     uint32_t awake; /* waiters that will see the next ring without being woken: 0 or 1 */
     uint32_t pad2[14];
-    uint64_t waiting; /* CPUs on which a rank waits awake (apart.h) */
+    uint64_t waiting; /* CPUs on which a rank waits awake (cpu_separation.h) */
     uint32_t pad3[14];
 };
 

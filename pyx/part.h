@@ -49,7 +49,7 @@ struct bps_part {
     uint8_t is_backed;       /* its store has versions (backups.h): */
     uint8_t is_given, is_taken; /* there was a push; the next version has it; */
     uint32_t seen;           /* which version its worker was answered with */
-    uint8_t is_kept;         /* member: the result of kept_round comes from `keeper`; its owner is gone (succession.h) */
+    uint8_t is_kept;         /* member: the result of kept_round comes from `keeper`; its owner is gone (owner_change.h) */
     uint32_t keeper, kept_round;
     uint8_t was_given;       /* owned until round given_round, whose inputs go to a new owner: late ones are dropped */
     uint32_t given_round;

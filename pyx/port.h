@@ -6,7 +6,7 @@
 #include <poll.h>
 #include <sched.h>
 
-#include "apart.h"
+#include "cpu_separation.h"
 #include "board.h"
 #include "lane.h"
 #include "record.h"
@@ -25,7 +25,7 @@ struct bps_port {
     uint32_t capacity, n_words;
     int node_pidfd;
     uint64_t awake_ns;
-    struct bps_apart apart;
+    struct bps_separation separation;
     uint32_t n_long; /* waits in a row that were longer than BPS_SOON times awake_ns; at most BPS_LONG */
     pthread_mutex_t mutex; /* one announces at a time */
     struct bps_trace records;
@@ -88,7 +88,7 @@ static inline void bps_port_stay_awake(struct bps_port *port, uint64_t awake_ns)
 {
     port->awake_ns = awake_ns;
     if (awake_ns != 0)
-        bps_look_whether_few(&port->apart);
+        bps_look_whether_few(&port->separation);
 }
 
 static inline uint64_t bps_port_patience(const struct bps_port *port)
@@ -144,10 +144,10 @@ static inline int bps_port_wait(struct bps_port *port, uint32_t part, uint32_t r
         return bps_port_complete(port, word, part, round, 0);
     uint64_t begin_ns = bps_now_ns();
     int cpu = -1;
-    if (!bps_is_crowded(&bps_crowd, begin_ns))
-        cpu = bps_apart_enter(&port->apart, &port->doorbell->waiting, begin_ns);
+    if (!bps_is_contended(&bps_contention, begin_ns))
+        cpu = bps_separation_enter(&port->separation, &port->doorbell->waiting, begin_ns);
     int rang = bps_linger(word, seen, bps_port_patience(port));
-    bps_apart_leave(&port->doorbell->waiting, cpu);
+    bps_separation_leave(&port->doorbell->waiting, cpu);
     if (rang && bps_reached(bps_load(word), round))
         return bps_port_complete(port, word, part, round, begin_ns);
     for (;;) {

@@ -16,12 +16,13 @@ from libc.stdlib cimport free
 from libc.string cimport memcpy
 
 from pyx.words cimport (
-    BPS_ABORTED, BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DIFFERENT, BPS_DONE,
-    BPS_DOORBELL_MAGIC, BPS_FLAG_EMPTY, BPS_FLAG_FAR, BPS_FLAG_RATE, BPS_INTERRUPTED, BPS_NODE_DIED, BPS_PUSH,
-    BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_TICKET, BPS_TIMED_OUT, BPS_TO_DEVICE, BPS_TO_HOST, bps_board,
-    bps_board_word, bps_convey, bps_count, bps_counted, bps_doorbell, bps_entry, bps_lane, bps_lane_capacity, bps_leg,
-    bps_load, bps_now_ns, bps_port, bps_port_announce, bps_port_stay_awake, bps_port_wait, bps_reached, bps_record_add,
-    bps_step, bps_steps_blocked, bps_steps_next, bps_tally, bps_trace_open, pthread_mutex_destroy, pthread_mutex_init,
+    BPS_ABORTED, BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DIFFERENT,
+    BPS_DONE, BPS_DOORBELL_MAGIC, BPS_FINGERPRINT, BPS_FLAG_EMPTY, BPS_FLAG_FAR, BPS_FLAG_RATE, BPS_INTERRUPTED,
+    BPS_NODE_DIED, BPS_PUSH, BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_TIMED_OUT, BPS_TO_DEVICE, BPS_TO_HOST,
+    bps_board, bps_board_word, bps_chunk, bps_count, bps_counted, bps_doorbell, bps_entry, bps_lane,
+    bps_lane_capacity, bps_load, bps_now_ns, bps_pipelined_transfer, bps_port, bps_port_announce,
+    bps_port_stay_awake, bps_port_wait, bps_reached, bps_record_add, bps_step, bps_steps_blocked, bps_steps_next,
+    bps_tally, bps_trace_open, pthread_mutex_destroy, pthread_mutex_init,
 )
 
 
@@ -30,7 +31,7 @@ DONE, TIMED_OUT, ABORTED, NODE_DIED = BPS_DONE, BPS_TIMED_OUT, BPS_ABORTED, BPS_
 #: What `Port.pipelined_transfer` ends with where ranks gave different tickets.
 DIFFERENT = BPS_DIFFERENT
 #: Flag of a leg that is a ticket.
-FINGERPRINT = BPS_TICKET
+FINGERPRINT = BPS_FINGERPRINT
 
 #: Copies of tensors of at least this many bytes bypass the caches; the parts of smaller ones are still there when the
 #: engine, or the rank, reads them (plain against streaming: 1 MB 0.68, 4 MB 0.6, 16 MB up to 1.9 of the time).
@@ -42,8 +43,25 @@ class LaneFull(TimeoutError):
     """The node lives, but has taken nothing from a full lane for too long."""
 
 
-include "port_copy.pxi"
-include "port_steps.pxi"
+cdef extern from "copy.h":
+    void bps_copy(void *, const void *, uint64_t, uint64_t) nogil
+
+
+def copy(uintptr_t destination, uintptr_t source, uint64_t nbytes, uint64_t stream_nbytes=1 << 20):
+    """Copy *nbytes* between two addresses without the GIL; the ranges do not overlap.
+
+    From *stream_nbytes* on, stores bypass the caches.
+    """
+    with nogil:
+        bps_copy(<void *>destination, <void *>source, nbytes, stream_nbytes)
+
+
+cdef tuple _steps(bps_tally *tally, bps_step *last):
+    """See `Port.steps`."""
+    return (bps_counted(&tally.steps),
+            (bps_counted(&tally.step_ns), bps_counted(&tally.step_exposed_ns),
+             bps_counted(&tally.communication_ns), bps_counted(&tally.hidden_ns)),
+            (last.step_ns, last.exposed_ns, last.communication_ns, last.hidden_ns))
 
 
 @cython.final
@@ -297,7 +315,7 @@ cdef class Port:
 
     def pipelined_transfer(self, const unsigned char[::1] legs not None, uint32_t ahead, uint32_t n_in, uint32_t n_out,
                double timeout_s):
-        """Put in and take out all *legs* (`pipelined_transfer.h: bps_leg`), of which *n_in* and *n_out* were before.
+        """Put in and take out all *legs* (`pipelined_transfer.h: bps_chunk`), of which *n_in* and *n_out* were before.
 
         Returns (status, n_in, n_out), the status as `wait` does, or DIFFERENT. Addresses in *legs* stay valid
         meanwhile, and are not checked.
@@ -307,20 +325,20 @@ cdef class Port:
         ConnectionError, LaneFull
             As `submit`; KeyboardInterrupt as `wait`.
         """
-        cdef const bps_leg *first
-        cdef uint32_t n = <uint32_t>(legs.shape[0] // <Py_ssize_t>sizeof(bps_leg))
+        cdef const bps_chunk *first
+        cdef uint32_t n = <uint32_t>(legs.shape[0] // <Py_ssize_t>sizeof(bps_chunk))
         cdef uint64_t entered_ns = bps_now_ns()
         cdef uint64_t deadline_ns = entered_ns + <uint64_t>(timeout_s * 1e9)
         cdef int status = BPS_DONE
         if n == 0:
             return status, 0, 0
-        first = <const bps_leg *>&legs[0]
+        first = <const bps_chunk *>&legs[0]
         for i in range(n):
             self._check(first[i].part, 1)
         try:
             while True:
                 with nogil:
-                    status = bps_convey(&self.port, first, n, ahead, &n_in, &n_out, deadline_ns)
+                    status = bps_pipelined_transfer(&self.port, first, n, ahead, &n_in, &n_out, deadline_ns)
                 if status != BPS_INTERRUPTED:
                     break
                 self._raise(status, entered_ns if n_in == n_out else bps_now_ns())

@@ -85,8 +85,8 @@ cdef class CompletionQueue:
     def poll(self, int n=32):
         """Return up to *n* completions as (wr_id, status, opcode, nbytes, immediate or None, queue pair's number).
 
-        Never waits. *status* 0 is success, `bpsfast.hardware.verbs.completions` has words for the others; *opcode* 0 send,
-        1 write, 2 read, 128 receive, 129 receive of a write with immediate, valid for bad completions too.
+        Never waits. *status* 0 is success, `bpsfast.hardware.verbs.completions` explains the others; *opcode* 0 send, 1
+        write, 2 read, 128 receive, 129 receive of a write with immediate, valid for bad completions too.
 
         Raises
         ------

@@ -90,8 +90,8 @@ cdef extern from "port.h" nogil:
     int bps_port_announce(bps_port *, bps_entry *)
     int bps_port_wait(bps_port *, uint32_t, uint32_t, uint64_t)
 
-cdef extern from "convey.h" nogil:
-    struct bps_leg:
+cdef extern from "pipelined_transfer.h" nogil:
+    struct bps_chunk:
         uint32_t part
-    enum: BPS_DIFFERENT, BPS_TICKET
-    int bps_convey(bps_port *, const bps_leg *, uint32_t, uint32_t, uint32_t *, uint32_t *, uint64_t)
+    enum: BPS_DIFFERENT, BPS_FINGERPRINT
+    int bps_pipelined_transfer(bps_port *, const bps_chunk *, uint32_t, uint32_t, uint32_t *, uint32_t *, uint64_t)

@@ -26,7 +26,14 @@ from bpsfast.base import logs
 from tests.support.every_shape import SHAPES, SturdyJob
 from tests.support.forked import start_server
 from tests.support.jobs import Job
-from tests.support.portions import pytest_collection_modifyitems, pytest_report_header, takes_all  # noqa: F401 - hooks
+from tests.support.portions import (  # noqa: F401 - hooks and a fixture
+    pytest_collection_modifyitems,
+    pytest_report_header,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+    takes_all,
+)
 from tests.sysfs_trees.machine import Machine
 
 
@@ -187,7 +194,8 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add our options."""
-    parser.addoption("--thorough", action="store_true", help="run all cases of all tests (see tests/support/portions.py)")
+    parser.addoption("--thorough", action="store_true",
+                     help="run all cases of all tests (see tests/support/portions.py)")
     parser.addoption("--write-golden", action="store_true",
                      help="write tests/golden/* from what the code says now; read the difference before you commit it")
     parser.addoption("--strangers-messages", type=int, default=3000,

@@ -20,7 +20,7 @@ import numpy as np
 
 from bpsfast.launch.daemons import clean_environment
 
-from .gradients import SIZES, digest, expected, summed
+from .history import SIZES, digest, expected, summed
 from .scenario import LOST_WORKER, Scenario
 from .worker import KEPT
 

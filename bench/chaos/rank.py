@@ -24,7 +24,7 @@ import numpy as np
 import bpsfast
 from bpsfast.orchestration.errors import BpsError
 
-from .gradients import digest, names, pushed
+from .history import digest, names, pushed
 
 _RECOVERY_S = 10.0
 

@@ -18,8 +18,7 @@ from bpsfast.orchestration.messages import VERSION, Refuse
 from bpsfast.orchestration.scheduler_client import SchedulerClient
 
 from . import elastic_trial
-from .gradients import PARTITION_NBYTES
-from .history import RankHistory, read, wrong_sums
+from .history import PARTITION_NBYTES, RankHistory, read, wrong_sums
 from .processes import LINK_PORT, Processes
 from .scenario import (
     FOREIGNER,

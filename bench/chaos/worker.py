@@ -23,7 +23,7 @@ from bpsfast.elastic.coordinator_client import current_client
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.trainer import process
 
-from .gradients import SIZES, digest, pushed
+from .history import SIZES, digest, pushed
 
 #: The gradient whose sums make the weights.
 KEPT = 2

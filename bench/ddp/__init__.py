@@ -15,9 +15,8 @@ from bpsfast.bench.ddp.collectives import COLLECTIVES
 from bpsfast.bench.ddp.models import MODELS
 from bpsfast.bench.harness import peers, table
 from bpsfast.bench.harness.launcher import ContestantLauncher
-from bpsfast.bench.harness.option_lists import parse_names
+from bpsfast.bench.harness.option_lists import parse_names, parse_sizes
 from bpsfast.bench.harness.samples import Row, take_turns
-from bpsfast.bench.harness.size_list import parse_sizes
 from bpsfast.orchestration.errors import ConfigError, LackingError
 
 BACKENDS = ("gloo", "bpsfast")

@@ -20,8 +20,7 @@ from bpsfast.bench.device import report
 from bpsfast.bench.device.parts import PARTS, record
 from bpsfast.bench.device.plan import Plan
 from bpsfast.bench.harness import table
-from bpsfast.bench.harness.option_lists import parse_names
-from bpsfast.bench.harness.size_list import parse_sizes
+from bpsfast.bench.harness.option_lists import parse_names, parse_sizes
 from bpsfast.orchestration.errors import ConfigError
 
 _SIZES = {"cuda": "1M,4M,16M,64M,256M", "host": "1M,4M"}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from bpsfast.tensorflow.tensor_sums import reduced
+from bpsfast.tensorflow.ops import reduced
 
 
 def eager(arrays: Sequence[np.ndarray[Any, Any]]) -> Callable[[], list[Any]]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from bpsfast.base.value_formats import parse_size
 from bpsfast.orchestration.errors import ConfigError
 
 
@@ -19,3 +20,24 @@ def parse_names(option: str, text: str, known: Collection[str]) -> tuple[str, ..
     if unknown or not names:
         raise ConfigError(f"{option} {text}: {(unknown or [text])[0]!r} is none of {', '.join(known)}")
     return names
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Return bytes: ``4K:256M`` is every power of two from one to the other, ``4K,1M`` a list."""
+    if ":" not in text:
+        return tuple(_size(part) for part in text.split(","))
+    low, _, high = text.partition(":")
+    found, at, end = [], _size(low), _size(high)
+    while at <= end:
+        found.append(at)
+        at *= 2
+    if not found:
+        raise ConfigError(f"sizes {text}: the first is larger than the last")
+    return tuple(found)
+
+
+def _size(text: str) -> int:
+    nbytes = parse_size(text)
+    if not nbytes or nbytes % 4:
+        raise ConfigError(f"{text!r} is no size: expected bytes (a multiple of 4) with K, M or G, such as 64M")
+    return nbytes

@@ -73,7 +73,8 @@ def measure(python: str, n_tensors: int, n_elements: int, n_steps: int, counts: 
         raise StallError(f"{n_tensors} tensors with {python} did not end within {_TIMEOUT_S:g} s") from exc
     lines = [line[line.index("{"):] for line in done.stdout.splitlines() if '"samples_s"' in line]
     if done.returncode or len(lines) != 1:
-        raise PeerLostError(f"{n_tensors} tensors with {python} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise PeerLostError(f"{n_tensors} tensors with {python} ended with {done.returncode}:\n"
+                            f"{done.stdout}{done.stderr}")
     found: dict[str, Any] = json.loads(lines[0])
     return found
 

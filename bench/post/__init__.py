@@ -11,8 +11,8 @@ from typing import Any
 
 from bpsfast.bench.harness import peers, table
 from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.bench.harness.option_lists import parse_sizes
 from bpsfast.bench.harness.samples import Row, find, take_turns
-from bpsfast.bench.harness.size_list import parse_sizes
 from bpsfast.bench.post.ping_pong import VARIANT
 from bpsfast.orchestration.errors import ConfigError
 

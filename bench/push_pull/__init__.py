@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bpsfast.bench.harness import peers, table
-from bpsfast.bench.harness.option_lists import parse_names
-from bpsfast.bench.harness.size_list import parse_sizes
+from bpsfast.bench.harness.option_lists import parse_names, parse_sizes
 from bpsfast.bench.push_pull import one_machine, over_hosts, two_nodes
 from bpsfast.bench.push_pull.options import Plan
 from bpsfast.launch import ssh_job

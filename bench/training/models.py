@@ -48,7 +48,7 @@ def shape_of(name: str, size: str) -> Shape:
 
 def _resnet50(full: bool) -> Shape:
     def make() -> nn.Module:
-        from bpsfast.bench.training.resnet import ResNet
+        from bpsfast.bench.training.networks import ResNet
 
         return ResNet((3, 4, 6, 3), 64, _CLASSES) if full else ResNet((1, 1, 1, 1), 8, _SMALL_CLASSES)
 
@@ -57,7 +57,7 @@ def _resnet50(full: bool) -> Shape:
 
 def _vgg16(full: bool) -> Shape:
     def make() -> nn.Module:
-        from bpsfast.bench.training.vgg import VGG16, Vgg
+        from bpsfast.bench.training.networks import VGG16, Vgg
 
         if full:
             return Vgg(VGG16, 4096, _PIXELS, _CLASSES)
@@ -68,7 +68,7 @@ def _vgg16(full: bool) -> Shape:
 
 def _ugatit(full: bool) -> Shape:
     def make() -> nn.Module:
-        from bpsfast.bench.training.gradient_list import GradientList
+        from bpsfast.bench.training.networks import GradientList
 
         return GradientList(catalog.load("ugatit").shapes if full else catalog.divided("ugatit", _UGATIT_DIVISOR))
 
@@ -79,7 +79,7 @@ def _transformer(full: bool) -> Shape:
     n_words = 33708 if full else _SMALL_WORDS
 
     def make() -> nn.Module:
-        from bpsfast.bench.training.transformer import Transformer
+        from bpsfast.bench.training.networks import Transformer
 
         return Transformer(n_words, 512, 8, 2048, 6) if full else Transformer(n_words, 64, 4, 256, 2)
 
@@ -90,7 +90,7 @@ def _bert_large(full: bool) -> Shape:
     n_words = 30522 if full else _SMALL_WORDS
 
     def make() -> nn.Module:
-        from bpsfast.bench.training.bert import Bert
+        from bpsfast.bench.training.networks import Bert
 
         return Bert(n_words, 512, 1024, 16, 24) if full else Bert(n_words, _SMALL_LENGTH, 64, 4, 2)
 
@@ -101,7 +101,7 @@ def _gpt2(full: bool) -> Shape:
     n_words = 50257 if full else _SMALL_WORDS
 
     def make() -> nn.Module:
-        from bpsfast.bench.training.gpt2 import Gpt2
+        from bpsfast.bench.training.networks import Gpt2
 
         return Gpt2(n_words, 1024, 768, 12, 12) if full else Gpt2(n_words, _SMALL_LENGTH, 64, 4, 2)
 

@@ -1,1 +1,1 @@
-"""What every other package may use: settings, dtypes, errors, logs, framing and small services without a better home."""
+"""What every other package may use: settings, value formats, dtypes, logs, framing, small services."""

@@ -71,21 +71,21 @@ def configured_host(settings: Settings) -> str:
         return settings.node_host
     import psutil
 
-    wished, found = settings.interface, psutil.net_if_addrs()
+    chosen, found = settings.interface, psutil.net_if_addrs()
     addresses = {name: entry.address for name, entries in found.items() for entry in reversed(entries)
                  if entry.family == socket.AF_INET}
-    if wished in addresses:
-        return addresses[wished]
+    if chosen in addresses:
+        return addresses[chosen]
     there = f"BPSFAST_INTERFACE takes one of {', '.join(sorted(addresses)) or 'none, as there is no IPv4 address here'}"
-    if wished in found:
-        raise ConfigError(f"interface={wished!r} has no IPv4 address here. {there}")
-    if _OF_A_LIST.search(wished):
-        raise ConfigError(f"interface={wished!r} is a list as in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, but nodes "
+    if chosen in found:
+        raise ConfigError(f"interface={chosen!r} has no IPv4 address here. {there}")
+    if _OF_A_LIST.search(chosen):
+        raise ConfigError(f"interface={chosen!r} is a list as in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, but nodes "
                           f"listen on the address of one interface. {there}; unset, it is the one of the route to the "
                           "scheduler")
-    near = [name for name in sorted(addresses) if name.startswith(wished)]
+    near = [name for name in sorted(addresses) if name.startswith(chosen)]
     hint = f" (a whole name, not the beginning of {', '.join(near)})" if near else ""
-    raise ConfigError(f"interface={wished!r} has no IPv4 address here, as there is no such interface. {there}{hint}")
+    raise ConfigError(f"interface={chosen!r} has no IPv4 address here, as there is no such interface. {there}{hint}")
 
 
 def route_source(host: str) -> str | None:

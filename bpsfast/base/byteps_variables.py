@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..orchestration.errors import ConfigError
 
-_log = logging.getLogger("bpsfast.base.settings")
+_log = logging.getLogger("bpsfast.settings")
 _told: set[str] = set()
 
 

@@ -1,4 +1,4 @@
-"""Which data connections are encrypted (setting encryption), and their seals: a key for each connection and direction.
+"""Encryption of data connections: which are encrypted (setting encryption), and the keys of each direction.
 
 Both follow from the job's key and the connection's nonces (`security.HandshakeResult`): nothing more is exchanged.
 Who learns the job's key later, and has recorded the bytes, can read them: no forward secrecy (SECURITY.md).

@@ -37,16 +37,16 @@ LOST_HOST = 255
 
 WORDS = {
     OK: "all is well",
-    FAILED: "a check failed, or the error has no code of its own: the last line says which",
-    USAGE: "an option or a setting is wrong: the last line names it",
+    FAILED: "a check failed, or the error has no code of its own; the last line names it",
+    USAGE: "an option or a setting is invalid; the last line names it",
     ENVIRONMENT: "the machine lacks what the command needs: a device, a library, a permission, memory",
     TIMEOUT: "something did not answer in time",
-    LEFT_BEHIND: "of a helper: its job has lost or refused it, and goes on without it",
-    ABORTED: "of a node or scheduler: another process failed first and ended the job; the last line names it",
+    LEFT_BEHIND: "helper: its job lost or refused it, and goes on without it",
+    ABORTED: "node or scheduler: another process failed first and ended the job; the last line names it",
 }
 #: Further exit codes of `bpsfast run`, besides those of processes and 128 + N; see `words_of`.
 WORDS_OF_RUN = {
-    JOB_TIMEOUT: "the job has not ended within --timeout",
+    JOB_TIMEOUT: "the job did not end within --timeout",
     NOT_EXECUTABLE: "PROGRAM cannot be executed",
     NOT_FOUND: "PROGRAM was not found",
     LOST_HOST: "the process was lost with its host (-H)",

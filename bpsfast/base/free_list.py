@@ -1,11 +1,11 @@
-"""Free runs of bytes in a segment: taken first fit, given back, joined with their neighbours. Pure."""
+"""A first-fit free list: runs of free bytes in a segment, which join when neighbours are freed. No I/O."""
 from __future__ import annotations
 
 from bisect import bisect_left
 
 
 class FreeList:
-    """What is free of *nbytes* that begin at 0. Not thread-safe."""
+    """The free runs of *nbytes* that begin at 0. Not thread-safe."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self._begins: list[int] = [0] if nbytes else []
@@ -13,7 +13,7 @@ class FreeList:
 
     @property
     def nbytes(self) -> int:
-        """Free bytes, in whatever pieces."""
+        """Free bytes, in pieces of any size."""
         return sum(self._ends) - sum(self._begins)
 
     @property
@@ -22,7 +22,7 @@ class FreeList:
         return max((end - begin for begin, end in zip(self._begins, self._ends)), default=0)
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset of *nbytes* that are not free any more; None if no run has so many."""
+        """Allocate *nbytes* and return their offset; None if no run is long enough."""
         for i, (begin, end) in enumerate(zip(self._begins, self._ends)):
             if end - begin >= nbytes:
                 self._begins[i] += nbytes
@@ -32,17 +32,17 @@ class FreeList:
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Take back the *nbytes* at *offset*, which are not free.
+        """Free the *nbytes* at *offset*.
 
         Raises
         ------
         ValueError
-            If some of them are.
+            If some of them are free already.
         """
         end = offset + nbytes
         i = bisect_left(self._begins, offset)
         if (i and self._ends[i - 1] > offset) or (i < len(self._begins) and self._begins[i] < end):
-            raise ValueError(f"bytes {offset} to {end} are given back, but some of them are free already")
+            raise ValueError(f"bytes {offset} to {end} are freed, but some of them are free already")
         self._begins.insert(i, offset)
         self._ends.insert(i, end)
         if i + 1 < len(self._begins) and self._begins[i + 1] == end:

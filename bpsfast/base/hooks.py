@@ -12,3 +12,5 @@ make_islands: Callable[[Any, Any, Any], Any]
 open_elastic_client: Callable[[Any], Any]
 #: () -> the same if it was opened, else None.
 current_elastic_client: Callable[[], Any]
+#: Registers the `torch.distributed` backend "bpsfast" (`torch_autoload.add_backend`).
+add_torch_backend: Callable[[], None]

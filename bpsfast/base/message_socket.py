@@ -30,7 +30,7 @@ _FD_BITS = 4
 MAX_NBYTES = (1 << 32 - _FD_BITS) - 1
 MAX_FDS = (1 << _FD_BITS) - 1
 _READ_NBYTES = 1 << 16
-#: Of one channel at a time: who never stops talking must not keep others from being heard.
+#: Reads of one socket per call: a process that never stops sending must not keep others waiting.
 _MOST_READS = 64
 
 
@@ -41,7 +41,7 @@ def address(job_key: bytes, node_id: str) -> bytes:
 
 
 def attach_proof(job_key: bytes, pid: int, local_rank: int) -> bytes:
-    """Return what shows a node that process *pid* has the job's key."""
+    """Return the proof for a node that process *pid* has the job's key."""
     return hmac.new(job_key, f"attach|{pid}|{local_rank}".encode(), hashlib.sha256).digest()
 
 
@@ -53,14 +53,14 @@ def decode_local(data: bytes) -> messages.Message:
 def connect(
     name: bytes, timeout_s: float, decode: Callable[[bytes], messages.Message] = decode_local
 ) -> MessageSocket:
-    """Connect to the socket *name* and return its channel, trying again until somebody listens.
+    """Connect to the socket *name*, trying again until a process listens there.
 
     Raises
     ------
     StallError
-        If nobody listened within *timeout_s* seconds.
+        If no process listened within *timeout_s* seconds.
     ProtocolError
-        If it is another user's process that listens: once a node has ended, anybody may take its name.
+        If another user's process listens: once a node has ended, any process may take its name.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -70,8 +70,8 @@ def connect(
             sock.connect(name)
             pid, uid = peer_uid(sock)
             if uid not in (os.getuid(), 0):
-                raise ProtocolError(f"process {pid} of user {uid} listens on the local socket of this job's node, this "
-                                    f"is user {os.getuid()}: nothing is said to it")
+                raise ProtocolError(f"process {pid} of user {uid} listens on the local socket of this job's node, but "
+                                    f"this process runs as user {os.getuid()}: nothing is sent to it")
             return MessageSocket(sock, decode)
         except (ConnectionRefusedError, FileNotFoundError, BlockingIOError, TimeoutError):
             # Refused: not bound yet. EAGAIN: its backlog is full.
@@ -95,10 +95,10 @@ def peer_uid(sock: socket.socket) -> tuple[int, int]:
 
 
 class MessageSocket:
-    """One end of a connected Unix stream socket. The channel owns the socket and what it has not handed out yet.
+    """One end of a connected Unix stream socket. Owns the socket, and descriptors that were not handed out yet.
 
-    Any thread may send; one thread at a time may receive. The socket becomes non-blocking: nothing here waits
-    longer than it was told.
+    Any thread may send; one thread at a time may receive. The socket becomes non-blocking: no call waits longer than
+    its timeout.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ class MessageSocket:
     decode
         Turns a frame's bytes into a message; the default reads `messages.LocalMessage`.
     frame_max_nbytes
-        No longer message is taken; less than the default for somebody who has not shown yet who he is.
+        Longer messages are refused; smaller than the default for peers that are not authenticated.
     """
 
     def __init__(
@@ -204,18 +204,18 @@ class MessageSocket:
                 break
             self._raise_if_ended()
             if not _wait(self._sock, select.POLLIN, deadline):
-                raise StallError(f"process {self.peer[0]} said nothing on its local channel for {timeout_s:g} s")
+                raise StallError(f"process {self.peer[0]} sent nothing on its local channel for {timeout_s:g} s")
         return self._ready.popleft()
 
     def recv_nowait(self) -> list[tuple[messages.Message, tuple[int, ...]]]:
-        """Return the messages that have arrived, maybe none; what is beyond 4 MiB comes with the next call.
+        """Return the messages that have arrived, maybe none; at most about 4 MiB per call.
 
         Raises
         ------
         PeerLostError
             Once, after the last message.
         ProtocolError
-            If it is none, or longer than it may be: nothing more can be received.
+            If a message is too long, or cannot be read: nothing more can be received.
         """
         self._read()
         found = list(self._ready)
@@ -225,7 +225,7 @@ class MessageSocket:
         return found
 
     def close(self) -> None:
-        """Close the socket and all descriptors that nobody has taken. May be called twice."""
+        """Close the socket and all descriptors that were not handed out. Idempotent."""
         self._sock.close()
         for fd in self._inbox_fds:
             os.close(fd)
@@ -242,7 +242,7 @@ class MessageSocket:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- innards ------------------------------------------------------------------------------------------
+    # -- internal -----------------------------------------------------------------------------------------
 
     def _enqueue(self, message: messages.Message, fds: Sequence[int]) -> None:
         if len(fds) > MAX_FDS:

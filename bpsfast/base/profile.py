@@ -1,10 +1,10 @@
-"""Profile files: settings in TOML, changed by commands only in a way that can be taken back.
+"""Profile files: settings in TOML, which commands can change and restore.
 
-    read     what the file sets
-    apply    change some keys, leave every other byte alone; what was there before goes to FILE.undo
-    undo     put back what was there before the last `apply`, byte for byte
+    read     return the settings of the file
+    apply    change some keys and keep every other byte; the previous content is saved in FILE.undo
+    undo     restore the content from before the last `apply`, byte for byte
 
-``FILE.undo`` is JSON: a list with one entry for each `apply` that was not taken back, the last one at the end.
+``FILE.undo`` is JSON: a list with one entry for each `apply` that was not undone, the last one at the end.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNDO_SUFFIX = ".undo"
 
 
 class Change(NamedTuple):
-    """What one `apply` or `undo` did: the file, why and when (ISO 8601) it was applied, whether it is gone now."""
+    """The result of `apply` or `undo`: file, reason and date (ISO 8601) of the change; whether the file was removed."""
 
     path: str
     reason: str
@@ -34,7 +34,7 @@ class Change(NamedTuple):
 
 
 def read(path: str) -> dict[str, Any]:
-    """Return the settings in the file, by name, as TOML gives them; raises `ConfigError`."""
+    """Return the settings of the file by name, with TOML's types; raises `ConfigError`."""
     try:
         return _parse(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as exc:
@@ -42,21 +42,21 @@ def read(path: str) -> dict[str, Any]:
     except ImportError as exc:
         raise LackingError(f"BPSFAST_PROFILE = {path!r}: TOML needs Python 3.11, or `pip install tomli`") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"BPSFAST_PROFILE = {path!r} is no TOML: {exc}") from exc
+        raise ConfigError(f"BPSFAST_PROFILE = {path!r} is not TOML: {exc}") from exc
 
 
 def edited(text: str, values: Mapping[str, Any]) -> str:
-    """Return the TOML *text* with *values* set, and everything else, comments too, as it was.
+    """Return the TOML *text* with *values* set and everything else unchanged, including comments.
 
     Raises
     ------
     ConfigError
-        If the text is written in a way in which that cannot be done line by line.
+        The text cannot be changed line by line without losing something.
     """
     end = "\r\n" if "\r\n" in text else "\n"
     lines = text.removesuffix(end).split(end) if text else []
     for name, value in values.items():
-        line = f"{name} = {json.dumps(value)}"  # TOML writes such numbers, truths and texts alike
+        line = f"{name} = {json.dumps(value)}"  # TOML has the same form for such numbers, booleans and strings
         found = [i for i, each in enumerate(lines) if re.match(rf"\s*[\"']?{name}[\"']?\s*=", each)]
         if found:
             comment = re.search(r"\s+#[^\"']*$", lines[found[0]])
@@ -69,27 +69,27 @@ def edited(text: str, values: Mapping[str, Any]) -> str:
     except (msgspec.DecodeError, ImportError):
         faithful = False
     if not faithful:
-        raise ConfigError(f"the profile cannot be changed line by line without losing something; write into it "
+        raise ConfigError(f"the profile cannot be changed line by line without losing something; add these lines "
                           f"yourself: {', '.join(f'{name} = {json.dumps(value)}' for name, value in values.items())}")
     return result
 
 
 def writable(path: str) -> None:
-    """Raise `ConfigError` now if `apply` could not write *path* later."""
+    """Raise `ConfigError` if `apply` could not write *path*."""
     place = Path(path).resolve()
     if place.exists():
         read(path)
     if not os.access(place.parent, os.W_OK):
-        raise ConfigError(f"the profile {path} cannot be written: {place.parent} is no folder that you may write")
+        raise ConfigError(f"the profile {path} cannot be written: {place.parent} is not a writable folder")
 
 
 def apply(path: str, values: Mapping[str, Any], reason: str) -> Change:
-    """Set *values* in the file, which need not exist; remember what was there, with *reason* and date.
+    """Set *values* in the file, which need not exist; save the previous content with *reason* and date.
 
     Raises
     ------
     ConfigError, OSError
-        The file is as it was then.
+        The file is unchanged.
     """
     place = Path(path).resolve()
     before = _content(place)
@@ -103,23 +103,23 @@ def apply(path: str, values: Mapping[str, Any], reason: str) -> Change:
 
 
 def undo(path: str) -> Change:
-    """Put the file back to what it was before the last `apply`; remove it if there was none.
+    """Restore the file from before the last `apply`; remove it if it did not exist.
 
     Raises
     ------
     ConfigError
-        Nothing was applied, or somebody changed the file since: that would be lost.
+        Nothing was applied, or the file was changed since then.
     """
     place = Path(path).resolve()
     entries = _entries(place)
     if not entries:
-        raise ConfigError(f"nothing to undo: {_undo_file(place)} does not exist or is empty, so no --apply changed "
-                          f"{place}")
+        raise ConfigError(f"nothing to undo: {_undo_file(place)} does not exist or is empty, so no --apply has "
+                          f"changed {place}")
     last = entries.pop()
     now = _content(place)
-    if now not in (last["after"], last["before"]):  # the latter: `apply` was interrupted between its two files
+    if now not in (last["after"], last["before"]):  # the latter if `apply` was interrupted between its two files
         raise ConfigError(f"{place} was changed since {last['date']}, when `{last['reason']}` was applied: --undo "
-                          f"would lose that. What was there before stands in {_undo_file(place)}")
+                          f"would lose that change. The content from before is in {_undo_file(place)}")
     if last["before"] is None:
         place.unlink(missing_ok=True)
     else:
@@ -136,7 +136,7 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _content(place: Path) -> str | None:
-    """Return the file with its line ends as they are, None without one."""
+    """Return the file's content with its line ends, None if it does not exist."""
     try:
         return place.read_bytes().decode()
     except FileNotFoundError:
@@ -153,12 +153,12 @@ def _entries(place: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except ValueError as exc:
-        raise ConfigError(f"{_undo_file(place)} cannot be read ({exc}); move it away, then --undo is not possible "
-                          "any more") from exc
+        raise ConfigError(f"{_undo_file(place)} cannot be read ({exc}); move it away, after which --undo is not "
+                          "possible") from exc
 
 
 def _replace(place: Path, text: str, like: Path) -> None:
-    """Write a file in one step: whoever reads sees the old one or the new one. With the mode of *like*."""
+    """Replace a file atomically, with the mode of *like*."""
     handle, name = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
     try:
         with open(handle, "w", encoding="utf-8", newline="") as file:

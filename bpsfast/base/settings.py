@@ -1,11 +1,10 @@
-"""All settings: one typed table that everything reads, with the origin of every value.
+"""Settings: one typed table of all settings, and the origin of each value.
 
-The table *is* the `Settings` class: each field carries its unit, meaning and limits. A value comes from the first of
+Each field of the class `Settings` has its unit, help and limits. A value comes from the first of
 
     command line (`overrides`) > BPSFAST_NAME > BytePS's variable (`byteps_variables`) > profile file > default
 
-and an unknown ``BPSFAST_*`` variable is an error. To add a setting, add one field here; nothing else is needed. So this
-file is longer than others: the table is all there is to know of a setting.
+and an unknown ``BPSFAST_*`` variable is an error. To add a setting, add one field; nothing else is needed.
 """
 from __future__ import annotations
 
@@ -29,13 +28,15 @@ _KEY = "BPSFAST_JOB_KEY"
 _MIN_LIMIT_GBPS = 0.001
 _MIN_HELPER_LEASE_S = 0.5
 _MAX_TCP_STREAMS = 4
-#: What takes the values of settings takes no more (`tests/base/test_bounds.py`): an engine of threads, C's int of numbers
-#: and of milliseconds, and a round. More bytes than _MAX_BYTES no machine has.
+#: Limits of the code that takes the values (`tests/base/test_bounds.py`): threads of an engine, a C int, milliseconds
+#: in a C int, a round number. No machine has more than _MAX_BYTES bytes.
 MAX_ENGINE_THREADS = 64
 _MAX_INT = (1 << 31) - 1
 _MAX_ROUND = (1 << 32) - 1
 _MAX_SECONDS = 1e6
 _MAX_BYTES = 1 << 50
+#: values that errors show without quotes
+_PLAIN = re.compile(r"[\w.:,^=+-]+")
 _RANKS = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 
 
@@ -318,14 +319,14 @@ def load_with_origins(
     Parameters
     ----------
     overrides
-        Values of the command line by name, typed or as text; None values are skipped.
+        Values of the command line by name, typed or as text; None values are ignored.
     environ
         The environment; `os.environ` if None. An empty variable counts as not set.
 
     Raises
     ------
     ConfigError
-        An unknown name, a value of the wrong type or out of its limits, or two values that contradict.
+        A name is unknown, a value has the wrong type or exceeds its limits, or two values contradict each other.
     """
     environ = _environment_with_key() if environ is None or environ is os.environ else environ
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
@@ -368,9 +369,9 @@ _taken_key = ""
 def take_job_key() -> None:
     """Move BPSFAST_JOB_KEY from this process's environment into its memory, where only this module reads it.
 
-    Called once a process has joined its job, so that what it starts (loaders, trackers, crash reporters) is not given
-    the key. `load` knows it still, here and in forks of this process, unless the variable is set anew. A program that
-    is started afterwards to be a member has to be given the key: nodes and schedulers are (`environment`).
+    Call it when a process has joined its job, so that child processes (loaders, trackers, crash reporters) do not get
+    the key. `load` still finds it, here and in forks of this process, unless the variable is set again. New members of
+    the job, nodes and schedulers, get the key by `environment`.
     """
     global _taken_key
     _taken_key = os.environ.pop(_KEY, "") or _taken_key
@@ -381,12 +382,12 @@ def _environment_with_key() -> Mapping[str, str]:
 
 
 def fingerprint(settings: Settings) -> dict[str, str]:
-    """Return, as text, the settings that all roles of one job must agree on."""
+    """Return the settings that must be equal for all roles of a job, as text."""
     return {row.name: _text(getattr(settings, row.name)) for row in table() if row.agree}
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """Return the ``BPSFAST_*`` variables that make a child load these settings; the job key is among them."""
+    """Return the ``BPSFAST_*`` variables with which a child process loads these settings, including the job key."""
     return {
         PREFIX + name.upper(): _text(getattr(settings, name))
         for name in _NAMES
@@ -400,7 +401,7 @@ def parse_address(text: str, origin: str = "BPSFAST_SCHEDULER") -> tuple[str, in
     Raises
     ------
     ConfigError
-        If *text* is no such thing; *origin* says who gave it.
+        *text* is not an address; *origin* says where it comes from.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -415,11 +416,11 @@ def _known(name: str, spelled: str, where: str) -> None:
     near = difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.6)
     spell = (lambda n: PREFIX + n.upper()) if spelled.startswith(PREFIX) else str
     hint = f"did you mean {spell(near[0])}?" if near else "`bpsfast env` lists all settings"
-    raise ConfigError(f"{where} sets {spelled}, which is no setting of bpsfast: {hint}")
+    raise ConfigError(f"{where} sets {spelled}, which is not a setting of bpsfast: {hint}")
 
 
 def _within(name: str, alias: Translated) -> Any:
-    """Return what BytePS's variable says, or the most that the setting takes, where BytePS took more."""
+    """Return the value of BytePS's variable, limited to the largest value of the setting."""
     most = _TYPES[name].__metadata__[0].le
     if most is None or not str(alias.value).strip().isdecimal() or int(alias.value) <= most:
         return alias.value
@@ -448,67 +449,50 @@ def _typed(name: str, raw: Any, origin: str) -> Any:
 
 
 def _check_together(settings: Settings, origins: dict[str, str]) -> None:
-    if settings.insecure and settings.encryption == "on":
-        raise ConfigError(f"BPSFAST_ENCRYPTION = on ({origins['encryption']}) contradicts BPSFAST_INSECURE = 1 "
-                          f"({origins['insecure']}): encryption is as good as the job's key, which the latter does "
-                          "without; drop one of them")
-    if settings.lease_s <= 2 * settings.heartbeat_s:
-        raise ConfigError(
-            f"BPSFAST_LEASE_S = {settings.lease_s} ({origins['lease_s']}) must be more than twice BPSFAST_HEARTBEAT_S "
-            f"= {settings.heartbeat_s} ({origins['heartbeat_s']}): one late heartbeat would end the job"
-        )
-    if 0.0 < settings.helper_lease_s < _MIN_HELPER_LEASE_S:
-        raise ConfigError(
-            f"BPSFAST_HELPER_LEASE_S = {settings.helper_lease_s} ({origins['helper_lease_s']}) must be at least "
-            f"{_MIN_HELPER_LEASE_S}, or 0 for as long as BPSFAST_LEASE_S: the scheduler looks five times a second, "
-            "and helpers that are only slow would be lost")
-    if 0 < settings.trace_last_step < settings.trace_first_step:
-        raise ConfigError(f"BPSFAST_TRACE_FIRST_STEP = {settings.trace_first_step} ({origins['trace_first_step']}) "
-                          f"comes after BPSFAST_TRACE_LAST_STEP = {settings.trace_last_step} "
-                          f"({origins['trace_last_step']}): nothing would be traced")
-    if settings.autotune and settings.trace_dir:
-        raise ConfigError(
-            f"BPSFAST_AUTOTUNE = on ({origins['autotune']}) and BPSFAST_TRACE_DIR = {settings.trace_dir!r} "
-            f"({origins['trace_dir']}) go ill together: numbers of partitions are used again when gradients are cut "
-            "anew, and a trace would take them for one; tune first, then trace with what was found as settings")
+    def shown(name: str) -> str:
+        text = _text(getattr(settings, name))
+        return f"BPSFAST_{name.upper()} = {text if _PLAIN.fullmatch(text) else repr(text)} ({origins[name]})"
+
+    def require(holds: object, name: str, text: str) -> None:
+        if not holds:
+            raise ConfigError(f"{shown(name)}{text}")
+
+    require(not (settings.insecure and settings.encryption == "on"), "encryption",
+            f" contradicts {shown('insecure')}: encryption needs the job's key; unset one of them")
+    require(settings.lease_s > 2 * settings.heartbeat_s, "lease_s",
+            f" must be more than twice {shown('heartbeat_s')}: otherwise one late heartbeat ends the job")
+    require(settings.helper_lease_s == 0 or settings.helper_lease_s >= _MIN_HELPER_LEASE_S, "helper_lease_s",
+            f" must be at least {_MIN_HELPER_LEASE_S}, or 0 for the value of BPSFAST_LEASE_S: the scheduler checks five "
+            "times a second, so slow helpers would be lost")
+    require(settings.trace_last_step == 0 or settings.trace_last_step >= settings.trace_first_step, "trace_first_step",
+            f" comes after {shown('trace_last_step')}: no step would be traced")
+    require(not (settings.autotune and settings.trace_dir), "autotune",
+            f" contradicts {shown('trace_dir')}: tuning reuses partition numbers, which a trace cannot tell apart. "
+            "Tune first, then trace with the tuned settings")
     check_policy(settings.placement)
-    if settings.reduce_roots and not _RANKS.fullmatch(settings.reduce_roots):
-        raise ConfigError(f"BPSFAST_REDUCE_ROOTS = {settings.reduce_roots!r} ({origins['reduce_roots']}): expected "
-                          "local ranks such as 2,3")
+    require(not settings.reduce_roots or _RANKS.fullmatch(settings.reduce_roots), "reduce_roots",
+            ": expected local ranks such as 2,3")
     try:
         parse_rdma_devices(settings.rdma_devices)
     except ValueError as exc:
-        raise ConfigError(
-            f"BPSFAST_RDMA_DEVICES = {settings.rdma_devices!r} ({origins['rdma_devices']}): {exc}"
-        ) from exc
-    if settings.rdma_mtu not in (0, *PATH_MTUS):
-        raise ConfigError(f"BPSFAST_RDMA_MTU = {settings.rdma_mtu} ({origins['rdma_mtu']}): a path MTU is one of "
-                          f"{', '.join(map(str, sorted(PATH_MTUS)))}; 0: the smaller of both ports'")
-    if settings.rdma_cores not in ("", "numa") and not parse_cpus(settings.rdma_cores):
-        raise ConfigError(f"BPSFAST_RDMA_CORES = {settings.rdma_cores!r} ({origins['rdma_cores']}): expected cores "
-                          "such as 3 or 4-7, numa, or nothing")
-    if settings.cpus and (not parse_cpus(settings.cpus) or not settings.cores):
-        raise ConfigError(f"BPSFAST_CPUS = {settings.cpus!r} ({origins['cpus']}): expected CPUs such as 3 or 4-7, of "
-                          f"which BPSFAST_CORES = {settings.cores} ({origins['cores']}) says how many are used")
+        raise ConfigError(f"{shown('rdma_devices')}: {exc}") from exc
+    require(settings.rdma_mtu in (0, *PATH_MTUS), "rdma_mtu",
+            f": expected a path MTU ({', '.join(map(str, sorted(PATH_MTUS)))}), or 0 for the smaller of both ports'")
+    require(settings.rdma_cores in ("", "numa") or parse_cpus(settings.rdma_cores), "rdma_cores",
+            ": expected CPUs such as 3 or 4-7, numa, or an empty value")
+    require(not settings.cpus or (parse_cpus(settings.cpus) and settings.cores), "cpus",
+            f": expected CPUs such as 3 or 4-7, and the number of them to use in BPSFAST_CORES, but {shown('cores')}")
     for name, given in (("rank_cpus", settings.rank_cpus.split(":")), ("avoid_cpus", [settings.avoid_cpus])):
-        if getattr(settings, name) and not all(map(is_cpu_list, given)):
-            more = ", for each local rank, with : between them" if name == "rank_cpus" else ""
-            raise ConfigError(f"BPSFAST_{name.upper()} = {getattr(settings, name)!r} ({origins[name]}): expected CPUs "
-                              f"such as 3 or 4-7,9{more}")
-    if 0 < settings.nic_limit < _MIN_LIMIT_GBPS:
-        raise ConfigError(f"BPSFAST_NIC_LIMIT = {settings.nic_limit:g} ({origins['nic_limit']}) is in Gbit/s, at least "
-                          f"{_MIN_LIMIT_GBPS:g}: with less, one partition takes minutes")
-    if settings.nic_limit and settings.transport == "rdma":
-        raise ConfigError(f"BPSFAST_NIC_LIMIT = {settings.nic_limit:g} ({origins['nic_limit']}) is kept on tcp "
-                          f"connections, but BPSFAST_TRANSPORT = rdma ({origins['transport']}) has none: use "
-                          "transport auto or tcp")
+        more = ", for each local rank, with : between them" if name == "rank_cpus" else ""
+        require(not getattr(settings, name) or all(map(is_cpu_list, given)), name,
+                f": expected CPUs such as 3 or 4-7,9{more}")
+    require(settings.nic_limit == 0 or settings.nic_limit >= _MIN_LIMIT_GBPS, "nic_limit",
+            f" is in Gbit/s and at least {_MIN_LIMIT_GBPS:g}: with less, one partition takes minutes")
+    require(not (settings.nic_limit and settings.transport == "rdma"), "nic_limit",
+            f" applies to tcp connections, which {shown('transport')} does not use: use transport auto or tcp")
     if settings.scheduler:
         parse_address(settings.scheduler, f"BPSFAST_SCHEDULER ({origins['scheduler']})")
-    if settings.transport == "shm" and not settings.allow_shm:
-        raise ConfigError(
-            f"BPSFAST_TRANSPORT = shm ({origins['transport']}) contradicts BPSFAST_ALLOW_SHM = 0 "
-            f"({origins['allow_shm']})"
-        )
+    require(settings.transport != "shm" or settings.allow_shm, "transport", f" contradicts {shown('allow_shm')}")
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""How people write the values of settings: sizes (4M), lists of CPUs (0-3,8) and lists of RDMA devices (=mlx5_0:1).
+"""Formats of values in settings and options: sizes (4M), lists of CPUs (0-3,8) and of RDMA devices (=mlx5_0:1).
 
 Lists of RDMA devices have the syntax of NCCL_IB_HCA:
 
@@ -28,13 +28,13 @@ _MAX_CPUS = 1 << 16
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes that *text* names, None if it is not a size. 4M, 4MB and 4MiB are all 4 * 1024**2, as in perftest."""
+    """Return the bytes of a size such as 4M, None if it is not a size. 4M, 4MB and 4MiB are all 4 * 1024**2."""
     match = re.fullmatch(r"(\d+)\s*(?:([KMG])(?:i?B)?|B?)", text.strip(), re.IGNORECASE)
     return int(match[1]) << _SHIFTS[(match[2] or "").upper()] if match else None
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """Return the cores of a list such as "0-3,8,10-11"; what is none (see `is_cpu_list`) is left out."""
+    """Return the CPUs of a list such as "0-3,8,10-11", without invalid entries (see `is_cpu_list`)."""
     cpus: set[int] = set()
     for word in text.split(","):
         if (ends := _ends(word)) is not None:
@@ -43,7 +43,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def is_cpu_list(text: str) -> bool:
-    """Whether *text* is a list such as "0-3,8", of at least one core, without anything that `parse_cpus` leaves out."""
+    """Whether *text* is a list such as "0-3,8" with at least one CPU and no invalid entry."""
     return all(_ends(word) is not None for word in text.split(","))
 
 
@@ -56,7 +56,7 @@ def _ends(word: str) -> tuple[int, int] | None:
 
 
 def format_cpus(cpus: Set[int]) -> str:
-    """Return *cpus* as a list such as "0-3,8": the inverse of `parse_cpus`."""
+    """Return *cpus* as a list such as "0-3,8", the inverse of `parse_cpus`."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:
@@ -68,7 +68,7 @@ def format_cpus(cpus: Set[int]) -> str:
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """One entry of the list; `port` None means every port."""
+    """One entry of a list of RDMA devices; `port` None: every port."""
 
     name: str
     port: int | None = None
@@ -76,7 +76,7 @@ class DeviceEntry:
     excludes: bool = False
 
     def matches(self, device: str, port: int) -> bool:
-        """Whether the entry speaks of this port, be it to admit or to exclude it."""
+        """Whether the entry admits or excludes this port."""
         if self.port is not None and self.port != port:
             return False
         return device == self.name if self.exact else device.startswith(self.name)
@@ -88,7 +88,7 @@ class DeviceEntry:
 
 @dataclass(frozen=True)
 class RdmaDeviceList:
-    """A parsed list. The empty one admits everything."""
+    """A parsed list of RDMA devices. An empty one admits every device."""
 
     entries: tuple[DeviceEntry, ...] = ()
 
@@ -100,32 +100,32 @@ class RdmaDeviceList:
 
     @property
     def names_devices(self) -> bool:
-        """Whether the list names devices to use, rather than only ones to leave out."""
+        """Whether the list names devices to use, not only devices to exclude."""
         return any(not entry.excludes for entry in self.entries)
 
     def unmatched(self, ports: list[tuple[str, int]]) -> list[DeviceEntry]:
-        """Return the admitting entries that match none of *ports*: most likely misspelled."""
+        """Return the admitting entries that match none of *ports*, probably misspelled."""
         return [entry for entry in self.entries
                 if not entry.excludes and not any(entry.matches(device, port) for device, port in ports)]
 
     def __str__(self) -> str:
-        """Return the list with the modifiers of each entry spelled out where they change."""
+        """Return the list in its text form, with modifiers where they change."""
         shown, before = [], ""
         for entry in self.entries:
             modifiers = ("^" if entry.excludes else "") + ("=" if entry.exact else "")
-            # There is no way to write "no modifiers from here on": such an entry comes first, see `parse_rdma_devices`.
+            # an entry without modifiers comes first, since "no modifiers from here on" cannot be written
             shown.append(str(entry) if modifiers != before else str(entry).removeprefix(modifiers))
             before = modifiers
         return ",".join(shown)
 
 
 def parse_rdma_devices(text: str) -> RdmaDeviceList:
-    """Return the selection that *text* describes; blanks around entries and empty entries do not count.
+    """Return the device list of *text*; blanks around entries and empty entries are ignored.
 
     Raises
     ------
     ValueError
-        A port that is no positive number, or modifiers without a name.
+        A port that is not a positive number, or modifiers without a name.
     """
     entries: list[DeviceEntry] = []
     exact = excludes = False

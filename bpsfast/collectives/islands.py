@@ -1,12 +1,13 @@
-"""Islands: GPUs of one machine that add up among themselves, before memory does (OSDI'20 §4.2: reduce-scatter below a
-PCIe switch, reduce to roots over NVLink).
+"""Sums on the GPUs of a machine before the node sums them (OSDI'20 §4.2: reduce-scatter below a PCIe switch, reduce to
+roots over NVLink). An island is a set of ranks whose GPUs sum among themselves.
 
-    ready here and on all members   the island's turn: input is reduced to each partition's root
-    at the root                     the partition is copied to the host and announced; others take part with nothing
-    complete, copied to the root    the island's turn again: the root gives the sum to the others
+    ready here and on all members   the island's turn: the input is reduced to the root of each partition
+    at the root                     the partition is copied to the host and announced; others announce it as empty
+    complete, copied to the root    the island's turn again: the root gives the sum to the other members
 
-Members must make their calls in one order, and gradients become ready in different ones: turns come to what all
-members have been given. One thread of this object prepares all of that, so no hook waits for another rank.
+Members must make their calls in one order, but gradients become ready in different orders. So turns are negotiated
+(`turn_service`): a call begins once all members have submitted it. One thread does all this, and no hook waits for
+another rank.
 """
 from __future__ import annotations
 
@@ -17,55 +18,75 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from ..gpu.communicator import IslandRange, communicator
-from ..gpu.copies import DeviceCopy, ResultCopy
-from ..gpu.copy_to_device import CopyToDevice
-from ..gpu.copy_to_host import CopyToHost
+from ..gpu.communicator import Communicator, IslandRange, NcclCommunicator
+from ..gpu.copies import CopyToDevice, CopyToHost, DeviceCopy, PartitionCopy, ResultCopy, partition_copies
+from ..gpu.cuda import CudaDevice
 from ..gpu.device import Device, Event, Stream
-from ..gpu.partition_copy import PartitionCopy, cut
-from ..orchestration.errors import BpsError, DeviceError
+from ..gpu.shared_device import SharedCommunicator
+from ..orchestration.errors import BpsError, ConfigError, DeviceError
 from ..orchestration.priority.turns import Entry
-from ..trainer.gpu.device_round import DeviceRound
-from .group import broadcast_bytes
-from .island_routes import IslandRoutes
-from .machine_routes import agree, island_group
+from ..trainer.gpu.devices import DeviceBytes, DeviceRound, Devices
+from ..trainer.session import Session
+from ..trainer.unit import Unit
+from .island_routes import IslandGroup, IslandRoutes, agree, island_group
 from .turn_service import Finish, TurnService
 
-if TYPE_CHECKING:
-    from ..trainer.gpu.devices import DeviceBytes, Devices
-    from ..trainer.session import Session
-    from ..trainer.unit import Unit
-
 log = logging.getLogger("bpsfast.gpu")
-_NO_CREDIT = 1 << 62  # turns are only an order: the island's stream keeps what is enqueued
+_NO_CREDIT = 1 << 62  # turns only order calls: the island's stream holds all that is enqueued
+
+
+def communicator(device: Device, group: IslandGroup, fail: Callable[[BpsError], None]) -> Communicator:
+    """Return the communicator of *group*, this member of which has *device*; *fail* is called with what ends it between
+    calls. Collective; raises as calls of the group, and `UnsupportedError` without NCCL.
+    """
+    if not isinstance(device, CudaDevice):
+        return SharedCommunicator(device, group, fail)
+    addresses = group.all_gather_bytes(device.address.encode())
+    if len(set(addresses)) == 1:
+        return SharedCommunicator(device, group, fail)
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"ranks {group.ranks} are one island, and only some of them share a GPU: {addresses}")
+    return NcclCommunicator(device, group)
+
+
+class _Route(NamedTuple):
+    """One partition of a round: where its input and its sum lie, and the rank that copies it."""
+
+    source: PartitionCopy
+    target: PartitionCopy
+    root: int
+
+
+#: The partitions of a round by island; those that this rank sends alone are under ().
+_ByIsland = dict[tuple[int, ...], list[_Route]]
 
 
 class IslandRound:
-    """One round of one unit, whose bytes of this rank are *source*, and whose sum goes to *target*. *readers*: see
-    `CopyToHost`.
-    """
+    """One round of *unit*: this rank's input is *source*, and the sum goes to *target*. *readers*: see `CopyToHost`."""
 
-    def __init__(self, unit: Unit, round: int, readers: Sequence[CopyToDevice], source: DeviceBytes, target: DeviceBytes) -> None:
+    def __init__(self, unit: Unit, round: int, readers: Sequence[CopyToDevice], source: DeviceBytes,
+                 target: DeviceBytes) -> None:
         self.unit, self.round, self.source, self.target = unit, round, source, target
         self.readers = readers
         name = f"round {round} of {unit.name!r}"
-        self.out = DeviceCopy(f"{name} from {source.device.name} (or from another GPU of its island)", unit.urgency, None)
-        self.back = ResultCopy(f"the sum of {name} for {target.device.name}", unit.urgency, None)
-        self.n_out = self.n_back = 0  # of what it is made of: what has not come to its end
+        self.input = DeviceCopy(f"{name} from {source.device.name} (or from another GPU of its island)", unit.urgency,
+                                None)
+        self.result = ResultCopy(f"the sum of {name} for {target.device.name}", unit.urgency, None)
+        self.n_inputs = self.n_results = 0  # parts of them that have not ended
 
     def fail(self, error: BpsError) -> None:
-        """End both ways with *error*."""
-        self.out.end(error)
-        self.back.end(error)
+        """End both copies with *error*."""
+        self.input.end(error)
+        self.result.end(error)
 
 
 class _Island:
-    """One island of this rank: who is in it, by what they are joined, and whose turn it is.
+    """One island of this rank: its members, their communicator, and its turns.
 
-    It has a stream of its own. On one for several islands a member of two could have their calls in one order, another
-    one in the other: each would stand before what the other one waits for.
+    It has a stream of its own. With one stream for two islands, members of both could have their calls in different
+    orders, and each would wait for what stands behind the other.
     """
 
     def __init__(self, session: Session, members: Sequence[int], device: Device,
@@ -73,18 +94,14 @@ class _Island:
         group = island_group(session, members, "turns")
         self.members = tuple(members)
         self.calls = communicator(device, island_group(session, members, "calls"), fail)
-
-        def tell(said: bytes | None) -> bytes:
-            return broadcast_bytes(group, said or b"", 0)
-
-        self.turns = TurnService(group.rank, group.size, tell, host=lambda: "127.0.0.1", credit_nbytes=_NO_CREDIT,
-                                 timeout_s=math.inf, together=True)
+        self.turns = TurnService(group.rank, group.size, lambda address: group.broadcast_bytes(address or b"", 0),
+                                 host=lambda: "127.0.0.1", credit_nbytes=_NO_CREDIT, timeout_s=math.inf, together=True)
         group.close()
         self.stream = device.stream()
 
     def close(self, why: BpsError) -> None:
         self.turns.abandon(why)
-        with contextlib.suppress(BpsError):  # of a job, or a GPU, that is gone there is nothing to give back
+        with contextlib.suppress(BpsError):  # the job or the GPU may be gone
             self.calls.close()
         self.stream.close()
 
@@ -99,29 +116,29 @@ class Islands:
         self._routes = IslandRoutes(())
         self._islands: dict[tuple[int, ...], _Island] = {}
         self._lock = threading.Lock()
-        self._trips: set[IslandRound] = set()
-        self._held: list[tuple[Event, IslandRound]] = []  # the island may still write to their targets
+        self._rounds: set[IslandRound] = set()
+        self._held: list[tuple[Event, IslandRound]] = []  # rounds to whose targets the island may still write
         self._error: BpsError | None = None
-        self._begun: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bpsfast-islands", daemon=True)
         self._thread.start()
 
     def send(self, unit: Unit, source: DeviceBytes, target: DeviceBytes) -> DeviceRound:
         """Begin the next round of *unit*, as `Devices.send`; all ranks of the machine do."""
-        trip = IslandRound(unit, *unit.begin(unit.nbytes), source, target)
+        begun = IslandRound(unit, *unit.begin(unit.nbytes), source, target)
         with self._lock:
             error = self._error
-            self._trips.add(trip)
+            self._rounds.add(begun)
         if error is not None:
-            trip.fail(error)
+            begun.fail(error)
         else:
-            self._begun.put(partial(self._begin, trip))
-        return DeviceRound(self._session, unit, trip.round, trip.out, trip.back)
+            self._steps.put(partial(self._begin, begun))
+        return DeviceRound(self._session, unit, begun.round, begun.input, begun.result)
 
     def close(self, timeout_s: float, why: BpsError) -> bool:
-        """Leave the islands; what is under way fails with *why*. False: the thread does not come back."""
+        """Leave the islands; rounds under way fail with *why*. False if the thread does not end in time."""
         self._fail(why)
-        self._begun.put(None)
+        self._steps.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -135,12 +152,12 @@ class Islands:
             for members in self._routes.islands():
                 if self._session.rank in members:
                     self._islands[members] = _Island(self._session, members, self._device, self._fail)
-            while (step := self._begun.get()) is not None:
+            while (step := self._steps.get()) is not None:
                 step()
                 del step
         except BpsError as exc:
             self._fail(exc)
-        except BaseException as exc:  # of a driver, say: whoever waits must be told
+        except BaseException as exc:  # of a driver, for example: waiting ranks must be told
             log.exception("islands of rank %d cannot go on", self._session.rank)
             self._fail(DeviceError(f"islands of rank {self._session.rank} cannot go on: {exc!r}"))
         finally:
@@ -151,135 +168,135 @@ class Islands:
     def _fail(self, error: BpsError) -> None:
         with self._lock:
             self._error = self._error or error
-            trips, self._trips = self._trips, set()
-        for trip in trips:
-            trip.fail(error)
+            rounds, self._rounds = self._rounds, set()
+        for each in rounds:
+            each.fail(error)
 
-    def _begin(self, trip: IslandRound) -> None:
-        """Let each part of *trip* go its way: alone, or with an island."""
-        unit, rank = trip.unit, self._session.rank
-        outward: dict[tuple[int, ...], list[tuple[PartitionCopy, PartitionCopy, int]]] = {}
-        for piece, goal in zip(cut(unit.nbytes, unit.stride, trip.source.loads),
-                               cut(unit.nbytes, unit.stride, trip.target.loads)):
-            partition_route = self._routes.partition_route(unit.first_part + piece.number, rank) if self._routes.roads else None
-            members = partition_route.island if partition_route is not None and len(partition_route.island) > 1 else ()
-            outward.setdefault(members, []).append((piece, goal, partition_route.root if partition_route is not None else rank))
-        trip.n_out, trip.n_back = len(outward), sum(1 for members in outward if members)
-        if not outward:
-            trip.out.end()
-        for members, pieces in outward.items():
+    def _begin(self, begun: IslandRound) -> None:
+        """Send each partition of *begun*: alone, or through an island."""
+        unit, rank = begun.unit, self._session.rank
+        by_island: _ByIsland = {}
+        for source, target in zip(partition_copies(unit.nbytes, unit.stride, begun.source.ranges),
+                                  partition_copies(unit.nbytes, unit.stride, begun.target.ranges)):
+            route = self._routes.partition_route(unit.first_part + source.number, rank)
+            members = route.island if len(route.island) > 1 else ()
+            by_island.setdefault(members, []).append(_Route(source, target, route.root))
+        begun.n_inputs, begun.n_results = len(by_island), sum(1 for members in by_island if members)
+        if not by_island:
+            begun.input.end()
+        for members, routes in by_island.items():
             if not members:
-                self._depart(trip, [piece for piece, _, _ in pieces], [], trip.source.after)
+                self._copy_to_host(begun, [route.source for route in routes], [], begun.source.after)
                 continue
-            island, runs = self._islands[members], _runs(pieces, members)
-            self._submit(island, trip, "reduced", runs, partial(
-                self._reduced, trip, island, runs,
-                [goal for _, goal, root in pieces if root == rank],
-                [piece for piece, _, root in pieces if root != rank]))
-        self._devices.add_back(trip.target.device, self._arrival(trip, outward))
+            island, ranges = self._islands[members], _island_ranges(routes, members)
+            self._submit(island, begun, "reduced", ranges, partial(
+                self._reduce, begun, island, ranges, [route.target for route in routes if route.root == rank],
+                [route.source for route in routes if route.root != rank]))
+        self._devices.copy_to_device(begun.target.device, self._result_copy(begun, by_island))
 
-    def _submit(self, island: _Island, trip: IslandRound, what: str, runs: Sequence[IslandRange], begin: Callable[[], None]) -> None:
-        """Let *begin* be called at the island's turn. Failures end the whole: members are out of step."""
-        entry = Entry(name=f"{trip.unit.name} {what}", part=0, nbytes=sum(run.nbytes for run in runs),
-                      kind=f"round {trip.round} of {trip.unit.dtype_name}")
+    def _submit(self, island: _Island, begun: IslandRound, what: str, ranges: Sequence[IslandRange],
+                call: Callable[[], None]) -> None:
+        """Make *call* at the island's turn. A failure ends all islands, as their members are out of step."""
+        entry = Entry(name=f"{begun.unit.name} {what}", part=0, nbytes=sum(each.nbytes for each in ranges),
+                      kind=f"round {begun.round} of {begun.unit.dtype_name}")
 
         def turn(finish: Finish) -> None:
-            begin()
+            call()
             finish(None)
 
         def over(error: BaseException | None) -> None:
             if error is not None:
                 self._fail(error if isinstance(error, BpsError) else DeviceError(str(error)))
 
-        island.turns.submit(entry, turn, over, -trip.unit.urgency)
+        island.turns.submit(entry, turn, over, -begun.unit.urgency)
 
-    def _reduced(self, trip: IslandRound, island: _Island, runs: Sequence[IslandRange], own: Sequence[PartitionCopy],
-                 others: Sequence[PartitionCopy]) -> None:
-        """Reduce: *own* partitions lie in the target then, from where they depart. The island's turn."""
-        after = [*trip.source.after, *trip.target.after]
-        island.calls.reduce(island.stream, after, runs, trip.unit.dtype_name,
-                            lambda event: self._depart(trip, own, others, [event]))
+    def _reduce(self, begun: IslandRound, island: _Island, ranges: Sequence[IslandRange], own: Sequence[PartitionCopy],
+                others: Sequence[PartitionCopy]) -> None:
+        """Reduce *ranges*; then copy the partitions *own* from the target to the host. Called at the island's turn."""
+        after = [*begun.source.after, *begun.target.after]
+        island.calls.reduce(island.stream, after, ranges, begun.unit.dtype_name,
+                            lambda event: self._copy_to_host(begun, own, others, [event]))
 
-    def _depart(self, trip: IslandRound, own: Sequence[PartitionCopy], others: Sequence[PartitionCopy], after: Sequence[Event]) -> None:
-        """Let the partitions *own* be copied and announced after *after*; *others* are announced with nothing in them.
-        """
-        unit, round, port = trip.unit, trip.round, self._session.port
-        device_input = unit.device_input(trip.source.device)
-        empty = {piece.number for piece in others}
+    def _copy_to_host(self, begun: IslandRound, own: Sequence[PartitionCopy], others: Sequence[PartitionCopy],
+                      after: Sequence[Event]) -> None:
+        """Copy and announce the partitions *own* after the events *after*; announce *others* as empty."""
+        unit, round, port = begun.unit, begun.round, self._session.port
+        device_input = unit.device_input(begun.source.device)
+        empty = {partition.number for partition in others}
 
-        def announce(piece: PartitionCopy, begin_ns: int) -> None:
-            part = unit.first_part + piece.number
-            if piece.number in empty:
+        def copied(partition: PartitionCopy, begin_ns: int) -> None:
+            part = unit.first_part + partition.number
+            if partition.number in empty:
                 port.submit_empty(part, 1, round)
             else:
-                port.land(part, round, *device_input.entry(piece.number), piece.nbytes, begin_ns)
+                port.land(part, round, *device_input.entry(partition.number), partition.nbytes, begin_ns)
 
-        pieces = [*own, *(PartitionCopy(piece.number, 0, ()) for piece in others)]
-        departure = CopyToHost(trip.out.title, unit.urgency, device_input.address, pieces,
-                              after, announce, trip, trip.readers, device_input.on_device)
+        partitions = [*own, *(PartitionCopy(partition.number, 0, ()) for partition in others)]
+        copy = CopyToHost(begun.input.title, unit.urgency, device_input.address, partitions, after, copied, begun,
+                          begun.readers, device_input.on_device)
 
         def then(error: BpsError | None) -> None:
             with self._lock:
-                trip.n_out -= 1
-                is_last = trip.n_out == 0
+                begun.n_inputs -= 1
+                is_last = begun.n_inputs == 0
             if is_last or error is not None:
-                trip.out.end(error)
+                begun.input.end(error)
 
-        departure.then = then
-        self._devices.add_out(trip.source.device, departure)
+        copy.then = then
+        self._devices.copy_to_host(begun.source.device, copy)
 
-    def _arrival(self, trip: IslandRound, outward: dict[tuple[int, ...], list[tuple[PartitionCopy, PartitionCopy, int]]]) -> CopyToDevice:
-        """Return what brings this rank's own partitions back, and sees when all are complete."""
+    def _result_copy(self, begun: IslandRound, by_island: _ByIsland) -> CopyToDevice:
+        """Return the copy of this rank's own partitions to the device, which waits until all are complete."""
         rank = self._session.rank
-        pieces = [goal if root == rank else PartitionCopy(goal.number, goal.nbytes, ())
-                  for ways in outward.values() for _, goal, root in ways]
-        arrival = self._devices.arrival(trip.unit, trip.round, trip.target, pieces)
+        partitions = [target if root == rank else PartitionCopy(target.number, target.nbytes, ())
+                      for routes in by_island.values() for _, target, root in routes]
+        copy = self._devices.result_copy(begun.unit, begun.round, begun.target, partitions)
 
         def then(error: BpsError | None) -> None:
             if error is not None:
-                trip.back.end(error)
+                begun.result.end(error)
                 return
-            trip.back.event = arrival.event
-            if trip.n_back == 0:
-                self._over(trip)
+            begun.result.event = copy.event
+            if begun.n_results == 0:
+                self._end(begun)
             else:
-                self._begun.put(partial(self._hand_back, trip, outward))
+                self._steps.put(partial(self._submit_broadcasts, begun, by_island))
 
-        arrival.then = then
-        return arrival
+        copy.then = then
+        return copy
 
-    def _hand_back(self, trip: IslandRound, outward: dict[tuple[int, ...], list[tuple[PartitionCopy, PartitionCopy, int]]]) -> None:
-        for members, pieces in outward.items():
+    def _submit_broadcasts(self, begun: IslandRound, by_island: _ByIsland) -> None:
+        for members, routes in by_island.items():
             if members:
-                island, runs = self._islands[members], _runs(pieces, members)
-                self._submit(island, trip, "handed back", runs, partial(self._handed_back, trip, island, runs))
+                island, ranges = self._islands[members], _island_ranges(routes, members)
+                self._submit(island, begun, "handed back", ranges, partial(self._broadcast, begun, island, ranges))
 
-    def _handed_back(self, trip: IslandRound, island: _Island, runs: Sequence[IslandRange]) -> None:
-        """Give the sums of the roots to all. The island's turn."""
-        assert trip.back.event is not None, "the sums have been copied"
-        island.calls.broadcast(island.stream, [trip.back.event], runs, trip.unit.dtype_name,
-                               lambda event: self._has_handed_back(trip, island.stream))
+    def _broadcast(self, begun: IslandRound, island: _Island, ranges: Sequence[IslandRange]) -> None:
+        """Give the roots' sums to all members. Called at the island's turn."""
+        assert begun.result.event is not None, "the sums have been copied"
+        island.calls.broadcast(island.stream, [begun.result.event], ranges, begun.unit.dtype_name,
+                               lambda event: self._broadcast_enqueued(begun, island.stream))
 
-    def _has_handed_back(self, trip: IslandRound, stream: Stream) -> None:
-        with self._lock:  # islands of one trip have threads of their own: the last event is after all others
-            assert trip.back.event is not None, "the sums have been copied"
-            stream.wait(trip.back.event)
-            trip.back.event = stream.record()
-            trip.n_back -= 1
-            is_last = trip.n_back == 0
+    def _broadcast_enqueued(self, begun: IslandRound, stream: Stream) -> None:
+        with self._lock:  # islands have threads of their own; the last event comes after all others
+            assert begun.result.event is not None, "the sums have been copied"
+            stream.wait(begun.result.event)
+            begun.result.event = stream.record()
+            begun.n_results -= 1
+            is_last = begun.n_results == 0
         if is_last:
-            self._over(trip)
+            self._end(begun)
 
-    def _over(self, trip: IslandRound) -> None:
-        assert trip.back.event is not None, "it has come back"
+    def _end(self, begun: IslandRound) -> None:
+        assert begun.result.event is not None, "all copies are enqueued"
         with self._lock:
-            self._trips.discard(trip)
+            self._rounds.discard(begun)
             self._held = [each for each in self._held if not each[0].done()]
-            self._held.append((trip.back.event, trip))
-        trip.back.end()
+            self._held.append((begun.result.event, begun))
+        begun.result.end()
 
 
-def _runs(pieces: Sequence[tuple[PartitionCopy, PartitionCopy, int]], members: Sequence[int]) -> list[IslandRange]:
-    """Return what the island is to do with *pieces* and their roots: sources and targets are cut alike."""
+def _island_ranges(routes: Sequence[_Route], members: Sequence[int]) -> list[IslandRange]:
+    """Return the ranges of *routes* for a communicator of *members*; sources and targets are split alike."""
     return [IslandRange(source.address, target.address, source.nbytes, members.index(root))
-            for piece, goal, root in pieces for source, target in zip(piece.copies, goal.copies)]
+            for copied, summed, root in routes for source, target in zip(copied.copies, summed.copies)]

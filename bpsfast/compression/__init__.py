@@ -1,9 +1,14 @@
-"""Compression of what travels between nodes: what users choose, and the codecs that do it.
+"""Compression of gradients between nodes: the choice of a codec for each tensor.
 
     bpsfast.push_pull(x, name="x", compression=bpsfast.compression.topk(0.01, error_feedback=True))
 
-A codec is chosen tensor by tensor (`choice`); formats and arithmetic are BytePS's. Ranks load neither NumPy nor a
-compiler for it: kernels are the nodes'.
+    formats           the codecs
+    choice            which tensor uses which codec
+    byteps_keywords   BytePS's keywords for the same
+    compressors       compression by the ranks, as classes
+
+Formats and arithmetic are BytePS's. The nodes compress, with `kernels.codecs`; ranks load no compiler for it.
+docs/design/compression.md has the reasons.
 """
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""BytePS's two spellings of a choice of compression: keywords of `byteps_declare_tensor`, and `compression_params`.
+"""BytePS's keywords for compression: those of `byteps_declare_tensor`, and `compression_params`.
 
-The former are strings, which may begin with "byteps_" (attributes of parameters do); the latter are what its
-DistributedTrainer for MXNet takes. Programs hand over all of them, used or not, so keys that mean nothing to the chosen
-compressor are no error, nor are empty values.
+The former are strings, which may begin with "byteps_", as attributes of parameters do. The latter are those of its
+DistributedTrainer for MXNet. Keys that the chosen compressor does not use, and empty values, are ignored, because
+programs pass all of them.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import ConfigError
 from . import formats
 
-#: Either spelling -> what it is called here.
+#: BytePS's key -> its name here
 _KEYS = {
     "compressor_type": "compressor", "compressor": "compressor", "compressor_k": "k", "k": "k",
     "compressor_onebit_scaling": "scaling", "scaling": "scaling", "seed": "seed", "ef_type": "ef", "ef": "ef",
@@ -22,22 +22,22 @@ _KEYS = {
     "partition": "partition", "dithering_normalize": "normalize", "normalize": "normalize", "fp16": "fp16",
 }
 _COMPRESSORS = ("onebit", "topk", "randomk", "dithering")
-#: BytePS writes numbers where its trainer takes words.
+#: BytePS writes numbers where its trainer takes names.
 _PARTITIONS = {"0": "linear", "1": "natural", "linear": "linear", "natural": "natural"}
 _NORMS = {"0": "max", "1": "l2", "max": "max", "l2": "l2"}
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def from_byteps(keywords: Mapping[str, Any]) -> CodecSpec | None:
-    """Return the codec that BytePS's *keywords* ask for; None: none.
+    """Return the codec that BytePS's *keywords* ask for, None if they ask for none.
 
-    As there: "onebit" is not scaled unless "scaling" says so, "k" of "dithering" is the levels, and momentum needs its
-    factor, "momentum_mu" (DistributedTrainer took that from the optimizer's momentum, which must then be 0).
+    As in BytePS, "onebit" is scaled only with "scaling", "k" of "dithering" is the number of levels, and momentum needs
+    its factor "momentum_mu". DistributedTrainer takes that from the optimizer's momentum, which must be 0 here.
 
     Raises
     ------
     ConfigError
-        For an unknown key or value, a missing one, or two that contradict each other; the text lists what there is.
+        A key or value is unknown or missing, or two contradict each other; the text lists the known ones.
     """
     if not isinstance(keywords, Mapping):
         raise ConfigError(f"from_byteps({keywords!r}): expected a mapping of BytePS's keywords, such as "
@@ -77,7 +77,7 @@ def from_byteps(keywords: Mapping[str, Any]) -> CodecSpec | None:
 
 
 def _renamed(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what *keywords* say by our names, without what is empty."""
+    """Return *keywords* by our names, without empty values."""
     given: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for key, value in keywords.items():

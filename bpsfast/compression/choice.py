@@ -1,11 +1,11 @@
-"""Which tensor is compressed how: one codec for all, codecs by patterns of names, or a function of the user's.
+"""The codec of each tensor: one codec for all, codecs by patterns of names, or a function.
 
-    compression=onebit()                                    all that can be, and are large enough
-    compression={"*.bias": None, "fc*": topk(0.01), "*": onebit()}     the first pattern that fits (`fnmatch`)
+    compression=onebit()                                    all floating-point tensors that are large enough
+    compression={"*.bias": None, "fc*": topk(0.01), "*": onebit()}     the first matching pattern (`fnmatch`)
     compression=lambda name, shape, dtype: topk(0.01) if len(shape) > 1 else None
 
-What is chosen for many at once (one codec, a pattern with wildcards) leaves integers alone; what is chosen for one
-tensor, by its name or by a function, is an error where it cannot be.
+A choice for many tensors (one codec, a pattern with wildcards) ignores tensors that cannot be compressed, such as
+integers. A choice for one tensor, by its name or by a function, raises an error for them.
 """
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from . import formats
 from .byteps_keywords import from_byteps
 from .formats import check_types
 
-#: What users give as *compression*. A function is called with name, shape and the dtype's name, such as "float32", more
-#: than once for a tensor, and must always say the same, on all ranks.
+#: The type of *compression*. A function is called with name, shape and the dtype's name, such as "float32", more than
+#: once for a tensor, and must always return the same, on all ranks.
 Choice: TypeAlias = (
     CodecSpec | Mapping[str, CodecSpec | None] | Callable[[str, tuple[int, ...], str], CodecSpec | None])
 
@@ -31,7 +31,7 @@ _CODEC_FUNCTIONS = (formats.onebit, formats.topk, formats.randomk, formats.dithe
 
 
 def check_choice(choice: Choice | None) -> None:
-    """Raise `ConfigError` if *choice* is none, or chooses what is not possible. Functions are not called."""
+    """Raise `ConfigError` if *choice* is invalid. Functions are not called."""
     if choice is None or isinstance(choice, CodecSpec):
         _check(choice, "compression")
     elif isinstance(choice, Mapping):
@@ -40,17 +40,17 @@ def check_choice(choice: Choice | None) -> None:
                 raise ConfigError(f"compression has the key {pattern!r}: expected a name, or a pattern of names")
             _check(codec, f"compression[{pattern!r}]")
     elif not callable(choice):
-        raise ConfigError(f"compression={choice!r} is no choice: expected a codec such as "
+        raise ConfigError(f"compression={choice!r} is not a choice: expected a codec such as "
                           "bpsfast.compression.onebit(), a mapping of names to codecs, or a function of name, shape "
                           "and dtype that returns one")
-    elif choice in _CODEC_FUNCTIONS:  # beside Compression.fp16, which is not called, parentheses are easily forgotten
+    elif choice in _CODEC_FUNCTIONS:  # Compression.fp16 has no parentheses, so they are easily forgotten here
         raise ConfigError(f"compression is the function {choice.__name__} itself: call it, as in "
                           f"bpsfast.compression.{choice.__name__}(...)")
 
 
 def chosen(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str, least_nbytes: int,
            is_alone: bool = False) -> CodecSpec | None:
-    """Return how *choice* wants tensor *name* to be compressed; None: not at all.
+    """Return the codec that *choice* has for tensor *name*, None for none.
 
     Parameters
     ----------
@@ -59,14 +59,14 @@ def chosen(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str,
     least_nbytes
         Smaller tensors are not compressed, whatever is chosen.
     is_alone
-        It is the only tensor that *choice* is for: then a single codec is chosen for this one.
+        *choice* is for this tensor only, so that a single codec is meant for it.
 
     Raises
     ------
     ConfigError
-        If *choice* is not possible.
+        *choice* is invalid.
     UnsupportedError
-        If *choice* is for this tensor alone, and tensors of *dtype* are not compressed.
+        *choice* is for this tensor only, and tensors of *dtype* cannot be compressed.
     """
     check_choice(choice)
     return _chosen(choice, name, shape, dtype, least_nbytes, is_alone)
@@ -74,7 +74,7 @@ def chosen(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str,
 
 def chosen_among(choice: Choice | None, kinds: Mapping[str, tuple[tuple[int, ...], str]],
                  least_nbytes: int) -> dict[str, CodecSpec]:
-    """Return the codecs of those tensors that *choice* wants compressed; *kinds* are shapes and dtypes by name.
+    """Return the codecs of the tensors that *choice* compresses; *kinds*: shapes and dtypes by name.
 
     Raises as `chosen`.
     """
@@ -98,7 +98,7 @@ def _chosen(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str
 
 
 def _found(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str) -> tuple[CodecSpec | None, bool]:
-    """Return the codec for tensor *name*, and whether it was meant for just this one."""
+    """Return the codec for tensor *name*, and whether it is meant for this tensor only."""
     if choice is None or isinstance(choice, CodecSpec):
         return choice, False
     if isinstance(choice, Mapping):
@@ -106,7 +106,7 @@ def _found(choice: Choice | None, name: str, shape: tuple[int, ...], dtype: str)
             return choice[name], True
         return next((codec for pattern, codec in choice.items() if fnmatchcase(name, pattern)), None), False
     codec = choice(name, shape, dtype)
-    _check(codec, f"the codec that the function {getattr(choice, '__name__', choice)!r} has chosen for {name!r}")
+    _check(codec, f"the codec that the function {getattr(choice, '__name__', choice)!r} returned for {name!r}")
     return codec, True
 
 

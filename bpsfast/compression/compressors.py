@@ -1,7 +1,8 @@
-"""Compressors: what ranks make of a tensor before it is summed, and of the sum; the same for every framework.
+"""Compressors: functions of the ranks that compress a tensor before it is summed, for every framework.
 
-A compressor is a class (or an object) with two functions, as in BytePS. What it makes is summed as it is, so compress
-should be linear; its shape and dtype depend on those of the tensor alone. Codecs are the nodes' (`choice`).
+A compressor is a class or an object with two functions, as in BytePS. The compressed tensors are summed, so `compress`
+should be linear, and its result's shape and dtype must depend only on those of the tensor. Nodes use codecs instead
+(`choice`).
 """
 from __future__ import annotations
 
@@ -16,25 +17,63 @@ from .formats import CodecSpec
 
 
 class Compressor:
-    """Leaves everything as it is: what other compressors derive from."""
+    """The base of compressors; it changes nothing."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return what travels, a dense tensor, and what `decompress` needs. Does not change *tensor*."""
+        """Return the compressed tensor, which is dense, and the context for `decompress`. Must not change *tensor*."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Any, context: Any) -> Any:
-        """Return the tensor whose shape is that before `compress`; *tensor*, the sum, may be changed and returned."""
+        """Return the sum *tensor* in the shape before `compress`. May change and return *tensor*."""
         return tensor
 
 
 class NoneCompressor(Compressor):
-    """Leaves everything as it is."""
+    """Changes nothing."""
+
+
+class CastingCompressor(Compressor):
+    """Sends floating-point tensors that are wider than `narrow` in that dtype; other tensors stay as they are.
+
+    The base of each framework's FP16Compressor and BF16Compressor, which say how that framework casts.
+    """
+
+    #: The dtype that travels: its name, and the framework's object for it.
+    wire_name = ""
+    narrow: Any = None
+
+    @staticmethod
+    def dtype_of(tensor: Any) -> Any:
+        """Return the dtype of *tensor*."""
+        return tensor.dtype
+
+    @staticmethod
+    def cast(tensor: Any, dtype: Any) -> Any:
+        """Return *tensor* as *dtype*."""
+        raise NotImplementedError
+
+    @classmethod
+    def wire_dtype(cls, dtype: Any) -> Any:
+        """Return the dtype in which tensors of *dtype* travel."""
+        raise NotImplementedError
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """Return *tensor* in the dtype that travels, and its own dtype."""
+        dtype = cls.dtype_of(tensor)
+        wire = cls.wire_dtype(dtype)
+        return tensor if wire == dtype else cls.cast(tensor, wire), dtype
+
+    @classmethod
+    def decompress(cls, tensor: Any, context: Any) -> Any:  # type: ignore[override]  # a static method's caller sees none
+        """Return *tensor* in the dtype it had before `compress`."""
+        return cls.cast(tensor, context)
 
 
 class Codecs:
-    """The codecs to choose from (see `bpsfast.compression`): what each framework's `Compression` has."""
+    """The codecs (see `bpsfast.compression`) as attributes of each framework's `Compression`."""
 
     onebit = staticmethod(formats.onebit)
     topk = staticmethod(formats.topk)
@@ -49,7 +88,7 @@ class Codecs:
 
 #: A compressor: a class, as in BytePS, or an object of one.
 CompressorLike: TypeAlias = type[Compressor] | Compressor
-#: What may be given as *compression*.
+#: The type of the argument *compression*.
 CompressionLike: TypeAlias = CompressorLike | Choice | None
 
 
@@ -59,14 +98,14 @@ def is_compressor(compression: Any) -> bool:
 
 
 def parted(compression: Any, module: str, names: str = "names") -> tuple[CompressorLike, Choice | None]:
-    """Return the compressor, and the choice of codecs, that *compression* is: one of them, and none of the other.
+    """Return the compressor and the choice of codecs of *compression*, which is one of the two.
 
-    *module*, whose `Compressor` is to be derived from, and *names*, what codecs are chosen by, are for the error.
+    *module*, which has a `Compressor`, and *names*, by which codecs are chosen, are for the error's text.
 
     Raises
     ------
     ConfigError
-        If it is neither.
+        It is neither.
     """
     if is_compressor(compression):
         return compression, None

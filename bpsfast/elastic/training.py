@@ -123,12 +123,12 @@ class State(ABC):
 
 
 class AttributeState(State):
-    """Keyword arguments as attributes, of which `keep` keeps deep copies."""
+    """Keyword arguments as attributes, of which `_keep` keeps deep copies."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **objects: Any) -> None:
         super().__init__()
-        self._names = tuple(values)
-        for name, value in values.items():
+        self._names = tuple(objects)
+        for name, value in objects.items():
             setattr(self, name, value)
         self._saved: dict[str, Any] = {}
         self.keep()
@@ -137,8 +137,7 @@ class AttributeState(State):
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    def keep(self) -> None:
-        """See `State`."""
+    def _keep(self) -> None:
         self._saved = {name: copy.deepcopy(self._state_of(getattr(self, name))) for name in self._names}
 
     def _state_of(self, value: Any) -> Any:
@@ -154,6 +153,10 @@ class ObjectState(AttributeState):
 
         state = ObjectState(weights=np.zeros(10), step=0)
     """
+
+    def keep(self) -> None:
+        """See `State`."""
+        self._keep()
 
     def restore(self) -> None:
         """See `State`."""

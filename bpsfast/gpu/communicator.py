@@ -1,30 +1,57 @@
-"""Sums and copies among the devices of one island: NCCL's, or our own where its members share one device."""
+"""Communicators: reduce and broadcast among the GPUs of one island (the ranks of a machine that sum on their GPUs).
+
+`NcclCommunicator` serves ranks that have a GPU each; `shared_device.SharedCommunicator` ranks that share one device.
+"""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
-from ..collectives.group import all_gather_bytes
-from ..orchestration.errors import BpsError, ConfigError
-from .device import Device, Event, Stream
-from .host import HostDevice
+import msgspec
 
-if TYPE_CHECKING:
-    from ..base.settings import Settings
-    from ..collectives.group import Group
-    from ..orchestration.codec import CodecSpec
+from ..base.dtypes import TABLE
+from ..base.settings import Settings
+from ..orchestration.codec import CodecSpec
+from ..orchestration.errors import DeviceError, UnsupportedError
+from .cuda import CudaDevice, cupy, handle_of
+from .device import Event, Stream
 
-#: ncclDataType_t of what islands sum; others have none.
+#: ncclDataType_t of the dtypes that islands sum.
 DTYPES = {"int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 
 
 def sums_in_island(settings: Settings, dtype: str, codec: CodecSpec | None) -> bool:
-    """Whether a tensor on a device is summed in islands first: all ranks say the same of it."""
+    """Return whether tensors on devices are summed in islands first. All ranks get the same answer."""
     return settings.islands == "auto" and dtype in DTYPES and codec is None
 
 
+class Members(Protocol):
+    """The group of ranks that form an island: what communicators need of `collectives.group.Group`. All calls but
+    `close` are collective.
+    """
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    timeout_s: float
+
+    def barrier(self, text: str = "") -> None:
+        """Wait for all members; they must give the same *text*."""
+
+    def broadcast_bytes(self, data: bytes, root: int) -> bytes:
+        """Return the *data* of member *root*."""
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the *data* of all members, in their order."""
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
 class IslandRange(NamedTuple):
-    """*nbytes* at *source* of each member, which go to *target* of the *root*-th; or back from there."""
+    """*nbytes* that are reduced from each member's *source* to the *target* of member *root*, or broadcast from there.
+    """
 
     source: int
     target: int
@@ -32,41 +59,100 @@ class IslandRange(NamedTuple):
     root: int
 
 
-#: Hears, once all is enqueued, of the event after it; from any thread.
+#: Called with the event after the call's work, once all of it is enqueued; from any thread.
 OnEnqueued = Callable[[Event], None]
 
 
 class Communicator(Protocol):
-    """The members' devices. All make the same calls in the same order; a call returns at once, and enqueues on its
-    stream, after all of *after*. One thread at a time.
+    """Reduces and broadcasts among the members' devices. All members make the same calls in the same order, each from
+    one thread at a time. A call returns at once; its work is enqueued on *stream*, behind all events *after*.
     """
 
-    def reduce(self, stream: Stream, after: Sequence[Event], runs: Sequence[IslandRange], dtype: str, then: OnEnqueued) -> None:
-        """Add the members' sources of each run up at the root's target. Other targets are not written."""
+    def reduce(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
+               then: OnEnqueued) -> None:
+        """Sum the members' sources of each range into the root's target. Other targets are not written."""
 
-    def broadcast(self, stream: Stream, after: Sequence[Event], runs: Sequence[IslandRange], dtype: str, then: OnEnqueued) -> None:
-        """Overwrite all targets of each run by the root's."""
+    def broadcast(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
+                  then: OnEnqueued) -> None:
+        """Overwrite all targets of each range by the root's."""
 
     def close(self) -> None:
-        """Let go of it; of calls under way those that are not enqueued yet are dropped."""
+        """Free its resources. Calls that are not enqueued yet are dropped."""
 
 
-def communicator(device: Device, group: Group, fail: Callable[[BpsError], None]) -> Communicator:
-    """Return that of *group*'s members, each with its own *device*; *fail* hears what ends it between calls.
-    Collective; raises as calls of the group, and `UnsupportedError` without NCCL.
+_SUM = 0  # ncclRedOp_t
+
+
+class NcclCommunicator:
+    """The members of *group*, each with its own GPU. See `Communicator`.
+
+    Raises
+    ------
+    UnsupportedError
+        If CuPy has no NCCL: on all members, if the first has none.
     """
-    if isinstance(device, HostDevice):
-        from .shared_device import SharedCommunicator
 
-        return SharedCommunicator(device, group, fail)
-    from .cuda import CudaDevice
-    from .nccl import NcclCommunicator
-    from .shared_device import SharedCommunicator
+    def __init__(self, device: CudaDevice, group: Members) -> None:
+        self._device = device
+        self._group = group
+        self._nccl = cupy().cuda.nccl
+        said = b""
+        if group.rank == 0 and self._nccl.available:
+            said = msgspec.msgpack.encode(list(self._nccl.get_unique_id()))
+        said = group.broadcast_bytes(said, 0)
+        if not said or not self._nccl.available:
+            where = "" if said else " on the first rank of the island"
+            raise UnsupportedError(f"BPSFAST_ISLANDS needs NCCL, which CuPy does not find{where}. pip install "
+                                   "nvidia-nccl-cu12 (or cu13, as your CuPy), or set BPSFAST_ISLANDS=off")
+        with self._calls("joining"):
+            self._communicator: Any = self._nccl.NcclCommunicator(group.size, tuple(msgspec.msgpack.decode(said)),
+                                                                  group.rank)
 
-    assert isinstance(device, CudaDevice), f"{device.name} is of no known kind"
-    addresses = all_gather_bytes(group, device.address.encode())
-    if len(set(addresses)) == 1:
-        return SharedCommunicator(device, group, fail)
-    if len(set(addresses)) < len(addresses):
-        raise ConfigError(f"ranks {group.ranks} are one island, and only some of them share a GPU: {addresses}")
-    return NcclCommunicator(device, group)
+    def reduce(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
+               then: OnEnqueued) -> None:
+        """See `Communicator`."""
+        for event in after:
+            stream.wait(event)
+        with self._grouped("reducing"):
+            for each in ranges:
+                self._communicator.reduce(each.source, each.target, _count(each, dtype), DTYPES[dtype], _SUM, each.root,
+                                          handle_of(stream))
+        then(stream.record())
+
+    def broadcast(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
+                  then: OnEnqueued) -> None:
+        """See `Communicator`."""
+        for event in after:
+            stream.wait(event)
+        with self._grouped("broadcasting"):
+            for each in ranges:
+                self._communicator.bcast(each.target, _count(each, dtype), DTYPES[dtype], each.root, handle_of(stream))
+        then(stream.record())
+
+    def close(self) -> None:
+        """See `Communicator`."""
+        with self._calls("leaving"):
+            self._communicator.abort()  # `destroy` would wait for members that may be gone
+        self._group.close()
+
+    @contextmanager
+    def _grouped(self, what: str) -> Iterator[None]:
+        with self._calls(what):
+            self._nccl.groupStart()
+            try:
+                yield
+            finally:
+                self._nccl.groupEnd()
+
+    @contextmanager
+    def _calls(self, what: str) -> Iterator[None]:
+        try:
+            with self._device.current(f"{what} an island"):
+                yield
+        except self._nccl.NcclError as exc:
+            raise DeviceError(f"NCCL failed while {what} an island of {self._device.name}: {exc}. Set NCCL_DEBUG=INFO "
+                              "for details") from exc
+
+
+def _count(each: IslandRange, dtype: str) -> int:
+    return each.nbytes // TABLE[dtype].itemsize

@@ -1,9 +1,14 @@
-"""CUDA devices, and ROCm's where CuPy is built for it, through CuPy's calls of the runtime. See `device`.
+"""CUDA devices (and ROCm's, where CuPy is built for it), through CuPy's calls of the CUDA runtime. See `device`.
 
-CuPy and the user's framework share each device's primary context, so addresses and streams of one are the other's.
+CuPy and the user's framework share each device's primary context, so both can use the same addresses and streams.
+
+What GPUDirect needs of CUDA's driver, for which CuPy has no names, is called through ctypes: dma-buf export and the
+order of what cards write. It follows cuda.h (13.0) and the CUDA Driver API (``cuMemGetHandleForAddressRange``,
+``cuFlushGPUDirectRDMAWrites``, ``CUGPUDirectRDMAWritesOrdering``). **Unproven: no machine has run this part.**
 """
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import mmap
@@ -14,34 +19,39 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..orchestration.errors import DeviceError, UnsupportedError
-from . import cuda_driver
-from .device import DeviceLocation, Event, SharedMemory
+from .device import DeviceLocation, Event, SharedMemory, Stream
 
 _TO_DEVICE, _TO_HOST, _WITHIN = 1, 2, 3  # cudaMemcpyKind
 _PORTABLE, _READ_ONLY = 0x01, 0x08  # cudaHostRegister flags
 _SUCCESS, _NOT_READY = 0, 600  # cudaError_t; ROCm's hipError_t has them, too
-#: CUDA has no wait with a limit: a thread that has one asks so often.
-_ASK_S = 0.0001
-#: cudaStreamPerThread: as many streams as threads call it so.
+_LIBRARY = "libcuda.so.1"
+_DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_*
+_FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118
+_FLUSH_BY_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
+_DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+_CURRENT_CONTEXT, _TO_OWNER = 0, 100  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_*; of the ordering, too: the owner's is natural
+#: CUDA has no wait with a timeout: a thread that needs one polls at this interval.
+_POLL_S = 0.0001
+#: cudaStreamPerThread, which means another stream in each thread.
 _PER_THREAD = 2
 
 
 @functools.cache
 def cupy() -> Any:
-    """Return the module.
+    """Return the module `cupy`.
 
     Raises
     ------
     UnsupportedError
-        If there is none, or it finds no device.
+        If CuPy is not installed, or finds no device.
     """
     try:
         import cupy as module
     except ImportError as exc:
         is_there = importlib.util.find_spec("cupy") is not None
         how = "cannot be imported" if is_there else "is not installed"
-        raise UnsupportedError(f"arrays on a GPU are reached through CuPy, which {how}: pip install bpsfast[cuda] (or "
-                               f"a CuPy for your CUDA or ROCm); {exc.__cause__ or exc}") from exc
+        raise UnsupportedError(f"arrays on a GPU are reached through CuPy, which {how}: pip install bpsfast[cuda], or "
+                               f"a CuPy for your CUDA or ROCm ({exc.__cause__ or exc})") from exc
     try:
         n_devices = module.cuda.runtime.getDeviceCount()
     except module.cuda.runtime.CUDARuntimeError as exc:
@@ -52,7 +62,7 @@ def cupy() -> Any:
 
 
 class CudaEvent:
-    """See `Event`: CuPy's *event*, recorded on stream *handle*. Waiting threads sleep: the flag eventBlockingSync."""
+    """CuPy's *event*, recorded on stream *handle* (see `Event`). Waiting threads sleep (flag eventBlockingSync)."""
 
     def __init__(self, event: Any, device: str, handle: int) -> None:
         self._event, self._device = event, device
@@ -78,16 +88,16 @@ class CudaEvent:
             rest_s = deadline - time.monotonic()
             if rest_s <= 0:
                 return False
-            time.sleep(min(rest_s, _ASK_S))
+            time.sleep(min(rest_s, _POLL_S))
         return True
 
-    def hold_back(self, handle: int) -> None:
-        """Let the stream that is called so wait for it."""
+    def block_stream(self, handle: int) -> None:
+        """Make later work on the stream *handle* wait for it."""
         cupy().cuda.runtime.streamWaitEvent(handle, self._event.ptr)
 
 
 class CudaStream:
-    """The stream that is called *handle* (a cudaStream_t) of *device*; *keeps* holds it. See `Stream`."""
+    """The stream *handle* (a cudaStream_t) of *device*; *keeps* holds it. See `Stream`."""
 
     def __init__(self, device: CudaDevice, handle: int, keeps: object) -> None:
         self._device, self.handle, self._keeps = device, handle, keeps
@@ -105,15 +115,15 @@ class CudaStream:
             return CudaEvent(event, self._device.name, self.handle)
 
     def wait(self, event: Event) -> None:
-        """See `Stream`. An event of another kind of device is waited for by the host."""
+        """See `Stream`. The host waits for an event of another kind of device."""
         if not isinstance(event, CudaEvent):
             event.wait()
             return
         with self._device.current("letting a stream wait"):
-            event.hold_back(self.handle)
+            event.block_stream(self.handle)
 
     def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
-        """See `Stream`. From or to pages that are not pinned it blocks, and is right."""
+        """See `Stream`. With pages that are not pinned it blocks, but is correct."""
         with self._device.current(f"copying {nbytes} bytes {'to' if to_host else 'from'} the host"):
             cupy().cuda.runtime.memcpyAsync(destination, source, nbytes, _TO_HOST if to_host else _TO_DEVICE,
                                             self.handle)
@@ -135,14 +145,14 @@ class CudaDevice:
         self.number = number
         self._runtime = cupy().cuda.runtime
         self._lock = threading.Lock()
-        self._gate: CudaStream | None = None
-        self._needs_flush = False  # what cards have written, before it is read
+        self._dlpack_stream: CudaStream | None = None
+        self._needs_flush = False  # before what cards have written is read
 
     @contextmanager
     def current(self, what: str) -> Iterator[None]:
-        """Let calls inside be of this device, whichever the thread uses; failures while *what* are `DeviceError`.
+        """Make this the device of calls inside; failures are `DeviceError`s that say *what* was done.
 
-        Not by CuPy's ``with Device``, which remembers in the object, in some versions, what threads have used before.
+        CuPy's ``with Device`` is not used: in some versions the object remembers what other threads had used.
         """
         runtime = self._runtime
         with _failures(self.name, what):
@@ -165,17 +175,17 @@ class CudaDevice:
 
     @property
     def address(self) -> str:
-        """On PCIe, as sysfs writes it: "0000:3b:00.0"."""
+        """Its PCIe address, as in sysfs: "0000:3b:00.0"."""
         with _failures(self.name, "asking for its address"):
             domain, _, rest = str(self._runtime.deviceGetPCIBusId(self.number)).lower().partition(":")
         return f"{domain[-4:]:0>4}:{rest}"
 
     def stream_at(self, handle: int) -> CudaStream:
-        """Return the stream that its owner calls *handle* (a cudaStream_t; 0: the default one), and holds."""
+        """Return the stream *handle* (a cudaStream_t; 0: the default one), which its owner holds."""
         return CudaStream(self, handle, None)
 
     def current_stream(self) -> CudaStream:
-        """Return the stream that is current in CuPy, in this thread."""
+        """Return CuPy's current stream in this thread."""
         with self.current("using a stream"):
             return self._of_cupy(cupy().cuda.get_current_stream())
 
@@ -183,15 +193,15 @@ class CudaDevice:
         return CudaStream(self, int(stream.ptr), stream)
 
     @property
-    def gate(self) -> CudaStream:
-        """A stream on which owners of arrays show when these are ready (DLPack's ``stream=``), and nothing else is."""
+    def dlpack_stream(self) -> CudaStream:
+        """The stream that owners of arrays are given for exports (DLPack's ``stream=``), and that has no other work."""
         with self._lock:
-            if self._gate is None:
-                self._gate = self.stream()
-            return self._gate
+            if self._dlpack_stream is None:
+                self._dlpack_stream = self.stream()
+            return self._dlpack_stream
 
     def place(self, stream: CudaStream | None = None) -> DeviceLocation:
-        """Return the place of an array whose owner works on *stream*; None: on CuPy's current one."""
+        """Return the location of an array whose owner works on *stream*; None: on CuPy's current one."""
         if stream is not None:
             own = stream
             return DeviceLocation(self, own.record(), lambda: own)
@@ -212,16 +222,16 @@ class CudaDevice:
             return  # the context is gone, or broken by a failure that was raised where it came from
 
     def share(self, nbytes: int) -> SharedMemory:
-        """See `Device`. Whole pages of the host's, as dma-bufs have them, wherever cudaMalloc begins."""
+        """See `Device`. Aligned to whole pages of the host, as dma-bufs require; cudaMalloc's memory is not."""
         page_nbytes = mmap.PAGESIZE
         rounded = -(-nbytes // page_nbytes) * page_nbytes
-        with self.current(f"making {rounded} bytes of its memory known to cards"):
-            cuda_driver.require_dma_buf(self.number)
-            self._needs_flush = cuda_driver.needs_flush(self.number)
+        with self.current(f"sharing {rounded} bytes of its memory with cards"):
+            require_dma_buf(self.number)
+            self._needs_flush = needs_flush(self.number)
             begin = int(self._runtime.malloc(rounded + page_nbytes - 1))
             address = -(-begin // page_nbytes) * page_nbytes
             try:
-                fd = cuda_driver.dma_buf(address, rounded)
+                fd = dma_buf(address, rounded)
             except BaseException:
                 self._runtime.free(begin)
                 raise
@@ -229,7 +239,7 @@ class CudaDevice:
 
     def _free(self, address: int) -> None:
         try:
-            with self.current("giving memory back that cards knew"):
+            with self.current("freeing memory that was shared with cards"):
                 self._runtime.free(address)
         except DeviceError:
             return  # as for `unpin`
@@ -238,12 +248,12 @@ class CudaDevice:
         """See `Device`."""
         if self._needs_flush:
             with self.current("waiting for what cards have written"):
-                cuda_driver.flush_writes()
+                flush_writes()
 
 
 @functools.cache
 def cuda_device(number: int) -> CudaDevice:
-    """Return this process's device *number*. Raises `UnsupportedError` as `cupy`, and where there is no such one."""
+    """Return this process's CUDA device *number*. Raises `UnsupportedError` as `cupy`, and if there is no such one."""
     n_devices = cupy().cuda.runtime.getDeviceCount()
     if not 0 <= number < n_devices:
         raise UnsupportedError(f"there is no device cuda:{number}: CuPy finds {n_devices} (CUDA_VISIBLE_DEVICES)")
@@ -256,5 +266,87 @@ def _failures(device: str, what: str) -> Iterator[None]:
     try:
         yield
     except runtime.CUDARuntimeError as exc:
-        raise DeviceError(f"{device} failed while {what}: {exc}. Work that was enqueued before may be to blame: run "
+        raise DeviceError(f"{device} failed while {what}: {exc}. The cause may be work that was enqueued before: run "
                           "with CUDA_LAUNCH_BLOCKING=1 to see which") from exc
+
+
+def handle_of(stream: Stream) -> int:
+    """Return the cudaStream_t of *stream*, which belongs to a GPU."""
+    assert isinstance(stream, CudaStream), "a stream of a GPU"
+    return stream.handle
+
+
+# -- CUDA's driver: GPUDirect ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        return ctypes.CDLL(_LIBRARY)
+    except OSError as exc:
+        raise UnsupportedError(f"GPUDirect needs NVIDIA's driver library, {_LIBRARY}: {exc}") from exc
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call *name* in the context that is current in this thread.
+
+    Raises
+    ------
+    UnsupportedError
+        If the driver has no such call.
+    DeviceError
+        With the driver's name for what failed.
+    """
+    try:
+        function = getattr(_library(), name)
+    except AttributeError:
+        raise UnsupportedError(f"this driver has no {name}: it is older than CUDA 11.7") from None
+    code = function(*arguments)
+    if code:
+        words = ctypes.c_char_p()
+        _library().cuGetErrorName(ctypes.c_int(code), ctypes.byref(words))
+        raise DeviceError(f"{name} failed with {(words.value or b'an unknown error').decode()} ({code})")
+
+
+def _attribute(device: int, attribute: int) -> int:
+    """Return *attribute* of the device that the CUDA runtime calls *device*."""
+    handle, value = ctypes.c_int(), ctypes.c_int()
+    _call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
+    _call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), handle)
+    return value.value
+
+
+def require_dma_buf(device: int) -> None:
+    """Raise `UnsupportedError` unless CUDA device *device* can export its memory to cards."""
+    if not _attribute(device, _DMA_BUF_SUPPORTED):
+        raise UnsupportedError(f"cuda:{device} exports no dma-buf, by which cards reach its memory. It needs CUDA "
+                               "11.7, NVIDIA's open kernel modules, Linux 5.12 and a data center or workstation GPU")
+
+
+def dma_buf(address: int, nbytes: int) -> int:
+    """Return a new dma-buf descriptor of *nbytes* at *address*: whole pages of memory by cudaMalloc."""
+    fd = ctypes.c_int(-1)
+    _call("cuMemGetHandleForAddressRange", ctypes.byref(fd), ctypes.c_uint64(address), ctypes.c_size_t(nbytes),
+          ctypes.c_int(_DMA_BUF_FD), ctypes.c_ulonglong(0))
+    return fd.value
+
+
+def needs_flush(device: int) -> bool:
+    """Return whether CUDA device *device* may see a card's writes later than the host sees their completion.
+
+    Raises
+    ------
+    UnsupportedError
+        If it may, and its writes cannot be flushed.
+    """
+    if _attribute(device, _WRITES_ORDERING) >= _TO_OWNER:
+        return False
+    if not _attribute(device, _FLUSH_OPTIONS) & _FLUSH_BY_HOST:
+        raise UnsupportedError(f"cuda:{device} does not order what cards write into its memory, and cannot flush it "
+                               "(cuFlushGPUDirectRDMAWrites)")
+    return True
+
+
+def flush_writes() -> None:
+    """Block until the device whose context is current sees all that cards have written to it until now."""
+    _call("cuFlushGPUDirectRDMAWrites", ctypes.c_int(_CURRENT_CONTEXT), ctypes.c_int(_TO_OWNER))

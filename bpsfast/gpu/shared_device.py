@@ -1,68 +1,313 @@
-"""Sums among ranks that share one device: each puts its pieces into a window that the others have open.
+"""Sums among ranks that share one device: each rank has a window, a buffer that the other ranks have mapped, too.
 
-    copy to the own window, record | meet | wait for the others' records, read their windows, record
+    copy to the own window, record | barrier | wait for the others' records, read their windows, record
 
-A window has two slots, used in turn. Whoever fills one again has met all since they recorded that they had read it; the
-fill waits for that record on the stream. So the host meets once for each slotful, in a thread of this object.
+A window has two slots, used in turn. A rank that fills a slot again has passed a barrier since all others recorded that
+they had read it, and its stream waits for that record. So there is one barrier on the host for each slot, in a thread.
+
+Windows are opened by CUDA IPC on a GPU, by a memfd on the host device. They are buffers of our own because frameworks
+may allocate memory that cannot be exported (expandable segments). Exported events order streams of different processes;
+a wait means what was recorded when it was called, hence the barrier between the two.
 """
 from __future__ import annotations
 
+import mmap
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
 
 from ..base.dtypes import TABLE
-from ..orchestration.errors import BpsError, DeviceError
-from .communicator import IslandRange, OnEnqueued
-from .cuda import CudaDevice
+from ..base.reference_sum import reduce
+from ..orchestration.errors import BpsError, DeviceError, StallError
+from ..pyx.port import copy
+from .communicator import IslandRange, Members, OnEnqueued
+from .cuda import CudaDevice, cupy, handle_of
 from .device import Device, Event, Stream
-from .windows import CudaWindows, HostWindows, Windows
+from .host import HostStream
+from .sum_kernels import sum_kernel
 
-if TYPE_CHECKING:
-    from ..collectives.group import Group
-
+_ON_DEVICE = 3  # cudaMemcpyDeviceToDevice
+_TO_DEVICE = 1
+_THREADS, _BLOCKS = 256, 1024
+_SLICE_S = 0.2
 _SLOT_NBYTES = 8 << 20
 _ALIGN = 256
 _FILLED, _READ = 0, 2  # events of the first slot; those of the second one follow
-#: How long `close` waits for the thread: a meeting gives up within a second.
+#: How long `close` waits for the thread: a barrier gives up within a second.
 _CLOSE_S = 10.0
 
 
-class _Part(NamedTuple):
-    """*nbytes* of *run* from *at* on, which lie at *offset* of a slot."""
+class Windows(Protocol):
+    """All members' windows, mapped in this process. One thread; `copy`, `sum`, `record` and `wait` enqueue on a GPU."""
 
-    run: IslandRange
+    #: Where the windows of all members lie in this process, in the order of the members.
+    addresses: list[int]
+
+    def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
+        """Copy within the device."""
+
+    def sum(self, stream: Stream, target: int, own: int, offset: int, nbytes: int, dtype: str) -> None:
+        """Sum what lies at *offset* of all windows, in the order of the members; this member's part is at *own*."""
+
+    def record(self, stream: Stream, number: int) -> None:
+        """Record event *number* of this member after everything enqueued so far."""
+
+    def wait(self, stream: Stream, number: int) -> None:
+        """Make later work wait for the last record of event *number* of each other member."""
+
+    def close(self) -> None:
+        """Unmap the windows; nothing of this process may still be copied there. Members may close in any order."""
+
+
+class HostWindows:
+    """Windows of the host device. `record` blocks until its event is reached, so a barrier orders all."""
+
+    def __init__(self, group: Members, nbytes: int, is_closed: Callable[[], bool]) -> None:
+        self._group, self._is_closed = group, is_closed
+        self._maps: list[mmap.mmap] = []
+        fd = os.memfd_create("bpsfast-window", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            for path in group.all_gather_bytes(f"/proc/{os.getpid()}/fd/{fd}".encode()):
+                try:
+                    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                except OSError as exc:
+                    raise DeviceError(f"a rank of the island {group.ranks} has its window at {path.decode()}, which "
+                                      f"cannot be opened ({exc}). Run all ranks in one container, as one user") from exc
+                try:
+                    self._maps.append(mmap.mmap(opened, nbytes))
+                finally:
+                    os.close(opened)
+            group.barrier()  # the descriptor is needed no more
+        finally:
+            os.close(fd)
+        self.addresses = [np.frombuffer(each, np.uint8).ctypes.data for each in self._maps]
+
+    def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
+        """See `Windows`."""
+        assert isinstance(stream, HostStream), "a stream of the host device"
+        stream.run(partial(self._copy, target, source, nbytes))
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        copy(target, source, nbytes)  # a method, so that enqueued work keeps the windows mapped
+
+    def sum(self, stream: Stream, target: int, own: int, offset: int, nbytes: int, dtype: str) -> None:
+        """See `Windows`."""
+        assert isinstance(stream, HostStream), "a stream of the host device"
+
+        def work() -> None:
+            parts = [own if member == self._group.rank else address + offset
+                     for member, address in enumerate(self.addresses)]
+            total = reduce([[_array(part, nbytes, dtype) for part in parts]], False)
+            copy(target, total.ctypes.data, nbytes)
+
+        stream.run(work)
+
+    def record(self, stream: Stream, number: int) -> None:
+        """See `Windows`."""
+        deadline = time.monotonic() + self._group.timeout_s
+        event = stream.record()
+        while not event.wait(_SLICE_S):
+            if self._is_closed() or time.monotonic() > deadline:
+                raise StallError(f"rank {self._group.ranks[self._group.rank]} waited {self._group.timeout_s:g} s for "
+                                 "its stream before a sum with its island, or was closed meanwhile")
+
+    def wait(self, stream: Stream, number: int) -> None:
+        """See `Windows`."""
+
+    def close(self) -> None:
+        """See `Windows`."""
+        self.addresses = []
+        for each in self._maps:
+            with suppress(BufferError):  # a stream still works there
+                each.close()
+
+
+def _array(address: int, nbytes: int, dtype: str) -> np.ndarray[Any, Any]:
+    view = {"data": (address, True), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+    holder = type("Memory", (), {"__array_interface__": view})()
+    return np.asarray(holder).view(TABLE[dtype].numpy)
+
+
+class _Exported(msgspec.Struct, frozen=True):
+    """The CUDA IPC handles of a member's window and events, or why it has none."""
+
+    window: bytes = b""
+    events: tuple[bytes, ...] = ()
+    error: str = ""
+
+
+class _Own(msgspec.Struct):
+    """A window of this process and its events. CUDA requires that they are freed after all others have closed them."""
+
+    address: int
+    events: list[Any]
+
+
+#: Windows kept for the next island, by (device, bytes, events): whether a member that may be dead has closed them is
+#: unknown.
+_kept: dict[tuple[int, int, int], list[_Own]] = {}
+
+
+class CudaWindows:
+    """Windows on one GPU."""
+
+    def __init__(self, device: CudaDevice, group: Members, nbytes: int, n_events: int) -> None:
+        self._device, self._group = device, group
+        self._key = device.number, nbytes, n_events
+        self._opened: dict[int, int] = {}
+        self._events: dict[int, list[int]] = {}
+        self._table = 0
+        own, said = None, _Exported()
+        try:
+            own = self._make(nbytes, n_events)
+            said = self._export(own)
+        except DeviceError as exc:
+            said = _Exported(error=str(exc))
+        try:
+            everybody = [msgspec.msgpack.decode(each, type=_Exported)
+                         for each in group.all_gather_bytes(msgspec.msgpack.encode(said))]
+            for rank, each in zip(group.ranks, everybody):
+                if each.error:
+                    raise DeviceError(f"rank {rank} cannot share memory of its GPU: {each.error}. Set "
+                                      "BPSFAST_ISLANDS=off to do without")
+            assert own is not None, "no member has failed"
+            self._own = own
+            self._open(everybody)
+        except BaseException:
+            with suppress(DeviceError):
+                self._close_others()
+            self._keep(own)
+            raise
+
+    def _make(self, nbytes: int, n_events: int) -> _Own:
+        kept = _kept.get(self._key)
+        if kept:
+            return kept.pop()
+        module = cupy()
+        with self._device.current(f"making a window of {nbytes} bytes"):
+            events = [module.cuda.Event(disable_timing=True, interprocess=True) for _ in range(n_events)]
+            return _Own(int(module.cuda.runtime.malloc(nbytes)), events)
+
+    def _export(self, own: _Own) -> _Exported:
+        runtime = cupy().cuda.runtime
+        with self._device.current("exporting a window"):
+            return _Exported(bytes(runtime.ipcGetMemHandle(own.address)),
+                             tuple(bytes(runtime.ipcGetEventHandle(event.ptr)) for event in own.events))
+
+    def _open(self, everybody: Sequence[_Exported]) -> None:
+        runtime = cupy().cuda.runtime
+        with self._device.current("opening the windows of an island"):
+            for member, each in enumerate(everybody):
+                if member != self._group.rank:
+                    self._opened[member] = int(runtime.ipcOpenMemHandle(each.window))
+                    self._events[member] = opened = []
+                    for event in each.events:  # one by one: if a later one fails, these are closed
+                        opened.append(int(runtime.ipcOpenEventHandle(event)))
+            self.addresses = [self._opened.get(member, self._own.address) for member in range(len(everybody))]
+            table = np.array(self.addresses, np.uint64)
+            self._table = int(runtime.malloc(table.nbytes))
+            runtime.memcpy(self._table, table.ctypes.data, table.nbytes, _TO_DEVICE)
+
+    def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
+        """See `Windows`."""
+        with self._device.current(f"copying {nbytes} bytes for an island"):
+            cupy().cuda.runtime.memcpyAsync(target, source, nbytes, _ON_DEVICE, handle_of(stream))
+
+    def sum(self, stream: Stream, target: int, own: int, offset: int, nbytes: int, dtype: str) -> None:
+        """See `Windows`."""
+        n = nbytes // TABLE[dtype].itemsize
+        arguments = (np.uint64(target), np.uint64(own), np.uint64(self._table), np.int64(offset),
+                     np.int64(self._group.rank), np.int64(self._group.size), np.int64(n))
+        with self._device.current(f"summing {nbytes} bytes in an island"):
+            kernel = sum_kernel(dtype, self._device.number)
+            with _current(stream):
+                kernel((min(_BLOCKS, -(-n // _THREADS)),), (_THREADS,), arguments)
+
+    def record(self, stream: Stream, number: int) -> None:
+        """See `Windows`."""
+        with self._device.current("recording an event for an island"):
+            cupy().cuda.runtime.eventRecord(self._own.events[number].ptr, handle_of(stream))
+
+    def wait(self, stream: Stream, number: int) -> None:
+        """See `Windows`."""
+        with self._device.current("letting a stream wait for an island"):
+            for events in self._events.values():
+                cupy().cuda.runtime.streamWaitEvent(handle_of(stream), events[number])
+
+    def close(self) -> None:
+        """See `Windows`."""
+        try:
+            self._close_others()
+        finally:
+            self._keep(self._own)
+
+    def _close_others(self) -> None:
+        runtime = cupy().cuda.runtime
+        with self._device.current("closing the windows of an island"):
+            for events in self._events.values():
+                for event in events:
+                    runtime.eventDestroy(event)
+            for address in self._opened.values():
+                runtime.ipcCloseMemHandle(address)
+            if self._table:
+                runtime.free(self._table)
+        self._events, self._opened, self._table = {}, {}, 0
+
+    def _keep(self, own: _Own | None) -> None:
+        if own is not None:
+            _kept.setdefault(self._key, []).append(own)
+
+
+def _current(stream: Stream) -> Any:
+    """Return a context in which CuPy launches its kernels on *stream*."""
+    kinds = cupy().cuda
+    if hasattr(kinds.Stream, "from_external"):  # CuPy 14 and newer, which warn of the other one
+        return kinds.Stream.from_external(stream)
+    return kinds.ExternalStream(handle_of(stream))
+
+
+class _SlotPart(NamedTuple):
+    """*nbytes* of *range* from its byte *at* on, which lie at *offset* of a slot."""
+
+    range: IslandRange
     at: int
     nbytes: int
     offset: int
 
 
-def slot_ranges(runs: Sequence[IslandRange], slot_nbytes: int) -> Iterator[list[_Part]]:
-    """Cut *runs* into slotfuls: alike on all members."""
-    lot: list[_Part] = []
+def slot_ranges(ranges: Sequence[IslandRange], slot_nbytes: int) -> Iterator[list[_SlotPart]]:
+    """Split *ranges* into parts that fill one slot each, alike on all members."""
+    parts: list[_SlotPart] = []
     offset = 0
-    for run in runs:
+    for each in ranges:
         at = 0
-        while at < run.nbytes:
+        while at < each.nbytes:
             if offset >= slot_nbytes:
-                yield lot
-                lot, offset = [], 0
-            nbytes = min(run.nbytes - at, slot_nbytes - offset)
-            lot.append(_Part(run, at, nbytes, offset))
+                yield parts
+                parts, offset = [], 0
+            nbytes = min(each.nbytes - at, slot_nbytes - offset)
+            parts.append(_SlotPart(each, at, nbytes, offset))
             at += nbytes
             offset += -(-nbytes // _ALIGN) * _ALIGN
-    if lot:
-        yield lot
+    if parts:
+        yield parts
 
 
 class SharedCommunicator:
-    """The members of *group*, whose ranks ascend, all with one device. See `Communicator`; *fail* hears, once, in the
-    thread, why it cannot go on.
+    """The members of *group*, whose ranks ascend and which share *device*. See `Communicator`. *fail* is called once,
+    in the thread of this object, with the error that ends it.
     """
 
-    def __init__(self, device: Device, group: Group, fail: Callable[[BpsError], None]) -> None:
+    def __init__(self, device: Device, group: Members, fail: Callable[[BpsError], None]) -> None:
         self._device, self._group, self._fail = device, group, fail
         self._closed = False
         self._windows: Windows
@@ -76,16 +321,18 @@ class SharedCommunicator:
         self._thread = threading.Thread(target=self._go_on, name="bpsfast-island-sums", daemon=True)
         self._thread.start()
 
-    def reduce(self, stream: Stream, after: Sequence[Event], runs: Sequence[IslandRange], dtype: str, then: OnEnqueued) -> None:
+    def reduce(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
+               then: OnEnqueued) -> None:
         """See `Communicator`."""
-        self._calls.put(partial(self._call, "reduce", stream, tuple(after), tuple(runs), dtype, then))
+        self._calls.put(partial(self._call, "reduce", stream, tuple(after), tuple(ranges), dtype, then))
 
-    def broadcast(self, stream: Stream, after: Sequence[Event], runs: Sequence[IslandRange], dtype: str, then: OnEnqueued) -> None:
+    def broadcast(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
+                  then: OnEnqueued) -> None:
         """See `Communicator`."""
-        self._calls.put(partial(self._call, "broadcast", stream, tuple(after), tuple(runs), dtype, then))
+        self._calls.put(partial(self._call, "broadcast", stream, tuple(after), tuple(ranges), dtype, then))
 
     def close(self) -> None:
-        """See `Communicator`. What is enqueued on the device is waited for: it still reads windows."""
+        """See `Communicator`. Waits for work that is enqueued on the device, as it still reads windows."""
         self._closed = True
         self._group.close()
         self._calls.put(None)
@@ -108,46 +355,44 @@ class SharedCommunicator:
         except BaseException as exc:  # of a driver, say: whoever waits must be told
             self._fail(DeviceError(f"sums of the island {self._group.ranks} cannot go on: {exc!r}"))
 
-    def _call(self, what: str, stream: Stream, after: Sequence[Event], runs: Sequence[IslandRange], dtype: str,
+    def _call(self, what: str, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
               then: OnEnqueued) -> None:
         self._stream = stream
         for event in after:
             stream.wait(event)
-        fill, read = (self._put, self._add) if what == "reduce" else (self._offer, self._take)
-        itemsize = TABLE[dtype].itemsize
-        assert all(run.nbytes % itemsize == 0 for run in runs), "whole elements"
-        for lot in slot_ranges(runs, _SLOT_NBYTES):
+        fill, read = (self._put_sources, self._sum) if what == "reduce" else (self._put_target, self._take_target)
+        assert all(each.nbytes % TABLE[dtype].itemsize == 0 for each in ranges), "whole elements"
+        for parts in slot_ranges(ranges, _SLOT_NBYTES):
             slot, self._slot = self._slot, 1 - self._slot
             begin = slot * _SLOT_NBYTES
             self._windows.wait(stream, _READ + slot)
-            fill(stream, lot, begin)
+            fill(stream, parts, begin)
             self._windows.record(stream, _FILLED + slot)
-            self._group.barrier(f"{what} {dtype} {[(part.run.root, part.nbytes) for part in lot]}")
+            self._group.barrier(f"{what} {dtype} {[(part.range.root, part.nbytes) for part in parts]}")
             self._windows.wait(stream, _FILLED + slot)
-            read(stream, lot, begin, dtype)
+            read(stream, parts, begin, dtype)
             self._windows.record(stream, _READ + slot)
         then(stream.record())
 
-    def _put(self, stream: Stream, lot: Sequence[_Part], begin: int) -> None:
+    def _put_sources(self, stream: Stream, parts: Sequence[_SlotPart], begin: int) -> None:
         own = self._windows.addresses[self._group.rank] + begin
-        for part in lot:
-            if part.run.root != self._group.rank:
-                self._windows.copy(stream, own + part.offset, part.run.source + part.at, part.nbytes)
+        for each, at, nbytes, offset in parts:
+            if each.root != self._group.rank:
+                self._windows.copy(stream, own + offset, each.source + at, nbytes)
 
-    def _add(self, stream: Stream, lot: Sequence[_Part], begin: int, dtype: str) -> None:
-        for part in lot:
-            if part.run.root == self._group.rank:
-                self._windows.sum(stream, part.run.target + part.at, part.run.source + part.at, begin + part.offset,
-                                  part.nbytes, dtype)
+    def _sum(self, stream: Stream, parts: Sequence[_SlotPart], begin: int, dtype: str) -> None:
+        for each, at, nbytes, offset in parts:
+            if each.root == self._group.rank:
+                self._windows.sum(stream, each.target + at, each.source + at, begin + offset, nbytes, dtype)
 
-    def _offer(self, stream: Stream, lot: Sequence[_Part], begin: int) -> None:
+    def _put_target(self, stream: Stream, parts: Sequence[_SlotPart], begin: int) -> None:
         own = self._windows.addresses[self._group.rank] + begin
-        for part in lot:
-            if part.run.root == self._group.rank:
-                self._windows.copy(stream, own + part.offset, part.run.target + part.at, part.nbytes)
+        for each, at, nbytes, offset in parts:
+            if each.root == self._group.rank:
+                self._windows.copy(stream, own + offset, each.target + at, nbytes)
 
-    def _take(self, stream: Stream, lot: Sequence[_Part], begin: int, dtype: str) -> None:
-        for part in lot:
-            if part.run.root != self._group.rank:
-                self._windows.copy(stream, part.run.target + part.at,
-                                   self._windows.addresses[part.run.root] + begin + part.offset, part.nbytes)
+    def _take_target(self, stream: Stream, parts: Sequence[_SlotPart], begin: int, dtype: str) -> None:
+        for each, at, nbytes, offset in parts:
+            if each.root != self._group.rank:
+                window = self._windows.addresses[each.root] + begin
+                self._windows.copy(stream, each.target + at, window + offset, nbytes)

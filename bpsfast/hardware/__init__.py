@@ -1,6 +1,13 @@
-"""What network cards this machine has and which of them reaches a peer: read, never changed.
+"""The machine's hardware: network cards, RDMA verbs, topology, CPU affinity. Everything here reads; nothing configures.
 
-`sysfs.Tree` reads files below a root (``/`` or a recorded tree), `kernel.Kernel` asks what no file tells (routes,
-addresses); `host.Host` holds both. From these: `devices` (RDMA devices, ports, cards), `gids`, `numa`, `counters`,
-and `route`, which chooses device and GID for a peer.
+    sysfs, kernel     files below a root (``/`` or a recorded tree), and system calls for what files do not show
+    host              both, with the facts that follow from them; `recorded_host` has those of a recorded machine
+    interfaces, rdma_devices, gids, numa, nic_counters    what sysfs says
+    netlink, ping     questions to the kernel and to the network
+    rdma_route        the RDMA port and GID to use for a peer, and the speed of the card behind an address
+    topology/         the links inside the machine, and how to sum gradients over them
+    affinity/         which CPUs and NUMA nodes the node and the ranks use
+    verbs/            RDMA verbs by two providers, and what completion errors mean
+
+docs/design/topology.md has the reasons.
 """

@@ -1,9 +1,9 @@
-"""The GID table: under which addresses an RDMA port can be reached, and which row to use.
+"""The GID table of an RDMA port: the addresses under which it can be reached, and which row to use.
 
-RoCE packets carry a GID of the sender's table as their IP address. Each row belongs to a network interface and a
-version: RoCE v1 does not pass routers (and is no IP at all), RoCE v2 is UDP over the interface's own IP address. A
-row with a link-local address only reaches the same wire. The rows and their numbers differ between machines and
-change whenever an address does, hence: choose by content, not by number.
+A RoCE packet has a GID of the sender's table as its IP address. Each row belongs to one network interface and one
+version: RoCE v1 is not IP and does not pass routers; RoCE v2 is UDP over the interface's IP address. A row with a
+link-local address reaches only the same link. Rows and their numbers differ between machines and change with every
+address, so a row is chosen by its content, not by its number.
 
 References
 ----------
@@ -24,7 +24,7 @@ _CLASS = "sys/class/infiniband"
 
 @dataclass(frozen=True)
 class Gid:
-    """One row that is in use. `version` is "v1", "v2" or, on InfiniBand, "IB"."""
+    """One used row. `version` is "v1", "v2" or, on InfiniBand, "IB"."""
 
     device: str
     port: int
@@ -35,7 +35,7 @@ class Gid:
 
     @property
     def ipv4(self) -> ipaddress.IPv4Address | None:
-        """The IPv4 address that is mapped into the GID, if one is."""
+        """The IPv4 address in the GID, None if it is an IPv6 address."""
         return ipaddress.IPv6Address(self.value).ipv4_mapped
 
     @property
@@ -45,17 +45,17 @@ class Gid:
 
     @property
     def is_link_local(self) -> bool:
-        """Whether it reaches the same wire only (fe80::)."""
+        """Whether it reaches only the same link (fe80::)."""
         return self.address.is_link_local
 
     @property
     def text(self) -> str:
-        """The GID as /sys and show_gids print it: eight groups of four digits."""
+        """The GID as sysfs and show_gids print it: eight groups of four digits."""
         return ipaddress.IPv6Address(self.value).exploded
 
 
 def table(tree: Tree, device: str, port: int, link_layer: str) -> list[Gid]:
-    """Return the rows in use of one port's table, by index."""
+    """Return the used rows of one port's table, by index."""
     folder = f"{_CLASS}/{device}/ports/{port}"
     rows = []
     for name in tree.names(folder, "gids"):
@@ -73,11 +73,10 @@ def table(tree: Tree, device: str, port: int, link_layer: str) -> list[Gid]:
 
 
 def best(rows: Sequence[Gid], route: Route | None = None) -> Gid | None:
-    """Return the row to use: towards the peer that *route* leads to, or in general. None if the table is empty.
+    """Return the best row for the peer of *route*, or in general without a route. None if the table is empty.
 
-    In order: RoCE v2; the very address that the route leaves from; the route's interface; an address that passes
-    routers; the peer's IP version (in general IPv4, as its addresses are chosen rather than made up by the kernel);
-    the lowest index.
+    Preferred, in this order: RoCE v2; the route's source address; the route's interface; an address that passes
+    routers; the peer's IP version (without a peer IPv4, which administrators assign); the lowest index.
     """
     return min(rows, key=lambda row: _rank(row, route), default=None)
 
@@ -85,7 +84,7 @@ def best(rows: Sequence[Gid], route: Route | None = None) -> Gid | None:
 def _rank(row: Gid, route: Route | None) -> tuple[bool, bool, bool, bool, bool, int]:
     source = route.source if route else None
     version = route.destination.version if route else 4
-    # a temporary or site-local IPv6 address passes routers as well: only link-local ones do not
+    # of IPv6 addresses only link-local ones do not pass routers
     return (row.version == "v1", route is not None and row.address != source,
             route is not None and row.netdev != route.netdev, row.is_link_local,
             row.address.version != version, row.index)

@@ -1,4 +1,4 @@
-"""This machine, or a recorded one: the files, the kernel's answers, and what follows from both."""
+"""Host: facts about this machine, or about a recorded one, from its files and its kernel."""
 from __future__ import annotations
 
 from functools import cached_property
@@ -11,7 +11,7 @@ from .sysfs import Tree
 
 
 class Host:
-    """Facts about one machine, each read once, when first asked for. Make a new one to look again. One thread."""
+    """Facts about one machine, each read once, on first use. Make a new one to read again. Not thread-safe."""
 
     def __init__(self, tree: Tree | None = None, kernel: Kernel | None = None) -> None:
         self.tree = tree or Tree()
@@ -27,7 +27,7 @@ class Host:
     def netdevs(self) -> dict[str, Netdev]:
         """The network interfaces by name."""
         addresses = self.kernel.addresses()
-        # the folder also holds files, such as bonding_masters
+        # the folder also has files, such as bonding_masters
         return {name: interfaces.netdev(self.tree, name, tuple(addresses.get(name, ())))
                 for name in self.tree.names(interfaces.FOLDER) if self.tree.exists(interfaces.FOLDER, name, "ifindex")}
 
@@ -47,14 +47,14 @@ class Host:
         return [(device, port) for device in self.devices for port in device.ports]
 
     def gids(self, device: str, port: Port) -> list[gids.Gid]:
-        """Return the rows in use of a port's GID table."""
+        """Return the used rows of a port's GID table."""
         key = device, port.number
         if key not in self._gids:
             self._gids[key] = gids.table(self.tree, device, port.number, port.link_layer)
         return self._gids[key]
 
     def family(self, netdev: str) -> set[str]:
-        """Return *netdev* and what it is one wire with: the bond it belongs to, what a VLAN or bond stands on."""
+        """Return *netdev* and the interfaces on the same wire: its bond, and those below a VLAN or bond."""
         own = self.netdevs.get(netdev)
         if own is None:
             return {netdev}

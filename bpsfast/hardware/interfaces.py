@@ -1,4 +1,4 @@
-"""Network interfaces and the PCIe link of the card behind them."""
+"""Network interfaces, and the PCIe link of the card behind each."""
 from __future__ import annotations
 
 import ipaddress
@@ -8,16 +8,16 @@ from .kernel import Interface
 from .sysfs import Tree
 
 FOLDER = "sys/class/net"
-#: What ARPHRD_INFINIBAND reads as in .../type: an IPoIB interface.
+#: .../type of an IPoIB interface (ARPHRD_INFINIBAND).
 IPOIB = 32
-#: transfers per second and lane (GT/s) -> share of them that is payload, by line code (PCIe 1-2: 8b/10b, 3-5:
-#: 128b/130b, 6: flits of 242 in 256 bytes)
+#: largest speed (GT/s per lane) -> share of payload, by line code (PCIe 1-2: 8b/10b, 3-5: 128b/130b, 6: flits of 242
+#: in 256 bytes)
 _LINE_CODES = ((5.0, 8 / 10), (32.0, 128 / 130), (float("inf"), 242 / 256))
 
 
 @dataclass(frozen=True)
 class PcieLink:
-    """The link as it runs and as the card could run it: speed in GT/s per lane, width in lanes."""
+    """A PCIe link: its present speed (GT/s per lane) and width (lanes), and the largest that the card supports."""
 
     address: str
     speed: float
@@ -27,17 +27,17 @@ class PcieLink:
 
     @property
     def gbps(self) -> float:
-        """Gbit/s per direction of the link as it runs, before the overhead of PCIe packets (about 10-20 %)."""
+        """Gbit/s per direction at the present speed and width, before the overhead of PCIe packets (about 10-20 %)."""
         return _gbps(self.speed, self.width)
 
     @property
     def max_gbps(self) -> float:
-        """Gbit/s per direction of the best link that the card can have."""
+        """Gbit/s per direction at the largest speed and width of the card."""
         return _gbps(self.max_speed, self.max_width)
 
     @property
     def degraded(self) -> bool:
-        """Whether the link runs below what the card can do."""
+        """Whether the link runs below the card's largest speed or width."""
         return self.width < self.max_width or self.speed < self.max_speed
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class PcieLink:
 
 @dataclass(frozen=True)
 class Netdev:
-    """One network interface; None where the kernel does not say."""
+    """One network interface. A field is None if the kernel does not say."""
 
     name: str
     mtu: int
@@ -57,7 +57,7 @@ class Netdev:
     numa_node: int | None = None
     #: the bond or bridge that this interface is part of
     master: str | None = None
-    #: the interface that a VLAN, macvlan or bond stands on
+    #: the interfaces below a VLAN, macvlan or bond
     lowers: tuple[str, ...] = ()
     n_rx_queues: int = 0
     pcie: PcieLink | None = None
@@ -65,17 +65,17 @@ class Netdev:
 
     @property
     def ips(self) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, ...]:
-        """The addresses that other machines can reach: neither loopback nor link-local."""
+        """The addresses that are neither loopback nor link-local."""
         return tuple(each.ip for each in self.addresses if not each.ip.is_loopback and not each.ip.is_link_local)
 
     @property
     def is_card(self) -> bool:
-        """Whether hardware (or a virtual machine's idea of it) is behind the interface."""
+        """Whether a device, real or emulated, is behind the interface."""
         return self.driver is not None
 
 
 def netdev(tree: Tree, name: str, addresses: tuple[Interface, ...] = ()) -> Netdev:
-    """Return what there is to know about the interface *name*."""
+    """Return the interface *name*."""
     speed = tree.number(FOLDER, name, "speed")
     numa = tree.number(FOLDER, name, "device", "numa_node")
     return Netdev(
@@ -95,7 +95,7 @@ def netdev(tree: Tree, name: str, addresses: tuple[Interface, ...] = ()) -> Netd
 
 
 def pcie_link(tree: Tree, device: str) -> PcieLink | None:
-    """Return the PCIe link of the card that the link *device* points to, None if it is none."""
+    """Return the PCIe link of the card that the symbolic link *device* points to, None if it is not on PCIe."""
     numbers = []
     for name in ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width"):
         word = (tree.text(device, name) or "").split(" ")[0]  # "16.0 GT/s PCIe"; "Unknown" on virtual cards
@@ -104,7 +104,7 @@ def pcie_link(tree: Tree, device: str) -> PcieLink | None:
         except ValueError:
             return None
     speed, width, max_speed, max_width = numbers
-    # Virtual functions and virtual machines report 0 lanes, or 255 (all bits set).
+    # virtual functions and virtual machines report 0 or 255 lanes
     if not 0 < width < 255 or not speed:
         return None
     return PcieLink(tree.target(device) or "", speed, int(width), max_speed, int(max_width))

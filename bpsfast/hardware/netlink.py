@@ -1,7 +1,7 @@
-"""Two questions to the kernel that no file answers: the route to an address, and a card's priority flow control.
+"""Netlink queries: the route to an address, and the priority flow control of an interface.
 
-The route is what ``ip route get`` prints: policy routing, source address and multipath included, none of which
-``/proc/net/route`` shows. Flow control is what ``dcb pfc show`` prints. Neither needs privileges.
+The route is that of ``ip route get``, with policy routing, source address and multipath, which ``/proc/net/route`` does
+not show. Flow control is that of ``dcb pfc show``. Neither needs privileges.
 
 References
 ----------
@@ -31,18 +31,18 @@ _TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class Route:
-    """How a packet to *destination* leaves: by which interface, from which own address, over which router."""
+    """The route of packets to *destination*: outgoing interface, source address, router."""
 
     destination: Address
     netdev: str
     source: Address | None = None
     gateway: Address | None = None
-    #: The destination is an address of this machine.
+    #: whether the destination is an address of this machine
     local: bool = False
 
 
 def route_to(destination: Address) -> Route:
-    """Ask the kernel for the route to *destination*.
+    """Return the kernel's route to *destination*.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def parse_route(reply: bytes, destination: Address) -> Route:
 
 
 def pause_priorities(netdev: str) -> tuple[int, ...] | None:
-    """Return the priorities with priority flow control switched on; None if the driver does not say."""
+    """Return the priorities with priority flow control enabled; None if the driver does not report them."""
     message = struct.pack("=BBH", 0, _DCB_CMD_IEEE_GET, 0) + _attribute(_DCB_ATTR_IFNAME, netdev.encode() + b"\0")
     try:
         return parse_pause(_ask(_RTM_GETDCB, message))
@@ -89,7 +89,7 @@ def parse_pause(reply: bytes) -> tuple[int, ...] | None:
 
 
 def _ask(kind: int, body: bytes) -> bytes:
-    """Send one request, return the body of the answer; an error message becomes an OSError."""
+    """Send one request and return the body of the answer; raises the kernel's error as OSError."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE) as sock:
         sock.settimeout(_TIMEOUT_S)
         sock.bind((0, 0))
@@ -108,7 +108,7 @@ def _attribute(kind: int, payload: bytes) -> bytes:
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield kind and payload of each attribute; the two flag bits of a kind are dropped."""
+    """Yield kind (without its two flag bits) and payload of each attribute."""
     while len(data) >= 4:
         length, kind = struct.unpack_from("=HH", data)
         if length < 4:

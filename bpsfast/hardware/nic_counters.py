@@ -1,8 +1,7 @@
-"""What a card counts: a snapshot before, one after, and which differences mean loss, congestion or a slow receiver.
+"""NIC counters: snapshots, their differences, and which differences mean loss, congestion or a slow receiver.
 
-A bandwidth that is half of what it should be looks the same whether packets were lost, the network asked to slow
-down, or the receiver had no request posted; the counters tell these apart. Every bandwidth is therefore printed beside
-`CounterDelta.line`.
+A low bandwidth looks the same whether packets were lost, the network asked senders to slow down, or the receiver had
+no request posted. The counters tell these apart, so every bandwidth is printed beside `CounterDelta.line`.
 
 References
 ----------
@@ -23,7 +22,7 @@ from .sysfs import Tree
 
 
 class CounterMeaning(enum.Enum):
-    """What it means if a counter grows."""
+    """What an increase of a counter means."""
 
     LOSS = "packets were lost and sent again"
     CONGESTION = "the network or the peer asked to send more slowly"
@@ -34,7 +33,10 @@ class CounterMeaning(enum.Enum):
     OTHER = "see the driver's documentation"
 
 
-#: Shown even where they are 0: that they are is what the reader wants to know.
+#: in the order in which `CounterDelta.verdicts` names them
+_TROUBLES = (CounterMeaning.LOSS, CounterMeaning.LINK, CounterMeaning.RECEIVER, CounterMeaning.REFUSED,
+             CounterMeaning.CONGESTION)
+#: Shown even when they are 0, because 0 is the answer that the reader looks for.
 _ALWAYS = ("out_of_sequence", "local_ack_timeout_err", "np_cnp_sent",  # mlx5
            "rcvd_seq_err", "completer_retry_err")  # rxe
 
@@ -69,16 +71,16 @@ _NAMES: dict[CounterMeaning, str] = {
         sent_pkts rcvd_pkts rdma_sends rdma_recvs rx_bytes tx_bytes rx_pkts tx_pkts""",
 }
 _MEANINGS = {name: meaning for meaning, names in _NAMES.items() for name in names.split()}
-#: the driver's own statistics of an interface: only these concern RDMA
+#: the driver's statistics of an interface that concern RDMA
 _PAUSE = re.compile(r"[rt]x_prio\d_pause|[rt]x_pfc_ena_frames_pri\d")
 _DISCARD = re.compile(r"rx_prio\d_discards")
-#: counted in units of four bytes
+#: counters in units of four bytes
 _WORDS = ("port_xmit_data", "port_rcv_data")
 
 
 @dataclass(frozen=True)
 class CounterSnapshot:
-    """The counters of one port at one moment (s, monotonic). The driver refreshes them every *lifespan_s* at most."""
+    """The counters of one port at one moment (s, monotonic). The driver refreshes them at most every *lifespan_s*."""
 
     device: str
     port: int
@@ -89,10 +91,10 @@ class CounterSnapshot:
 
 @dataclass(frozen=True)
 class CounterDelta:
-    """What was counted between two snapshots of a port, over `seconds`.
+    """The difference of two snapshots of a port, `seconds` apart.
 
-    `too_soon`: the snapshots were so close that the driver may have answered both from its cache. `restarted`: some
-    counters went backwards, so the driver was loaded again, or somebody cleared them.
+    `too_soon`: the driver may have answered both snapshots from its cache. `restarted`: some counters decreased, so
+    the driver was reloaded or the counters were cleared.
     """
 
     device: str
@@ -103,35 +105,35 @@ class CounterDelta:
     restarted: bool
 
     def of(self, meaning: CounterMeaning) -> dict[str, int]:
-        """Return what grew among the counters of one meaning."""
+        """Return the counters of one meaning that increased."""
         return {name: value for name, value in self.changes.items() if value and meaning_of(name) is meaning}
 
     @property
     def is_clean(self) -> bool:
         """Whether nothing was lost, slowed down, refused or damaged."""
-        return not any(self.of(meaning) for meaning in CounterMeaning if meaning not in (CounterMeaning.TRAFFIC, CounterMeaning.OTHER))
+        return not any(map(self.of, _TROUBLES))
 
     def verdicts(self) -> list[str]:
-        """Return one sentence for every kind of trouble, the counters in brackets."""
-        told = []
-        for meaning in (CounterMeaning.LOSS, CounterMeaning.LINK, CounterMeaning.RECEIVER, CounterMeaning.REFUSED, CounterMeaning.CONGESTION):
+        """Return one sentence for each kind of trouble, with its counters in brackets."""
+        sentences = []
+        for meaning in _TROUBLES:
             found = self.of(meaning)
             if found:
-                told.append(f"{meaning.value} ({', '.join(f'{name} {value}' for name, value in found.items())})")
-        return told
+                sentences.append(f"{meaning.value} ({', '.join(f'{name} {value}' for name, value in found.items())})")
+        return sentences
 
     def line(self) -> str:
-        """Return the counters in one line, as benches print it: some always, the others if they grew."""
+        """Return the counters in the line that benches print: some always, the others if they increased."""
         shown = {name: self.changes[name] for name in _ALWAYS if name in self.changes}
         for meaning in CounterMeaning:
-            if meaning not in (CounterMeaning.TRAFFIC, CounterMeaning.OTHER):
+            if meaning in _TROUBLES:
                 shown |= self.of(meaning)
         counted = "  ".join(f"{name} {value}" for name, value in shown.items()) or "none of a kind that is known"
         return f"# NIC counters (delta) : {self.device}/{self.port}  {counted}"
 
 
 def meaning_of(name: str) -> CounterMeaning:
-    """Return what it means if the counter *name* grows."""
+    """Return what an increase of the counter *name* means."""
     if _PAUSE.fullmatch(name):
         return CounterMeaning.CONGESTION
     return CounterMeaning.LOSS if _DISCARD.fullmatch(name) else _MEANINGS.get(name, CounterMeaning.OTHER)
@@ -141,7 +143,7 @@ def snapshot(tree: Tree, device: str, port: int, *, netdev: str | None = None,
              kernel: Kernel | None = None) -> CounterSnapshot:
     """Read the counters of a port; with *netdev* and *kernel*, also the interface's pause frames and discards.
 
-    A device without counters gives an empty snapshot. Counters of bytes are in bytes.
+    The snapshot is empty if the device has no counters. Byte counters are in bytes.
     """
     base = f"sys/class/infiniband/{device}"
     values: dict[str, int] = {}
@@ -160,10 +162,9 @@ def snapshot(tree: Tree, device: str, port: int, *, netdev: str | None = None,
 
 
 def difference(before: CounterSnapshot, after: CounterSnapshot) -> CounterDelta:
-    """Return what was counted from *before* to *after*, two snapshots of one port.
+    """Return the difference of two snapshots of one port. A counter that decreased is taken to have restarted at 0.
 
-    A counter that went backwards counts from 0. The 32-bit counters of older InfiniBand cards stop at their largest
-    value instead of starting again, and then show no difference any more.
+    The 32-bit counters of older InfiniBand cards stop at their largest value; they then show no difference.
     """
     if (before.device, before.port) != (after.device, after.port):
         raise ValueError(f"snapshots of {before.device}/{before.port} and of {after.device}/{after.port} "

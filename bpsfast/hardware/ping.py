@@ -1,7 +1,6 @@
-"""Pings of a given packet size that no router may split: the only test of a path's MTU that needs nothing at the peer.
+"""ICMP echo requests that routers may not fragment: they test a path's MTU without a program at the peer.
 
-Works without privileges where ``net.ipv4.ping_group_range`` covers the user's group (the default of most
-distributions), else as root.
+They need ``net.ipv4.ping_group_range`` to include the user's group (the default of most distributions), or root.
 
 References
 ----------
@@ -19,7 +18,7 @@ import time
 
 from .netlink import Address
 
-# missing from the socket module
+# not in the socket module
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
 _IPV6_DONTFRAG = 62
 _ICMP_HEADER = struct.Struct("!BBHHH")
@@ -27,7 +26,7 @@ _TRIES = 3
 
 
 class PingResult(enum.Enum):
-    """What became of a ping."""
+    """The result of `ping`."""
 
     ANSWERED = "answered"
     TOO_BIG = "larger than the interface's MTU"
@@ -36,17 +35,17 @@ class PingResult(enum.Enum):
 
 
 def header_nbytes(address: Address) -> int:
-    """Return the bytes of IP and ICMP headers: the smallest packet `ping` can send is a little larger."""
+    """Return the bytes of the IP and ICMP headers. The smallest packet that `ping` sends is 8 bytes larger."""
     return (20 if address.version == 4 else 40) + _ICMP_HEADER.size
 
 
 def ping(address: Address, nbytes: int, netdev: str | None = None, timeout_s: float = 1.0) -> PingResult:
-    """Send up to three pings of *nbytes* (whole IP packets) to *address*, over *netdev* if given.
+    """Send up to three echo requests of *nbytes* (whole IP packets) to *address*, over *netdev* if given.
 
     Raises
     ------
     OSError
-        The kernel has no route, or the like.
+        The kernel refuses, for example because there is no route.
     """
     token = os.urandom(8)
     payload = token.ljust(max(8, nbytes - header_nbytes(address)), b"\0")
@@ -97,7 +96,7 @@ def _request(address: Address, number: int, payload: bytes) -> bytes:
 
 
 def _checksum(data: bytes) -> int:
-    """Return the Internet checksum (RFC 1071); the kernel overwrites it for ICMPv6."""
+    """Return the Internet checksum (RFC 1071). The kernel replaces it for ICMPv6."""
     data += b"\0" * (len(data) % 2)
     total = sum(struct.unpack(f"!{len(data) // 2}H", data))
     while total >> 16:
@@ -106,7 +105,7 @@ def _checksum(data: bytes) -> int:
 
 
 def _answered(sock: socket.socket, address: Address, token: bytes, timeout_s: float) -> bool:
-    """Wait for the reply that carries *token*; a raw socket sees other people's packets, and our own request."""
+    """Wait for the reply with *token*. A raw socket also receives other programs' packets and our own request."""
     deadline = time.monotonic() + timeout_s
     reply = 0 if address.version == 4 else 129
     while (left := deadline - time.monotonic()) > 0:

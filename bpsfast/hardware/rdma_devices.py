@@ -1,4 +1,4 @@
-"""RDMA devices and their ports, as the kernel shows them in ``/sys/class/infiniband``.
+"""RDMA devices and their ports, read from ``/sys/class/infiniband``.
 
 References
 ----------
@@ -15,14 +15,14 @@ from .sysfs import Tree
 
 _CLASS = "sys/class/infiniband"
 _VERBS = "sys/class/infiniband_verbs"
-#: What stands in a RoCE packet beside the payload, at most; the kernel's iboe_get_mtu subtracts the same (GRH 40,
+#: Most bytes of headers in a RoCE packet; the kernel's iboe_get_mtu subtracts the same (GRH 40,
 #: UDP 8, BTH 12, XRC 4, atomic 28, ICRC 4).
 ROCE_OVERHEAD_NBYTES = 96
 
 
 @dataclass(frozen=True)
 class Port:
-    """One port: `state` as "ACTIVE", `phys_state` as "LinkUp", `netdev` the interface that shares its wire."""
+    """One port. `state` such as "ACTIVE"; `phys_state` such as "LinkUp"; `netdev`: the interface on the same wire."""
 
     number: int
     state: str
@@ -35,12 +35,12 @@ class Port:
 
     @property
     def is_active(self) -> bool:
-        """Whether packets can pass."""
+        """Whether the port can send and receive."""
         return self.state == "ACTIVE"
 
     @property
     def is_roce(self) -> bool:
-        """Whether the wire is an Ethernet."""
+        """Whether the link is Ethernet."""
         return self.link_layer == "Ethernet"
 
 
@@ -55,19 +55,19 @@ class RdmaDevice:
     numa_node: int | None
     local_cpus: str
     pcie: PcieLink | None
-    #: "uverbs0", the node below /dev/infiniband; None if the kernel has none
+    #: the device file below /dev/infiniband ("uverbs0"); None if there is none
     uverbs: str | None
     ports: tuple[Port, ...]
 
 
 def rdma_devices(tree: Tree) -> list[RdmaDevice]:
-    """Return all RDMA devices of the machine, mlx5_2 before mlx5_10."""
+    """Return all RDMA devices of the machine in natural order (mlx5_2 before mlx5_10)."""
     nodes = {tree.text(_VERBS, name, "ibdev"): name for name in tree.names(_VERBS) if name.startswith("uverbs")}
     return [_device(tree, name, nodes.get(name)) for name in tree.names(_CLASS)]
 
 
 def roce_mtu(mtu: int) -> int:
-    """Return the RoCE path MTU that fits an interface's *mtu* (bytes), 0 if none does."""
+    """Return the largest RoCE path MTU that fits an interface's *mtu* (bytes), 0 if none fits."""
     return next((each for each in PATH_MTUS if each + ROCE_OVERHEAD_NBYTES <= mtu), 0)
 
 
@@ -89,7 +89,7 @@ def _device(tree: Tree, name: str, uverbs: str | None) -> RdmaDevice:
 
 
 def _driver(tree: Tree, folder: str) -> str:
-    """Return the kernel driver: the card's, or for devices in software what their description tells."""
+    """Return the kernel driver of the card, or for a software device the one that its description names."""
     own = tree.target(folder, "device", "driver")
     if own:
         return own
@@ -113,9 +113,9 @@ def _port(tree: Tree, device: str, number: int) -> Port:
 
 
 def _netdev(tree: Tree, device: str, number: int) -> str | None:
-    """Return the interface of a port: the GID table names it on RoCE; else the card's interface of this port.
+    """Return the interface of a port: on RoCE from the GID table, else the card's interface with the port's number.
 
-    A card's interfaces say in dev_port (older drivers: dev_id) which port they are; counting starts at 0.
+    Interfaces have their port, counted from 0, in dev_port (older drivers: dev_id).
     """
     found = tree.text(device, f"ports/{number}/gid_attrs/ndevs/0") or tree.text(device, "parent")
     if found:
@@ -128,5 +128,5 @@ def _netdev(tree: Tree, device: str, number: int) -> str | None:
 
 
 def _word(text: str | None) -> str:
-    """Return "ACTIVE" of "4: ACTIVE"."""
+    """Return the word of a state such as "4: ACTIVE"."""
     return (text or "unknown").partition(": ")[2] or text or "unknown"

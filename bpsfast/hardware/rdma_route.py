@@ -1,17 +1,16 @@
-"""Which RDMA device, port and GID lead to a peer; and for every port that does not, why not.
+"""The RDMA port and GID to use for a peer, with the reason for each port, and the speed of the card behind an address.
 
-A port is *usable* if it is active, its device can RDMA WRITE with immediate over reliable connections, and it has a
-GID (RoCE). Of the usable ones, `choose` prefers in this order:
+A port is *usable* if it is active, its device supports RDMA WRITE with immediate over reliable connections, and it has
+a GID (RoCE). Of the usable ones, `choose` prefers in this order:
 
-1. the interface on the kernel's route to the peer (or what it is one wire with: its bond, the parent of a VLAN);
+1. the interface on the kernel's route to the peer, or one on the same wire (its bond, the parent of a VLAN);
 2. a RoCE v2 address that passes routers;
 3. the NUMA node that this process runs on;
-4. the higher rate, then the lower number, so that equal machines choose alike.
+4. the higher rate, then the lower number, so that equal machines choose equally.
 
-Without `rdma_devices` the best one is used; with it, every usable port that it names is, in the order of their
-numbers: rails then pair up by position on all machines, as in NCCL. A port that the kernel does not route to the peer
-is still tried when there is no better one: addresses are exchanged over the control network, which is often another
-one. The reason says so.
+Without `rdma_devices` the best port is used. With it, every usable port that it names is used, in the order of their
+numbers, so that rails pair up by position on all machines, as in NCCL. A port that is not on the kernel's route is used
+if there is no better one, because the addresses come from the control network, which is often a different network.
 """
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from .netlink import Address, Route
 from .rdma_devices import Port, RdmaDevice
 from .sysfs import natural
 
-#: driver -> what cannot be done with it, for devices that are no RC devices although they are RDMA devices
+#: driver -> why it cannot be used, for RDMA devices without the reliable connections that are needed
 _OTHER_DRIVERS = {
     "efa": "EFA has datagrams (SRD) and no reliable connections with RDMA WRITE with immediate",
     "erdma": "eRDMA makes connections by rdma_cm only",
@@ -38,7 +37,7 @@ _OTHER_DRIVERS = {
 
 @dataclass(frozen=True)
 class Rail:
-    """One port to use. `gid` is None on InfiniBand without a table; `reason` says why this port, in words."""
+    """One port to use. `gid` is None on InfiniBand without a table; `reason`: why this port was chosen."""
 
     device: str
     port: int
@@ -48,14 +47,14 @@ class Rail:
 
     @property
     def name(self) -> str:
-        """device/port, as ``rdma link`` writes it."""
+        """The port as ``rdma link`` writes it: device/port."""
         return f"{self.device}/{self.port}"
 
     def path(self, link_layer: str, lid: int, gid: bytes) -> dict[str, Any]:
-        """Return the address of a peer's port, one of the same *link_layer*, as `QueuePair.to_rtr` takes it.
+        """Return the address of a peer's port of the same *link_layer* as keyword arguments of `QueuePair.to_rtr`.
 
-        RoCE goes by GIDs. On InfiniBand both ports are of one subnet, where LIDs suffice: a global route header would
-        take 40 bytes of each packet, and its GID may be none that leads to the peer.
+        RoCE uses GIDs. On InfiniBand both ports are in one subnet, where LIDs suffice; a global route header would take
+        40 bytes of each packet.
         """
         if link_layer != "Ethernet":
             return {"lid": lid}
@@ -64,7 +63,7 @@ class Rail:
 
 @dataclass(frozen=True)
 class RailChoice:
-    """The rails to use, the usable ports that were not chosen, and the others with the reason why not."""
+    """The rails to use, the usable ports that were not chosen, and the reason for each rejected port."""
 
     rails: tuple[Rail, ...]
     spare: tuple[Rail, ...] = ()
@@ -77,7 +76,7 @@ class RailChoice:
         Raises
         ------
         UnsupportedError
-            There is none; the text says of every port why not.
+            There is none; the text has the reason for every port.
         """
         if not self.rails:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.rejected.items())
@@ -87,7 +86,7 @@ class RailChoice:
 
 
 def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address | None = None) -> RailChoice:
-    """Choose ports and GIDs towards *peer* (None: in general).
+    """Choose the ports and GIDs for *peer* (None: for any peer).
 
     Parameters
     ----------
@@ -97,7 +96,7 @@ def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address 
     Raises
     ------
     ConfigError
-        *devices* names what does not exist, or *gid_index* an empty row; the text lists what there is.
+        *devices* names a device that does not exist, or *gid_index* an empty row; the text lists those that exist.
     """
     allowed = parse_rdma_devices(devices)
     _check_names(host, allowed, devices)
@@ -140,7 +139,7 @@ def objection(device: RdmaDevice, port: Port, table: list[Gid]) -> str | None:
 
 
 def incapable(device: RdmaDevice) -> str | None:
-    """Return why a device can never be used, None if it could be."""
+    """Return why a device can never be used, None if it can."""
     if device.driver in _OTHER_DRIVERS:
         return _OTHER_DRIVERS[device.driver]
     if device.kind == "RNIC":
@@ -175,24 +174,24 @@ def _route(host: Host, peer: Address | None) -> Route | None:
     try:
         route = host.kernel.route(peer)
     except OSError:
-        return None  # what cannot be routed can still be a peer on an InfiniBand subnet
+        return None  # the peer can still be in the InfiniBand subnet
     if not route.local:
         return route
-    # our own address: the interface that holds it, rather than the loopback that the kernel would take
+    # a local address: the interface that has it, instead of the kernel's loopback
     owner = next((netdev.name for netdev in host.netdevs.values() if peer in netdev.ips), route.netdev)
     return Route(peer, owner, peer, None, local=True)
 
 
 def on_route(host: Host, netdev: str | None, route: Route) -> bool:
-    """Whether *netdev* is the route's interface or one wire with it."""
+    """Whether *netdev* is the route's interface or on the same wire."""
     return netdev is not None and bool(host.family(netdev) & host.family(route.netdev))
 
 
 def _rank(host: Host, device: RdmaDevice, port: Port, gid: Gid | None, route: Route | None) -> tuple:
-    away = route is not None and not on_route(host, gid.netdev if gid and gid.netdev else port.netdev, route)
-    poor = port.is_roce and (gid is None or gid.version != "v2" or gid.is_link_local)
-    far = device.numa_node is not None and device.numa_node not in host.own_numa
-    return away, poor, far, -(port.rate_gbps or 0.0), natural(device.name), port.number
+    is_off_route = route is not None and not on_route(host, gid.netdev if gid and gid.netdev else port.netdev, route)
+    has_poor_gid = port.is_roce and (gid is None or gid.version != "v2" or gid.is_link_local)
+    is_far = device.numa_node is not None and device.numa_node not in host.own_numa
+    return is_off_route, has_poor_gid, is_far, -(port.rate_gbps or 0.0), natural(device.name), port.number
 
 
 def _reason(host: Host, device: RdmaDevice, port: Port, gid: Gid | None, route: Route | None,
@@ -216,21 +215,21 @@ def _reason(host: Host, device: RdmaDevice, port: Port, gid: Gid | None, route: 
 
 
 def peer_address(host: Host, name: str) -> Address:
-    """Return the address of a host name or an address given as text; OSError in words if it has none."""
+    """Return the address of a host name, or of an address as text; raises OSError if it has none."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:
         return host.kernel.resolve(name)[0]
 
 
-#: Cards that a hypervisor plays: they tell no speed, or one that has nothing to do with what the machine may use.
+#: Emulated cards: they report no speed, or one that is unrelated to what the machine may use.
 _VIRTUAL_DRIVERS = frozenset({"virtio_net", "vmxnet3", "hv_netvsc", "vif", "xen_netfront", "tun", "veth"})
 
 
 def interface_gbps(host: Host, address: str) -> tuple[float, str]:
-    """Return the rate in Gbit/s of the interface that has *address*, and in words where that comes from.
+    """Return the rate in Gbit/s of the interface that has *address*, and where the number comes from.
 
-    0 where nobody knows: loopback, veth and the like, cards played by a hypervisor, a cable that is not plugged in.
+    0 if it is not known: loopback, veth, emulated cards, a cable that is not plugged in.
     """
     wanted = ipaddress.ip_address(address)
     owner = next((netdev.name for netdev in host.netdevs.values()
@@ -241,19 +240,19 @@ def interface_gbps(host: Host, address: str) -> tuple[float, str]:
 
 
 def rails_gbps(host: Host, address: str, devices: str = "", gid_index: int = -1) -> tuple[float, str]:
-    """Return the same for the RDMA ports by which peers of *address* would be reached, together; 0 if there is none.
+    """Return the same for all RDMA ports together that would be used for *address*; 0 if there is none.
 
     *devices*, *gid_index*: the settings rdma_devices and rdma_gid_index.
     """
     try:
         rails = choose(host, devices=devices, gid_index=gid_index, peer=ipaddress.ip_address(address)).rails
-    except BpsError as exc:  # whoever wants RDMA says so in time
+    except BpsError as exc:  # reported later, if RDMA is needed
         return 0.0, str(exc)
     ports = {(device.name, port.number): (device, port) for device, port in host.ports}
     total = 0.0
     for rail in rails:
         device, port = ports[rail.device, rail.port]
-        # a device in software is as fast as the interface below it
+        # a software device is as fast as the interface below it
         gbps = port.rate_gbps or 0.0 if device.pcie or port.netdev is None else _told(host, port.netdev, frozenset())[0]
         if not gbps:
             return 0.0, f"{rail.name} is no card whose rate is known"
@@ -271,7 +270,7 @@ def _told(host: Host, name: str, seen: frozenset[str]) -> tuple[float, str]:
         if netdev.speed_mbps is None:
             return 0.0, f"{name} tells no speed"
         return netdev.speed_mbps / 1e3, f"{name} tells it"
-    # a VLAN or a bridge is as fast as the one card it stands on
+    # a VLAN or a bridge is as fast as the single card below it
     below = [told for lower in netdev.lowers if (told := _told(host, lower, seen | {name}))[0] > 0]
     if len(below) == 1:
         return below[0]

@@ -1,7 +1,7 @@
-"""A machine that was written down: the kernel's answers, in a file beside the recorded ``/sys`` and ``/proc``.
+"""A recorded machine: a copy of its ``/sys`` and ``/proc``, and the kernel's answers in ``answers.json`` beside them.
 
-The file is ``answers.json`` below the root; every field of `Answers` may be missing, and what is missing is unknown or
-empty. So a user's machine can be examined elsewhere (``--root DIR``), and a test has machines that nobody owns.
+Every field of `KernelAnswers` may be missing, which means unknown or empty. A user's machine can so be examined
+elsewhere (``--root DIR``), and tests have machines that are not at hand.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANSWERS = "answers.json"
 
 
 class RecordedRoute(msgspec.Struct, forbid_unknown_fields=True):
-    """As `netlink.Route`, in text."""
+    """`netlink.Route` as text."""
 
     netdev: str
     source: str | None = None
@@ -33,11 +33,11 @@ class RecordedRoute(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KernelAnswers(msgspec.Struct, forbid_unknown_fields=True):
-    """What `Kernel` would have said. Addresses are text; interfaces with their network ("10.1.0.1/24").
+    """The answers of `Kernel`. Addresses are text; addresses of interfaces have their network ("10.1.0.1/24").
 
-    `paths`: the largest packet (bytes) that reaches an address unsplit; addresses that are missing do not answer.
-    `links`: pairs "interface>address" that answer, where not every interface reaches every address. `verbs` and `peer`:
-    what the doctor found with libibverbs, and at its peer, as it prints them in JSON. `nvml`: what NVML says of GPUs
+    `paths`: the largest packet (bytes) that reaches an address unfragmented; other addresses do not answer. `links`:
+    the pairs "interface>address" that answer, if not every interface reaches every address. `verbs` and `peer`: what
+    the doctor found with libibverbs and at its peer, as in its JSON. `nvml`: NVML's answer about GPUs
     (`bpsfast.hardware.topology.nvml.Answer`).
     """
 
@@ -56,7 +56,7 @@ class KernelAnswers(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RecordedKernel(Kernel):
-    """Answers from `answers` instead of this machine. Any thread."""
+    """A `Kernel` that answers from `answers`. Thread-safe."""
 
     def __init__(self, answers: KernelAnswers) -> None:
         self.answers = answers
@@ -99,13 +99,13 @@ class RecordedKernel(Kernel):
         return None if found is None else tuple(found)
 
     def ping(self, address: Address, nbytes: int, netdev: str | None = None, timeout_s: float = 1.0) -> PingResult:
-        """As `Kernel.ping`, at once."""
+        """As `Kernel.ping`, without waiting."""
         if netdev is not None and self.answers.links is not None and f"{netdev}>{address}" not in self.answers.links:
             return PingResult.SILENT
         return PingResult.ANSWERED if nbytes <= self.answers.paths.get(str(address), 0) else PingResult.SILENT
 
     def connect(self, address: Address, port: int, timeout_s: float = 1.0) -> str:
-        """As `Kernel.connect`: nobody listens on a recorded machine."""
+        """As `Kernel.connect`; nothing listens on a recorded machine."""
         return "refused" if str(address) in self.answers.paths else "no answer"
 
 
@@ -115,12 +115,12 @@ def host(root: str | None = None) -> Host:
     Raises
     ------
     ConfigError
-        *root* is no folder, or its answers.json is not what `KernelAnswers` describes.
+        *root* is not a folder, or its answers.json does not have the fields of `KernelAnswers`.
     """
     if root is None:
         return Host()
     if not os.path.isdir(root):
-        raise ConfigError(f"--root {root}: there is no such folder; expected one with a copy of /sys and /proc in it")
+        raise ConfigError(f"--root {root}: there is no such folder; expected one with a copy of /sys and /proc")
     tree = Tree(root)
     try:
         answers = msgspec.json.decode(tree.text(ANSWERS) or "{}", type=KernelAnswers)

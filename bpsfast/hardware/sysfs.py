@@ -1,8 +1,8 @@
-"""Small files of the kernel (``/sys``, ``/proc``, ``/dev``, ``/etc``) below a root: the machine's, or a recorded tree.
+"""Tree: small files (``/sys``, ``/proc``, ``/dev``, ``/etc``) below the machine's root or that of a recorded tree.
 
-Everything that files tell about network cards is read through `Tree`, so the same code examines this machine and the
-trees under ``tests/sysfs_trees``. A file that is missing reads as None, and so does one that the kernel refuses to
-read: an empty row of a GID table gives EINVAL, a veth's port name EOPNOTSUPP.
+All facts from files are read through `Tree`, so the same code examines this machine and the recorded ones of
+``tests/sysfs_trees``. A file that is missing or cannot be read gives None: an empty row of a GID table gives EINVAL,
+the port name of a veth EOPNOTSUPP.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import re
 
 
 class Tree:
-    """The files below *root*. Paths are given in parts, without the root. Any thread; nothing is kept open."""
+    """The files below *root*. Paths are given in parts, relative to the root. Thread-safe; keeps nothing open."""
 
     def __init__(self, root: str | os.PathLike[str] = "/") -> None:
         self.root = os.fspath(root)
@@ -21,7 +21,7 @@ class Tree:
         return os.path.join(self.root, *(part.lstrip("/") for part in parts))
 
     def text(self, *parts: str) -> str | None:
-        """Return the content without surrounding blanks, None if there is none to be had."""
+        """Return the content without surrounding blanks, None if it cannot be read."""
         try:
             with open(self.path(*parts), "rb") as file:
                 return file.read().decode("utf-8", "replace").strip()
@@ -29,30 +29,30 @@ class Tree:
             return None
 
     def number(self, *parts: str) -> int | None:
-        """Return the whole number that the file begins with (``0x`` for hexadecimal), None if it holds none."""
+        """Return the integer at the beginning of the file (``0x`` for hexadecimal), None if there is none."""
         found = re.match(r"-?(0x[0-9a-fA-F]+|\d+)", self.text(*parts) or "")
         return int(found[0], 0 if "x" in found[0] else 10) if found else None
 
     def names(self, *parts: str) -> list[str]:
-        """Return what a folder holds, numbers in names sorted as numbers; empty if it does not exist."""
+        """Return the entries of a folder in natural order; empty if it does not exist."""
         try:
             return sorted(os.listdir(self.path(*parts)), key=natural)
         except OSError:
             return []
 
     def target(self, *parts: str) -> str | None:
-        """Return the last part of where a link points ("mlx5_core" for .../device/driver), None if it is no link."""
+        """Return the last part of a link's target ("mlx5_core" for .../device/driver), None if it is not a link."""
         try:
             return os.path.basename(os.readlink(self.path(*parts)))
         except OSError:
             return None
 
     def exists(self, *parts: str) -> bool:
-        """Whether the path exists, links followed."""
+        """Whether the path exists, following links."""
         return os.path.exists(self.path(*parts))
 
     def objection(self, *parts: str) -> str | None:
-        """Try to open a device node for reading and writing; return why that fails, in words, or None."""
+        """Open a device file for reading and writing and close it; return the error's text, or None."""
         try:
             os.close(os.open(self.path(*parts), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
         except OSError as exc:
@@ -61,5 +61,5 @@ class Tree:
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Return a sort key that puts mlx5_2 before mlx5_10."""
+    """Return a sort key that orders numbers in names by value (mlx5_2 before mlx5_10)."""
     return tuple((0, int(word)) if word.isdecimal() else (1, word) for word in re.split(r"(\d+)", name) if word)

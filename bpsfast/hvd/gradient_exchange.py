@@ -58,12 +58,12 @@ class StepProxy:
         kinds, codecs = exchange.kinds, exchange.codecs
         self._title = f"DistributedOptimizer.{self.number}"
         self._names = sorted(exchange.parameters)
-        self._places = dict(exchange.presence.places)
-        self._frozen = set(exchange.presence.frozen)
-        self._present = exchange.presence.title
+        self._places = dict(exchange.used.places)
+        self._frozen = set(exchange.used.frozen)
+        self._present = exchange.used.title
         #: The number's name among those of the gradients; like `Presence.title` that of no other optimizer's.
         self._joined = f"bpsfast.hvd.joined of {min(self._places, default='nothing')}"
-        self._kinds = {self._present: exchange.presence.kind, self._joined: ((1,), "float32"),
+        self._kinds = {self._present: exchange.used.kind, self._joined: ((1,), "float32"),
                        **{name: kinds[name] for name in self._names}}
         self._frozen_kinds = {name: kinds[name] for name in self._frozen if name in kinds}
         #: Of what was frozen at first, by name.
@@ -212,7 +212,7 @@ class DenseExchange(Exchange):
                 order = self.order()
             else:
                 order = self._order  # declared while this rank had joined
-            self._gradients = self._told_in = self._join_proxy.declare(order)
+            self._gradients = self._used_gradients = self._join_proxy.declare(order)
             self._order = [name for name in order if name not in self._join_proxy.sparse]
         return self._gradients
 
@@ -228,19 +228,23 @@ class DenseExchange(Exchange):
                                               dtype=self.parameters[name].dtype, check_invariants=False)
             self._begin_sparse(name, nothing)
         if self._op is not Average:
-            self.presence.is_stale |= is_reduced_by_another(self)
-        self.tell()
+            self.used.is_stale |= is_reduced_by_another(self)
+        self.send_used()
         self._zero_missing()
 
     def begin(self) -> None:
         """As `Exchange.begin`; and know what was admitted while this rank had joined."""
         super().begin()
         for name, gradients in self._join_proxy.admitted.items():
-            if name not in self._admitted:
-                self._adopt([name], gradients)
+            if name not in self._added:
+                self._add([name], gradients)
 
-    def _admitted_gradients(self, names: list[str]) -> Gradients:
+    def _added_gradients(self, names: list[str]) -> Gradients:
         return self._join_proxy.admit(names)
+
+    def _direct_paths(self) -> dict[str, Any]:
+        paths = super()._direct_paths() if self._predivide == 1 else {}
+        return {name: path for name, path in paths.items() if name not in self._join_proxy.sparse}
 
     def _send(self, name: str) -> None:
         gradient = self.parameters[name].grad
@@ -267,12 +271,12 @@ class DenseExchange(Exchange):
     def receive(self) -> None:
         """As `Exchange.receive`."""
         sparse, self._sparse = self._sparse, {}
-        self.hear()
+        self.receive_used()
         with torch.no_grad():
             for name in sorted(sparse):
                 total = sparse[name]()
                 gradient = self.parameters[name].grad
-                if gradient is not None or self.presence.has(name):
+                if gradient is not None or self.used.has(name):
                     self.parameters[name].grad = total if gradient is None or gradient.is_sparse else total.to_dense()
         self._join_proxy.count_step()
         super().receive()
@@ -335,8 +339,8 @@ class NegotiatedExchange:
     def __init__(self, named: list[tuple[str, torch.Tensor]], compression: Any, n_passes: int, op: ReduceOp,
                  predivide: float, groups: Sequence[Sequence[str]], sparse_as_dense: bool,
                  process_set: ProcessSet) -> None:
-        self.presence = UsedParameters(named)
-        self.parameters = self.presence.trained
+        self.used = UsedParameters(named)
+        self.parameters = self.used.trained
         self.n_passes = n_passes
         self.synchronized = self.is_superseded = False
         self.number, self.other_observers = next(observer_numbers), list[weakref.ref[Any]]()
@@ -367,7 +371,7 @@ class NegotiatedExchange:
         """Count a backward pass of *name*; after the last one of its whole group, the group goes out."""
         if self.is_superseded:
             self.synchronized = False
-            self.presence.is_stale |= self._group_of.get(name, (name,)) in self._under_way
+            self.used.is_stale |= self._group_of.get(name, (name,)) in self._under_way
             return
         if self._left[name] == 0:
             raise TooManyPassesError
@@ -390,9 +394,9 @@ class NegotiatedExchange:
         A parameter that has a gradient on no rank gets none. Raises `UnsupportedError` as `Exchange.receive`.
         """
         if self._fields["op"] in (Sum, Product):
-            self.presence.is_stale |= is_reduced_by_another(self)
-        words = torch.from_numpy(self.presence.words())
-        told = allreduce_async_(words, name=self.prefix + self.presence.title, op=Max,
+            self.used.is_stale |= is_reduced_by_another(self)
+        words = torch.from_numpy(self.used.flags())
+        told = allreduce_async_(words, name=self.prefix + self.used.title, op=Max,
                                 process_set=self._fields["process_set"])  # type: ignore[arg-type]
         for name in self.parameters:
             group = self._group_of.get(name, (name,))
@@ -400,10 +404,10 @@ class NegotiatedExchange:
                 self._begin(group)
         under_way, self._under_way = self._under_way, {}
         synchronize(told)
-        self.presence.hear(words.numpy())
-        unfrozen = self.presence.unfrozen()
+        self.used.receive(words.numpy())
+        unfrozen = self.used.unfrozen()
         for name in unfrozen:
-            self.presence.admit(name)
+            self.used.unfreeze(name)
             self._begin((name,))
             under_way[(name,)] = self._under_way.pop((name,))
         observe_gradients(self, [(name, self.parameters[name]) for name in unfrozen])
@@ -412,7 +416,7 @@ class NegotiatedExchange:
                 reduction.finish()
         self.forget_passes()
         note_reduced(self)
-        self.presence.require_known()
+        self.used.require_known()
         self.synchronized = True
 
     def begin_reduction(self, group: tuple[str, ...], gradients: list[torch.Tensor]) -> Any:
@@ -446,7 +450,7 @@ class NegotiatedExchange:
         parameter = self.parameters[name]
         gradient = parameter.grad
         if gradient is None:
-            parameter.grad = total.clone() if self.presence.has(name) else None
+            parameter.grad = total.clone() if self.used.has(name) else None
         elif gradient.is_sparse:
             parameter.grad = total if total.is_sparse else total.to_sparse(gradient.sparse_dim())
         elif total.data_ptr() != gradient.data_ptr():

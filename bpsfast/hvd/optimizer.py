@@ -157,7 +157,7 @@ def DistributedOptimizer(
         wrapped._exchange = NegotiatedExchange(
             named, compression, backward_passes_per_step, reduction, gradient_predivide_factor,
             _groups(groups, named, process_set), sparse_as_dense, process_set)
-    wrapped._exchange.presence.members = parameters_of(wrapped)
+    wrapped._exchange.used.members = parameters_of(wrapped)
     return wrapped
 
 

@@ -13,9 +13,8 @@ from ..trainer.arguments import Average, ReduceOp, Sum
 from ..trainer.stats import get_pushpull_speed
 from .basics import barrier, init, local_rank, local_size, rank, shutdown, size
 from .broadcast import broadcast
-from .gradients import grad, value_and_grad
 from .ops import push_pull
-from .optimizer import DistributedOptimizer, distributed_gradients
+from .optimizer import DistributedOptimizer, distributed_gradients, grad, value_and_grad
 
 __all__ = [
     "Average",

@@ -10,7 +10,7 @@ from ..orchestration.errors import UnsupportedError
 from ..trainer import process
 from ..trainer.broadcaster import check_root
 from ..trainer.object_broadcast import broadcast_arrays
-from .leaf_names import names_of
+from .ops import names_of
 
 
 def broadcast(tree: Any, root_rank: int = 0, name: str = "tree") -> Any:

@@ -16,9 +16,47 @@ from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import process
 from ..trainer.arguments import averages
 from ..trainer.bundle import Leaf
-from . import device_arrays, primitive
-from .leaf_names import names_of
-from .push_pull_call import PushPullCall
+from ..trainer.handle import push_pull_async
+from . import primitive
+from .primitive import PushPullCall
+
+
+def names_of(tree: Any, prefix: str) -> list[str]:
+    """Return a name for each leaf: *prefix* and the keys, indexes and attributes that lead to it, joined by dots."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [".".join([prefix, *map(_key, path)]) for path in paths]
+
+
+def _key(entry: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry).strip(".[]'")
+
+
+def is_on_device(leaf: Any) -> bool:
+    """Whether *leaf* lies elsewhere than on the CPU.
+
+    Raises
+    ------
+    UnsupportedError
+        If it lies on several devices.
+    """
+    devices = leaf.devices()
+    if len(devices) != 1:
+        raise UnsupportedError(f"an array of shape {leaf.shape} lies on {len(devices)} devices: bpsfast sums arrays of "
+                               "one device for each rank; start one process for each device")
+    (device,) = devices
+    return bool(device.platform != "cpu")
+
+
+def _push_pull_on_devices(site: PushPullCall, leaves: Sequence[Any]) -> list[Any]:
+    """Sum *leaves*, some of which lie on GPUs, outside jit, by DLPack; the sums lie where the leaves do."""
+    handles = [push_pull_async(leaf, site.average, each.name, site.priority, compression=each.codec)
+               for leaf, each in zip(leaves, site.leaves)]
+    sums = [handle.wait() for handle in handles]
+    return [jax.dlpack.from_dlpack(total) if is_on_device(leaf) else jax.device_put(total, leaf.sharding)
+            for leaf, total in zip(leaves, sums)]
 
 
 def push_pull(tree: Any, average: bool = True, name: str | None = None, priority: int | None = None,
@@ -80,8 +118,8 @@ def summed(site: PushPullCall, leaves: Sequence[Any]) -> list[Any]:
     """Return the sums (means) of the arrays *leaves*, which are those that *site* says; inside jit and outside."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return list(primitive.differentiable(site, *leaves))
-    if any(device_arrays.is_on_device(leaf) for leaf in leaves):
-        return device_arrays.push_pull(site, leaves)
+    if any(is_on_device(leaf) for leaf in leaves):
+        return _push_pull_on_devices(site, leaves)
     return primitive.run(site, leaves)
 
 

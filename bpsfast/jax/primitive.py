@@ -9,17 +9,137 @@ JAX has no public name for ordered effects. What is taken from `jax._src` is tak
 """
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
 from jax.interpreters import batching, mlir
 
-from ..orchestration.errors import UnsupportedError
-from . import handler
-from .push_pull_call import PushPullCall, register_call
+from ..orchestration.errors import ProtocolError, UnsupportedError
+from ..orchestration.messages import TensorSpec
+from ..trainer import process
+from ..trainer.bundle import Bundle, Leaf, specs_of
+from ..trainer.session import Session
+from . import call_frame
+
+_BACKWARD = ".backward"
+
+
+@dataclass(frozen=True)
+class PushPullCall:
+    """What one push_pull sums, all leaves at once. Hashable: JAX compiles once for each."""
+
+    leaves: tuple[Leaf, ...]
+    average: bool
+    priority: int | None
+    _bundles: list[Bundle] = field(default_factory=list, compare=False, repr=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """Name it: the same text for the same site in every process."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:32]
+
+    def backward(self) -> PushPullCall:
+        """Return the site that sums the gradients of this one's results."""
+        leaves = tuple(replace(leaf, name=leaf.name + _BACKWARD) for leaf in self.leaves if leaf.is_differentiable)
+        return PushPullCall(leaves, self.average, self.priority)
+
+    def specs(self) -> list[TensorSpec]:
+        """Describe the tensors to the job: small ones travel together."""
+        return specs_of(self.leaves, self.average, [self.priority] * len(self.leaves))
+
+    def bundle(self, session: Session) -> Bundle:
+        """Return what sums it in *session*."""
+        if not self._bundles or self._bundles[0].session is not session:
+            self._bundles[:] = [Bundle(session, self.specs())]
+        return self._bundles[0]
+
+
+_sites: dict[str, PushPullCall] = {}
+
+
+def register_call(site: PushPullCall) -> str:
+    """Let `registered_call` find *site*, for as long as the process lives; return its digest."""
+    return _sites.setdefault(site.digest, site).digest
+
+
+def registered_call(digest: str) -> PushPullCall:
+    """Return the site of that digest.
+
+    Raises
+    ------
+    ProtocolError
+        If the program that asks for it was compiled elsewhere.
+    """
+    try:
+        return _sites[digest]
+    except KeyError:
+        raise ProtocolError("a compiled program sums what this process has never traced: programs with push_pull are "
+                            "not moved between processes; jit the function here") from None
+
+#: The name by which XLA knows the handler.
+TARGET = "bpsfast_push_pull"
+
+#: What was raised in the last calls that failed, with the text that XLA was given for it. Newest last.
+_failures: deque[tuple[str, BaseException]] = deque(maxlen=16)
+_misfit: str | None = None  # what does not fit; None: XLA has not told its layouts yet
+
+
+def _handle(pointer: Any) -> int | None:
+    """Do what XLA wants; never raises. Return the address of an error, or None."""
+    global _misfit
+    frame = pointer.contents
+    try:
+        metadata = call_frame.metadata_of(frame)
+        if metadata is not None:
+            _misfit = call_frame.answer_metadata(frame, metadata)
+            return None
+        _sum(frame)
+    except BaseException as exc:  # ctypes would print it, and the program go on with what was in the buffers
+        text = f"{type(exc).__module__.partition('.')[0]} {type(exc).__name__}: {exc}"
+        _failures.append((text, exc))
+        return call_frame.error(frame, text)
+    return None
+
+
+_pointer = call_frame.HANDLER(_handle)  # lives as long as XLA may call it
+
+
+def _sum(frame: call_frame.Frame) -> None:
+    site = registered_call(call_frame.text_of(frame)) if not (wrong := call_frame.check_frame(frame)) else None
+    if site is None:
+        raise UnsupportedError(_unsupported(wrong))
+    bundle = site.bundle(process.current())
+    bundle.run(call_frame.addresses(frame.arguments), call_frame.addresses(frame.results))
+
+
+def failure(text: str) -> BaseException | None:
+    """Return what was raised in the call whose error XLA reports as *text*."""
+    return next((exc for said, exc in reversed(_failures) if said in text), None)
+
+
+def _unsupported(wrong: str) -> str:
+    return (f"jaxlib {jax.lib.__version__} calls handlers in a way that this bpsfast does not know: {wrong}. Install a "
+            "jaxlib of the versions that setup.cfg names, or a newer bpsfast")
+
+
+def register() -> None:
+    """Tell XLA of the handler, for the CPU alone. XLA asks for its version once it has started that platform."""
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(ctypes.cast(_pointer, ctypes.c_void_p)), platform="cpu")
+
+
+def require_fit() -> None:
+    """Raise `UnsupportedError` unless this jaxlib calls handlers as is known here."""
+    if _misfit is None:
+        jax.devices("cpu")
+    if _misfit != "":
+        raise UnsupportedError(_unsupported(_misfit or "it has not asked for the version of the handler"))
 
 try:
     from jax._src import core, dispatch, effects
@@ -83,7 +203,7 @@ def _run(*leaves: Any, site: PushPullCall) -> Any:
     try:
         return jax.block_until_ready(_now(site)(*leaves))
     except jax.errors.JaxRuntimeError as exc:
-        cause = handler.failure(str(exc))
+        cause = failure(str(exc))
         if cause is None:
             raise
         raise cause from None
@@ -104,12 +224,12 @@ def _lower(ctx: Any, *leaves: Any, site: PushPullCall) -> Sequence[Any]:
 
 
 def _lower_unordered(ctx: Any, *operands: Any, site: PushPullCall) -> Sequence[Any]:
-    handler.require_fit()
+    require_fit()
     lowered: Sequence[Any] = _lowering(ctx, *operands, site=register_call(site))
     return lowered
 
 
-_lowering = jax.ffi.ffi_lowering(handler.TARGET, has_side_effect=True)
+_lowering = jax.ffi.ffi_lowering(TARGET, has_side_effect=True)
 
 
 def _refuse_lowering(ctx: Any, *leaves: Any, site: PushPullCall) -> Sequence[Any]:
@@ -128,7 +248,7 @@ mlir.register_lowering(_push_pull, _refuse_lowering)
 mlir.register_lowering(_push_pull, _lower, platform="cpu")
 mlir.register_lowering(_unordered, _lower_unordered, platform="cpu")
 batching.primitive_batchers[_push_pull] = _refuse_batching
-handler.register()
+register()
 
 
 def run(site: PushPullCall, leaves: Sequence[Any]) -> list[Any]:

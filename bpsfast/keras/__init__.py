@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from ..trainer.stats import get_pushpull_speed
 from . import callbacks
-from .basics import barrier, init, local_rank, local_size, rank, shutdown, size
+from .backend import barrier, init, local_rank, local_size, rank, shutdown, size
 from .compression import Compression, Compressor
-from .loading import load_model
 from .ops import broadcast, broadcast_global_variables, push_pull
-from .optimizer import DistributedOptimizer
+from .optimizer import DistributedOptimizer, load_model
 
 __all__ = [
     "Compression",

@@ -1,15 +1,64 @@
 """The backend that Keras computes with, and how tensors of it are summed."""
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, Protocol, cast
 
 import keras
 
+from ..compression.choice import Choice, chosen_among
+from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import UnsupportedError
-from .gradient_set import GradientSet
+from ..trainer import process
+from ..trainer.process import local_rank, local_size, rank, size
+from .variables import common_names, different
+
+#: A tensor's shape and the wire name of its dtype.
+Kind = tuple[tuple[int, ...], str]
+
+
+@dataclass(frozen=True)
+class GradientSet:
+    """Tensors that are summed at once. Hashable: backends keep for each what they need to sum it.
+
+    *names* are common to all ranks; *prefix* makes the job's names of them.
+    """
+
+    prefix: str
+    names: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    average: bool
+    codecs: tuple[CodecSpec | None, ...]
+
+    @property
+    def wire_names(self) -> list[str]:
+        """The names of the tensors in the job."""
+        return [self.prefix + name for name in self.names]
+
+    @cached_property
+    def has_error_feedback(self) -> bool:
+        """Whether a codec wants to know the learning rate."""
+        return any(codec is not None and codec.error_feedback for codec in self.codecs)
+
+
+def gradient_set(paths: Sequence[str], kinds: Sequence[Kind], prefix: str | None, average: bool,
+                 choice: Choice | None) -> GradientSet:
+    """Return the set of the gradients of variables with these *paths*, of these *kinds*.
+
+    Without a *prefix* it is made of names and kinds. Models that are alike then have the same names, which is right:
+    one call is over before the next begins. Only what codecs have kept back of one is added to the other.
+    """
+    own, names = different(paths), common_names(paths)
+    codecs = chosen_among(choice, dict(zip(own, kinds)), process.current().settings.min_compress_bytes)
+    chosen = tuple(codecs.get(path) for path in own)
+    if prefix is None:
+        digest = hashlib.sha256(repr((names, list(kinds), average, chosen)).encode()).hexdigest()[:12]
+        prefix = f"gradient of {digest}"
+    return GradientSet(f"{prefix}.", tuple(names), tuple(kinds), average, chosen)
 
 #: Keras's backends, and the module that sums tensors of each.
 _EXCHANGES = {"jax": "jax_backend", "tensorflow": "tensorflow_backend", "torch": "torch_backend"}
@@ -58,3 +107,20 @@ def exchange() -> TensorBackend:
         raise UnsupportedError(f"Keras computes with {name!r} here; bpsfast.keras sums tensors of "
                                f"{', '.join(_EXCHANGES)}: set KERAS_BACKEND before the first import of keras")
     return cast("TensorBackend", importlib.import_module(f".{_EXCHANGES[name]}", __package__))
+
+__all__ = ["barrier", "init", "local_rank", "local_size", "rank", "shutdown", "size"]
+
+
+def init(lazy: bool = True, **settings: object) -> None:
+    """Join the job (`bpsfast.init`). BytePS connects later if *lazy*; here it is always now, so errors show now."""
+    exchange().init(**settings)
+
+
+def shutdown() -> None:
+    """Leave the job (`bpsfast.shutdown`), once the programs that the backend has started have ended."""
+    exchange().shutdown()
+
+
+def barrier(timeout_s: float | None = None) -> None:
+    """Wait until all ranks have called this (`bpsfast.barrier`)."""
+    exchange().barrier(timeout_s)

@@ -11,39 +11,44 @@ import keras
 
 from ..compression import compressors
 from ..compression.choice import Choice
-from ..compression.compressors import Codecs, CompressionLike, Compressor, CompressorLike, NoneCompressor
+from ..compression.compressors import (
+    CastingCompressor,
+    Codecs,
+    CompressionLike,
+    Compressor,
+    CompressorLike,
+    NoneCompressor,
+)
 
 __all__ = ["BF16Compressor", "Compression", "CompressionLike", "Compressor", "CompressorLike", "FP16Compressor",
            "NoneCompressor", "parted"]
 
 
-class _Narrowing(Compressor):
-    """Lets wide floating-point tensors travel as `narrow`; others stay as they are."""
-
-    narrow = ""
-
-    @classmethod
-    def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Return *tensor* in the dtype that travels, and its own dtype."""
-        dtype = keras.backend.standardize_dtype(tensor.dtype)
-        return (keras.ops.cast(tensor, cls.narrow) if dtype in ("float32", "float64") else tensor), dtype
+class _Casting(CastingCompressor):
+    @staticmethod
+    def dtype_of(tensor: Any) -> str:
+        name: str = keras.backend.standardize_dtype(tensor.dtype)
+        return name
 
     @staticmethod
-    def decompress(tensor: Any, context: Any) -> Any:
-        """Return *tensor* in the dtype it had before `compress`."""
-        return keras.ops.cast(tensor, context)
+    def cast(tensor: Any, dtype: str) -> Any:
+        return keras.ops.cast(tensor, dtype)
+
+    @classmethod
+    def wire_dtype(cls, dtype: str) -> str:
+        return cls.wire_name if dtype in ("float32", "float64") else dtype
 
 
-class FP16Compressor(_Narrowing):
+class FP16Compressor(_Casting):
     """Floating-point tensors travel as float16."""
 
-    narrow = "float16"
+    wire_name = "float16"
 
 
-class BF16Compressor(_Narrowing):
+class BF16Compressor(_Casting):
     """Floating-point tensors travel as bfloat16."""
 
-    narrow = "bfloat16"
+    wire_name = "bfloat16"
 
 
 class Compression(Codecs):

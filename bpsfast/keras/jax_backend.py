@@ -9,9 +9,9 @@ import jax
 from ..base.dtypes import wire_name
 from ..jax.basics import barrier as barrier, init as init, shutdown as shutdown
 from ..jax.ops import summed
-from ..jax.push_pull_call import PushPullCall
+from ..jax.primitive import PushPullCall
 from ..trainer.bundle import Leaf
-from .gradient_set import GradientSet
+from .backend import GradientSet
 
 _sites: dict[GradientSet, PushPullCall] = {}
 

@@ -2,14 +2,105 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
 
-from ..orchestration.errors import ConfigError, UnsupportedError
-from .compression import Compression, CompressionLike, parted
-from .reduction import Reduction
+from ..compression.choice import Choice
+from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
+from ..trainer import process
+from .backend import exchange, gradient_set
+from .compression import Compression, CompressionLike, CompressorLike, NoneCompressor, parted
+from .variables import path_of
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What is done to gradients: scaled by *prescale*, compressed, summed or averaged, scaled by *postscale*."""
+
+    prefix: str | None = None
+    average: bool = True
+    compressor: CompressorLike = NoneCompressor
+    choice: Choice | None = None
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    def of(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Callable[[], Any],
+           condition: Any = None) -> list[Any]:
+        """Return *gradients* reduced over all ranks; a None is left out, and stays.
+
+        Parameters
+        ----------
+        gradients
+            Of *variables*, in the same order; the same are None on all ranks.
+        learning_rate
+            Returns that of the step, for error feedback.
+        condition
+            Not None: they are reduced where it is true, else returned as they are.
+
+        Raises
+        ------
+        MismatchError
+            If gradients do not fit to the variables; nothing is sent then.
+        UnsupportedError
+            For a dtype that is not summed, and for variables that are overwritten by their gradients (float8).
+        BusyError, ClosedError, StallError, PeerLostError
+            As `bpsfast.push_pull`.
+        """
+        gradients, variables = list(gradients), list(variables)
+        paths = [path_of(variable) for variable in variables]
+        if len(gradients) != len(variables):
+            raise MismatchError(f"{len(gradients)} gradients came for {len(variables)} variables, from "
+                                f"{paths[0] if paths else 'none'!r} on")
+        session = process.current()
+        places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        dense = {place: keras.ops.convert_to_tensor(gradients[place], sparse=False) for place in places}
+        for place in places:
+            _check(paths[place], dense[place], variables[place])
+        places = [place for place in places if 0 not in dense[place].shape]
+        if session.size == 1 or not places:
+            factor = self.prescale * self.postscale
+            for place in places if factor != 1.0 else ():
+                gradients[place] = _scaled(dense[place], factor)
+            return gradients
+        small, contexts = [], []
+        for place in places:
+            tensor, context = self.compressor.compress(_scaled(dense[place], self.prescale))
+            small.append(tensor)
+            contexts.append(context)
+        backend = exchange()
+        kinds = [(tuple(tensor.shape), _dtype(paths[place], tensor)) for place, tensor in zip(places, small)]
+        chosen = gradient_set([paths[place] for place in places], kinds, self.prefix, self.average, self.choice)
+        if condition is None:
+            sums = backend.reduced(chosen, small, learning_rate)
+        else:
+            sums = backend.reduced_if(condition, chosen, small, learning_rate)
+        for place, total, context in zip(places, sums, contexts):
+            gradients[place] = _scaled(self.compressor.decompress(total, context), self.postscale)
+        return gradients
+
+
+def _check(name: str, gradient: Any, variable: Any) -> None:
+    if tuple(gradient.shape) != tuple(variable.shape):
+        raise MismatchError(f"the gradient of {name!r} has shape {tuple(gradient.shape)}, the variable "
+                            f"{tuple(variable.shape)}")
+    if getattr(variable, "overwrite_with_gradient", False):
+        raise UnsupportedError(f"variable {name!r} is overwritten by its gradient, as the scales of float8 are: their "
+                               "mean is none of them, so DistributedOptimizer does not train such models; use another "
+                               "dtype policy, as mixed_bfloat16")
+
+
+def _dtype(name: str, tensor: Any) -> str:
+    try:
+        return exchange().dtype_of(tensor)
+    except UnsupportedError as exc:
+        raise UnsupportedError(f"the gradient of {name!r}: {exc}") from None
+
+
+def _scaled(tensor: Any, factor: float) -> Any:
+    return tensor if factor == 1.0 else tensor * factor
 
 _LossScaler = keras.optimizers.LossScaleOptimizer
 
@@ -155,6 +246,18 @@ def distribute(optimizer: Any, reduction: Reduction, n_passes: int = 1) -> Any:
     return optimizer
 
 
+def wrap_for_tensorflow(optimizer: Any, name: str | None, average: bool, compression: Any, n_passes: int,
+                        averages_passes: bool) -> Any:
+    """As `bpsfast.tensorflow.DistributedOptimizer`, whose compressors become Keras's; *averages_passes* divides the
+    gradients of several passes by their number.
+    """
+    own = {"float16": Compression.fp16, "bfloat16": Compression.bf16}
+    if isinstance(compression, type):
+        compression = own.get(vars(compression).get("wire_name", ""), compression)
+    return distribute(optimizer, Reduction(name, average, *parted(compression),
+                                           postscale=1 if averages_passes else n_passes), n_passes)
+
+
 def is_distributed(optimizer: Any) -> bool:
     """Whether *optimizer* is a DistributedOptimizer."""
     return issubclass(type(optimizer), Distributed)
@@ -174,3 +277,45 @@ def _wrong_order(optimizer: Any) -> UnsupportedError:
         "which its own gradients are not finite, while the others wait for it. Wrap in the other order, "
         "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...)). compile() with the policy mixed_float16 wraps "
         "by itself what is no LossScaleOptimizer, unless auto_scale_loss=False")
+
+
+def load_model(filepath: Any, custom_optimizers: Sequence[type] | None = None,
+               custom_objects: Mapping[str, Any] | None = None, compression: CompressionLike = Compression.none,
+               **options: Any) -> Any:
+    """Return the model of *filepath*, as `keras.models.load_model`, whose optimizer is a DistributedOptimizer, with its
+    state.
+
+    Each rank reads the file. It may have been saved with a DistributedOptimizer or without.
+
+    Parameters
+    ----------
+    custom_optimizers
+        Classes of optimizers that are not Keras's, and not registered with it.
+    custom_objects
+        As of Keras.
+    compression
+        As of `DistributedOptimizer`.
+    options
+        Others of `keras.models.load_model`.
+
+    Raises
+    ------
+    ConfigError
+        If *custom_optimizers* are no classes of optimizers, or *compression* is not possible; nothing is read then.
+    """
+    reduction = Reduction(None, True, *parted(compression))
+    return loaded(filepath, custom_optimizers, custom_objects, reduction, options)
+
+
+def loaded(filepath: Any, custom_optimizers: Sequence[type] | None, custom_objects: Mapping[str, Any] | None,
+           reduction: Reduction, options: Mapping[str, Any]) -> Any:
+    """As `load_model`, with any *reduction*."""
+    objects: dict[str, Any] = {}
+    for kind in custom_optimizers or ():
+        if not (isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer)):
+            raise ConfigError(f"custom_optimizers has {kind!r}, which is no class of optimizers of Keras")
+        objects[kind.__name__] = kind
+    model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})}, **options)
+    if getattr(model, "optimizer", None) is not None:
+        distribute(model.optimizer, reduction)
+    return model

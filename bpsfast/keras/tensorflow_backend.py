@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from ..tensorflow.memory import wire_dtype
-from ..tensorflow.tensor_sums import reduced as summed
+from ..tensorflow.ops import reduced as summed
 from ..trainer.process import barrier as barrier, init as init, shutdown as shutdown
-from .gradient_set import GradientSet
+from .backend import GradientSet
 
 
 def dtype_of(tensor: Any) -> str:

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from ..torch.ops import device_tensor_memory, wire_dtype_name
+from ..base.dtypes import NAMES
+from ..orchestration.errors import UnsupportedError
 from ..trainer import process
 from ..trainer.gradients import Gradients
 from ..trainer.process import barrier as barrier, init as init, shutdown as shutdown
 from ..trainer.session import Session
-from ..trainer.tensor_input import TensorInput
-from .gradient_set import GradientSet
+from ..trainer.tensor_input import TensorInput, tensor_input
+from .backend import GradientSet
 
 _gradients: dict[GradientSet, Gradients] = {}
 _session: list[Session] = []  # that of `_gradients`
@@ -20,7 +21,10 @@ _session: list[Session] = []  # that of `_gradients`
 
 def dtype_of(tensor: Any) -> str:
     """Return the wire name of *tensor*'s dtype; raises `UnsupportedError` if it is not summed."""
-    return wire_dtype_name(tensor.dtype)
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in NAMES:
+        raise UnsupportedError(f"{tensor.dtype} cannot be summed; bpsfast sums {', '.join(NAMES)}")
+    return name
 
 
 def is_symbolic(tensor: Any) -> bool:
@@ -37,7 +41,7 @@ def reduced(chosen: GradientSet, tensors: Sequence[torch.Tensor],
     UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
         As `bpsfast.push_pull`.
     """
-    sources = [tensor.detach().contiguous() for tensor in tensors]
+    sources = [tensor.detach().resolve_neg().contiguous() for tensor in tensors]
     inputs = [_memory(source) for source in sources]
     sums = [torch.empty_like(source) for source in sources]
     outputs = [_memory(each) for each in sums]
@@ -65,7 +69,7 @@ def reduced_if(condition: Any, chosen: GradientSet, tensors: Sequence[torch.Tens
 
 
 def _memory(tensor: torch.Tensor) -> TensorInput:
-    return process.current().devices.placed(device_tensor_memory(tensor))
+    return process.current().devices.placed(tensor_input(tensor))
 
 
 def _gradients_of(chosen: GradientSet, inputs: Sequence[TensorInput]) -> Gradients:

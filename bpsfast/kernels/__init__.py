@@ -1,4 +1,4 @@
-"""The sum kernels: compiled on first use, handed out by address, and two checked calls for Python.
+"""The sum kernels, compiled on first use: their addresses for the engine, and two checked calls for Python.
 
 The C signature of every kernel::
 
@@ -11,11 +11,11 @@ chunk is loaded from all inputs before it is stored). Rounding is that of `bpsfa
 inputs are added by themselves, rounded once to the wire dtype, take their place in the order; then the average.
 The code takes no lock, allocates nothing, raises nothing, needs no GIL, and may run on any number of threads.
 
-There is one for each dtype and op. Compiling takes about 0.4 s each; numba's disk cache reduces that to about 10 ms.
-It lies in ``NUMBA_CACHE_DIR`` where that is set, else beside the package, else in the user's cache folder; where none
-of them can be written (a read-only image, no home), each process compiles for itself.
+There is one for each dtype and op. Compiling takes about 0.4 s each, with numba's disk cache about 10 ms. The cache is
+in ``NUMBA_CACHE_DIR`` if that is set, else beside this package, else in the user's cache folder; if none of them is
+writable (a read-only image, no home), each process compiles for itself.
 
-Importing this module imports no numba: only a node, which runs kernels, pays for it.
+Importing this package does not import numba: only a node, which runs kernels, needs it.
 """
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from bpsfast.orchestration.placement.partition import BITWISE_OPS, OPS
 
 Array = np.ndarray[Any, Any]
 
-# Outputs from this size on are stored past the caches when the caller does not say: below it they are about
-# to be read again from L2 or L3, above it the read-for-ownership that plain stores cost is 1.25-1.5x.
+# Outputs of this size or more are stored past the caches by default: smaller ones are read again from L2 or L3; for
+# larger ones the read-for-ownership of plain stores would cost 1.25 to 1.5 times the time.
 NONTEMPORAL_NBYTES = 1 << 20
 
 #: Of every kernel. Calling one by it releases the GIL.
 SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 6)
 
-# No writable folder, a full disk, a damaged or foreign entry (unpickled, it may be anything): no reason to fail a job.
+# No writable folder, a full disk, a damaged or foreign entry (unpickled, it may raise anything) must not fail a job.
 CACHE_FAULTS = (
     RuntimeError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError, pickle.PickleError
 )  # fmt: skip
@@ -74,13 +74,13 @@ def address(dtype_name: str, op: str = "sum") -> int:
 
 
 def warm(dtype_names: Iterable[str] = dtypes.NAMES) -> None:
-    """Compile (or load) the kernels of these wire dtypes now, so that no first sum waits for it."""
+    """Compile or load the kernels of these wire dtypes now, so that the first sums need not wait."""
     for name in dtype_names:
         address(name)
 
 
 def assembly(dtype_name: str) -> str:
-    """Compile the kernel anew and return its machine code as text; for tests and for readers."""
+    """Compile the kernel again and return its machine code as text."""
     from bpsfast.kernels import sum_ir
 
     return str(sum_ir.compile_kernel(dtypes.lookup(dtype_name).name, cache=False)._library.get_asm_str())
@@ -97,10 +97,10 @@ def _compile(name: str, op: str) -> Any:
 
 
 def has_cache_folder(package: Path) -> bool:
-    """Say whether numba can be let loose on its list of cache folders.
+    """Return whether numba may try its list of cache folders.
 
-    Its last resort is the user's cache folder, and without HOME and without an entry for the user id it would
-    make a folder literally called ``~`` in the working directory.
+    The last one is the user's cache folder; without HOME and without an entry for the user id numba would make a folder
+    called ``~`` in the working directory.
     """
     if os.path.isabs(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~")):
         return True
@@ -109,7 +109,7 @@ def has_cache_folder(package: Path) -> bool:
 
 
 def _may_write(folder: Path) -> bool:
-    """Say whether *folder* can be written, or made."""
+    """Return whether *folder* can be written, or made."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
@@ -166,7 +166,7 @@ def add_into(dst: Array, src: Array) -> None:
 
 
 def _check(role: str, array: Any, dst: Array) -> str:
-    """Refuse what a kernel cannot read; return the wire dtype."""
+    """Return the wire dtype of *array*; raise if a kernel cannot read it."""
     if not isinstance(array, np.ndarray):
         raise UnsupportedError(f"{role} is a {type(array).__name__}; the kernels take NumPy arrays")
     name = dtypes.wire_name(array.dtype)

@@ -1,4 +1,4 @@
-"""One element type in LLVM IR: widen, combine, divide, round, for a vector or a single element of it.
+"""Arithmetic of one element type in LLVM IR: widen, combine, divide and round vectors or single elements.
 
 All methods take and return LLVM values of *n_lanes* elements (1: plain scalars). No fastmath flag is set, and no
 product is ever added to anything, so LLVM may contract nothing.

@@ -1,4 +1,4 @@
-"""One step of a store as LLVM IR, and the numba cfunc that holds it: see `stores` for what it does."""
+"""The kernels of `stores` as LLVM IR, and the numba cfunc that holds each."""
 from __future__ import annotations
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The kernels of stores: what a push does to the weights that an owner keeps, compiled on first use.
+"""The kernels of parameter stores, compiled on first use: how a push changes the weights that an owner keeps.
 
 The C signature of every kernel (`pyx/store.h`)::
 
@@ -15,7 +15,7 @@ The C signature of every kernel (`pyx/store.h`)::
 NESTEROV is what ``torch.optim.SGD(nesterov=True)`` does, every operation rounded by itself; the two factors are rounded
 to the accumulator first. The code takes no lock, allocates nothing, needs no GIL.
 
-Importing this module imports no numba: only a node that owns a store pays for it.
+Importing this module does not import numba: only a node that owns a store needs it.
 """
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _compiled: dict[str, Any] = {}
 def address(dtype_name: str) -> int:
     """Return the address of the kernel of a wire dtype, compiling it first if need be; any thread.
 
-    Raises `UnsupportedError` for integers: nothing learns in them.
+    Raises `UnsupportedError` for integers, in which no model is trained.
     """
     if not lookup(dtype_name).is_float:
         raise UnsupportedError(f"there is no store of {dtype_name}: weights are floats")

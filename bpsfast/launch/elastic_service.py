@@ -18,7 +18,7 @@ import msgspec
 
 from ..base.addresses import format_address
 from ..base.job_key import elastic_key
-from ..orchestration.elastic import protocol as line_of
+from ..orchestration.elastic import protocol
 from ..orchestration.elastic.coordinator import ElasticCoordinator, ElasticRules, Exclude, Fail, Form
 from ..orchestration.elastic.protocol import (
     Add,
@@ -39,7 +39,7 @@ from ..orchestration.errors import ProtocolError
 from ..orchestration.wake_up import WakeUp
 from .processes import Command, Process
 
-_log = logging.getLogger("bpsfast.muster")
+_log = logging.getLogger("bpsfast.elastic")
 _MEMBER = "BPSFAST_MEMBER"
 _NODE = "BPSFAST_NODE_ID"
 _LOOK_S = 1.0
@@ -85,10 +85,10 @@ class ElasticService:
     """
 
     def __init__(self, rules: ElasticRules, members: Sequence[int], key: bytes, host: str) -> None:
-        self._muster = ElasticCoordinator(rules, members)
-        self._line = line_of.listen(elastic_key(key), host)
-        self.address = format_address(host, self._line.port)
-        self._facts: deque[Callable[[], None]] = deque()
+        self._coordinator = ElasticCoordinator(rules, members)
+        self._server = protocol.listen(elastic_key(key), host)
+        self.address = format_address(host, self._server.port)
+        self._calls: deque[Callable[[], None]] = deque()
         self._orders: deque[Order] = deque()
         self._wake, self._ordered = WakeUp(), WakeUp()
         self._alive = set(members)
@@ -99,7 +99,7 @@ class ElasticService:
         self._wanted: dict[str, set[int]] = {}
         self._next_word_s = 0.0
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="bpsfast-muster", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="bpsfast-elastic", daemon=True)
 
     # -- the launcher's side ---------------------------------------------------------------------------------------
 
@@ -127,47 +127,47 @@ class ElasticService:
                 self._n_starting -= 1
             else:
                 self._asked.discard(instead_of)
-                self._muster.replaced(instead_of, member, time.monotonic())
+                self._coordinator.replaced(instead_of, member, time.monotonic())
 
-        self._tell(enter)
+        self._run_in_thread(enter)
 
     def ended(self, member: int, how: str) -> None:
         """Note that *member* is lost: *how* in words."""
         def enter() -> None:
             self._alive.discard(member)
             self._asked.discard(member)
-            self._muster.ended(member, how, time.monotonic())
-            if self._muster.has_seat(member):
+            self._coordinator.ended(member, how, time.monotonic())
+            if self._coordinator.has_seat(member):
                 self._void(f"worker {member} {how}")
 
-        self._tell(enter)
+        self._run_in_thread(enter)
 
     def left(self, member: int) -> None:
         """Note that *member* has ended with exit code 0, or was not needed."""
         def enter() -> None:
             self._alive.discard(member)
-            self._muster.left(member)
-            if self._muster.is_over:
-                self._say(Over(), self._muster.waiting)
+            self._coordinator.left(member)
+            if self._coordinator.is_over:
+                self._send(Over(), self._coordinator.waiting)
 
-        self._tell(enter)
+        self._run_in_thread(enter)
 
     def give_up(self, reason: str) -> None:
         """Form no more jobs: workers that wait or connect later raise *reason*."""
         def enter() -> None:
-            if self._muster.failure is None:
+            if self._coordinator.failure is None:
                 self._fail(Fail("PeerLostError", reason))
 
-        self._tell(enter)
+        self._run_in_thread(enter)
 
     @property
     def is_over(self) -> bool:
         """Whether the training has ended on all ranks."""
-        return self._muster.is_over
+        return self._coordinator.is_over
 
     def has_seat(self, member: int) -> bool:
         """Whether *member* belongs to the job that was formed last, or to the first one that is being formed."""
-        return self._muster.has_seat(member)
+        return self._coordinator.has_seat(member)
 
     def close(self) -> None:
         """End the thread; messages to workers are still sent, for at most a second."""
@@ -175,12 +175,12 @@ class ElasticService:
         self._wake.ring()
         if self._thread.ident is not None:
             self._thread.join()
-        self._line.close()
+        self._server.close()
         self._wake.close()
         self._ordered.close()
 
-    def _tell(self, fact: Callable[[], None]) -> None:
-        self._facts.append(fact)
+    def _run_in_thread(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
         self._wake.ring()
 
     # -- the thread's ----------------------------------------------------------------------------------------------
@@ -190,85 +190,86 @@ class ElasticService:
             while not self._closing:
                 self._turn()
         except Exception as exc:  # no other thread would notice
-            _log.exception("the muster has failed")
-            self._order(StopJob(f"the muster has failed: {type(exc).__name__}: {exc}"))
+            _log.exception("the elastic service has failed")
+            self._order(StopJob(f"the elastic service has failed: {type(exc).__name__}: {exc}"))
 
     def _turn(self) -> None:
-        left_s = self._muster.due_s - time.monotonic()
-        self._line.wait(self._wake.fileno(), min(_LOOK_S, max(0.01, left_s)))
+        left_s = self._coordinator.due_s - time.monotonic()
+        self._server.wait(self._wake.fileno(), min(_LOOK_S, max(0.01, left_s)))
         self._wake.clear()
-        while self._facts:
-            self._facts.popleft()()
+        while self._calls:
+            self._calls.popleft()()
         try:
-            messages = self._line.recv_nowait()
+            messages = self._server.recv_nowait()
         except ProtocolError as exc:
             messages = []  # further calls return those before and after it
             _log.warning("%s", exc)
         for message in messages:
-            self._hear(message)
+            self._handle(message)
         self._decide()
-        if (now_s := time.monotonic()) >= self._next_word_s and self._muster.waiting:
-            self._next_word_s = now_s + line_of.WORD_EVERY_S
-            self._say(Wait(self._muster.awaited), self._muster.waiting)
+        if (now_s := time.monotonic()) >= self._next_word_s and self._coordinator.waiting:
+            self._next_word_s = now_s + protocol.WORD_EVERY_S
+            self._send(Wait(self._coordinator.awaited), self._coordinator.waiting)
 
-    def _hear(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         match message:
             case Come():
-                self._come(message)
+                self._on_come(message)
             case Done():
-                self._muster.done()
-                self._say(Over(), self._muster.waiting)
+                self._coordinator.done()
+                self._send(Over(), self._coordinator.waiting)
             case Put():
-                self._put(message)
+                self._on_put(message)
             case Want():
-                self._want(message)
+                self._on_want(message)
             case Add():
-                self._add(message)
+                self._on_add(message)
 
-    def _come(self, message: Come) -> None:
-        muster, was_running = self._muster, self._muster.is_running
-        muster.came(message.member, message.node, time.monotonic(), message.has_state, message.n_commits,
+    def _on_come(self, message: Come) -> None:
+        coordinator, was_running = self._coordinator, self._coordinator.is_running
+        coordinator.came(message.member, message.node, time.monotonic(), message.has_state, message.n_commits,
                     message.reason[:_REASON_LENGTH])
-        if muster.is_over:
-            self._say(Over(), [message.member])
-        elif muster.failure is not None:
-            self._say(Refused(*muster.failure), [message.member])
-        elif muster.is_running and muster.newcomers:
-            self._say(Newcomers(muster.number, len(muster.newcomers)), [seat.member for seat in muster.seats])
-        elif was_running and not muster.is_running:
+        if coordinator.is_over:
+            self._send(Over(), [message.member])
+        elif coordinator.failure is not None:
+            self._send(Refused(*coordinator.failure), [message.member])
+        elif coordinator.is_running and coordinator.newcomers:
+            members = [seat.member for seat in coordinator.seats]
+            self._send(Newcomers(coordinator.number, len(coordinator.newcomers)), members)
+        elif was_running and not coordinator.is_running:
             self._void(f"worker {message.member} has left it")
 
-    def _put(self, message: Put) -> None:
-        if message.job != self._muster.number or not self._muster.has_seat(message.member):
+    def _on_put(self, message: Put) -> None:
+        if message.job != self._coordinator.number or not self._coordinator.has_seat(message.member):
             return
-        nbytes = line_of.stored_nbytes(message.key, message.value)
+        nbytes = protocol.stored_nbytes(message.key, message.value)
         before = self._store.get(message.key)
-        kept_nbytes = self._stored_nbytes - (0 if before is None else line_of.stored_nbytes(message.key, before))
-        if nbytes > line_of.MOST_VALUE_NBYTES or kept_nbytes + nbytes > line_of.MOST_STORED_NBYTES:
+        kept_nbytes = self._stored_nbytes - (0 if before is None else protocol.stored_nbytes(message.key, before))
+        if nbytes > protocol.MOST_VALUE_NBYTES or kept_nbytes + nbytes > protocol.MOST_STORED_NBYTES:
             _log.warning("worker %d stores %d bytes beside %d, more than the limit: ignored",
                          message.member, nbytes, kept_nbytes)
             return
         self._store[message.key] = message.value
         self._stored_nbytes = kept_nbytes + nbytes
-        self._say(Value(message.job, message.key, message.value), self._wanted.pop(message.key, ()))
+        self._send(Value(message.job, message.key, message.value), self._wanted.pop(message.key, ()))
 
-    def _want(self, message: Want) -> None:
-        if message.job != self._muster.number or not self._muster.has_seat(message.member):
+    def _on_want(self, message: Want) -> None:
+        if message.job != self._coordinator.number or not self._coordinator.has_seat(message.member):
             return
         if message.key in self._store:
-            self._say(Value(message.job, message.key, self._store[message.key]), [message.member])
-        elif len(self._wanted) < line_of.MOST_WANTED and len(message.key) <= line_of.MOST_KEY_LENGTH:
+            self._send(Value(message.job, message.key, self._store[message.key]), [message.member])
+        elif len(self._wanted) < protocol.MOST_WANTED and len(message.key) <= protocol.MOST_KEY_LENGTH:
             self._wanted.setdefault(message.key, set()).add(message.member)
         else:
             _log.warning("worker %d asks for an unknown value, beside %d others: ignored",
                          message.member, len(self._wanted))
 
-    def _add(self, message: Add) -> None:
-        most = self._muster.rules.max_ranks
-        n_replacing = len({*self._muster.to_replace, *(self._asked - self._alive)})
+    def _on_add(self, message: Add) -> None:
+        most = self._coordinator.rules.max_ranks
+        n_replacing = len({*self._coordinator.to_replace, *(self._asked - self._alive)})
         n_workers = len(self._alive) + self._n_starting + n_replacing
         count = max(0, min(message.count, most - n_workers))
-        if self._muster.is_over or self._muster.failure is not None:
+        if self._coordinator.is_over or self._coordinator.failure is not None:
             count, reason = 0, "the training has ended"
         else:
             reason = "" if count == message.count else (
@@ -276,11 +277,11 @@ class ElasticService:
         if count:
             self._n_starting += count
             self._order(StartWorkers(count))
-        self._say(Added(count, reason), [message.member])
+        self._send(Added(count, reason), [message.member])
 
     def _decide(self) -> None:
-        muster = self._muster
-        while (found := muster.decide(time.monotonic())) is not None:
+        coordinator = self._coordinator
+        while (found := coordinator.decide(time.monotonic())) is not None:
             if isinstance(found, Form):
                 self._form(found)
             elif isinstance(found, Fail):
@@ -288,24 +289,24 @@ class ElasticService:
             elif isinstance(found, Exclude):
                 self._ask([KillWorker(member) for member in found.members])
                 break
-        self._ask([ReplaceWorker(member) for member in muster.to_replace])
+        self._ask([ReplaceWorker(member) for member in coordinator.to_replace])
 
     def _form(self, form: Form) -> None:
         self._store.clear()
         self._stored_nbytes = 0
         self._wanted.clear()
         for rank, member in enumerate(form.members):
-            self._say(Formed(form.number, rank, len(form.members), self._muster.rules.lost_worker), [member])
+            self._send(Formed(form.number, rank, len(form.members), self._coordinator.rules.lost_worker), [member])
 
     def _fail(self, fail: Fail) -> None:
-        self._muster.failure = fail
-        self._say(Refused(*fail), self._muster.waiting)
+        self._coordinator.failure = fail
+        self._send(Refused(*fail), self._coordinator.waiting)
         self._order(StopJob(fail.reason))
 
     def _void(self, reason: str) -> None:
         """Tell the members of the last job that it is void, if it was not complete yet."""
-        if self._muster.number:
-            self._say(Void(self._muster.number, reason), [seat.member for seat in self._muster.seats])
+        if self._coordinator.number:
+            self._send(Void(self._coordinator.number, reason), [seat.member for seat in self._coordinator.seats])
 
     def _ask(self, orders: Sequence[ReplaceWorker | KillWorker]) -> None:
         for order in orders:
@@ -317,9 +318,9 @@ class ElasticService:
         self._orders.append(order)
         self._ordered.ring()
 
-    def _say(self, message: object, members: Sequence[int] | set[int] | tuple[int, ...]) -> None:
+    def _send(self, message: object, members: Sequence[int] | set[int] | tuple[int, ...]) -> None:
         for member in members:
-            self._line.tell(message, but=self._line.present - {member})  # type: ignore[arg-type]
+            self._server.tell(message, but=self._server.present - {member})  # type: ignore[arg-type]
 
 
 def worker(member: int, command: Command, environ: Mapping[str, str]) -> Command:

@@ -59,8 +59,8 @@ class Agent:
         self._by_number: dict[int, LocalProcess] = {}
         self._resources = contextlib.ExitStack()
         self._listener: socket.socket | None = None
-        self._heard_s = time.monotonic()
-        self._pulse_s = self._heard_s + PULSE_S
+        self._last_received_s = time.monotonic()
+        self._pulse_s = self._last_received_s + PULSE_S
         self._is_over = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.Prepare: self._prepare, messages.Listen: self._listen, messages.Reach: self._reach,
@@ -76,7 +76,7 @@ class Agent:
             self._children.open(self._outputs)
             try:
                 self._line.mark()
-                self._tell(messages.Here(messages.VERSION, __version__, platform.python_version(), addresses()))
+                self._send(messages.Here(messages.VERSION, __version__, platform.python_version(), addresses()))
                 while not self._is_over:
                     self._step()
             finally:
@@ -86,7 +86,7 @@ class Agent:
     # -- requests of the launcher ----------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        self._heard_s = time.monotonic()
+        self._last_received_s = time.monotonic()
         try:
             for message in self._line.receive():
                 self._handlers[type(message)](message)
@@ -100,10 +100,10 @@ class Agent:
         try:
             os.chdir(asked.directory)
         except OSError as exc:
-            self._tell(messages.Refused(f"the working directory {asked.directory} cannot be entered there "
+            self._send(messages.Refused(f"the working directory {asked.directory} cannot be entered there "
                                         f"({exc.strerror}): create it, or name another one by --remote-dir"))
         else:
-            self._tell(messages.Ready())
+            self._send(messages.Ready())
 
     def _listen(self, asked: messages.Listen) -> None:
         host = "127.0.0.1" if asked.is_loopback else "0.0.0.0"
@@ -115,39 +115,39 @@ class Agent:
         token = secrets.token_bytes(TOKEN_NBYTES)
         self._selector.register(self._listener, selectors.EVENT_READ,
                                 functools.partial(_greet, self._listener, token))
-        self._tell(messages.Listening(port, token))
+        self._send(messages.Listening(port, token))
 
     def _reach(self, asked: messages.Reach) -> None:
         if self._listener is None:
-            self._tell(messages.Reached(reached(asked)))
+            self._send(messages.Reached(reached(asked)))
             return
         with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # this agent may have to answer
             answer = pool.submit(reached, asked)
             while not answer.done():
                 if select.select([self._listener], [], [], _GREET_S)[0]:
                     self._selector.get_key(self._listener).data()
-            self._tell(messages.Reached(answer.result()))
+            self._send(messages.Reached(answer.result()))
 
     def _stop_listening(self, asked: messages.StopListening) -> None:
         if self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
-        self._tell(messages.Ready())
+        self._send(messages.Ready())
 
     def _reserve(self, asked: messages.Reserve) -> None:
-        self._tell(messages.Reserved(self._resources.enter_context(reserve_master_port()).getsockname()[1]))
+        self._send(messages.Reserved(self._resources.enter_context(reserve_master_port()).getsockname()[1]))
 
     def _start(self, asked: messages.Start) -> None:
         kind = Kind(asked.kind)
         environ = environment(os.environ, asked.variables, asked.n_ranks if kind is Kind.RANK else 0)
-        out, err = (_ToLauncher(self._tell, asked.number, is_error) for is_error in (False, True))
+        out, err = (_ToLauncher(self._send, asked.number, is_error) for is_error in (False, True))
         try:
             self._by_number[asked.number] = self._children.start(Command(asked.name, kind, asked.argv, environ),
                                                                  out, err)
         except OSError as exc:
             err.feed(f"bpsfast: cannot start {asked.argv[0]}: {exc.strerror}\n".encode())
-            self._tell(messages.Ended(asked.number, NOT_EXECUTABLE))
+            self._send(messages.Ended(asked.number, NOT_EXECUTABLE))
 
     def _signal(self, asked: messages.Signal) -> None:
         if (child := self._by_number.get(asked.number)) is not None:
@@ -157,37 +157,37 @@ class Agent:
 
     def _step(self) -> None:
         now = time.monotonic()
-        silent_s = self._heard_s + SILENCE_S
+        silent_s = self._last_received_s + SILENCE_S
         if now >= silent_s and not select.select([self._line.source], [], [], 0.0)[0]:  # else this process has not read
             self._end()
             return
         if now >= self._pulse_s:
             self._pulse_s = now + PULSE_S
-            self._tell(messages.Alive())
+            self._send(messages.Alive())
         waiting_nbytes = self._line.pending_nbytes
         set_watched(self._selector, self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
-        set_watched(self._selector, self._outputs, selectors.EVENT_READ, self._hand_on,
+        set_watched(self._selector, self._outputs, selectors.EVENT_READ, self._pass_on,
                     waiting_nbytes < _WAITING_NBYTES)
         for key, _ in self._selector.select(max(0.0, min(self._pulse_s, silent_s) - now)):
             key.data()
 
-    def _hand_on(self) -> None:
+    def _pass_on(self) -> None:
         """Pass on output and ends of the processes."""
         for key, _ in self._outputs.select(0):
             for child in key.data():
                 self._children.drain_one(child)
-                self._hand_on_reports()
-                self._tell(messages.Ended(self._number_of(child), child.code))
+                self._pass_on_reports()
+                self._send(messages.Ended(self._number_of(child), child.code))
 
-    def _hand_on_reports(self) -> None:
+    def _pass_on_reports(self) -> None:
         now_s = time.monotonic()
         for child, word, time_s in self._children.reports():
-            self._tell(messages.Reported(self._number_of(child), word, now_s - time_s))
+            self._send(messages.Reported(self._number_of(child), word, now_s - time_s))
 
     def _number_of(self, child: Process) -> int:
         return next(number for number, each in self._by_number.items() if each is child)
 
-    def _tell(self, message: Any) -> None:
+    def _send(self, message: Any) -> None:
         if not self._is_over:
             try:
                 self._line.send(message)
@@ -219,10 +219,10 @@ class _ToLauncher:
     """A sink that sends one stream of one process to the launcher."""
 
     def __init__(self, tell: Callable[[Any], None], number: int, is_error: bool) -> None:
-        self._tell, self._number, self._is_error = tell, number, is_error
+        self._send, self._number, self._is_error = tell, number, is_error
 
     def feed(self, data: bytes) -> None:
-        self._tell(messages.Said(self._number, self._is_error, data))
+        self._send(messages.Said(self._number, self._is_error, data))
 
     def finish(self) -> None:
         """Nothing: `Ended` tells the launcher."""
@@ -273,10 +273,10 @@ def _reached(address: str, port: int, token: bytes, until_s: float) -> str:
     try:
         with socket.create_connection((resolve(address, _left(until_s)), port), _left(until_s)) as sock:
             sock.settimeout(_left(until_s))
-            came = sock.recv(TOKEN_NBYTES, socket.MSG_WAITALL)
+            received = sock.recv(TOKEN_NBYTES, socket.MSG_WAITALL)
     except OSError as exc:
         return exc.strerror or str(exc)
-    return "" if came == token else "another program answers there"
+    return "" if received == token else "another program answers there"
 
 
 def _left(until_s: float) -> float:

@@ -65,7 +65,7 @@ class RemoteHosts:
 
         Raises `BpsError`: one line for each host that has none, with a command to type.
         """
-        self._until(lambda host: host.here is not None, self.hosts, AGENT_TIMEOUT_S)
+        self._until(lambda host: host.agent is not None, self.hosts, AGENT_TIMEOUT_S)
         answers = self.ask(self.hosts, messages.Prepare(self._ssh.directory or os.getcwd()))
         refused = [(host, answer.reason) for host, answer in zip(self.hosts, answers)
                    if isinstance(answer, messages.Refused)]
@@ -75,24 +75,24 @@ class RemoteHosts:
     def ask(self, hosts: Sequence[RemoteHost], message: Any) -> list[Any]:
         """Return the answer of each of *hosts* to *message*."""
         for host in hosts:
-            host.tell(message)
+            host.send(message)
         self._until(lambda host: bool(host.answers), hosts, _ANSWER_TIMEOUT_S)
         return [host.answers.pop(0) for host in hosts]
 
-    def scheduler_address(self, wished: str = "") -> tuple[str, int]:
+    def scheduler_address(self, address_wanted: str = "") -> tuple[str, int]:
         """Return an address and port for the scheduler on the first host, by which all hosts reach it.
 
         Raises `ConfigError`: see `address_of`.
         """
         first, others = self.hosts[0], self.hosts[1:]
-        if not others and not wished:
+        if not others and not address_wanted:
             port = self.ask([first], messages.Listen(is_loopback=True))[0].port
             self.ask([first], messages.StopListening())
             return _LOOPBACK, port
         try:
-            return self.address_of(first, others, wished)
+            return self.address_of(first, others, address_wanted)
         except ConfigError as exc:
-            if wished:
+            if address_wanted:
                 raise ConfigError(f"{exc}. --scheduler-host takes a name or an address of {first.host.name}, where the "
                                   "scheduler runs, that every host can look up and reach") from exc
             raise ConfigError(f"{exc}. The scheduler runs on the first host: open its ports, name another host first, "
@@ -102,24 +102,24 @@ class RemoteHosts:
         """Return a free port on the first host, where rank 0 runs; the agent reserves it."""
         return self.ask([self.hosts[0]], messages.Reserve())[0].port
 
-    def address_of(self, target: RemoteHost, others: Sequence[RemoteHost], wished: str = "",
+    def address_of(self, target: RemoteHost, others: Sequence[RemoteHost], address_wanted: str = "",
                    from_here: bool = False) -> tuple[str, int]:
         """Return an address of *target* by which *others* (and this machine) reach it, and a free port there.
 
-        Tries all addresses of *target*, first the one that ssh uses; or *wished* alone, also from *target* itself, as
-        its own processes look it up.
+        Tries all addresses of *target*, first the one that ssh uses; or *address_wanted* alone, also from *target*
+        itself, as its own processes look it up.
 
         Raises `ConfigError` if no address is reached by all; the text lists the tries and their errors.
         """
-        assert target.here is not None, "connected"
-        name, candidates = target.host.name, [wished] if wished else target.here.addresses
-        if target.host.is_here and not (wished or others):
+        assert target.agent is not None, "connected"
+        name, candidates = target.host.name, [address_wanted] if address_wanted else target.agent.addresses
+        if target.host.is_here and not (address_wanted or others):
             candidates = [*candidates, _LOOPBACK]  # a machine without a network reaches itself
         if not candidates:
             raise ConfigError(f"{name} has no IPv4 address besides loopback by which other hosts could reach it")
         listening = self.ask([target], messages.Listen(is_loopback=False))[0]
         question = messages.Reach(candidates, listening.port, listening.token)
-        asked = [target, *others] if wished else others
+        asked = [target, *others] if address_wanted else others
         found = {host.host.name: answer.errors for host, answer in zip(asked, self.ask(asked, question))}
         if from_here:
             found["here"] = reached(question)
@@ -145,7 +145,7 @@ class RemoteHosts:
         """Send `Alive` to the agents at intervals."""
         while not self._is_over.wait(PULSE_S):
             for host in self.hosts:
-                host.tell(messages.Alive())
+                host.send(messages.Alive())
 
     def _until(self, is_done: Callable[[RemoteHost], bool], hosts: Sequence[RemoteHost], timeout_s: float) -> None:
         """Receive from *hosts* until all are done or have failed; raise the errors of those that have failed."""
@@ -212,7 +212,7 @@ class RemoteProcess:
         self._host, self._number = host, number
 
     def signal_all(self, number: int) -> None:
-        self._host.tell(messages.Signal(self._number, number))
+        self._host.send(messages.Signal(self._number, number))
 
     def end_in_words(self) -> str:
         return self._host.lost if self.is_lost else describe_exit(self.code or 0)
@@ -226,13 +226,13 @@ class RemoteHost:
     """A `processes.ProcessHost` by ssh. Created in the main thread, as ssh dies with the thread that started it; owner
     thread only.
 
-    `here` is the agent's first message, None until it has come. `lost`: why the host is lost, "" if it is not. Until
+    `agent` is the agent's first message, None until it has come. `lost`: why the host is lost, "" if it is not. Until
     `open`, the owner calls `receive` when `line.source` is readable, and `read_complaint` when `complaints` is.
     """
 
     def __init__(self, host: Host, ssh: Ssh, output: Output) -> None:
         self.host = host
-        self.here: messages.Here | None = None
+        self.agent: messages.Here | None = None
         self.lost = ""
         self.answers: list[Any] = []
         self._ssh = ssh
@@ -241,7 +241,7 @@ class RemoteHost:
         self._ssh_ends_by_s = math.inf
         self._n_ranks = host.slots
         self._selector: selectors.BaseSelector | None = None
-        self._said: list[str] = []  # by ssh and login scripts, before the agent
+        self._early_lines: list[str] = []  # by ssh and login scripts, before the agent
         self._complaints = output.extra_stream(host.name)
         self._process = subprocess.Popen(
             tie_to_parent(ssh.argv(host)), env=ssh_.environment(os.environ), stdin=subprocess.PIPE,
@@ -253,17 +253,17 @@ class RemoteHost:
         os.set_blocking(self.complaints.fileno(), False)
         self.line = PipeConnection(self._stdout.fileno(), self._stdin.fileno(), messages.FromAgent, after_mark=True)
         self._sending = threading.Lock()
-        self._heard_s = time.monotonic()
+        self._last_received_s = time.monotonic()
         self._closing_since_s: float | None = None
 
     @property
     def is_silent(self) -> bool:
         """Whether the agent, which sends `Alive` every `PULSE_S`, has sent nothing for much longer."""
-        return not self.lost and time.monotonic() - self._heard_s > 2 * PULSE_S
+        return not self.lost and time.monotonic() - self._last_received_s > 2 * PULSE_S
 
     # -- before the job --------------------------------------------------------------------------------------------
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send *message*, from any thread. The loss of the host shows when receiving."""
         with self._sending, contextlib.suppress(OSError):
             if not self._stdin.closed:
@@ -278,10 +278,10 @@ class RemoteHost:
 
     def _take_complaint(self) -> bool:
         data = os.read(self.complaints.fileno(), 65536)
-        if self.here is not None:
+        if self.agent is not None:
             self._complaints.feed(data)
         else:
-            self._said += data.decode(errors="replace").splitlines()
+            self._early_lines += data.decode(errors="replace").splitlines()
         return bool(data)
 
     def receive(self) -> None:
@@ -290,25 +290,25 @@ class RemoteHost:
         Raises `BpsError` if there is no agent, it has another version, or it has ended; the text says why.
         """
         try:
-            came = self.line.receive()
+            received = self.line.receive()
         except EOFError:
             raise self._why_it_ended() from None
         except ProtocolError as exc:
             raise ProtocolError(f"{self.host.name}: {exc}") from exc
-        for message in came:
+        for message in received:
             if isinstance(message, messages.Here):
                 if (message.version, message.package) != (messages.VERSION, __version__):
                     raise MismatchError(
                         f"{self.host.name} has bpsfast {message.package} (launch protocol {message.version}) for "
                         f"{self._ssh.python}, this host {__version__} ({messages.VERSION}): install the same on all "
                         "hosts, or name another interpreter by --remote-python")
-                self.here = message
+                self.agent = message
             elif not isinstance(message, messages.Alive):
                 self.answers.append(message)
 
     def late(self, timeout_s: float) -> BpsError:
         """Return the error that this host has not answered within *timeout_s*."""
-        if self.here is not None:
+        if self.agent is not None:
             return StallError(f"{self.host.name}: its agent has not answered within {timeout_s:g} s: is the host "
                               "overloaded, or its file system stuck?")
         return self._ssh.late(self.host, timeout_s, self.line.noise)
@@ -319,9 +319,9 @@ class RemoteHost:
             while self._take_complaint():
                 continue
         self._complaints.finish()
-        if self.here is not None:  # so login scripts are not the cause
+        if self.agent is not None:  # so login scripts are not the cause
             return self._ssh.lost(self.host, code, [line.decode(errors="replace") for line in self._complaints.tail])
-        return self._ssh.explain(self.host, code, self._said)
+        return self._ssh.explain(self.host, code, self._early_lines)
 
     def _wait(self, timeout_s: float) -> int:
         """Return ssh's exit code; kill ssh if it takes too long, and give up if that does not help (state D)."""
@@ -336,7 +336,7 @@ class RemoteHost:
 
     def open(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
-        self._heard_s = time.monotonic()
+        self._last_received_s = time.monotonic()
         selector.register(self.line.source, selectors.EVENT_READ, self._on_line)
         selector.register(self.complaints, selectors.EVENT_READ, self._on_complaint)
 
@@ -346,7 +346,7 @@ class RemoteHost:
         number = len(self._processes)
         process = RemoteProcess(self, number, command, out, err)
         self._processes.append(process)
-        self.tell(messages.Start(number, command.name, command.kind.value, list(command.argv), dict(command.environ),
+        self.send(messages.Start(number, command.name, command.kind.value, list(command.argv), dict(command.environ),
                                  self._n_ranks))
         return process
 
@@ -357,14 +357,14 @@ class RemoteHost:
             if self._process.poll() is None and now_s < self._ssh_ends_by_s:
                 return now_s + _LOOK_S, ()
             return math.inf, self._lose(str(self._why_it_ended(0.0)))
-        if now_s >= self._heard_s + SILENCE_S:
+        if now_s >= self._last_received_s + SILENCE_S:
             if not select.select([self.line.source], [], [], 0.0)[0]:
                 return math.inf, self._lose(f"nothing was heard of it for {SILENCE_S:g} s")
-            self._heard_s = now_s  # this process has not read
+            self._last_received_s = now_s  # this process has not read
         assert self._selector is not None, "opened"
         set_watched(self._selector, self.line.target, selectors.EVENT_WRITE, self._on_target,
                     self.line.pending_nbytes > 0)
-        return self._heard_s + SILENCE_S, ()
+        return self._last_received_s + SILENCE_S, ()
 
     def drain(self) -> None:
         """See `processes.ProcessHost`; the agent sends a process's output before its end."""
@@ -385,7 +385,7 @@ class RemoteHost:
             self._selector.unregister(self.line.target)
         with self._sending:
             self._stdin.close()
-        if self.here is None:
+        if self.agent is None:
             self._process.terminate()
 
     def close(self) -> None:
@@ -409,20 +409,20 @@ class RemoteHost:
     # -- events ----------------------------------------------------------------------------------------------------
 
     def _on_line(self) -> Sequence[RemoteProcess]:
-        self._heard_s = time.monotonic()
+        self._last_received_s = time.monotonic()
         if self.lost:
             return ()
         try:
-            came = self.line.receive()
+            received = self.line.receive()
         except EOFError:  # ssh is about to print why: `tick` waits for that
             assert self._selector is not None, "opened"
             self._selector.unregister(self.line.source)
-            self._ssh_ends_by_s = self._heard_s + _SSH_END_S
+            self._ssh_ends_by_s = self._last_received_s + _SSH_END_S
             return ()
         except ProtocolError as exc:
             return self._lose(str(exc))
         ended = []
-        for message in came:
+        for message in received:
             if isinstance(message, messages.Said):
                 self._processes[message.number].streams[message.is_error].feed(message.data)
             elif isinstance(message, messages.Ended):

@@ -82,9 +82,9 @@ class RemoteListeners:
             announced.append(_Announced(self._output.extra_stream(host.host.name)))
             host.start(Command(host.host.name, Kind.DAEMON, argv, environ), _Nowhere(), announced[-1])
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while not all(each.has_come for each in announced) and not self._failed:
+        while not all(each.is_announced for each in announced) and not self._failed:
             if time.monotonic() >= deadline:
-                silent = [host.host.name for host, each in zip(self._hosts.hosts, announced) if not each.has_come]
+                silent = [host.host.name for host, each in zip(self._hosts.hosts, announced) if not each.is_announced]
                 raise StallError(f"the listener on {', '.join(silent)} does not listen after {_START_TIMEOUT_S:g} s")
             self._step(deadline)
         self.check()
@@ -114,25 +114,25 @@ class _Announced:
     """A sink that removes the line by which a listener announces itself, and passes on all others."""
 
     def __init__(self, further: Sink) -> None:
-        self.has_come = False
+        self.is_announced = False
         self._further = further
         self._line = b""
 
     def feed(self, data: bytes) -> None:
-        if self.has_come:
+        if self.is_announced:
             self._further.feed(data)
             return
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
-            if not self.has_come and _LISTENS.match(line):
-                self.has_come = True
+            if not self.is_announced and _LISTENS.match(line):
+                self.is_announced = True
             else:
                 self._further.feed(line + b"\n")
-        if self.has_come:
+        if self.is_announced:
             self._further.feed(self._line)
 
     def finish(self) -> None:
-        if not self.has_come:
+        if not self.is_announced:
             self._further.feed(self._line)
             self._line = b""
         self._further.finish()

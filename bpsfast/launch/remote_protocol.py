@@ -3,19 +3,17 @@
 The *agent* sends first (`Here`). Then the launcher asks, and gets one answer each, until all hosts are checked; then it
 sends `Start`s and receives what becomes of the processes. Closing the pipe ends everything on the host.
 
-A message is its length (4 bytes, little endian) and MessagePack. Whatever a login script prints before the agent's
-first message is no message: the agent starts with a mark that no text contains, and `PipeConnection` keeps what comes
-before it as `noise`.
+Messages are frames as in `base.framing`. The agent starts with a mark that no text contains, so whatever a login script
+prints before is recognized; `PipeConnection` keeps it as `noise`.
 """
 from __future__ import annotations
 
 import os
-import struct
 from typing import Any, Union
 
 import msgspec
 
-from ..orchestration.errors import DECODE_ERRORS, ProtocolError
+from ..base.framing import Frames
 
 #: Version of the messages and their order; both sides need the same.
 VERSION = 3
@@ -144,8 +142,6 @@ FromLauncher = Union[Prepare, Listen, Reach, StopListening, Reserve, Start, Sign
 
 #: No prefix of it is also a suffix, so a search finds it whatever comes before.
 MARK = b"\x00\xffbpsfast agent\xff\xfe"
-_LENGTH = struct.Struct("<I")
-_LARGEST_NBYTES = 16 << 20
 _READ_NBYTES = 1 << 16
 _NOISE_NBYTES = 1 << 16
 
@@ -167,9 +163,10 @@ class PipeConnection:
         self.source = source
         self.target = target
         self._noise = b""
-        self._decoder = msgspec.msgpack.Decoder(messages)
+        self._frames = Frames(msgspec.msgpack.Decoder(messages).decode, "a message of the other side",
+                              "another version, or something else writes to this pipe")
         self._awaits_mark = after_mark
-        self._received = bytearray()
+        self._before_mark = b""
         self._pending = bytearray()
         for fd in (source, target):
             os.set_blocking(fd, False)
@@ -177,7 +174,7 @@ class PipeConnection:
     @property
     def noise(self) -> bytes:
         """What came before the mark, cut to its last part."""
-        return self._noise + self._received if self._awaits_mark else self._noise
+        return self._noise + self._before_mark
 
     @property
     def pending_nbytes(self) -> int:
@@ -190,8 +187,7 @@ class PipeConnection:
 
     def send(self, message: Any) -> None:
         """Append *message*, and write what the pipe takes now; see `flush`."""
-        data = msgspec.msgpack.encode(message)
-        self._pending += _LENGTH.pack(len(data)) + data
+        self._pending += self._frames.pack(message)
         self.flush()
 
     def flush(self) -> None:
@@ -218,35 +214,15 @@ class PipeConnection:
             return []
         if not data:
             raise EOFError
-        self._received += data
-        if self._awaits_mark:
-            self._drop_noise()
-        found: list[Any] = []
-        while not self._awaits_mark and (message := self._next()) is not None:
-            found.append(message)
-        return found
+        self._frames.feed(self._after_mark(data) if self._awaits_mark else data)
+        return list(iter(self._frames.next, None))
 
-    def _drop_noise(self) -> None:
-        before, mark, after = bytes(self._received).partition(MARK)
+    def _after_mark(self, data: bytes) -> bytes:
+        """Return what follows the mark in *data*; add what precedes it to the noise."""
+        before, mark, after = (self._before_mark + data).partition(MARK)
         # a part of the mark at the end is not noise yet
         kept = 0 if mark else min(len(before), len(MARK) - 1)
         self._noise = (self._noise + before[:len(before) - kept])[-_NOISE_NBYTES:]
-        self._received = bytearray(after if mark else before[len(before) - kept:])
+        self._before_mark = before[len(before) - kept:]
         self._awaits_mark = not mark
-
-    def _next(self) -> Any:
-        if len(self._received) < _LENGTH.size:
-            return None
-        nbytes = _LENGTH.unpack_from(self._received)[0]
-        if nbytes > _LARGEST_NBYTES:
-            raise ProtocolError(f"a message of {nbytes} bytes was announced: something else writes to this pipe")
-        end = _LENGTH.size + nbytes
-        if len(self._received) < end:
-            return None
-        data = bytes(self._received[_LENGTH.size:end])
-        del self._received[:end]
-        try:
-            return self._decoder.decode(data)
-        except DECODE_ERRORS as exc:
-            raise ProtocolError(f"a message cannot be read ({exc}): other version, or something else writes to this "
-                                "pipe") from exc
+        return after

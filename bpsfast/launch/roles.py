@@ -91,12 +91,12 @@ def _repeats(inner: Environment, is_complete: bool, around: Environment, setting
     if is_complete and inner.level == 0:
         return False
     try:
-        said = around.role(msgspec.structs.replace(settings, job_key=_NO_KEY), environ)
+        described = around.role(msgspec.structs.replace(settings, job_key=_NO_KEY), environ)
     except ConfigError:
         if is_complete:
             return False
         raise
-    return inner.repeats(said, environ)
+    return inner.repeats(described, environ)
 
 
 def _agreed(whole: list[Environment], settings: Settings, environ: Mapping[str, str]) -> ProcessRole:

@@ -79,12 +79,12 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
         found = [] if self.port is None else ["-p", str(self.port)]
         return found if self.identity_file is None else [*found, "-i", self.identity_file]
 
-    def explain(self, host: Host, code: int, said: Sequence[str]) -> BpsError:
-        """Return the error that there is no agent on *host*: ssh or the agent printed *said* and ended with *code*."""
-        text = "\n".join(said)
-        shown = _last(said)
+    def explain(self, host: Host, code: int, output: Sequence[str]) -> BpsError:
+        """Return the error that there is no agent on *host*: ssh or the agent ended with *code* after *output*."""
+        text = "\n".join(output)
+        shown = _last(output)
         where, by_hand = host.name, self.by_hand(host)
-        if code == _OF_SSH and (error := self._explain_ssh(host, said, by_hand)) is not None:
+        if code == _OF_SSH and (error := self._explain_ssh(host, output, by_hand)) is not None:
             return error
         if "No module named bpsfast" in text or "No module named 'bpsfast'" in text:
             return ConfigError(f"{where}: bpsfast is not installed for {self.python} there: install bpsfast "
@@ -97,15 +97,15 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
                                "--remote-python")
         return PeerLostError(f"{where}: no agent of bpsfast came up (exit code {code}): {shown}. Try {by_hand}")
 
-    def lost(self, host: Host, code: int, said: Sequence[str]) -> BpsError:
+    def lost(self, host: Host, code: int, output: Sequence[str]) -> BpsError:
         """Return the error that the agent on *host* has ended."""
         is_of_agent = host.is_here or 0 <= code != _OF_SSH
         return PeerLostError(f"{host.name}: {'its agent' if is_of_agent else 'ssh'} {describe_exit(code)}: "
-                             f"{_last(said)}")
+                             f"{_last(output)}")
 
-    def _explain_ssh(self, host: Host, said: Sequence[str], by_hand: str) -> BpsError | None:
+    def _explain_ssh(self, host: Host, output: Sequence[str], by_hand: str) -> BpsError | None:
         """Return the error that ssh itself printed, None if it is not a known one."""
-        where, text = host.name, "\n".join(said)
+        where, text = host.name, "\n".join(output)
         if "REMOTE HOST IDENTIFICATION HAS CHANGED" in text:
             return ConfigError(f"{where}: its host key has changed, so another machine may pretend to be it. "
                                f"Find out why it changed; then: ssh-keygen -R {self._known_as(host)}, and {by_hand}")
@@ -113,15 +113,15 @@ class Ssh(msgspec.Struct, frozen=True, kw_only=True):
             return ConfigError(f"{where}: its host key is not known here, so its identity cannot be checked. Type "
                                f"`{by_hand}` once and compare the fingerprint it shows")
         if "Permission denied" in text:
-            return ConfigError(f"{where}: login refused ({_line(said, 'Permission denied')}). `{by_hand}` must work "
+            return ConfigError(f"{where}: login refused ({_line(output, 'Permission denied')}). `{by_hand}` must work "
                                f"without a password: ssh-copy-id {where}, or --identity-file")
         if "Could not resolve hostname" in text:
-            return ConfigError(f"{where}: {_line(said, 'Could not resolve hostname')}: neither DNS nor ~/.ssh/config "
+            return ConfigError(f"{where}: {_line(output, 'Could not resolve hostname')}: neither DNS nor ~/.ssh/config "
                                "knows that name")
         for words in ("Connection refused", "No route to host", "Network is unreachable", "Connection timed out",
                       "Operation timed out", "timed out during banner exchange"):
             if words in text:
-                return PeerLostError(f"{where}: not reached by ssh ({_line(said, words)}): does it run, with sshd on "
+                return PeerLostError(f"{where}: not reached by ssh ({_line(output, words)}): does it run, with sshd on "
                                      f"that port? Try {by_hand}")
         return None
 
@@ -141,9 +141,9 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith("BPSFAST_")}
 
 
-def _last(said: Sequence[str]) -> str:
-    return next((line for line in reversed(said) if line.strip()), "no output")
+def _last(output: Sequence[str]) -> str:
+    return next((line for line in reversed(output) if line.strip()), "no output")
 
 
-def _line(said: Sequence[str], words: str) -> str:
-    return next(line for line in said if words in line).strip()
+def _line(output: Sequence[str], words: str) -> str:
+    return next(line for line in output if words in line).strip()

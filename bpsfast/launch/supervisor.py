@@ -331,9 +331,9 @@ class Supervisor:
 
     def _take_reports(self) -> None:
         for host in self._hosts:
-            told = host.reports()
-            self._is_joined |= any(each.word in ("attached", "joined") for each in told)
-            self._failures.take(told)
+            reports = host.reports()
+            self._is_joined |= any(each.word in ("attached", "joined") for each in reports)
+            self._failures.take(reports)
 
     def _kill(self) -> None:
         if self._phase != "kill":  # else its time already runs

@@ -9,8 +9,7 @@ from __future__ import annotations
 from ..trainer.process import barrier, init, local_rank, local_size, rank, shutdown, size
 from ..trainer.stats import get_pushpull_speed
 from .ops import broadcast_parameters, byteps_declare_tensor, byteps_push_pull
-from .optimizer import DistributedOptimizer
-from .trainer import DistributedTrainer
+from .optimizer import DistributedOptimizer, DistributedTrainer
 
 __all__ = [
     "DistributedOptimizer",

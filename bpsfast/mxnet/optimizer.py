@@ -1,12 +1,15 @@
 """BytePS's DistributedOptimizer for MXNet: an optimizer whose gradients are averaged over all ranks first."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import mxnet
 
-from ..orchestration.errors import ConfigError
-from .ops import push_pull_all
+from ..compression import from_byteps
+from ..orchestration.errors import ConfigError, UnsupportedError
+from ..trainer.broadcaster import broadcast
+from .ops import memory_of, push_pull_all
 
 
 class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
@@ -63,3 +66,53 @@ class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
     def set_wd_mult(self, args_wd_mult: Any) -> None:
         """Set the optimizer's factors of weight decay."""
         self._optimizer.set_wd_mult(args_wd_mult)
+
+
+class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
+    """Gluon's Trainer, whose gradients are averaged over all ranks, and whose parameters begin as rank *root_rank*'s.
+
+    Parameters
+    ----------
+    params, optimizer, optimizer_params
+        As of Gluon's. Of a `DistributedOptimizer` the optimizer inside is used.
+    compression_params
+        BytePS's keywords of compression (`bpsfast.compression.from_byteps`). With ``momentum`` that of the optimizer is
+        taken out of *optimizer_params*: the compressor does it.
+    prefix
+        Put before the names ``gradient_<i>``; two models that are trained side by side need two.
+    """
+
+    def __init__(self, params: Any, optimizer: Any, optimizer_params: Mapping[str, Any] | None = None,
+                 root_rank: int = 0, compression_params: Mapping[str, Any] | None = None, prefix: str = "") -> None:
+        keywords, chosen = dict(compression_params or {}), dict(optimizer_params or {})
+        if keywords.get("momentum") and "momentum_mu" not in keywords:
+            keywords["momentum_mu"] = chosen.pop("momentum", 0.9)
+        self._codec = from_byteps(keywords)
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer = optimizer.wrapped
+        super().__init__(params, optimizer, chosen or None, kvstore=None)
+        self._root_rank, self._prefix = root_rank, prefix
+
+    def _allreduce_grads(self) -> None:
+        """Average the gradients of all ranks: what Gluon calls before it updates."""
+        tensors = []
+        for i, param in enumerate(self._params):
+            if param.grad_req == "null":
+                continue
+            gradients = param.list_grad()
+            if len(gradients) != 1:
+                raise UnsupportedError(f"parameter {param.name!r} is on {len(gradients)} devices: start one rank for "
+                                       "each device")
+            tensors.append((f"{self._prefix}gradient_{i}", gradients[0], -i))
+        push_pull_all(tensors, compression=self._codec and {"*": self._codec}, learning_rate=self.learning_rate)
+
+    def _init_params(self) -> None:
+        """Broadcast the parameters that are initialized by now: what Gluon calls before each step, until all are."""
+        waiting: list[Any] = []
+        for param in self._params_to_init:
+            if param._deferred_init:
+                waiting.append(param)
+            else:
+                place = self._param2idx[param.name]
+                broadcast(memory_of(param.data()).array(), self._root_rank, f"{self._prefix}parameter_{place}")
+        self._params_to_init: list[Any] = waiting

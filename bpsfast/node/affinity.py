@@ -27,19 +27,19 @@ log = logging.getLogger("bpsfast.node")
 
 
 class NodeAffinity:
-    """Keeps this whole process to its seat, from here on: made before any thread that is to be there. One thread.
+    """Binds this process to the CPUs chosen for the node. Make it before any thread that has to follow. One thread.
 
     Parameters
     ----------
     address
-        Where peers connect to: bytes go through its card.
+        The address to which peers connect, hence the card in use.
     host
         The machine; a recorded one in tests.
 
     Raises
     ------
     ConfigError
-        If nothing is left for the node.
+        If no CPU is left for the node.
     """
 
     def __init__(self, settings: Settings, address: str, host: Host | None = None) -> None:
@@ -70,7 +70,7 @@ class NodeAffinity:
                  f", beside {', '.join(self._cards.names)}" if self.seat.cpus and self._cards.nodes else "")
 
     def of(self, ranks: Sequence[Attach]) -> tuple[CpuAffinity, ...]:
-        """Return the seats of all local *ranks*, in their order.
+        """Return CPUs and memory of all local *ranks*, in their order.
 
         Raises
         ------

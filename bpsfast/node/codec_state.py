@@ -25,7 +25,7 @@ _WORDS = struct.Struct("<6Q")
 
 
 class CodedPart(NamedTuple):
-    """One compressed partition here: what it is, and (address, nbytes) of each of its arrays."""
+    """One compressed partition on this node, with (address, nbytes) of each of its arrays."""
 
     part: int
     offset: int
@@ -67,15 +67,15 @@ class CodedState:
         return pieces
 
     def load(self, address: int, nbytes: int) -> None:
-        """Take the state from *nbytes* at *address*.
+        """Load the state from *nbytes* at *address*.
 
         Raises
         ------
         MismatchError
-            If they are no state of this unit as it is cut, compressed and owned here; nothing has changed.
+            If it is not the state of this unit with its present partitions, codec and owners; nothing has changed.
         """
         if nbytes != self.nbytes:
-            raise MismatchError(f"the state has {nbytes} bytes, on node {self._node} it has {self.nbytes}: it is of "
+            raise MismatchError(f"the state has {nbytes} bytes, but {self.nbytes} on node {self._node}: it belongs to "
                                 "another job, node or compression")
         magic, mark = _MARK.unpack(ctypes.string_at(address, _MARK.size))
         if (magic, mark) != (_MAGIC, self._mark):
@@ -91,7 +91,7 @@ class CodedState:
 
 
 class PartCodec(NamedTuple):
-    """One partition's codec; addresses, and 0 for what there is not. `pyx/codec.h` says what each is for.
+    """The codec of one partition; addresses, or 0. `pyx/codec.h` explains each.
 
     `width`: bytes of an element while it is compressed. `frame`: where a member's partial is encoded. `frames`: of the
     results by parity. `results`: where a member decodes them. `error`, `momentum`, `error_back`: states, which have as

@@ -1,4 +1,4 @@
-"""What a node may take of a machine that others use: so many CPUs, and on request only what they leave over.
+"""Limits the node's share of a machine that others use: a number of CPUs, and on request only idle CPU time.
 
 Memory is bounded in `regions`, the network in `node.transport.tcp`. What the kernel does for the node's packets in
 interrupts, it does on CPUs of its own choice.
@@ -30,10 +30,9 @@ _LEAST_URGENT = 19
 
 
 def take(settings: Settings) -> Settings:
-    """Keep this whole process, threads to come included, to its share; return the settings that follow from it.
+    """Limit this process and its future threads to its share; return the settings that follow from it.
 
-    Call it before anything else has begun to work, and never in a process that has other things to do: nothing of it
-    can be taken back.
+    Call it before anything else runs, and only in the node's own process: it cannot be undone.
 
     Raises
     ------

@@ -3,7 +3,7 @@
     gather    local ranks attach (a helper has none)
     join      Join -> Welcome -> connect to all peers -> Attached
     serve     Plan -> prepare -> Ready -> Commit -> Declared; memory for ranks; barriers; stall reports
-              a helper is lost, or has joined: Freeze -> Frozen, Recover -> prepare -> Ready -> Commit
+              a helper is lost, or has joined: Freeze -> FreezeReport, Recover -> prepare -> Ready -> Commit
               the scheduler is lost: `SchedulerFailover`
     end       Finish: all ranks have left. Or an abort: every rank raises the same error; exit codes as in `exit_codes`
 

@@ -1,7 +1,7 @@
-"""How much memory this process may still take: the machine's free memory and every cgroup above the process.
+"""How much memory this process may still allocate: the machine's free memory and the limits of its cgroups.
 
-A memfd that is faulted in beyond a cgroup's limit gets the process killed without a word, so the node asks here
-first. Page cache counts as free: the kernel drops it before it kills.
+The kernel kills a process that faults in a memfd beyond a cgroup's limit, so the node checks here first. Page cache
+counts as free: the kernel drops it before it kills.
 """
 from __future__ import annotations
 

@@ -34,15 +34,15 @@ log = logging.getLogger("bpsfast.node")
 
 #: Between two writings of the text file.
 _TEXTFILE_S = 5.0
-#: How long a scrape waits for the control loop before it tells what it knows. Prometheus waits 10 s.
+#: How long a scrape waits for the control loop before it returns the last numbers. Prometheus waits 10 s.
 _ANSWER_S = 2.0
-#: A control loop that has not run for so long does not live: its longest wait is 30 s.
+#: A control loop that has not run for this long is dead: its longest wait is 30 s.
 _LIVE_S = 60.0
-#: Between two looks whether numbers have changed, and whether a port that was taken is free.
+#: Between two checks whether numbers have changed, and whether a port is free again.
 _LOOK_S = 0.5
-#: After which it is said that the port stays taken: another node of this host may have to leave it first.
+#: A port that stays in use for this long is reported: another node of this host may still have to release it.
 _TAKEN_S = 5.0
-#: A client that says nothing is not waited for.
+#: Timeout of a client that sends nothing.
 _PATIENCE_S = 10.0
 
 

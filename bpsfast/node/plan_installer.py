@@ -233,7 +233,7 @@ class PlanInstaller:
             resources.bound = [bound for bound in resources.bound if bound[0] != link.index]
 
     def progress(self, lost: Sequence[int], everything: bool = False) -> tuple[tuple[int, int, int, int], ...]:
-        """Return the entries of `Frozen` for the partitions that *lost* nodes owned and ranks here push.
+        """Return the entries of `FreezeReport` for the partitions that *lost* nodes owned and ranks here push.
 
         *everything*: for all that ranks here push, and all that this node owns.
         """

@@ -2,7 +2,8 @@
 
 A change of epoch, because a helper is lost or has joined:
 
-    freeze      stop summing; disconnect lost nodes, connect new ones; report the progress of each partition (`FreezeReport`)
+    freeze      stop summing; disconnect lost nodes, connect new ones; report the progress of each partition
+                (`FreezeReport`)
     prepare     allocate and bind for the new owners (`owner_changes`); wait for what is under way to or from owners
                 that give a partition up; then send Ready
     commit      go on, and first send what is owed of the last round
@@ -64,7 +65,7 @@ class Recovery:
         self.epoch = 0
 
     def freeze(self, message: messages.Freeze) -> None:
-        """Stop summing, disconnect lost nodes, connect joined ones, and answer Frozen."""
+        """Stop summing, disconnect lost nodes, connect joined ones, and answer FreezeReport."""
         if not self._runtime.connected:
             self._early = message
             self._plans.drop_early()  # their owners may be lost; the scheduler has withdrawn them

@@ -180,7 +180,7 @@ class NodeRuntime:
         self._dispatcher.hold(self._source_of[link.index])
         link.fence()
         self.rails.settle()  # before memory is registered again: its device may be gone
-        return link.sealed
+        return link.is_cut_off
 
     def resume(self, link: tcp.TcpLink) -> None:
         """Use *link* in place of one that was stopped by `part_with`; what the peer awaits is written again."""
@@ -313,7 +313,7 @@ class NodeRuntime:
         link.close()
         if isinstance(link, rdma.RdmaLink):
             self.rails.settle()
-            if not link.sealed:
+            if not link.is_cut_off:
                 raise PeerLostError(f"node {link.index} is lost, and a queue pair to it could not be destroyed: it may "
                                     "still write into this node's memory")
 

@@ -23,8 +23,7 @@ from .broadcast import (
 from .compression import Compression, Compressor
 from .cross_barrier import CrossBarrier
 from .ops import push_pull
-from .optimizer import DistributedOptimizer
-from .tape import DistributedGradientTape
+from .optimizer import DistributedGradientTape, DistributedOptimizer
 
 __all__ = [
     "Average",

@@ -12,38 +12,40 @@ import tensorflow as tf
 
 from ..compression import compressors
 from ..compression.choice import Choice
-from ..compression.compressors import Codecs, CompressionLike, Compressor, CompressorLike, NoneCompressor
+from ..compression.compressors import (
+    CastingCompressor,
+    Codecs,
+    CompressionLike,
+    Compressor,
+    CompressorLike,
+    NoneCompressor,
+)
 
 __all__ = ["BF16Compressor", "Compression", "CompressionLike", "Compressor", "CompressorLike", "FP16Compressor",
            "NoneCompressor", "parted"]
 
 
-class _Narrowing(Compressor):
-    """Lets wide floating-point tensors travel as `narrow`; others stay as they are."""
-
-    narrow: Any
+class _Casting(CastingCompressor):
+    @staticmethod
+    def cast(tensor: Any, dtype: Any) -> Any:
+        return tf.cast(tensor, dtype)
 
     @classmethod
-    def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Return *tensor* in the dtype that travels, and its own dtype."""
-        is_wide = tensor.dtype.is_floating and tensor.dtype.size > cls.narrow.size
-        return tf.cast(tensor, cls.narrow) if is_wide else tensor, tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Any, context: Any) -> Any:
-        """Return *tensor* in the dtype it had before `compress`."""
-        return tf.cast(tensor, context)
+    def wire_dtype(cls, dtype: Any) -> Any:
+        return cls.narrow if dtype.is_floating and dtype.size > cls.narrow.size else dtype
 
 
-class FP16Compressor(_Narrowing):
+class FP16Compressor(_Casting):
     """Floating-point tensors travel as float16."""
 
+    wire_name = "float16"
     narrow = tf.float16
 
 
-class BF16Compressor(_Narrowing):
+class BF16Compressor(_Casting):
     """Floating-point tensors travel as bfloat16."""
 
+    wire_name = "bfloat16"
     narrow = tf.bfloat16
 
 

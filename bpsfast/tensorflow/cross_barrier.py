@@ -13,7 +13,7 @@ from ..trainer import process
 from ..trainer.arguments import Average, averages
 from ..trainer.gradients import Gradients
 from .memory import Array, address_of, array_of, empty, tensor_of, wire_dtype
-from .tape import names_of
+from .optimizer import names_of
 
 Update = Callable[[Any, Any], Any]
 

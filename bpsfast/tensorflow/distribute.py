@@ -17,7 +17,7 @@ from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import process
 from ..trainer.arguments import Average, averages
 from .memory import wire_dtype
-from .tensor_sums import reduced
+from .ops import reduced
 
 __all__ = ["MirroredStrategy"]
 

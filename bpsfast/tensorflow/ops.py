@@ -1,17 +1,223 @@
 """push_pull of TensorFlow's tensors, with BytePS's signature (`byteps.tensorflow`), eagerly and in `tf.function`."""
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
+from ..compression.choice import Choice, chosen, chosen_among
 from ..orchestration.errors import ConfigError, UnsupportedError
-from ..trainer.arguments import averages
+from ..trainer import process
+from ..trainer.arguments import averages, checked_learning_rate
+from ..trainer.bundle import Bundle, Leaf, specs_of
+from ..trainer.session import Session
+from ..trainer.sparse_table import table_of
 from .compression import Compression, CompressionLike, parted
-from .tensor_sums import reduced
+from .memory import Array, address_of, array_of, empty, tensor_of, wire_dtype
 
 
-def chosen(average: bool | None, op: int | None) -> bool:
+def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, compression: CompressionLike | None = None,
+            sparse_as_dense: bool = True, priorities: Sequence[int | None] | None = None,
+            learning_rate: Any = None, has_shapes_behind: bool = False) -> list[Any]:
+    """Return the sums (means) of *tensors* over all ranks; all are under way at once.
+
+    Eagerly and while tracing. All ranks come to their calls in one order, that of their programs.
+
+    Parameters
+    ----------
+    tensors
+        `tf.Tensor`, `tf.Variable` (its value), `tf.IndexedSlices` or None, which is left out on all ranks alike. Shapes
+        need not be known while tracing. Of eager tensors on the CPU nothing is copied on the way in.
+    names
+        Those of the job's tensors, one for each of *tensors*. A name always means one shape and dtype.
+    average
+        Divide by the number of ranks; integers are divided downwards (floor).
+    compression
+        A compressor, or a choice of codecs (`bpsfast.tensorflow.compression`).
+    sparse_as_dense
+        `tf.IndexedSlices` travel as dense tensors, and are returned as such. Otherwise their rows travel, and
+        `tf.IndexedSlices` are returned, with each index once; no codec applies to them.
+    priorities
+        Higher goes first where bytes compete. None: the earlier in *tensors*, the more urgent.
+    learning_rate
+        With which the sums will be used, a number or a scalar tensor, for error feedback.
+    has_shapes_behind
+        Put the shapes, which may be known only when it is run, behind the names.
+
+    Returns
+    -------
+    New tensors on the CPU, None where there was None.
+
+    Raises
+    ------
+    UnsupportedError, ConfigError
+        If something cannot be summed, or *compression* is not possible: before anything is sent.
+    MismatchError, BusyError, ClosedError, StallError, PeerLostError
+        As `bpsfast.push_pull`. Inside `tf.function` TensorFlow makes errors of its own of them (`tf.errors`:
+        InvalidArgumentError of MismatchError, UnknownError of others), with class and text.
+    """
+    process.current()
+    compressor, choice = parted(compression)
+    kept = [place for place, tensor in enumerate(tensors) if tensor is not None]
+    if len(names) != len(tensors) or len({names[place] for place in kept}) < len(kept):
+        raise ConfigError(f"{len(tensors)} tensors need as many different names, got {list(names)[:8]}")
+    contexts: dict[int, Any] = {}
+    dense: dict[int, Any] = {}
+    sparse: dict[int, Any] = {}
+    for place in kept:
+        tensor = tensors[place]
+        if isinstance(tensor, tf.IndexedSlices) and not sparse_as_dense:
+            sparse[place] = _rows(tensor, names[place])
+            values, contexts[place] = compressor.compress(tensor.values)
+            sparse[place]["values"] = values
+        else:
+            dense[place], contexts[place] = compressor.compress(_dense(tensor, names[place]))
+    given = [*dense.values(), *(part for rows in sparse.values() for part in rows.values())]
+    for name, tensor in zip([names[place] for place in [*dense, *sparse]],
+                            [*dense.values(), *(rows["values"] for rows in sparse.values())]):
+        wire_dtype(tensor.dtype, repr(name))
+    if not given:
+        return [None] * len(tensors)
+    order = list(range(0, -len(tensors), -1)) if priorities is None else list(priorities)
+    call = _Call([names[place] for place in dense], [names[place] for place in sparse], bool(average),
+                 [order[place] for place in dense], choice, has_shapes_behind)
+    sums = call.made(given, learning_rate)
+    found: list[Any] = [None] * len(tensors)
+    for place, total in zip(dense, sums):
+        found[place] = compressor.decompress(total, contexts[place])
+    pairs = iter(sums[len(dense):])
+    for place, rows in sparse.items():
+        indices, values = next(pairs), next(pairs)
+        values = compressor.decompress(values, contexts[place])
+        found[place] = tf.IndexedSlices(values, tf.cast(indices, rows["indices"].dtype), rows["dense_shape"])
+    return found
+
+
+def _dense(tensor: Any, name: str) -> Any:
+    """Return *tensor* as a dense one."""
+    if isinstance(tensor, tf.IndexedSlices):
+        _require_shape(tensor, name)
+        return tf.convert_to_tensor(tensor)
+    if isinstance(tensor, tf.Variable):
+        return tensor.value()
+    if not isinstance(tensor, tf.Tensor):
+        if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
+            raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, which is not dense: convert it first")
+        if isinstance(tensor, str | bytes):
+            raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}: only tensors and numbers are summed")
+        try:
+            return tf.convert_to_tensor(tensor)
+        except (TypeError, ValueError) as exc:
+            raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, of which TensorFlow makes no tensor: "
+                                   f"{exc}") from exc
+    return tensor
+
+
+def _rows(tensor: Any, name: str) -> dict[str, Any]:
+    _require_shape(tensor, name)
+    return {"indices": tensor.indices, "values": tensor.values, "dense_shape": tensor.dense_shape}
+
+
+def _require_shape(tensor: Any, name: str) -> None:
+    if tensor.dense_shape is None:
+        raise UnsupportedError(f"{name!r} are IndexedSlices without dense_shape, so nobody knows of how large a table: "
+                               "give tf.IndexedSlices(values, indices, dense_shape)")
+
+
+class _Call(NamedTuple):
+    """What one call of `reduced` sums: dense tensors by `names`, rows of the tables `tables`."""
+
+    names: list[str]
+    tables: list[str]
+    average: bool
+    priorities: list[int | None]
+    choice: Choice | None
+    has_shapes_behind: bool
+
+    def made(self, tensors: Sequence[Any], rate: Any) -> list[Any]:
+        """Return the sums of *tensors*: dense ones, then indices, values and the shape of each table."""
+        if rate is not None:
+            tensors = [*tensors, tf.convert_to_tensor(rate)]
+        if all(hasattr(tensor, "backing_device") for tensor in tensors):
+            return [tensor_of(array) for array in self.run([array_of(tensor) for tensor in tensors], rate is not None)]
+        n = len(self.names)
+        ends = range(n, n + 3 * len(self.tables), 3)
+        dtypes = [tensor.dtype for tensor in tensors[:n]]
+        shapes = [tensor.shape for tensor in tensors[:n]]
+        for begin in ends:
+            dtypes += [tf.int64, tensors[begin + 1].dtype]
+            shapes += [tf.TensorShape([None]), tf.TensorShape([None, *tensors[begin + 1].shape[1:]])]
+        sums = tf.numpy_function(_Traced(self, rate is not None), list(tensors), dtypes)
+        for total, shape in zip(sums, shapes):
+            total.set_shape(shape)
+        return list(sums)
+
+    def run(self, arrays: Sequence[Any], has_rate: bool) -> list[Array]:
+        """Sum *arrays*, which are as `made` wants them; the last one is the learning rate, if there is one."""
+        session = process.current()
+        rate = checked_learning_rate(float(arrays[-1])) if has_rate else None
+        n = len(self.names)
+        pending = []
+        for place, name in zip(range(n, n + 3 * len(self.tables), 3), self.tables):
+            indices, values, shape = arrays[place : place + 3]
+            whole = tuple(int(k) for k in shape)
+            table = table_of(session, f"{name}{whole}" if self.has_shapes_behind else name, whole, values.dtype,
+                             self.average)
+            table.push(indices, values)
+            pending.append(table)
+        kinds = tuple((array.shape, array.dtype.name) for array in arrays[:n])
+        sums = empty(kinds)
+        if n:
+            _bundle_of(session, self, kinds).run([address_of(array) for array in arrays[:n]],
+                                                [address_of(array) for array in sums], rate)
+        for table in pending:
+            sums += table.wait()
+        return sums
+
+
+class _Traced:
+    """What TensorFlow calls with NumPy's arrays. It keeps it as long as the graph."""
+
+    __name__ = "bpsfast_push_pull"
+
+    def __init__(self, call: _Call, has_rate: bool) -> None:
+        self._call, self._has_rate = call, has_rate
+
+    def __call__(self, *arrays: Any) -> list[Array]:
+        return self._call.run([np.asarray(array) for array in arrays], self._has_rate)
+
+
+_Kinds = tuple[tuple[tuple[int, ...], str], ...]
+_bundles: dict[Any, Bundle] = {}
+
+
+def _bundle_of(session: Session, call: _Call, kinds: _Kinds) -> Bundle:
+    """Return what sums tensors of these *kinds* in *session*, made at the first call."""
+    names = call.names
+    if call.has_shapes_behind:
+        names = [f"{name}{shape}" for name, (shape, _) in zip(names, kinds)]
+    codecs = _codecs(session, call.choice, names, kinds) if call.choice is not None else {}
+    key = tuple(names), kinds, call.average, tuple(call.priorities), tuple(codecs.items())
+    bundle = _bundles.get(key)
+    if bundle is None or bundle.session is not session:
+        for old in [each for each, found in _bundles.items() if found.session.closed]:
+            del _bundles[old]
+        leaves = [Leaf(name, shape, dtype, codecs.get(name)) for name, (shape, dtype) in zip(names, kinds)]
+        bundle = _bundles[key] = Bundle(session, specs_of(leaves, call.average, call.priorities))
+    return bundle
+
+
+def _codecs(session: Session, choice: Choice, names: Sequence[str], kinds: _Kinds) -> dict[str, Any]:
+    least = session.settings.min_compress_bytes
+    if len(names) == 1:
+        codec = chosen(choice, names[0], *kinds[0], least, is_alone=True)
+        return {} if codec is None else {names[0]: codec}
+    return chosen_among(choice, dict(zip(names, kinds)), least)
+
+
+def takes_mean(average: bool | None, op: int | None) -> bool:
     """Return whether BytePS's *average* and *op*, of which at most one is given, mean a mean; that is the default.
 
     Raises
@@ -53,9 +259,9 @@ def push_pull(tensor: Any, scope: str = "", average: bool | None = None, device_
     Raises
     ------
     ConfigError, UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
-        As `reduced` of `bpsfast.tensorflow.tensor_sums`.
+        As `reduced` of `bpsfast.tensorflow.ops`.
     """
-    mean = chosen(average, op)
+    mean = takes_mean(average, op)
     parted(compression)
     if enable_async:
         raise UnsupportedError("enable_async=True: use bpsfast.AsyncWeights for training without steps in common")

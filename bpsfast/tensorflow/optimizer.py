@@ -1,16 +1,186 @@
 """DistributedOptimizer: Keras's optimizers, and those of TensorFlow 1, whose gradients are averaged over all ranks."""
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import tensorflow as tf
 
-from ..orchestration.errors import ConfigError
+from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ..trainer.arguments import Average, averages
-from .compression import BF16Compressor, Compression, CompressionLike, FP16Compressor, parted
-from .passes import PassAccumulator
-from .tape import names_of
-from .tensor_sums import reduced
+from .compression import Compression, CompressionLike, parted
+from .ops import reduced
+
+
+class DistributedGradientTape:
+    """*gradtape*, whose `gradient` sums over all ranks; everything else is the tape's.
+
+    Parameters
+    ----------
+    device_dense, device_sparse
+        BytePS's; tensors of GPUs pass through the host.
+    compression
+        A compressor, or a choice of codecs by names (`gradient.<place>.<name of the variable>`, behind a prefix).
+    sparse_as_dense
+        `tf.IndexedSlices` travel as dense tensors, not by rows.
+    op
+        Average or Sum.
+    scope
+        What names begin with. None: it is made of what the sources are. Models that are alike, and are trained side by
+        side, need one if a codec keeps errors.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is not possible.
+    """
+
+    def __init__(self, gradtape: Any, device_dense: str = "", device_sparse: str = "",
+                 compression: CompressionLike = Compression.none, sparse_as_dense: bool = False, op: int = Average, *,
+                 scope: str | None = None) -> None:
+        if not isinstance(gradtape, tf.GradientTape):
+            raise ConfigError(f"{gradtape!r} is no tf.GradientTape")
+        parted(compression)
+        self._tape = gradtape
+        self._compression, self._sparse_as_dense = compression, sparse_as_dense
+        self._average, self._scope = averages(True, op), scope
+
+    def __enter__(self) -> DistributedGradientTape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._tape.__exit__(*exception)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def gradient(self, target: Any, sources: Any, *arguments: Any, learning_rate: Any = None, **keywords: Any) -> Any:
+        """As `tf.GradientTape.gradient`, summed over all ranks; sources without a gradient have None on all ranks.
+
+        *learning_rate*: with which the gradients will be used, for error feedback. Raises as `exchange.reduced`.
+        """
+        local = self._tape.gradient(target, sources, *arguments, **keywords)
+        flat = tf.nest.flatten(local)
+        if self._sparse_as_dense:
+            flat = [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in flat]
+        return tf.nest.pack_sequence_as(local, self._sums(tf.nest.flatten(sources), flat, learning_rate))
+
+    def _sums(self, sources: Sequence[Any], gradients: list[Any], learning_rate: Any) -> list[Any]:
+        names = names_of(sources, gradients, self._scope)
+        return reduced(gradients, names, self._average, compression=self._compression,
+                       sparse_as_dense=self._sparse_as_dense, learning_rate=learning_rate)
+
+
+def names_of(sources: Sequence[Any], gradients: Sequence[Any], scope: str | None = None) -> list[str]:
+    """Return names for the *gradients* of *sources*: the same on all ranks, in every run and every trace.
+
+    Without *scope* they say what the sources are, and which gradients are sparse or none: what travels together under
+    a name is always the same.
+    """
+    names = [str(getattr(source, "path", None) or _name(source)).partition(":")[0] for source in sources]
+    if scope is None:
+        kinds = [(name, tf.as_dtype(source.dtype).name, tuple(source.shape), _form(gradient))
+                 for name, source, gradient in zip(names, sources, gradients)]
+        scope = hashlib.sha256(repr(kinds).encode()).hexdigest()[:8]
+    return [f"{scope}.gradient.{place}.{name}" for place, name in enumerate(names)]
+
+
+def _form(gradient: Any) -> str:
+    return "none" if gradient is None else "rows" if isinstance(gradient, tf.IndexedSlices) else "dense"
+
+
+def _name(source: Any) -> str:
+    return source.name if isinstance(source, tf.Variable) else "tensor"
+
+
+class PassAccumulator:
+    """Sums of *n* backward passes, in variables that are this rank's own: neither broadcast, nor saved.
+
+    Eagerly, inside `tf.function`, and in a graph of TensorFlow 1, where they are local variables.
+
+    Parameters
+    ----------
+    average
+        Divide by *n*.
+    """
+
+    def __init__(self, n: int, average: bool) -> None:
+        self._n, self._average = n, average
+        self._sums: list[Any] = []
+        self._count: Any = None
+
+    def added(self, gradients: Sequence[Any], summed: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        """Add *gradients* to those of the passes before. After the last pass return what *summed* makes of the sums.
+
+        After others return zeros, which `applied` does not apply. None stays None.
+
+        Raises
+        ------
+        UnsupportedError
+            For `tf.IndexedSlices`, and gradients of unknown shape.
+        MismatchError
+            If there are others than in the first pass.
+        """
+        places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        kept = [gradients[place] for place in places]
+        for place, gradient in zip(places, kept):
+            if isinstance(gradient, tf.IndexedSlices):
+                raise UnsupportedError(f"backward_passes_per_step={self._n}, and gradient {place} has rows of its own "
+                                       "(tf.IndexedSlices), which differ from pass to pass: use sparse_as_dense=True")
+            if not gradient.shape.is_fully_defined():
+                raise UnsupportedError(f"backward_passes_per_step={self._n}, and gradient {place} is of shape "
+                                       f"{gradient.shape}: it must be known to add passes up")
+        if self._count is None:
+            self._make(kept)
+        found, known = ([(tuple(each.shape), each.dtype.base_dtype.name) for each in these]
+                        for these in (kept, self._sums))
+        if found != known:
+            raise MismatchError(f"the passes of a step have different gradients: {found[:8]} now, {known[:8]} before")
+        added = [total.assign_add(gradient, read_value=False) for total, gradient in zip(self._sums, kept)]
+        with tf.control_dependencies([each for each in added if each is not None]):
+            count = self._count.assign((self._count + 1) % self._n)
+        with tf.control_dependencies([count]):
+            results = tf.cond(tf.equal(count, 0), lambda: self._over(summed), self._nothing)
+        given: list[Any] = [None] * len(gradients)
+        for place, result in zip(places, results):
+            given[place] = result
+        return given
+
+    def applied(self, gradients: Sequence[Any], apply: Callable[[], Any], skip: Callable[[], Any]) -> Any:
+        """Return an operation that does *apply* if *gradients*, which `added` has returned, are a step's, else *skip*.
+        """
+        with tf.control_dependencies([gradient for gradient in gradients if gradient is not None]):
+            return tf.cond(tf.equal(self._count, 0), lambda: _done(apply()), lambda: _done(skip()))
+
+    def _make(self, gradients: Sequence[Any]) -> None:
+        local = [tf.compat.v1.GraphKeys.LOCAL_VARIABLES]
+        kinds = [(gradient.shape, gradient.dtype) for gradient in gradients]
+        with tf.init_scope():
+            self._sums = [tf.compat.v1.Variable(tf.zeros(shape, dtype), trainable=False, collections=local,
+                                                use_resource=True) for shape, dtype in kinds]
+            self._count = tf.compat.v1.Variable(0, trainable=False, collections=local, use_resource=True)
+
+    def _over(self, summed: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        factor = 1 / self._n if self._average else 1.0
+        totals = [total.read_value() if factor == 1.0 else total.read_value() * tf.cast(factor, total.dtype)
+                  for total in self._sums]
+        results = summed(totals)
+        with tf.control_dependencies(results):
+            cleared = [total.assign(tf.zeros_like(total), read_value=False) for total in self._sums]
+        with tf.control_dependencies([each for each in cleared if each is not None]):
+            return [tf.identity(result) for result in results]
+
+    def _nothing(self) -> list[Any]:
+        return [tf.zeros(total.shape, total.dtype) for total in self._sums]
+
+
+def _done(operation: Any) -> Any:
+    """Return a tensor that is there when *operation* has been done; eagerly it has."""
+    with tf.control_dependencies([operation] if operation is not None else []):
+        return tf.constant(True)
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: bool = False, device_dense: str = "",
@@ -44,16 +214,8 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: b
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return _Summing(optimizer, name, use_locking, compression, sparse_as_dense, mean,
                         PassAccumulator(n, average_aggregated_gradients) if n > 1 else None)
-    from .. import keras
-    from ..keras.compression import parted as keras_parted
-    from ..keras.optimizer import distribute
-    from ..keras.reduction import Reduction
-
-    own: dict[Any, Any] = {Compression.none: keras.Compression.none, FP16Compressor: keras.Compression.fp16,
-                           BF16Compressor: keras.Compression.bf16}
-    chosen: Any = own.get(compression, compression) if isinstance(compression, type) else compression
-    reduction = Reduction(name, mean, *keras_parted(chosen), postscale=1 if average_aggregated_gradients else n)
-    return distribute(optimizer, reduction, n)
+    of_keras = import_module("bpsfast.keras.optimizer")  # by name: it stands above this package, and imports Keras
+    return of_keras.wrap_for_tensorflow(optimizer, name, mean, compression, n, average_aggregated_gradients)
 
 
 class _Summing(tf.compat.v1.train.Optimizer):  # type: ignore[misc]

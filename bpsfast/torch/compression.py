@@ -25,38 +25,44 @@ import torch
 
 from ..compression import compressors
 from ..compression.choice import Choice
-from ..compression.compressors import Codecs, CompressionLike, Compressor, CompressorLike, NoneCompressor, is_compressor
+from ..compression.compressors import (
+    CastingCompressor,
+    Codecs,
+    CompressionLike,
+    Compressor,
+    CompressorLike,
+    NoneCompressor,
+    is_compressor,
+)
 from ..orchestration.errors import ConfigError
 
 __all__ = ["BF16Compressor", "Compression", "CompressionLike", "Compressor", "CompressorLike", "FP16Compressor",
            "NoneCompressor", "cast_dtype", "check_compression", "check_compressor", "parted"]
 
 
-class _Narrowing(Compressor):
-    """Lets wide floating-point tensors travel as `narrow`; others stay as they are."""
-
+class _Casting(CastingCompressor):
     narrow: torch.dtype
 
-    @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return *tensor* in the dtype that travels, and its own dtype."""
-        return tensor.to(_narrowed(tensor.dtype, cls.narrow)), tensor.dtype
-
     @staticmethod
-    def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Return *tensor* in the dtype it had before `compress`."""
-        return tensor.to(context)
+    def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype)
+
+    @classmethod
+    def wire_dtype(cls, dtype: torch.dtype) -> torch.dtype:
+        return cls.narrow if dtype.is_floating_point and dtype.itemsize > cls.narrow.itemsize else dtype
 
 
-class FP16Compressor(_Narrowing):
+class FP16Compressor(_Casting):
     """Floating-point tensors travel as float16."""
 
+    wire_name = "float16"
     narrow = torch.float16
 
 
-class BF16Compressor(_Narrowing):
+class BF16Compressor(_Casting):
     """Floating-point tensors travel as bfloat16."""
 
+    wire_name = "bfloat16"
     narrow = torch.bfloat16
 
 
@@ -96,9 +102,6 @@ def cast_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype | None:
     if compression is Compressor or compression is NoneCompressor:
         return dtype
     if compression is FP16Compressor or compression is BF16Compressor:
-        return _narrowed(dtype, compression.narrow)
+        wire: torch.dtype = compression.wire_dtype(dtype)
+        return wire
     return None
-
-
-def _narrowed(dtype: torch.dtype, narrow: torch.dtype) -> torch.dtype:
-    return narrow if dtype.is_floating_point and dtype.itemsize > narrow.itemsize else dtype

@@ -147,6 +147,9 @@ class CrossBarrierExchange(Exchange):
                 "which Python is told nothing. Call optimizer.settle() after step(), or do without cross_barrier")
         super().accumulated(name)
 
+    def _direct_paths(self) -> dict[str, Any]:
+        return {}  # every gradient that was sent has to be hidden
+
     def _send(self, name: str) -> None:
         super()._send(name)
         gradient = self.parameters[name].grad
@@ -171,12 +174,12 @@ class CrossBarrierExchange(Exchange):
 
     def defer(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step: updates follow, with the options that the groups of *optimizer* have now."""
-        self.hear()
+        self.receive_used()
         for name in self.missing():
             self.settle((name,))  # which nobody used in this step
             if self.parameters[name].grad is not None:
                 self._send(name)
-        self.tell()
+        self.send_used()
         self._zero_missing()
         for name, parameter in self.parameters.items():
             if parameter.grad is None:  # an average comes if another rank has one
@@ -199,7 +202,7 @@ class CrossBarrierExchange(Exchange):
                 parameter.grad = mine
             self.gradients.finish(name)
         self._is_checked = False
-        self._is_doubtful = self.is_superseded or self.presence.refuses or bool(self.presence.frozen)
+        self._is_doubtful = self.is_superseded or self.used.refuses or bool(self.used.frozen)
         self._n_left -= 1
         if not self._n_left:
             self.settle_all()
@@ -212,12 +215,12 @@ class CrossBarrierExchange(Exchange):
                 with _outside():
                     self._settle(name, self.parameters[name])
 
-    def hear(self) -> None:
-        """As `Exchange.hear`; if an update of that step is refused, so are all that are due, and none is due any more.
+    def receive_used(self) -> None:
+        """As `Exchange.receive_used`. If an update of that step is refused, all due updates are dropped.
 
         Raises `UnsupportedError` and `BusyError` as `Exchange.receive` does.
         """
-        super().hear()
+        super().receive_used()
         if self._is_checked:
             return
         self._is_checked = True
@@ -229,11 +232,11 @@ class CrossBarrierExchange(Exchange):
             self._forget_due()
             raise
 
-    def _admit(self, names: list[str]) -> None:
+    def _unfreeze(self, names: list[str]) -> None:
         """Do nothing: what ranks agree on later they would have to wait for in a step."""
 
     def _require_known(self) -> None:
-        unfrozen = self.presence.unfrozen()
+        unfrozen = self.used.unfrozen()
         if unfrozen:
             raise UnsupportedError(
                 f"{', '.join(map(repr, unfrozen[:4]))} did not require gradients when the optimizer was wrapped, and "
@@ -246,7 +249,7 @@ class CrossBarrierExchange(Exchange):
         # The sum of what ranks tell is complete once the last of them has ended its backward pass. An update of a
         # parameter with a gradient here does not wait for that, unless this rank knows a reason to refuse the step.
         if self._sent[name] is None or self._is_doubtful:
-            self.hear()
+            self.receive_used()
         shown, mine, its_class = parameter.grad, self._sent[name], type(parameter)
         if its_class is DueParameter:
             parameter.__class__ = torch.nn.Parameter
@@ -262,11 +265,11 @@ class CrossBarrierExchange(Exchange):
             parameter.grad = shown
         del self._pending[name], _due[id(parameter)]
         if not self._pending:
-            self.hear()  # at the latest now: another rank may have refused the step
+            self.receive_used()  # at the latest now: another rank may have refused the step
 
     def settle_all(self) -> None:
         """Make all updates that are due. Raises as `settle`."""
-        self.hear()
+        self.receive_used()
         self.settle(tuple(self._pending))
 
     def abandon(self) -> None:
@@ -320,7 +323,7 @@ class CrossBarrierExchange(Exchange):
 
     def zero(self, set_to_none: bool) -> None:
         """Clear all gradients of the optimizer, those under way too: their averages will be used and forgotten."""
-        for other in self.presence.members():
+        for other in self.used.members():
             if id(other) not in self._name_of and other.grad is not None:
                 if set_to_none:
                     other.grad = None

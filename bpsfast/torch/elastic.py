@@ -46,6 +46,10 @@ class TorchState(AttributeState):
         settle_all_updates()
         super().check()
 
+    def keep(self) -> None:
+        """See `State`."""
+        self._keep()
+
     def restore(self) -> None:
         """See `State`. Gradients are forgotten: those of the lost job will never be averages."""
         for _, value in self._parts():

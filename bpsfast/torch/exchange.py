@@ -1,15 +1,14 @@
-"""The gradients of one optimizer's parameters on their way: hooks, counts, copies.
+"""Averages the gradients of one optimizer or model over all ranks, as backward computes them.
 
-A hook on each parameter runs when backward has accumulated its gradient: it copies the gradient into the segment
-(once, natively; not at all if it lives there) and announces it. `synchronize` delivers the averages into each
-``p.grad``, which is always the rank's own writable memory: clipping, AMP and zero_grad write into it.
+A hook on each parameter runs when backward has accumulated its gradient. It copies the gradient into shared memory (in
+native code; not at all if it lies there) and announces it. `Exchange.synchronize` writes the averages into each
+``p.grad``, which is always this rank's own writable memory: clipping, AMP and zero_grad may change it.
 
-What the next forward pass needs first travels first. The first backward pass shows that order: autograd goes through
-the forward pass backwards, and the last gradient of a parameter to come is that of its first use. So gradients of the
-first step are kept, and declared and sent by `synchronize`; those of later steps are sent by the hooks, at once. Rank
-0's order counts for all.
+The gradients that the next forward pass needs first are sent first. The first backward pass shows the order: autograd
+visits the forward pass in reverse. So the gradients of the first step are kept, declared and sent by `synchronize`, and
+the hooks send those of later steps at once. Rank 0's order counts for all ranks.
 
-A parameter that has a gradient on no rank gets none (`presence`): the optimizer leaves it alone, as in one process.
+A parameter without a gradient on any rank gets none (`gradient_hooks.UsedParameters`).
 """
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ import ctypes
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -52,6 +51,14 @@ from .optimizer_extras import (
 )
 
 
+class _DirectPath(NamedTuple):
+    """A gradient that travels as it is: its parameter, its dtype, and `Gradients.fill` of its gradients."""
+
+    parameter: torch.Tensor
+    dtype: torch.dtype
+    fill: Callable[[str, int, int], None]
+
+
 class Exchange:
     """Averages the gradients of *named* parameters over all ranks. Owner: the optimizer or the model; one thread at a
     time. Codecs are chosen by the names as they are given here. All ranks make such exchanges in one order.
@@ -63,17 +70,17 @@ class Exchange:
         compression, self._choice = parted(compression)
         retire_unused()
         self.number = next(observer_numbers)
-        self.presence = UsedParameters(named)
-        self.parameters = self.presence.trained
+        self.used = UsedParameters(named)
+        self.parameters = self.used.trained
         self.n_passes = n_passes
         self._left = dict.fromkeys(self.parameters, n_passes)
         self._compression = compression
         self._wire: dict[str, torch.dtype] = {}
         self.kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # shape and dtype of what travels
-        self._contexts: dict[str, Any] = {}  # of what the user's compressor has compressed; those it does not: not here
+        self._contexts: dict[str, Any] = {}  # compressor contexts; absent for uncompressed gradients
         for name, p in named:
             try:
-                self._look_at(name, p)
+                self._note_kind(name, p)
             except UnsupportedError:
                 if p.requires_grad:  # a frozen parameter of this dtype is refused once it has a gradient
                     raise
@@ -84,23 +91,25 @@ class Exchange:
         self.kept = OptimizerExtras(self._momentum)
         self._rates: LearningRates | None = None
         self._gradients: Gradients | None = None
-        self._admitted: dict[str, Gradients] = {}  # of parameters that were frozen at first, by name
+        self._added: dict[str, Gradients] = {}  # of parameters that were frozen at first, by name
+        self._direct: dict[str, _DirectPath] = {}  # from the second step on
         self._seen: dict[str, None] = {}  # in the order in which the first step's backward came to them
         self._copies: dict[str, torch.Tensor] = {}  # copies of the first step's gradients
-        self._afar: dict[str, torch.Tensor] = {}  # on a device: what travels of a gradient, and becomes the average
+        #: On a device: the tensor that travels of a gradient and becomes the average.
+        self._device_copies: dict[str, torch.Tensor] = {}
         self._order = list(self.parameters)
         self.has_parameters = bool(named)  # frozen ones, too
         edition = process.current().tensors.edition(name for name, _ in named)
         self.prefix = f"Gradient{edition or ''}."  # of the names, which are the job's; BytePS has one edition
-        self._told_in: Gradients | None = None  # with which gradients that travels
-        self._has_told = False  # and not heard yet
+        self._used_gradients: Gradients | None = None  # with which gradients that travels
+        self._has_sent_used = False  # in this step, and the sums were not received
         self.aliases: GradientAliases = []  # in the segment, of gradients that live there
         self.synchronized = False
         self.is_superseded = False
         self.other_observers: list[weakref.ref[Any]] = []
         self._hooks = observe_gradients(self, named)
 
-    def _look_at(self, name: str, parameter: torch.Tensor) -> None:
+    def _note_kind(self, name: str, parameter: torch.Tensor) -> None:
         """Note what travels of the gradients of *name*."""
         cast = cast_dtype(self._compression, parameter.dtype)
         if cast is None:
@@ -117,11 +126,11 @@ class Exchange:
 
     def of(self, name: str) -> Gradients:
         """Return the gradients that have that of *name*."""
-        return self._admitted.get(name, self.gradients) if self._admitted else self.gradients
+        return self._added.get(name, self.gradients) if self._added else self.gradients
 
     def _declared_all(self) -> list[Gradients]:
-        told = [self._told_in] if self._told_in is not None else []
-        return list(dict.fromkeys([self.gradients, *told, *self._admitted.values()]))
+        told = [self._used_gradients] if self._used_gradients is not None else []
+        return list(dict.fromkeys([self.gradients, *told, *self._added.values()]))
 
     def missing(self) -> list[str]:
         """Return the names of the gradients that were not sent in this step."""
@@ -138,16 +147,16 @@ class Exchange:
         """Tell the job of the gradients in *order*, and of what tells who has any."""
         device, travelling = self._device(self.parameters.values()), set(order)
         kinds = {name: kind for name, kind in self.kinds.items() if name in travelling}
-        told = {self.presence.title: self.presence.kind}
+        told = {self.used.title: self.used.kind}
         # The host waits for nothing that comes from a device, but for what ranks tell each other.
         beside = told if device is None else {}
-        found = self._told_in = Gradients(
+        found = self._used_gradients = Gradients(
             {**beside, **kinds}, prefix=self.prefix, order=[*beside, *order],
             compression={name: self.codecs.get(name) for name in (*beside, *kinds)}, tuned=self.kept.tuned, afar=device)
         weakref.finalize(self, retire_later, found, self.aliases).atexit = False
         if not beside:
-            self._told_in = Gradients(told, prefix=self.prefix)
-            weakref.finalize(self, retire_later, self._told_in, []).atexit = False
+            self._used_gradients = Gradients(told, prefix=self.prefix)
+            weakref.finalize(self, retire_later, self._used_gradients, []).atexit = False
         return found
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -190,19 +199,36 @@ class Exchange:
         """Count a backward pass of *name*; after the last one its gradient goes out."""
         if self.is_superseded:
             self.synchronized = False
-            self.presence.is_stale |= not self._left[name]
+            self.used.is_stale |= not self._left[name]
             return
         if self._left[name] == 0:
             raise BusyError(
                 f"the gradient of {name!r} was computed over backward_passes_per_step={self.n_passes} times before "
                 "step() or synchronize(): call step() after that many backward passes, or raise the number"
             )
-        self._left[name] -= 1
+        self._left[name] = left = self._left[name] - 1
         self.synchronized = False
         if self._gradients is None:
             self._seen.setdefault(name)
-        if self._left[name] == 0:
-            self._send(name)
+        if left:
+            return
+        direct = self._direct.get(name)
+        if direct is not None:
+            gradient: Any = direct.parameter.grad
+            if (gradient.dtype is direct.dtype and gradient.layout is torch.strided and not gradient.is_cuda
+                    and gradient.is_contiguous()):
+                direct.fill(name, gradient.data_ptr(), gradient.nbytes)
+                return
+        self._send(name)
+
+    def _direct_paths(self) -> dict[str, _DirectPath]:
+        """Return by name the gradients that travel as they are: `accumulated` passes their memory on at once."""
+        if process.current().settings.host_device:
+            return {}
+        return {name: _DirectPath(self.parameters[name], self._wire[name], self.gradients.fill)
+                for name in self._order
+                if name not in self._contexts and name not in self._added
+                and not (name in self.codecs and self.codecs[name].error_feedback)}
 
     def _send(self, name: str) -> None:
         """Let the gradient go as it is now; in the first step with `synchronize`, which may wait for other ranks."""
@@ -231,7 +257,7 @@ class Exchange:
                 sent = sent.to(self._wire[name])
                 memory = self._on_device(sent)
                 self.of(name).fill_from(name, memory, memory)
-                self._afar[name] = sent
+                self._device_copies[name] = sent
             elif sent.dtype != self._wire[name]:
                 self._place(name).copy_(sent)
                 self.of(name).ready(name)
@@ -265,7 +291,10 @@ class Exchange:
 
     def begin(self) -> None:
         """Send what the first step has kept; waits until all ranks have declared their gradients, if anything was."""
+        is_first = self._gradients is None
         self.kept.settle(self.declare())
+        if is_first:
+            self._direct = self._direct_paths()
         copies, self._copies = self._copies, {}
         for name, gradient in copies.items():
             self._fill(name, gradient)
@@ -276,25 +305,25 @@ class Exchange:
         for name in self.missing():
             if self.parameters[name].grad is not None:
                 self._send(name)
-        self.tell()  # after what may raise: who tries again tells of what there is by then
+        self.send_used()  # after what may raise: who tries again tells of what there is by then
         self._zero_missing()
 
-    def tell(self) -> None:
+    def send_used(self) -> None:
         """Tell the other ranks which parameters have gradients here, unless that was done in this step."""
-        if self._has_told:
+        if self._has_sent_used:
             return
-        assert self._told_in is not None, "declared before"
-        self._told_in[self.presence.title][:] = self.presence.words()
-        self._told_in.ready(self.presence.title)
-        self._has_told = True
+        assert self._used_gradients is not None, "declared before"
+        self._used_gradients[self.used.title][:] = self.used.flags()
+        self._used_gradients.ready(self.used.title)
+        self._has_sent_used = True
 
-    def hear(self) -> None:
+    def receive_used(self) -> None:
         """Wait until it is known which parameters have gradients on any rank, if that was told."""
-        if self._has_told:
-            assert self._told_in is not None, "it was told with them"
-            self.presence.hear(self._told_in.wait(self.presence.title))
-            self._told_in.finish(self.presence.title)
-            self._has_told = False
+        if self._has_sent_used:
+            assert self._used_gradients is not None, "it was told with them"
+            self.used.receive(self._used_gradients.wait(self.used.title))
+            self._used_gradients.finish(self.used.title)
+            self._has_sent_used = False
 
     def end_step(self, wait: bool = True) -> None:
         """Let gradients be sent again; see `Gradients.step`."""
@@ -309,34 +338,34 @@ class Exchange:
         for each in self._declared_all():
             each.zero_missing()
 
-    def _admit(self, names: list[str]) -> None:
+    def _unfreeze(self, names: list[str]) -> None:
         """Average from this step on what was frozen at first: *names* have a gradient on some rank now."""
-        self._adopt(names, self._admitted_gradients(names))
+        self._add(names, self._added_gradients(names))
         for name in names:
             gradient = self.parameters[name].grad
             if gradient is not None:
                 self._fill(name, gradient.to_dense() if gradient.is_sparse else gradient)
         self._zero_missing()
 
-    def _adopt(self, names: list[str], added: Gradients) -> None:
+    def _add(self, names: list[str], added: Gradients) -> None:
         for name in names:
-            self.presence.admit(name)
-        self._admitted.update(dict.fromkeys(names, added))
+            self.used.unfreeze(name)
+        self._added.update(dict.fromkeys(names, added))
         self._order += names
         self._hooks += observe_gradients(self, [(name, self.parameters[name]) for name in names])
 
-    def _admitted_gradients(self, names: list[str]) -> Gradients:
+    def _added_gradients(self, names: list[str]) -> Gradients:
         for name in names:
             if name not in self.kinds:
-                self._look_at(name, self.presence.frozen[name])
+                self._note_kind(name, self.used.frozen[name])
         kinds = {name: self.kinds[name] for name in names}
-        added = Gradients(kinds, prefix=self.prefix, afar=self._device(self.presence.frozen[name] for name in names))
+        added = Gradients(kinds, prefix=self.prefix, afar=self._device(self.used.frozen[name] for name in names))
         weakref.finalize(self, retire_later, added, self.aliases).atexit = False
         return added
 
     def _require_known(self) -> None:
         """Raise `UnsupportedError` on all ranks if any of them has a gradient that is not averaged."""
-        self.presence.require_known()
+        self.used.require_known()
 
     def receive(self) -> None:
         """Wait for everything, and write the averages into the gradients: the step is over.
@@ -348,10 +377,10 @@ class Exchange:
         UnsupportedError
             On all ranks, if on any of them a parameter has a gradient that was not there when this was made.
         """
-        self.hear()
-        unfrozen = self.presence.unfrozen()
+        self.receive_used()
+        unfrozen = self.used.unfrozen()
         if unfrozen:
-            self._admit(unfrozen)
+            self._unfreeze(unfrozen)
         with torch.no_grad():
             for name in self._order:
                 self._receive(name, self.parameters[name])
@@ -365,11 +394,11 @@ class Exchange:
     def _receive(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is None:
-            if not self.presence.has(name):
+            if not self.used.has(name):
                 return
             gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False)
         target = gradient.detach()
-        if name in self._afar or target.is_cuda:
+        if name in self._device_copies or target.is_cuda:
             self._receive_on_device(name, target)
         elif name in self._contexts:
             sums = tensor_over(self.of(name).wait(name), self._wire[name])
@@ -387,11 +416,11 @@ class Exchange:
 
     def _receive_on_device(self, name: str, target: torch.Tensor) -> None:
         """Let torch's current stream find the average in *target*, on a device. The host waits for no copy."""
-        sums = self._afar.get(name)
+        sums = self._device_copies.get(name)
         if sums is None:  # nothing was sent: it has no gradient on this rank
             sums = torch.empty(self.kinds[name][0], dtype=self._wire[name], device=target.device)
         self.of(name).deliver_to(name, self._on_device(sums))
-        self._afar.pop(name, None)
+        self._device_copies.pop(name, None)
         if name in self._contexts:
             target.copy_(self._decompress(name, sums, target))
         elif sums.data_ptr() != target.data_ptr():
@@ -422,7 +451,7 @@ class Exchange:
         """Count the backward passes from the start. What gradients there are, are no averages any more."""
         self.synchronized = False
         self._copies.clear()
-        self._afar.clear()
+        self._device_copies.clear()
         self._left = dict.fromkeys(self.parameters, self.n_passes)
 
     def abandon(self) -> None:
@@ -434,7 +463,7 @@ class Exchange:
             hook.remove()
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._has_told = False
+        self._has_sent_used = False
 
     def alias_gradients(self) -> None:
         """Let zeroed gradients live in the segment: backward then accumulates there, and nothing is copied in.
@@ -564,7 +593,7 @@ class SparseExchange(Exchange):
 
     def _sparse_anywhere(self) -> list[str]:
         """Return the names of gradients that are sparse on some rank, in an order that is that of all."""
-        names = list(self.presence.places)  # of all parameters: ranks may have others frozen
+        names = list(self.used.places)  # of all parameters: ranks may have others frozen
         if not names:
             return []
         gradients = [self.parameters[name].grad if name in self.parameters else None for name in names]
@@ -635,7 +664,7 @@ class SparseExchange(Exchange):
 
     def receive(self) -> None:
         """As `Exchange.receive`."""
-        self.hear()
+        self.receive_used()
         with torch.no_grad():
             for name in self._tables:
                 self._receive_rows(name, self.parameters[name])
@@ -643,7 +672,7 @@ class SparseExchange(Exchange):
 
     def _receive_rows(self, name: str, parameter: torch.Tensor) -> None:
         indices, rows = self._tables[name].wait()
-        if parameter.grad is None and not self.presence.has(name):
+        if parameter.grad is None and not self.used.has(name):
             return
         bits = rows.view(np.int16) if rows.dtype == TABLE["bfloat16"].numpy else rows  # which NumPy has not
         values = torch.from_numpy(bits).view(self._wire[name]).to(parameter.device, parameter.dtype)
@@ -654,7 +683,7 @@ class SparseExchange(Exchange):
 
     def _receive(self, name: str, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        if gradient is None and not self.presence.has(name):
+        if gradient is None and not self.used.has(name):
             return
         is_dense = gradient is not None and not gradient.is_sparse
         if is_dense or name not in self._sparse:  # dense on all ranks, where they have not agreed that it is sparse

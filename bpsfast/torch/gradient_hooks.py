@@ -1,10 +1,10 @@
-"""Which parameters have a gradient on any rank: ranks tell each other with every step.
+"""Hooks on parameters, and which parameters have a gradient on any rank.
 
-One process leaves a parameter alone that has no gradient: neither momentum nor weight decay moves it. With several
-ranks a parameter that has none on this rank may have one on others, whose average counts; only if it has one nowhere,
-it is left alone. So each step also sums a small tensor with one element per parameter. It is fused with the small
-gradients that backward computes last, so it costs no round of its own. Two more elements say what all ranks have to
-refuse together.
+In one process neither momentum nor weight decay moves a parameter without a gradient. In a job a parameter that has no
+gradient on this rank may have one on others, whose average counts; only a parameter without a gradient on any rank is
+left alone. So each step also sums a small tensor with one element per parameter, and two more for conditions that all
+ranks must refuse together (`UsedParameters`). It is fused with the small gradients that backward computes last and
+costs no extra round.
 """
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..orchestration.errors import BusyError, UnsupportedError
 
+#: Maximum number of shapes in an error message.
 _N_SHOWN = 4
 
 
 class UsedParameters:
-    """What ranks tell each other of *named* parameters, which are those of all ranks. One thread at a time.
+    """Which of the *named* parameters, the same on all ranks, have a gradient on any rank. One thread at a time.
 
     Those that do not require gradients now are *frozen*; the others are *trained*.
     """
@@ -32,49 +33,48 @@ class UsedParameters:
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.trained = {name: p for name, p in named if p.requires_grad}
         self.frozen = {name: p for name, p in named if not p.requires_grad}
-        #: Of the tensor, among the names of gradients: optimizers whose parameters differ have others.
+        #: The tensor's name among those of gradients; other parameters give another name.
         self.title = f"bpsfast.present of {min((name for name, _ in named), default='nothing')}"
-        #: A gradient has changed since it was sent, or was reduced before it was.
+        #: A gradient has changed since it was sent, or was reduced before it was sent.
         self.is_stale = False
-        #: What this rank has told last is a reason to refuse the step.
+        #: The last flags of this rank are a reason to refuse the step.
         self.refuses = False
-        #: Returns the parameters that there are now.
+        #: Returns the parameters that the optimizer or module has now.
         self.members: Callable[[], Iterable[torch.Tensor]] = tuple
         self._known = frozenset(id(p) for _, p in named)  # kept alive here
-        self.places = {name: place for place, name in enumerate(sorted(name for name, _ in named))}
-        self._heard: np.ndarray[Any, Any] = np.zeros(*self.kind)
+        by_name = dict(sorted(named, key=lambda item: item[0]))
+        self.places = {name: place for place, name in enumerate(by_name)}
+        self._by_place = list(by_name.values())
+        self._sums: np.ndarray[Any, Any] = np.zeros(*self.kind)
 
     @property
     def kind(self) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of what travels."""
+        """Shape and dtype of the tensor."""
         return (len(self.places) + 2,), "float32"
 
-    def words(self) -> np.ndarray[Any, Any]:
-        """Return what this rank has to tell: which parameters have a gradient, whether one is stale, whether unknown
-        parameters have any.
+    def flags(self) -> np.ndarray[Any, Any]:
+        """Return this rank's flags: which parameters have a gradient, whether one is stale, whether unknown parameters
+        have any.
         """
-        words: np.ndarray[Any, Any] = np.zeros(*self.kind)
-        for name, p in (*self.trained.items(), *self.frozen.items()):
-            words[self.places[name]] = p.grad is not None
-        words[-2:] = self.is_stale, bool(self._unknown())
-        self.refuses = bool(words[-2:].any())
+        reasons = self.is_stale, bool(self._unknown())
+        self.refuses = any(reasons)
         self.is_stale = False
-        return words
+        return np.array([*(p.grad is not None for p in self._by_place), *reasons], np.float32)
 
-    def hear(self, words: np.ndarray[Any, Any]) -> None:
-        """Take what all ranks have told: the sums, averages or maxima of their words."""
-        self._heard = words.copy()
+    def receive(self, flags: np.ndarray[Any, Any]) -> None:
+        """Take over the sum, average or maximum of all ranks' flags."""
+        self._sums = flags.copy()
 
     def has(self, name: str) -> bool:
         """Whether *name* has a gradient on any rank."""
-        return bool(self._heard[self.places[name]])
+        return bool(self._sums[self.places[name]])
 
     def unfrozen(self) -> list[str]:
-        """Return the names of the frozen ones that have a gradient on any rank: the same on all ranks."""
-        return unfrozen(self.frozen, self.places, self._heard)
+        """Return the names of frozen parameters that have a gradient on any rank: the same on all ranks."""
+        return unfrozen(self.frozen, self.places, self._sums)
 
-    def admit(self, name: str) -> None:
-        """Let the frozen *name* be a trained one."""
+    def unfreeze(self, name: str) -> None:
+        """Count the frozen *name* among the trained ones."""
         self.trained[name] = self.frozen.pop(name)
 
     def require_known(self) -> None:
@@ -87,27 +87,27 @@ class UsedParameters:
         UnsupportedError
             If any rank has a gradient of an unknown parameter.
         """
-        if self._heard[-2]:
-            raise BusyError("another optimizer has some of this one's parameters. Their gradients were under way when "
-                            "it was made, and have been computed again since, or it has summed them: what was reduced "
-                            "now is not what the gradients of all ranks give. Between two backward passes, call "
-                            "synchronize() or step() of one of the optimizers alone")
-        if self._heard[-1]:
+        if self._sums[-2]:
+            raise BusyError("another optimizer has some of this one's parameters, and has summed their gradients, or "
+                            "they were computed again after they were sent: the step is refused on all ranks. Between "
+                            "two backward passes, call synchronize() or step() of one of the optimizers only")
+        if self._sums[-1]:
             raise _unknown_error(self._unknown())
 
     def _unknown(self) -> list[torch.Tensor]:
         return [p for p in self.members() if p.grad is not None and id(p) not in self._known]
 
 
-def unfrozen(frozen: Iterable[str], places: Mapping[str, int], heard: np.ndarray[Any, Any]) -> list[str]:
-    """Return which of *frozen* have a gradient, as ranks have told: *heard*, in which *places* are those of names."""
-    return [name for name in sorted(frozen) if heard[places[name]]]
+def unfrozen(frozen: Iterable[str], places: Mapping[str, int], flags: np.ndarray[Any, Any]) -> list[str]:
+    """Return which names of *frozen* have a gradient by the sums *flags*, in which *places* are those of names."""
+    return [name for name in sorted(frozen) if flags[places[name]]]
 
 
-def _unknown_error(strangers: Sequence[torch.Tensor]) -> UnsupportedError:
-    """Return the error for gradients of parameters that were not wrapped; *strangers* are those of this rank."""
-    shapes = [str(tuple(p.shape)) for p in strangers]
-    where = f"this rank has gradients of parameters of shape {_listed(shapes)}" if shapes else (
+def _unknown_error(unknown: Sequence[torch.Tensor]) -> UnsupportedError:
+    """Return the error for gradients of parameters that were not wrapped; *unknown* are those of this rank."""
+    shapes = [str(tuple(p.shape)) for p in unknown]
+    more = f" and {len(shapes) - _N_SHOWN} more" if len(shapes) > _N_SHOWN else ""
+    where = f"this rank has gradients of parameters of shape {', '.join(shapes[:_N_SHOWN])}{more}" if shapes else (
         "another rank has gradients of parameters")
     return UnsupportedError(
         f"{where} that were added, or have taken another's place, after all ranks agreed on what is averaged: the "
@@ -115,34 +115,37 @@ def _unknown_error(strangers: Sequence[torch.Tensor]) -> UnsupportedError:
         "wrap it again (DistributedDataParallel: the module)")
 
 
-def _listed(words: Sequence[str]) -> str:
-    more = f" and {len(words) - _N_SHOWN} more" if len(words) > _N_SHOWN else ""
-    return ", ".join(words[:_N_SHOWN]) + more
-
-
 class GradientObserver(Protocol):
-    """What is told of gradients."""
+    """What `observe_gradients` calls."""
 
-    #: In the order in which they are made.
+    #: Observers are numbered in the order in which they are made.
     number: int
     #: The trained parameters, by name.
     parameters: dict[str, torch.Tensor]
-    #: Who watches some of the same parameters, as long as they live.
+    #: Observers of some of the same parameters.
     other_observers: list[weakref.ref[Any]]
 
     def superseded(self) -> None:
         """Stop sending before a step: a later observer has some of the same parameters."""
 
     def accumulated(self, name: str) -> None:
-        """Hear that backward has accumulated the gradient of *name*."""
+        """Called when backward has accumulated the gradient of *name*."""
+
+
+#: The next observer's number.
+observer_numbers = itertools.count()
+#: Parameter -> its latest observer.
+_last_observers: Any = WeakIdKeyDictionary()
+#: Shared parameter -> number of the observer that has reduced its gradient since the last backward pass.
+_reduced_by: Any = WeakIdKeyDictionary()
 
 
 def observe_gradients(observer: GradientObserver, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
     """Call *observer* for each gradient of *named* parameters that require one, while it lives; return the hooks.
 
-    If another observer has one of *named* (frozen ones included), the earlier of the two is overtaken and sends nothing
-    before its step: a program usually steps the last optimizer only, so gradients sent by the earlier one would never
-    be awaited. The parameters outlive *observer*: their hooks hold only a weak reference.
+    If another observer has one of *named* (frozen ones included), the earlier one is superseded and sends nothing
+    before its step: a program usually steps the last optimizer only, so gradients sent by the earlier one would never be
+    awaited. The parameters outlive *observer*: their hooks hold only a weak reference.
     """
     me = weakref.ref(observer)
     hooks, others = [], {}
@@ -165,8 +168,17 @@ def observe_gradients(observer: GradientObserver, named: list[tuple[str, torch.T
     return hooks
 
 
-#: Of observers.
-observer_numbers = itertools.count()
+def _hook(observer: weakref.ref[GradientObserver], name: str) -> Callable[[torch.Tensor], None]:
+    reduced = _reduced_by.data  # a plain dict: to ask it costs no Python call
+
+    def accumulated(parameter: torch.Tensor) -> None:
+        if reduced:
+            _reduced_by.pop(parameter, None)
+        found = observer()
+        if found is not None:
+            found.accumulated(name)
+
+    return accumulated
 
 
 def is_shared(observer: GradientObserver) -> bool:
@@ -175,35 +187,17 @@ def is_shared(observer: GradientObserver) -> bool:
     return bool(observer.other_observers)
 
 
-#: By parameter: the number of the observer that has reduced its gradient since the last backward pass, if it is shared.
-_reduced_by: Any = WeakIdKeyDictionary()
-
-
 def note_reduced(observer: GradientObserver) -> None:
-    """Note that *observer* has reduced the gradients that there are."""
+    """Note that *observer* has reduced the present gradients."""
     if is_shared(observer):
         for parameter in observer.parameters.values():
             _reduced_by[parameter] = observer.number
 
 
 def is_reduced_by_another(observer: GradientObserver) -> bool:
-    """Whether any gradient of *observer* was reduced by another one since the last backward pass: adding it up over the
-    ranks again would not give the sum.
+    """Whether another observer has reduced a gradient of *observer* since the last backward pass.
+
+    The sum of such a gradient over the ranks would be wrong.
     """
     return any(_reduced_by.get(p, observer.number) != observer.number and p.grad is not None
                for p in observer.parameters.values())
-
-
-#: By parameter: who watches it since the last `observe_gradients`.
-_last_observers: Any = WeakIdKeyDictionary()
-
-
-def _hook(exchange: weakref.ref[GradientObserver], name: str) -> Callable[[torch.Tensor], None]:
-    def accumulated(parameter: torch.Tensor) -> None:
-        if _reduced_by:
-            _reduced_by.pop(parameter, None)
-        found = exchange()
-        if found is not None:
-            found.accumulated(name)
-
-    return accumulated

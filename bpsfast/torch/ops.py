@@ -10,7 +10,7 @@ import torch
 
 from ..base.dtypes import NAMES
 from ..compression.choice import Choice, chosen
-from ..gpu import locations
+from ..gpu import arrays
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import handle as operations, process
 from ..trainer.arguments import flag
@@ -44,7 +44,7 @@ def tensor_memory(tensor: torch.Tensor) -> TensorInput:
 def device_tensor_memory(tensor: torch.Tensor) -> TensorInput:
     """As `tensor_memory`, but it may be on a GPU that CuPy finds: then as it is on torch's current stream."""
     memory = _memory(tensor, REACHED)
-    return replace(memory, place=locations.of_torch(tensor)) if tensor.is_cuda else memory
+    return replace(memory, place=arrays.of_torch(tensor)) if tensor.is_cuda else memory
 
 
 def _memory(tensor: torch.Tensor, reached: tuple[str, ...]) -> TensorInput:

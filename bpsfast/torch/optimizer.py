@@ -268,7 +268,7 @@ def rejoin(optimizer: torch.optim.Optimizer) -> None:
     abandon(wrapped)
     wrapped._exchange = wrapped._make_exchange(wrapped.backward_passes_per_step)
     if wrapped._exchange is not None:
-        wrapped._exchange.presence.members = parameters_of(wrapped)
+        wrapped._exchange.used.members = parameters_of(wrapped)
         wrapped._exchange.follow(wrapped)
 
 

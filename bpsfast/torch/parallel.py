@@ -191,7 +191,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._lost = ""
             return
         exchange = _ModuleExchange(named, compression)
-        exchange.presence.members = module.parameters
+        exchange.used.members = module.parameters
         try:
             broadcast_parameters(module.state_dict(), root_rank=0)
         except BaseException:

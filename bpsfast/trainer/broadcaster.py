@@ -32,7 +32,7 @@ from ..orchestration.messages import TensorSpec
 from ..orchestration.placement.partition import round_after
 from ..pyx.port import copy
 from . import process
-from .gpu.broadcasts import broadcast as broadcast_afar
+from .gpu.staging_buffers import broadcast as broadcast_afar
 from .session import Session
 from .tensor_input import tensor_input
 from .unit import Unit

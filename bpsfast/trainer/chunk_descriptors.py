@@ -16,12 +16,12 @@ from .input_memory import Region
 Array = np.ndarray[tuple[int, ...], np.dtype[np.void]]
 Offsets = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
-#: `convey.h: bps_leg`.
+#: `pipelined_transfer.h: bps_chunk`.
 CHUNK_DTYPE = np.dtype([
     ("source", "<u8"), ("destination", "<u8"), ("nbytes", "<u8"), ("staging", "<u8"), ("result", "<u8"),
     ("offset", "<u8"), ("part", "<u4"), ("round", "<u4"), ("segment", "<u2"), ("flags", "<u2"), ("pad", "<u4")])
 
-assert CHUNK_DTYPE.itemsize == 64, "convey.h says so"
+assert CHUNK_DTYPE.itemsize == 64, "pipelined_transfer.h says so"
 
 
 class PartitionedUnit(Protocol):

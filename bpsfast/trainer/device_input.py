@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..gpu.device_segments import DeviceRegion
+from ..gpu.device import DeviceRegion
 from ..pyx.pages import Segment
 from .input_memory import Region
 

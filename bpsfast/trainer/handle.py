@@ -22,8 +22,7 @@ from ..orchestration.errors import ConfigError, MismatchError, StallError, Unsup
 from ..orchestration.messages import TensorSpec
 from . import process
 from .arguments import checked_learning_rate, flag
-from .gpu.device_round import DeviceRound
-from .gpu.devices import DeviceBytes
+from .gpu.devices import DeviceBytes, DeviceRound
 from .session import Session
 from .tensor_input import TensorInput, tensor_input
 from .unit import Unit

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..base.dtypes import NAMES, TABLE, wire_name
-from ..gpu import locations
+from ..gpu import arrays
 from ..gpu.device import DeviceLocation
 from ..orchestration.errors import UnsupportedError
 
@@ -67,7 +67,7 @@ def tensor_input(x: object) -> TensorInput:
         If *x* is no tensor, on an unsupported device, not C-contiguous, or of a dtype that bpsfast does not sum.
     """
     if isinstance(x, np.ndarray):
-        place = None if type(x) is np.ndarray else locations.of_ndarray(x)
+        place = None if type(x) is np.ndarray else arrays.of_ndarray(x)
         return from_array(x) if place is None else replace(from_array(x), place=place)
     if isinstance(x, np.generic):
         copy = np.asarray(x)
@@ -122,8 +122,7 @@ def _from_array_interface(x: Any) -> TensorInput:
         raise UnsupportedError(f"{_kind(x)} of shape {shape} with strides {strides} is not C-contiguous: pass "
                                "cupy.ascontiguousarray(x), or what its framework has for that")
     address, is_read_only = interface["data"]
-    return TensorInput(address, shape, dtype, prod(shape) * itemsize, not is_read_only, x,
-                       locations.of_array_interface(x))
+    return TensorInput(address, shape, dtype, prod(shape) * itemsize, not is_read_only, x, arrays.of_array_interface(x))
 
 
 def _kind(x: object) -> str:
@@ -169,14 +168,14 @@ def _from_dlpack(x: Any) -> TensorInput:
     """Read the capsule of *x*, without consuming it: its own destructor releases the tensor."""
     device_type, device_id = x.__dlpack_device__()
     stream, place = None, None
-    if int(device_type) in locations.GPU_TYPES:
-        place, stream = locations.of_dlpack(x, int(device_id))
+    if int(device_type) in arrays.GPU_TYPES:
+        place, stream = arrays.of_dlpack(x, int(device_id))
     elif int(device_type) not in _CPU_DEVICES:
         name = _DEVICE_NAMES.get(int(device_type), f"DLPack device type {int(device_type)}")
         raise UnsupportedError(f"{_kind(x)} lives on {name} device {device_id}: copy it to the CPU first")
     capsule = _export(x, stream)
     if place is not None:
-        place = locations.location_after_export(place)
+        place = arrays.location_after_export(place)
     if _capsule_is(capsule, b"dltensor_versioned"):
         versioned = _ManagedVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
         if versioned.major > 1:

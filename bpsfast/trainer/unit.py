@@ -18,9 +18,8 @@ import numpy as np
 from ..base.dtypes import TABLE
 from ..base.settings import Settings
 from ..base.trace_records import Part
-from ..gpu.copy_to_device import CopyToDevice
-from ..gpu.device import Device
-from ..gpu.device_segments import DeviceSegment
+from ..gpu.copies import CopyToDevice
+from ..gpu.device import Device, DeviceSegment
 from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.placement.partition import round_after

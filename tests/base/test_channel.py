@@ -109,7 +109,7 @@ def test_send_names_the_process_that_does_not_read(pair):
 
 
 def test_recv_ends_at_its_deadline(pair):
-    with pytest.raises(StallError, match="said nothing"):
+    with pytest.raises(StallError, match="sent nothing"):
         pair[1].recv(0.01)
 
 
@@ -240,5 +240,5 @@ def test_another_users_process_behind_the_name_is_told_nothing(monkeypatch):
         monkeypatch.setattr(os, "getuid", lambda: 4711)
         if os.geteuid() == 0:  # root's processes may listen for everybody
             monkeypatch.setattr(message_socket, "peer_uid", lambda sock: (1, 4712))
-        with pytest.raises(ProtocolError, match="nothing is said to it"):
+        with pytest.raises(ProtocolError, match="nothing is sent to it"):
             message_socket.connect(name, 5)

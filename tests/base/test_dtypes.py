@@ -58,6 +58,7 @@ def test_unknown_name_is_refused() -> None:
 
 @pytest.mark.slow
 def test_importing_dtypes_and_kernels_imports_no_numba() -> None:
-    code = "import sys, bpsfast.base.dtypes, bpsfast.kernels; sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
+    code = ("import sys, bpsfast.base.dtypes, bpsfast.kernels; "
+            "sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)")
     program = f"import sys; sys.path[:] = {sys.path!r}; {code}"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -35,7 +35,7 @@ def test_what_is_free_cannot_be_given_back():
     holes = FreeList(SIZE)
     assert holes.take(100) == 0
     for offset, nbytes in ((100, 1), (50, 51), (900, 200)):
-        with pytest.raises(ValueError, match=f"bytes {offset} to {offset + nbytes} are given back"):
+        with pytest.raises(ValueError, match=f"bytes {offset} to {offset + nbytes} are freed"):
             holes.give(offset, nbytes)
     holes.give(0, 100)
     assert holes.largest_nbytes == SIZE

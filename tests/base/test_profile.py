@@ -82,7 +82,7 @@ def test_a_broken_undo_file_and_a_place_that_cannot_be_written_are_told(tmp_path
     with pytest.raises(ConfigError, match="Is a directory"):
         profile.writable(str(tmp_path))
     file.write_text("x = [")
-    with pytest.raises(ConfigError, match="no TOML"):
+    with pytest.raises(ConfigError, match="not TOML"):
         profile.writable(str(file))
 
 

@@ -133,7 +133,7 @@ def test_an_empty_variable_counts_as_not_set():
     assert read({"BPSFAST_TRANSPORT": "", "DMLC_INTERFACE": ""}) == Settings()
 
 
-@pytest.mark.parametrize("content, text", [("x = [", "no TOML"), (None, "cannot be read")])
+@pytest.mark.parametrize("content, text", [("x = [", "not TOML"), (None, "cannot be read")])
 def test_an_unreadable_profile_is_an_error(tmp_path, content, text):
     profile = tmp_path / "job.toml"
     if content is not None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bpsfast.bench import push_pull
-from bpsfast.bench.harness import pattern, samples, size_list, table
+from bpsfast.bench.harness import option_lists, pattern, samples, table
 from bpsfast.bench.harness.contestant import Operation, Timer
 from bpsfast.bench.harness.contestant_group import Group, Turn
 from bpsfast.bench.push_pull import one_machine, steady_state, two_nodes
@@ -33,14 +33,14 @@ def row():
 
 
 def test_sizes_are_powers_of_two_or_a_list():
-    assert size_list.parse_sizes("4K:32K") == (4096, 8192, 16384, 32768)
-    assert size_list.parse_sizes("4k, 1MiB,12") == (4096, 1 << 20, 12)
+    assert option_lists.parse_sizes("4K:32K") == (4096, 8192, 16384, 32768)
+    assert option_lists.parse_sizes("4k, 1MiB,12") == (4096, 1 << 20, 12)
 
 
 @pytest.mark.parametrize("text", ["8K:4K", "4.5K", "0", "3", "x", "", "4K:"])
 def test_impossible_sizes_are_refused(text):
     with pytest.raises(ConfigError):
-        size_list.parse_sizes(text)
+        option_lists.parse_sizes(text)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_refusals_say_what_to_do():
         port = reserved.getsockname()[1]
     with pytest.raises(PeerLostError, match="metrics_port"):
         attach.run({"attach": f"127.0.0.1:{port}"})
-    with socket.create_server(("127.0.0.1", 0)) as another, pytest.raises(ConfigError, match="speaks no HTTP"):
+    with socket.create_server(("127.0.0.1", 0)) as another, pytest.raises(ConfigError, match="does not speak HTTP"):
         def answer():
             stream, _ = another.accept()
             with stream:

@@ -16,7 +16,8 @@ def test_an_interpreter_that_is_not_there_is_refused():
 
 def test_the_table_names_versions_and_units():
     measured = {"samples_s": [2e-5], "median_s": 2e-5, "calls": 12.25, "locks": 1.0}
-    text = overhead.report([{"section": "overhead", "chosen": {"version": "this", "n_tensors": 161}, "measured": measured}])
+    text = overhead.report([{"section": "overhead", "chosen": {"version": "this", "n_tensors": 161},
+                             "measured": measured}])
     assert text.splitlines()[0].split() == ["tensors", "version", "us", "per", "tensor", "Python", "calls", "locks"]
     assert text.splitlines()[1].split() == ["161", "this", "20.00", "12.2", "1.0"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from bpsfast.bench.harness import plots
 from bpsfast.bench.paper import saturation
-from bpsfast.bench.paper.saturation.point import Point
+from bpsfast.bench.paper.saturation import Point
 from bpsfast.orchestration.errors import ConfigError
 from tests.bench.test_bench import NamedGroup
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from bpsfast.bench.chaos import run
-from bpsfast.bench.chaos.gradients import SIZES, digest, expected, names, pushed
-from bpsfast.bench.chaos.history import RankHistory, read, wrong_sums
+from bpsfast.bench.chaos.history import SIZES, RankHistory, digest, expected, names, pushed, read, wrong_sums
 from bpsfast.bench.chaos.scenario import (
     DECK,
     FOREIGNER,

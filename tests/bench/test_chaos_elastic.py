@@ -8,7 +8,7 @@ import pytest
 
 from bpsfast.bench.chaos import elastic_trial
 from bpsfast.bench.chaos.elastic_trial import WorkerHistory, judge, machines_of, read
-from bpsfast.bench.chaos.gradients import SIZES, digest, expected, summed
+from bpsfast.bench.chaos.history import SIZES, digest, expected, summed
 from bpsfast.bench.chaos.scenario import N_STEPS_AFTER, Fault, Scenario
 from bpsfast.bench.chaos.worker import KEPT
 

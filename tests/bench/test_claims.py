@@ -10,8 +10,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings, strategies as st
 
 from bpsfast.bench import claims, drawn
-from bpsfast.bench.claims import CLAIMS, ROOT, Difference, differences, readme, renew, renewed
-from bpsfast.bench.claims.claim import Claim
+from bpsfast.bench.claims import CLAIMS, ROOT, Claim, Difference, differences, renew, renewed
 from bpsfast.orchestration.errors import ConfigError
 
 PAGES = {page: (ROOT / page).read_text() for page in CLAIMS}
@@ -27,7 +26,7 @@ def test_pages_say_what_their_files_say(page: str) -> None:
 
 def test_every_number_of_the_readmes_measurements_is_a_claims() -> None:
     text = README.partition("## What was measured\n")[2].partition("\n## ")[0]
-    for claim in readme.CLAIMS:
+    for claim in CLAIMS["README.md"]:
         text = claim.pattern().sub("", text)
     text = re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)", "", text)
     rest = {match.strip() for match in re.findall(r"(?:[\w-]*-)?\d[\d.,]*(?: (?:MB|GPUs|%))?", text)}
@@ -37,7 +36,7 @@ def test_every_number_of_the_readmes_measurements_is_a_claims() -> None:
 def test_each_file_that_the_readme_names_has_a_claim_or_is_a_sample_beside_one() -> None:
     named = set(re.findall(r"bench/results/(\w+\.jsonl?)", README))
     of_one_bench = {name for name in named if name.startswith("optimum_")}
-    assert named - of_one_bench == {claim.file for claim in readme.CLAIMS} - {"optimum_full.jsonl"}
+    assert named - of_one_bench == {claim.file for claim in CLAIMS["README.md"]} - {"optimum_full.jsonl"}
 
 
 @settings(max_examples=10, deadline=None)  # each reads all files
@@ -55,9 +54,9 @@ def test_other_numbers_are_replaced_where_they_stand(page: str, numbers: list[ob
 
 def test_words_that_are_not_there_are_named() -> None:
     with pytest.raises(ConfigError, match=r"stand 0 times in the text.*step is \{times:.1f\} times a median one"):
-        list(differences(README.replace("a median one", "an ordinary one"), readme.CLAIMS))
+        list(differences(README.replace("a median one", "an ordinary one"), CLAIMS["README.md"]))
     with pytest.raises(ConfigError, match=r"stand 2 times in the text.*MPI is faster below"):
-        list(differences(README + "MPI is faster\nbelow 1 KB", readme.CLAIMS))
+        list(differences(README + "MPI is faster\nbelow 1 KB", CLAIMS["README.md"]))
 
 
 @pytest.mark.parametrize("name", ["helpers.jsonl", "expr3.json"])
@@ -65,7 +64,7 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
     shutil.copytree(drawn.RESULTS, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).unlink()
     with pytest.raises(ConfigError, match=rf"{name} is missing: `.*` writes it"):
-        list(differences(README, readme.CLAIMS, tmp_path))
+        list(differences(README, CLAIMS["README.md"], tmp_path))
 
 
 def test_zero_has_no_sign() -> None:
@@ -88,5 +87,5 @@ def test_the_command_says_what_differs_and_writes_it(tmp_path: Path, monkeypatch
 
 
 def test_a_difference_says_file_and_both_numbers() -> None:
-    claim = next(claim for claim in readme.CLAIMS if claim.file == "rows.jsonl")
+    claim = next(claim for claim in CLAIMS["README.md"] if claim.file == "rows.jsonl")
     assert str(Difference(claim, ["1"], ["2"])).startswith("rows.jsonl: 2 where the page says 1 (")

@@ -14,8 +14,7 @@ import pytest
 
 from bpsfast.base import settings
 from bpsfast.bench.paper.ladder import control, device, report, run, shares
-from bpsfast.bench.paper.ladder.rungs import OURS, RUNGS, TCP, VANILLA
-from bpsfast.bench.paper.ladder.shares import Model
+from bpsfast.bench.paper.ladder.shares import OURS, RUNGS, TCP, VANILLA, Model
 from bpsfast.bench.paper.ladder.worker import Row
 from bpsfast.orchestration import security
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, ProtocolError, StallError

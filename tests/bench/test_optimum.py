@@ -12,7 +12,7 @@ import pytest
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row
 from bpsfast.bench.paper import optimum
-from bpsfast.bench.paper.optimum import cells, formulas, report
+from bpsfast.bench.paper.optimum import cells, report
 from bpsfast.bench.paper.optimum.cells import Cell, Layout
 from bpsfast.bench.paper.optimum.measurement import Ground, Measured
 from bpsfast.launch.namespaces import Cluster, netns
@@ -84,14 +84,14 @@ def test_without_namespaces_it_says_what_is_missing(monkeypatch):
 ])
 def test_formulas_are_those_of_the_paper(contestant, expected):
     machines = [Machine(True, 1e6)] * 4 + [Machine(False, 1e6)] * 2
-    assert formulas.time_s(contestant, 10**6, machines) == pytest.approx(expected)
-    assert formulas.time_s("hash:mixed", 10**6, machines) is None
+    assert report.time_s(contestant, 10**6, machines) == pytest.approx(expected)
+    assert report.time_s("hash:mixed", 10**6, machines) is None
 
 
 def test_a_slow_worker_costs_who_does_not_know_of_it():
     machines = [Machine(True, 1e6)] * 7 + [Machine(True, 0.25e6)]
-    assert formulas.time_s("equal", 10**6, machines) == pytest.approx(7.0)
-    assert formulas.time_s("optimal", 10**6, machines) == pytest.approx(4.0)
+    assert report.time_s("equal", 10**6, machines) == pytest.approx(7.0)
+    assert report.time_s("optimal", 10**6, machines) == pytest.approx(4.0)
 
 
 def measured(busy=0.5):

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from bpsfast.base.settings import Settings
-from bpsfast.collectives.machine_routes import _Member, _routes
+from bpsfast.collectives.island_routes import _Member, _routes
 from bpsfast.orchestration.errors import ConfigError
 
 HERE = [_Member(4, 1, 0, ""), _Member(5, 1, 1, "")]

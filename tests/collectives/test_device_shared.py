@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 import bpsfast
 from bpsfast.base.dtypes import TABLE
 from bpsfast.base.reference_sum import reduce
-from bpsfast.collectives.machine_routes import island_group
+from bpsfast.collectives.island_routes import island_group
 from bpsfast.gpu.communicator import DTYPES, IslandRange
 from bpsfast.gpu.host import host_device
 from bpsfast.gpu.shared_device import SharedCommunicator, slot_ranges
@@ -26,8 +26,8 @@ def test_slotfuls_hold_every_byte_once_and_apart(sizes: list[int], slot: int) ->
         end = 0
         for part in lot:
             assert part.offset >= end and part.offset % 256 == 0 and part.nbytes > 0 and part.nbytes % 8 == 0
-            assert part.at == seen[id(part.run)]
-            seen[id(part.run)] += part.nbytes
+            assert part.at == seen[id(part.range)]
+            seen[id(part.range)] += part.nbytes
             end = part.offset + part.nbytes
         assert 0 < end <= slot * 1024
     assert all(seen[id(run)] == run.nbytes for run in runs)

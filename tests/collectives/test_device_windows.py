@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bpsfast.gpu import windows
-from bpsfast.gpu.windows import CudaWindows
+from bpsfast.gpu import shared_device
+from bpsfast.gpu.shared_device import CudaWindows
 from bpsfast.orchestration.errors import DeviceError
 
 N_EVENTS = 2
@@ -67,20 +67,20 @@ class Runtime:
 def runtime(monkeypatch):
     played = Runtime()
     event = SimpleNamespace(ptr=1)
-    monkeypatch.setattr(windows, "cupy", lambda: SimpleNamespace(
+    monkeypatch.setattr(shared_device, "cupy", lambda: SimpleNamespace(
         cuda=SimpleNamespace(runtime=played, Event=lambda **_: event)))
-    monkeypatch.setattr(windows, "_kept", {})
-    monkeypatch.setattr(windows, "all_gather_bytes", lambda group, own: [own] * group.size)
+    monkeypatch.setattr(shared_device, "_kept", {})
     return played
 
 
 def made(runtime):
     device = SimpleNamespace(number=0, current=lambda what: contextlib.nullcontext())
-    return CudaWindows(device, SimpleNamespace(size=3, rank=1, ranks=(0, 1, 2)), 4096, N_EVENTS)
+    group = SimpleNamespace(size=3, rank=1, ranks=(0, 1, 2), all_gather_bytes=lambda own: [own] * 3)
+    return CudaWindows(device, group, 4096, N_EVENTS)
 
 
 def kept():
-    return [own.address for each in windows._kept.values() for own in each]
+    return [own.address for each in shared_device._kept.values() for own in each]
 
 
 def test_they_are_closed_and_the_own_one_serves_the_next(runtime):

@@ -50,8 +50,8 @@ def test_integers_are_left_alone_by_a_choice_for_all_and_refused_by_one_for_them
 
 
 @pytest.mark.parametrize(("choice", "words"), [
-    ("onebit", "'onebit' is no choice: expected a codec"),
-    (5, "5 is no choice"),
+    ("onebit", "'onebit' is not a choice: expected a codec"),
+    (5, "5 is not a choice"),
     ({"*": "onebit"}, r"compression\['\*'\] is 'onebit'"),
     ({5: TOP}, "has the key 5"),
     (onebit, r"the function onebit itself: call it, as in bpsfast.compression.onebit\(\.\.\.\)"),
@@ -71,5 +71,5 @@ def test_what_is_no_choice_is_refused_before_any_tensor_is_seen(choice, words):
 
 def test_what_a_function_makes_is_checked_too():
     check_choice(lambda name, shape, dtype: "onebit")
-    with pytest.raises(BpsError, match="chosen for 'x' is 'onebit': expected a codec"):
+    with pytest.raises(BpsError, match="returned for 'x' is 'onebit': expected a codec"):
         found(lambda name, shape, dtype: "onebit")

@@ -26,7 +26,7 @@ class Errand(DeviceCopy):
 class Errands(CopyThread[Errand]):
     """Does errands one after another."""
 
-    def _bring(self, under_way, stream):
+    def _step(self, under_way, stream):
         rest = []
         for errand in under_way:
             if errand.work(stream):
@@ -35,7 +35,7 @@ class Errands(CopyThread[Errand]):
             else:
                 rest.append(errand)
         if rest:
-            self._nap()
+            self._pause()
         return rest
 
 

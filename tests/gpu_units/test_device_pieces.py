@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
-from bpsfast.gpu.partition_copy import DeviceRange, PartitionCopy, cut
+from bpsfast.gpu.copies import DeviceRange, PartitionCopy, partition_copies
 
 
 @st.composite
@@ -22,7 +22,7 @@ def units(draw):
 @given(units())
 def test_every_byte_once_and_inside_its_partition(unit):
     nbytes, stride, loads = unit
-    pieces = cut(nbytes, stride, loads)
+    pieces = partition_copies(nbytes, stride, loads)
     assert [piece.number for piece in pieces] == list(range(len(pieces)))
     assert sum(piece.nbytes for piece in pieces) == nbytes
     assert all(piece.nbytes == stride for piece in pieces[:-1])
@@ -39,13 +39,13 @@ def test_every_byte_once_and_inside_its_partition(unit):
 
 @given(units())
 def test_copies_are_in_order(unit):
-    copies = [load.offset for piece in cut(*unit) for load in piece.copies]
+    copies = [load.offset for piece in partition_copies(*unit) for load in piece.copies]
     assert copies == sorted(copies)
 
 
 def test_what_needs_no_copy_is_announced_too():
-    assert cut(100, 64, []) == [PartitionCopy(0, 64, ()), PartitionCopy(1, 36, ())]
+    assert partition_copies(100, 64, []) == [PartitionCopy(0, 64, ()), PartitionCopy(1, 36, ())]
 
 
 def test_nothing_has_no_partitions():
-    assert cut(0, 64, [DeviceRange(0, 1, 0)]) == []
+    assert partition_copies(0, 64, [DeviceRange(0, 1, 0)]) == []

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from bpsfast.gpu import locations
+from bpsfast.gpu import arrays
 from bpsfast.gpu.host import HostArray, host_device
 from bpsfast.orchestration.errors import UnsupportedError
 from bpsfast.trainer.tensor_input import host_input, tensor_input
@@ -42,7 +42,7 @@ class OfJax:
 
 def test_plain_arrays_are_the_cpus():
     assert tensor_input(np.zeros(3, "f4")).place is None
-    assert locations.of_ndarray(np.zeros(3, "f4")) is None
+    assert arrays.of_ndarray(np.zeros(3, "f4")) is None
     assert tensor_input(np.zeros(3, "f4").view(np.matrix)).place is None
 
 

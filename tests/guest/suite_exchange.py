@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from bpsfast.pyx import exchange, verbs
-from bpsfast.pyx.exchange import WriteExchange
+from bpsfast.bench.paper.ladder import exchange
+from bpsfast.bench.paper.ladder.exchange import WriteExchange
+from bpsfast.pyx import verbs
 from bpsfast.pyx.pages import Segment
 from tests.guest.hosts import DEVICES, GID_INDEX
 

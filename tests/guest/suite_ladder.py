@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.bench.paper.ladder.rungs import RUNGS
+from bpsfast.bench.paper.ladder.shares import RUNGS
 from tests.guest.hosts import HOSTS
 
 LADDER = [sys.executable, "-m", "bpsfast", "bench", "ladder"]

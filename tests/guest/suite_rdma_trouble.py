@@ -68,7 +68,7 @@ def test_a_setting_that_cannot_be_ends_in_tcp_with_its_words_on_both_sides(case,
     assert re.search(words, told), told
     if case == "an empty row on the acceptor":
         assert re.search(words, made[0].peering.describe()["node 1"])
-        assert "node 0 says: " in told
+        assert "node 0 reports: " in told
     close_all(made)
 
 

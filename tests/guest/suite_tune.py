@@ -93,7 +93,7 @@ def test_present_settings_that_cannot_be_measured_are_an_error():
     with listening(1) as where:
         found = session(where)
         found.start["rdma_inline_bytes"] = 1_000_000
-        with pytest.raises(BpsError, match=r"the present settings cannot be measured.*max_inline"):
+        with pytest.raises(BpsError, match=r"the current settings cannot be measured.*max_inline"):
             found.search(lambda step: None, 1)
 
 
@@ -177,7 +177,7 @@ def test_a_machine_that_dies_is_an_error_in_words_and_changes_nothing(tmp_path):
         assert driver.poll() is None
         listener.kill()
         _, complaint = driver.communicate(timeout=120)
-    assert driver.returncode == 1 and "PeerLostError" in complaint and "listens no more" in complaint, complaint
+    assert driver.returncode == 1 and "PeerLostError" in complaint and "does not listen any more" in complaint, complaint
     assert not list(tmp_path.iterdir())
 
 

@@ -53,7 +53,8 @@ def test_cores_of_a_kernel_without_numa(recorded_machine: Machines) -> None:
     machine = recorded_machine("none").remove("sys/devices/system").allow("0-1")
     assert plan.read_cores(machine.host.tree) == plan.Cores({0: (frozenset({0}), frozenset({1}))}, {0: {}})
     threads = recorded_machine("infiniband").hyperthreads()
-    assert plan.read_cores(threads.host.tree).count == 32 and plan.read_cores(threads.host.tree, whole=False).count == 64
+    assert plan.read_cores(threads.host.tree).count == 32
+    assert plan.read_cores(threads.host.tree, whole=False).count == 64
 
 
 @pytest.mark.parametrize(("environ", "binder"), [

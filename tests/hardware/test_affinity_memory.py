@@ -36,18 +36,18 @@ def policy(address: int) -> tuple[int, int]:
 @pytest.fixture
 def untold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was refused in this process yet."""
-    monkeypatch.setattr(binding, "_told", [])
+    monkeypatch.setattr(binding, "_warned", [])
 
 
 @binds
 @pytest.mark.parametrize("huge", [False, True])
 def test_a_segment_prefers_its_home(huge: bool) -> None:
-    with NumaMemory({}).segment(_NODE, 4 << 20, huge=huge) as with_allowed_memory, NumaMemory({}).segment(None, 4096) as anywhere:
-        assert policy(with_allowed_memory.address) == policy(with_allowed_memory.address + (4 << 20) - 1) == (1, 1 << _NODE)
+    with NumaMemory({}).segment(_NODE, 4 << 20, huge=huge) as bound, NumaMemory({}).segment(None, 4096) as anywhere:
+        assert policy(bound.address) == policy(bound.address + (4 << 20) - 1) == (1, 1 << _NODE)
         assert policy(anywhere.address)[0] == 0
-        with Segment.attach(os.dup(with_allowed_memory.fileno()), writable=True) as mapped:
+        with Segment.attach(os.dup(bound.fileno()), writable=True) as mapped:
             assert policy(mapped.address) == (1, 1 << _NODE), "whoever maps it"
-        assert not any(memoryview(with_allowed_memory)[::4096])
+        assert not any(memoryview(bound)[::4096])
 
 
 def test_a_node_that_does_not_exist_is_refused_and_costs_nothing() -> None:
@@ -87,10 +87,10 @@ def test_where_that_cannot_be_either_it_is_made_anywhere(untold: None, caplog: p
 @pytest.mark.skipif(not can_refuse(), reason="system calls of this machine are not known here")
 def test_a_container_that_refuses_mbind(tmp_path: Path) -> None:
     program = f"""
-from bpsfast.hardware.affinity.binding import Homes
+from bpsfast.hardware.affinity.binding import NumaMemory
 from tests.support.refused_calls import refuse
 refuse("mbind")
-makes = Homes({{{_NODE}: frozenset({{{_CPU}}})}})
+makes = NumaMemory({{{_NODE}: frozenset({{{_CPU}}})}})
 for _ in range(3):
     with makes.segment({_NODE}, 1 << 20) as segment:
         memoryview(segment)[:4] = b"here"

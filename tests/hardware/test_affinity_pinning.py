@@ -16,7 +16,7 @@ _CPUS = sorted(os.sched_getaffinity(0))
 pytestmark = pytest.mark.skipif(len(_CPUS) < 2, reason="needs two CPUs")
 _PROLOGUE = f"""
 import json, os, threading
-from bpsfast.hardware.affinity.binding import Pins, unbound_cpus
+from bpsfast.hardware.affinity.binding import ThreadBinding, unbound_cpus
 from tests.support.refused_calls import refuse
 a, b = {_CPUS[:2]}
 end = threading.Event()
@@ -47,7 +47,7 @@ def test_all_threads_but_those_that_somebody_has_bound() -> None:
     (pinned, before, undone), log = told("""
 free, bound = start(), start(b)
 os.sched_setaffinity(0, {a, b})
-pins = Pins(frozenset({a}))
+pins = ThreadBinding(frozenset({a}))
 born = start()
 pinned = where(free, bound, born)
 before = sorted(unbound_cpus())
@@ -63,9 +63,9 @@ print(json.dumps([pinned, before, where(free, bound, born)]))
 def test_never_more_than_it_might_use() -> None:
     (first, second, before), log = told("""
 os.sched_setaffinity(0, {a})
-wider = Pins(frozenset({a, b}))
+wider = ThreadBinding(frozenset({a, b}))
 first = where()
-elsewhere = Pins(frozenset({b}))
+elsewhere = ThreadBinding(frozenset({b}))
 print(json.dumps([first, where(), sorted(unbound_cpus())]))
 """)
     a, b = _CPUS[:2]
@@ -75,7 +75,7 @@ print(json.dumps([first, where(), sorted(unbound_cpus())]))
 
 def test_a_fork_keeps_its_parent_s_seat() -> None:
     status, _ = told("""
-pins = Pins(frozenset({a}))
+pins = ThreadBinding(frozenset({a}))
 pid = os.fork()
 if not pid:
     pins.undo()
@@ -89,7 +89,7 @@ print(os.waitpid(pid, 0)[1])
 def test_a_node_that_a_seated_rank_starts_does_not_inherit_the_seat() -> None:
     found, _ = told("""
 import bpsfast, psutil
-pins = Pins(frozenset({a}))
+pins = ThreadBinding(frozenset({a}))
 bpsfast.init()
 bpsfast.push_pull(__import__("numpy").ones(4, "f4"), name="x")
 threads = [each.id for child in psutil.Process().children() for each in child.threads()]
@@ -105,8 +105,8 @@ def test_a_refusal_is_told_once_and_nothing_changes() -> None:
     found, log = told("""
 before = where()
 refuse("sched_setaffinity")
-Pins(frozenset({a})).undo()
-Pins(frozenset({b})).undo()
+ThreadBinding(frozenset({a})).undo()
+ThreadBinding(frozenset({b})).undo()
 print(json.dumps(before == where() and not unbound_cpus()))
 """)
     assert found is True and log.count("was refused") == 1

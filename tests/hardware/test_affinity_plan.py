@@ -64,7 +64,8 @@ def test_ranks_sit_beside_their_gpus(recorded_machine: Machines) -> None:
     assert [len(seat.cpus) for seat in seats] == [10] * 8
     only_one = plan_node(found, found.cpus, locality.nics_by_name(machine.host, ["mlx5_2"]).nodes, 8, AffinityOptions())
     assert only_one == CpuAffinity(span(20, 39, 60, 79), 1)
-    both = plan_node(found, found.cpus, locality.nics_by_name(machine.host, ["mlx5_0", "mlx5_2"]).nodes, 8, AffinityOptions())
+    nodes = locality.nics_by_name(machine.host, ["mlx5_0", "mlx5_2"]).nodes
+    both = plan_node(found, found.cpus, nodes, 8, AffinityOptions())
     assert both == CpuAffinity(), "cards on all sockets: the node may run on all"
 
 
@@ -76,7 +77,8 @@ def test_where_many_gpus_are_shares_are_smaller_but_not_too_small(recorded_machi
     assert [seat.home for seat in seats] == list(gpus) and [len(seat.cpus) for seat in seats] == [16] * 3 + [12] * 5
     assert shares(sockets(8, 8), 2, 1, 1) == [span(8, 11), span(12, 15)], "the half that is near"
     assert shares(sockets(4, 4, 4), 3, 2, 2, 2) == [span(8, 11), span(0, 3), span(4, 7)], "a third is too little"
-    assert shares(sockets(8, 8), 2, 1, 1, wishes=AffinityOptions(rank_cores=8)) == [span(8, 15), span(0, 7)], "as was asked for"
+    asked = shares(sockets(8, 8), 2, 1, 1, wishes=AffinityOptions(rank_cores=8))
+    assert asked == [span(8, 15), span(0, 7)], "as was asked for"
 
 
 # -- who is left alone -------------------------------------------------------------------------------------------------
@@ -95,9 +97,10 @@ def test_where_there_is_nothing_to_choose_nobody_is_pinned() -> None:
     machine = sockets(4, 4)
     on_one = plan_ranks(machine, ranks(2, span(0, 3)), AffinityOptions())  # a cpuset of one socket
     assert on_one == (CpuAffinity(home=0), CpuAffinity(home=0))
-    assert plan_node(machine, span(0, 3), {1}, 2, AffinityOptions()) == CpuAffinity(home=0), "it may not run beside its card"
+    assert plan_node(machine, span(0, 3), {1}, 2, AffinityOptions()) == CpuAffinity(home=0), "not beside its card"
     assert plan_node(machine, machine.cpus, set(), 2, AffinityOptions()) == CpuAffinity(), "nobody knows the card"
-    assert plan_node(sockets(15, 15), span(0, 14, 15, 15), {1}, 2, AffinityOptions()) == CpuAffinity(), "a cpuset left one CPU there"
+    left = plan_node(sockets(15, 15), span(0, 14, 15, 15), {1}, 2, AffinityOptions())
+    assert left == CpuAffinity(), "a cpuset left one CPU there"
     assert plan_node(sockets(1, 1), span(0, 1), {1}, 2, AffinityOptions()) == CpuAffinity(span(1, 1), 1)
 
 
@@ -117,7 +120,8 @@ def test_wishes_hold_on_one_socket_too() -> None:
     assert shares(one, 2, wishes=AffinityOptions(rank_cores=99)) == [span(0, 3), span(4, 7)], "clamped, as by BytePS"
     assert shares(one, 2, wishes=AffinityOptions(avoid=span(0, 1))) == [span(2, 4), span(5, 7)]
     assert shares(sockets(4, 4), 2, wishes=AffinityOptions(rank_cores=1)) == [span(0, 0), span(4, 4)], "spread"
-    assert shares(one, 1, wishes=AffinityOptions(rank_cpus=(span(2, 12),))) == [span(2, 7)], "never more than it might use"
+    limited = shares(one, 1, wishes=AffinityOptions(rank_cpus=(span(2, 12),)))
+    assert limited == [span(2, 7)], "never more than it might use"
 
 
 def test_cores_of_the_node_s_own_are_beside_its_card_and_nobody_else_s() -> None:

@@ -42,7 +42,8 @@ def test_what_grew_is_told_by_what_it_means(recorded_machine: Callable[[str], Ma
                         ("resp_remote_access_errors", 1)):
         machine.write(f"{HW}/{name}", str(value))
     delta = nic_counters.difference(before, snap(machine))
-    assert delta.of(CounterMeaning.LOSS) == {"out_of_sequence": 5} and delta.of(CounterMeaning.CONGESTION) == {"np_cnp_sent": 1}
+    assert delta.of(CounterMeaning.LOSS) == {"out_of_sequence": 5}
+    assert delta.of(CounterMeaning.CONGESTION) == {"np_cnp_sent": 1}
     assert delta.of(CounterMeaning.RECEIVER) == {"rnr_nak_retry_err": 2} and not delta.is_clean and not delta.restarted
     assert delta.verdicts()[0] == "packets were lost and sent again (out_of_sequence 5)" and len(delta.verdicts()) == 4
     assert delta.line().startswith("# NIC counters (delta) : mlx5_0/1  out_of_sequence 5  local_ack_timeout_err 0  ")
@@ -81,7 +82,9 @@ def test_two_ports_have_no_difference(recorded_machine: Callable[[str], Machine]
 @pytest.mark.parametrize(("name", "meaning"), [
     ("local_ack_timeout_err", CounterMeaning.LOSS), ("rx_prio5_discards", CounterMeaning.LOSS),
     ("rx_prio3_pause", CounterMeaning.CONGESTION),
-    ("rp_cnp_handled", CounterMeaning.CONGESTION), ("symbol_error", CounterMeaning.LINK), ("out_of_buffer", CounterMeaning.RECEIVER),
-    ("port_xmit_data", CounterMeaning.TRAFFIC), ("req_remote_access_errors", CounterMeaning.REFUSED), ("whatever", CounterMeaning.OTHER)])
+    ("rp_cnp_handled", CounterMeaning.CONGESTION), ("symbol_error", CounterMeaning.LINK),
+    ("out_of_buffer", CounterMeaning.RECEIVER),
+    ("port_xmit_data", CounterMeaning.TRAFFIC), ("req_remote_access_errors", CounterMeaning.REFUSED),
+    ("whatever", CounterMeaning.OTHER)])
 def test_names(name: str, meaning: CounterMeaning) -> None:
     assert nic_counters.meaning_of(name) is meaning

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bpsfast.jax import call_frame, primitive
 from tests.support.jax_ranks import jax, raised
 
-from bpsfast.jax import call_frame, handler  # isort: skip
 from bpsfast.orchestration.errors import UnsupportedError  # isort: skip
 
 #: Structures of the header by ours.
@@ -82,16 +82,16 @@ def test_what_does_not_fit_is_named():
 
 def test_a_misfit_is_raised_before_anything_is_compiled(monkeypatch):
     jax.devices("cpu")
-    assert handler._misfit == ""
-    handler.require_fit()
-    monkeypatch.setattr(handler, "_misfit", "XLA_FFI_Args has 48 bytes instead of 40")
+    assert primitive._misfit == ""
+    primitive.require_fit()
+    monkeypatch.setattr(primitive, "_misfit", "XLA_FFI_Args has 48 bytes instead of 40")
     with pytest.raises(UnsupportedError, match="48 bytes instead of 40"):
-        handler.require_fit()
+        primitive.require_fit()
 
 
 def test_a_gpu_is_refused():
     from bpsfast.jax import primitive
-    from bpsfast.jax.push_pull_call import Leaf, PushPullCall
+    from bpsfast.jax.primitive import Leaf, PushPullCall
 
     site = PushPullCall((Leaf("x", (3,), "float32"),), True, None)
     traced = jax.jit(lambda x: primitive.run(site, [x])[0]).trace(jax.ShapeDtypeStruct((3,), "float32"))

@@ -9,7 +9,7 @@ from tests.support.keras_ranks import bps, keras, line, raised
 
 import bpsfast.hvd.keras as hvd  # isort: skip
 from bpsfast import compression  # isort: skip
-from bpsfast.keras.paths import common_names  # isort: skip
+from bpsfast.keras.variables import common_names
 
 callbacks = bps.callbacks
 

@@ -251,8 +251,8 @@ def test_what_is_not_compressed_has_no_kernels() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_no_frame_makes_a_decoder_touch_what_is_not_its_own(seed: int) -> None:
     """In a process of its own, as it ends where a byte too far is touched."""
-    child = subprocess.run([sys.executable, "-m", "tests.support.fuzzed_frames", str(seed), "6000"], capture_output=True,
-                           text=True, timeout=120, check=False)
+    child = subprocess.run([sys.executable, "-m", "tests.support.fuzzed_frames", str(seed), "6000"],
+                           capture_output=True, text=True, timeout=120, check=False)
     assert child.returncode == 0, (child.returncode, child.stderr[-3000:])
     n_taken, n_refused = (int(part.split()[0]) for part in child.stdout.split(","))
     assert n_taken > 600 and n_refused > 600
@@ -260,8 +260,8 @@ def test_no_frame_makes_a_decoder_touch_what_is_not_its_own(seed: int) -> None:
 
 def test_elements_that_change_meanwhile_spoil_nothing_but_their_values() -> None:
     """In a process of its own, too: they may be a rank's memory, and the node is everybody's."""
-    child = subprocess.run([sys.executable, "-m", "tests.support.changing_values", "500"], capture_output=True, text=True,
-                           timeout=120, check=False)
+    child = subprocess.run([sys.executable, "-m", "tests.support.changing_values", "500"], capture_output=True,
+                           text=True, timeout=120, check=False)
     assert child.returncode == 0, (child.returncode, child.stderr[-3000:])
 
 

@@ -23,9 +23,9 @@ def cli(*arguments):
 
 
 @pytest.mark.parametrize(("options", "text"), [
-    (("--lost-worker", "wait"), "--lost-worker: for jobs with --elastic only"),
-    (("--min-ranks", "1", "--control", "x"), "--min-ranks, --control: for jobs with --elastic only"),
-    (("--elastic", "-H", "a:2"), "-H with --elastic: elastic jobs are started on this machine"),
+    (("--lost-worker", "wait"), "--lost-worker: needs --elastic"),
+    (("--min-ranks", "1", "--control", "x"), "--min-ranks, --control: needs --elastic"),
+    (("--elastic", "-H", "a:2"), "-H with --elastic: an elastic job runs on this machine"),
     (("--elastic", "--helpers", "1", "--dry-run"), "--helpers, --dry-run with --elastic"),
     (("--elastic", "--max-ranks", "1"), "--min-ranks 1, -n 2, --max-ranks 1: must be in this order"),
     (("--elastic", "--min-ranks", "3"), "--min-ranks 3, -n 2, --max-ranks 2: must be in this order")])
@@ -151,7 +151,7 @@ def test_who_comes_after_the_end_ends_well_and_says_nothing(program, out):
     key = "ab" * 16
     service = ElasticService(ElasticRules(max_ranks=1), [0], bytes.fromhex(key), "127.0.0.1")
     try:
-        service._muster.done()
+        service._coordinator.done()
         service.start()
         environ = {**os.environ, "BPSFAST_MUSTER": service.address, "BPSFAST_JOB_KEY": key, "BPSFAST_MEMBER": "1"}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False,

@@ -90,7 +90,7 @@ def muster(no_leaks):
                 worker.say(Come, node="a")
             for worker in workers:
                 formed = worker.hears(Formed)
-                assert formed == Formed(1, worker.number, n, service._muster.rules.lost_worker)
+                assert formed == Formed(1, worker.number, n, service._coordinator.rules.lost_worker)
             return service, workers, more
 
         yield start
@@ -266,7 +266,7 @@ def test_a_muster_that_says_nothing_is_named(muster, monkeypatch):
         {"muster": service.address, "job_key": KEY.hex(), "member": 1, "start_timeout_s": 1}, {}))
     try:
         heard = threading.Event()
-        monkeypatch.setattr(service._muster, "decide", lambda now_s: heard.wait() and None)
+        monkeypatch.setattr(service._coordinator, "decide", lambda now_s: heard.wait() and None)
         with pytest.raises(StallError, match=r"worker 1: bpsfast run, at .*, says nothing for 1 s: is it stopped"):
             member.join()
     finally:

@@ -43,7 +43,7 @@ def test_of_several_the_first_has_the_scheduler(no_leaks):
     with RemoteHosts([_HERE, _HERE], Ssh(), Output()) as fleet:
         fleet.connect()
         host, port = fleet.scheduler_address()
-        assert host in fleet.hosts[0].here.addresses and port > 0
+        assert host in fleet.hosts[0].agent.addresses and port > 0
         assert fleet.scheduler_address("127.0.0.1")[0] == "127.0.0.1"
         with pytest.raises(ConfigError, match=r"from localhost 192\.0\.2\.1: .*--scheduler-host"):
             fleet.scheduler_address("192.0.2.1")

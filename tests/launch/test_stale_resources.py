@@ -91,7 +91,7 @@ def test_what_a_killed_launcher_left_is_ended_and_a_daemon_of_the_user_s_is_not(
         assert listed[str(left)] == {"kind": "process", "name": str(left), "owner_pid": launcher.pid,
                                      "about": "sleep 600", "removed": False, "reason": ""}
         plain = invoke()
-        assert plain.exit_code == 1 and "nothing was removed; with --yes it is" in plain.output
+        assert plain.exit_code == 1 and "nothing was removed; use --yes to remove" in plain.output
         dry = invoke("--dry-run")
         assert dry.exit_code == 0 and f"pid {launcher.pid}" in dry.output
         ends = [pidfd_of(left), pidfd_of(stubborn)]
@@ -126,7 +126,7 @@ def test_folders_of_the_dead_go_and_others_stay(temporary: Path, running: Callab
     assert told("--yes")[dead]["removed"] is True
     assert not Path(dead).exists() and all(path.exists() for path in (*kept, link, Path(alive)))
     done = invoke()
-    assert done.exit_code == 0 and "nothing is left of dead jobs" in done.output
+    assert done.exit_code == 0 and "no stale resources" in done.output
 
 
 def test_a_folder_that_does_not_go_is_named(temporary: Path, running: Callable[..., subprocess.Popen],

@@ -1,4 +1,4 @@
-/* When waits stay awake, for how long and where, and who is woken: the rules of apart.h, crowd.h, futex.h and port.h,
+/* When waits stay awake, for how long and where, and who is woken: the rules of cpu_separation.h, cpu_contention.h, futex.h and port.h,
  * without a clock or a sleep. Ends with 0 if they hold. */
 #undef NDEBUG
 #include <assert.h>
@@ -26,25 +26,25 @@ enum { MS = 1000000 };
 
 static void pauses(void)
 {
-    struct bps_crowd crowd = {0};
-    assert(!bps_is_crowded(&crowd, 0));
-    bps_crowd_slow(&crowd, 10 * MS);
-    assert(bps_is_crowded(&crowd, 12 * MS - 1) && !bps_is_crowded(&crowd, 12 * MS));
+    struct bps_contention contention = {0};
+    assert(!bps_is_contended(&contention, 0));
+    bps_contention_slow(&contention, 10 * MS);
+    assert(bps_is_contended(&contention, 12 * MS - 1) && !bps_is_contended(&contention, 12 * MS));
 
-    bps_crowd_slow(&crowd, 20 * MS); /* again, and nothing met: twice as long, up to the most */
-    assert(bps_is_crowded(&crowd, 24 * MS - 1) && !bps_is_crowded(&crowd, 24 * MS));
+    bps_contention_slow(&contention, 20 * MS); /* again, and nothing met: twice as long, up to the most */
+    assert(bps_is_contended(&contention, 24 * MS - 1) && !bps_is_contended(&contention, 24 * MS));
     for (int i = 0; i < 100; i++)
-        bps_crowd_slow(&crowd, 30 * MS);
-    assert(bps_is_crowded(&crowd, 158 * MS - 1) && !bps_is_crowded(&crowd, 158 * MS));
+        bps_contention_slow(&contention, 30 * MS);
+    assert(bps_is_contended(&contention, 158 * MS - 1) && !bps_is_contended(&contention, 158 * MS));
 
     for (int i = 0; i < BPS_MANY_MET - 1; i++) /* too few to tell */
-        assert(bps_crowd_met(&crowd));
-    bps_crowd_slow(&crowd, 200 * MS);
-    assert(bps_is_crowded(&crowd, 328 * MS - 1));
+        assert(bps_contention_met(&contention));
+    bps_contention_slow(&contention, 200 * MS);
+    assert(bps_is_contended(&contention, 328 * MS - 1));
     for (int i = 0; i < BPS_MANY_MET; i++)
-        bps_crowd_met(&crowd);
-    bps_crowd_slow(&crowd, 400 * MS); /* one among many that were met */
-    assert(!bps_is_crowded(&crowd, 402 * MS));
+        bps_contention_met(&contention);
+    bps_contention_slow(&contention, 400 * MS); /* one among many that were met */
+    assert(!bps_is_contended(&contention, 402 * MS));
 }
 
 static void patience(void)
@@ -104,42 +104,42 @@ static void announcement(void)
 
 static void places(void)
 {
-    struct bps_apart apart = {0};
+    struct bps_separation separation = {0};
     uint64_t waiting = 0;
     cpu_set_t all, chosen, after;
     assert(sched_getaffinity(0, sizeof all, &all) == 0);
-    for (int cpu = BPS_APART_CPUS; cpu < CPU_SETSIZE; cpu++)
+    for (int cpu = BPS_SEPARATION_CPUS; cpu < CPU_SETSIZE; cpu++)
         CPU_CLR(cpu, &all);
     if (CPU_COUNT(&all) == 0)
         return;
     assert(sched_setaffinity(0, sizeof all, &all) == 0);
-    assert(bps_apart_enter(&apart, &waiting, 0) == -1 && waiting == 0); /* of many CPUs */
-    apart.few = 1;
-    int cpu = bps_apart_enter(&apart, &waiting, 0);
+    assert(bps_separation_enter(&separation, &waiting, 0) == -1 && waiting == 0); /* of many CPUs */
+    separation.few = 1;
+    int cpu = bps_separation_enter(&separation, &waiting, 0);
     assert(cpu >= 0 && waiting == 1ull << cpu);
-    bps_apart_leave(&waiting, cpu);
+    bps_separation_leave(&waiting, cpu);
     assert(waiting == 0);
 
     CPU_ZERO(&chosen);
     CPU_SET(1, &chosen);
     CPU_SET(3, &chosen);
-    assert(bps_apart_choose(1u << 1, &chosen) == 3 && bps_apart_choose(1u << 1 | 1u << 3, &chosen) == -1);
+    assert(bps_separation_choose(1u << 1, &chosen) == 3 && bps_separation_choose(1u << 1 | 1u << 3, &chosen) == -1);
 
     waiting = 1u << 1; /* set since it looked: the next one */
-    assert(bps_apart_claim(&waiting, 0, &chosen) == 3 && waiting == (1u << 1 | 1u << 3));
-    assert(bps_apart_claim(&waiting, 0, &chosen) == -1);
+    assert(bps_separation_claim(&waiting, 0, &chosen) == 3 && waiting == (1u << 1 | 1u << 3));
+    assert(bps_separation_claim(&waiting, 0, &chosen) == -1);
 
     waiting = ~0ull; /* others are everywhere */
-    assert(bps_apart_enter(&apart, &waiting, 4 * MS) == -1 && waiting == ~0ull);
-    assert(apart.next_ns == 5 * MS);
-    assert(bps_apart_enter(&apart, &waiting, 5 * MS - 1) == -1 && apart.next_ns == 5 * MS); /* not each time */
-    for (int one = 0; one < BPS_APART_CPUS; one++)
+    assert(bps_separation_enter(&separation, &waiting, 4 * MS) == -1 && waiting == ~0ull);
+    assert(separation.next_ns == 5 * MS);
+    assert(bps_separation_enter(&separation, &waiting, 5 * MS - 1) == -1 && separation.next_ns == 5 * MS); /* not each time */
+    for (int one = 0; one < BPS_SEPARATION_CPUS; one++)
         if (CPU_ISSET(one, &all)) { /* this is the only one left: it runs there, or goes there */
             waiting = ~(1ull << one);
-            apart.next_ns = 0;
-            assert(bps_apart_enter(&apart, &waiting, bps_now_ns()) == one && waiting == ~0ull);
+            separation.next_ns = 0;
+            assert(bps_separation_enter(&separation, &waiting, bps_now_ns()) == one && waiting == ~0ull);
             assert(sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&after, &all)); /* and is not bound */
-            bps_apart_leave(&waiting, one);
+            bps_separation_leave(&waiting, one);
             assert(waiting == ~(1ull << one));
         }
 }

@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "convey.h"
+#include "pipelined_transfer.h"
 #include "lifecycle.h"
 #include "table.h"
 

@@ -142,7 +142,7 @@ def test_a_flood_of_refusals_does_not_fill_the_log(port, caplog):
         stranger.sendall(bytes(8))
         assert is_over(stranger)
     said = [record.message for record in caplog.records if "refused a data connection" in record.message]
-    assert len(said) == 9 and said[-1].endswith("(16 were by now)")
+    assert len(said) == 9 and said[-1].endswith("(16 so far)")
 
 
 def test_its_end_ends_who_is_at_the_door(no_leaks):

@@ -8,7 +8,7 @@ import pytest
 
 from bpsfast.base import message_socket
 from bpsfast.base.message_socket import MessageSocket
-from bpsfast.node import local_ranks
+from bpsfast.node import local_listener
 from bpsfast.node.local_ranks import LocalRank
 from bpsfast.node.regions import Regions
 from bpsfast.orchestration.errors import CapacityError, ConfigError, ProtocolError
@@ -71,11 +71,11 @@ def test_a_rank_that_is_gone_is_not_told(rank_and_far_end):
 
 def test_proof_and_user_are_checked():
     proof = message_socket.attach_proof(b"key", 17, 2)
-    local_ranks.check_proof(b"key", 17, 2, proof)
+    local_listener.check_proof(b"key", 17, 2, proof)
     for key, pid, number in ((b"other", 17, 2), (b"key", 18, 2), (b"key", 17, 3)):
         with pytest.raises(ConfigError, match=f"process {pid} has another job key"):
-            local_ranks.check_proof(key, pid, number, proof)
+            local_listener.check_proof(key, pid, number, proof)
     near, far = (MessageSocket(sock) for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
-    local_ranks.check_user(near)
+    local_listener.check_user(near)
     near.close()
     far.close()

@@ -190,7 +190,7 @@ def test_it_answers_before_there_is_a_job(node, loop, port):
         looked = executor.submit(scrape, "127.0.0.1", port, 20.0)
         while not looked.done():
             loop.run_once(0.02)
-    with pytest.raises(TimeoutError, match="has no numbers yet: its job gathers"):
+    with pytest.raises(TimeoutError, match="has no metrics yet: its job is starting"):
         looked.result()
 
 

@@ -36,7 +36,7 @@ def ends():
 def prepare(end, *successions):
     end.runtime.freeze("a test")
     generation, found = end.runtime.installer.prepare_owner_change(
-        Recover(epoch=2, generation=end.plan.generation + 1, units=end.plan.units, successions=successions))
+        Recover(epoch=2, generation=end.plan.generation + 1, units=end.plan.units, owner_changes=successions))
     return generation, found
 
 

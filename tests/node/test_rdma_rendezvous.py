@@ -65,16 +65,17 @@ def test_both_sides_hear_of_an_objection(no_leaks):
     for thread in threads:
         thread.join(20)
     assert str(found["here"]) == "there is no RDMA device here"
-    assert str(found["there"]) == "node 1 says: there is no RDMA device here"
+    assert str(found["there"]) == "node 1 reports: there is no RDMA device here"
 
 
 @pytest.mark.parametrize(("answer", "kind", "words"), [
-    (rdma_messages.RdmaOffer(version=9, rails=(RAIL,)), NoRdmaError, "speaks version 9 of the rendezvous, this is 1"),
+    (rdma_messages.RdmaOffer(version=9, rails=(RAIL,)), NoRdmaError,
+     "has version 9 of the RDMA handshake, this node 1"),
     (rdma_messages.RdmaOffer(version=1), NoRdmaError, "node 1 offers no port"),
     (rdma_messages.RdmaOffer(version=1, rails=(RAIL,), n_pairs=0), NoRdmaError, "node 1 offers no port"),
     (rdma_messages.RdmaOffer(version=1, rails=(
-        rdma_messages.RailOffer(device="ib0", port=2, link_layer="InfiniBand", gid=b"", mtu=2048, version="IB", lid=5),)),
-     NoRdmaError,
+        rdma_messages.RailOffer(device="ib0", port=2, link_layer="InfiniBand", gid=b"", mtu=2048, version="IB",
+                                lid=5),)), NoRdmaError,
      r"mlx5_0/1 \(Ethernet, GID v2\) cannot speak to node 1's ib0/2 \(InfiniBand, GID IB\)"),
     (rdma_messages.RdmaStep(step="proven"), ProtocolError, "answered RdmaOffer with RdmaStep"),
     (None, PeerLostError, "node 1 closed the connection for RDMA and did not answer RdmaOffer"),

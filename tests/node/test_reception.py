@@ -41,7 +41,7 @@ def early(no_leaks):
     guests = []
     with contextlib.closing(EventLoop(guests.append)) as loop:
         with contextlib.closing(LocalListener(loop, listener, KEY, guests.append, guests.append, guests.append,
-                                          patience_s=0.5)) as made:
+                                          timeout_s=0.5)) as made:
             yield made, loop
     assert guests == [], "nobody was let in, and nothing failed"
 
@@ -109,7 +109,7 @@ def test_who_says_nothing_has_to_go(reception):
 def test_of_strangers_beyond_a_number_the_oldest_go_and_a_node_comes_in(early, shm_endpoint):
     """Long before the strangers' time is over; and where nobody waits outside, nobody goes."""
     door, loop = early
-    door._patience_s = 60.0
+    door._timeout_s = 60.0
     door.know(0, Epochs(1), shm_endpoint)
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(stranger(door)) for _ in range(MAX_PENDING_HANDSHAKES)]

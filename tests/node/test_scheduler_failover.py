@@ -235,7 +235,7 @@ def test_all_nodes_with_ranks_must_have_left_and_the_next_scheduler_hears_who_ha
     assert alone.scheduler_failover.is_over(), "a helper has no ranks that could leave"
     alone.node.told()
     alone.scheduler_failover.begin("127.0.0.1:7")
-    assert alone.node.told()[0].peer_shutdowns == tuple(sorted({1, helper}))
+    assert alone.node.told()[0].nodes_left == tuple(sorted({1, helper}))
 
 
 def test_a_helper_ends_when_all_others_have_left_and_takes_no_leave(at_once):

@@ -129,7 +129,7 @@ def test_nothing_but_the_handshake_is_read(pair):
 def test_another_key_or_context_is_refused_by_the_acceptor(pair, key, context):
     dialler, acceptor = pair
     dialling = Side(plain_handshake_dialer, dialler, key, context, HELLO, 10)
-    with pytest.raises(MismatchError, match="asked for a data connection, but does not hold this job's key"):
+    with pytest.raises(MismatchError, match="asked for a data connection, but does not have this job's key"):
         plain_handshake_acceptor(acceptor, KEY, "data", peer=0, epoch=7, timeout_s=10)
     acceptor.close()
     with pytest.raises(PeerLostError, match="wrong job key"):
@@ -172,7 +172,7 @@ def test_nobody_on_the_way_can_talk_both_out_of_encrypting(pair):
         stripped = msgspec.msgpack.encode(msgspec.structs.replace(HELLO, encrypted=False))
         assert hello != stripped
         far.sendall(nonce + struct.pack("<H", len(stripped)) + stripped + read(middle, 32))
-        with pytest.raises(MismatchError, match="does not hold this job's key"):
+        with pytest.raises(MismatchError, match="does not have this job's key"):
             accepting.end()
         middle.close()
         with pytest.raises(PeerLostError):
@@ -194,7 +194,7 @@ def test_an_acceptor_without_the_key_is_refused_by_the_dialler(pair):
     proof = read(impostor, 32)
     # All that it has is what the dialler said: send that back.
     impostor.sendall(struct.pack("<H", len(hello)) + hello + proof)
-    with pytest.raises(MismatchError, match="does not hold this job's key"):
+    with pytest.raises(MismatchError, match="does not have this job's key"):
         dialling.end()
 
 

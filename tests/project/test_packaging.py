@@ -17,8 +17,10 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = sorted(path.stem for path in (ROOT / "pyx").glob("*.pyx"))
-NOT_SOURCE = (".*", "build", "dist", "out", "*.egg-info", "__pycache__", "*.so", "pyx/*.c")
+#: Compiled modules by package: the product's, and those of one bench.
+COMPILED = {"bpsfast.pyx": ROOT / "pyx", "bpsfast.bench.paper.ladder": ROOT / "bench" / "paper" / "ladder"}
+MODULES = sorted(f"{package}.{path.stem}" for package, folder in COMPILED.items() for path in folder.glob("*.pyx"))
+NOT_SOURCE = (".*", "build", "dist", "out", "*.egg-info", "__pycache__", "*.so", "pyx/*.c", "ladder/*.c")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -77,14 +79,15 @@ def test_sdist_holds_sources_and_nothing_built(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"LICENSE", "README.md", "Makefile", "constraints.txt", "setup.cfg", "pyproject.toml", "bpsfast/py.typed"}
-    wanted |= {f"pyx/{path.name}" for path in (ROOT / "pyx").iterdir() if path.suffix in (".pyx", ".pxd", ".pyi", ".h")}
+    wanted |= {str(path.relative_to(ROOT)) for folder in COMPILED.values() for path in folder.iterdir()
+               if path.suffix in (".pyx", ".pxd", ".pyi", ".h")}
     for folder in ("bpsfast", "orchestration", "bench", "tests", "examples"):
         wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py")}
     wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "native").rglob("*.[ch]")}
     wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "bpsfast" / "docs").glob("*.md")}
     wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*file")}
     assert wanted <= names, wanted - names
-    assert not [name for name in names if name.endswith((".so", ".pyc")) or re.fullmatch(r"pyx/.*\.c", name)]
+    assert not [name for name in names if name.endswith((".so", ".pyc")) or re.fullmatch(r"(pyx|bench)/.*\.c", name)]
 
 
 @pytest.mark.thorough
@@ -93,7 +96,7 @@ def test_wheel_holds_types_and_compiled_modules(built: Built) -> None:
         names = set(archive.namelist())
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     assert {"bpsfast/py.typed", "bpsfast/orchestration/py.typed"} <= names
-    assert {f"bpsfast/pyx/{module}{end}" for module in MODULES for end in (".pyi", suffix)} <= names
+    assert {f"{module.replace('.', '/')}{end}" for module in MODULES for end in (".pyi", suffix)} <= names
     others = ("tests/", "examples/", "pyx/", "bench/", "orchestration/", "bpsfast/docs/")
     assert not [name for name in names if name.startswith(others)]
 
@@ -106,7 +109,8 @@ import numpy as np, bpsfast
 home = pathlib.Path(bpsfast.__file__).parent
 assert str(home).startswith(sys.prefix), home
 for name in {MODULES!r}:
-    assert pathlib.Path(importlib.import_module("bpsfast.pyx." + name).__file__).parent == home / "pyx"
+    folder = home.joinpath(*name.split(".")[1:-1])
+    assert pathlib.Path(importlib.import_module(name).__file__).parent == folder
 bpsfast.init()
 x = np.arange(5, dtype=np.float32)
 assert (bpsfast.push_pull(x, name="x") == x).all()

@@ -90,15 +90,20 @@ def test_of_the_emulated_machine_each_run_takes_a_sixth():
 
 
 def outcome(folder, *arguments):
+    return output(folder, *arguments)[-1].rpartition(" in ")[0]
+
+
+def output(folder, *arguments):
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", *arguments], cwd=folder, env=environ, text=True,
                           capture_output=True, timeout=60)
-    return done.stdout.splitlines()[-1].rpartition(" in ")[0]
+    return done.stdout.splitlines()
 
 
 def test_what_is_named_is_run(tmp_path):
     (tmp_path / "conftest.py").write_text("""
 from tests.support.portions import pytest_collection_modifyitems, pytest_report_header
+from tests.support.portions import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown
 def pytest_addoption(parser): parser.addoption("--thorough", action="store_true")
 """)
     (tmp_path / "pytest.ini").write_text("[pytest]\npython_files = *.py\nmarkers =\n    matrix\n    thorough\n")
@@ -114,3 +119,6 @@ def test_long(): pass
     assert outcome(tmp_path) == "3 passed, 16 deselected"
     assert outcome(tmp_path, "--thorough") == "19 passed"
     assert outcome(tmp_path, "test_few.py::test", "test_few.py::test_long") == "7 passed"
+    for processes in ((), ("--numprocesses=2",)):
+        assert any(line.startswith("left out: 16 tests, ") for line in output(tmp_path, *processes))
+        assert not any("left out" in line for line in output(tmp_path, "--thorough", *processes))

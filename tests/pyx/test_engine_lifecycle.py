@@ -6,11 +6,10 @@ import threading
 
 import pytest
 
-from bpsfast.orchestration.errors import CapacityError
+from bpsfast.orchestration.errors import CapacityError, error_of
 from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
-from bpsfast.trainer.attachment import error_of
 from tests.support import threads
 from tests.support.engine_node import PART, EngineNode
 

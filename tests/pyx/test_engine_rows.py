@@ -14,7 +14,7 @@ from bpsfast.orchestration.placement.partition import HEADER_NBYTES, row_frame_n
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import DONE, TIMED_OUT
-from bpsfast.trainer.row_frames import RowFrames
+from bpsfast.trainer.sparse_table import RowFrames
 from tests.support.engine_node import PART, EngineNode
 
 N_ROWS, ELEMENTS = 90, 5

@@ -28,21 +28,21 @@ def test_the_rules_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("header", "right", "wrong"), [
-    ("crowd.h", ">= BPS_MANY_MET || pause_ns == 0", ">= 0"),
-    ("crowd.h", "2 * __atomic_load_n(&crowd->pause_ns", "200 * __atomic_load_n(&crowd->pause_ns"),
+    ("cpu_contention.h", ">= BPS_MANY_MET || pause_ns == 0", ">= 0"),
+    ("cpu_contention.h", "2 * __atomic_load_n(&contention->pause_ns", "200 * __atomic_load_n(&contention->pause_ns"),
     ("port.h", "return all_long ? port->awake_ns", "return !all_long ? port->awake_ns"),
     ("port.h", "? n + 1 : n;", "? BPS_LONG : n;"),
     ("futex.h", "!= seen\n        &&", "== seen\n        &&"),
     ("futex.h", "if (is_awake\n", "if (0\n"),
     ("port.h", "if (bps_load(&port->lane->tail) !=", "if (bps_load(&port->lane->tail) <="),
-    ("apart.h", "(waiting >> cpu & 1) == 0)", "(waiting >> cpu & 1) != 0)"),
-    ("apart.h", "now_ns < __atomic", "0 * now_ns < 0 * __atomic"),
-    ("apart.h", "if (sched_setaffinity(0, sizeof *all, all) != 0)", "if (0)"),
-    ("apart.h", "others |= __atomic_fetch_or(waiting", "__atomic_fetch_or(waiting"),
+    ("cpu_separation.h", "(waiting >> cpu & 1) == 0)", "(waiting >> cpu & 1) != 0)"),
+    ("cpu_separation.h", "now_ns < __atomic", "0 * now_ns < 0 * __atomic"),
+    ("cpu_separation.h", "if (sched_setaffinity(0, sizeof *all, all) != 0)", "if (0)"),
+    ("cpu_separation.h", "others |= __atomic_fetch_or(waiting", "__atomic_fetch_or(waiting"),
 ], ids=["never longer", "not doubled", "the other way round", "one is enough", "nobody told", "two awake",
         "rings always", "beside another", "each time", "bound", "both"])
 def test_a_rule_spoilt_on_purpose_is_found(header: str, right: str, wrong: str, tmp_path: Path) -> None:
-    if header == "apart.h" and len(os.sched_getaffinity(0) & set(range(64))) < 2:
+    if header == "cpu_separation.h" and len(os.sched_getaffinity(0) & set(range(64))) < 2:
         pytest.skip("there is one CPU, or none of the first 64: nobody can move")
     done = run(tmp_path, sanitized.spoilt_headers(tmp_path, header, right, wrong))
     assert "Assertion" in done.stderr

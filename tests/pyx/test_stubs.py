@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-SOURCES = Path(__file__).resolve().parents[2] / "pyx"
-MODULES = sorted(path.stem for path in SOURCES.glob("*.pyx"))
+ROOT = Path(__file__).resolve().parents[2]
+#: By folder, the package of its modules.
+FOLDERS = {ROOT / "pyx": "bpsfast.pyx", ROOT / "bench" / "paper" / "ladder": "bpsfast.bench.paper.ladder"}
+MODULES = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.pyx"))}
 
 
 class Parameter(NamedTuple):
@@ -77,10 +79,11 @@ def names_in(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 def load(name: str) -> tuple[ModuleType, dict[str, ast.stmt], str]:
     """Return the compiled module, its stub's names, its source."""
-    stub = ast.parse((SOURCES / f"{name}.pyi").read_text())
-    source = re.sub(r'^include "(.+)"$', lambda match: (SOURCES / match[1]).read_text(),
-                    (SOURCES / f"{name}.pyx").read_text(), flags=re.M)
-    return importlib.import_module(f"bpsfast.pyx.{name}"), names_in(stub.body), source
+    path = MODULES[name]
+    stub = ast.parse(path.with_suffix(".pyi").read_text())
+    source = re.sub(r'^include "(.+)"$', lambda match: (path.parent / match[1]).read_text(), path.read_text(),
+                    flags=re.M)
+    return importlib.import_module(f"{FOLDERS[path.parent]}.{name}"), names_in(stub.body), source
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -117,4 +120,4 @@ def test_parameters(name: str) -> None:
 
 def test_every_module_has_a_stub() -> None:
     assert MODULES
-    assert {path.stem for path in SOURCES.glob("*.pyi")} == set(MODULES)
+    assert {path.stem for folder in FOLDERS for path in folder.glob("*.pyi")} == set(MODULES)

@@ -28,20 +28,23 @@ def job_of(chain: Chain) -> Workload:
     return workload("chain", layers, {f"w{i}": (size * PAGE // 4,) for i, size in enumerate(chain.sizes)})
 
 
-def all_reduces(clock: Clock, plan: PartitionedWorkload, done: Done, credit: int, overhead: float = 0) -> ScheduledAllReduce:
+def all_reduces(clock: Clock, plan: PartitionedWorkload, done: Done, credit: int,
+                overhead: float = 0) -> ScheduledAllReduce:
     """Return the scheduled all-reduces of *plan*; each partition costs *overhead* besides its bytes."""
     ring = Ring(slice_nbytes=1 << 40, overhead_s=overhead / 2)  # two lock-steps
     return ScheduledAllReduce(clock, RANKS, ring, plan, credit_nbytes=credit * PAGE, priority=True, done=done)
 
 
-def services(clock: Clock, plan: PartitionedWorkload, done: Done, credit: int, overhead: float, links: Sequence[int]) -> SimulatedPushPull:
+def services(clock: Clock, plan: PartitionedWorkload, done: Done, credit: int, overhead: float,
+             links: Sequence[int]) -> SimulatedPushPull:
     """Return a helper's summation service; *links* say what a byte costs on the way there and back."""
     machines = RANK_AND_HELPER._replace(costs=Costs(overhead_s=overhead))
     layout = full(machines, plan, "ps")
     push, pull = links
     parts = tuple(part._replace(push=Load(push * part.nbytes, push * part.nbytes),
                                 result=Load(pull * part.nbytes, pull * part.nbytes)) for part in layout.parts)
-    return SimulatedPushPull(clock, layout._replace(parts=parts), machines.costs, credit_nbytes=credit * PAGE, priority=True,
+    return SimulatedPushPull(clock, layout._replace(parts=parts), machines.costs, credit_nbytes=credit * PAGE,
+                             priority=True,
                     done=done)
 
 

@@ -1,10 +1,10 @@
 """Which tests take long: `costly.txt`, as a whole run of the suite has measured it.
 
     make test-thorough PYTEST="--junitxml=out/junit.xml"
-    python -m tests.support.costs out/junit.xml       # writes tests/support/costly.txt anew; of several reports the last one counts
+    python -m tests.support.costs out/junit.xml       # writes costly.txt; the last of several reports counts
 
-Of the tests that stand there a run takes a portion (see `tests.support.portions`); a test that does not is always run, so a new
-one is until the list is written again. Tests of the tree as a whole never do: a change anywhere can break them.
+A run takes a portion of the listed tests (see `tests.support.portions`). Tests that are not listed always run, as new
+ones do until the list is written again, and as tests of the tree as a whole do, since any change can break them.
 """
 from __future__ import annotations
 

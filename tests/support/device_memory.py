@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bpsfast.gpu.copies import CopyThread
+from bpsfast.gpu.copies import CopyThread, DeviceRange, PartitionCopy, partition_copies
 from bpsfast.gpu.host import HostDevice, HostStream
-from bpsfast.gpu.partition_copy import DeviceRange, PartitionCopy, cut
 from bpsfast.orchestration.errors import ClosedError
 
 #: No wait of a test takes longer.
@@ -68,7 +67,7 @@ class Memory:
 
     def pieces(self, stride: int) -> list[PartitionCopy]:
         """Return the partitions of all of it."""
-        return cut(self.far.nbytes, stride, [DeviceRange(0, self.far.ctypes.data, self.far.nbytes)])
+        return partition_copies(self.far.nbytes, stride, [DeviceRange(0, self.far.ctypes.data, self.far.nbytes)])
 
 
 class Slow(HostStream):

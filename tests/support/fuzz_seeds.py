@@ -63,7 +63,8 @@ def local_channel() -> list[bytes]:
 
 def rdma_offers() -> list[bytes]:
     """Every one."""
-    kinds = [each for each in vars(rdma_messages).values() if isinstance(each, type) and issubclass(each, messages.Message)]
+    kinds = [each for each in vars(rdma_messages).values()
+             if isinstance(each, type) and issubclass(each, messages.Message)]
     return [messages.encode(sample(msgspec.inspect.type_info(each))) for each in kinds if each is not messages.Message]
 
 

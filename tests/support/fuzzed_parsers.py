@@ -177,8 +177,8 @@ def main(name: str, options: list[str]) -> None:
     if parse is codec_frames:  # compiled beforehand: else the first inputs count as slow ones
         for index in range(2 * len(CODECS)):
             _decoder(index // 2, ("float32", "float64")[index % 2])
-    for module in (message_socket, messages, security, protocol, frame_socket, peer, rdma_messages, shm, codec_reference, sys.modules[RowFrames.__module__],
-                   sys.modules[Control.__module__]):
+    for module in (message_socket, messages, security, protocol, frame_socket, peer, rdma_messages, shm,
+                   codec_reference, sys.modules[RowFrames.__module__], sys.modules[Control.__module__]):
         _instrument(atheris, module)
     atheris.Setup([name, *options], parse)
     atheris.Fuzz()

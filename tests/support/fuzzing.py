@@ -1,7 +1,7 @@
-"""Fuzz whatever reads a peer's bytes, guided by coverage: ``python -m tests.support.fuzzing [SECONDS]``, or ``make fuzz``.
+"""Fuzz what reads a peer's bytes, guided by coverage: ``python -m tests.support.fuzzing [SECONDS]``, or ``make fuzz``.
 
 The seconds are shared out: the C targets of `tests/native/fuzz` (clang's libFuzzer, AddressSanitizer and UBSan) and the
-parsers in Python (`tests.support.fuzzed_parsers`, atheris). A table says what was done; what crashed is kept, and named.
+parsers in Python (`tests.support.fuzzed_parsers`, atheris). A table says what was done. Crashing inputs are kept.
 """
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Job:
     """A real job on this machine: one scheduler, a node and its ranks for each entry of *ranks*, helpers.
 
     The ranks' processes live as long as the job and run what `run` sends them. All processes are this object's
-    children; `close` ends the job in order and fails if something had to be killed. *forked*: see `tests.support.forked`.
+    children; `close` ends the job in order and fails if something had to be killed. *forked*: see `forked`.
     """
 
     def __init__(self, ranks: tuple[int, ...] = (2,), helpers: int = 0, transport: str = "auto", attach: bool = True,

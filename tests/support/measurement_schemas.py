@@ -1,4 +1,4 @@
-"""What ``--json`` of the commands that measure holds: `trace summary`, `perf`, `tune`. See `tests.support.json_schemas`."""
+"""What ``--json`` of the commands that measure holds: `trace summary`, `perf`, `tune`. See `json_schemas`."""
 from __future__ import annotations
 
 from typing import Any, Literal

@@ -1,10 +1,10 @@
-"""What a run of the suite leaves out, so that it ends in time on a small machine: most of what takes long.
+"""Which tests a run of the suite leaves out, so that it ends in time on a small machine: most of those that take long.
 
     pytestmark = pytest.mark.matrix     # of each test of three or more cases a twelfth, drawn by the commit
     @pytest.mark.thorough               # nothing of it
 
-and a twelfth of the other tests that are listed as costly (see `tests.support.costs`). In the emulated machine all are costly:
-a sixth of them is run.
+and a twelfth of the other tests that are listed as costly (see `tests.support.costs`). In the emulated machine all
+are costly: a sixth of them is run.
 
 Hooks of pytest, for conftest. ``--thorough`` (make test-thorough) leaves nothing out, nor does naming tests by ``::``.
 """
@@ -15,6 +15,7 @@ import subprocess
 import zlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ N_EMULATED = 6
 #: How files are called whose tests run in the emulated machine.
 EMULATED = "suite_"
 _FEW = 3
+_N_LEFT_OUT = pytest.StashKey[int]()
 
 
 def chosen(cases: Collection[str], portion: int, n_portions: int = N_PORTIONS) -> set[str]:
@@ -97,4 +99,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                      item.get_closest_marker("matrix") is not None) for item in items],
                    portion_of_commit(), read(), emulated)
     config.hook.pytest_deselected(items=[items[index] for index in sorted(out)])
+    config.stash[_N_LEFT_OUT] = len(out)
     items[:] = [item for index, item in enumerate(items) if index not in out]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a process of xdist: report how many tests were left out to the one that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["n_left_out"] = session.config.stash.get(_N_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take that report. All processes of xdist collect the same tests."""
+    node.config.stash[_N_LEFT_OUT] = getattr(node, "workeroutput", {}).get("n_left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print how many tests were left out and how to run them."""
+    if n := config.stash.get(_N_LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"left out: {n} tests, of large matrices and of what takes long all but a portion (drawn by the commit). "
+            "`make test-thorough` or `pytest --thorough FILE` runs all; `pytest FILE::TEST` runs one whole test")

@@ -1,4 +1,4 @@
-"""Run tests with our compiled modules as built for ThreadSanitizer: ``python -m tests.support.raced_modules FOLDER PYTEST...``.
+"""Run tests with modules built for ThreadSanitizer: ``python -m tests.support.raced_modules FOLDER PYTEST...``.
 
 The folder has NAME.so for each ``bpsfast.pyx.NAME`` that is to be watched; the interpreter must have been started with
 the sanitizer's library preloaded.

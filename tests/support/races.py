@@ -19,8 +19,8 @@ PROGRAMS = tuple(sorted(path.stem for path in (sanitized.NATIVE / "races").glob(
 MODULES = ("engine", "pace", "perf", "port", "ring", "tcp")
 #: Tests of one process: ThreadSanitizer sees no other. With what of them has to be left out, and why.
 TESTS = (
-    "test_convey", "test_engine", "test_engine_lifecycle", "test_engine_rows", "test_engine_store", "test_lags",
-    "test_pace", "test_port", "test_ring", "test_tcp",
+    "test_pipelined_transfer", "test_engine", "test_engine_lifecycle", "test_engine_rows", "test_engine_store",
+    "test_lags", "test_pace", "test_port", "test_ring", "test_tcp",
 )
 LEFT_OUT = ("a_helper_keeps_to_its_limit",)  # it starts a job: processes of their own
 
@@ -47,7 +47,7 @@ def run_tests(names: Sequence[str], modules: Path, folder: Path, timeout_s: floa
     report = folder / f"{names[0]}.report"
     environ = {**sanitized.race_environment(dict(os.environ), report),
                "LD_PRELOAD": sanitized.runtime(sanitized.compiler("tsan"), "tsan")}
-    files = [f"tests/{name}.py" for name in names]
+    files = [str(next((sanitized.ROOT / "tests").rglob(f"{name}.py"))) for name in names]
     command = [*sanitized.fixed_addresses(), sys.executable, "-m", "tests.support.raced_modules", modules, *files,
                "-k", " and ".join(f"not {word}" for word in LEFT_OUT),
                # The sanitizer makes each test several times slower.

@@ -1,4 +1,4 @@
-"""The same bulk exchange as `bpsfast.tools.simulator`'s, written as SimPy processes: an oracle that shares no code with it.
+"""The bulk exchange of `bpsfast.tools.simulator` as SimPy processes: an oracle that shares no code with it.
 
 A process for each card's sending direction takes the connections in turn; one for each card's receiving direction takes
 messages as their first byte comes. No credit, no priorities, no computing: all partials are there at the beginning.

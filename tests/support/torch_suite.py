@@ -2,7 +2,7 @@
 
     python tests/support/torch_suite.py [TEST ...]          with bpsfast: all that gloo passes on CPUs, or those named
     python tests/support/torch_suite.py --gloo              which those are: run with gloo, names on standard output
-    python tests/support/torch_suite.py --known             with bpsfast, those of them that another version of torch has, too
+    python tests/support/torch_suite.py --known             with bpsfast, those that another version of torch has, too
 
 A test's processes are forked, three each, so that nothing is imported anew. Where torch's tests ask for gloo by name,
 because only gloo did that on CPUs when they were written, they are told that we are asked for, too.

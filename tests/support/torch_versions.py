@@ -63,8 +63,8 @@ def tried(version: str, index: list[str]) -> str:
         ended = subprocess.run(command, text=True, cwd=_TESTS.parent, stdout=subprocess.PIPE, timeout=_LIMIT_S)
         sys.stdout.write(ended.stdout)
         totals = re.findall(r"^=* ?(\d+ (?:passed|failed|skipped|error).*)$", ended.stdout, re.MULTILINE)
-        suite = subprocess.run([python, str(_TESTS / "support" / "torch_suite.py"), "--known"], text=True, stdout=subprocess.PIPE,
-                               cwd=_TESTS.parent, timeout=_LIMIT_S)
+        suite = subprocess.run([python, str(_TESTS / "support" / "torch_suite.py"), "--known"], text=True,
+                               stdout=subprocess.PIPE, cwd=_TESTS.parent, timeout=_LIMIT_S)
         return (f"{totals[-1] if totals else f'error: pytest ended with {ended.returncode}'}; torch's own suite: "
                 f"{len(suite.stdout.split())} passed{', others failed' if suite.returncode else ''}; "
                 f"{time.monotonic() - began:.0f} s")

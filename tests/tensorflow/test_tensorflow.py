@@ -11,7 +11,7 @@ tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed: pip 
 
 import bpsfast.tensorflow as bps  # noqa: E402
 from bpsfast import compression  # noqa: E402
-from bpsfast.tensorflow.tensor_sums import reduced  # noqa: E402
+from bpsfast.tensorflow.ops import reduced  # noqa: E402
 from tests.support.raised import raised  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others

@@ -14,8 +14,8 @@ tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed: pip 
 
 import bpsfast.tensorflow as bps  # noqa: E402
 from bpsfast.launch.daemons import clean_environment  # noqa: E402
-from bpsfast.tensorflow.passes import PassAccumulator  # noqa: E402
-from bpsfast.tensorflow.tensor_sums import reduced  # noqa: E402
+from bpsfast.tensorflow.ops import reduced  # noqa: E402
+from bpsfast.tensorflow.optimizer import PassAccumulator  # noqa: E402
 from tests.support.raised import raised  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others

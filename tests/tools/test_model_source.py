@@ -55,7 +55,7 @@ def test_files_of_shapes(tmp_path, text):
     ("w 1\nw 2", "line 2: tensor 'w' occurs twice"), ("w 0", "tensor 'w' has the shape"),
     ('{"w": "4"}', "tensor 'w' has the shape '4'"), ('{"w": [1.5]}', "has the shape"),
     ('{"w": [true]}', "has the shape"),
-    ('{"w": ', "is no JSON"), ("{}", "names no tensor"), ("\0\xff", "is no text")])
+    ('{"w": ', "is not JSON"), ("{}", "names no tensor"), ("\0\xff", "is not text")])
 def test_files_of_anything_else_are_errors_in_words(tmp_path, text, words):
     path = tmp_path / "net.txt"
     path.write_bytes(text.encode("latin-1"))

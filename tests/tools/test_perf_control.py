@@ -97,7 +97,7 @@ def test_another_key_is_refused_on_both_sides():
         accepted = executor.submit(lines.accept, listener, KEY, 1.0, 10.0)
         with pytest.raises((MismatchError, PeerLostError), match="key"):
             lines.connect("127.0.0.1", port, b"other" * 8, 5.0, 10.0)
-        with pytest.raises(StallError, match=r"no client came within 1 s.*does not hold this job's key"):
+        with pytest.raises(StallError, match=r"no client came within 1 s.*does not have this job's key"):
             accepted.result(10)
 
 

@@ -26,7 +26,7 @@ def test_moderation_depends_on_the_size_unless_it_was_given(nbytes, given, moder
 @pytest.mark.parametrize(("verb", "given", "words"), [
     ("bw", {"sizes": (0,)}, "-s 0"),
     ("bw", {"sizes": (plans.LARGEST_NBYTES + 1,)}, "1 to 1073741824"),
-    ("bw", {"moderation": 200}, "-Q is at most -t"),
+    ("bw", {"moderation": 200}, "-Q must be at most -t"),
     ("bw", {"mtu": 1500}, "256, 512, 1024, 2048, 4096"),
     ("bw", {"transport": "tcp", "operation": "read"}, "tcp has one operation"),
     ("bw", {"transport": "shm", "events": True, "mtu": 1024}, "-m, -e: for --transport rdma only"),

@@ -163,7 +163,7 @@ def test_ctrl_c_ends_both_sides(start):
     client.send_signal(signal.SIGINT)
     _, complaint = client.communicate(timeout=20)
     _, told = server.communicate(timeout=20)
-    assert client.returncode == 130 and "the other side was told" in complaint
+    assert client.returncode == 130 and "the other side has been told" in complaint
     assert server.returncode == 1 and "it was interrupted (Ctrl-C)" in told
 
 

@@ -121,7 +121,7 @@ def test_a_job_from_its_first_step_to_its_end(job, port: int, no_leaks, tmp_path
         try:
             until(watch, lambda sample: state_of(sample, 1) == "silent")
             with Watch([MetricsAddress("127.0.0.1", port + 1, is_one=True)], timeout_s=0.2) as other:
-                with pytest.raises(StallError, match="no numbers within"):
+                with pytest.raises(StallError, match="no metrics within"):
                     other.find()
         finally:
             os.kill(node.pid, signal.SIGCONT)

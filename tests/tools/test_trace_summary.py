@@ -92,6 +92,6 @@ def test_results_for_other_nodes_are_not_waited_for(tmp_path):
 def test_what_is_missing_is_said(tmp_path):
     trace.write(tmp_path, "node 0", b"", {}, Origin(node=0, full=True), [send(0, 1, 1)])
     step, waiting, slowest, urgency, clocks = trace.summarise(trace.load(tmp_path)).lines()
-    assert "no rank's trace is here" in step and waiting == "waiting for: nothing"
+    assert "there is no trace of a rank" in step and waiting == "waiting for: nothing"
     assert "nothing was sent, summed or waited for" in slowest and "1 writes" in urgency
     assert "no room for more records on node 0: set trace_capacity" in clocks

@@ -45,8 +45,8 @@ def test_apply_changes_nothing_when_nothing_was_measured(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("--apply",), "name it by --profile FILE or BPSFAST_PROFILE"),
-    (("--undo",), "name it by --profile FILE or BPSFAST_PROFILE"),
+    (("--apply",), "name it with --profile FILE or BPSFAST_PROFILE"),
+    (("--undo",), "name it with --profile FILE or BPSFAST_PROFILE"),
     (("--apply", "--profile", "x.toml"), "name the host to measure with"),
     (("h", "--undo", "--profile", "x.toml"), "--undo measures nothing"),
     (("h", "--budget", "0s"), "expected seconds such as 90"),

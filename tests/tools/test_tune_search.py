@@ -142,5 +142,5 @@ def test_values_that_make_no_difference_are_not_measured():
 def test_values_that_fall_behind_are_given_up_early():
     bench = Bench({("a", value, "bw"): 0.5 for value in (2, 4, 8)}, 0.01, 1)
     found = bench.search().run()
-    assert all("given up early" in step.words for step in found.steps if step.knob == "a")
+    assert all("dropped early" in step.words for step in found.steps if step.knob == "a")
     assert sum(config["a"] == 8 for config in bench.asked) == 2

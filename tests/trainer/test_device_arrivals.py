@@ -6,9 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from bpsfast.gpu.copy_to_device import CopyToDevice, ToDeviceCopier
+from bpsfast.gpu.copies import CopyToDevice, DeviceRange, ToDeviceCopier, partition_copies
 from bpsfast.gpu.host import HostDevice
-from bpsfast.gpu.partition_copy import DeviceRange, cut
 from bpsfast.orchestration.errors import ClosedError, DeviceError, PeerLostError
 from tests.support.device_memory import LIMIT_S, Memory, SlowDevice, deadline, eventually, held, lines_of
 
@@ -144,7 +143,8 @@ def test_a_target_that_is_not_ready_holds_up_no_other(device, line):
 
 
 def test_nothing_to_copy_is_over_at_once(device, line):
-    arrival = CopyToDevice("a", 0, cut(STRIDE, STRIDE, []), [], lambda offset: 0, lambda *_: False, lambda *_: None, None)
+    arrival = CopyToDevice("a", 0, partition_copies(STRIDE, STRIDE, []), [], lambda offset: 0, lambda *_: False,
+                           lambda *_: None, None)
     line.add(arrival)
     over(arrival)
     assert arrival.event.wait(LIMIT_S)
@@ -159,9 +159,10 @@ def test_what_a_target_does_not_cover_is_not_waited_for(device, line):
         asked.append(number)
         return True
 
-    pieces = cut(3 * STRIDE, STRIDE, [DeviceRange(STRIDE + 10, memory.far.ctypes.data, 20)])
+    pieces = partition_copies(3 * STRIDE, STRIDE, [DeviceRange(STRIDE + 10, memory.far.ctypes.data, 20)])
     memory.host[:] = 7
-    arrival = CopyToDevice("a", 0, pieces, [], lambda offset: memory.host.ctypes.data + offset, wait, lambda *_: None, None)
+    arrival = CopyToDevice("a", 0, pieces, [], lambda offset: memory.host.ctypes.data + offset, wait,
+                           lambda *_: None, None)
     line.add(arrival)
     over(arrival)
     assert arrival.event.wait(LIMIT_S)
@@ -307,7 +308,8 @@ def test_a_device_takes_notice_before_it_reads_what_cards_have_written():
             device.complete.add(number)
             changed.notify_all()
 
-    arrival = CopyToDevice("a", 0, cut(3 * STRIDE, STRIDE, [DeviceRange(0, target.ctypes.data, 3 * STRIDE)]), [],
+    arrival = CopyToDevice("a", 0, partition_copies(3 * STRIDE, STRIDE,
+                                                    [DeviceRange(0, target.ctypes.data, 3 * STRIDE)]), [],
                       lambda offset: host.ctypes.data + offset - STRIDE if STRIDE <= offset < 2 * STRIDE
                       else written.ctypes.data + offset, wait, lambda *_: None, None, on_device={0, 2})
     for line in lines_of(ToDeviceCopier(device, "noticing")):

@@ -6,11 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from bpsfast.gpu import copy_to_host
-from bpsfast.gpu.copy_to_device import CopyToDevice
-from bpsfast.gpu.copy_to_host import CopyToHost, ToHostCopier
+from bpsfast.gpu import copies
+from bpsfast.gpu.copies import CopyToDevice, CopyToHost, DeviceRange, ToHostCopier, partition_copies
 from bpsfast.gpu.host import HostDevice
-from bpsfast.gpu.partition_copy import DeviceRange, cut
 from bpsfast.orchestration.errors import ClosedError, DeviceError
 from tests.support.device_memory import LIMIT_S, Memory, SlowDevice, deadline, eventually, held, lines_of
 
@@ -71,7 +69,7 @@ def test_partitions_are_announced_in_order_and_whole(device, line, log):
 
 def test_what_is_not_covered_stays(device, line):
     memory, announced = Memory(device, 3000), []
-    pieces = cut(3000, STRIDE, [DeviceRange(2100, memory.far.ctypes.data + 2100, 500)])
+    pieces = partition_copies(3000, STRIDE, [DeviceRange(2100, memory.far.ctypes.data + 2100, 500)])
     departure = CopyToHost("a", 0, memory.host.ctypes.data, pieces, [], lambda piece, _: announced.append(piece.number),
                           memory)
     line.add(departure)
@@ -128,8 +126,8 @@ def test_later_events_of_a_stream_are_not_asked():
             return False
 
     events = [Counted() for _ in range(5)]
-    under_way = [CopyToHost("a", 0, 0, cut(1, 1, []), [event], lambda *_: None, None) for event in events]
-    assert copy_to_host._ready(under_way) == []
+    under_way = [CopyToHost("a", 0, 0, partition_copies(1, 1, []), [event], lambda *_: None, None) for event in events]
+    assert copies._ready(under_way) == []
     assert [event.asked for event in events] == [1, 0, 0, 0, 0]
 
 
@@ -145,7 +143,7 @@ def test_results_that_are_still_read_hold_it_up(device, line, log):
 
 
 def test_a_window_is_in_the_air(monkeypatch, log):
-    monkeypatch.setattr(copy_to_host, "_WINDOW_NBYTES", 4 * STRIDE)
+    monkeypatch.setattr(copies, "_WINDOW_NBYTES", 4 * STRIDE)
     device = SlowDevice()
     lines = lines_of(ToHostCopier(device, "departures"))
     line = next(lines)
@@ -165,7 +163,7 @@ def test_a_window_is_in_the_air(monkeypatch, log):
 
 
 def test_small_ones_fly_two_at_a_time_at_least(monkeypatch, log):
-    monkeypatch.setattr(copy_to_host, "_WINDOW_NBYTES", 1)
+    monkeypatch.setattr(copies, "_WINDOW_NBYTES", 1)
     device = SlowDevice()
     lines = lines_of(ToHostCopier(device, "departures"))
     line = next(lines)

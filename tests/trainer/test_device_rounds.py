@@ -12,8 +12,7 @@ from bpsfast.gpu.copies import DeviceCopy
 from bpsfast.gpu.host import HostArray, host_device
 from bpsfast.orchestration.errors import BusyError, StallError
 from bpsfast.trainer import process
-from bpsfast.trainer.gpu.device_round import DeviceRound
-from bpsfast.trainer.gpu.devices import DeviceBytes
+from bpsfast.trainer.gpu.devices import DeviceBytes, DeviceRound
 from bpsfast.trainer.tensor_input import tensor_input
 from tests.support.device_memory import LIMIT_S, deadline, held
 

@@ -6,10 +6,10 @@ arrived. The other half is summed on the worker's own machine, in memory that bo
 is row `ours`; each other row takes one decision back (`rungs`), `vanilla` all of them, and `tcp` moves the same lists
 over plain sockets.
 
-The loops are native (`bpsfast.pyx.exchange`) and the same for every rung, so what differs is what the rung does.
-What is the bench's own: a table look-up and a queue entry for each message, and a thread on each host for everything.
-What it leaves out: sums (the service returns what it got) and, of the share that stays, the hand-over through shared
-memory, a microsecond or so for each partition.
+The loops are native (`bpsfast.bench.paper.ladder.exchange`) and the same for every rung, so what differs is what the
+rung does. What is the bench's own: a table look-up and a queue entry for each message, and a thread on each host for
+everything. What it leaves out: sums (the service returns what it got) and, of the share that stays, the hand-over
+through shared memory, a microsecond or so for each partition.
 
     rungs       the rows                      control     what the two hosts tell each other
     shares      partitions and who sums them  device      the RDMA port, queue pairs
@@ -31,8 +31,8 @@ from bpsfast.base import settings
 from bpsfast.bench.harness import table
 from bpsfast.bench.paper.ladder import control, report, shares
 from bpsfast.bench.paper.ladder.device import Port, usable
-from bpsfast.bench.paper.ladder.rungs import RUNGS
 from bpsfast.bench.paper.ladder.service import serve
+from bpsfast.bench.paper.ladder.shares import RUNGS
 from bpsfast.bench.paper.ladder.worker import Worker
 from bpsfast.launch.daemons import reserve_port, terminate, tie_to_parent
 from bpsfast.orchestration.errors import ConfigError

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import bpsfast.bench.paper.ladder.exchange as exchange
 from bpsfast.bench.paper.ladder.control import ANSWER_TIMEOUT_S, Offer
 from bpsfast.bench.paper.ladder.device import MAX_SEND, Port
+from bpsfast.bench.paper.ladder.exchange import StreamExchange, WriteExchange
 from bpsfast.bench.paper.ladder.memory import Area
-from bpsfast.bench.paper.ladder.rungs import LadderVariant
+from bpsfast.bench.paper.ladder.shares import LadderVariant
 from bpsfast.hardware.verbs import completions
 from bpsfast.launch.namespaces import CpuMeter
 from bpsfast.orchestration.errors import PeerLostError
-from bpsfast.pyx import exchange, verbs
-from bpsfast.pyx.exchange import StreamExchange, WriteExchange
+from bpsfast.pyx import verbs
 from bpsfast.pyx.pages import Segment
 
 _AWAKE_US = 50  # as a rail of the transport

@@ -4,11 +4,12 @@ from __future__ import annotations
 import errno
 from types import TracebackType
 
+import bpsfast.bench.paper.ladder.exchange as exchange
 from bpsfast.bench.paper.ladder.control import Offer
 from bpsfast.hardware.host import Host
 from bpsfast.hardware.rdma_route import Rail, choose, peer_address
 from bpsfast.orchestration.errors import UnsupportedError
-from bpsfast.pyx import exchange, verbs
+from bpsfast.pyx import verbs
 
 #: Writes of one end that may be under way.
 MAX_SEND = 64

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bpsfast.bench.harness import table
-from bpsfast.bench.paper.ladder.rungs import OURS, TCP, VANILLA
-from bpsfast.bench.paper.ladder.shares import Model
+from bpsfast.bench.paper.ladder.shares import OURS, TCP, VANILLA, Model
 from bpsfast.bench.paper.ladder.worker import Row
 
 _HEAD = ("ms/step", "quartiles", "best", "GB/s", "times ours", "CPU s/GB", "busy s/GB", "#wrong")

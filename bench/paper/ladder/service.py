@@ -15,7 +15,7 @@ from bpsfast.bench.paper.ladder.contestant import Side, Streams, Writes, accept
 from bpsfast.bench.paper.ladder.control import Control
 from bpsfast.bench.paper.ladder.device import Port, usable
 from bpsfast.bench.paper.ladder.memory import Area
-from bpsfast.bench.paper.ladder.rungs import BY_NAME, LadderVariant
+from bpsfast.bench.paper.ladder.shares import BY_NAME, LadderVariant
 from bpsfast.orchestration.errors import BpsError, MismatchError, ProtocolError
 from bpsfast.tools.perf.control import listen_address
 from bpsfast.tools.planner.catalog import MODELS

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import bpsfast.bench.paper.ladder.exchange as exchange
 from bpsfast.bench.harness.pattern import Array
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.planner.catalog import MODELS, n_elements
@@ -91,3 +92,43 @@ def offsets(parts: Sequence[Part]) -> tuple[list[int], int]:
 def pattern(begin: int, nbytes: int) -> Array:
     """Return what stands in the worker's memory at byte *begin* (both multiples of 4)."""
     return np.arange(begin // 4, (begin + nbytes) // 4, dtype=np.uint32) * np.uint32(_FACTOR & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class LadderVariant:
+    """One way to move a list. `switches` are those of `WriteExchange`.
+
+    `own_by_wire`: the share that is summed on the worker's own machine goes through the NIC's loopback (tcp: the
+    kernel's) instead of staying in shared memory. `unaligned`: no partition begins on a page, nor on a cache line.
+    """
+
+    name: str
+    about: str
+    switches: int = 0
+    own_by_wire: bool = False
+    unaligned: bool = False
+    is_tcp: bool = False
+
+
+OURS = LadderVariant("ours", "registered and addressed once, in place, page-aligned, one SGE, both directions at once")
+VANILLA = LadderVariant("vanilla", "all of the above taken back",
+                        exchange.REGISTER | exchange.RENDEZVOUS | exchange.COPY
+                        | exchange.TWO_SGES | exchange.HALF_DUPLEX, own_by_wire=True, unaligned=True)
+TCP = LadderVariant("tcp", "plain sockets, the own share through the loopback interface", own_by_wire=True, is_tcp=True)
+
+RUNGS = (
+    OURS,
+    LadderVariant("register per step", "each write's source is registered before it, deregistered after it",
+                  exchange.REGISTER),
+    LadderVariant("rendezvous per step", "the receiver is asked for address and key before each write",
+                  exchange.RENDEZVOUS),
+    LadderVariant("memcpy at both ends", "through staging buffers at sender and receiver", exchange.COPY),
+    LadderVariant("loopback through NIC", "the own share goes through the device, not shared memory", own_by_wire=True),
+    LadderVariant("unaligned", "partitions begin 52 bytes behind a page's begin", unaligned=True),
+    LadderVariant("two SGEs", "the first 16 bytes of each write are an SGE of their own", exchange.TWO_SGES),
+    LadderVariant("no concurrent TX", "no result is sent before the whole push has arrived", exchange.HALF_DUPLEX),
+    VANILLA,
+    TCP,
+    LadderVariant("tcp, shared memory", "the same, but the own share stays in shared memory", is_tcp=True),
+)
+BY_NAME = {rung.name: rung for rung in RUNGS}

@@ -11,8 +11,8 @@ from bpsfast.bench.paper.ladder.contestant import Side, Streams, Writes
 from bpsfast.bench.paper.ladder.control import Control
 from bpsfast.bench.paper.ladder.device import Port
 from bpsfast.bench.paper.ladder.memory import Area
-from bpsfast.bench.paper.ladder.rungs import OURS, RUNGS, LadderVariant
 from bpsfast.bench.paper.ladder.service import check, greeting
+from bpsfast.bench.paper.ladder.shares import OURS, RUNGS, LadderVariant
 
 _TURN_S = 0.5
 _MAX_STEPS = 20

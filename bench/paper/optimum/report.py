@@ -1,18 +1,36 @@
 """The cells beside the model: t*B/M as measured, by the formula, and by the placement of whole partitions."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bpsfast.base.settings import Settings
 from bpsfast.bench.harness import table
 from bpsfast.bench.harness.samples import Row
-from bpsfast.bench.paper.optimum import formulas
 from bpsfast.bench.paper.optimum.cells import Cell, Layout
 from bpsfast.bench.paper.optimum.measurement import MOST_BUSY, Measured, busiest
-from bpsfast.orchestration.placement import assignment
+from bpsfast.orchestration.placement import assignment, forecast
+from bpsfast.orchestration.placement.assignment import machine_times_s
 from bpsfast.orchestration.placement.layout import lay_out
-from bpsfast.orchestration.placement.shares import Machine
+from bpsfast.orchestration.placement.shares import Machine, least_time_s, optimal_shares
+
+
+def time_s(contestant: str, nbytes: int, machines: Sequence[Machine]) -> float | None:
+    """Return the time of one step of *nbytes* a worker; rates in bytes/s. None: where bytes land depends on names."""
+    formula = _FORMULAS.get(contestant)
+    return formula(machines, nbytes) if formula else None
+
+
+def _equal(machines: Sequence[Machine], nbytes: float) -> float:
+    """What is optimal if all machines were alike, on these: the split of the paper."""
+    alike = [Machine(machine.has_ranks) for machine in machines]
+    return max(machine_times_s(optimal_shares(alike, nbytes).owned, machines, nbytes))
+
+
+_FORMULAS: Mapping[str, Callable[[Sequence[Machine], float], float]] = {
+    "optimal": least_time_s, "colocated": forecast.colocated_s, "ps": forecast.ps_s,
+    "gloo": forecast.ring_s, "equal": _equal,
+}
 
 
 def block(layout: Layout, measured: Sequence[Measured]) -> str:
@@ -44,7 +62,7 @@ def figures(measured: Measured, row: Row) -> dict[str, float | None]:
         machines = [machine for machine in machines if machine.has_ranks]
     unit_s = cell.nbytes / max(machine.rate for machine in machines)
     parts = _parts(cell, machines, row.name)
-    formula_s = formulas.time_s(row.name, cell.nbytes, machines)
+    formula_s = time_s(row.name, cell.nbytes, machines)
     predicted = max(wire.tx for wire in assignment.predict_wire(parts, machines)) if parts else 0
     return {
         "time": row.median_s / unit_s,

@@ -1,4 +1,4 @@
-"""Threads of this process kept to CPUs, and let go again. Never to CPUs that it might not run on before."""
+"""Binds threads to CPUs and segments to NUMA nodes, and reads which bindings a rank's environment asks for."""
 from __future__ import annotations
 
 import contextlib
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def device_cores(host: Host, device: str, text: str, allowed: frozenset[int] = frozenset()) -> frozenset[int]:
-    """Return the cores for *device* by the setting's *text*: "3", "4-7", "numa" or "". Empty: any.
+    """Return the CPUs for the thread of *device* by the setting rdma_cores: "3", "4-7", "numa" or "". Empty: any.
 
-    "numa" is empty, too, where the kernel does not say which NUMA node the device is on, and where this process may
-    run on none of its cores. *allowed*: where it may run, if it now keeps to less by itself.
+    "numa" gives none if the kernel does not report the device's NUMA node, or if this process may not run there.
+    *allowed*: the CPUs of this process, if it is bound to fewer at present.
 
     Raises
     ------
     ConfigError
-        If this process may run on none of them.
+        This process may run on none of the CPUs.
     """
     allowed = allowed or numa.allowed_cpus(host.tree)
     if text == "numa":
@@ -43,7 +43,7 @@ def device_cores(host: Host, device: str, text: str, allowed: frozenset[int] = f
 
 @contextlib.contextmanager
 def on_cores(cores: frozenset[int]) -> Iterator[None]:
-    """Keep the calling thread on *cores* meanwhile, and every thread that it starts meanwhile for good; empty: any."""
+    """Bind the calling thread to *cores* in the block; threads that it starts there stay bound. Empty: no binding."""
     before = os.sched_getaffinity(0)
     if cores:
         os.sched_setaffinity(0, cores)
@@ -55,11 +55,11 @@ def on_cores(cores: frozenset[int]) -> Iterator[None]:
 
 
 def for_each_thread(apply: Callable[[int], None]) -> None:
-    """Call *apply* with the id of every thread of this process, those that are born meanwhile included."""
+    """Call *apply* with the id of every thread of this process, including threads that start in the meantime."""
     done: set[int] = set()
     while fresh := {int(path.name) for path in Path("/proc/self/task").iterdir()} - done:
         for thread in fresh:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 apply(thread)
         done |= fresh
 
@@ -69,30 +69,30 @@ _ADVICE = {
     errno.EPERM: "a container allows it with --cap-add SYS_NICE (docker's seccomp profile refuses it)",
     errno.ENOSYS: "this kernel cannot",
 }
-_told: list[str] = []
+_warned: list[str] = []
 
 
 def warn_refused(call: str, code: int, instead: str) -> None:
-    """Say that *call* was refused with the errno *code*, and what is done *instead*. Said once; any thread."""
+    """Warn once per process that *call* failed with the errno *code*; *instead*: the consequence. Thread-safe."""
     advice = _ADVICE.get(code, "see which CPUs and memory nodes the cpuset of this process has")
     text = (f"{call} was refused: {errno.errorcode.get(code, code)} ({os.strerror(code)}). {instead}. To have it: "
             f"{advice}; to do without: BPSFAST_NUMA=0")
-    if _told:
+    if _warned:
         _log.debug("%s", text)
     else:
-        _told.append(call)
+        _warned.append(call)
         _log.warning("%s", text)
 
 
-#: CPUs of this process before it was first pinned, and not let go since: what it starts is not to inherit its seat.
+#: The CPUs of this process before each binding that is in effect; child processes get the first of them.
 _before: list[frozenset[int]] = []
 
 
 class ThreadBinding:
-    """All threads of this process on *cpus*, those to come included, until `undo`; none: nothing is done.
+    """Binds all present and future threads of this process to *cpus*, as far as allowed, until `undo`. Empty: none.
 
-    A thread that is kept to less than the calling one, by whomever, is left there. Where the kernel refuses, threads
-    stay where they are, and a warning says so. Not thread-safe.
+    Threads that are already bound to other CPUs than the calling thread keep theirs. If the kernel refuses, threads
+    stay as they are and a warning is logged. Not thread-safe.
     """
 
     def __init__(self, cpus: frozenset[int]) -> None:
@@ -102,7 +102,7 @@ class ThreadBinding:
         if not self.cpus or self.cpus == before:
             if cpus and not self.cpus:
                 warn_refused(f"sched_setaffinity(CPUs {format_cpus(cpus)})", errno.EINVAL,
-                        f"This process stays on CPUs {format_cpus(before)}")
+                             f"This process stays on CPUs {format_cpus(before)}")
             self.cpus = frozenset()
             return
         try:
@@ -114,7 +114,7 @@ class ThreadBinding:
         _before.append(before)
 
     def undo(self) -> None:
-        """Let the threads run where they might before. Idempotent; does nothing in a fork."""
+        """Restore the CPUs from before. Idempotent; does nothing in a forked child."""
         if self.cpus and os.getpid() == self._pid:
             cpus, self.cpus = self.cpus, frozenset()
             _before.remove(self._before)
@@ -122,33 +122,32 @@ class ThreadBinding:
                 _move(cpus, self._before)
             except OSError as exc:  # the cpuset has changed
                 warn_refused(f"sched_setaffinity(CPUs {format_cpus(self._before)})", exc.errno or 0,
-                        "Threads stay where they are")
+                             "Threads stay where they are")
 
 
 def unbound_cpus() -> frozenset[int]:
-    """Return the CPUs that this process might run on before it was pinned; none if it is not."""
+    """Return the CPUs that this process could use before it was bound; empty if it is not bound."""
     return _before[0] if _before else frozenset()
 
 
 def _move(begin: frozenset[int], end: frozenset[int]) -> None:
-    """Keep to *end* the threads that are kept to *begin*."""
+    """Bind to *end* the threads that are bound to *begin*."""
     for_each_thread(lambda thread: os.sched_setaffinity(thread, end) if os.sched_getaffinity(thread) == begin else None)
 
 
-#: variable -> values by which an OpenMP library binds no thread; any other makes it bind them to places that it has
-#: found when it was loaded, and that are not those of a plan made later
+#: variable -> values with which an OpenMP library binds no threads; with others it binds them when it is loaded
 _UNBOUND = {
     "OMP_PROC_BIND": ("false",),
     "OMP_PLACES": (),
     "GOMP_CPU_AFFINITY": (),
     "KMP_AFFINITY": ("none", "disabled"),
 }
-#: the first that is set says which devices a process sees, as CUDA and ROCm read them
+#: the first one that is set limits the devices of a process in CUDA and ROCm
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def binding_variable(environ: Mapping[str, str]) -> str:
-    """Return the variable by which the user has threads of this process bound, "" if there is none."""
+    """Return the variable with which the user binds threads of this process, "" if there is none."""
     for variable, unbound in _UNBOUND.items():
         text = environ.get(variable, "").strip().lower()
         if text and not set(unbound) & set(text.split(",")):
@@ -157,9 +156,9 @@ def binding_variable(environ: Mapping[str, str]) -> str:
 
 
 def default_gpu(environ: Mapping[str, str], local_rank: int) -> int:
-    """Return the number of the GPU that local rank *local_rank* uses by custom; -1: none, or nobody knows.
+    """Return the number of the GPU that *local_rank* uses by default, -1 if unknown.
 
-    Of several that it sees the one with its own number; the only one, if it sees one.
+    Of several visible GPUs it is the one with the rank's number, else the only visible one.
     """
     for variable in _VISIBLE:
         if variable in environ:
@@ -170,10 +169,10 @@ def default_gpu(environ: Mapping[str, str], local_rank: int) -> int:
 
 
 class NumaMemory:
-    """Makes segments. *cpus*: of each NUMA node, those that this process may run on. Any thread.
+    """Makes segments on NUMA nodes. *cpus*: of each node, those that this process may run on. Thread-safe.
 
-    mbind's MPOL_PREFERRED gives pages of another node where the home is full. Where it is refused, the thread that
-    makes a segment runs at the home meanwhile, so that the pages it faults in are there: only the policy is lost.
+    mbind with MPOL_PREFERRED uses pages of other nodes if the node is full. If mbind is refused, the thread that makes
+    a segment runs on the node meanwhile, so that the pages it touches first are there.
     """
 
     def __init__(self, cpus: Mapping[int, frozenset[int]]) -> None:
@@ -181,7 +180,7 @@ class NumaMemory:
         self._binds: dict[int, bool] = {}
 
     def segment(self, home: int | None, nbytes: int, **options: Any) -> Segment:
-        """Return a new segment on node *home* (None: anywhere); *options* and errors are `Segment`'s."""
+        """Return a new segment on NUMA node *home* (None: any); *options* and errors are `Segment`'s."""
         if home is None:
             return Segment(nbytes, **options)
         if self._is_bound(home):

@@ -1,4 +1,4 @@
-"""The NUMA nodes of devices: of the cards that a node's bytes go through, and of GPUs."""
+"""The NUMA nodes of devices: of the network cards that carry a node's traffic, and of GPUs."""
 from __future__ import annotations
 
 import ipaddress
@@ -15,7 +15,7 @@ from ..topology.pcie import DEVICES
 
 
 class NicLocality(NamedTuple):
-    """Names of cards, and the NUMA nodes that they are at, as far as the kernel says."""
+    """Names of network cards, and their NUMA nodes as far as the kernel reports them."""
 
     names: tuple[str, ...] = ()
     nodes: frozenset[int] = frozenset()
@@ -24,14 +24,14 @@ class NicLocality(NamedTuple):
 def traffic_nics(host: Host, settings: Settings, address: str) -> NicLocality:
     """Return the cards of a node whose peers connect to *address*: its RDMA ports, else the interface that has it.
 
-    Nothing where that is a virtual interface with no card of its own below it.
+    Empty for a virtual interface without a card below it.
     """
     wanted = ipaddress.ip_address(address) if address else None
     if settings.transport in ("auto", "rdma") and not settings.nic_limit and (wanted is None or not wanted.is_loopback):
         try:
             rails = rdma_route.choose(host, devices=settings.rdma_devices, gid_index=settings.rdma_gid_index,
                                  peer=wanted).rails
-        except BpsError:  # whoever wants RDMA says so in time
+        except BpsError:  # reported later, if RDMA is needed
             rails = ()
         nodes = {device.name: device.numa_node for device in host.devices}
         if rails:
@@ -42,7 +42,7 @@ def traffic_nics(host: Host, settings: Settings, address: str) -> NicLocality:
 
 
 def nics_by_name(host: Host, names: Sequence[str]) -> NicLocality:
-    """Return the cards behind these RDMA devices and interfaces; a VLAN, a bond or a bridge has those below it."""
+    """Return the cards of these RDMA devices and interfaces; for a VLAN, bond or bridge those below it."""
     found: dict[str, int | None] = {device.name: device.numa_node for device in host.devices if device.name in names}
     rest, seen = [name for name in names if name not in found], set[str]()
     while rest:
@@ -57,15 +57,18 @@ def nics_by_name(host: Host, names: Sequence[str]) -> NicLocality:
 
 
 def fastest_nics(host: Host) -> NicLocality:
-    """Return the cards that have the highest rate: a guess where neither address nor name is known."""
+    """Return the cards with the highest rate: a guess, used if neither address nor name is known."""
     found = discovery.machine(host, nvml.NvmlAnswer()).of(PartKind.NIC)
     best = max((card.wire_rate_bytes for card in found), default=0.0)
-    return nics_by_name(host, [name for card in found if card.wire_rate_bytes == best for name in card.device.split(",")])
+    return nics_by_name(host, [name for card in found if card.wire_rate_bytes == best
+                               for name in card.device.split(",")])
 
 
 def gpu_numa_nodes(host: Host) -> tuple[int | None, ...]:
-    """Return the NUMA node of each GPU, in CUDA's order as far as NVML tells it, else by address; None: not known."""
-    answer = nvml.recorded_answer(host.kernel.answers.nvml) if isinstance(host.kernel, recorded_host.RecordedKernel) else None
+    """Return the NUMA node of each GPU (None: not known), in NVML's order, else by PCIe address."""
+    answer = None
+    if isinstance(host.kernel, recorded_host.RecordedKernel):
+        answer = nvml.recorded_answer(host.kernel.answers.nvml)
     parts = discovery.machine(host, nvml.query_nvml() if answer is None else answer).of(PartKind.GPU)
     nodes = [host.tree.number(DEVICES, part.address, "numa_node") for part in parts]
     return tuple(node if node is not None and node >= 0 else None for node in nodes)

@@ -1,16 +1,15 @@
-"""The seating plan: which CPUs the node's threads and each local rank run on, and which NUMA node their memory prefers.
+"""The affinity plan: the CPUs of the node's threads and of each local rank, and the NUMA nodes of their memory.
 
-The node sits beside the card that its bytes go through, where ranks may sit, too: its threads sleep as long as there is
-nothing to send or to sum. Ranks share the cores out, spread over all NUMA nodes in local-rank order; with GPUs each
-sits at its GPU's node, unless so many do that it would have less than half of its share there. What a rank writes is at
-home where the rank is, all else where the node is.
+The node runs beside the card that carries its traffic. Ranks may run there, too, because the node's threads sleep when
+there is nothing to send or to sum. Ranks share the cores equally, spread over all NUMA nodes in local-rank order. With
+GPUs each rank runs on its GPU's NUMA node, unless it would get less than half of its share there. Memory that a rank
+writes is on the rank's NUMA node, all other memory on the node's.
 
-As BytePS's launcher has it (``launcher/launch.py``, `allocate_cpu`): a rank's share of the cores, the first node that
-has enough left, fewer cores if none has. Otherwise than there, the part of the "root" is the node's, a rank whose share
-is larger than a node has cores of several (there the rest of the machine is left unused), and who is bound is left
-alone.
+BytePS's launcher has the same rules (``launcher/launch.py``, `allocate_cpu`): equal shares, the first NUMA node with
+enough free cores, fewer cores if none has enough. Different here: the "root" process's part is the node's; a share
+larger than a NUMA node is taken from several; ranks that are already bound keep their CPUs.
 
-Functions without I/O.
+All functions but `read_cores` are without I/O.
 """
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ from ..sysfs import Tree
 
 @dataclass(frozen=True)
 class Cores:
-    """Of each NUMA node, by number, its cores in the order of their CPUs; a core is the set of its CPUs.
+    """The cores of each NUMA node by number, in the order of their CPUs; a core is the set of its CPUs.
 
-    `distances`: of nodes, as firmware tells them; may lack some.
+    `distances` between nodes are firmware's and may be incomplete.
     """
 
     nodes: Mapping[int, tuple[frozenset[int], ...]]
@@ -46,11 +45,11 @@ class Cores:
         return sum(map(len, self.nodes.values()))
 
     def cpus_of(self, *nodes: int) -> frozenset[int]:
-        """Return the CPUs of these nodes; one without cores has none."""
+        """Return the CPUs of these nodes."""
         return frozenset(cpu for node in nodes for core in self.nodes.get(node, ()) for cpu in core)
 
     def within(self, cpus: Set[int]) -> Cores:
-        """Return what is left of nodes and cores if only *cpus* may be used."""
+        """Return the nodes and cores limited to *cpus*."""
         left = {number: tuple(core & cpus for core in cores if core & cpus) for number, cores in self.nodes.items()}
         return Cores({number: cores for number, cores in left.items() if cores}, self.distances)
 
@@ -60,9 +59,9 @@ class Cores:
 
 
 def read_cores(tree: Tree, whole: bool = True) -> Cores:
-    """Return the machine's cores, whoever may use them; not *whole*: each CPU counts as a core.
+    """Return all cores of the machine; if not *whole*, each CPU counts as a core.
 
-    A kernel without NUMA has one node, number 0. Where it does not say which CPUs are one core, each is one.
+    A kernel without NUMA has one node, number 0. CPUs of which the kernel reports no core count as cores.
     """
     known = {number: node for number, node in numa.nodes(tree).items() if node.cpus}
     if not known:
@@ -75,14 +74,13 @@ def read_cores(tree: Tree, whole: bool = True) -> Cores:
     return Cores(nodes, {number: node.distances for number, node in known.items()})
 
 
-#: With less than this part of its even share of cores nobody is put beside a device: a cpuset has left no more there,
-#: or too many others want to sit there.
+#: A process is not placed beside a device if it would get less than this part of its equal share of cores there.
 _MIN_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class AffinityOptions:
-    """What settings ask for: see those of the same names."""
+    """What the settings of the same names ask for."""
 
     rank_cpus: tuple[frozenset[int], ...] = ()
     rank_cores: int = 0
@@ -91,21 +89,21 @@ class AffinityOptions:
 
     @classmethod
     def of(cls, settings: Settings) -> AffinityOptions:
-        """Return the wishes of *settings*."""
+        """Return the options in *settings*."""
         sections = settings.rank_cpus.split(":") if settings.rank_cpus else []
         return cls(tuple(map(parse_cpus, sections)), settings.rank_cores, settings.node_cores,
                    parse_cpus(settings.avoid_cpus))
 
     @property
     def some(self) -> bool:
-        """Whether anything is asked for, which then holds on one NUMA node, too."""
+        """Whether any is set; they then apply to machines with one NUMA node as well."""
         return bool(self.rank_cpus or self.rank_cores or self.node_cores or self.avoid)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A local rank as it came: the CPUs that it may run on; whether it *stays* on them whatever is planned; the NUMA
-    node of its GPU, None if it has none or nobody knows.
+    """A local rank before planning: the CPUs that it may use; `stays`: whether it keeps them in any case; `beside`: the
+    NUMA node of its GPU, None if unknown.
     """
 
     cpus: frozenset[int]
@@ -115,8 +113,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class CpuAffinity:
-    """The CPUs that somebody is to be kept to (none: to what it may use anyway), and the NUMA node that its memory is
-    to be on, if it is to be on one. `alone`: nobody else gets these CPUs.
+    """The CPUs of a process (empty: no binding), and `home`: the NUMA node that its memory prefers (None: any).
+
+    `alone`: no other process gets these CPUs.
     """
 
     cpus: frozenset[int] = frozenset()
@@ -124,78 +123,79 @@ class CpuAffinity:
     alone: bool = False
 
 
-def plan_node(cores: Cores, allowed: Set[int], cards: Set[int], n_ranks: int, wishes: AffinityOptions) -> CpuAffinity:
-    """Return the seat of the node's threads.
+def plan_node(cores: Cores, allowed: Set[int], cards: Set[int], n_ranks: int, options: AffinityOptions) -> CpuAffinity:
+    """Return the affinity of the node's threads.
 
     Parameters
     ----------
     allowed
         CPUs that its process may use.
     cards
-        The NUMA nodes of the cards that its bytes go through; none: nobody knows.
+        The NUMA nodes of the cards that carry its traffic; empty if unknown.
     n_ranks
-        Ranks that need a core besides, if some are the node's alone.
+        Ranks, for each of which a core is left if the node gets cores of its own.
 
     Raises
     ------
     ConfigError
-        If `AffinityOptions.avoid` leaves nothing.
+        `AffinityOptions.avoid` leaves no CPU.
     """
-    own = cores.within(allowed - wishes.avoid)
-    if wishes.avoid >= allowed and allowed:
-        raise ConfigError(f"BPSFAST_AVOID_CPUS = {format_cpus(wishes.avoid)} leaves none of the CPUs that this "
+    own = cores.within(allowed - options.avoid)
+    if options.avoid >= allowed and allowed:
+        raise ConfigError(f"BPSFAST_AVOID_CPUS = {format_cpus(options.avoid)} leaves none of the CPUs that this "
                           f"process may use: {format_cpus(allowed)} (taskset, cpuset)")
     beside = own.within(own.cpus_of(*cards))
     if beside.count * len(own.nodes) < _MIN_SHARE * own.count * len(beside.nodes) or not beside.nodes:
         beside = own
-    n_cores = min(wishes.node_cores, beside.count, own.count - n_ranks)
+    n_cores = min(options.node_cores, beside.count, own.count - n_ranks)
     cpus = _union(_last(beside, n_cores)) if n_cores > 0 else beside.cpus
     return CpuAffinity(frozenset() if cpus >= allowed else cpus, _home(cores, cpus), alone=n_cores > 0)
 
 
-def plan_ranks(cores: Cores, ranks: Sequence[Rank], wishes: AffinityOptions, taken: Set[int] = frozenset()) -> tuple[CpuAffinity, ...]:
-    """Return the seats of *ranks*, in local-rank order. *taken*: CPUs that are the node's alone.
+def plan_ranks(cores: Cores, ranks: Sequence[Rank], options: AffinityOptions,
+               taken: Set[int] = frozenset()) -> tuple[CpuAffinity, ...]:
+    """Return the affinity of each of *ranks*, in local-rank order. *taken*: CPUs that only the node uses.
 
-    Ranks that may not all use the same CPUs have been bound by somebody, who knows why.
+    Ranks with different CPUs have been bound on purpose and keep them.
 
     Raises
     ------
     ConfigError
-        If `AffinityOptions.rank_cpus` has not CPUs for each that it may run on.
+        `AffinityOptions.rank_cpus` does not have usable CPUs for each rank.
     """
-    shares = _given(ranks, wishes) if wishes.rank_cpus else _shares(cores, ranks, wishes, taken)
+    shares = _given(ranks, options) if options.rank_cpus else _shares(cores, ranks, options, taken)
     cpus = [frozenset() if rank.stays or share >= rank.cpus else share for rank, share in zip(ranks, shares)]
     return tuple(CpuAffinity(each, _home(cores, each or rank.cpus)) for rank, each in zip(ranks, cpus))
 
 
-def with_allowed_memory(seat: CpuAffinity, mems: Set[int]) -> CpuAffinity:
-    """Return *seat* without a home whose memory the process may not use: that of *mems* it may, none: nobody knows."""
-    return CpuAffinity(seat.cpus, None, seat.alone) if mems and seat.home not in mems else seat
+def with_allowed_memory(affinity: CpuAffinity, mems: Set[int]) -> CpuAffinity:
+    """Return *affinity* without a home outside *mems*, the memory nodes of the process (empty: unknown)."""
+    return CpuAffinity(affinity.cpus, None, affinity.alone) if mems and affinity.home not in mems else affinity
 
 
-def _given(ranks: Sequence[Rank], wishes: AffinityOptions) -> list[frozenset[int]]:
-    if len(wishes.rank_cpus) < len(ranks):
-        raise ConfigError(f"BPSFAST_RANK_CPUS names the CPUs of {len(wishes.rank_cpus)} local ranks, but there are "
+def _given(ranks: Sequence[Rank], options: AffinityOptions) -> list[frozenset[int]]:
+    if len(options.rank_cpus) < len(ranks):
+        raise ConfigError(f"BPSFAST_RANK_CPUS names the CPUs of {len(options.rank_cpus)} local ranks, but there are "
                           f"{len(ranks)}: expected as many lists, with : between them")
     shares = []
-    for number, (rank, wanted) in enumerate(zip(ranks, wishes.rank_cpus)):
-        shares.append(wanted & rank.cpus - wishes.avoid)
+    for number, (rank, wanted) in enumerate(zip(ranks, options.rank_cpus)):
+        shares.append(wanted & rank.cpus - options.avoid)
         if not shares[-1]:
             raise ConfigError(f"BPSFAST_RANK_CPUS gives CPUs {format_cpus(wanted)} to local rank {number}, which "
-                              f"may run on none of them, but on {format_cpus(rank.cpus - wishes.avoid)} (taskset, "
+                              f"may run on none of them, but on {format_cpus(rank.cpus - options.avoid)} (taskset, "
                               "cpuset, BPSFAST_AVOID_CPUS)")
     return shares
 
 
-def _shares(cores: Cores, ranks: Sequence[Rank], wishes: AffinityOptions, taken: Set[int]) -> list[frozenset[int]]:
-    """Return disjoint shares of the cores; empty ones where there is nothing to share out."""
+def _shares(cores: Cores, ranks: Sequence[Rank], options: AffinityOptions, taken: Set[int]) -> list[frozenset[int]]:
+    """Return disjoint shares of the cores, or empty ones if the cores are not to be shared out."""
     none = [frozenset[int]()] * len(ranks)
     if len({rank.cpus for rank in ranks}) != 1:
         return none
-    pool = cores.within(ranks[0].cpus - wishes.avoid - taken)
-    if pool.count < len(ranks) or (len(pool.nodes) == 1 and not wishes.some):
+    pool = cores.within(ranks[0].cpus - options.avoid - taken)
+    if pool.count < len(ranks) or (len(pool.nodes) == 1 and not options.some):
         return none
-    n_cores = min(wishes.rank_cores or pool.count, pool.count // len(ranks))
+    n_cores = min(options.rank_cores or pool.count, pool.count // len(ranks))
     left = {number: list(each) for number, each in pool.nodes.items()}
     numbers = sorted(left)
     n_beside = Counter(rank.beside for rank in ranks)
@@ -205,14 +205,14 @@ def _shares(cores: Cores, ranks: Sequence[Rank], wishes: AffinityOptions, taken:
         if rank.beside is not None and rank.beside in pool.nodes:
             where = rank.beside
             n_each = len(pool.nodes[where]) // n_beside[where]
-            if not wishes.rank_cores and _MIN_SHARE * n_cores <= n_each < n_cores:
+            if not options.rank_cores and _MIN_SHARE * n_cores <= n_each < n_cores:
                 n_here = max(1, n_each)
         shares.append(_take(pool, left, n_here, where))
     return shares
 
 
 def _take(pool: Cores, left: dict[int, list[frozenset[int]]], n_cores: int, first: int | None) -> frozenset[int]:
-    """Take *n_cores* cores out of *left*: of one node, fewer if none has so many; of several if none ever had."""
+    """Remove *n_cores* cores from *left*: of one NUMA node (fewer if none has enough), or of several."""
     taken: list[frozenset[int]] = []
     if n_cores > max(map(len, pool.nodes.values())):
         begin = first if first is not None and left[first] else next(number for number in sorted(left) if left[number])
@@ -230,13 +230,13 @@ def _take(pool: Cores, left: dict[int, list[frozenset[int]]], n_cores: int, firs
 
 
 def _last(cores: Cores, n_cores: int) -> list[frozenset[int]]:
-    """Return *n_cores* cores, as many of each node as of the next: the last ones, for interrupts like the first."""
+    """Return *n_cores* cores, equally many of each NUMA node; the last ones, as interrupts use the first."""
     left = {number: list(each) for number, each in cores.nodes.items()}
     return [max(left.items(), key=lambda item: (len(item[1]), -item[0]))[1].pop() for _ in range(n_cores)]
 
 
 def _home(cores: Cores, cpus: Set[int]) -> int | None:
-    """Return the NUMA node that most of *cpus* are at; None if they are at all nodes, so that none is better."""
+    """Return the NUMA node with most of *cpus*; None if they are on all nodes."""
     counts = {number: len(cores.cpus_of(number) & cpus) for number in cores.nodes}
     there = [number for number, count in counts.items() if count]
     if not there or len(there) == len(counts):

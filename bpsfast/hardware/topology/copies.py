@@ -1,8 +1,12 @@
-"""The copies that a machine can make in one piece, and the links that each of them crosses.
+"""The copies that a machine can make in one piece, and the links that each of them crosses; and GPUDirect's copies.
 
-Data is added where a copy ends: at a GPU or in a socket's memory. What lies between, a switch, adds nothing. A copy
-from GPU to GPU stays below one PCIe switch or on NVLink: across switches it would cross two sockets' links and run at
-a fraction of their rate (OSDI'20 section 4.1, the first principle).
+Sums are made where a copy ends, at a GPU or in a socket's memory; a switch sums nothing. A copy from GPU to GPU stays
+below one PCIe switch or on NVLink: across switches it would cross two sockets' links and run at a fraction of their
+rate (OSDI'20 section 4.1, the first principle).
+
+A copy between a GPU and a network card (GPUDirect) stays below one PCIe switch, because through a root complex it runs
+at less than half of the card's rate (OSDI'20: under 50 of 100 Gbit/s) and some platforms forbid it. Unproven: no GPU
+machine has measured it.
 """
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from .graph import Link, LinkKind, PartKind, Topology
 
 
 class Copy(NamedTuple):
-    """From the memory of the part *begin* to that of *end*, over *links*."""
+    """A copy from the memory of the part *begin* to that of *end*, over *links*."""
 
     begin: str
     end: str
@@ -24,7 +28,7 @@ class Copy(NamedTuple):
 
 
 def copies(topology: Topology) -> list[Copy]:
-    """Return every copy that *topology* can make; several with the same ends take different ways."""
+    """Return all copies that *topology* can make; copies with the same ends take different paths."""
     gpus = [part.name for part in topology.of(PartKind.GPU)]
     sockets = [part.name for part in topology.of(PartKind.SOCKET)]
     found = [copy for begin, end in itertools.permutations(gpus, 2) for copy in between_gpus(topology, begin, end)]
@@ -36,7 +40,7 @@ def copies(topology: Topology) -> list[Copy]:
 
 
 def between_gpus(topology: Topology, begin: str, end: str) -> Iterator[Copy]:
-    """Yield the copies from GPU *begin* to GPU *end*: over NVLink if there is one, or below a PCIe switch."""
+    """Yield the copies from GPU *begin* to GPU *end*: over NVLink, and below a common PCIe switch."""
     kinds = {part.name: part.kind for part in topology.parts}
     there = dict(topology.neighbours(end, LinkKind.NVLINK))
     nvlinks = dict(topology.neighbours(begin, LinkKind.NVLINK))
@@ -51,7 +55,7 @@ def between_gpus(topology: Topology, begin: str, end: str) -> Iterator[Copy]:
 
 
 def switch_of(topology: Topology, name: str) -> str | None:
-    """Return the PCIe switch that the part *name* hangs at; None at a socket."""
+    """Return the PCIe switch above the part *name*, None if it is at a socket."""
     for other, _ in topology.neighbours(name, LinkKind.PCIE):
         if topology.part(other).kind is PartKind.SWITCH:
             return other
@@ -59,7 +63,7 @@ def switch_of(topology: Topology, name: str) -> str | None:
 
 
 def socket_of(topology: Topology, name: str) -> str:
-    """Return the socket nearest to the part *name*; raises `ConfigError` if none is joined to it."""
+    """Return the socket nearest to the part *name*; raises `ConfigError` if there is no path to any."""
     sockets = [part.name for part in topology.of(PartKind.SOCKET)]
     paths = {socket: topology.path(name, socket) for socket in sockets}
     near = [(len(path), socket) for socket, path in paths.items() if path]
@@ -69,9 +73,10 @@ def socket_of(topology: Topology, name: str) -> str:
 
 
 def islands_of(topology: Topology, *kinds: PartKind) -> tuple[tuple[str, ...], ...]:
-    """Return the GPUs in groups within which data gets from each to each: over NVLink, or below one switch.
+    """Return the GPUs in groups within which each can copy to each.
 
-    *kinds*: `PartKind.NVSWITCH` for groups over NVLink, `PartKind.SWITCH` for those below a PCIe switch; none: each GPU alone.
+    *kinds*: `PartKind.NVSWITCH` for groups over NVLink, `PartKind.SWITCH` for groups below a PCIe switch; none: each
+    GPU alone.
     """
     gpus = [part.name for part in topology.of(PartKind.GPU)]
     group = {name: name for name in gpus}
@@ -85,7 +90,7 @@ def islands_of(topology: Topology, *kinds: PartKind) -> tuple[tuple[str, ...], .
 
 
 class GpuNicPair(NamedTuple):
-    """A GPU and a card. `reason`: why the one cannot copy to the other, "" if it can; `card` is "" if there is none."""
+    """A GPU and a card ("" if there is none). `reason`: why the GPU cannot copy to the card, "" if it can."""
 
     gpu: str
     card: str
@@ -93,7 +98,7 @@ class GpuNicPair(NamedTuple):
 
 
 def gpu_nic_pairs(topology: Topology) -> Iterator[GpuNicPair]:
-    """Yield every GPU of *topology* with every card; with none if there is none."""
+    """Yield each GPU of *topology* with each card, or with "" if there is no card."""
     cards = topology.of(PartKind.NIC)
     for gpu in topology.of(PartKind.GPU):
         if not cards:
@@ -108,19 +113,19 @@ def _refusal(topology: Topology, gpu: str, card: str) -> str:
         return ""
     path = topology.path(gpu, card)
     if not path:
-        return f"nobody knows the way to {card}"
+        return f"there is no known path to {card}"
     between = {end for link in path for end in (link.a, link.b)} - {gpu, card}
     sockets = [part.name for part in topology.of(PartKind.SOCKET) if part.name in between]
     n_switches = len(between) - len(sockets)
     if len(sockets) > 1:
-        return f"the way to {card} crosses the root complexes of {' and '.join(sockets)}"
-    where = "hang at different PCIe switches" if n_switches > 1 else "are not below one PCIe switch"
-    crossing = f", and the way crosses the root complex of {sockets[0]}" if sockets else ""
+        return f"the path to {card} crosses the root complexes of {' and '.join(sockets)}"
+    where = "are below different PCIe switches" if n_switches > 1 else "are not below one PCIe switch"
+    crossing = f", and the path crosses the root complex of {sockets[0]}" if sockets else ""
     return f"it and {card} {where}{crossing}"
 
 
 def direct_refusal(topology: Topology, address: str, devices: Collection[str]) -> str:
-    """Return why the GPU at *address* on PCIe cannot copy straight to each of the RDMA *devices*; "" if it can."""
+    """Return why the GPU at *address* on PCIe cannot copy directly to each of the RDMA *devices*, "" if it can."""
     gpu = next((part.name for part in topology.of(PartKind.GPU) if part.address.lower() == address.lower()), None)
     if gpu is None:
         return f"the GPU at {address} is not among those that sysfs shows (a container may hide them)"
@@ -130,36 +135,36 @@ def direct_refusal(topology: Topology, address: str, devices: Collection[str]) -
             return f"{device} is no card on PCIe"
         reason = _refusal(topology, gpu, card)
         if reason:
-            return f"{gpu} ({address}) cannot copy straight to {device}: {reason}"
+            return f"{gpu} ({address}) cannot copy directly to {device}: {reason}"
     return ""
 
 
 def direct_pairs(topology: Topology) -> tuple[GpuNicPair, ...]:
-    """Return the pairs that can."""
+    """Return the pairs that can copy directly."""
     return tuple(pair for pair in gpu_nic_pairs(topology) if not pair.reason)
 
 
 def enabled_pairs(topology: Topology, settings: Settings) -> tuple[GpuNicPair, ...]:
-    """Return the pairs that may as *settings* say, () if they say no, and of a machine without GPUs.
+    """Return the pairs that the setting gpu_direct enables, () if it is off or there are no GPUs.
 
     Raises
     ------
     ConfigError
-        It is asked for, and no GPU of this machine can.
+        It is on, and no GPU of this machine can copy directly.
     """
     if not settings.gpu_direct or not topology.of(PartKind.GPU):
         return ()
     found = direct_pairs(topology)
     if not found:
         gpu, reason = refusal_reasons(topology)[0]
-        raise ConfigError(f"BPSFAST_GPU_DIRECT = 1: no GPU of machine {topology.name} can copy straight to a network "
+        raise ConfigError(f"BPSFAST_GPU_DIRECT = 1: no GPU of machine {topology.name} can copy directly to a network "
                           f"card ({gpu}: {reason}). Put a card below a GPU's PCIe switch (another slot; in a virtual "
                           "machine, let the host show its switches), or unset it: sums then go through memory")
     return found
 
 
 def refusal_reasons(topology: Topology) -> list[tuple[str, str]]:
-    """Return for each GPU that can copy to no card why not, of the card with the fewest links between."""
+    """Return for each GPU that can copy to no card the reason for the nearest card."""
     refused: dict[str, list[tuple[int, str]]] = {}
     able = {pair.gpu for pair in direct_pairs(topology)}
     for pair in gpu_nic_pairs(topology):

@@ -1,4 +1,4 @@
-"""The strategy of a machine: what settings force, else what is best, else the paper's rule."""
+"""The strategy of a machine: the one that settings force, else the best, else the paper's rule; and a report of it."""
 from __future__ import annotations
 
 import logging
@@ -24,62 +24,64 @@ from .strategy_solver import (
 )
 
 _log = logging.getLogger("bpsfast.hardware.topology")
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def strategy_of(topology: Topology, settings: Settings, traffic: Traffic = OWN_GRADIENTS) -> Strategy:
-    """Return the strategy of *topology*, and say once in the log where it comes from. Without SciPy, too.
+    """Return the strategy of *topology* and log once where it comes from. SciPy is optional.
 
     Raises
     ------
     ConfigError
-        A setting asks for what the machine has not or cannot; a GPU has no way to memory.
+        A setting asks for something that the machine does not have; a GPU has no path to memory.
     """
     given, direct = forced(topology, settings), enabled_pairs(topology, settings)
     if direct and not can_solve():
-        _tell(logging.WARNING, f"BPSFAST_GPU_DIRECT is on, but how much goes straight to cards is not found: {MISSING}")
+        _log_once(logging.WARNING, "BPSFAST_GPU_DIRECT is on, but what goes directly to cards cannot be computed: "
+                                   f"{MISSING}")
     if given is None and can_solve():
-        _tell(logging.INFO, f"machine {topology.name} sums its gradients as its links allow best")
+        _log_once(logging.INFO, f"machine {topology.name} sums its gradients by the best strategy for its links")
         return choose(topology, traffic, direct=direct)
     if given is None:
-        _tell(logging.WARNING if topology.of(PartKind.GPU) else logging.INFO,
-              f"machine {topology.name} sums its gradients by OSDI'20's rule: for what its links allow best {MISSING}")
+        _log_once(logging.WARNING if topology.of(PartKind.GPU) else logging.INFO,
+              f"machine {topology.name} sums its gradients by OSDI'20's rule; for the best strategy {MISSING}")
         return nearest_socket_strategy(topology, paper_grouping(topology), traffic)
-    _tell(logging.INFO, f"machine {topology.name} sums its gradients as {given.by} says")
+    _log_once(logging.INFO, f"machine {topology.name} sums its gradients as {given.by} asks")
     return solve_forced(topology, given, traffic, direct)
 
 
-def solve_forced(topology: Topology, given: ForcedStrategy, traffic: Traffic = OWN_GRADIENTS, direct: Collection[GpuNicPair] = ()) -> Strategy:
-    """Return the strategy of *given*, with the sockets that are best for it, if SciPy is there; else the nearest."""
+def solve_forced(topology: Topology, given: ForcedStrategy, traffic: Traffic = OWN_GRADIENTS,
+                 direct: Collection[GpuNicPair] = ()) -> Strategy:
+    """Return the strategy of *given* with the best sockets, or without SciPy with the nearest ones."""
     if can_solve():
         return choose(topology, traffic, [given.islands], given.roots, direct)
     return nearest_socket_strategy(topology, given, traffic)
 
 
 def forced(topology: Topology, settings: Settings) -> ForcedStrategy | None:
-    """Return what *settings* force of the strategy, None if nothing: then, too, where there are no GPUs.
+    """Return the strategy that *settings* force; None if they force nothing or there are no GPUs.
 
-    As in BytePS a switch size that does not divide the GPUs is ignored with a warning, and roots add up all GPUs; local
-    ranks are GPUs in their order.
+    As in BytePS, a switch size that does not divide the number of GPUs is ignored with a warning, and roots sum all
+    GPUs. Local ranks are GPUs in their order.
 
     Raises
     ------
     ConfigError
-        A root is no GPU of this machine, or roots and a switch size exclude each other.
+        A root is not a GPU of this machine, or roots and a switch size contradict each other.
     """
     gpus = tuple(part.name for part in topology.of(PartKind.GPU))
     size = settings.pcie_switch_size
     if not gpus or not (size or settings.reduce_roots):
         return None
     if size and len(gpus) % size:
-        _tell(logging.WARNING, f"BPSFAST_PCIE_SWITCH_SIZE = {size} (or BYTEPS_PCIE_SWITCH_SIZE) is ignored: the "
+        _log_once(logging.WARNING, f"BPSFAST_PCIE_SWITCH_SIZE = {size} (or BYTEPS_PCIE_SWITCH_SIZE) is ignored: the "
                                f"{len(gpus)} GPUs of machine {topology.name} are no multiple of it")
         size = 0
     if settings.reduce_roots:
         if size and size < len(gpus):
             raise ConfigError(f"BPSFAST_REDUCE_ROOTS = {settings.reduce_roots} and BPSFAST_PCIE_SWITCH_SIZE = {size} "
-                              f"(or BYTEPS_REDUCE_ROOTS, BYTEPS_PCIE_SWITCH_SIZE) exclude each other: roots add all "
-                              f"{len(gpus)} GPUs up, a switch size below that lets memory add; set one of them")
+                              f"(or BYTEPS_REDUCE_ROOTS, BYTEPS_PCIE_SWITCH_SIZE) contradict each other: "
+                              f"roots sum all {len(gpus)} GPUs, with a smaller size memory sums; set one of them")
         ranks = sorted({int(rank) for rank in settings.reduce_roots.split(",")})
         if ranks[-1] >= len(gpus):
             raise ConfigError(f"BPSFAST_REDUCE_ROOTS = {settings.reduce_roots} (or BYTEPS_REDUCE_ROOTS): there is no "
@@ -89,13 +91,13 @@ def forced(topology: Topology, settings: Settings) -> ForcedStrategy | None:
     return ForcedStrategy(islands_by_size(topology, size), gpus, f"pcie_switch_size = {size}") if size else None
 
 
-def _tell(level: int, text: str) -> None:
-    if text not in _told:
-        _told.add(text)
+def _log_once(level: int, text: str) -> None:
+    if text not in _logged:
+        _logged.add(text)
         _log.log(level, "%s", text)
 
 
-#: So many of the busiest links and cards are shown.
+#: The number of busiest links and cards that are shown.
 _N_BUSIEST_SHOWN = 5
 
 
@@ -103,8 +105,8 @@ _N_BUSIEST_SHOWN = 5
 class StrategyReport:
     """The strategy of the machine *topology* that sums *service* sizes of a gradient for others.
 
-    `forced`: what the settings `forced_by` make of it, None if they force nothing. `is_direct`: may GPUs send straight
-    to cards.
+    `forced`: the strategy that the setting `forced_by` forces, None if there is none. `is_direct`: may GPUs send
+    directly to cards.
     """
 
     topology: Topology
@@ -117,11 +119,11 @@ class StrategyReport:
     is_direct: bool = False
 
     def lines(self) -> list[str]:
-        """Return it for people."""
+        """Return the report as text for people."""
         return [f"{self.topology.name}: a gradient, in and out, and {self.service:g} of its size summed for others", "",
                 *self.chosen.lines(), "",
-                f"{_ms(self.chosen.loads.time)} for each GB of gradient; at least {_ms(self.bound.time)} on any way, "
-                f"{_ms(self.rule.loads.time)} by the rule of the paper", "",
+                f"{_ms(self.chosen.loads.time)} for each GB of gradient; at least {_ms(self.bound.time)} with any "
+                f"strategy, {_ms(self.rule.loads.time)} with the paper's rule", "",
                 *self._forced_lines(),
                 "Busiest, in sizes of the gradient per direction:",
                 *(f"  {name}: {load:.3g}, {_ms(time)}" for time, name, load in self.busiest()),
@@ -138,15 +140,14 @@ class StrategyReport:
         able: dict[str, list[str]] = {}
         for pair in direct_pairs(self.topology):
             able.setdefault(pair.gpu, []).append(pair.card)
-        told = {**{gpu: f"can, to {', '.join(cards)}" for gpu, cards in able.items()},
+        answers = {**{gpu: f"can, to {', '.join(cards)}" for gpu, cards in able.items()},
                 **{gpu: f"cannot: {reason}" for gpu, reason in refusal_reasons(self.topology)}}
-        head = f"Straight to a network card (gpu_direct, {'on' if self.is_direct else 'off'}; never measured):"
-        return ["", head, *(f"  {part.name} {told[part.name]}" for part in self.topology.of(PartKind.GPU))] if told else []
+        head = f"Directly to a network card (gpu_direct, {'on' if self.is_direct else 'off'}; never measured):"
+        gpus = [f"  {part.name} {answers[part.name]}" for part in self.topology.of(PartKind.GPU)] if answers else []
+        return ["", head, *gpus] if gpus else []
 
     def busiest(self) -> list[tuple[float, str, float]]:
-        """Return the links and cards that take longest: seconds for each byte of the gradient, name, load.
-
-        Of what is forced, if something is.
+        """Return the slowest links and cards of the strategy in effect: seconds for each gradient byte, name, load.
         """
         loads = (self.forced or self.chosen).loads
         found = [(load / link.rate_bytes, f"{link.a} - {link.b}", load) for link, load in loads.links.items() if load]
@@ -157,7 +158,7 @@ class StrategyReport:
         return sorted(found, reverse=True)[:_N_BUSIEST_SHOWN]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for programs; times in seconds for each byte of the gradient."""
+        """Return the report as data; times are seconds for each byte of the gradient."""
         return {"machine": self.topology.name, "service": self.service, "seconds_per_byte": self.chosen.loads.time,
                 "bound_seconds_per_byte": self.bound.time, "rule_seconds_per_byte": self.rule.loads.time,
                 "ways": _ways(self.chosen),
@@ -166,19 +167,21 @@ class StrategyReport:
                 "links": [{"a": link.a, "b": link.b, "kind": link.kind.value, "load": load}
                           for link, load in self.chosen.loads.links.items()],
                 "cards": self.chosen.loads.cards,
-                "gpu_direct": {"on": self.is_direct, "pairs": [pair._asdict() for pair in gpu_nic_pairs(self.topology)]}}
+                "gpu_direct": {"on": self.is_direct,
+                               "pairs": [pair._asdict() for pair in gpu_nic_pairs(self.topology)]}}
 
 
 def report_strategy(topology: Topology, service: float = 0.0, settings: Settings | None = None) -> StrategyReport:
-    """Return what is best, and what *settings* force.
+    """Return a report of the best strategy and of the one that *settings* force.
 
-    Raises `ConfigError` if SciPy is missing, GPUs have no way to memory, or settings ask for what the machine has not.
+    Raises `ConfigError` if SciPy is missing, GPUs have no path to memory, or settings ask for unknown GPUs.
     """
     traffic, settings = Traffic(service=service), settings or Settings()
     given, direct = forced(topology, settings), enabled_pairs(topology, settings)
-    return StrategyReport(topology, service, lower_bound(topology, traffic, direct), choose(topology, traffic, direct=direct),
-                  paper_rule(topology, traffic), solve_forced(topology, given, traffic, direct) if given else None,
-                  given.by if given else "", bool(direct))
+    return StrategyReport(topology, service, lower_bound(topology, traffic, direct),
+                          choose(topology, traffic, direct=direct), paper_rule(topology, traffic),
+                          solve_forced(topology, given, traffic, direct) if given else None,
+                          given.by if given else "", bool(direct))
 
 
 def _ways(strategy: Strategy) -> list[dict[str, Any]]:

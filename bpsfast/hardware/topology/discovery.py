@@ -1,7 +1,13 @@
-"""The graph of this machine, or of a recorded one: from the kernel's files, and from NVML where there are GPUs.
+"""Discovers the topology of this machine, or of a recorded one, from the kernel's files and, for GPUs, from NVML.
 
-What cannot be found out is left out or has a default, named where it stands: a container without ``/sys`` is one
-socket, a virtual machine has its GPUs and cards directly at a socket. Nothing is measured.
+Unknown facts are omitted or have defaults: a container without ``/sys`` is one socket; a virtual machine has its GPUs
+and cards directly at a socket. Nothing is measured.
+
+Network cards: functions in one slot share its PCIe link and are one card whose wires add up, as in NCCL (``xml.cc``). A
+virtual function counts if its card cannot be seen (in a guest) or used (in a container with only that function).
+
+Sockets: each NUMA node with cores is one, also if firmware divides a processor into several (NPS2, sub-NUMA clusters),
+because each has its own memory. Nodes without cores (memory on CXL, a GPU's memory) are not sockets.
 
 References
 ----------
@@ -25,12 +31,12 @@ from .graph import Link, LinkKind, Part, PartKind, Topology
 from .pcie import DEFAULT_RATE_BYTES, DEVICES, PcieBranch, PcieLocation, branches, locate, rate_bytes
 
 _NVIDIA, _AMD = 0x10de, 0x1002
-#: PCI classes: display controllers (VGA, 3D, other), and what AMD's MI300 calls itself
+#: PCI classes: display controllers (VGA, 3D, other), and AMD's MI300
 _DISPLAY, _ACCELERATOR = 0x03, 0x12
 
 
 class _Device(NamedTuple):
-    """A GPU or a card, and where it is."""
+    """A GPU or network card, and its location."""
 
     part: Part
     location: PcieLocation
@@ -42,7 +48,7 @@ def discover(root: str | None = None) -> Topology:
     Raises
     ------
     ConfigError
-        *root* is no folder, or its answers.json is not what `recorded.KernelAnswers` and `nvml.NvmlAnswer` describe.
+        *root* is not a folder, or its answers.json does not fit `KernelAnswers` and `NvmlAnswer`.
     """
     host = recorded_host.host(root)
     if isinstance(host.kernel, recorded_host.RecordedKernel):
@@ -51,11 +57,11 @@ def discover(root: str | None = None) -> Topology:
 
 
 def machine(host: Host, answer: nvml.NvmlAnswer) -> Topology:
-    """Return the graph of *host*, of which NVML has given *answer*."""
+    """Return the graph of *host* with NVML's *answer*."""
     sockets = Sockets(host)
     gpus, nics = _gpus(host.tree, answer), _cards(host)
     names = {device.part.address: device.part.name for device in gpus}
-    # GPUs that only NVML knows: a container without /sys
+    # GPUs that only NVML reports: a container without /sys
     lost = [_gpu(f"gpu{number}", gpu.address, gpu)
             for number, gpu in enumerate((gpu for gpu in answer.gpus if gpu.address not in names), len(gpus))]
     names |= {part.address: part.name for part in lost}
@@ -69,9 +75,9 @@ def machine(host: Host, answer: nvml.NvmlAnswer) -> Topology:
 
 
 def _gpus(tree: Tree, answer: nvml.NvmlAnswer) -> list[_Device]:
-    """Return the GPUs by address, which is NVML's order, too. Of NVIDIA's only those that NVML lists, if it does.
+    """Return the GPUs by address, which is also NVML's order; of NVIDIA's only those that NVML lists, if it lists any.
 
-    A container sees all GPUs of its machine in /sys, and may use those that it was given.
+    A container sees all GPUs of its machine in /sys but may use only those that NVML lists.
     """
     listed = {gpu.address: gpu for gpu in answer.gpus}
     found: list[_Device] = []
@@ -92,43 +98,43 @@ def _gpu(name: str, address: str, told: nvml.Gpu | None, model: str = "") -> Par
 
 
 def _cards(host: Host) -> list[_Device]:
-    return [_Device(Part(f"nic{number}", PartKind.NIC, card.location.address, card.model, wire_rate_bytes=card.rate_bytes,
-                         device=",".join(card.devices)), card.location) for number, card in enumerate(cards(host))]
+    return [_Device(Part(f"nic{number}", PartKind.NIC, card.location.address, card.model, device=",".join(card.devices),
+                         wire_rate_bytes=card.rate_bytes), card.location) for number, card in enumerate(cards(host))]
 
 
 def _pcie(tree: Tree, devices: list[_Device], sockets: Sockets) -> tuple[list[Part], list[Link]]:
-    """Return the switches above *devices*, and the links of both upward."""
+    """Return the switches above *devices*, and the upward links of both."""
     by_slot: dict[str, list[_Device]] = {}
     for device in devices:
         by_slot.setdefault(device.location.slot, []).append(device)
     switches: list[Part] = []
     links: list[Link] = []
 
-    def hang(hub: PcieBranch, above: str) -> None:
-        parts = [device.part for device in by_slot[hub.slot]] if not hub.below else [Part(
-            f"switch{len(switches)}", PartKind.SWITCH, hub.slot.rpartition("/")[2], _model(tree, hub.slot))]
-        rate = rate_bytes(tree, hub.way, sleeps=any(part.kind is PartKind.GPU for part in parts))
+    def add(branch: PcieBranch, above: str) -> None:
+        parts = [device.part for device in by_slot[branch.slot]] if not branch.below else [Part(
+            f"switch{len(switches)}", PartKind.SWITCH, branch.slot.rpartition("/")[2], _model(tree, branch.slot))]
+        rate = rate_bytes(tree, branch.bridges, sleeps=any(part.kind is PartKind.GPU for part in parts))
         links.extend(Link(above, part.name, LinkKind.PCIE, rate) for part in parts)
-        if hub.below:
+        if branch.below:
             switches.extend(parts)
-        for below in hub.below:
-            hang(below, parts[0].name)
+        for below in branch.below:
+            add(below, parts[0].name)
 
-    for hub in branches(sorted((device.location for device in devices), key=lambda each: each.folders)):
-        hang(hub, sockets.of(_numa_node(tree, hub, by_slot)))
+    for branch in branches(sorted((device.location for device in devices), key=lambda each: each.folders)):
+        add(branch, sockets.of(_numa_node(tree, branch, by_slot)))
     return switches, links
 
 
 def _model(tree: Tree, folder: str) -> str:
-    """Return a device's vendor and model as ``lspci -n`` writes them."""
+    """Return a device's vendor and model in the form of ``lspci -n``."""
     vendor, model = (tree.number(folder, name) for name in ("vendor", "device"))
     return "" if vendor is None or model is None else f"{vendor:04x}:{model:04x}"
 
 
-def _numa_node(tree: Tree, hub: PcieBranch, by_slot: Mapping[str, list[_Device]]) -> int | None:
-    """Return the NUMA node that one of the devices below *hub* names, None if none does."""
-    told = (tree.number(device.location.folder, "numa_node") for slot in hub.leaves for device in by_slot[slot])
-    return next((node for node in told if node is not None and node >= 0), None)
+def _numa_node(tree: Tree, branch: PcieBranch, by_slot: Mapping[str, list[_Device]]) -> int | None:
+    """Return the NUMA node of the first device below *branch* that has one, else None."""
+    numbers = (tree.number(device.location.folder, "numa_node") for slot in branch.leaves for device in by_slot[slot])
+    return next((node for node in numbers if node is not None and node >= 0), None)
 
 
 _log = logging.getLogger("bpsfast.hardware.topology")
@@ -136,8 +142,9 @@ _log = logging.getLogger("bpsfast.hardware.topology")
 
 @dataclass
 class NetworkCard:
-    """One card. `devices`: its RDMA devices and the interfaces without one; `rate_bytes`: 0 if nobody knows. `wires`:
-    the functions whose wires virtual ones have brought in.
+    """One network card. `devices`: its RDMA devices, and its interfaces without one. `rate_bytes`: 0 if unknown.
+
+    `wires`: the physical functions whose wires virtual functions have added.
     """
 
     location: PcieLocation
@@ -148,12 +155,12 @@ class NetworkCard:
 
 
 def cards(host: Host) -> list[NetworkCard]:
-    """Return the cards with a wire that is plugged in, by address; others are named in the log."""
+    """Return the cards whose wire is up, by address; the others are logged."""
     found: dict[str, NetworkCard] = {}
     counted = set()
     folders = [*(("sys/class/infiniband", device.name) for device in host.devices),
                *((interfaces.FOLDER, name) for name in host.netdevs)]
-    shown = {locate(host.tree, *folder, "device") for folder in folders}  # also those whose wire is not up
+    shown = {locate(host.tree, *folder, "device") for folder in folders}  # including cards whose wire is down
     for device in host.devices:
         own = locate(host.tree, "sys/class/infiniband", device.name, "device")
         model = host.tree.text("sys/class/infiniband", device.name, "hca_type") or device.driver
@@ -169,14 +176,14 @@ def cards(host: Host) -> list[NetworkCard]:
 
 
 def _rdma_rate(device: RdmaDevice) -> float | None:
-    """Return bytes/s of the ports that are up, None if none is."""
+    """Return bytes/s of the active ports, None if none is active."""
     up = [port for port in device.ports if port.is_active]
     return sum(port.rate_gbps or 0.0 for port in up) * 1e9 / 8 if up else None
 
 
-def _add(host: Host, found: dict[str, NetworkCard], shown: set[PcieLocation | None], own: PcieLocation, name: str, model: str,
-         rate: float | None) -> None:
-    """Put the device *name* to its card, unless *rate* is None: not plugged in. *shown*: the places of all devices."""
+def _add(host: Host, found: dict[str, NetworkCard], shown: set[PcieLocation | None], own: PcieLocation, name: str,
+         model: str, rate: float | None) -> None:
+    """Add the device *name* to its card, unless *rate* is None (wire down). *shown*: the locations of all devices."""
     real = locate(host.tree, own.folder, "physfn")
     if real is not None and real in shown:
         return
@@ -185,7 +192,7 @@ def _add(host: Host, found: dict[str, NetworkCard], shown: set[PcieLocation | No
         return
     card = found.setdefault((real or own).slot, NetworkCard(own, model))
     card.devices.append(name)
-    if real is None or real not in card.wires:  # virtual functions of one share its wire
+    if real is None or real not in card.wires:  # virtual functions of one card share its wire
         card.rate_bytes += rate
     if real is not None:
         card.wires.add(real)
@@ -193,8 +200,8 @@ def _add(host: Host, found: dict[str, NetworkCard], shown: set[PcieLocation | No
 
 #: (vendor, family, models) -> bytes/s per direction between two processors: links x transfers/s x bytes of payload.
 #: Figures are the vendors' (product briefs, "QPI/UPI speed" in Intel's ARK, AMD's architecture overviews), all of a
-#: usual board of two. NCCL's (topo.h: 6, 10, 22 GB/s...) are smaller: they are what a GPU gets that reads another one's
-#: memory through both processors; here memory is what moves. The paper has "above 300 Gbit/s" for its Broadwell.
+#: usual board of two. NCCL's (topo.h: 6, 10, 22 GB/s...) are smaller, because they are for a GPU that reads another
+#: one's memory through both processors, not for memory copies. The paper has "above 300 Gbit/s" for its Broadwell.
 _SOCKET_RATES_BYTES = (
     ("GenuineIntel", 6, (45, 62), 2 * 8.0e9 * 2),  # Sandy Bridge, Ivy Bridge: two QPI
     ("GenuineIntel", 6, (63, 79), 2 * 9.6e9 * 2),  # Haswell, Broadwell: two QPI
@@ -209,15 +216,15 @@ _SOCKET_RATES_BYTES = (
     ("AuthenticAMD", 25, (17, 160), 3 * 32.0e9 * 2),  # Genoa, Bergamo
     ("AuthenticAMD", 26, (2, 17), 3 * 32.0e9 * 2),  # Turin
 )
-#: Between others: one UPI of the slowest kind.
+#: Between other processors: one UPI of the slowest kind.
 _DEFAULT_RATE_BYTES = 10.4e9 * 2
-#: Between nodes of one processor: a guess, more than any of its PCIe links.
+#: Between NUMA nodes of one processor: a guess, above any PCIe link.
 _SAME_SOCKET_RATE_BYTES = 100e9
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """What /proc/cpuinfo says of the first core; empty and 0 where it does not."""
+    """The first core in /proc/cpuinfo; missing fields are empty or 0."""
 
     vendor: str = ""
     family: int = 0
@@ -226,7 +233,7 @@ class Cpu:
 
 
 def cpu(tree: Tree) -> Cpu:
-    """Return the processors' kind: those of one machine are the same."""
+    """Return the model of the processors, which is the same for all of a machine."""
     told: dict[str, str] = {}
     for line in (tree.text("proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
@@ -262,9 +269,9 @@ class Sockets:
                                    _SAME_SOCKET_RATE_BYTES if same else rate))
 
     def of(self, node: int | None) -> str:
-        """Return the socket of devices of the NUMA *node*: the first where firmware tells none (-1).
+        """Return the socket of devices on the NUMA *node*: the first socket if firmware reports none (-1).
 
-        Of a node without cores it is the nearest one with some.
+        For a node without cores it is the nearest node with cores.
         """
         if not self._nodes or node is None or node < 0:
             return self.parts[0].name
@@ -275,6 +282,6 @@ class Sockets:
 
 
 def _package(tree: Tree, node: numa.NumaNode) -> int | None:
-    """Return the number of the processor that a node belongs to, None if the kernel does not say."""
+    """Return the number of a node's processor, None if the kernel does not report it."""
     told = tree.number("sys/devices/system/cpu", f"cpu{min(node.cpus)}", "topology/physical_package_id")
-    return None if told == -1 else told  # arm64's where firmware has no table of it
+    return None if told == -1 else told  # arm64 without a firmware table

@@ -1,4 +1,4 @@
-"""How two parts are joined, in the words of ``nvidia-smi topo -m``, and how fast that is."""
+"""How a topology is shown: the connection of two parts in the words of ``nvidia-smi topo -m``, and a drawing."""
 from __future__ import annotations
 
 import itertools
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...orchestration.errors import LackingError
 from .graph import LinkKind, Part, PartKind, Topology
 
-#: Every word that `connection` uses, and what it means; NV# has the number of NVLinks in place of #.
+#: The words of `connection` and their meaning; in NV# the # stands for the number of NVLinks.
 CONNECTION_WORDS = {
     "NV#": "# NVLinks, directly or over NVSwitches",
     "PIX": "one PCIe switch",
@@ -16,19 +16,19 @@ CONNECTION_WORDS = {
     "NODE": "one socket (nvidia-smi: PHB, too)",
     "SYS": "sockets and what is between them",
 }
-#: No way at all.
+#: The word for parts without any connection.
 NOT_CONNECTED = "-"
 
 
 class Connection(NamedTuple):
-    """The `word`, and bytes/s per direction of the slowest link on the way (0 if there is no way)."""
+    """The `word`, and bytes/s per direction of the slowest link on the path (0 if there is none)."""
 
     word: str
     rate_bytes: float
 
 
 def connection(topology: Topology, one: str, other: str) -> Connection:
-    """Return how the parts *one* and *other* are joined: by NVLinks if there are any, else over PCIe and sockets."""
+    """Return how the parts *one* and *other* are connected: by NVLinks if there are any, else over PCIe and sockets."""
     links = {name: link for name, link in topology.neighbours(one, LinkKind.NVLINK)}
     if other in links:
         return Connection(f"NV{links[other].n_links}", links[other].rate_bytes)
@@ -54,7 +54,7 @@ _COLUMN, _ROW = 1.25, 1.4
 
 
 def draw(topology: Topology, path: str) -> None:
-    """Write a picture of *topology* to *path*, as SVG.
+    """Write a drawing of *topology* to *path*, as SVG: sockets on top, devices below, NVLinks as arcs at the bottom.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def draw(topology: Topology, path: str) -> None:
     axes.set_title(f"{topology.name}: GB/s per direction", y=0.93, parse_math=False)
     for link in topology.links:
         a, b = places[link.a], places[link.b]
-        # GPUs beside each other are joined by arcs below them
+        # NVLinks between GPUs of one row are arcs below them
         arc = 0.45 / max(1.0, abs(a[0] - b[0])) ** 0.5 if link.kind is LinkKind.NVLINK and a[1] == b[1] else 0.0
         axes.annotate("", a, b, arrowprops={
             "arrowstyle": "-", "color": _LINES[link.kind], "linewidth": 1.0 + min(link.n_links, 6) / 3,
@@ -92,10 +92,10 @@ def draw(topology: Topology, path: str) -> None:
 
 
 def layout(topology: Topology) -> dict[str, tuple[float, float]]:
-    """Return where each part is drawn: x in columns from 0 on, y in rows from 0 downward.
+    """Return the position of each part: x in columns from 0, y in rows from 0 downward.
 
-    GPUs and cards have a column each; a switch or socket stands in the middle of what hangs below it. All GPUs are in
-    one row, so that NVLinks do not cross other parts.
+    Each GPU and card has a column of its own; a switch or socket is centred above its children. All GPUs are in one
+    row, so that NVLinks do not cross other parts.
     """
     columns: dict[str, float] = {}
     rows: dict[str, float] = {}
@@ -115,7 +115,7 @@ def layout(topology: Topology) -> dict[str, tuple[float, float]]:
 
 def _hang(topology: Topology, part: Part, depth: int, columns: dict[str, float], rows: dict[str, float],
           free: Iterator[int]) -> None:
-    """Place *part* and, below, what hangs at it and has no place yet; *free*: columns that nothing stands in."""
+    """Set the position of *part* and of its children that have none yet; *free*: unused columns."""
     rows[part.name] = -float(depth)
     below = []
     if part.kind in (PartKind.SOCKET, PartKind.SWITCH):

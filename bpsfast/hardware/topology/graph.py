@@ -1,8 +1,8 @@
-"""The inside of a machine as a graph: parts, and the links between them with their rates in bytes/s per direction.
+"""The topology of a machine as a graph: parts, and links with their rates in bytes/s per direction.
 
-GPUs and network cards hang below PCIe switches or directly at a socket; sockets are joined to each other; NVLinks join
-GPUs, or GPUs and an NVSwitch. A socket stands for its root complex, its cores and its memory (a NUMA node): what is
-copied to a socket is copied into that memory.
+GPUs and network cards are below PCIe switches or directly at a socket; sockets are linked to each other; NVLinks link
+GPUs, or GPUs and an NVSwitch. A socket is a NUMA node: a root complex, cores and memory. A copy to a socket is a copy
+into its memory.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...orchestration.errors import DECODE_ERRORS, ConfigError
 
 
 class PartKind(enum.Enum):
-    """What a part is."""
+    """The kind of a part."""
 
     GPU = "gpu"
     SWITCH = "switch"
@@ -26,7 +26,7 @@ class PartKind(enum.Enum):
 
 
 class LinkKind(enum.Enum):
-    """What joins two parts."""
+    """The kind of a link."""
 
     PCIE = "pcie"
     NVLINK = "nvlink"
@@ -37,9 +37,10 @@ class LinkKind(enum.Enum):
 class Part(msgspec.Struct, frozen=True, omit_defaults=True):
     """One part. `name`: "gpu0", "switch1", "socket0", "nic0", "nvswitch0".
 
-    `address`: on PCIe ("0000:3b:00.0"); `model`: for people. `cpus`: of a socket, as "0-15,32-47". `memory_rate_bytes`:
-    of a socket, reads and writes together, bytes/s; 0 if unknown, which limits nothing. `wire_rate_bytes`: of a network
-    card, bytes/s per direction. `device`: of a card or GPU, the kernel's name ("mlx5_0", "eth2") or NVML's index.
+    `address`: on PCIe ("0000:3b:00.0"). `model`: for people. `cpus`: of a socket, such as "0-15,32-47".
+    `memory_rate_bytes`: of a socket, reads and writes together, bytes/s; 0: unknown and not limited. `wire_rate_bytes`:
+    of a network card, bytes/s per direction. `device`: of a card the kernel's names ("mlx5_0", "eth2"), of a GPU NVML's
+    index.
     """
 
     name: str
@@ -53,9 +54,9 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Link(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One link between the parts *a* and *b*, full duplex; several lanes or NVLinks between the same two are one.
+    """One full-duplex link between the parts *a* and *b*; parallel NVLinks are one link of `n_links` NVLinks.
 
-    `rate_bytes` is that of all together; `n_links`: how many NVLinks they are.
+    `rate_bytes`: of all of them together, bytes/s per direction.
     """
 
     a: str
@@ -66,7 +67,7 @@ class Link(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """The machine *name*. Immutable; any thread."""
+    """The graph of the machine *name*. Immutable, thread-safe."""
 
     name: str
     parts: tuple[Part, ...]
@@ -110,7 +111,7 @@ class Topology(msgspec.Struct, frozen=True):
         raise KeyError(name)
 
     def neighbours(self, name: str, *kinds: LinkKind) -> Iterator[tuple[str, Link]]:
-        """Yield what is joined to the part *name* by links of *kinds* (all by default), and the link."""
+        """Yield the parts that links of *kinds* (default: all) connect to the part *name*, each with its link."""
         for link in self.links:
             if name in (link.a, link.b) and (not kinds or link.kind in kinds):
                 yield (link.b if link.a == name else link.a), link
@@ -118,9 +119,8 @@ class Topology(msgspec.Struct, frozen=True):
     def path(self, begin: str, end: str, *kinds: LinkKind) -> tuple[Link, ...]:
         """Return the links of the shortest path from *begin* to *end* over links of *kinds*, () if there is none.
 
-        Of paths of the same length the one whose slowest link is fastest, then the first by names. By default kinds are
-        PCIe and what joins sockets: the way that a copy takes which NVLink does not carry. No path leads through a GPU
-        or a card.
+        Of paths of equal length the one whose slowest link is fastest, then the first by names. *kinds* are PCIe and
+        links between sockets by default: the path of a copy without NVLink. No path leads through a GPU or a card.
         """
         kinds = kinds or (LinkKind.PCIE, LinkKind.SOCKETS)
         ends: dict[str, tuple[float, tuple[Link, ...]]] = {begin: (float("inf"), ())}
@@ -141,12 +141,12 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 def to_json(topology: Topology) -> str:
-    """Return *topology* as JSON, which `from_json` reads."""
+    """Return *topology* as JSON for `from_json`."""
     return msgspec.json.format(msgspec.json.encode(topology), indent=2).decode() + "\n"
 
 
 def from_json(text: str | bytes) -> Topology:
-    """Return the topology that *text* describes; raises `ConfigError` with what is wrong and where."""
+    """Return the topology that *text* describes; raises `ConfigError` with the fault and its place."""
     try:
         return msgspec.json.decode(text, type=Topology)
     except msgspec.ValidationError as exc:
@@ -156,16 +156,14 @@ def from_json(text: str | bytes) -> Topology:
 
 
 def with_gpus(topology: Topology, names: Collection[str]) -> Topology:
-    """Return *topology* without the GPUs that are not among *names*, and without their links."""
+    """Return *topology* with only the GPUs of *names* and without the links of the others."""
     gone = {part.name for part in topology.of(PartKind.GPU)} - set(names)
     return Topology(name=topology.name, parts=tuple(part for part in topology.parts if part.name not in gone),
                     links=tuple(link for link in topology.links if not gone & {link.a, link.b}))
 
 
 def of_host(n_gpus: int) -> Topology:
-    """Return a machine of one socket, and *n_gpus* devices below one switch of it: what ranks are whose device is the
-    host.
-    """
+    """Return a machine of one socket with *n_gpus* devices below one switch, for ranks whose device is the host."""
     rate = 1e10
     gpus = [Part(f"gpu{i}", PartKind.GPU) for i in range(n_gpus)]
     links = [Link(gpu.name, "switch0", LinkKind.PCIE, rate) for gpu in gpus]

@@ -1,4 +1,4 @@
-"""A linear program whose variables have names, solved by SciPy's HiGHS."""
+"""LinearProgram: linear programs with named variables, solved by SciPy's HiGHS."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
@@ -6,14 +6,14 @@ from typing import Any
 
 from ...orchestration.errors import BpsError, ConfigError
 
-#: What may be lost of the best value when the next goal is looked for among the solutions.
+#: The part of the best value that may be lost when the next goal is optimized.
 _SLACK = 1e-9
-#: What is told where there is no solver.
+#: The advice if there is no solver.
 MISSING = "scipy is missing: pip install 'bpsfast[plan]'"
 
 
 def can_solve() -> bool:
-    """Tell whether SciPy is there."""
+    """Whether SciPy is installed."""
     try:
         import scipy.optimize  # noqa: F401
     except ImportError:
@@ -22,18 +22,18 @@ def can_solve() -> bool:
 
 
 class LinearProgram:
-    """Variables are at least 0, and made when they are first named. Not thread-safe."""
+    """A linear program. Variables are non-negative and created on first use. Not thread-safe."""
 
     def __init__(self) -> None:
         self._columns: dict[Hashable, int] = {}
         self._rows: list[tuple[Mapping[Hashable, float], float, bool]] = []
 
     def at_most(self, terms: Mapping[Hashable, float], limit: float) -> None:
-        """Demand that the sum of *terms* (variable: factor) is at most *limit*."""
+        """Require that the sum of *terms* (variable: factor) is at most *limit*."""
         self._add(terms, limit, False)
 
     def equal(self, terms: Mapping[Hashable, float], value: float) -> None:
-        """Demand that the sum of *terms* is *value*."""
+        """Require that the sum of *terms* is *value*."""
         self._add(terms, value, True)
 
     def _add(self, terms: Mapping[Hashable, float], value: float, exact: bool) -> None:
@@ -42,9 +42,9 @@ class LinearProgram:
         self._rows.append((dict(terms), value, exact))
 
     def least(self, *goals: Mapping[Hashable, float]) -> dict[Hashable, float]:
-        """Return the variables' values for which the first goal is least, among these the second, and so on.
+        """Return the variables' values that minimize the first goal, among these the second, and so on.
 
-        Raises `ConfigError` if SciPy is missing, `BpsError` if no values fulfil what is demanded.
+        Raises `ConfigError` if SciPy is missing, `BpsError` if no values meet the requirements.
         """
         values: dict[Hashable, float] = {}
         for number, goal in enumerate(goals):

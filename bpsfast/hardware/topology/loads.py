@@ -1,7 +1,7 @@
-"""What a step puts on each link, card and memory of a machine: the terms of a linear program, and their values.
+"""The load of a step on each link, card and memory of a machine, as terms of a linear program and as values.
 
-Sizes are in sizes of the gradient; time in seconds for each byte of it. The way back of a result mirrors the way of its
-parts. Links are full duplex, so a link carries in each direction what all copies over it carry on the way there.
+Sizes are relative to the gradient's; times are seconds for each byte of it. Results take the same paths as the
+gradients, reversed. Links are full duplex, so a link carries in each direction the sum of the copies over it.
 """
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from .linear_program import LinearProgram
 
 Terms = dict[Hashable, float]
 
-#: The variable that is made least: the time that the busiest link, card or memory takes.
+#: The variable that is minimized: the time of the busiest link, card or memory.
 TIME = "time"
-#: What socket memory moves for each byte that comes in and for each that goes out, there and back: a part is written,
-#: read to be added, its result read on the way back; a sum is written and read to go out, and written on its way back.
+#: Memory accesses of a socket for each incoming and each outgoing byte, both ways: an input is written, read for the
+#: sum, and its result read; a sum is written, read to be sent, and its result written.
 _N_MOVES = 3
 #: For each byte that the machine sums for others: received, read, written, sent.
 _N_SERVICE_MOVES = 4
 
 
 class Traffic(NamedTuple):
-    """What crosses a machine's network cards in a step, per direction: its own gradients, and what it sums for others.
+    """The traffic of a machine's network cards in a step, per direction: its own gradients, and sums for others.
 
-    With n machines and no helpers each sums its n-th part: service = (n - 2) / n (OSDI'20 section 4.2).
+    With n machines and no helpers each sums an n-th part: service = (n - 2) / n (OSDI'20 section 4.2).
     """
 
     worker: float = 1.0
     service: float = 0.0
 
 
-#: Of a machine that sums nothing for others.
+#: The traffic of a machine that sums nothing for others.
 OWN_GRADIENTS = Traffic()
 
 
 class Loads(NamedTuple):
-    """The values: by link and by card per direction, by socket's memory in all; `time`: of the busiest of them."""
+    """The loads of links and cards per direction and of sockets' memory; `time`: of the busiest of them."""
 
     links: dict[Link, float]
     cards: dict[str, float]
@@ -50,7 +50,7 @@ class Loads(NamedTuple):
 
 
 class LinkLoads:
-    """Collects what is carried by variables, then limits it by rate times `TIME`. One for each program."""
+    """Collects which variables load which link, card and memory, then limits the loads by rate times `TIME`."""
 
     def __init__(self, topology: Topology, traffic: Traffic) -> None:
         if not topology.of(PartKind.SOCKET):
@@ -64,7 +64,7 @@ class LinkLoads:
         self.sockets = sorted(part.name for part in topology.of(PartKind.SOCKET))
 
     def carry(self, copy: Copy, variable: Hashable) -> None:
-        """Let *variable* be how much of the gradient *copy* carries."""
+        """Let *copy* carry *variable*, a part of the gradient."""
         for link in copy.links:
             self._links[link][variable] += 1.0
         for end in (copy.begin, copy.end):
@@ -79,9 +79,9 @@ class LinkLoads:
     def send(self, program: LinearProgram, direct: Collection[GpuNicPair] = ()) -> dict[str, Terms]:
         """Send the whole sum from sockets over cards; return the share that each socket sends, as terms.
 
-        A machine without a card has its sum in the memory of any socket. What is summed for others goes where there is
-        room, from memory. *direct*: GPUs that may send to a card as sockets do, with neither memory nor what leads
-        there; the part of the gradient that the machine itself sums is left in, though that has to be in memory.
+        A machine without a card has its sum in the memory of any socket. Sums for others are sent from memory over any
+        card. *direct*: GPUs that may send to a card without memory; the part of the gradient that the machine itself
+        sums is included, although it must be in memory.
         """
         shares: dict[str, Terms] = {socket: {} for socket in self.sockets}
         service: Terms = {}
@@ -115,12 +115,12 @@ class LinkLoads:
         return shares
 
     def limit(self, program: LinearProgram) -> Terms:
-        """Limit all loads by `TIME`; return the sum of their times, as terms: less of it burdens others less.
+        """Limit all loads by `TIME`; return the sum of their times as terms, which is minimized second.
 
-        Both in units of the fastest link's time for a byte: solvers take a difference of 1e-7 for none.
+        Both are in units of the fastest link's time for a byte, because solvers ignore differences below 1e-7.
         """
         total: Terms = defaultdict(float)
-        program.at_most({TIME: -1.0}, 0.0)  # where nothing has a limit
+        program.at_most({TIME: -1.0}, 0.0)  # needed if nothing is limited
         for terms, rate in self._limited():
             program.at_most({**terms, TIME: -rate / self._unit}, 0.0)
             for variable, factor in terms.items():
@@ -146,11 +146,11 @@ class LinkLoads:
 
 
 def reduce_to(budget: LinkLoads, island: Sequence[str], root: str, variable: Hashable) -> None:
-    """Let the GPUs of *island* add *variable* of the gradient up at *root*.
+    """Let the GPUs of *island* sum *variable* of the gradient at *root*.
 
-    Over NVLink as NCCL's rings do: each GPU sends and receives it all, over its links in proportion to their rates.
-    Below a switch directly, which with many roots is a reduce-scatter. Elsewhere along NCCL's ring, GPU after GPU, over
-    whatever leads there: so a switch's link is crossed once each way, not by every GPU.
+    Over NVLink as in NCCL's rings: each GPU sends and receives all of it, over its links in proportion to their rates.
+    Below one switch by direct copies, which with many roots are a reduce-scatter. Otherwise along NCCL's ring from GPU
+    to GPU, so that a switch's link is crossed once in each direction.
     """
     topology = budget.topology
     nvlinks = _nvlinks(topology, island)
@@ -168,7 +168,7 @@ def reduce_to(budget: LinkLoads, island: Sequence[str], root: str, variable: Has
 
 
 def _nvlinks(topology: Topology, island: Sequence[str]) -> dict[Link, float]:
-    """Return the island's NVLinks with what each carries of a byte, {} if they do not join all of it."""
+    """Return the island's NVLinks with the load of each for a byte, {} if they do not connect the whole island."""
     if len(island) < 2 or not any(set(island) <= set(each) for each in islands_of(topology, PartKind.NVSWITCH)):
         return {}
     ends = {*island, *(part.name for part in topology.of(PartKind.NVSWITCH))}

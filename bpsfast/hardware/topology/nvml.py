@@ -1,7 +1,7 @@
 """What NVIDIA's library (NVML) says of this machine's GPUs and their NVLinks: the only use of it.
 
-NVML's answers become an `NvmlAnswer`, which a recorded machine has as data (``nvml`` in its answers.json); `nvlinks` makes
-links of either.
+NVML's answers become an `NvmlAnswer`, which a recorded machine has as data (``nvml`` in its answers.json). `nvlinks`
+makes links of either.
 
 References
 ----------
@@ -21,17 +21,17 @@ from .graph import Link, LinkKind, Part, PartKind
 _log = logging.getLogger("bpsfast.hardware.topology")
 
 #: NVML_NVLINK_VERSION_* -> bytes/s per direction of one NVLink, as NVIDIA names it: 20 GB/s on P100, 25 from V100 to
-#: H100, 50 since B200. Unknown ones count as the last.
+#: H100, 50 since B200. Unknown versions count as the last.
 _RATES_BYTES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9, 8: 50e9}
 #: NVML_NVLINK_DEVICE_TYPE_* -> `NvLinks.kind`
 _KINDS = {0: "gpu", 1: "cpu", 2: "switch"}
 
 
 class NvLinks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """NVLinks from one GPU to the same other end that are up.
+    """The active NVLinks from one GPU to one other end.
 
-    `kind`: "gpu", "switch", "cpu" (POWER) or "unknown"; `remote`: its PCI address, "" where a virtual machine hides it;
-    `version`: NVML_NVLINK_VERSION_*; `speed_mb`: 1e6 bytes/s of one, as the library says, 0 if it does not.
+    `kind`: "gpu", "switch", "cpu" (POWER) or "unknown"; `remote`: its PCI address, "" if a virtual machine hides it;
+    `version`: NVML_NVLINK_VERSION_*; `speed_mb`: 1e6 bytes/s of one as NVML reports it, 0 if unknown.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class NvLinks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def rate_bytes(self) -> float:
-        """Bytes/s per direction of all of them. What NVML tells counts where it is less: A6000's are of 14 GB/s."""
+        """Bytes/s per direction of all of them: the nominal rate, or NVML's if it is lower (A6000: 14 GB/s a link)."""
         nominal = _RATES_BYTES.get(self.version, _RATES_BYTES[max(_RATES_BYTES)])
         return self.n_links * (min(nominal, self.speed_mb * 1e6) if self.speed_mb else nominal)
 
@@ -57,19 +57,19 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NvmlAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that was asked. `error` says why there is none; then the rest is empty."""
+    """All answers of NVML. `error`: why there are none; the rest is then empty."""
 
     error: str = ""
     gpus: tuple[Gpu, ...] = ()
 
 
 def recorded_answer(answer: Any) -> NvmlAnswer:
-    """Return the answer of a recorded machine, an empty one if nobody asked NVML there.
+    """Return the answer of a recorded machine, an empty one if none was recorded.
 
     Raises
     ------
     ConfigError
-        *answer* is no such thing.
+        *answer* does not fit `NvmlAnswer`.
     """
     if answer is None:
         return NvmlAnswer("not recorded")
@@ -80,7 +80,7 @@ def recorded_answer(answer: Any) -> NvmlAnswer:
 
 
 def query_nvml() -> NvmlAnswer:
-    """Ask NVML about this machine. Without the package, the library or a GPU, `error` says so, and so does the log."""
+    """Query NVML about this machine. `error`, also logged, says what is missing: the package, the library or a GPU."""
     try:
         import pynvml
     except ImportError:
@@ -94,7 +94,7 @@ def query_nvml() -> NvmlAnswer:
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
                 gpus.append(_gpu(pynvml, index))
-            except pynvml.NVMLError as exc:  # fell off the bus, or belongs to somebody else
+            except pynvml.NVMLError as exc:  # fell off the bus, or is not accessible
                 _log.info("NVML says nothing of GPU %d: %s", index, exc)
         return NvmlAnswer(gpus=tuple(gpus))
     except pynvml.NVMLError as exc:
@@ -106,8 +106,8 @@ def query_nvml() -> NvmlAnswer:
 def nvlinks(answer: NvmlAnswer, gpus: Mapping[str, str]) -> tuple[list[Part], list[Link]]:
     """Return the NVSwitch, if there is one, and the NVLinks among *gpus* (PCI address -> name) and to it.
 
-    The NVSwitches of a machine are one part: a GPU spreads what it sends over its links to all of them, and no program
-    decides over which one its bytes go (so does NCCL). Links to GPUs that are not in *gpus* are left out.
+    All NVSwitches of a machine are one part, as in NCCL, because a GPU spreads its traffic over all of them. Links to
+    GPUs that are not in *gpus* are omitted.
     """
     pairs: dict[tuple[str, str], list[NvLinks]] = {}
     switches = set()
@@ -119,7 +119,7 @@ def nvlinks(answer: NvmlAnswer, gpus: Mapping[str, str]) -> tuple[list[Part], li
             if found.kind == "switch":
                 switches.add(found.remote)
             elif other < gpus[gpu.address] and _tells(answer, found.remote, gpu.address):
-                continue  # the other end has told it, too
+                continue  # the other end reports it as well
             one = gpus[gpu.address]
             pairs.setdefault((min(one, other), max(one, other)), []).append(found)
     links = [Link(one, other, LinkKind.NVLINK, sum(each.rate_bytes for each in found),
@@ -129,7 +129,7 @@ def nvlinks(answer: NvmlAnswer, gpus: Mapping[str, str]) -> tuple[list[Part], li
 
 
 def _tells(answer: NvmlAnswer, address: str, of: str) -> bool:
-    """Whether the GPU at *address* has told its links to the one at *of*."""
+    """Whether the GPU at *address* reports links to the one at *of*."""
     return any(found.remote == of for gpu in answer.gpus if gpu.address == address for found in gpu.nvlinks)
 
 
@@ -147,7 +147,7 @@ def _gpu(library: Any, index: int) -> Gpu:
                 continue
             version = library.nvmlDeviceGetNvLinkVersion(handle, number)
         except library.NVMLError:
-            break  # no such link, or a GPU without any
+            break  # no such link, or a GPU without NVLinks
         key = *_other_end(library, handle, number), version, _speed_mb(library, handle)
         counts[key] = counts.get(key, 0) + 1
     links = tuple(NvLinks(kind, remote, version, n_links, speed) for (kind, remote, version, speed), n_links
@@ -156,7 +156,7 @@ def _gpu(library: Any, index: int) -> Gpu:
 
 
 def _other_end(library: Any, handle: Any, number: int) -> tuple[str, str]:
-    """Return kind and address of what a link leads to; drivers before 450 do not tell the kind."""
+    """Return kind and address of a link's other end; drivers before 450 do not report the kind."""
     try:
         remote = _address(library.nvmlDeviceGetNvLinkRemotePciInfo(handle, number))
     except library.NVMLError:
@@ -176,7 +176,7 @@ def _speed_mb(library: Any, handle: Any) -> int:
 
 
 def _address(info: Any) -> str:
-    """Return the kernel's way of writing an address; all bits set is a virtual machine's "not told"."""
+    """Return an address in the kernel's form; "" if all bits are set, as virtual machines do to hide it."""
     if info.bus > 0xff or info.domain == 0xffffffff:
         return ""
     return f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"

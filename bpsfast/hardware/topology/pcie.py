@@ -1,11 +1,11 @@
-"""Where a device hangs on PCIe, which of the bridges above it are switches, and how fast each link is.
+"""PCIe: the location of a device, which bridges above it are switches, and the rate of each link.
 
 The kernel's path of a device names every bridge above it: ``/sys/devices/pci0000:15/0000:15:01.0/0000:16:00.0/
 0000:17:04.0/0000:1b:00.0`` is a host bridge, its root port, a switch's upstream port, one of its downstream ports, and
-the device. A switch is a bridge below a root port with two ways down to devices of ours: that is its upstream port.
-Bridges with one way down (ports, bridges on the card itself, switches that carry one device) are part of a link.
+the device. A bridge below a root port with at least two branches to known devices is a switch (its upstream port).
+Bridges with one branch (ports, bridges on the card itself, switches with one device) are part of a link.
 
-Not done: switches of Broadcom that show themselves as two levels are not flattened, as NCCL does by device ids.
+Broadcom's switches that appear as two levels are not merged into one; NCCL does that by device ids.
 
 References
 ----------
@@ -23,7 +23,7 @@ from ..interfaces import PcieLink, pcie_link
 from ..sysfs import Tree
 
 DEVICES = "sys/bus/pci/devices"
-#: Bytes/s where the kernel tells no rate, as in virtual machines: PCIe 3 with 16 lanes, which NCCL takes as well.
+#: Bytes/s if the kernel reports no rate, as in virtual machines: PCIe 3 with 16 lanes, as in NCCL.
 DEFAULT_RATE_BYTES = float(round(8e9 * 16 * 128 / 130 / 8))
 
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
@@ -32,7 +32,7 @@ _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 @dataclass(frozen=True)
 class PcieLocation:
-    """Where a device is: paths below the tree's root of all bridges from the root port down to it, its own the last."""
+    """The location of a device: the folders of all bridges from the root port down to it, its own as the last."""
 
     folders: tuple[str, ...]
 
@@ -48,31 +48,31 @@ class PcieLocation:
 
     @property
     def slot(self) -> str:
-        """The folder without the function: what all functions of a card have in common."""
+        """The folder without the PCI function: the same for all functions of a card."""
         return self.folder.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
 class PcieBranch:
-    """A switch, or a device in *slot* (then `below` is empty): its link upward runs over the bridges `way`."""
+    """A switch, or a device in *slot* without branches `below`; its upward link consists of the bridges `bridges`."""
 
     slot: str
-    way: tuple[str, ...]
+    bridges: tuple[str, ...]
     below: tuple[PcieBranch, ...] = ()
 
     @property
     def leaves(self) -> Iterator[str]:
-        """The slots of all devices below it, or its own."""
+        """The slots of all devices below, or its own slot."""
         if not self.below:
             yield self.slot
-        for hub in self.below:
-            yield from hub.leaves
+        for branch in self.below:
+            yield from branch.leaves
 
 
 def locate(tree: Tree, *parts: str) -> PcieLocation | None:
-    """Return where the device is that a link points to, None if it is not on PCIe.
+    """Return the location of the device that a symbolic link points to, None if it is not on PCIe.
 
-    A device on another bus that begins at a PCI device (USB) is not; virtio's is, for its card is all that it has.
+    A device on another bus below a PCI device (USB) is not on PCIe; a virtio device is, as its card's only device.
     """
     root = os.path.realpath(tree.root)
     path = os.path.relpath(os.path.realpath(tree.path(*parts)), root)
@@ -89,12 +89,12 @@ def locate(tree: Tree, *parts: str) -> PcieLocation | None:
 
 
 def branches(places: Iterable[PcieLocation]) -> list[PcieBranch]:
-    """Return what hangs at root complexes: switches with all below them, and devices, in the order of *places*."""
+    """Return the switches and devices at root complexes, with all branches below, in the order of *places*."""
     return _below([(each.folders, each.slot) for each in places], 0)
 
 
 def _below(places: list[tuple[tuple[str, ...], str]], depth: int) -> list[PcieBranch]:
-    """Return the hubs of *places*, whose first *depth* folders are the same."""
+    """Return the branches of *places*, whose first *depth* folders are the same."""
     ways: dict[str, list[tuple[tuple[str, ...], str]]] = {}
     for folders, slot in places:
         ways.setdefault(slot if len(folders) == depth + 1 else folders[depth], []).append((folders, slot))
@@ -107,18 +107,18 @@ def _below(places: list[tuple[tuple[str, ...], str]], depth: int) -> list[PcieBr
         branches = _below(way, depth + 1)
         if len(branches) > 1 and depth > 0:
             found.append(PcieBranch(folders[depth], (folders[depth],), tuple(branches)))
-        else:  # a root port, or a bridge above the only way down
-            found += [dataclasses.replace(hub, way=(folders[depth], *hub.way)) for hub in branches]
+        else:  # a root port, or a bridge with one branch
+            found += [dataclasses.replace(branch, bridges=(folders[depth], *branch.bridges)) for branch in branches]
     return found
 
 
-def rate_bytes(tree: Tree, way: Iterable[str], sleeps: bool = False) -> float:
-    """Return bytes/s per direction of the slowest link of *way*, before the overhead of packets (10 to 20 %).
+def rate_bytes(tree: Tree, bridges: Iterable[str], sleeps: bool = False) -> float:
+    """Return bytes/s per direction of the slowest link of *bridges*, before the overhead of packets (10 to 20 %).
 
-    *sleeps*: below is a GPU, which lets its link run slowly while it has nothing to do (2.5 GT/s): then what counts is
-    the best speed that both ends can have, on the lanes that are there.
+    *sleeps*: the device is a GPU, which slows its link while idle (2.5 GT/s); then the largest speed of both ends
+    counts, with the present number of lanes.
     """
-    links = [link for folder in way if (link := pcie_link(tree, folder)) is not None]
+    links = [link for folder in bridges if (link := pcie_link(tree, folder)) is not None]
     rates = [(_at_full_speed(link) if sleeps else link).gbps * 1e9 / 8 for link in links]
     return float(round(min(rates, default=DEFAULT_RATE_BYTES)))
 

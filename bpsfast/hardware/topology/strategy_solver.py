@@ -1,6 +1,16 @@
-"""The best strategy that can be carried out: shares of ways, roots, sockets and cards by a linear program.
+"""Strategies: how a machine sums its GPUs' gradients. The best one, the paper's, a simple one, and a lower bound.
 
-Also strategies that are given in part: the paper's rule, and BytePS's variables, by islands and roots.
+In each share of a strategy the GPUs of an island first sum among themselves, each root its part; roots copy their parts
+to a socket's memory; CPUs sum what the islands left there; one socket's sum is sent. Results go back the same way. With
+islands of one GPU everything is copied; one island for each PCIe switch is OSDI'20's CPU-assisted aggregation; one
+island over NVLink with chosen roots is its strategy for NVLink machines. With GPUDirect a root of an
+island of all GPUs may copy to a card instead of to memory.
+
+`choose` finds the best shares, roots, sockets and cards by a linear program. `nearest_socket_strategy` needs no solver.
+
+`lower_bound` is a linear program over every copy, in which each GPU's part is a flow of its own. Where parts of several
+GPUs meet they are summed and continue as one, so a copy is as large as the largest flow through it, not their sum. For
+sums made at any part of the machine this is a lower bound (Edmonds' branchings; OSDI'20 section 4.1 finds it by hand).
 """
 from __future__ import annotations
 
@@ -15,20 +25,20 @@ from .graph import PartKind, Topology
 from .linear_program import LinearProgram
 from .loads import OWN_GRADIENTS, TIME, LinkLoads, Loads, Terms, Traffic, reduce_to
 
-#: A share below this is what rounding has left of none.
+#: A share below this is a rounding error.
 NOTHING = 1e-7
 
 
 @dataclass(frozen=True)
 class StrategyShare:
-    """One way: `share` of the gradient, and of that how much goes from each root to each socket, or to a card."""
+    """A `share` of the gradient, and `copied`: the part of the share from each root to each socket or card."""
 
     share: float
     islands: tuple[tuple[str, ...], ...]
     copied: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def roots(self) -> dict[str, float]:
-        """Return the part of the way's share that each root has; those of an island's add up to 1."""
+        """Return each root's part of the share; the parts of one island's roots add up to 1."""
         parts: dict[str, float] = {}
         for (root, _), part in self.copied.items():
             parts[root] = parts.get(root, 0.0) + part
@@ -37,21 +47,21 @@ class StrategyShare:
 
 @dataclass(frozen=True)
 class Strategy:
-    """All ways of one machine, the largest share first, and what they load."""
+    """The shares (`ways`) of one machine, the largest first, and their loads."""
 
     ways: tuple[StrategyShare, ...]
     loads: Loads
 
     def lines(self) -> list[str]:
-        """Return it in words, for people."""
-        said = []
+        """Return the strategy as text for people."""
+        lines = []
         for way in self.ways:
             joined = [island for island in way.islands if len(island) > 1]
             how = f"summed in {' and in '.join(map(_listed, joined))}" if joined else "by each for itself"
-            copied = ", ".join(f"{part:.0%} from {root} {'straight ' if end in self.loads.cards else ''}to {end}"
+            copied = ", ".join(f"{part:.0%} from {root} {'directly ' if end in self.loads.cards else ''}to {end}"
                                for (root, end), part in way.copied.items() if root != end)
-            said.append(f"{way.share:.1%} of the gradient: {how}; {copied or 'added in memory, where it is'}")
-        return said
+            lines.append(f"{way.share:.1%} of the gradient: {how}; {copied or 'added in memory, where it is'}")
+        return lines
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -62,7 +72,7 @@ Islands = tuple[tuple[str, ...], ...]
 
 
 class ForcedStrategy(NamedTuple):
-    """One grouping, and the GPUs that share each island's copies. `by`: the setting that says so."""
+    """Islands, and the GPUs that share each island's copies. `by`: the setting that forces them."""
 
     islands: Islands
     roots: tuple[str, ...]
@@ -71,22 +81,22 @@ class ForcedStrategy(NamedTuple):
 
 def choose(topology: Topology, traffic: Traffic = OWN_GRADIENTS, islands: Sequence[Islands] = (),
            roots: Collection[str] = (), direct: Collection[GpuNicPair] = ()) -> Strategy:
-    """Return the strategy that takes least time, of these the one that loads links least.
+    """Return the fastest strategy, of these the one that loads links least.
 
     Parameters
     ----------
     islands
-        Groupings to choose from; by default each GPU alone, by PCIe switch, and over NVLink.
+        Groupings to choose from; by default each GPU alone, by PCIe switch, and by NVLink.
     roots
-        GPUs that share each island's copies to memory equally; an island without one of them uses all of its GPUs.
-        By default any GPU copies as much as is best.
+        GPUs that equally share each island's copies to memory; an island without any of them uses all of its GPUs.
+        By default each GPU copies as much as is best.
     direct
-        Which roots may send straight to which cards: where all GPUs are one island, for else memory has to add.
+        Which roots may send directly to which cards, if all GPUs are one island; otherwise memory has to sum.
 
     Raises
     ------
     ConfigError
-        SciPy is missing; *islands* or *roots* name what the machine has not; a GPU has no way to memory.
+        SciPy is missing; *islands* or *roots* name unknown GPUs; a GPU has no path to memory.
     """
     _check(topology, islands, roots)
     program = LinearProgram()
@@ -111,7 +121,7 @@ def choose(topology: Topology, traffic: Traffic = OWN_GRADIENTS, islands: Sequen
 
 
 def default_groupings(topology: Topology) -> Iterator[Islands]:
-    """Yield the groupings worth a thought; sockets stand for themselves where there is no GPU."""
+    """Yield the groupings to consider; a machine without GPUs has its sockets instead."""
     if not topology.of(PartKind.GPU):
         yield tuple((part.name,) for part in topology.of(PartKind.SOCKET))
         return
@@ -121,16 +131,16 @@ def default_groupings(topology: Topology) -> Iterator[Islands]:
 
 
 def paper_rule(topology: Topology, traffic: Traffic = OWN_GRADIENTS) -> Strategy:
-    """Return what OSDI'20 section 4 does: its `paper_grouping`, with the sockets that are best for it."""
+    """Return the strategy of OSDI'20 section 4: its `paper_grouping` with the best sockets."""
     given = paper_grouping(topology)
     return choose(topology, traffic, [given.islands], given.roots)
 
 
 def paper_grouping(topology: Topology) -> ForcedStrategy:
-    """Return the paper's general rule by S_n and S_g, switches with GPUs with and without a card.
+    """Return the paper's general rule by S_n and S_g: switches with GPUs, with and without a card.
 
-    Over NVLink, if both kinds of switches are there, roots are the GPUs of those without a card, at a card's socket if
-    one is; else all GPUs. Without NVLink each switch sums in itself.
+    With NVLink and both kinds of switches, roots are the GPUs below switches without a card, preferably at a card's
+    socket; otherwise all GPUs. Without NVLink each switch is an island.
     """
     gpus = tuple(part.name for part in topology.of(PartKind.GPU))
     by_nvlink = islands_of(topology, PartKind.NVSWITCH)
@@ -145,7 +155,7 @@ def paper_grouping(topology: Topology) -> ForcedStrategy:
 
 
 def islands_by_size(topology: Topology, n_gpus: int) -> Islands:
-    """Return islands of *n_gpus* GPUs in their order: what BYTEPS_PCIE_SWITCH_SIZE says."""
+    """Return islands of *n_gpus* consecutive GPUs, as BYTEPS_PCIE_SWITCH_SIZE asks for."""
     gpus = [part.name for part in topology.of(PartKind.GPU)]
     if n_gpus < 1 or len(gpus) % n_gpus:
         raise ConfigError(f"BYTEPS_PCIE_SWITCH_SIZE={n_gpus}: this machine's {len(gpus)} GPUs are no multiple of that")
@@ -166,7 +176,7 @@ def _check(topology: Topology, islands: Sequence[Islands], roots: Collection[str
 
 def _with_cards(copied: dict[tuple[str, str], float], direct: Collection[GpuNicPair],
                 values: Mapping[Hashable, float]) -> dict[tuple[str, str], float]:
-    """Return *copied* with the cards that GPUs send straight to in place of these GPUs as their own receivers."""
+    """Return *copied* with the cards that GPUs send directly to, in place of copies of a GPU to itself."""
     found = {}
     for (root, end), part in copied.items():
         cards = {pair.card: values["direct", pair.gpu, pair.card] for pair in direct if root == end == pair.gpu}
@@ -180,9 +190,9 @@ def _with_cards(copied: dict[tuple[str, str], float], direct: Collection[GpuNicP
 
 def _add(program: LinearProgram, budget: LinkLoads, number: int, grouping: Islands, roots: Collection[str],
          sent: dict[str, Terms]) -> None:
-    """Add one grouping's way to *program*: from GPUs to roots, to sockets, and to the socket (or GPU) that sends.
+    """Add one grouping to *program*: from GPUs to roots, to sockets, and to the socket (or GPU) that sends.
 
-    That all islands have the same at each sender keeps a GPU from sending what only memory has added up.
+    All islands must have the same amount at each sender, so that no GPU sends sums that only memory can make.
     """
     share = "share", number
     known = copies(budget.topology)
@@ -221,10 +231,10 @@ def _add(program: LinearProgram, budget: LinkLoads, number: int, grouping: Islan
 
 
 def lower_bound(topology: Topology, traffic: Traffic = OWN_GRADIENTS, direct: Collection[GpuNicPair] = ()) -> Loads:
-    """Return the loads of the fastest use of *topology*'s links, of these the one that moves least.
+    """Return the loads of the fastest use of *topology*'s links, of these the one that copies least.
 
-    *direct*: which GPUs may send straight to which cards.
-    Raises `ConfigError` if SciPy is missing, or if GPUs have no way to a socket.
+    *direct*: which GPUs may send directly to which cards. Raises `ConfigError` if SciPy is missing, or if GPUs have no
+    path to a socket.
     """
     program = LinearProgram()
     budget = LinkLoads(topology, traffic)
@@ -248,14 +258,14 @@ def lower_bound(topology: Topology, traffic: Traffic = OWN_GRADIENTS, direct: Co
     return budget.loads(program.least({TIME: 1.0}, total))
 
 
-#: Less than this of a gradient is rounding.
+#: Less than this part of a gradient is a rounding error.
 _NOTHING = 1e-9
 
 
 def nearest_socket_strategy(topology: Topology, given: ForcedStrategy, traffic: Traffic = OWN_GRADIENTS) -> Strategy:
-    """Return the strategy of *given*: each root copies an equal part, each card sends an equal part.
+    """Return the strategy of *given* without a solver: roots copy equal parts to the nearest socket.
 
-    Raises `ConfigError` if a GPU has no way to memory, or memory none to a card.
+    It is never faster than `choose`. Raises `ConfigError` if a GPU has no path to memory, or memory none to a card.
     """
     budget = LinkLoads(topology, traffic)
     sent = budget.send(LinearProgram())
@@ -274,7 +284,7 @@ def nearest_socket_strategy(topology: Topology, given: ForcedStrategy, traffic: 
             if root != socket:
                 budget.carry(Copy(root, socket, topology.path(root, socket)), variable)
             reduce_to(budget, island, root, variable)
-        for ends, part in _moves(held, goal).items():  # where islands meet their parts are added and move as one
+        for ends, part in _moves(held, goal).items():  # parts of several islands are summed and move as one
             moved[ends] = max(moved[ends], part)
     for (begin, end), part in moved.items():
         values["move", begin, end] = part
@@ -283,7 +293,7 @@ def nearest_socket_strategy(topology: Topology, given: ForcedStrategy, traffic: 
 
 
 def _sent_by_cards(topology: Topology, sent: dict[str, dict[Hashable, float]]) -> dict[Hashable, float]:
-    """Return the variables of `LinkLoads.send` for cards that send equal parts, each of its nearest socket's memory."""
+    """Return the variables of `LinkLoads.send` if each card sends an equal part from its nearest socket's memory."""
     nearest = {}
     for card in topology.of(PartKind.NIC):
         paths = [(len(topology.path(socket, card.name)), socket) for socket in sent]
@@ -297,7 +307,7 @@ def _sent_by_cards(topology: Topology, sent: dict[str, dict[Hashable, float]]) -
 
 
 def _moves(held: dict[str, float], goal: dict[str, float]) -> dict[tuple[str, str], float]:
-    """Return how much goes from which socket to which, so that what is *held* becomes the *goal*."""
+    """Return the moves between sockets that turn *held* into *goal*."""
     moves = {}
     over = {socket: held[socket] - goal[socket] for socket in held}
     for begin, end in ((begin, end) for begin in over for end in over):

@@ -1,7 +1,7 @@
-"""RDMA verbs for the transport and the tools: which implementation, and what completions mean.
+"""RDMA verbs for the transport and the tools: two implementations, and the meaning of completions.
 
-Two implementations have the same names, signatures and errors (`bpsfast.pyx.verbs` says which): "native", ours without
-the GIL, and "pyverbs", rdma-core's Python binding (`pyverbs_provider`). The setting ``verbs`` chooses.
+Both have the names, signatures and errors of `bpsfast.pyx.verbs`: "native", which is that module and works without the
+GIL, and "pyverbs", rdma-core's Python binding (`pyverbs_provider`). The setting ``verbs`` chooses one.
 
     verbs = provider(loaded.verbs)
     with verbs.Device("mlx5_0") as device: ...
@@ -18,14 +18,14 @@ PROVIDERS = tuple(_PROVIDERS)
 
 
 def provider(name: str) -> ModuleType:
-    """Return the implementation *name*, with its library loaded.
+    """Return the implementation *name* with its library loaded.
 
     Raises
     ------
     ConfigError
         There is no such implementation.
     VerbsMissing
-        It cannot be used here (an OSError); the text says what to install.
+        It cannot be used on this machine (an OSError); the text says what to install.
     """
     if name not in _PROVIDERS:
         raise ConfigError(f"verbs={name!r}: expected one of {', '.join(PROVIDERS)}")

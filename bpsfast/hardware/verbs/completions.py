@@ -1,12 +1,11 @@
-"""What a bad completion means: the words for ``ibv_wc.status`` and for the vendor's code beside it.
+"""The meaning of bad completions (``ibv_wc.status`` and the vendor's code), and CompletionError.
 
-The number alone (12, 129) is what users paste into bug reports; nothing follows from it. `explain` says what it is
-called, what happened, what is usually behind it in this library, and what to do next.
+`explain` gives for a status its name, what happened, the usual cause in this library, and what to do next.
 
 References
 ----------
 InfiniBand specification, volume 1, 10.10.3 and 11.6.2; rdma-core, ``libibverbs/verbs.h``: enum ibv_wc_status. The
-vendor codes of mlx5 are documented nowhere: what stands here is what public reports show beside which status.
+vendor codes of mlx5 are not documented; these are from public reports.
 """
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ RNR_RETRY_EXC_ERR = 13
 
 @dataclass(frozen=True)
 class Completion:
-    """The words for one status. `str()` is one sentence for an error message.
+    """The explanation of one status. `str()` is one sentence for an error message.
 
-    `happened`: what the device reports. `usually`: the cause it has most often. `advice`: what to do next. `vendor`:
-    what the vendor's code adds, "" if nothing is known of it.
+    `happened`: what the device reports. `usually`: the most frequent cause. `advice`: what to do next. `vendor`: the
+    meaning of the vendor's code, "" if unknown.
     """
 
     status: int
@@ -42,7 +41,7 @@ class Completion:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether this is only what an earlier error left behind: the first bad completion of the queue pair tells."""
+        """Whether it only follows from an earlier error, which the first bad completion of the queue pair has."""
         return self.status == WR_FLUSH_ERR
 
     def __str__(self) -> str:
@@ -54,7 +53,7 @@ class Completion:
 _UNUSED = ("a feature that today's devices do not have (reliable datagrams) failed", "a fault of driver or firmware",
            "Update the card's firmware and driver; please report it if it stays.")
 
-#: status -> name, what happened, what is usually behind it, what to do
+#: status -> name, what happened, the usual cause, what to do
 _STATUSES: dict[int, tuple[str, str, str, str]] = {
     0: ("SUCCESS", "the operation is done", "nothing to worry about", "Nothing to do."),
     1: ("LOC_LEN_ERR", "a message was longer than the receive request that it met, or than the port allows",
@@ -114,8 +113,8 @@ _STATUSES: dict[int, tuple[str, str, str, str]] = {
          "bpsfast uses no tag matching."),
 }
 
-#: What ibv_wc_status_str (rdma-core) and ib_wc_status_msg (the kernel) call them, in small letters; without those words
-#: that a log uses for other things, too (fatal error, general error).
+#: The texts of ibv_wc_status_str (rdma-core) and ib_wc_status_msg (the kernel) in lower case, without those that logs
+#: use for other things as well (fatal error, general error).
 _LOG_TEXTS = {
     "local length error": 1, "local qp operation error": 2, "local ee context operation error": 3,
     "local protection error": 4, "work request flushed error": 5, "wr flushed": 5,
@@ -127,7 +126,7 @@ _LOG_TEXTS = {
     "response timeout error": 20,
 }
 
-#: (status, vendor error) of mlx5 -> what it adds
+#: (status, vendor error) of mlx5 -> its meaning
 _MLX5: dict[tuple[int, int], str] = {
     (4, 0x51): "on mlx5 as a sender: mostly GPU memory, or memory that is no longer mapped",
     (4, 0x52): "on mlx5: the local key does not cover the buffer",
@@ -140,12 +139,12 @@ _MLX5: dict[tuple[int, int], str] = {
 
 #: status -> its name without IBV_WC_
 NAMES = {status: words[0] for status, words in _STATUSES.items()}
-#: statuses that reports show together with a vendor error of mlx5, by that error
+#: vendor error of mlx5 -> the status that reports show with it
 BY_VENDOR_ERROR = {vendor: status for status, vendor in _MLX5 if vendor != 0x52}
 
 
 def explain(status: int, vendor_error: int = 0) -> Completion:
-    """Return the words for *status*, and for *vendor_error* if it is known beside that status. Never raises."""
+    """Return the explanation of *status*, and of *vendor_error* if it is known with that status. Never raises."""
     if status not in _STATUSES:
         return Completion(status, f"status {status}", "the device reports a status that is not in the specification",
                           "a driver newer than this library, or memory that was overwritten",
@@ -156,13 +155,13 @@ def explain(status: int, vendor_error: int = 0) -> Completion:
 
 
 def status_in_log_line(line: str) -> int | None:
-    """Return the status that *line* of a log names in words, as "transport retry counter exceeded"; None if none."""
+    """Return the status that a line of a log names, such as "transport retry counter exceeded"; None if none."""
     found = [(line.lower().find(words), status) for words, status in _LOG_TEXTS.items() if words in line.lower()]
     return min(found)[1] if found else None
 
 
 def by_name(name: str) -> Completion | None:
-    """Return the words for a name (IBV_WC_RETRY_EXC_ERR, retry_exc_err, RETRY_EXC), None if there is no such one."""
+    """Return the explanation of a name (IBV_WC_RETRY_EXC_ERR, retry_exc_err, RETRY_EXC), None if it is unknown."""
     wanted = name.strip().upper().replace("-", "_").removeprefix("IBV_WC_")
     for status, known in NAMES.items():
         if wanted in (known, known.removesuffix("_ERR")):
@@ -175,10 +174,10 @@ _OPERATIONS = {0: "WRITE", 1: "WRITE with immediate", 2: "SEND", 3: "SEND with i
 
 
 class CompletionError(BpsError, ConnectionError):
-    """An operation on a queue pair failed, and the connection with it: open a new one.
+    """An operation on a queue pair failed, and with it the connection: open a new one.
 
-    Attributes: `operation` in words, `wr_id`, `slot` (None where it was for none), `device`, `peer`, `nbytes`, `status`
-    and `vendor_error` as the device gave them, `meaning` (see `Completion`).
+    Attributes: `operation` (its name), `wr_id`, `slot` (None if there was none), `device`, `peer`, `nbytes`, `status`
+    and `vendor_error` as reported by the device, `meaning` (a `Completion`).
     """
 
     def __init__(self, status: int, *, operation: str, wr_id: int, device: str, peer: str, nbytes: int = 0,
@@ -192,7 +191,7 @@ class CompletionError(BpsError, ConnectionError):
 
     @classmethod
     def of(cls, failure: Mapping[str, Any], slot: int | None = None) -> CompletionError:
-        """Return the error for a queue pair's `failure`; *slot* is what the operation was for, if it was for one."""
+        """Return the error for a queue pair's `failure`; *slot*: the slot of the operation, if any."""
         opcode = failure["opcode"]
         where = ""
         if opcode in (0, 1, 4):
@@ -203,6 +202,6 @@ class CompletionError(BpsError, ConnectionError):
 
 
 def raise_failure(pair: Any, slot: int | None = None) -> None:
-    """Raise what ended the queue pair *pair* (of either provider), if a bad completion of it was polled."""
+    """Raise `CompletionError` if a bad completion of *pair* (of either provider) was polled."""
     if pair.failure is not None:
         raise CompletionError.of(pair.failure, slot)

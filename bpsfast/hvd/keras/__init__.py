@@ -10,12 +10,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from ...keras.basics import init as _init, local_rank, local_size, rank, shutdown, size
+from ...keras.backend import init as _init, local_rank, local_size, rank, shutdown, size
 from ...keras.compression import Compression, CompressionLike, parted
-from ...keras.loading import loaded
 from ...keras.ops import broadcast, broadcast_global_variables, push_pull
-from ...keras.optimizer import distribute
-from ...keras.reduction import Reduction
+from ...keras.optimizer import Reduction, distribute, loaded
 from ...orchestration.errors import ConfigError, UnsupportedError
 from ...trainer import process
 from ...trainer.arguments import Average, Sum, averages

@@ -19,8 +19,7 @@ from ...tensorflow.broadcast import (
 )
 from ...tensorflow.compression import Compression, CompressionLike, parted
 from ...tensorflow.memory import array_of
-from ...tensorflow.ops import push_pull
-from ...tensorflow.tensor_sums import reduced
+from ...tensorflow.ops import push_pull, reduced
 from ...trainer import process
 from ..reduce_op import Average, ReduceOp, Sum, chosen, factor
 from ..runtime import ProcessSet, global_process_set

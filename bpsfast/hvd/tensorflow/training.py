@@ -9,7 +9,7 @@ import tensorflow as tf
 from ...orchestration.errors import ConfigError, UnsupportedError
 from ...tensorflow import optimizer as plain
 from ...tensorflow.compression import Compression, CompressionLike, parted
-from ...tensorflow.tape import DistributedGradientTape as _Tape
+from ...tensorflow.optimizer import DistributedGradientTape as _Tape
 from ...trainer import process
 from ..reduce_op import Average, Sum, chosen, factor
 from ..runtime import ProcessSet, global_process_set

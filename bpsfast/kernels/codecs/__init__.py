@@ -1,1 +1,9 @@
-"""Numba kernels of the codecs, and their plain reading in NumPy (`codec_reference`)."""
+"""Kernels that compress partitions, as numba cfuncs of LLVM IR; the nodes call them.
+
+    codec_kernels     their C signatures and addresses; imports no numba
+    compilation       compiles them
+    codec_reference   formats and arithmetic in NumPy: the description of the formats, and the oracle of the tests
+    onebit, sparse_pairs (topk, randomk), dithering, float16, int8    one file for each format
+    error_feedback    momentum, error feedback, average and rounding around them
+    intrinsics, elements, reductions    what all of them use
+"""

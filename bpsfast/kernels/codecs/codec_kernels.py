@@ -1,7 +1,7 @@
-"""The kernels of compression: compiled on first use, handed out by address.
+"""The addresses of the codec kernels, which are compiled on first use.
 
-Their C signatures; T is float32, for float64 tensors float64; D the tensor's dtype; lengths are elements unless they
-say nbytes::
+C signatures, where T is float32, for float64 tensors float64; D is the tensor's dtype; and lengths are numbers of
+elements unless they are named nbytes::
 
     int64 encode(uint8 *wire, int64 room_nbytes, const T *x, int64 n, T *error, uint64 *generator, int64 k,
                  int64 flags, uint8 *scratch)
@@ -10,22 +10,22 @@ say nbytes::
     void divide(T *acc, int64 n, double divisor)
     void narrow(D *out, const T *v, int64 n)
 
-encode returns the bytes it wrote (the format alone, without a length before it), or -1 if they have no room; then what
-it writes to holds anything. *error* is NULL, or gets x - decode(wire), 0 where that is not finite; it may be x.
-*generator* are the two words of `reading.Generator`, for kinds that draw.
+encode returns the number of bytes written (the format alone, without a length), or -1 if they do not fit; the contents
+of its outputs are then undefined. *error* is NULL, or gets x - decode(wire), 0 where that is not finite; it may be x.
+*generator* has the two words of `codec_reference.Generator`, for codecs that draw random numbers.
 
-decode returns 0, or -1 of a frame that is none: it reads nothing beyond *nbytes* and writes nothing beyond *n* whatever
-the frame holds, and *out* then holds anything. With *add* it adds to *out* instead.
+decode returns 0, or -1 for an invalid frame, when the contents of *out* are undefined. Whatever the frame holds, it
+reads nothing beyond *nbytes* and writes nothing beyond *n*. With *add* it adds to *out*.
 
 feed: v = x; with *m*: m = mu*m + v, v = v + mu*m; with *e*: v = v + ratio*e. *e* and *m* may be NULL, *v* may be *e*.
 divide is true division. narrow rounds to nearest even. ratio, mu and divisor are rounded to T first.
 
-k is `codec.count`, flags are `codec.flags_of`, scratch holds `scratch_nbytes`, its contents are of no interest. *wire*,
-*scratch* and *generator* are 8-byte aligned, arrays aligned to their elements; apart from what is said above, no two
-arguments overlap. All arithmetic is that of `reading`, bit for bit. The code takes no lock, allocates nothing, raises
-nothing, needs no GIL, and may run on any number of threads.
+k is `codec.count`, flags are `codec.flags_of`, scratch has `scratch_nbytes` bytes of any content. *wire*, *scratch* and
+*generator* are 8-byte aligned, arrays are aligned to their elements. Arguments must not overlap except as said above.
+All arithmetic equals that of `codec_reference`, bit for bit. The code takes no lock, allocates nothing, raises nothing,
+needs no GIL, and may run on any number of threads.
 
-Compiling takes 0.1 to 1 s each; numba's disk cache is used as by `bpsfast.kernels`. Importing this imports no numba.
+Each takes 0.1 to 1 s to compile; numba's disk cache is used as by `bpsfast.kernels`. This module imports no numba.
 """
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from bpsfast.orchestration.codec import CodecSpec
 
 
 class Addresses(NamedTuple):
-    """Where the kernels for one codec and one dtype lie; *feed_wide* is `feed` with D = T, for sums of frames."""
+    """The addresses of the kernels of one codec and dtype; *feed_wide* is `feed` with D = T, for sums of frames."""
 
     encode: int
     decode: int
@@ -53,8 +53,9 @@ _compiled: dict[tuple[str, str], Any] = {}
 
 
 def addresses(codec: CodecSpec, dtype: str) -> Addresses:
-    """Return the addresses of the kernels of *codec* for tensors of *dtype*, compiling them first if need be; any
-    thread. The code lives as long as the process. Raises `UnsupportedError` for a dtype that is not compressed.
+    """Return the addresses of the kernels of *codec* for tensors of *dtype*, compiling them on first use. Thread-safe.
+
+    The code lives as long as the process. Raises `UnsupportedError` for a dtype that cannot be compressed.
     """
     wide = wide_name(dtype)
     return Addresses(
@@ -68,7 +69,7 @@ def addresses(codec: CodecSpec, dtype: str) -> Addresses:
 
 
 def address(kernel: str, dtype: str) -> int:
-    """Return the address of one kernel ("encode_topk", "feed" ...) of *dtype*, compiling it first if need be."""
+    """Return the address of one kernel ("encode_topk", "feed", ...) of *dtype*, compiling it on first use."""
     with _lock:
         if (kernel, dtype) not in _compiled:
             _compiled[kernel, dtype] = _compile(kernel, dtype)
@@ -76,12 +77,12 @@ def address(kernel: str, dtype: str) -> int:
 
 
 def wide_name(dtype: str) -> str:
-    """Return the name of T for tensors of *dtype*; `UnsupportedError` if those are not compressed."""
+    """Return the name of T for tensors of *dtype*; raises `UnsupportedError` if they cannot be compressed."""
     return "float64" if codecs.width_of(dtype) == 8 else "float32"
 
 
 def scratch_nbytes(codec: CodecSpec, n: int, dtype: str) -> int:
-    """Return the bytes of scratch that encode and decode of *n* elements need."""
+    """Return the bytes of scratch memory for encode and decode of *n* elements."""
     if codec.kind == "topk":
         from bpsfast.kernels.codecs import sparse_pairs
 

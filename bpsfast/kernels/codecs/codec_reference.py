@@ -1,38 +1,40 @@
-"""The formats and the arithmetic of compression as plain NumPy, to be checked against their description; the oracle
-of all tests, as `bpsfast.base.reference_sum` is of sums. It shares nothing with the kernels.
+"""The formats and the arithmetic of all codecs in NumPy: their description, and the oracle of the tests.
 
-T is the type a partition is compressed in: float32, of float64 tensors float64. I: the unsigned integer as wide, of w
-bits. n: the elements of a partition. All is little endian. What `encode` returns lies in a frame after its length.
+It shares no code with the kernels. `bpsfast.base.reference_sum` is the oracle of sums.
 
-* onebit: bit = 1 if x < 0, w bits an I, the first is the highest, zeros after the last; then a float32: the mean |x|,
-  or 1 unless scaled. Decoded: scale, or -scale where the bit is 1.
-* topk: pairs (I index, T value) of the k largest |x|. Decoded: those, the others are 0.
+T: the type in which a partition is compressed, float32, for float64 tensors float64. I: the unsigned integer of the
+same width, w bits. n: the elements of a partition. All numbers are little endian. A frame is a length and the result
+of `encode`.
+
+* onebit: a bit for each x, 1 if x < 0, w bits in an I, the highest first, zeros after the last; then a float32 scale:
+  the mean |x|, or 1 if not scaled. Decoded: scale, or -scale where the bit is 1.
+* topk: pairs (I index, T value) of the k largest |x|. Decoded: these, and 0 for the others.
 * randomk: such pairs of k draws below n, which may repeat.
 * dithering: norm = the largest |x|, or the Euclidean norm. Linear: y = |x| / norm * s, q = floor(y) + (draw < y -
   floor(y)). Natural: y = |x| / norm * 2^(s-1), f = (the power of two at or above ceil(y)) / 2 in whole numbers, l = f
   or 1 if f is 0, q = f + l * (draw < (y - f) / l). Bits of every x with q > 0: Elias delta code of the distance from
   the one before (the first: from -1), a sign, Elias delta code of q; in Is, the highest bit first, zeros after the
   last; then an I: the number of bits; a float32: the norm. Decoded: sign * q * norm / s, or / 2^(s-1).
-* float16, bfloat16: x to nearest even; a float64 to float32 before.
+* float16, bfloat16: x rounded to nearest even; a float64 is rounded to float32 first.
 * int8: of each block of 256 a float32 scale = max |x| / 127; then for each x a byte, rint(x / scale), 0 if scale is 0.
 
-The first four are BytePS's, but for this, decided otherwise:
+The first four are BytePS's, with these differences:
 
-* T is never 16 bits wide: indices of 16 bits end at 65536. Such tensors are widened, which is exact.
-* Pairs of topk are in the order of their indices; the largest are by the bits of |x|, of equals the first (BytePS: as
-  they lie in a heap, which would be part of the format). NaN is the largest, so it is seen. k is n/2 at most.
-* The sum of magnitudes (or of squares) is one of doubles in `N_LANES` lanes, of element i in lane i mod `N_LANES`; the
-  lanes are added in order at the end. So it is the same on any CPU; 32 is what vectors want.
-* dithering divides by the norm that is sent, a float32, so that both ends mean the same levels, all in doubles, rounded
-  to T at the end; q is the highest level at most, as the rounding of a norm can make y larger than s.
-* NaN and infinity are not hidden: one of them in x makes onebit's scale NaN or infinite, scaled or not, and
-  dithering's norm or int8's scale NaN, and with it all that it counts for. topk sends them first. In randomk's pairs
-  they replace what was drawn, from the first pair on, in the order of their indices, k at most. dithering with a norm
-  of 0 or NaN writes no bits and draws nothing.
-* What is kept for the next round (error, momentum) is 0 where it would not be finite: an overflow which a loss scaler
-  skips must not come back in all later steps.
-* Every NaN that is written is the quiet one, as in sums: its bits must not depend on the order of operands.
-* Adding a frame to a sum of frames touches only what the frame has: -0.0 stays where nothing was sent.
+* T is never 16 bits wide, since indices of 16 bits end at 65536. Such tensors are widened, which is exact.
+* Pairs of topk are in the order of their indices (BytePS: of a heap, which would be part of the format). The largest
+  are by the bits of |x|, of equal ones the first; NaN is the largest, so it is sent. k is at most n/2.
+* Sums of magnitudes or squares are sums of doubles in `N_LANES` lanes, with element i in lane i mod `N_LANES`; the
+  lanes are then added in order. They are so the same on any CPU; 32 lanes suit all vector units.
+* dithering divides by the norm that is sent, a float32, so that both ends have the same levels. It calculates in
+  doubles and rounds to T at the end. q is at most the highest level, as rounding the norm can make y larger than s.
+* NaN and infinity stay visible: one of them in x makes onebit's scale NaN or infinite, scaled or not, and dithering's
+  norm or int8's scale NaN, and with it all elements that use it. topk sends them first. In randomk's pairs they replace
+  drawn elements, from the first pair on, in the order of their indices, at most k. dithering with a norm of 0 or NaN
+  writes no bits and draws nothing.
+* State for the next round (error, momentum) is 0 where it would not be finite, so that an overflow that a loss scaler
+  skips does not return in later steps.
+* Every written NaN is the quiet NaN, as in sums, so that its bits do not depend on the order of operands.
+* Adding a frame to a sum changes only the elements that the frame has, so that -0.0 stays where nothing was sent.
 """
 from __future__ import annotations
 
@@ -68,11 +70,11 @@ class Generator:
         return t + s & _MASK
 
     def below(self, n: int) -> int:
-        """Draw a whole number below *n*."""
+        """Draw an integer below *n*."""
         return self.draw() % n
 
     def bernoulli(self, chance: float) -> bool:
-        """Draw true with this chance."""
+        """Draw true with the probability *chance*."""
         return float(self.draw()) < chance * 2.0**64
 
 
@@ -82,7 +84,7 @@ def wide_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def encode(codec: CodecSpec, values: Array, generator: Generator) -> bytes:
-    """Return *values*, an array of T, in the format of *codec*; *generator* moves on by the draws this takes."""
+    """Return *values*, an array of T, in the format of *codec*, with random draws from *generator*."""
     with np.errstate(all="ignore"):
         if codec.kind == "onebit":
             return _pack(values < 0, values.itemsize) + _scale(codec, values).tobytes()
@@ -100,12 +102,12 @@ def encode(codec: CodecSpec, values: Array, generator: Generator) -> bytes:
 
 
 def decode(codec: CodecSpec, frame: bytes, n: int, dtype: str) -> Array:
-    """Return the *n* elements of T that *frame*, made by `encode` of a tensor of *dtype*, stands for."""
+    """Return the *n* elements of T of *frame*, which `encode` made of a tensor of *dtype*."""
     return add(codec, frame, np.zeros(n, wide_dtype(dtype)), is_first=True)
 
 
 def add(codec: CodecSpec, frame: bytes, sums: Array, is_first: bool = False) -> Array:
-    """Return *sums*, an array of T, with what *frame* stands for added; *is_first*: instead of them."""
+    """Return *sums*, an array of T, plus the elements of *frame*; *is_first*: those elements alone."""
     n, wide = len(sums), sums.dtype
     with np.errstate(all="ignore"):
         if codec.kind in ("topk", "randomk"):
@@ -129,7 +131,7 @@ def add(codec: CodecSpec, frame: bytes, sums: Array, is_first: bool = False) -> 
 
 
 class Partition:
-    """One partition of one tensor on one side: what a node, or the owner, keeps from round to round."""
+    """The state of one partition of a tensor on a node, or on the owner, from round to round."""
 
     def __init__(self, codec: CodecSpec, n: int, dtype: str) -> None:
         self.codec = codec
@@ -139,9 +141,7 @@ class Partition:
         self.momentum = np.zeros(n, wide_dtype(dtype))
 
     def push(self, partial: Array, ratio: float = 1.0) -> bytes:
-        """Return the frame a node makes of its *partial*, of the tensor's dtype; *ratio*: the last learning rate by
-        the present one.
-        """
+        """Return a node's frame of its *partial*, of the tensor's dtype; *ratio*: last learning rate / present one."""
         with np.errstate(all="ignore"):
             values = partial.astype(wide_dtype(self.dtype))
             if self.codec.momentum:
@@ -152,7 +152,7 @@ class Partition:
         return self._encode(values, ratio)
 
     def merge(self, frames: Sequence[bytes], divisor: float = 1.0, ratio: float = 1.0) -> bytes:
-        """Return the frame the owner makes of the nodes' *frames*, in node order."""
+        """Return the owner's frame of the sum of the nodes' *frames*, in node order."""
         sums = decode(self.codec, frames[0], len(self.error), self.dtype)
         for frame in frames[1:]:
             sums = add(self.codec, frame, sums)
@@ -172,13 +172,13 @@ class Partition:
 
 
 def publish(codec: CodecSpec, frame: bytes, n: int, dtype: str) -> Array:
-    """Return what ranks get of the owner's *frame*: *n* elements of the tensor's dtype."""
+    """Return the *n* elements of the tensor's dtype that ranks get from the owner's *frame*."""
     with np.errstate(all="ignore"):
         return _quiet(decode(codec, frame, n, dtype).astype(_DTYPES[dtype]))
 
 
 class ReferenceJob:
-    """One partition on all nodes: rounds as a job makes them, whichever node owns it."""
+    """One partition on all nodes: the rounds of a job, whichever node owns it."""
 
     def __init__(self, codec: CodecSpec, n: int, dtype: str, n_nodes: int) -> None:
         self.codec = codec
@@ -186,14 +186,14 @@ class ReferenceJob:
         self.owner = Partition(codec, n, dtype)
 
     def round(self, partials: Sequence[Array | None], divisor: float = 1.0, ratio: float = 1.0) -> Array:
-        """Return what all ranks get of the nodes' *partials*, one at least; a node that pushes nothing has None."""
+        """Return the result for all ranks of the nodes' *partials*, at least one; None: a node pushes nothing."""
         frames = [node.push(x, ratio) for node, x in zip(self.nodes, partials, strict=True) if x is not None]
         frame = self.owner.merge(frames, divisor, ratio)
         return publish(self.codec, frame, len(self.owner.error), self.owner.dtype)
 
 
 def _quiet(values: Array) -> Array:
-    """Return *values* with the quiet NaN for every NaN."""
+    """Return *values* with every NaN as the quiet NaN."""
     return np.where(np.isnan(values), values.dtype.type(np.nan), values)
 
 
@@ -214,7 +214,7 @@ def _in_lanes(terms: Array) -> float:
 
 
 def _scale(codec: CodecSpec, values: Array) -> Array:
-    """Return the mean magnitude as a float32, 1 for it if not scaled; of no values 0."""
+    """Return the scale as a float32: the mean magnitude (0 of no values), or 1 if not scaled."""
     total = _in_lanes(np.abs(values.astype(np.float64)))
     if not codec.scaled:
         return _quiet(np.array([1 if np.isfinite(values).all() else total], np.float32))
@@ -279,7 +279,7 @@ def _power_at_or_above(value: int) -> int:
 
 
 def _elias(value: int) -> list[int]:
-    """Return the Elias delta code of *value*, 1 at least, as bits."""
+    """Return the Elias delta code of *value* >= 1 as bits."""
     length = value.bit_length()
     length_of_length = length.bit_length() - 1
     return [*[0] * length_of_length, *_binary(length), *_binary(value)[1:]]

@@ -1,4 +1,4 @@
-"""The kernels of compression as numba cfuncs."""
+"""Compiles the codec kernels as numba cfuncs."""
 from __future__ import annotations
 
 import contextlib
@@ -37,19 +37,20 @@ _FUNCTIONS = {
 
 
 def compile_kernel(name: str, dtype: str, wide: str) -> Any:
-    """Compile the kernel *name* for tensors of *dtype*, compressed as *wide*; return numba's cfunc (keep it: it owns
-    the code). The machine code is looked up in and saved to numba's disk cache where that can be used.
+    """Compile the kernel *name* for tensors of *dtype*, compressed as *wide*; return numba's cfunc, the code's owner.
+
+    The machine code is read from and saved to numba's disk cache if it can be used.
     """
     compiles = functools.partial(cfunc, _signature(name, dtype, wide), error_model="numpy")
     if kernels.has_cache_folder(Path(__file__).parent):
-        # A fault of the kernel itself comes up again below, where it is compiled without the cache.
+        # an error of the kernel itself is raised again below, without the cache
         with contextlib.suppress(*kernels.CACHE_FAULTS):
             return compiles(cache=True)(_named(name, dtype, f"_{_fingerprint()}"))
     return compiles()(_named(name, dtype, ""))
 
 
 def _named(name: str, dtype: str, end: str) -> Any:
-    """Return a copy of the function with a name of its own, which numba's cache files go by."""
+    """Return a copy of the function with its own name, from which numba derives the name of its cache file."""
     original = _FUNCTIONS[name]
     copy = FunctionType(original.__code__, original.__globals__, original.__name__)
     copy.__module__ = original.__module__
@@ -73,8 +74,9 @@ def _signature(name: str, dtype: str, wide: str) -> Any:
 
 @functools.cache
 def _fingerprint() -> str:
-    """Return what the cache's file names must tell apart, as a short hash: the CPU, and the source of all kernels,
-    of which numba itself looks at one file only.
+    """Return a short hash of the CPU and of the source of all kernels, for names of cache files.
+
+    numba itself checks only one source file.
     """
     files = [*sorted(Path(__file__).parent.glob("*.py")), Path(element_ir.__file__), Path(sum_ir.__file__)]
     parts = [*sum_ir.target(), *(path.read_text() for path in files)]

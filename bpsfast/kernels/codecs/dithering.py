@@ -1,4 +1,9 @@
-"""dithering: levels drawn at random, the zeros left out. The format is in `reading`."""
+"""dithering: levels rounded at random, without the zeros, in Elias delta codes. `codec_reference` has the format.
+
+Streams of bits have the highest bit of a word first. Words of 64 bits are handled as two *units* of 32 bits, of which
+the upper one is first in the stream and second in memory: *swap* is then 1, for words of 32 bits 0, and unit u is at
+u ^ swap.
+"""
 from __future__ import annotations
 
 import math
@@ -28,9 +33,9 @@ _UNIT = 32
 
 @helper
 def elias(value):  # type: ignore[no-untyped-def]
-    """Return the Elias delta code of *value*, 1 at least and below 2^40, as a number, and its bits.
+    """Return the Elias delta code of *value*, from 1 to below 2^40, as a number, and its number of bits.
 
-    The length of the length as zeros, the length, the value without its highest bit: the zeros come by themselves.
+    The code is as many zeros as the length has bits less one, the length, and the value without its highest bit.
     """
     length = np.uint64(64 - leading_zeros(value))
     tail = length - np.uint64(1)
@@ -40,9 +45,9 @@ def elias(value):  # type: ignore[no-untyped-def]
 
 @helper
 def put(units, n_units, swap, position, begun, code, n_bits):  # type: ignore[no-untyped-def]
-    """Write the *n_bits* (64 at most) of *code*, which has no others, at bit *position*.
+    """Write the *n_bits* (at most 64) of *code* at bit *position*, nothing beyond *n_units*.
 
-    *begun* ends with the bits of the unit there. Returns what is begun after it; beyond *n_units* nothing is written.
+    *begun* ends with the bits already in the unit there. Returns the new *begun*.
     """
     if n_bits > _UNIT:
         begun = _put(units, n_units, swap, position, begun, code >> np.uint64(_UNIT), n_bits - _UNIT)
@@ -80,9 +85,9 @@ def window(units, n_units, swap, position):  # type: ignore[no-untyped-def]
 
 @helper
 def take_elias(bits):  # type: ignore[no-untyped-def]
-    """Return the value whose Elias delta code the 64 *bits* begin with, and the code's bits; (0, 64) of no such code.
+    """Return the value of the Elias delta code at the beginning of the 64 *bits*, and the code's number of bits.
 
-    Codes of more than 56 bits, of values from 2^45 on, count as none.
+    Returns (0, 64) if there is no code or it has more than 56 bits (values from 2^45).
     """
     n_zeros = leading_zeros(bits)
     if n_zeros > 5:
@@ -98,7 +103,7 @@ def take_elias(bits):  # type: ignore[no-untyped-def]
 
 @helper
 def _put(units, n_units, swap, position, begun, code, n_bits):  # type: ignore[no-untyped-def]
-    """Write a whole unit, or for now one with zeros at its end: which of them, a branch could not foretell."""
+    """Write the unit, which may end with zeros for now; a branch to avoid that would be mispredicted."""
     begun = (begun << np.uint64(n_bits)) | code
     n_begun = (position & (_UNIT - 1)) + n_bits
     if position >> 5 < n_units:
@@ -111,12 +116,12 @@ def _unit(units, n_units, swap, at):  # type: ignore[no-untyped-def]
     return np.uint64(units[at ^ swap]) if at < n_units else np.uint64(0)
 
 
-#: Elements of a chunk; two words of 64 bits for each are in scratch.
+#: Elements of a chunk; scratch has two 64-bit words for each.
 CHUNK = 256
 
 
 def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; *scratch* takes two words of 64 bits for each of `CHUNK`."""
+    """See `codec_kernels`; *scratch* has two 64-bit words for each element of a chunk."""
     width = nbytes_of(x)
     levels = _levels(k, flags)
     norm = _norm(x, n, flags)
@@ -137,7 +142,7 @@ def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # typ
 
 
 def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; needs no *scratch*."""
+    """See `codec_kernels`; uses no *scratch*."""
     width = nbytes_of(out)
     n_words = (nbytes - 4) // width - 1
     if n_words < 0 or nbytes != (n_words + 1) * width + 4:
@@ -160,10 +165,10 @@ def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-unt
 
 @helper
 def _write_levels(wire, n_units, x, n, error, generator, flags, levels, norm, scratch):  # type: ignore[no-untyped-def]
-    """Write the stream, and what it leaves of each element; return its bits.
+    """Write the stream and the error of each element; return the number of bits.
 
-    Chunk by chunk: the draws, which follow from each other, then the levels, of which LLVM makes vectors, then the
-    codes of those that are not 0.
+    Each chunk has three loops: the random draws, which depend on each other; the levels, which LLVM vectorizes; and the
+    codes of levels that are not 0.
     """
     units, swap = units_at(wire, 0), nbytes_of(x) // 8
     drawn, chosen = counters_at(scratch, 0), counters_at(scratch, 8 * CHUNK)
@@ -204,7 +209,7 @@ def _write_levels(wire, n_units, x, n, error, generator, flags, levels, norm, sc
 
 @helper
 def _choose_levels(chosen, drawn, x, n, flags, levels, norm):  # type: ignore[no-untyped-def]
-    """Take one of the two levels about each element."""
+    """Choose one of the two levels around each element."""
     if flags & NATURAL:
         for i in range(n):
             y = np.float64(abs(x[i])) / np.float64(norm) * np.float64(levels)
@@ -220,7 +225,7 @@ def _choose_levels(chosen, drawn, x, n, flags, levels, norm):  # type: ignore[no
 
 @helper
 def _read_levels(out, n, wire, n_units, n_bits, levels, norm, add):  # type: ignore[no-untyped-def]
-    """Read a stream of *n_bits*; return what decode returns."""
+    """Read a stream of *n_bits*; return decode's result."""
     units, swap = units_at(wire, 0), nbytes_of(out) // 8
     position = 0
     last = -1
@@ -245,7 +250,7 @@ def _levels(k, flags):  # type: ignore[no-untyped-def]
 
 @helper
 def _power_below(y):  # type: ignore[no-untyped-def]
-    """Return the power of two, or 0, at or below *y*, and how far above it the next one is."""
+    """Return the power of two, or 0, at or below *y*, and the distance to the next one."""
     above = np.uint64(math.ceil(y))
     if above < 2:
         return 0, 1
@@ -255,13 +260,13 @@ def _power_below(y):  # type: ignore[no-untyped-def]
 
 @helper
 def _decoded(sign, q, norm, levels):  # type: ignore[no-untyped-def]
-    """Return what level *q* stands for, as a double; negative if *sign* is 1."""
+    """Return the value of level *q* as a double, negative if *sign* is 1."""
     return np.float64(np.int64(q) * (1 - 2 * np.int64(sign))) * np.float64(norm) / np.float64(levels)
 
 
 @helper
 def _norm(x, n, flags):  # type: ignore[no-untyped-def]
-    """Return the norm as a float32, NaN for one that is not finite."""
+    """Return the norm as a float32, NaN if it is not finite."""
     norm = math.sqrt(sum_of_squares(x, n)) if flags & L2 else np.float64(largest(x, n))
     rounded = np.float32(norm)
     return rounded if rounded < np.float32(math.inf) else np.float32(math.nan)

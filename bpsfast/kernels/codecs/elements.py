@@ -1,7 +1,7 @@
-"""Elements one after the other in vectors, as LLVM IR: what loads, converts and stores them.
+"""LLVM IR that loads, converts and stores elements in vectors.
 
-IR and not a numba loop for the reasons of `bpsfast.kernels.sum_ir`; and because outputs may be inputs (an error that is
-fed back), where LLVM would not make vectors of a loop.
+It is IR instead of a numba loop for the reasons given in `bpsfast.kernels.sum_ir`, and because outputs may be inputs
+(error feedback), for which LLVM does not vectorize loops.
 """
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from numba.core import cgutils
 from bpsfast.kernels import sum_ir
 from bpsfast.kernels.element_ir import F32, F64, I64, Element, constant, nbytes_of, shape
 
-#: Vectors of an element loop's turn.
+#: Vectors in one iteration of an element loop.
 _N_VECTORS = 2
 
 
 def pointer_to(name: str) -> types.CPointer:
-    """Return numba's type of a pointer to elements of the wire dtype *name*, which numba itself cannot load."""
+    """Return numba's type of a pointer to elements of the wire dtype *name*; numba itself cannot load them."""
     return types.CPointer(types.Opaque(f"bpsfast.{name}"))
 
 
 def name_of(pointer: types.CPointer) -> str:
-    """Return the wire dtype that a `pointer_to` or a pointer to floats points to."""
+    """Return the wire dtype of a `pointer_to` or of a pointer to floats."""
     return pointer.dtype.name.removeprefix("bpsfast.")
 
 
 class Elements:
-    """Emit at the builder's position what is done with element after element; T is *wide*, float32 or float64."""
+    """Emits IR for element loops at the builder's position; T is *wide*, float32 or float64."""
 
     def __init__(self, builder: ir.IRBuilder, wide: str) -> None:
         self.b = builder
@@ -40,14 +40,14 @@ class Elements:
         self.n_lanes = _N_VECTORS * sum_ir.vector_nbytes(self.target[2]) // nbytes_of(self.wide)
 
     def each(self, n: ir.Value, emit: Callable[[ir.Value, int], None]) -> None:
-        """Run through *n* elements: *emit* gets the index of the first, and how many are at hand there."""
+        """Emit loops over *n* elements; *emit* gets the index of the first element and the number of elements there."""
         whole = self.b.and_(n, I64(-self.n_lanes))
         for start, end, step in ((I64(0), whole, self.n_lanes), (whole, n, 1)):
             with cgutils.for_range_slice(self.b, start, end, I64(step), I64) as (index, _):
                 emit(index, step)
 
     def load(self, source: ir.Value, name: str, index: ir.Value, n_lanes: int) -> ir.Value:
-        """Load elements of the wire dtype *name* and widen them to T, exactly."""
+        """Load elements of the wire dtype *name*, widened exactly to T."""
         element = self._element(name)
         pointer = self.b.gep(self.b.bitcast(source, element.wire.as_pointer()), [index])
         loaded = self.b.load(self.b.bitcast(pointer, shape(element.wire, n_lanes).as_pointer()))
@@ -56,7 +56,7 @@ class Elements:
         return value if element.wide == self.wide else self.b.fpext(value, shape(self.wide, n_lanes))
 
     def store(self, value: ir.Value, target: ir.Value, name: str, index: ir.Value, n_lanes: int) -> None:
-        """Round elements of T to the wire dtype *name*, NaN to the quiet one, and store them; to halves by float32."""
+        """Store elements of T rounded to the wire dtype *name*: halves by way of float32, any NaN to the quiet NaN."""
         element = self._element(name)
         if element.wide != self.wide:
             value = self.b.fptrunc(value, shape(element.wide, n_lanes))
@@ -87,7 +87,7 @@ class Elements:
         return self._element("float32").splat(scalar, n_lanes)
 
     def is_given(self, pointer: ir.Value) -> ir.Value:
-        """Say whether *pointer* is not NULL."""
+        """Return whether *pointer* is not NULL."""
         return self.b.icmp_unsigned("!=", self.b.ptrtoint(pointer, I64), I64(0))
 
     def _element(self, name: str) -> Element:

@@ -1,4 +1,4 @@
-"""What stands between a tensor and its codec: momentum, error feedback, the average, rounding to the tensor's dtype."""
+"""Between a tensor and its codec: momentum, error feedback, the average, and rounding to the tensor's dtype."""
 from __future__ import annotations
 
 from typing import Any
@@ -11,17 +11,17 @@ from bpsfast.kernels.codecs.elements import Elements, name_of, wide_name
 
 
 def feed(v, x, e, m, n, mu, ratio):  # type: ignore[no-untyped-def]
-    """As `kernels` says."""
+    """See `codec_kernels`."""
     _feed(v, x, e, m, n, mu, ratio)
 
 
 def divide(acc, n, divisor):  # type: ignore[no-untyped-def]
-    """As `kernels` says."""
+    """See `codec_kernels`."""
     _divide(acc, n, divisor)
 
 
 def narrow(out, v, n):  # type: ignore[no-untyped-def]
-    """As `kernels` says."""
+    """See `codec_kernels`."""
     _narrow(out, v, n)
 
 

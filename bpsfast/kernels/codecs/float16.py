@@ -1,4 +1,4 @@
-"""float16 and bfloat16: each element rounded. The format is in `reading`."""
+"""float16 and bfloat16: each element rounded. `codec_reference` has the format."""
 from __future__ import annotations
 
 from typing import Any
@@ -11,7 +11,7 @@ from bpsfast.kernels.codecs.elements import Elements, wide_name
 
 
 def encode_float16(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; needs neither *generator* nor *scratch*."""
+    """See `codec_kernels`; uses neither *generator* nor *scratch*."""
     if 2 * n > room_nbytes:
         return -1
     _write_float16(wire, x, n, error)
@@ -19,7 +19,7 @@ def encode_float16(wire, room_nbytes, x, n, error, generator, k, flags, scratch)
 
 
 def encode_bfloat16(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; needs neither *generator* nor *scratch*."""
+    """See `codec_kernels`; uses neither *generator* nor *scratch*."""
     if 2 * n > room_nbytes:
         return -1
     _write_bfloat16(wire, x, n, error)
@@ -27,7 +27,7 @@ def encode_bfloat16(wire, room_nbytes, x, n, error, generator, k, flags, scratch
 
 
 def decode_float16(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; needs no *scratch*."""
+    """See `codec_kernels`; uses no *scratch*."""
     if nbytes != 2 * n:
         return -1
     _read_float16(out, n, wire, add)
@@ -35,7 +35,7 @@ def decode_float16(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignor
 
 
 def decode_bfloat16(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; needs no *scratch*."""
+    """See `codec_kernels`; uses no *scratch*."""
     if nbytes != 2 * n:
         return -1
     _read_bfloat16(out, n, wire, add)

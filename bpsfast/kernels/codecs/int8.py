@@ -1,4 +1,4 @@
-"""int8: blocks of elements, each with its scale. The format is in `reading`."""
+"""int8: blocks of 8-bit integers, each block with its scale. `codec_reference` has the format."""
 from __future__ import annotations
 
 import math
@@ -18,7 +18,7 @@ from bpsfast.orchestration.codec import INT8_BLOCK
 
 
 def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; needs neither *generator* nor *scratch*."""
+    """See `codec_kernels`; uses neither *generator* nor *scratch*."""
     n_blocks = (n + INT8_BLOCK - 1) // INT8_BLOCK
     if 4 * n_blocks + n > room_nbytes:
         return -1
@@ -42,7 +42,7 @@ def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # typ
 
 
 def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; needs no *scratch*."""
+    """See `codec_kernels`; uses no *scratch*."""
     n_blocks = (n + INT8_BLOCK - 1) // INT8_BLOCK
     if nbytes != 4 * n_blocks + n:
         return -1
@@ -57,7 +57,7 @@ def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-unt
 
 @helper
 def _scale(x, n):  # type: ignore[no-untyped-def]
-    """Return the float32 that is worth 1; NaN if an element is NaN or infinite, or too large for a float32."""
+    """Return the value of 1 as a float32; NaN if an element is NaN, infinite, or too large for a float32."""
     most = largest(x, n)
     scale = np.float32(most / type(most)(127))
     return scale if scale < np.float32(math.inf) else np.float32(math.nan)
@@ -65,7 +65,7 @@ def _scale(x, n):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _quantise(typing, numbers, x, n, error, scale):  # type: ignore[no-untyped-def]
-    """Write each of *n* elements as a whole number of *scale*, -127 to 127, and what that leaves, if it is kept."""
+    """Write each of *n* elements as an integer multiple of *scale*, from -127 to 127, and the error if it is kept."""
     wide = wide_name(x)
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -76,7 +76,7 @@ def _quantise(typing, numbers, x, n, error, scale):  # type: ignore[no-untyped-d
 
 
 class Int8BlockLoops:
-    """Emit what runs through the elements of a block; *scale* is above 0 and all elements are finite."""
+    """Emits the loops over a block; *scale* is above 0 and all elements are finite."""
 
     def __init__(self, builder: ir.IRBuilder, wide: str, numbers: ir.Value, x: ir.Value, n: ir.Value, error: ir.Value,
                  scale: ir.Value) -> None:
@@ -87,7 +87,7 @@ class Int8BlockLoops:
         self.scale = builder.fpext(scale, self.elements.wide) if wide == "float64" else scale
 
     def write(self) -> None:
-        """Emit both loops: with and without what is left."""
+        """Emit both loops: with and without the error."""
         with self.b.if_else(self.elements.is_given(self.error)) as (then, otherwise):
             with then:
                 self.elements.each(self.n, lambda index, n_lanes: self._emit(index, n_lanes, keeps=True))
@@ -110,7 +110,7 @@ class Int8BlockLoops:
             elements.store(elements.finite(b.fsub(value, decoded), n_lanes), self.error, self.wide, index, n_lanes)
 
     def _nearest(self, value: ir.Value, n_lanes: int) -> ir.Value:
-        """Round to whole numbers, halves to even ones."""
+        """Round to integers, halves to even."""
         name = "llvm.rint." + (f"v{n_lanes}" if n_lanes > 1 else "") + f"f{8 * width_of(self.elements.wide)}"
         signature = ir.FunctionType(value.type, [value.type])
         return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), [value])

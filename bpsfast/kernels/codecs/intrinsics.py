@@ -1,4 +1,7 @@
-"""What numba's pointers lack: a view of other elements, a test for NULL, and counting zeros."""
+"""Functions for numba kernels: typed views of pointers, NULL tests, bit counts, NaN handling and random draws.
+
+Random draws are xorshift128+ with a state of two words; `codec_reference.Generator` describes them.
+"""
 from __future__ import annotations
 
 import math
@@ -14,7 +17,7 @@ _WORDS = {32: types.uint32, 64: types.uint64}
 
 @intrinsic
 def is_null(typing, pointer):  # type: ignore[no-untyped-def]
-    """Say whether *pointer* is NULL."""
+    """Return whether *pointer* is NULL."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         number = builder.ptrtoint(args[0], ir.IntType(64))
@@ -25,25 +28,25 @@ def is_null(typing, pointer):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def words_at(typing, pointer, nbytes, like):  # type: ignore[no-untyped-def]
-    """Point to the unsigned integers, as wide as what *like* points to, that lie *nbytes* after *pointer*."""
+    """Return a pointer to unsigned integers as wide as the elements of *like*, *nbytes* after *pointer*."""
     return _view(types.CPointer(_WORDS[like.dtype.bitwidth]), pointer, nbytes, like)
 
 
 @intrinsic
 def values_at(typing, pointer, nbytes, like):  # type: ignore[no-untyped-def]
-    """Point to the elements of *like*'s type that lie *nbytes* after *pointer*."""
+    """Return a pointer of *like*'s type, *nbytes* after *pointer*."""
     return _view(like, pointer, nbytes, like)
 
 
 @intrinsic
 def floats_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
-    """Point to the float32 elements that lie *nbytes* after *pointer*."""
+    """Return a pointer to float32 elements, *nbytes* after *pointer*."""
     return _view(types.CPointer(types.float32), pointer, nbytes)
 
 
 @intrinsic
 def counters_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
-    """Point to the words of 64 bits that lie *nbytes* after *pointer*."""
+    """Return a pointer to 64-bit words, *nbytes* after *pointer*."""
     return _view(types.CPointer(types.uint64), pointer, nbytes)
 
 
@@ -57,19 +60,19 @@ def _view(result: Any, pointer: Any, nbytes: Any, *rest: Any) -> tuple[Any, Any]
 
 @intrinsic
 def bytes_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
-    """Point to the bytes that lie *nbytes* after *pointer*."""
+    """Return a pointer to bytes, *nbytes* after *pointer*."""
     return _view(types.CPointer(types.uint8), pointer, nbytes)
 
 
 @intrinsic
 def units_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
-    """Point to the words of 32 bits that lie *nbytes* after *pointer*."""
+    """Return a pointer to 32-bit words, *nbytes* after *pointer*."""
     return _view(types.CPointer(types.uint32), pointer, nbytes)
 
 
 @intrinsic
 def nbytes_of(typing, pointer):  # type: ignore[no-untyped-def]
-    """Return the bytes of an element that *pointer* points to."""
+    """Return the size in bytes of an element of *pointer*."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return ir.IntType(64)(pointer.dtype.bitwidth // 8)
@@ -79,7 +82,7 @@ def nbytes_of(typing, pointer):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def leading_zeros(typing, word):  # type: ignore[no-untyped-def]
-    """Return how many of the 64 bits of *word* are 0 before the first that is 1; 64 of 0."""
+    """Return the number of leading zeros of the 64-bit *word*; 64 for 0."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.ctlz(args[0], ir.IntType(1)(0))
@@ -89,7 +92,7 @@ def leading_zeros(typing, word):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def trailing_zeros(typing, word):  # type: ignore[no-untyped-def]
-    """Return how many of the 64 bits of *word* are 0 after the last that is 1; 64 of 0."""
+    """Return the number of trailing zeros of the 64-bit *word*; 64 for 0."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.cttz(args[0], ir.IntType(1)(0))
@@ -97,26 +100,26 @@ def trailing_zeros(typing, word):  # type: ignore[no-untyped-def]
     return types.int64(types.uint64), codegen
 
 
-#: Decorates a function that kernels call: it has no way in from Python, which halves the time to compile it, and a
-#: division by zero raises nothing.
+#: Decorates functions that kernels call. They have no entry for Python, which halves the time to compile them, and no
+#: error for a division by zero.
 helper = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
 
 
 @helper
 def quiet(value):  # type: ignore[no-untyped-def]
-    """Return *value*, the quiet NaN for any NaN."""
+    """Return *value*, or the quiet NaN for any NaN."""
     return value if value == value else math.nan
 
 
 @helper
 def finite(value):  # type: ignore[no-untyped-def]
-    """Return *value*, 0 if it is NaN or infinite."""
+    """Return *value*, or 0 if it is NaN or infinite."""
     return value if abs(value) < math.inf else 0.0
 
 
 @helper
 def following(a, b):  # type: ignore[no-untyped-def]
-    """Return the state after (*a*, *b*); the 64 bits drawn are the sum of its words."""
+    """Return the state after (*a*, *b*); the drawn 64 bits are the sum of its words."""
     a ^= a << np.uint64(23)
     a ^= a >> np.uint64(17)
     return b, a ^ b ^ (b >> np.uint64(26))
@@ -124,5 +127,5 @@ def following(a, b):  # type: ignore[no-untyped-def]
 
 @helper
 def is_below(drawn, chance):  # type: ignore[no-untyped-def]
-    """Say whether 64 bits that were drawn come to true with this *chance*."""
+    """Return whether the random 64 bits *drawn* are below *chance*, which makes it true with that probability."""
     return np.float64(drawn) < chance * 2.0**64

@@ -1,6 +1,6 @@
-"""onebit: the signs of a partition, and one scale. The format is in `reading`.
+"""onebit: the signs of a partition, and one scale. `codec_reference` has the format.
 
-What runs through the elements is LLVM IR (`elements`): a word is made by one compare, and selects as many lanes.
+The loops are LLVM IR (`elements`): one comparison makes a word of signs, and one word selects as many lanes.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bpsfast.orchestration.codec import SCALED
 
 
 def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; needs neither *generator* nor *scratch*."""
+    """See `codec_kernels`; uses neither *generator* nor *scratch*."""
     width = 8 * nbytes_of(x)
     words_nbytes = (n + width - 1) // width * nbytes_of(x)
     if words_nbytes + 4 > room_nbytes:
@@ -38,7 +38,7 @@ def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # typ
 
 
 def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; needs no *scratch*."""
+    """See `codec_kernels`; uses no *scratch*."""
     width = 8 * nbytes_of(out)
     words_nbytes = (n + width - 1) // width * nbytes_of(out)
     if nbytes != words_nbytes + 4:
@@ -50,7 +50,7 @@ def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-unt
 
 @intrinsic
 def _write_signs(typing, wire, x, n):  # type: ignore[no-untyped-def]
-    """Write the words, and return the sum of the magnitudes."""
+    """Write the words of signs; return the sum of the magnitudes."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return OnebitLoops(builder, wide_name(x)).write(*args)
@@ -60,7 +60,7 @@ def _write_signs(typing, wire, x, n):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _write_error(typing, error, x, n, scale):  # type: ignore[no-untyped-def]
-    """Write what the signs and *scale* leave of each element."""
+    """Write the error that the signs and *scale* leave of each element."""
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         OnebitLoops(builder, wide_name(x)).write_error(*args)
@@ -81,7 +81,7 @@ def _spread(typing, out, n, wire, above, below, add):  # type: ignore[no-untyped
 
 
 class OnebitLoops:
-    """Emit what runs through the elements; T is *wide*."""
+    """Emits the loops over the elements; T is *wide*."""
 
     def __init__(self, builder: ir.IRBuilder, wide: str) -> None:
         self.b = builder

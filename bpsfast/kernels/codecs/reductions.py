@@ -1,4 +1,8 @@
-"""Sums of doubles that are the same on any CPU: in lanes, of element i in lane i mod `N_LANES`, then lane by lane."""
+"""Reductions that are equal on any CPU: sums of magnitudes and squares, the largest magnitude, comparisons.
+
+Sums of doubles have `N_LANES` lanes with element i in lane i mod `N_LANES`; the lanes are then added in order.
+Magnitudes are compared by their bits, which order as the magnitudes do, with NaN above all.
+"""
 from __future__ import annotations
 
 from typing import Any
@@ -13,7 +17,7 @@ from bpsfast.kernels.codecs.elements import Elements, wide_name
 from bpsfast.kernels.codecs.intrinsics import helper, nbytes_of as width_of
 from bpsfast.kernels.element_ir import F64, I64, constant, nbytes_of, shape
 
-#: As many as keep the adders of the widest vectors busy; part of the arithmetic (`reading`).
+#: Enough for the adders of the widest vectors; part of the arithmetic (`codec_reference`).
 N_LANES = 32
 
 
@@ -37,7 +41,7 @@ def _codegen(pointer: Any, squares: bool) -> Any:
 
 
 class LaneSum:
-    """Emit such a sum."""
+    """Emits IR for a sum in lanes."""
 
     def __init__(self, builder: ir.IRBuilder, wide: str, squares: bool = False) -> None:
         self.b = builder
@@ -45,12 +49,12 @@ class LaneSum:
         self.wide = wide
         self.squares = squares
         kind = shape(F64, N_LANES)
-        self.whole = cgutils.alloca_once(builder, kind)  # only ever used whole: LLVM keeps it in registers
+        self.whole = cgutils.alloca_once(builder, kind)  # always used as a whole, so LLVM keeps it in registers
         self.memory = cgutils.alloca_once(builder, kind)
         builder.store(constant(F64, 0.0, N_LANES), self.whole)
 
     def of(self, x: ir.Value, n: ir.Value) -> ir.Value:
-        """Add up *n* elements at *x*."""
+        """Emit the sum of *n* elements at *x*."""
         whole = self.b.and_(n, I64(-N_LANES))
         with cgutils.for_range_slice(self.b, I64(0), whole, I64(N_LANES), I64) as (index, _):
             self.add(self.elements.load(x, self.wide, index, N_LANES))
@@ -64,7 +68,7 @@ class LaneSum:
         self.b.store(self.b.fadd(self.b.load(self.whole), self._term(values)), self.whole)
 
     def begin_rest(self) -> None:
-        """Say that elements come one by one from here on."""
+        """Switch to single elements."""
         self.b.store(self.b.load(self.whole), self.memory)
 
     def add_one(self, value: ir.Value, index: ir.Value) -> None:
@@ -87,13 +91,13 @@ class LaneSum:
         return self.b.fmul(doubles, doubles) if self.squares else self.elements.magnitude(doubles)
 
 
-#: Elements that `reaching` looks at.
+#: The number of elements that `reaching` compares.
 N_TOGETHER = 64
 
 
 @helper
 def magnitude(bits, i):  # type: ignore[no-untyped-def]
-    """Return the bits of |x| of element *i* of those whose bits are at *bits*; one number for every NaN."""
+    """Return the bits of |x| for element *i* of *bits*; the same number for every NaN."""
     if width_of(bits) == 4:
         return min(np.uint64(bits[i]) & np.uint64(0x7FFFFFFF), np.uint64(0x7F800001))
     return min(np.uint64(bits[i]) & np.uint64(0x7FFFFFFFFFFFFFFF), np.uint64(0x7FF0000000000001))
@@ -101,7 +105,7 @@ def magnitude(bits, i):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def largest(typing, x, n):  # type: ignore[no-untyped-def]
-    """Return the largest of *n* magnitudes at *x*, NaN if one is NaN; 0 of none."""
+    """Return the largest of *n* magnitudes at *x*: NaN if one is NaN, 0 if n is 0."""
     wide = wide_name(x)
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -132,8 +136,9 @@ def _larger(builder: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
 
 @intrinsic
 def reaching(typing, x, index, bound):  # type: ignore[no-untyped-def]
-    """Return which of `N_TOGETHER` elements at x[*index*] have a magnitude with bits of at least *bound*, those of a
-    number: a word, its lowest bit for the first.
+    """Return a word with a bit, the lowest first, for each of `N_TOGETHER` elements from x[*index*].
+
+    It is 1 if the bits of the element's magnitude are at least *bound*, the bits of a number.
     """
     wide = wide_name(x)
 

@@ -1,4 +1,4 @@
-"""topk and randomk: some elements with their indices. The format is in `reading`."""
+"""topk and randomk: some elements with their indices. `codec_reference` has the format."""
 from __future__ import annotations
 
 import math
@@ -19,22 +19,22 @@ from bpsfast.kernels.codecs.intrinsics import (
 )
 from bpsfast.kernels.codecs.reductions import N_TOGETHER, largest, magnitude, reaching
 
-#: Bits of a magnitude that one pass over the elements tells apart, and the counters this takes.
+#: Bits of a magnitude that one pass over the elements distinguishes, and the number of counters for them.
 DIGIT_BITS = 11
 N_DIGITS = 1 << DIGIT_BITS
-#: Elements that say about how large the k-th largest is.
+#: Elements of the sample that estimates the k-th largest magnitude.
 _N_SAMPLES = 4096
 
 
 def scratch_nbytes(k: int, n: int, width: int) -> int:
-    """Return the bytes of scratch of `encode_largest`: the counters, and the candidates' magnitudes and indices."""
+    """Return the bytes of scratch for `encode_largest`: counters, and the candidates' magnitudes and indices."""
     return 8 * N_DIGITS + 2 * width * (max(_N_SAMPLES, _capacity.py_func(k, n)) if _uses_sampling.py_func(k, n) else 0)
 
 
 def encode_largest(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; *scratch* takes `scratch_nbytes`.
+    """See `codec_kernels`; *scratch* has `scratch_nbytes`.
 
-    From a sample follows a magnitude that somewhat more than k elements reach; if so, only those are looked at closely.
+    A sample gives a bound that somewhat more than k elements probably reach; if they do, only those are compared.
     """
     n_sent = min(k, n)
     width = nbytes_of(x)
@@ -69,7 +69,7 @@ def encode_largest(wire, room_nbytes, x, n, error, generator, k, flags, scratch)
             indices[2 * position] = i
             values[2 * position] = quiet(x[i])
             position += 1
-    if position < n_sent:  # somebody writes into x meanwhile, so any will do
+    if position < n_sent:  # another thread changes x meanwhile, so any elements will do
         for position in range(n_sent):
             indices[2 * position] = position
             values[2 * position] = quiet(x[position])
@@ -78,7 +78,7 @@ def encode_largest(wire, room_nbytes, x, n, error, generator, k, flags, scratch)
 
 
 def encode_drawn(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; needs no *scratch*."""
+    """See `codec_kernels`; uses no *scratch*."""
     n_sent = k if n > 0 else 0
     width = nbytes_of(x)
     if 2 * width * n_sent > room_nbytes:
@@ -99,7 +99,7 @@ def encode_drawn(wire, room_nbytes, x, n, error, generator, k, flags, scratch): 
 
 
 def decode_largest(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; needs no *scratch*."""
+    """See `codec_kernels`; uses no *scratch*."""
     n_sent = min(k, n)
     width = nbytes_of(out)
     if nbytes != 2 * width * n_sent:
@@ -121,7 +121,7 @@ def decode_largest(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignor
 
 
 def decode_drawn(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
-    """As `kernels` says; *scratch* takes a bit an element, in words of 64."""
+    """See `codec_kernels`; *scratch* has one bit for each element, in 64-bit words."""
     n_sent = k if n > 0 else 0
     width = nbytes_of(out)
     if nbytes != 2 * width * n_sent:
@@ -140,7 +140,7 @@ def decode_drawn(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[
     marks = counters_at(scratch, 0)
     for position in range(n_sent):
         marks[indices[2 * position] >> 6] = 0
-    for position in range(n_sent - 1, -1, -1):  # the last of equals counts, as above
+    for position in range(n_sent - 1, -1, -1):  # of equal indices the last counts, as above
         index = np.uint64(indices[2 * position])
         mark = np.uint64(1) << (index & np.uint64(63))
         if not marks[index >> np.uint64(6)] & mark:
@@ -151,7 +151,7 @@ def decode_drawn(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[
 
 @helper
 def _send_non_finite(indices, values, x, n, n_sent):  # type: ignore[no-untyped-def]
-    """Let elements that are NaN or infinite take the place of what was drawn, from the first pair on."""
+    """Replace pairs, from the first one on, by the elements that are NaN or infinite."""
     position = 0
     for i in range(n):
         if position < n_sent and not abs(x[i]) < math.inf:
@@ -167,13 +167,13 @@ def _uses_sampling(n_sent, n):  # type: ignore[no-untyped-def]
 
 @helper
 def _capacity(n_sent, n):  # type: ignore[no-untyped-def]
-    """Return the most candidates that there is room for; about half as many are expected."""
+    """Return the largest number of candidates; about half as many are expected."""
     return 2 * n_sent + n // 256
 
 
 @helper
 def _sampled_bound(sizes, bits, n, n_sent, counters):  # type: ignore[no-untyped-def]
-    """Return a magnitude that more than *n_sent* elements reach, if the sample, put into *sizes*, is like the whole."""
+    """Return a magnitude that more than *n_sent* elements reach, if the sample (*sizes*) is representative."""
     for sample in range(_N_SAMPLES):
         sizes[2 * sample] = magnitude(bits, sample * n // _N_SAMPLES)
     mean = np.float64(_N_SAMPLES) * np.float64(n_sent) / np.float64(n)
@@ -182,7 +182,7 @@ def _sampled_bound(sizes, bits, n, n_sent, counters):  # type: ignore[no-untyped
 
 @helper
 def _collect(sizes, places, capacity, x, bits, n, bound):  # type: ignore[no-untyped-def]
-    """Write magnitude and index of all elements from *bound* on; return how many, or 0 if they are too many."""
+    """Write magnitude and index of all elements of at least *bound*; return their number, 0 if it is too large."""
     n_found = 0
     for start in range(0, n, N_TOGETHER):
         if start + N_TOGETHER <= n:
@@ -204,10 +204,10 @@ def _collect(sizes, places, capacity, x, bits, n, bound):  # type: ignore[no-unt
 
 @helper
 def _threshold(bits, stride, n, n_sent, counters):  # type: ignore[no-untyped-def]
-    """Find the magnitude of the last of the *n_sent* largest; return it, and how many as large are among them.
+    """Return the magnitude of the last of the *n_sent* largest elements, and the number of such elements among them.
 
-    A digit of the magnitude after the other, the highest first: each pass counts the elements whose digits before are
-    those of the threshold. If somebody writes into them meanwhile, what is found is any magnitude.
+    It is found digit by digit, the highest first: each pass counts the elements that have the digits found so far. If
+    another thread changes the elements meanwhile, the result is any magnitude.
     """
     left = 8 * nbytes_of(bits) - 1
     prefix = np.uint64(0)

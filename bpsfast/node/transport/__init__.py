@@ -1,12 +1,11 @@
-"""How gradient bytes travel between two nodes: chosen per pair of nodes, once, with a reason that can be asked for.
+"""Transports between nodes: each pair of nodes uses one of three, chosen by trial, and logs the reason.
 
-    shm    same host: the peer maps our segments and bytes never move (`shm`)
-    rdma   else, where both have a device: one-sided writes by the network cards (`rdma`)
-    tcp    else: one-sided writes over authenticated streams (`tcp`)
+    shm    same host: the peer maps this node's segments, and no bytes are copied (`shm`)
+    rdma   otherwise, if both have a device: one-sided writes by the network cards (`rdma`)
+    tcp    otherwise: one-sided writes over authenticated streams (`tcp`)
 
-shm is chosen iff exchanging a memfd over the peer's socket worked, rdma iff a first write passed in both directions:
-tries, not comparisons of names. Of each pair the node with the higher index dials. Helpers have nothing to say to one
-another.
+shm is used if exchanging a memfd over the peer's socket works, rdma if a first write passes in both directions. Of each
+pair the node with the higher index dials. Helpers do not connect to one another.
 """
 from __future__ import annotations
 

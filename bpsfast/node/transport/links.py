@@ -1,4 +1,4 @@
-"""What nodes use of a link, whichever transport it is."""
+"""The interface of links between nodes, common to all transports."""
 from __future__ import annotations
 
 from typing import Protocol
@@ -17,37 +17,37 @@ class WireStream(Protocol):
 
 
 class WireLink(Protocol):
-    """A link over which bytes are written into the peer's memory: what nodes use of tcp and rdma alike."""
+    """A link over which bytes are written into the peer's memory: tcp or rdma."""
 
     index: int
     kind: str
-    #: What is expected from the peer: see `RdmaLink`.
+    #: The partitions that are expected from the peer: see `RdmaLink`.
     bound: dict[int, tuple[int, int, int, int, bool]]
 
     def start(self, engine: Engine, source: int) -> None:
-        """Let *engine* take arrivals as those of *source*. Before anything is bound."""
+        """Report arrivals to *engine* as those of *source*. Before anything is bound."""
 
     def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
              first_round: int = 1) -> None:
-        """Expect *part* from the peer, at addresses by the round's parity; `CapacityError` if that cannot be.
+        """Expect *part* from the peer, at addresses by the round's parity; `CapacityError` if that is impossible.
 
-        Nothing of it may be under way; what was expected of it before is not any more. *first_round*: what comes next.
+        Nothing of it may be under way; this replaces what was expected of it before. *first_round* comes next.
 
-        *n_streams*: the connections that its unit takes turns on, if it goes by tcp (0: as many as the setting says).
-        *framed*: up to *nbytes* come each time, the first eight of which say how many follow.
+        *n_streams*: the tcp connections that its unit takes turns on (0: as many as the setting says). *framed*: up to
+        *nbytes* arrive each time; the first eight contain the number that follows.
         """
 
     def unbind(self, part: int) -> None:
         """Expect nothing more of *part*: it was refused, or is retired and nothing of it is under way."""
 
     def stream_of(self, part: int) -> WireStream:
-        """Return the lane that *part* takes, always the same one, on both sides."""
+        """Return the stream of *part*, always the same one, on both sides."""
 
     def fence(self) -> None:
-        """End it for good: nothing is written over it any more, in either direction, whatever the peer does."""
+        """End the link for good: nothing is written over it any more, in either direction, whatever the peer does."""
 
     @property
-    def sealed(self) -> bool:
+    def is_cut_off(self) -> bool:
         """Whether `fence` was called and it is certain that nothing arrives."""
 
     def next_round(self, part: int) -> int:
@@ -57,7 +57,7 @@ class WireLink(Protocol):
         """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
 
     def why(self, code: int) -> str:
-        """Return in words why the link was lost; *code* is that of EVENT_LOST."""
+        """Return why the link was lost, as text; *code* is that of EVENT_LOST."""
 
     def counters(self) -> dict[str, int]:
         """Return what was written and received."""

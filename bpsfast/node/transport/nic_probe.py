@@ -1,9 +1,9 @@
-"""What a NIC carries, measured at the start over the connections that there are (setting nic_probe).
+"""Measures the rate of the NIC at the start, over the connections to peers (setting nic_probe).
 
-In round r every node exchanges bytes with the one whose index differs in bit r, both ways at once: so nobody is in two
-exchanges at a time, and in about log2(n) rounds meets machines of all kinds. A pair measures the slower of its two
-NICs; the best of a node's rounds counts. Nodes on one host share memory and have nothing to measure; who has a limit
-takes no part. Python moves these bytes: a card of more than some 20 Gbit/s should tell its rate by itself.
+In round r every node exchanges bytes with the node whose index differs in bit r, in both directions at once: no node is
+in two exchanges at a time, and about log2(n) rounds reach machines of all kinds. A pair measures the slower of its two
+NICs; the best of a node's rounds counts. Nodes on one host share memory and do not measure; nor do nodes with a rate
+limit. Python moves these bytes: cards faster than about 20 Gbit/s should report their rate themselves.
 """
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .tcp import PAYLOAD_SHARE, TcpLink
 log = logging.getLogger("bpsfast.node")
 
 _DURATION_S = 1.0
-#: Of the duration, at both ends, not counted: slow start, and pairs that do not begin at the same moment.
+#: Share of the duration that is not counted at either end: slow start, and pairs that begin at different moments.
 _EDGE_SHARE = 0.25
 _CHUNK_NBYTES = 256 << 10
-#: Little enough that a slow link's queue does not overflow, which would cost one direction most of a short time.
+#: Small enough that the queue of a slow link does not overflow, which would slow one direction for most of the time.
 _SEND_BUFFER_NBYTES = 64 << 10
 _END = (0).to_bytes(8, "little")
 
 
 def partners(me: NodeInfo, nodes: Sequence[NodeInfo]) -> list[int]:
-    """Return whom *me* measures with, in the order of the rounds: both sides come to the same."""
+    """Return the partners of *me* in the order of the rounds; both sides compute the same."""
     found = []
     for bit in range((len(nodes) - 1).bit_length()):
         index = me.index ^ (1 << bit)
@@ -44,11 +44,11 @@ def partners(me: NodeInfo, nodes: Sequence[NodeInfo]) -> list[int]:
 
 
 def measure(me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link], deadline: float) -> float:
-    """Return bytes per second, headers included, that this node's NIC carries each way; 0: with nobody to measure.
+    """Return bytes per second, including headers, that this node's NIC carries each way; 0: no partner.
 
-    To be called until *deadline* (monotonic seconds), before streams are made of the links, which set the buffers that
-    they want: these leave small ones behind, and nothing else. A link over which that fails is ended, for there is no
-    telling what is still under way: who needs it finds that out, and makes another one if the peer lives.
+    To be called before streams are made of the links, which set their own buffer sizes. Takes until *deadline*
+    (monotonic seconds) at most. A link over which the measurement fails is ended, since it is unknown what is still
+    under way; it is replaced later if the peer is alive.
     """
     best = 0.0
     for index in partners(me, nodes):
@@ -57,7 +57,7 @@ def measure(me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link], 
             try:
                 best = max(best, _exchange([link.sockets[number] for number in sorted(link.sockets)], deadline))
             except OSError as exc:
-                log.warning("NICs were not measured with node %d (%s): %s", index, nodes[index].host,
+                log.warning("the NIC could not be measured with node %d (%s): %s", index, nodes[index].host,
                             exc or type(exc).__name__)
                 for sock in link.sockets.values():
                     sock.settimeout(None)
@@ -67,11 +67,11 @@ def measure(me: NodeInfo, nodes: Sequence[NodeInfo], links: Mapping[int, Link], 
 
 
 def _exchange(socks: Sequence[socket.socket], deadline: float) -> float:
-    """Return the bytes per second of the slower direction, which the other end has found as well."""
+    """Return the bytes per second of the slower direction; the other end computes the same."""
     for sock in socks:
         sock.settimeout(max(0.1, deadline - time.monotonic()))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_NBYTES)  # a stream sets its own
-    # both are here from now on
+    # Synchronise both ends.
     socks[0].sendall(b"\1")
     _receive(socks[0], bytearray(1))
     begin = time.monotonic()
@@ -110,7 +110,7 @@ def _send(sock: socket.socket, begin: float) -> None:
 
 
 def _count(sock: socket.socket, begin: float, counts: list[int], number: int) -> None:
-    """Receive until the other end says so; count what comes in the middle of the time."""
+    """Receive until the other end stops; count what arrives in the middle of the time."""
     first, last = begin + _DURATION_S * _EDGE_SHARE, begin + _DURATION_S * (1 - _EDGE_SHARE)
     header, chunk = bytearray(8), bytearray(_CHUNK_NBYTES)
     while True:

@@ -1,7 +1,7 @@
-"""One node on its way to all its peers: dialling those before it, letting in those after it, choosing a transport each.
+"""Connects a node to all its peers: dials those before it, accepts those after it, chooses a transport for each.
 
-A pair whose link ends later gets another one, by tcp (`seek`, `reunion`). A node that comes late dials all the others,
-which have been told to `expect` it.
+A link that ends later is replaced by tcp (`seek`, `reconnector`). A node that joins the running job dials all others,
+which `expect` it.
 """
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .tcp import DataPort
 
 log = logging.getLogger("bpsfast.node")
 
-#: An aborted job does not wait for a peer that does not answer.
+#: How long `close` waits for each thread: an aborted job does not wait for a peer that does not answer.
 _JOIN_S = 1.0
-#: After this part of `start_timeout_s` a helper that has not connected is lost: the job can still begin without it.
+#: After this share of `start_timeout_s` a helper that has not connected is lost, while the job can begin without it.
 _HELPERS_WAIT = 0.5
 
 
 def check(settings: Settings) -> None:
-    """Raise `ConfigError` if the setting asks for what cannot be."""
+    """Raise `ConfigError` if *settings* ask for a transport or encryption that is impossible here."""
     is_local = not settings.scheduler or is_loopback(parse_address(settings.scheduler)[0])
     if settings.encryption == "on" or not is_local:
         check_encryption(settings)
@@ -53,15 +53,14 @@ def check(settings: Settings) -> None:
 
 
 def shm_objection(settings: Settings) -> str:
-    """Return why shm is not even tried between nodes, "" if it is."""
+    """Return why shm is not tried between nodes; "": it is."""
     if settings.transport in ("tcp", "rdma"):
         return f"transport={settings.transport}"
     return "" if settings.allow_shm else "allow_shm=false (BYTEPS_ENABLE_IPC=0)"
 
 
 def peers_of(me: NodeInfo, nodes: Sequence[NodeInfo], lost: Collection[int] = ()) -> list[NodeInfo]:
-    """Return the nodes that *me* exchanges gradients with, in node order: one of a pair has ranks, and none is *lost*.
-    """
+    """Return the nodes, in node order, that *me* connects to: one of each pair has ranks, and none is *lost*."""
     return [node for node in nodes
             if node.index != me.index and node.index not in lost and (node.ranks or me.ranks)]
 
@@ -105,17 +104,17 @@ class PeerShutdowns:
 
     @property
     def are_announced(self) -> bool:
-        """Whether all peers have been told so, but for those not to be reached."""
+        """Whether all peers that can be reached have been told."""
         return self._told >= self._to_be_told
 
     @property
     def said(self) -> set[int]:
-        """Return the peers that have said so."""
+        """The peers that have announced that all their ranks have left."""
         with self._lock:
             return set(self._said)
 
     def hear(self, hello: StreamHello) -> None:
-        """Take a farewell that has proven the job's key, and is believed if it is of the node that it names."""
+        """Handle the announcement of an authenticated connection; ignore it unless it comes from the node it names."""
         with self._lock:
             peer = self._peers.get(hello.peer)
             is_its_own = peer is not None and bool(peer.ranks) and peer.pid == hello.pid
@@ -124,7 +123,7 @@ class PeerShutdowns:
         if is_its_own:
             self._notify()
         else:
-            log.warning("process %d says that all ranks of node %d have left, and is not that node with ranks",
+            log.warning("process %d announces that all ranks of node %d have left, but it is not that node with ranks",
                         hello.pid, hello.peer)
 
     def _say(self, peer: NodeInfo) -> None:
@@ -133,20 +132,20 @@ class PeerShutdowns:
                         epochs=self._epochs, deadline=time.monotonic() + self._lease_s, pid=self._me.pid,
                         encryption=self._encryption)[0].close()
         except (BpsError, OSError) as exc:
-            log.debug("node %d was not told that all ranks here have left: %s", peer.index, exc)
+            log.debug("node %d could not be told that all ranks here have left: %s", peer.index, exc)
         with self._lock:
             self._told.add(peer.index)
 
 
 class Peering:
-    """Connects one node to all its peers, in threads of its own, so that the control loop goes on beating.
+    """Connects one node to all its peers in threads of its own, so that the control loop is not blocked.
 
     Parameters
     ----------
     epochs
-        Those that this node knows: they go on changing.
+        The epochs that this node knows; they keep changing.
     me, nodes, lost
-        This node, all of them in node order, and the indices of those who are not there.
+        This node, all nodes in node order, and the indices of those that are not there.
     listener
         The socket that `NodeInfo.address` names. Accepts until `close`, which closes it.
     shm_endpoint, rails
@@ -170,7 +169,7 @@ class Peering:
         self._epochs = epochs
         self._me = me
         self._peers = {node.index: node for node in peers_of(me, nodes, lost)}
-        self._first = frozenset(self._peers)  # those of the start
+        self._first = frozenset(self._peers)  # peers of the start
         self._shm_endpoint = shm_endpoint
         self._rails = rails
         self._paces = tcp.pacing_of(settings, len(self._peers))
@@ -191,12 +190,12 @@ class Peering:
         self._reconnector = Reconnector(me, self._peers, key, epochs, settings.n_connections, settings.lease_s,
                                   settings.start_timeout_s, self._offer_again, self._drop, notify, self._encryption,
                                   self._checks)
-        #: Who has said that all its ranks have left.
+        #: The nodes that have announced that all their ranks have left.
         self.peer_shutdowns = PeerShutdowns(me, self._peers, key, epochs, settings.lease_s, self._encryption,
                                             self._begin, notify)
 
     def start(self) -> None:
-        """Begin. Ends by itself within start_timeout_s."""
+        """Start to connect; this ends within start_timeout_s."""
         self._port.start()
         self._begin(self._dial_all)
         self._begin(self._await_all)
@@ -207,18 +206,18 @@ class Peering:
         return self._first <= self.links.keys()
 
     def describe(self) -> dict[str, str]:
-        """Return "node N" -> "transport: reason"."""
+        """Return the transport of each peer: "node N" -> "transport: reason"."""
         return {f"node {index}": f"{link.kind}: {self.reasons[index]}{self._guard_of(link)}"
                 for index, link in sorted(self.links.items())}
 
     def _guard_of(self, link: Link) -> str:
-        """Say what protects the bytes of *link*; "" if nothing does."""
+        """Return how the bytes of *link* are protected, as text; "" if they are not."""
         if link.is_encrypted:
             return "; encrypted"
         return "; with checksums" if link.kind == "tcp" and self._checks else ""
 
     def expect(self, peer: NodeInfo) -> None:
-        """Let *peer*, which comes late, connect from now on: `links` has it then."""
+        """Accept *peer*, which joins the running job, from now on; `links` contains it once it is connected."""
         with self._lock:
             self._deadline = time.monotonic() + self._settings.start_timeout_s
             self._peers[peer.index] = peer
@@ -230,7 +229,7 @@ class Peering:
             return {index: why for index, why in self._unreached.items() if index in self._first}
 
     def part_with(self, index: int) -> None:
-        """Connect to all peers of the start but node *index*, which is lost before that was done."""
+        """Stop connecting to node *index*, which was lost before all peers of the start were connected."""
         with self._lock:
             self._first -= {index}
         self.forget(index)
@@ -238,7 +237,7 @@ class Peering:
         self._tell_all()
 
     def forget(self, index: int) -> None:
-        """Refuse node *index* from now on, which was to come late, or is lost: it does not come."""
+        """Refuse node *index* from now on: it was to join, or is lost."""
         with self._lock:
             self._peers.pop(index, None)
             half = self._accepting.pop(index, None)
@@ -247,31 +246,29 @@ class Peering:
         self._drop(index)
 
     def take(self, *only: int) -> dict[int, Link]:
-        """Hand over the links to the nodes *only* (default: of the start): from now on they are the caller's to close.
-        """
+        """Hand over the links to the nodes *only* (default: of the start); the caller closes them from now on."""
         with self._lock:
             taken = {index: link for index, link in self.links.items() if index in (only or self._first)}
             self._taken |= taken.keys()
             return taken
 
     def seek(self, index: int, awaited: Callable[[], Mapping[int, int]], reason: str = "") -> None:
-        """Look for another link to node *index*, by tcp, in place of one that was taken and is closed now.
+        """Seek another link to node *index*, by tcp, in place of one that was taken and is closed now.
 
-        *awaited* (called from any thread) says what has not arrived over it, by part; *reason*, why it is by tcp if it
-        was not before. When there is one, `notify` is called and `links` has it, to be taken; `gone` says if there will
-        be none, `called` whose links are over as they say, and here not yet.
+        *awaited* (called from any thread) returns what has not arrived over it, by part; *reason*: why tcp is used, if
+        it was not before. When there is one, `notify` is called and `links` has it, to be taken. `gone` tells if there
+        will be none; `called`, which peers have closed their side of a link that is open here.
         """
         with self._lock:
             self.reasons[index] = reason or self.reasons[index]
         self._reconnector.seek(index, awaited)
 
     def give_up(self, index: int, why: str) -> None:
-        """Have nothing more to do with node *index*, which is lost: what it dials from now on is refused."""
+        """Refuse all connections of node *index* from now on: it is lost."""
         self._reconnector.give_up(index, why)
 
     def visit(self, index: int, tell: Callable[[int, Outcome], None]) -> None:
-        """Find out whether node *index* answers at its data port; *tell* is called in a thread, as for `ProbeResult`.
-        """
+        """Test whether node *index* answers at its data port; a thread calls *tell* with the outcome."""
         peer = self._peers.get(index)
         if peer is not None:
             self._begin(lambda: tell(index, self._visited(peer)))
@@ -287,27 +284,27 @@ class Peering:
         except ConnectionRefusedError:
             return "refused"
         except (BpsError, OSError) as exc:
-            log.debug("node %d was visited, and did not answer: %s", peer.index, exc)
+            log.debug("node %d was probed and did not answer: %s", peer.index, exc)
             return "silent"
         return "answers"
 
     def refused(self) -> set[int]:
-        """Return the nodes that were found to refuse connections since this was asked last."""
+        """Return the nodes that have refused connections since the last call."""
         return self._reconnector.refused()
 
     def called(self) -> list[int]:
-        """Return the nodes that want another link, and with whose link this node has not parted."""
+        """Return the nodes that ask for another link while this node still uses the present one."""
         return self._reconnector.called()
 
     def gone(self) -> dict[int, str]:
-        """Return the nodes to which there will be no other link, and why."""
+        """Return the nodes to which there will be no other link, with the reason."""
         return self._reconnector.gone()
 
     def offer(self, link: Link, reason: str) -> None:
-        """Take an established link (the control loop brings those that were dialled to the local socket)."""
+        """Take an established link (the control loop passes on those of the local socket)."""
         with self._lock:
             if self._closed or link.index not in self._peers or link.index in self.links:
-                # a job may end while its nodes still connect: then it is nobody's fault
+                # A job may end while its nodes still connect: then this is no error.
                 log.log(logging.DEBUG if self._closed else logging.WARNING, "node %d connected %s: refused", link.index,
                         "too late" if self._closed else "twice, or is no peer")
                 link.close()
@@ -318,7 +315,7 @@ class Peering:
         self._notify()
 
     def close(self) -> None:
-        """Stop connecting, and close what nobody took. A thread in the middle of a dial ends with the process."""
+        """Stop connecting, and close links that were not taken. A thread that is dialling ends with the process."""
         with self._lock:
             self._closed = True
             self._gathered.notify_all()
@@ -357,7 +354,7 @@ class Peering:
         self._notify()
 
     def _dial_all(self) -> None:
-        """Dial all at once: a path that swallows RDMA packets costs seconds for each peer, until tcp is taken."""
+        """Dial all peers in parallel: a path that drops RDMA packets costs seconds for each, until tcp is used."""
         threads = [threading.Thread(target=self._guard, args=(partial(self._dial, peer),), name="bpsfast-dial",
                                     daemon=True) for index, peer in list(self._peers.items()) if index < self._me.index]
         for thread in threads:
@@ -414,7 +411,7 @@ class Peering:
         return self._rails.towards(peer.address, len(self._peers), opens=peer.index in self._first)
 
     def _without_rdma(self, peer: NodeInfo, reason: str, why: Exception) -> str:
-        """Return why *peer* is reached by tcp and not by rdma; raise if only rdma will do."""
+        """Return why *peer* is reached by tcp and not by rdma; raise if the setting requires rdma."""
         if self._settings.transport == "rdma":
             raise ConfigError(f"transport='rdma' was asked for, but node {peer.index} ({peer.host}) cannot be reached "
                               f"by it: {why}") from why
@@ -434,14 +431,14 @@ class Peering:
         return link
 
     def _n_nodes_with(self, index: int) -> int:
-        """Return what partitions are dealt to the connections of a pair by: on both sides the same, whoever is late."""
+        """Return the number of nodes by which partitions are assigned to streams: the same on both sides of a pair."""
         return max(self._n_nodes, self._me.index + 1, index + 1)
 
     def _offer_again(self, link: tcp.TcpLink) -> None:
         self.offer(self._equip(link), self.reasons[link.index])
 
     def _drop(self, index: int) -> None:
-        """Forget the link to node *index*; close it if nobody took it."""
+        """Forget the link to node *index*; close it if it was not taken."""
         with self._lock:
             link = self.links.pop(index, None)
             taken = index in self._taken
@@ -450,7 +447,7 @@ class Peering:
             link.close()
 
     def _await_all(self) -> None:
-        """Wait for those who dial, by whatever transport; for helpers not as long as for nodes with ranks."""
+        """Wait for peers that dial this node; for helpers not as long as for nodes with ranks."""
         for is_last in (False, True):
             timeout_s = self._settings.start_timeout_s
             left_s = self._left() - (0.0 if is_last else _HELPERS_WAIT * timeout_s)
@@ -473,7 +470,7 @@ class Peering:
         return sorted(index for index in self._first if index > self._me.index and index not in self.links)
 
     def _came(self, sock: socket.socket, greeted: HandshakeResult) -> None:
-        """Take in a connection that has proven itself."""
+        """Take an authenticated connection, and act as its stream number tells."""
         hello = greeted.hello
         if hello.stream == SHUTDOWN_STREAM:
             self.peer_shutdowns.hear(hello)
@@ -500,17 +497,17 @@ class Peering:
         if whole:
             meeting = self._meetings.get(hello.peer)
             if meeting is not None:
-                meeting.join(_JOIN_S)  # it knows why the peer comes by tcp now, and is about to say so
+                meeting.join(_JOIN_S)  # it is about to set the reason why the peer uses tcp
             reason = shm_objection(self._settings) or "it found no shared memory with this node"
             self.offer(self._equip(half), self._objections.get(hello.peer) or reason)
 
     @property
     def _refusal_level(self) -> int:
-        """Of log lines: a node that ends may be met by others that do not know it yet."""
+        """The level of log lines about refused connections; others may dial a node that is ending."""
         return logging.INFO if self._closed else logging.WARNING
 
     def _accept_rdma(self, sock: socket.socket, index: int, epoch: int) -> None:
-        """Meet a node that wants RDMA, in the epoch that it has said. If that cannot be, it comes again by tcp."""
+        """Set up RDMA with a node that dialled for it in *epoch*; if that fails, it dials again for tcp."""
         peer = self._peers.get(index)
         if self._closed or peer is None or index in self.links:
             log.log(self._refusal_level, "refused a connection for RDMA of node %d: not expected", index)
@@ -524,7 +521,7 @@ class Peering:
             try:
                 self._objections[index] = self._without_rdma(peer, reason, exc)
             except ConfigError as error:
-                if index not in self._first:  # the job can do without who comes late
+                if index not in self._first:  # the job can do without a joining node
                     log.warning("%s", error)
                     return
                 self.error = self.error or error

@@ -1,17 +1,16 @@
-"""Pairs of nodes whose link has ended, on their way to a new one by tcp: who dials, who waits, what both tell.
+"""Replaces links between nodes that have ended, by tcp: who dials, who waits, and what both sides exchange.
 
-    notice   either side: its link failed. It parts with it, so what has arrived is known for good, then `seek`
-    dial     the node that dialled at the start opens all streams anew, and numbers them as the pair's next link
-    knock    the other one asks for that, if it was the first to notice: an authenticated connection, and its end
-    call     whoever is dialled or knocked at, and has not parted, does so first (`called`)
-    tell     first the node that was dialled, then the other: what each of them awaits, part by part
+    seek      a side notices that its link has failed and closes it, so what has arrived is final
+    dial      the node that dialled at the start opens all streams again, and numbers them as the pair's next link
+    request   the other one asks for that, if it noticed first: by an authenticated connection that it ends at once
+    called    a node that is dialled or asked, and has not closed its link, does so first
+    exchange  first the node that was dialled, then the other: what each of them awaits, part by part
 
-Both have parted before either says what it awaits, so that is all there is to write again. A connection of a link with
-a lower number than the newest is refused: an attempt that is late harms nobody. So is one of an epoch that is over
-here: a peer that belongs to the job knows the next one already, or soon, and tries again (`epochs`). A peer that does
-not answer is tried again for `lease_s`. So is one that refuses: the end of its process looks like a firewall whose
-rules are changing. But that it does is said at once (`refused`), for the scheduler may know more: if it does not hear
-that node either, both signs together are the end.
+Both sides have closed the old link before either tells what it awaits, so exactly that is written again. Connections
+of a link with a lower number than the newest are refused: late attempts have no effect. So are connections of an epoch
+that is over here: a peer that belongs to the job learns of the next one soon, and tries again (`epochs`). A peer that
+does not answer is tried again for `lease_s`; so is one that refuses, since a changing firewall looks like the end of a
+process. But a refusal is reported at once (`refused`): if the scheduler does not hear that node either, it is lost.
 """
 from __future__ import annotations
 
@@ -37,18 +36,18 @@ from .epochs import Epochs
 
 log = logging.getLogger("bpsfast.node")
 
-#: The stream number of a knock, which no tcp stream has.
+#: The stream number of a connection that asks the peer to dial; no tcp stream has it.
 RECONNECT_STREAM = 1001
-#: The number of a stream that is none: all ranks of the node that opens it have left the job.
+#: The stream number of a connection that announces that all ranks of its node have left the job.
 SHUTDOWN_STREAM = 1002
-#: And one that is none: the node that opens it only wants to know whether this one lives.
+#: The stream number of a connection that only tests whether this node is alive.
 PROBE_STREAM = 1003
-#: One attempt to connect: with a second packet, should the first be lost.
+#: Timeout of one attempt to connect: long enough for a second packet if the first is lost.
 _CONNECT_S = 1.5
 _PAUSE_S = 0.2
-#: So long after the first refusal a second one is worth telling: all others wait for that word when somebody has died.
+#: A second refusal after this time is reported: if a process has died, all others wait for that.
 _REFUSED_S = 0.05
-#: A link that ended sooner than this is not followed by the next at once.
+#: After a link that lived shorter than this, the next one is not tried at once.
 _SHORT_LIFE_S = 1.0
 _JOIN_S = 1.0
 #: A part and a round take at most ten bytes, with five bytes for the list of both.
@@ -61,10 +60,10 @@ _DECODER = msgspec.msgpack.Decoder(dict[int, int])
 
 @dataclass
 class _Pair:
-    """What is known of one peer. `awaited`: of the link that was parted with, until there is a new one.
+    """The state of one peer. `awaited`: what was awaited over the closed link, until there is a new one.
 
-    `made`, `over`, `newest`: numbers of the last link that came about, of the last that is over here, of the last that
-    anybody has tried. `heard`: when the peer has last proven that it lives.
+    `made`, `over`, `newest`: numbers of the last link that was made, the last one that ended here, and the last one
+    that was tried. `heard`: when the peer was last known to be alive.
     """
 
     awaited: Awaited | None = None
@@ -80,23 +79,23 @@ class _Pair:
 
 
 class Reconnector:
-    """All pairs of one node. `seek`, `called`, `gone`: the control loop's thread; `came`: threads of the data port.
+    """Replaces links of one node. `seek`, `called`, `gone`: control loop's thread; `came`: threads of the data port.
 
     Parameters
     ----------
     me, peers, key, epochs
-        As of `Peering`.
+        See `Peering`.
     n_streams
-        Of each link.
+        Streams of each link.
     lease_s, patience_s
-        How long a peer is tried that does not answer; how long one that does may take to part with a link.
+        How long a peer that does not answer is tried; how long one that answers may take to close its link.
     offer, drop
-        Called with a new link; and with a node's index, when what was offered and not taken is to be closed. In one
-        order, one at a time.
+        Called with a new link; and with a node's index, when an offered link that was not taken has to be closed. One
+        call at a time.
     notify
         Called from any thread when `called`, `refused` or `gone` has changed.
     encryption, checks
-        Which links are encrypted, and whether what travels over the others has checksums.
+        Which links are encrypted, and whether the others use checksums.
     """
 
     def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epochs: Epochs, n_streams: int,
@@ -121,10 +120,10 @@ class Reconnector:
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    # -- the control loop's -------------------------------------------------------------------------------
+    # -- for the control loop's thread --------------------------------------------------------------------
 
     def seek(self, index: int, awaited: Awaited) -> None:
-        """Look for a new link to node *index*, whose link is closed; *awaited* says what has not arrived over it.
+        """Seek a new link to node *index*, whose link is closed; *awaited* returns what has not arrived over it.
 
         Ends with `offer`, or with `gone`.
         """
@@ -142,12 +141,12 @@ class Reconnector:
             thread.start()
 
     def expect(self, index: int) -> None:
-        """Know node *index*, which *peers* has from now on."""
+        """Add node *index*, which *peers* contains from now on."""
         with self._changed:
             self._pairs[index] = _Pair()
 
     def give_up(self, index: int, why: str) -> None:
-        """Refuse node *index* from now on: it is lost, whatever it says."""
+        """Refuse node *index* from now on: it is lost, even if it connects."""
         with self._changed:
             pair = self._pairs.get(index)
             if pair is None:  # neither of the two has ranks
@@ -156,7 +155,7 @@ class Reconnector:
             self._changed.notify_all()
 
     def called(self) -> list[int]:
-        """Return whose link is over as they say; until `seek`."""
+        """Return the nodes that have closed their side of the link; until `seek`."""
         with self._changed:
             return [index for index, pair in self._pairs.items() if pair.called]
 
@@ -167,12 +166,12 @@ class Reconnector:
             return refused
 
     def gone(self) -> dict[int, str]:
-        """Return with whom there will be no new link, and why."""
+        """Return the nodes to which there will be no new link, with the reason."""
         with self._changed:
             return {index: pair.gone for index, pair in self._pairs.items() if pair.gone}
 
     def close(self) -> None:
-        """Seek nobody any more. Idempotent."""
+        """Stop seeking links. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -201,7 +200,7 @@ class Reconnector:
                 refused_at = float("inf")
             except (BpsError, OSError) as exc:
                 why, now = str(exc), time.monotonic()
-                log.debug("node %d was sought in vain: %s", index, why)
+                log.debug("no new link to node %d yet: %s", index, why)
                 refused_at = min(refused_at, now) if isinstance(exc, ConnectionRefusedError) else float("inf")
                 if now - refused_at >= _REFUSED_S and self._is_wanted(pair, awaited):
                     with self._changed:
@@ -257,15 +256,15 @@ class Reconnector:
                 link.awaited_there = self._told(link)
                 self._tell(link, awaited())
             except (BpsError, OSError):
-                pair.heard = max(pair.heard, time.monotonic() - self._lease_s / 2)  # else the kernel had ended it
+                pair.heard = max(pair.heard, time.monotonic() - self._lease_s / 2)  # or the kernel would have ended it
                 raise
             self._made(pair, awaited, link)
             undo.pop_all()
 
-    # -- being sought -------------------------------------------------------------------------------------
+    # -- answering the peer -------------------------------------------------------------------------------
 
     def came(self, sock: socket.socket, greeted: HandshakeResult) -> None:
-        """Take in a connection of a link after the first, or a knock; *sock* is this object's from now on."""
+        """Take a connection of a link after the first, or a request to dial; owns *sock* from now on."""
         hello = greeted.hello
         pair = self._pairs.get(hello.peer)
         if pair is None:
@@ -273,25 +272,25 @@ class Reconnector:
             sock.close()
         elif hello.stream == RECONNECT_STREAM:
             sock.close()
-            self._knocked(pair, hello)
+            self._requested(pair, hello)
         else:
             self._gather(pair, sock, greeted)
 
-    def _knocked(self, pair: _Pair, hello: StreamHello) -> None:
+    def _requested(self, pair: _Pair, hello: StreamHello) -> None:
         with self._changed:
             pair.heard = time.monotonic()
             pair.called = pair.called or (pair.awaited is None and hello.link >= pair.made and not pair.gone)
         self._notify()
 
     def _gather(self, pair: _Pair, sock: socket.socket, greeted: HandshakeResult) -> None:
-        """Keep one stream of a new link until all of them are there, then go on with it."""
+        """Keep one stream of a new link until all of them are there; then use it."""
         hello = greeted.hello
         with self._changed:
             pair.heard = time.monotonic()
             if hello.link > pair.newest:
                 pair.newest = hello.link
                 self._close_half(pair)
-                self._changed.notify_all()  # an answer to the dial before it is not worth waiting for
+                self._changed.notify_all()  # the previous attempt need not be answered
             if (self._closed or pair.gone or hello.peer < self._me.index or hello.link < pair.newest
                     or hello.link <= pair.made or hello.stream in pair.half or not 0 <= hello.stream < self._n_streams
                     or (pair.half and hello.epoch != pair.epoch)):
@@ -310,9 +309,9 @@ class Reconnector:
         try:
             self._answer(pair, link)
         except (BpsError, OSError) as exc:
-            log.debug("link %d to node %d did not come about: %s", link.number, link.index, exc)
+            log.debug("link %d to node %d could not be made: %s", link.number, link.index, exc)
             link.close()
-            with self._changed:  # the peer may believe that it did: a knock says that it is over
+            with self._changed:  # the peer may believe that it was made: a request to dial tells it
                 pair.over = max(pair.over, link.number)
 
     def _answer(self, pair: _Pair, link: tcp.TcpLink) -> None:
@@ -322,7 +321,7 @@ class Reconnector:
                 self._patience_s)
             awaited = pair.awaited
         if awaited is None or self._closed or pair.gone or pair.newest != link.number:
-            raise StallError("this node has not parted with the link before it, or another one was dialled")
+            raise StallError("this node has not closed the previous link, or another one was dialled")
         self._tell(link, awaited())
         link.awaited_there = self._told(link)
         self._made(pair, awaited, link)
@@ -333,7 +332,7 @@ class Reconnector:
             sock.close()
         pair.half = {}
 
-    # -- what both do -------------------------------------------------------------------------------------
+    # -- on both sides ------------------------------------------------------------------------------------
 
     def _made(self, pair: _Pair, awaited: Awaited, link: tcp.TcpLink) -> None:
         with self._changed:
@@ -346,22 +345,22 @@ class Reconnector:
     def _tell(self, link: tcp.TcpLink, awaited: Mapping[int, int]) -> None:
         data = msgspec.msgpack.encode(dict(awaited))
         with self._at_work(link.sockets[0]) as sock:
-            sock.sendall(_said(link, len(data).to_bytes(4, "little")) + _said(link, data))
+            sock.sendall(_packed(link, len(data).to_bytes(4, "little")) + _packed(link, data))
 
     def _told(self, link: tcp.TcpLink) -> dict[int, int]:
-        """Return what the peer awaits, once it has parted with the link before this one."""
+        """Return what the peer awaits, once it has closed the previous link."""
         with self._at_work(link.sockets[0]) as sock:
-            nbytes = int.from_bytes(_heard(link, sock, 4), "little")
+            nbytes = int.from_bytes(_received(link, sock, 4), "little")
             if nbytes > _MAX_NBYTES:
-                raise ProtocolError(f"node {link.index} says in {nbytes} bytes what it awaits: too many")
+                raise ProtocolError(f"node {link.index} announces {nbytes} bytes of awaited rounds: too many")
             try:
-                return _DECODER.decode(_heard(link, sock, nbytes))
+                return _DECODER.decode(_received(link, sock, nbytes))
             except msgspec.MsgspecError as exc:
-                raise ProtocolError(f"what node {link.index} says that it awaits cannot be read: {exc}") from exc
+                raise ProtocolError(f"the awaited rounds of node {link.index} cannot be read: {exc}") from exc
 
     @contextlib.contextmanager
     def _at_work(self, sock: socket.socket) -> Iterator[socket.socket]:
-        """Have `close` end what is done with *sock* meanwhile, its peer's silence, and our patience."""
+        """Use *sock* with timeouts for a silent or slow peer; `close` ends this, too."""
         with self._changed:
             if self._closed:
                 raise StallError("the job has ended")
@@ -376,8 +375,8 @@ class Reconnector:
                 self._busy.discard(sock)
 
 
-def _said(link: tcp.TcpLink, data: bytes) -> bytes:
-    """Return *data* as it travels over the first stream of *link*, before that is handed over."""
+def _packed(link: tcp.TcpLink, data: bytes) -> bytes:
+    """Return *data* as it is sent over the first stream of *link*, before that is handed over."""
     seals = link.seals.get(0)
     if seals is None:
         return data + crc32c(data).to_bytes(4, "little") if link.checks else data
@@ -385,19 +384,19 @@ def _said(link: tcp.TcpLink, data: bytes) -> bytes:
     return b"".join(seals.out.close(data[begin:begin + RECORD_NBYTES]) for begin in pieces)
 
 
-def _heard(link: tcp.TcpLink, sock: socket.socket, nbytes: int) -> bytes:
-    """Return what the other side has `_said`, of *nbytes*; raises `ProtocolError` if somebody else has."""
+def _received(link: tcp.TcpLink, sock: socket.socket, nbytes: int) -> bytes:
+    """Receive *nbytes* that the peer has packed by `_packed`; `ProtocolError` if they were changed."""
     seals = link.seals.get(0)
     if seals is None:
         data = _receive(sock, nbytes)
         if link.checks and crc32c(data) != int.from_bytes(_receive(sock, 4), "little"):
-            raise ProtocolError(f"what node {link.index} has said was changed on its way: its checksum is another one")
+            raise ProtocolError(f"a message of node {link.index} arrived damaged: its checksum is wrong")
         return data
     try:
         return b"".join(seals.incoming.open(_receive(sock, min(RECORD_NBYTES, nbytes - begin) + TAG_NBYTES))
                         for begin in range(0, nbytes, RECORD_NBYTES))
     except ValueError as exc:
-        raise ProtocolError(f"node {link.index} has not said what came over its connection: {exc}") from exc
+        raise ProtocolError(f"a message of node {link.index} cannot be authenticated: {exc}") from exc
 
 
 def _receive(sock: socket.socket, nbytes: int) -> bytes:

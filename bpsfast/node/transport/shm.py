@@ -1,15 +1,15 @@
-"""Two nodes on one host: lanes, doorbells and segments are shared, so gradient bytes never move between them.
+"""Shared memory between two nodes on one host: lanes, doorbells and segments are shared, and no bytes are copied.
 
-The connecting node says hello over the other's abstract socket; each side proves that it has the job's key
-(HMAC over both indexes and process ids) and is run by the same user (SO_PEERCRED) before a descriptor is passed:
+The connecting node sends a hello over the other's abstract socket; each side proves that it has the job's key (HMAC
+over both indexes and process ids) and runs as the same user (SO_PEERCRED) before a descriptor is passed:
 
     connector                          acceptor
     PeerHello(proof)             ->
                                  <-    PeerWelcome(proof) + lane it reads, its doorbell, its pidfd
     PeerLane()  + the same three ->
 
-Afterwards the channel carries segments and where results lie (`PeerSegment`, `PeerExtents`), once per
-generation. What is summed is announced natively, by lane entries.
+Afterwards the channel carries segments and the places of results (`PeerSegment`, `PeerExtents`), once per generation.
+Partials are announced natively, by lane entries.
 """
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def decode(data: bytes) -> messages.Message:
 
 
 class ShmEndpoint:
-    """What one node offers its shm peers: its doorbell and pidfd, and how lanes are made."""
+    """What one node offers its shm peers: its doorbell, its pidfd, and new lanes."""
 
     def __init__(self, doorbell: Segment) -> None:
         self.doorbell = doorbell
@@ -110,7 +110,7 @@ class ShmEndpoint:
         return made
 
     def fds(self, lane: Segment) -> tuple[int, int, int]:
-        """Return what a peer gets."""
+        """Return the descriptors that a peer gets."""
         return lane.fileno(), self.doorbell.fileno(), self.pidfd
 
     def close(self) -> None:
@@ -136,14 +136,14 @@ class ShmLink:
     gone = "its process is gone"
 
     def tell(self, message: messages.Message, fds: Sequence[int] = ()) -> None:
-        """Post *message*. That the peer is gone is said by its pidfd, not here."""
+        """Post *message*, if the peer is still there; its pidfd tells when it has ended."""
         try:
             self.channel.post(message, fds)
         except PeerLostError:
-            log.debug("node %d was gone before it could be told %s", self.index, type(message).__name__)
+            log.debug("node %d had ended before it could be sent %s", self.index, type(message).__name__)
 
     def map(self, message: PeerSegment, fd: int) -> Segment:
-        """Map a segment that the peer shared (read-only) and return it; the descriptor is ours, or closed."""
+        """Map a segment that the peer shared (read-only) and return it; takes the descriptor over."""
         fds = [fd]
         try:
             mapped = _attach(self.index, fds, writable=False)
@@ -158,7 +158,7 @@ class ShmLink:
         return mapped
 
     def end_process(self, timeout_s: float) -> None:
-        """Kill the peer's process, if it is not dead, and wait until it is: it writes nothing any more.
+        """Kill the peer's process, if it is alive, and wait until it has ended: then it writes nothing any more.
 
         Raises
         ------
@@ -185,7 +185,7 @@ class ShmLink:
 def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, shm_endpoint: ShmEndpoint,
             timeout_s: float) -> ShmLink:
     """Share memory with node *peer*, whose socket is *name*; raises `BpsError` if that is impossible."""
-    # The peer was bound before it joined the job: if nobody listens now, nobody will.
+    # The peer's socket was bound before it joined the job: without a listener now there will be none.
     link = channel.connect(name, 0.0, decode)
     link.frame_max_nbytes = PENDING_MAX_NBYTES
     pid = os.getpid()
@@ -216,7 +216,7 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, shm_e
 
 
 def check(job_key: bytes, hello: PeerHello, link: MessageSocket) -> None:
-    """Raise `BpsError` unless *hello* is of a process of this user that has the job's key."""
+    """Raise `BpsError` unless *hello* comes from a process of this user that has the job's key."""
     _check_user(link)
     if not security.verify(job_key, hello.proof, *_hello(hello.source, hello.target, hello.epoch, hello.pid)):
         raise ProtocolError(f"process {link.peer[0]} has another job key")
@@ -224,7 +224,7 @@ def check(job_key: bytes, hello: PeerHello, link: MessageSocket) -> None:
 
 def welcome(job_key: bytes, hello: PeerHello, link: MessageSocket, mine: int, epochs: Epochs,
             shm_endpoint: ShmEndpoint) -> Segment:
-    """Answer *hello* on *link* with a new lane and return that lane; raises `BpsError` if it is not for us.
+    """Answer *hello* on *link* with a new lane and return that lane; `BpsError` if it is for another node or epoch.
 
     The connector's `PeerLane` completes the pair: pass it to `complete`.
     """
@@ -244,7 +244,7 @@ def welcome(job_key: bytes, hello: PeerHello, link: MessageSocket, mine: int, ep
 def complete(index: int, link: MessageSocket, lane: Segment, fds: list[int]) -> ShmLink:
     """Return the established pair with node *index*, whose `PeerLane` brought *fds*; it takes out what it keeps.
 
-    If this raises, *link*, *lane* and what is left of *fds* are the caller's to close.
+    If this raises, the caller closes *link*, *lane* and what is left of *fds*.
     """
     if len(fds) != 3:
         raise ProtocolError(f"node {index} passed {len(fds)} descriptors instead of lane, doorbell and pidfd")
@@ -268,7 +268,7 @@ def _assemble(index: int, link: MessageSocket, incoming: Segment, fds: list[int]
 
 
 def _attach(index: int, fds: list[int], writable: bool) -> Segment:
-    """Map the first of *fds*, from node *index*, and take it out: one owner closes it, whatever happens next."""
+    """Map the first of *fds*, from node *index*, and remove it from the list: the segment closes it."""
     try:
         segment = Segment.attach(fds[0], writable=writable)
     except OSError as exc:

@@ -1,10 +1,9 @@
-"""Two nodes over TCP: one to four authenticated connections per pair, handed to native streams.
+"""TCP between two nodes: one to four authenticated connections per pair, handed over to native streams.
 
-A node listens before it joins the job, so its address is good as soon as anybody knows it. The dialler opens
-its streams one after another; each answers the HMAC challenge of `orchestration.security` in both directions
-before it counts, and says which node, which stream and which epoch it is. From then on a native
-`bpsfast.pyx.tcp.Stream` owns the connection; a partition always takes the same stream (`TcpLink.stream_of`), so
-payload and announcement stay in order.
+A node listens before it joins the job, so its address is valid as soon as others learn it. The dialler opens its
+streams one after another; each passes the HMAC handshake of `orchestration.security` in both directions, which also
+names node, stream and epoch. From then on a native `bpsfast.pyx.tcp.Stream` owns the connection; a partition always
+uses the same stream (`TcpLink.stream_of`), so payload and announcement stay in order.
 """
 from __future__ import annotations
 
@@ -34,18 +33,18 @@ from .epochs import Epochs
 log = logging.getLogger("bpsfast.node")
 
 CONTEXT = "bpsfast data"
-#: A stranger on the data port holds up one accepting thread for at most this long.
+#: How long a connection to the data port may take to authenticate.
 CHALLENGE_TIMEOUT_S = 5.0
-#: Send buffers that stay in the cache: bytes go through them once, and late urgent ones wait behind them. Between
-#: machines they also have to cover the round trip.
+#: Send buffers small enough for the cache; urgent bytes wait behind their contents. Between machines they also have to
+#: cover the round trip.
 _NEAR_BUFFER_NBYTES = 128 << 10
 _FAR_BUFFER_NBYTES = 512 << 10
-#: Linux probes no less often (MAX_TCP_KEEPIDLE, MAX_TCP_KEEPINTVL).
+#: The longest intervals that Linux allows (MAX_TCP_KEEPIDLE, MAX_TCP_KEEPINTVL).
 _MOST_KEEPALIVE_S = 32_767
-#: What is left for gradients of a link's bytes: headers of Ethernet, IP and TCP (1448 of 1514), acknowledgements of the
-#: other direction (one for every second packet).
+#: The share of a link's bytes that is payload: without headers of Ethernet, IP and TCP (1448 of 1514) and without
+#: acknowledgements of the other direction (one for every second packet).
 PAYLOAD_SHARE = 0.93
-#: What may arrive before a receiver has had its turn, of all connections together.
+#: How long a link may fill the receive buffers of all connections together before a receiver has its turn.
 _SLACK_S = 0.004
 _LEAST_BUFFER_NBYTES = 64 << 10
 #: socket.SO_MAX_PACING_RATE, which Python does not name; bytes/s, 32 bits.
@@ -67,7 +66,7 @@ def listen(host: str) -> socket.socket:
 
 
 def _is_near(sock: socket.socket) -> bool:
-    """Whether the peer is on this host, as its address tells; False if the connection has ended meanwhile."""
+    """Whether the peer's address is one of this host; False if the connection has ended meanwhile."""
     try:
         return sock.family == socket.AF_INET and sock.getsockname()[0] == sock.getpeername()[0]
     except OSError:
@@ -81,11 +80,10 @@ _UNTRACED = Limits()
 class TcpLink:
     """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called.
 
-    *n_streams*: how many of them partitions take turns on that say nothing else (0: all). *bound*: what is expected
-    from the peer, as in `RdmaLink`. *send_buffer_nbytes* 0: what measured best, little enough to stay in the cache.
-    *number*: which of the pair's links it is, *awaited_there*: what the peer has not got over those before. *seals*: of
-    the connections that are encrypted. *checks*: writes over the others have checksums. *epoch*: the one that its
-    dialler has said.
+    *n_streams*: how many of them partitions take turns on by default (0: all). *bound*: see `RdmaLink`.
+    *send_buffer_nbytes* 0: the size that measured best. *number*: which of the pair's links this is; *awaited_there*:
+    what the peer has not received over earlier ones. *seals*: keys of encrypted connections. *checks*: writes over the
+    other connections have checksums. *epoch*: that of the dialler.
     """
 
     index: int
@@ -104,8 +102,8 @@ class TcpLink:
     number: int = 0
     awaited_there: Mapping[int, int] = field(default_factory=dict)
     fenced: bool = False
-    _rounds: dict[int, int] = field(default_factory=dict)  # what comes next of what is bound, while no stream knows it
-    _n_streams_of: dict[int, int] = field(default_factory=dict)  # part -> what it says itself
+    _rounds: dict[int, int] = field(default_factory=dict)  # next round of bound parts, while no stream knows it
+    _n_streams_of: dict[int, int] = field(default_factory=dict)  # part -> its own number of streams
 
     is_encrypted: bool = False
 
@@ -113,14 +111,14 @@ class TcpLink:
     is_wire = True
 
     def take(self, number: int, sock: socket.socket, seals: Seals | None) -> None:
-        """Have *sock* as stream *number*, encrypted with *seals* if there are any."""
+        """Add *sock* as stream *number*, encrypted with *seals* if given."""
         self.sockets[number] = sock
         if seals is not None:
             self.seals[number] = seals
             self.is_encrypted = True
 
     def start(self, engine: Engine, source: int) -> None:
-        """Hand the connections to native streams, whose arrivals *engine* takes as those of *source*."""
+        """Hand the connections over to native streams, which report arrivals to *engine* as those of *source*."""
         for number in sorted(self.sockets):
             sock = self.sockets[number]
             nbytes = self.send_buffer_nbytes or (_NEAR_BUFFER_NBYTES if _is_near(sock) else _FAR_BUFFER_NBYTES)
@@ -143,7 +141,7 @@ class TcpLink:
 
     def expect(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
                next_round: int = 1) -> None:
-        """Do what `bind` does, before `start`: the peer may write *next_round* as soon as it is connected."""
+        """Do as `bind`, before `start`: the peer may write *next_round* as soon as it is connected."""
         self.bound[part] = even, odd, nbytes, n_streams, framed
         self._rounds[part] = next_round
 
@@ -151,8 +149,8 @@ class TcpLink:
              first_round: int = 1) -> None:
         """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; *framed*: see `WireLink`.
 
-        *first_round* is what comes next, and what is awaited should the link end before. From then on *part* takes one
-        of the first *n_streams* streams, on this side; the peer is told the same.
+        *first_round* comes next, and is awaited if the link ends before. From now on *part* uses one of the first
+        *n_streams* streams, on both sides.
         """
         self.expect(part, even, odd, nbytes, n_streams, framed, first_round)
         if not self.fenced:
@@ -173,7 +171,7 @@ class TcpLink:
         self._n_streams_of.pop(part, None)
 
     def fence(self) -> None:
-        """End it for good: nothing more arrives over it, and what has not is known. One thread, idempotent."""
+        """End the link for good: nothing more arrives, and `awaited` is final. One thread, idempotent."""
         if not self.fenced:
             self._close_streams()
             if self.streams:
@@ -181,7 +179,7 @@ class TcpLink:
             self.fenced = True
 
     @property
-    def sealed(self) -> bool:
+    def is_cut_off(self) -> bool:
         """Whether `fence` was called."""
         return self.fenced
 
@@ -196,17 +194,17 @@ class TcpLink:
         return {part: self._rounds.get(part, 1) for part in tuple(self.bound)}
 
     def why(self, code: int) -> str:
-        """Return in words why a stream was lost; *code* is the event's."""
+        """Return why a stream was lost, as text; *code* is the event's."""
         if code == errno.EBADMSG:
-            return ("what came over it was not what the peer has sent: its memory, its card, the network or somebody "
-                    "there has changed it")
+            return ("data arrived damaged: it was changed in the peer's memory, by a card, in the network or by an "
+                    "attacker")
         return os.strerror(code) if code else "closed"
 
     def stream_of(self, part: int) -> Stream:
-        """Return the stream that *part* takes, the same one in both directions and on both sides.
+        """Return the stream of *part*, the same one in both directions and on both sides.
 
-        Neighbouring parts have different owners: they go to one stream together, so that each stream carries partials
-        and results in both directions.
+        Neighbouring parts have different owners and share a stream, so that each stream carries partials and results
+        in both directions.
         """
         n = self._n_streams_of.get(part) or self.n_streams or len(self.streams)
         return self.streams[part // self.n_nodes % min(n, len(self.streams))]
@@ -239,13 +237,11 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
          encryption: Encryption = Encryption.NONE) -> TcpLink:
     """Open *n_streams* authenticated connections to node *peer* at *address* ("host:port").
 
-    *epochs*: those that this node knows.
-
     Raises
     ------
     BpsError
-        `StallError` when it could not be reached until *deadline* (monotonic seconds); `MismatchError` for
-        another job key, or an epoch that is over.
+        `StallError` if it cannot be reached until *deadline* (monotonic seconds); `MismatchError` for another job key,
+        or an epoch that is over.
     """
     epoch = epochs.known
     link = TcpLink(peer, epoch=epoch)
@@ -263,11 +259,10 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
 
 def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epochs: Epochs, deadline: float,
             pid: int = 0, encryption: Encryption = Encryption.NONE) -> tuple[socket.socket, int]:
-    """Open one authenticated connection, the stream *number*; return it, and the epoch that it was opened in.
+    """Open one authenticated connection with the stream *number*; return it, and the epoch of its handshake.
 
-    Same errors as `dial`. *pid*: as in `StreamHello`.
-
-    *encryption*: of this job, on which both ends must agree. Nothing is sent over this connection that needs it.
+    Same errors as `dial`. *pid*: see `StreamHello`. Both ends must agree on *encryption*, but this connection carries
+    nothing that needs it.
     """
     sock = _reach(address, peer, deadline)
     hello = security.StreamHello(peer=mine, stream=number, epoch=epochs.known, pid=pid,
@@ -278,16 +273,16 @@ def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epoc
 
 
 def greet(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float) -> socket.socket:
-    """As `prove_to`, where that one is in this epoch, or a later one; return *sock*."""
+    """Do as `prove_to`, for a peer that knows this epoch or a later one; return *sock*."""
     prove_to(sock, key, hello, peer, timeout_s, hello.epoch)
     return sock
 
 
 def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float,
              least_epoch: int) -> bytes:
-    """Prove to node *peer* at the other end of *sock* who we are, and have it do the same; return the secret of both.
+    """Authenticate with node *peer* at the other end of *sock*, both ways; return the shared secret.
 
-    That one has to know *least_epoch*, or a later one.
+    The peer has to know *least_epoch* or a later one.
 
     Raises
     ------
@@ -309,30 +304,30 @@ def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer:
 
 def accept(sock: socket.socket, key: bytes, *, mine: int, epochs: Epochs,
            encryption: Encryption = Encryption.NONE) -> security.HandshakeResult:
-    """Challenge a connection that was just accepted and return who it is; raises `BpsError` if it cannot prove it."""
+    """Authenticate a connection that was just accepted; return the result, or raise `BpsError`."""
     sock.setblocking(True)
     greeted = security.handshake_as_acceptor(
         sock, key, CONTEXT, peer=mine, epoch=epochs.known, timeout_s=CHALLENGE_TIMEOUT_S,
         encrypted=encryption.covers(sock))
     hello, least = greeted.hello, epochs.least_of(greeted.hello.peer)
     if hello.epoch < least:
-        raise MismatchError(f"node {hello.peer} dialled for epoch {hello.epoch}, the job goes on in epoch {least}: it "
-                            "was left behind, or tries again once it knows")
+        raise MismatchError(f"node {hello.peer} dialled for epoch {hello.epoch}, the job goes on in epoch {least}: the "
+                            "job has dropped that node, or it will try again")
     prepare(sock)
     return greeted
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set what a data connection needs: headers leave at once."""
+    """Set the socket options of a data connection: headers are sent at once."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def end_when_silent(sock: socket.socket, lease_s: float) -> None:
-    """Have the kernel end *sock* once its peer has acknowledged nothing for half of *lease_s*; idle ones are probed.
+    """Let the kernel end *sock* once its peer has acknowledged nothing for half of *lease_s*; idle ones are probed.
 
-    Without, a connection that the other machine knows nothing of any more is kept for a quarter of an hour, and for
-    ever if nothing is sent. The other half of the lease is there to connect anew. A peer that acknowledges and reads
-    nothing for so long (a zero window) is ended in the same way: that costs a new connection.
+    By default a connection that the other machine has forgotten lives for a quarter of an hour, or forever if nothing
+    is sent. The other half of the lease remains to connect again. A peer that acknowledges but reads nothing that long
+    (a zero window) is ended in the same way, at the cost of a new connection.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(500 * lease_s)))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -377,7 +372,7 @@ class TcpPacing:
         self._buffer_nbytes = max(_LEAST_BUFFER_NBYTES, int(rate_bytes * _SLACK_S / max(1, n_connections)))
 
     def prepare(self, sock: socket.socket) -> None:
-        """Let *sock* hold little that arrives, and send pieces evenly where the kernel can."""
+        """Give *sock* a small receive buffer, and send evenly where the kernel supports that."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._buffer_nbytes)
         if self._rate_bytes < _MOST_PACING_RATE:
             with contextlib.suppress(OSError):  # it only smooths: the total is kept without it
@@ -399,10 +394,9 @@ class DataPort:
     Parameters
     ----------
     mine, epochs
-        This node's index, and the epochs of which a dialler must know the latest.
+        This node's index, and the epochs that diallers have to know.
     came
-        Called with (socket, greeted), in a thread of its own, once a connection has proven itself; the socket goes with
-        it.
+        Called with (socket, greeted), in a thread of its own, once a connection is authenticated; it owns the socket.
     n_expected
         Connections that the job itself may open at the same time.
     encryption
@@ -420,11 +414,11 @@ class DataPort:
         self._n_refused = 0
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Start to accept."""
         self._acceptor.start()
 
     def close(self) -> None:
-        """Accept nobody any more; end what strangers have begun. Idempotent."""
+        """Stop accepting, and cut off connections that are not authenticated. Idempotent."""
         self._acceptor.close()
 
     def _refused(self, why: Exception) -> None:
@@ -434,4 +428,4 @@ class DataPort:
         if number <= 8 or number & (number - 1) == 0:  # a flood would fill the disk
             level = logging.DEBUG if self._acceptor.is_closed else logging.WARNING
             log.log(level, "refused a data connection: %s%s", why,
-                    f" ({number} were by now)" if number > 8 else "")
+                    f" ({number} so far)" if number > 8 else "")

@@ -2,17 +2,22 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import msgspec
 
-from ...base import exit_codes, output
+from ...base import exit_codes, output, settings
+from ...base.settings import Settings
+from ...hardware.host import Host
+from ...hardware.netlink import Address
+from ...hardware.rdma_route import peer_address
+from ...hardware.recorded_host import RecordedKernel, host
+from ...hardware.verbs import provider
+from ..doctor import examination, facts, hardware, peer as peer_doctor
+from ..doctor.facts import Facts, ask_verbs
+from ..perf.control import host_and_port, listen_address, secret_for
 from .options import overrides, root_option, set_option, verbs_option
-
-if TYPE_CHECKING:
-    from ...base.settings import Settings
-    from ...hardware.netlink import Address
-    from ..doctor.facts import Facts
 
 _DEFAULT_PORT = 18619
 #: Longest wait for one ping, of which several may stay unanswered.
@@ -49,10 +54,6 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
 
     With --peer, both machines need the same BPSFAST_JOB_KEY, or BPSFAST_INSECURE=1.
     """
-    from ...base import settings
-    from ...hardware.recorded_host import host
-    from ..doctor import examination
-
     chosen = output.form(as_json, path, no_color)
     machine = host(root)
     loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs), machine.kernel.environ)
@@ -71,13 +72,6 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
 
 def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str | None, timeout_s: float) -> Facts:
     """Return the facts about *host* and, if *peer* is given, about the other end."""
-    import msgspec
-
-    from ...hardware.rdma_route import peer_address
-    from ...hardware.recorded_host import RecordedKernel
-    from ..doctor import facts, hardware, peer as peer_doctor
-    from ..perf.control import host_and_port, secret_for
-
     name, port = host_and_port(peer, _DEFAULT_PORT) if peer else ("", _DEFAULT_PORT)
     address = peer_address(host, name) if peer else None
     answers = host.kernel.answers if isinstance(host.kernel, RecordedKernel) else None
@@ -95,11 +89,6 @@ def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str
 
 def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once: bool, timeout_s: float) -> None:
     """Answer the doctors of other machines until interrupted; with *once*, only the first one."""
-    from ...hardware.host import Host
-    from ..doctor import peer as peer_doctor
-    from ..doctor.facts import Facts, ask_verbs
-    from ..perf.control import listen_address
-
     place = listen_address(loaded, bind)
     host = place.host or "0.0.0.0"
     said = ask_verbs(loaded.verbs)
@@ -122,6 +111,4 @@ def _provider(said: Any) -> Any:
     """Return the verbs module for a test queue pair, None if it does not load."""
     if said.error or not said.devices:
         return None
-    from ...hardware.verbs import provider
-
     return provider(said.provider)

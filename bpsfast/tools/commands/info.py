@@ -37,15 +37,11 @@ def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], 
     bpsfast info --json | jq '.transports[] | select(.works | not)'
     bpsfast info --effective
     """
-    from ...base import settings
-
     chosen = output.form(as_json, path, no_color)
     loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs))
     if as_settings:
-        from . import info
-
-        found = info.setting_rows(loaded, origins)
-        output.show(chosen, lambda: info.settings_text(found), found)
+        found = setting_rows(loaded, origins)
+        output.show(chosen, lambda: settings_text(found), found)
         return
     here = taken(loaded, origins)
     output.show(chosen, lambda: text(here), here)

@@ -1,15 +1,12 @@
 """``bpsfast plan`` predicts the time of a training step before anything is started."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from ...base import exit_codes, output
 from ...orchestration.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ..planner.catalog import Compute, Model
+from ..planner import catalog, machine_list, plan_text, prediction
+from ..planner.catalog import Compute, Model
 
 
 @click.command()
@@ -57,7 +54,6 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
 
         return output.show(chosen, authors_table.text, authors_table.data() if as_json else None,
                            authors_table.rows(authors_table.lines()))
-    from ..planner import machine_list, plan_text, prediction
 
     if workers is None:
         raise ConfigError("--workers is missing: the number of machines with ranks")
@@ -71,16 +67,12 @@ def command(workers: str | None, helpers: str, nic_gbps: float, model: str | Non
 
 
 def _model(name: str | None, torch_place: str | None, dtype: str | None) -> Model:
-    from ..planner import catalog
-
     if (name is None) == (torch_place is None):
         raise ConfigError("give --model or --from-torch" if name is None else "--model and --from-torch: choose one")
     return catalog.named(name, dtype) if name is not None else catalog.from_torch(str(torch_place), dtype)
 
 
 def _compute(model: Model, batch: int | None, forward_ms: float | None, backward_ms: float | None) -> Compute | None:
-    from ..planner.catalog import Compute
-
     if (forward_ms is None) != (backward_ms is None):
         raise ConfigError("--forward-ms and --backward-ms: give both, or neither")
     if forward_ms is not None and backward_ms is not None:

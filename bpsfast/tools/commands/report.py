@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ...base import exit_codes, output
+from .. import bug_report, redaction
 
 
 @click.command()
@@ -35,8 +36,6 @@ def command(paths: tuple[Path, ...], path: Path | None, n_lines: int, words: tup
     bpsfast report train.log out/logs   files and folders (--tee-dir, trace_dir)
     bpsfast report --hide login1.example.org -o report.tar.gz
     """
-    from .. import bug_report, redaction
-
     scrub = redaction.Redactor(redaction.found(os.environ, redaction.job_key_of(os.environ), words))
     logs, skipped = bug_report.named(paths)
     files, left_out = bug_report.gather(bug_report.entries(os.environ, logs, n_lines), scrub)

@@ -39,7 +39,7 @@ class _Run(click.Command):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes: that of the process that failed first, or"):
-            formatter.write_dl([("128 + N", "signal N has ended that process, or the launcher"),
+            formatter.write_dl([("128 + N", "signal N ended that process, or the launcher"),
                                 *((str(code), words) for code, words in WORDS_OF_RUN.items())])
 
 

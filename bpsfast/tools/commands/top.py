@@ -7,16 +7,16 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 import click
+import msgspec
 
-from ...base import exit_codes
+from ...base import exit_codes, settings
+from ..top import scrape, screen, watch
+from ..top.sample import Sample
+from ..top.watch import MetricsAddress, Watch
 from .options import overrides, set_option
-
-if TYPE_CHECKING:
-    from ..top.sample import Sample
-    from ..top.watch import MetricsAddress, Watch
 
 #: Default port of nodes, in the range of Prometheus exporters.
 _DEFAULT_PORT = 9400
@@ -56,9 +56,6 @@ def command(places: tuple[str, ...], interval_s: float, once: bool, n_samples: i
     bpsfast top --once --json | jq '.ranks[] | {rank, lag_s}'
     bpsfast top --json --interval 10 >job.jsonl
     """
-    from ...base import settings
-    from ..top import scrape, watch
-
     if once and n_samples:
         raise click.UsageError("--once is --samples 1: give one of them")
     if as_json and plain:
@@ -80,9 +77,6 @@ def command(places: tuple[str, ...], interval_s: float, once: bool, n_samples: i
 
 def metrics_address(text: str, port: int) -> MetricsAddress:
     """Parse HOST or HOST:PORT."""
-    from ...base import settings
-    from ..top.watch import MetricsAddress
-
     if text.count(":") == 1 or text.startswith("["):
         host, number = settings.parse_address(text, "HOST:PORT")
         return MetricsAddress(host, number, is_one=True)
@@ -112,8 +106,6 @@ def _show(samples: Iterator[Sample], as_json: bool, plain: bool) -> tuple[int, S
 
 
 def _lines(samples: Iterator[Sample]) -> tuple[int, Sample | None]:
-    import msgspec
-
     number, sample = 0, None
     for sample in samples:
         number += 1
@@ -123,8 +115,6 @@ def _lines(samples: Iterator[Sample]) -> tuple[int, Sample | None]:
 
 
 def _plain(samples: Iterator[Sample]) -> tuple[int, Sample | None]:
-    from ..top import screen
-
     number, sample = 0, None
     for sample in samples:
         number += 1
@@ -136,8 +126,6 @@ def _plain(samples: Iterator[Sample]) -> tuple[int, Sample | None]:
 def _live(samples: Iterator[Sample], out: TextIO) -> tuple[int, Sample | None]:
     from rich.console import Console
     from rich.live import Live
-
-    from ..top import screen
 
     console = Console(file=out)
     number, sample = 0, None

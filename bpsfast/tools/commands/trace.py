@@ -2,15 +2,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ...base import exit_codes, output
+from ..trace import job_trace
+from ..trace.job_trace import Job
+from ..trace.summary import summarise
 from .options import FullHelpGroup
-
-if TYPE_CHECKING:
-    from ..trace.job_trace import Job
 
 
 @click.group(cls=FullHelpGroup)
@@ -39,12 +38,10 @@ def merge(folder: Path, path: Path | None, as_json: bool) -> None:
     \b
     bpsfast trace merge out -o trace.json
     """
-    from ..trace import job_trace, summary as summaries
-
     path = path or folder / "trace.json"
     job = job_trace.load(folder)
     n_events = job_trace.dump(job, path)
-    clocks = summaries.summarise(job).clocks_line
+    clocks = summarise(job).clocks_line
     words = f"{path}: {n_events} events of {len(job.processes)} processes. Open it in ui.perfetto.dev\n{clocks}"
     output.show(output.OutputOptions(as_json), lambda: words,
                 {"path": str(path), "events": n_events, "processes": len(job.processes), "clocks": clocks})
@@ -64,14 +61,10 @@ def summary(place: Path, as_json: bool, path: str | None, no_color: bool) -> Non
     bpsfast trace summary out
     bpsfast trace summary trace.json --json
     """
-    from ..trace.summary import summarise
-
     chosen = output.form(as_json, path, no_color)
     found = summarise(_job(place))
     output.show(chosen, lambda: "\n".join(found.lines()), found.data())
 
 
 def _job(place: Path) -> Job:
-    from ..trace import job_trace
-
     return job_trace.load(place) if place.is_dir() else job_trace.reload(place)

@@ -17,12 +17,12 @@ registers it. Without the import: BPSFAST_TORCH_AUTOLOAD=1 (`bpsfast.torch_autol
 """
 from __future__ import annotations
 
-from ...torch_autoload import add_backend
+from ...base import hooks
 from .process_group import ProcessGroup, monitored_barrier
 from .replica_group import ReplicaGroup
 from .worlds import end_with_torchs_groups
 
 __all__ = ["ProcessGroup", "ReplicaGroup", "monitored_barrier"]
 
-add_backend()
+hooks.add_torch_backend()
 end_with_torchs_groups()

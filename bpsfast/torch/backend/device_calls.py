@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...gpu import locations
+from ...gpu import arrays
 from ...gpu.device import Event
 from ...gpu.host import host_device
 from ...orchestration.errors import UnsupportedError
@@ -65,7 +65,7 @@ class DeviceCall:
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes == 0:
             return _StagedTensor(tensor, None, torch.empty(tensor.shape, dtype=tensor.dtype))
-        place = locations.of_torch(tensor) if tensor.is_cuda else host_device().place()
+        place = arrays.of_torch(tensor) if tensor.is_cuda else host_device().place()
         twin = StagingBuffer(self._session.devices.twins, place, tensor.data_ptr(), nbytes, tensor)
         flat = torch.from_numpy(twin.region.array[:nbytes])
         return _StagedTensor(tensor, twin, flat.view(tensor.dtype).view(tensor.shape))

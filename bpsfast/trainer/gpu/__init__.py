@@ -1,1 +1,48 @@
-"""The device path of gradients inside the trainer: copies between a GPU and the segments, one round at a time."""
+"""Tensors on devices inside the trainer: copies between a device and the node's segments, one round at a time.
+
+    devices          the devices of a session: rounds of units from a device and back, pinned segments
+    device_path      tensors of a unit that lie on a device: gathered until the unit is whole, then sent
+    staging_buffers  shared memory in place of a device's, for collectives and broadcasts
+    gpu_direct       memory of a device that RDMA cards read and write themselves (GPUDirect)
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ...base.settings import Settings
+from ..input_memory import InputMemory
+
+
+class DeviceSession(Protocol):
+    """What this package needs of the session (`trainer.session.Session`)."""
+
+    settings: Settings
+    memory: InputMemory
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    n_nodes: int
+    n_helpers: int
+
+    @property
+    def port(self) -> Any:
+        """The port to the node (`GuardedPort`)."""
+
+    @property
+    def tensors(self) -> Any:
+        """The names and units (`TensorRegistry`)."""
+
+    @property
+    def devices(self) -> Any:
+        """Its devices (`devices.Devices`)."""
+
+    def require_open(self) -> None:
+        """Raise `ClosedError` if the session is closed."""
+
+    def share_device(self, request: Callable[[int], Any], what: str, fd: int) -> Any:
+        """Ask the node to register memory of a device, whose descriptor is *fd*; return its answer."""
+
+    def say_direct(self, names: tuple[str, ...]) -> None:
+        """Tell the node that sums of *names* may stay on the device."""

@@ -1,4 +1,7 @@
-"""The devices that a session's tensors lie on: their lines, made when the first tensor comes, and pinned segments."""
+"""The devices of a session: rounds of units whose tensors lie on them, and segments that are pinned for them.
+
+A device gets its two copy threads (`gpu.copies`) when its first tensor comes.
+"""
 from __future__ import annotations
 
 import logging
@@ -6,76 +9,149 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-from ...gpu.copy_to_device import CopyToDevice, ToDeviceCopier
-from ...gpu.copy_to_host import CopyToHost, ToHostCopier
-from ...gpu.device import Device, Event
-from ...gpu.partition_copy import DeviceRange, PartitionCopy, cut
+from ...base import hooks
+from ...gpu.copies import (
+    CopyToDevice,
+    CopyToHost,
+    DeviceCopy,
+    DeviceRange,
+    PartitionCopy,
+    ResultCopy,
+    ToDeviceCopier,
+    ToHostCopier,
+    partition_copies,
+)
+from ...gpu.device import Device, Event, Stream
+from ...gpu.host import host_device
 from ...orchestration.errors import BpsError, DeviceError
 from ...pyx.pages import Segment
-from .device_round import DeviceRound
+from ..tensor_input import TensorInput
+from ..unit import Unit
+from . import DeviceSession
 from .gpu_direct import GpuDirectMemory
 from .staging_buffers import StagingBuffers
-
-if TYPE_CHECKING:
-    from ...collectives.islands import Islands
-    from ..session import Session
-    from ..tensor_input import TensorInput
-    from ..unit import Unit
 
 log = logging.getLogger("bpsfast.gpu")
 
 
+class DeviceRound:
+    """Round `round` of *unit*, whose input or result lies on a device: copied to the host, summed, copied back.
+
+    *result* is None if the sum stays on the host. Any thread.
+    """
+
+    def __init__(self, session: DeviceSession, unit: Unit, round: int, input: DeviceCopy,
+                 result: ResultCopy | None) -> None:
+        self.unit = unit
+        self.round = round
+        self._session = session
+        self._input = input
+        self._result = result
+
+    def done(self) -> bool:
+        """Return whether `wait` will not block."""
+        if not self._input.is_over or self._input.has_failed:
+            return self._input.is_over
+        return self.unit.done(self.round) and (self._result is None or self._result.is_over)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until the sum is complete, and all copies of it to the device are enqueued.
+
+        Raises
+        ------
+        DeviceError
+            If the device failed. All ranks lose the round if its input had not been copied.
+        StallError, PeerLostError
+            As `Unit.wait`; *deadline* is of time.monotonic.
+        """
+        self.wait_departed(deadline)
+        self.unit.wait(self.round, max(0.0, deadline - time.monotonic()))
+        if self._result is not None:
+            self._result.wait(deadline, self._session.require_open)
+
+    def wait_departed(self, deadline: float) -> None:
+        """Wait until the input is copied and may be written again, by the host too. Raises as `wait`."""
+        try:
+            self._input.wait(deadline, self._progress)
+        except BpsError as exc:
+            if self._input.has_failed:
+                self.unit.give_up(exc)
+                if self._result is not None:
+                    self._result.end(exc)
+                    if not self._result.is_queued:  # else copies of complete partitions may be going on
+                        self._result.release_memory()
+            raise
+
+    def _progress(self) -> None:
+        """Start deferred pushes, for which other ranks may wait. Raise the error that the job was aborted with."""
+        self._session.port.check()
+        self._session.tensors.start_committed()
+
+    def join(self, caller: Stream) -> None:
+        """Make later work on *caller* wait for the result on the device. Call `wait` before."""
+        if self._result is not None and self._result.event is not None:
+            caller.wait(self._result.event)
+
+
 class DeviceBytes(NamedTuple):
-    """Bytes of a unit on one device: read, or written, after all of *after*. *keeps* holds the memory."""
+    """Ranges of a unit on one device, to be read or written after all events *after*. *keeps* holds the memory."""
 
     device: Device
-    loads: Sequence[DeviceRange]
+    ranges: Sequence[DeviceRange]
     after: Sequence[Event]
     keeps: object
 
     @classmethod
     def of(cls, memory: TensorInput) -> DeviceBytes | None:
-        """Return those of a whole unit that is *memory*; None: that lies on no device."""
+        """Return those of *memory*, which is a whole unit; None if it does not lie on a device."""
         place = memory.place
         if place is None:
             return None
         return cls(place.device, [DeviceRange(0, memory.address, memory.nbytes)], [place.ready], memory.owner)
 
 
-class _Lines(NamedTuple):
-    out: ToHostCopier
-    back: ToDeviceCopier
+class _CopyThreads(NamedTuple):
+    to_host: ToHostCopier
+    to_device: ToDeviceCopier
+
+
+class IslandSums(Protocol):
+    """Rounds that start with a sum on the GPUs of this machine (`collectives.islands.Islands`)."""
+
+    def send(self, unit: Unit, source: DeviceBytes, target: DeviceBytes) -> DeviceRound:
+        """As `Devices.send`."""
+
+    def close(self, timeout_s: float, why: BpsError) -> bool:
+        """End it; rounds under way fail with *why*. False if its thread does not end in time."""
 
 
 class Devices:
-    """What *session* has under way to and from devices. Any thread."""
+    """The devices of *session*, and the rounds under way between them and its segments. Any thread."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: DeviceSession) -> None:
         self._session = session
-        self.twins = StagingBuffers(session, self)
+        self.twins = StagingBuffers(session, self.pin)
         self.direct = GpuDirectMemory(session)
         self._lock = threading.Lock()
-        self._lines: dict[str, _Lines] = {}
-        self._islands: Islands | None = None
-        self._pinned: dict[tuple[str, int], tuple[Device, Segment] | None] = {}  # by kind of device and address
+        self._threads: dict[str, _CopyThreads] = {}
+        self._islands: IslandSums | None = None
+        self._pinned: dict[tuple[str, int], tuple[Device, Segment] | None] = {}  # by (kind of device, address)
         self._has_warned = False
 
     def placed(self, memory: TensorInput) -> TensorInput:
-        """Return *memory*; with the setting host_device as the host device's, unless it is shared memory."""
+        """Return *memory*; with the setting host_device as memory of the host device, unless it is shared memory."""
         session = self._session
         if (not session.settings.host_device or memory.place is not None
                 or session.memory.locate(memory.address, memory.nbytes) is not None):
             return memory
-        from ...gpu.host import host_device
-
         return replace(memory, place=host_device().place())
 
     def send(self, unit: Unit, source: DeviceBytes, target: DeviceBytes | None) -> DeviceRound:
-        """Begin the next round of *unit* with what lies at *source*; its sum goes to *target*, if there is one.
+        """Begin the next round of *unit* with the input *source*; its sum is copied to *target*, if given.
 
-        What *source* does not cover lies in the unit's staging already. Returns at once.
+        Input that *source* does not cover lies in the unit's staging already. Returns at once.
 
         Raises
         ------
@@ -85,80 +161,82 @@ class Devices:
             If the device cannot reach the segments.
         """
         session, device_input = self._session, unit.device_input(source.device)
-        lines = self._require_lines(source.device)
+        threads = self._require_threads(source.device)
         self.pin(source.device, device_input.segments(session.memory.segments))
-        back = None if target is None else self._prepare(target, unit).back
+        to_device = None if target is None else self._prepare(target, unit).to_device
         if unit.islands:
-            assert target is not None, "the sum of an island is handed on by its devices"
+            assert target is not None, "islands hand their sums on from device to device"
             return self._require_islands(source.device).send(unit, source, target)
         round, readers = unit.begin(unit.nbytes)
-        arrival = None if target is None else self.arrival(unit, round, target)
+        result = None if target is None else self.result_copy(unit, round, target)
 
-        def announce(piece: PartitionCopy, begin_ns: int) -> None:
-            session.port.land(unit.first_part + piece.number, round, *device_input.entry(piece.number), piece.nbytes,
-                              begin_ns)
-            if piece.number == 0 and back is not None and arrival is not None:  # nothing can be complete before
-                back.add(arrival)
+        def copied(partition: PartitionCopy, begin_ns: int) -> None:
+            session.port.land(unit.first_part + partition.number, round, *device_input.entry(partition.number),
+                              partition.nbytes, begin_ns)
+            if partition.number == 0 and to_device is not None and result is not None:  # none is complete before
+                to_device.add(result)
 
-        departure = CopyToHost(f"round {round} of {unit.name!r} from {source.device.name}", unit.urgency,
-                              device_input.address, cut(unit.nbytes, unit.stride, source.loads), source.after, announce,
-                              source.keeps, readers, device_input.on_device)
+        copy = CopyToHost(f"round {round} of {unit.name!r} from {source.device.name}", unit.urgency,
+                          device_input.address, partition_copies(unit.nbytes, unit.stride, source.ranges), source.after,
+                          copied, source.keeps, readers, device_input.on_device)
         if unit.n_parts > 0:
-            lines.out.add(departure)
+            threads.to_host.add(copy)
         else:
-            departure.end()
-            if back is not None and arrival is not None:
-                back.add(arrival)
-        return DeviceRound(session, unit, round, departure, arrival)
+            copy.end()
+            if to_device is not None and result is not None:
+                to_device.add(result)
+        return DeviceRound(session, unit, round, copy, result)
 
     def bring(self, unit: Unit, round: int, target: DeviceBytes) -> CopyToDevice:
-        """Let the sum of *round* go to *target* as it becomes complete. Returns at once; raises as `send`."""
-        lines = self._prepare(target, unit)
-        arrival = self.arrival(unit, round, target)
-        lines.back.add(arrival)
-        return arrival
+        """Copy the sum of *round* to *target* as it becomes complete. Returns at once; raises as `send`."""
+        threads = self._prepare(target, unit)
+        result = self.result_copy(unit, round, target)
+        threads.to_device.add(result)
+        return result
 
-    def arrival(self, unit: Unit, round: int, target: DeviceBytes, pieces: Sequence[PartitionCopy] | None = None) -> CopyToDevice:
-        """Return what brings *pieces* of the sum of *round* to *target*, and waits for all of them; None: those wanted
-        there. For `add_back`.
+    def result_copy(self, unit: Unit, round: int, target: DeviceBytes,
+                    partitions: Sequence[PartitionCopy] | None = None) -> CopyToDevice:
+        """Return the copy of the sum of *round* to *target*, for `copy_to_device`.
+
+        It copies *partitions* and waits for all of them; None: those that *target* covers.
         """
         session = self._session
 
         def wait(number: int, timeout_s: float) -> bool:
             return session.port.look(unit.first_part + number, round, timeout_s)
 
-        def landed(piece: PartitionCopy, begin_ns: int) -> None:
-            session.port.note_arrival(unit.first_part + piece.number, round, piece.nbytes, begin_ns)
+        def copied(partition: PartitionCopy, begin_ns: int) -> None:
+            session.port.note_arrival(unit.first_part + partition.number, round, partition.nbytes, begin_ns)
 
-        arrival = CopyToDevice(f"the sum of round {round} of {unit.name!r} for {target.device.name}", unit.urgency,
-                          cut(unit.nbytes, unit.stride, target.loads) if pieces is None else pieces, target.after,
-                          lambda offset: unit.result_address(round, offset), wait, landed, target.keeps,
-                          whole=pieces is not None, on_device=unit.on_device)
-        unit.add_reader(round, arrival)
-        return arrival
+        chosen = partition_copies(unit.nbytes, unit.stride, target.ranges) if partitions is None else partitions
+        result = CopyToDevice(f"the sum of round {round} of {unit.name!r} for {target.device.name}", unit.urgency,
+                              chosen, target.after, lambda offset: unit.result_address(round, offset), wait, copied,
+                              target.keeps, whole=partitions is not None, on_device=unit.on_device)
+        unit.add_reader(round, result)
+        return result
 
-    def add_out(self, device: Device, departure: CopyToHost) -> None:
-        """Let *departure* have its turn on the line from *device*."""
-        self._require_lines(device).out.add(departure)
+    def copy_to_host(self, device: Device, copy: CopyToHost) -> None:
+        """Queue *copy*, which reads *device*."""
+        self._require_threads(device).to_host.add(copy)
 
-    def add_back(self, device: Device, arrival: CopyToDevice) -> None:
-        """Let *arrival* have its turn on the line to *device*."""
-        self._require_lines(device).back.add(arrival)
+    def copy_to_device(self, device: Device, copy: CopyToDevice) -> None:
+        """Queue *copy*, which writes to *device*."""
+        self._require_threads(device).to_device.add(copy)
 
     def close(self, timeout_s: float, why: Callable[[], BpsError]) -> bool:
-        """End all lines, what is under way with *why*. False: a device does not come back from a call, and the segments
-        must stay mapped.
+        """End all copies; those under way fail with *why*. False if a device does not return from a call in time: then
+        the segments must stay mapped.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             islands, self._islands = self._islands, None
-        has_left = islands is None or islands.close(timeout_s, why())
+        islands_ended = islands is None or islands.close(timeout_s, why())
         with self._lock:
-            lines, self._lines = [line for pair in self._lines.values() for line in pair], {}
-        for line in lines:
-            line.close(why)
-        ended = [line.join(max(0.0, deadline - time.monotonic())) for line in lines]
-        if not self.twins.close(deadline) or not all(ended) or not has_left:
+            threads, self._threads = [thread for pair in self._threads.values() for thread in pair], {}
+        for thread in threads:
+            thread.close(why)
+        ended = [thread.join(max(0.0, deadline - time.monotonic())) for thread in threads]
+        if not self.twins.close(deadline) or not all(ended) or not islands_ended:
             return False
         with self._lock:
             for device, segment in filter(None, self._pinned.values()):
@@ -167,32 +245,30 @@ class Devices:
         self.direct.close()
         return True
 
-    def _require_islands(self, device: Device) -> Islands:
+    def _require_islands(self, device: Device) -> IslandSums:
         with self._lock:
             self._session.require_open()
             if self._islands is None:
-                from ...collectives.islands import Islands
-
-                self._islands = Islands(self._session, self, device)
+                self._islands = hooks.make_islands(self._session, self, device)
             return self._islands
 
-    def _require_lines(self, device: Device) -> _Lines:
+    def _require_threads(self, device: Device) -> _CopyThreads:
         with self._lock:
             self._session.require_open()
-            lines = self._lines.get(device.name)
-            if lines is None:
-                lines = _Lines(ToHostCopier(device, f"bpsfast-from-{device.name}"),
-                               ToDeviceCopier(device, f"bpsfast-to-{device.name}"))
-                self._lines[device.name] = lines
-            return lines
+            threads = self._threads.get(device.name)
+            if threads is None:
+                threads = self._threads[device.name] = _CopyThreads(
+                    ToHostCopier(device, f"bpsfast-from-{device.name}"),
+                    ToDeviceCopier(device, f"bpsfast-to-{device.name}"))
+            return threads
 
-    def _prepare(self, target: DeviceBytes, unit: Unit) -> _Lines:
-        lines = self._require_lines(target.device)
+    def _prepare(self, target: DeviceBytes, unit: Unit) -> _CopyThreads:
+        threads = self._require_threads(target.device)
         self.pin(target.device, unit.result_segments())
-        return lines
+        return threads
 
     def pin(self, device: Device, segments: Sequence[Segment]) -> None:
-        """Let *device*, and others of its kind, reach *segments* by itself. Raises `DeviceError` as `Device.pin`."""
+        """Pin *segments* for *device* and others of its kind. Raises as `Device.pin`."""
         kind = device.name.partition(":")[0]
         if all((kind, segment.address) in self._pinned for segment in segments):
             return
@@ -202,7 +278,7 @@ class Devices:
                     self._pinned[kind, segment.address] = self._pin(device, segment)
 
     def _pin(self, device: Device, segment: Segment) -> tuple[Device, Segment] | None:
-        """Pin *segment*; None, with one warning, if it is only read, and cannot be."""
+        """Pin *segment*. If a read-only one cannot be pinned: log one warning, and return None."""
         try:
             device.pin(segment.address, segment.nbytes, segment.writable)
         except DeviceError as exc:

@@ -1,58 +1,53 @@
-"""Memory of a rank's device that the node's cards read and write by themselves (GPUDirect, setting gpu_direct).
+"""GPUDirect: memory of a rank's device that the node's RDMA cards read and write themselves (setting gpu_direct).
 
-    cover      before tensors are declared: there is room for their inputs, and for both results of each
-    committed  the node has placed results there, of partitions that other nodes sum; inputs of those have places, too
-    a round    input is copied there within the device, and announced; the sum is found there, and copied to its target
+    cover      before tensors are declared: shares memory for their inputs, and for both results of each
+    commit     the node places there the results of partitions that other nodes sum, and the inputs of these
+    a round    the input is copied there within the device and announced; the sum arrives there, and is copied on
 
-One rank of a machine does so: the only one, or the root of an island of all. Nothing of it is staged in memory of the
-host; what else is summed, by this machine or after the CPU has had a look at it, is. **Unproven: no machine with such a
-GPU and card has run it.** On the host device the memory is a memfd; all else is the same.
+One rank of a machine does this: the only one, or the root of an island of all ranks. Partitions that this machine sums,
+and those that the CPU must see, are still staged in host memory. On the host device the shared memory is a memfd.
+**Unproven: no machine with such a GPU and card has run it.**
 """
 from __future__ import annotations
 
 import math
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ...base.dtypes import TABLE
+from ...base.settings import Settings
 from ...gpu.communicator import sums_in_island
-from ...gpu.device import Device
-from ...gpu.device_segments import DeviceRegion, DeviceSegment
+from ...gpu.device import Device, DeviceRegion, DeviceSegment
 from ...orchestration.errors import ConfigError, error_of
-from ...orchestration.messages import ShareDevice
-
-if TYPE_CHECKING:
-    from ...base.settings import Settings
-    from ...orchestration.messages import TensorSpec
-    from ..session import Session
+from ...orchestration.messages import ShareDevice, TensorSpec
+from . import DeviceSession
 
 _PAGE_NBYTES = 4096
-#: So much is shared at once at least, so that a hundred tensors do not make a hundred registrations.
+#: Memory is shared at least this much at a time, so that a hundred tensors do not make a hundred registrations.
 _LEAST_NBYTES = 24 << 20
-#: A registration is made of pieces of this size: of huge pages, and of what GPUs map for cards.
-_PIECE_NBYTES = 2 << 20
+#: Registrations are multiples of this size, that of huge pages and of what GPUs map for cards.
+_UNIT_NBYTES = 2 << 20
 
 
 class GpuDirectMemory:
-    """What *session*'s rank has shared of its device. Any thread."""
+    """The device memory that *session*'s rank has shared with its node. Any thread."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: DeviceSession) -> None:
         self._session = session
         self._is_on = session.settings.gpu_direct
         self._lock = threading.RLock()
-        self._needs: dict[str, int] = {}  # bytes of inputs, in whole pages, by the names that were covered
-        self._room_nbytes = 0  # for that
-        #: By number.
+        self._needs: dict[str, int] = {}  # covered names -> bytes of their inputs, in whole pages
+        self._room_nbytes = 0  # shared for inputs
+        #: The shared segments, by number.
         self.segments: dict[int, DeviceSegment] = {}
 
     def cover(self, device: Device | None, specs: Sequence[TensorSpec]) -> None:
-        """Have room for tensors *specs* of *device* (None: the host's memory) before they are declared.
+        """Share memory for the tensors *specs* of *device* (None: host memory), before they are declared.
 
         Raises
         ------
         ConfigError, UnsupportedError, CapacityError
-            With the reason why no GPU of this machine can do without memory of the host. Nothing was declared.
+            If GPUDirect is not possible on this machine, with the reason. Nothing was declared.
         DeviceError
             If the device has no memory left.
         """
@@ -68,7 +63,7 @@ class GpuDirectMemory:
             new = {spec.name: _nbytes(spec) for spec in suited if spec.name not in self._needs}
             lacking = sum(self._needs.values()) + sum(new.values()) - self._room_nbytes
             if lacking > 0:
-                nbytes = _up(max(lacking, _LEAST_NBYTES // 3), _PIECE_NBYTES)
+                nbytes = _up(max(lacking, _LEAST_NBYTES // 3), _UNIT_NBYTES)
                 self._share(device, 3 * nbytes, 2 * nbytes)
                 self._room_nbytes += nbytes
             self._needs |= new
@@ -76,29 +71,29 @@ class GpuDirectMemory:
             session.say_direct(tuple(new))
 
     def forget(self, names: Sequence[str]) -> None:
-        """Know that *names* are retired: their room is others'."""
+        """Release the room of *names*, which are retired."""
         with self._lock:
             for name in names:
                 self._needs.pop(name, None)
 
     def allocate(self, device: Device, nbytes: int) -> DeviceRegion:
-        """Return *nbytes* for inputs. Raises as `cover`."""
+        """Return *nbytes* of shared memory for inputs. Raises as `cover`."""
         rounded = _up(max(nbytes, 1), _PAGE_NBYTES)
         with self._lock:
-            place = self._take(rounded)
-            if place is None:  # there is room, but not in one piece
-                self._share(device, _up(rounded, _PIECE_NBYTES), 0)
-                place = self._take(rounded)
-        assert place is not None, "it was made for it"
-        return place
+            region = self._take(rounded)
+            if region is None:  # the free room is fragmented
+                self._share(device, _up(rounded, _UNIT_NBYTES), 0)
+                region = self._take(rounded)
+        assert region is not None, "its memory was just shared"
+        return region
 
-    def release(self, place: DeviceRegion) -> None:
-        """Take back what `allocate` returned: nobody writes there, and all rounds announced from it are over."""
+    def release(self, region: DeviceRegion) -> None:
+        """Take back what `allocate` returned. No copy writes there, and all rounds announced from it are over."""
         with self._lock:
-            place.segment.holes.give(place.offset - place.segment.begin, place.nbytes)
+            region.segment.holes.give(region.offset - region.segment.begin, region.nbytes)
 
     def close(self) -> None:
-        """Give all of it back. No copy goes on; what cards still have registered they keep by themselves."""
+        """Free all shared memory. No copy may go on. Cards keep alive what they still have registered."""
         with self._lock:
             segments, self.segments = list(self.segments.values()), {}
         for segment in segments:
@@ -114,7 +109,7 @@ class GpuDirectMemory:
         return None
 
     def _share(self, device: Device, nbytes: int, result_nbytes: int) -> None:
-        """Share *nbytes* more of *device*, the first *result_nbytes* for results."""
+        """Share *nbytes* more of *device*, of which the first *result_nbytes* are for results."""
         memory = device.share(nbytes)
         try:
             answer = self._session.share_device(
@@ -130,10 +125,10 @@ class GpuDirectMemory:
 
 
 def _require_root(settings: Settings, local_size: int, n_machines: int) -> int:
-    """Return the local rank whose device it is; raise `ConfigError` where it could be none, or several."""
+    """Return the local rank whose device is used; raise `ConfigError` if there is none, or several."""
     if n_machines == 1:
-        raise ConfigError("BPSFAST_GPU_DIRECT is on, but the job has one machine: nothing goes over a card; set it to "
-                          "off")
+        raise ConfigError("BPSFAST_GPU_DIRECT is on, but the job has one machine, so nothing goes over a card. Set it "
+                          "to off")
     if local_size == 1:
         return 0
     if settings.islands != "auto" or not settings.reduce_roots.isdecimal():
@@ -145,7 +140,7 @@ def _require_root(settings: Settings, local_size: int, n_machines: int) -> int:
 
 
 def _nbytes(spec: TensorSpec) -> int:
-    """Return the bytes of the partitions of *spec*, each in whole pages, of which only the last is not full."""
+    """Return the bytes of *spec* in whole pages."""
     return _up(max(1, math.prod(spec.shape) * TABLE[spec.dtype].itemsize), _PAGE_NBYTES)
 
 

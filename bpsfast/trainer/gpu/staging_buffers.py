@@ -1,55 +1,61 @@
-"""Twins: shared memory that stands for memory on a device during one call which wants to read and write it itself.
+"""Staging buffers: shared memory in place of memory on a device, for one collective or broadcast.
 
-For collectives and broadcasts, whose messages are not units. Copies go over streams of their own, beside those of the
-lines; a twin is given back once the device has done with it.
+Those calls read and write memory themselves, as their messages are not units. Copies use streams of their own, beside
+those of the copy threads. A buffer is released once the device has finished with it.
 """
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
-from ...gpu.device import DeviceLocation, Event, OwnStream, Stream
+from ...gpu import arrays
+from ...gpu.device import Device, DeviceLocation, Event, OwnStream, Stream
 from ...orchestration.errors import StallError
+from ...pyx.pages import Segment
+from ...pyx.port import copy
+from ..input_memory import Region
+from ..tensor_input import TensorInput, tensor_input
+from . import DeviceSession
 
-if TYPE_CHECKING:
-    from ..input_memory import Region
-    from ..session import Session
-    from .devices import Devices
-
-#: A wait looks this often whether the session was closed.
+#: A wait checks at this interval whether the session was closed.
 _SLICE_S = 0.1
 
 
 class _Streams(NamedTuple):
-    """From a device, and to it, after what one stream of it has done."""
+    """Two streams for copies from and to a device, ordered after one stream of an owner of arrays."""
 
-    out: OwnStream
-    back: OwnStream
+    to_host: OwnStream
+    to_device: OwnStream
 
 
 class StagingBuffer:
-    """*nbytes* that stand for those at *address*, at *place*. One thread at a time. Raises as `StagingBuffers.allocate`."""
+    """Shared memory in place of the *nbytes* at *address* of a device. *keeps* holds these. One thread at a time.
 
-    def __init__(self, twins: StagingBuffers, place: DeviceLocation, address: int, nbytes: int, keeps: object) -> None:
+    Raises as `StagingBuffers.allocate`.
+    """
+
+    def __init__(self, buffers: StagingBuffers, place: DeviceLocation, address: int, nbytes: int,
+                 keeps: object) -> None:
         self.place = place
-        self.region = twins.allocate(place, nbytes)
-        self._twins = twins
+        self.region = buffers.allocate(place, nbytes)
+        self._buffers = buffers
         self._address, self._nbytes = address, nbytes
         self._keeps = keeps
         self._last: Event | None = None
 
     def fetch(self) -> None:
         """Enqueue the copy from the device."""
-        stream = self._twins.streams(self.place).out
+        stream = self._buffers.streams(self.place).to_host
         stream.wait(self.place.ready)
         stream.copy(self.region.address, self._address, self._nbytes, to_host=True)
         self._last = stream.record()
 
     def wait(self, deadline: float) -> None:
-        """Block until what was enqueued last is done.
+        """Block until the last copy is done.
 
         Raises
         ------
@@ -59,31 +65,31 @@ class StagingBuffer:
             If it is not done at *deadline* (time.monotonic).
         """
         while self._last is not None and not self._last.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
-            self._twins.require_open()
+            self._buffers.require_open()
             if time.monotonic() >= deadline:
                 raise StallError(f"{self._nbytes} bytes did not come from {self.place.device.name} in time: the stream "
-                                 "on which they were computed has not got so far (look at what this rank's GPU does)")
+                                 "that computes them has not finished. See what this rank's GPU does")
 
     def restore(self) -> Event:
-        """Enqueue the copy back to the device; return where it is done."""
-        stream = self._twins.streams(self.place).back
+        """Enqueue the copy back to the device; return the event after it."""
+        stream = self._buffers.streams(self.place).to_device
         stream.wait(self.place.ready)
         stream.copy(self._address, self.region.address, self._nbytes, to_host=False)
         self._last = stream.record()
         return self._last
 
     def release(self) -> None:
-        """Give its memory back, once the device has done with it. Once."""
-        self._twins.release(self.region, self._last, self._keeps)
+        """Release the memory once the device has finished with it. Call it once."""
+        self._buffers.release(self.region, self._last, self._keeps)
         self._keeps = None
 
 
 class StagingBuffers:
-    """The twins of *session*, and the streams of their devices. Any thread."""
+    """The staging buffers of *session*, and the streams of their devices. *pin* pins segments. Any thread."""
 
-    def __init__(self, session: Session, devices: Devices) -> None:
+    def __init__(self, session: DeviceSession, pin: Callable[[Device, Sequence[Segment]], None]) -> None:
         self._session = session
-        self._devices = devices
+        self._pin = pin
         self._lock = threading.Lock()
         self._streams: dict[tuple[str, Hashable], _Streams] = {}
         self._returning: list[tuple[Event, Region, object]] = []
@@ -93,7 +99,7 @@ class StagingBuffers:
         self.reap()
         region = self._session.memory.allocate(nbytes)
         try:
-            self._devices.pin(place.device, [self._session.memory.segments["rank", region.segment]])
+            self._pin(place.device, [self._session.memory.segments["rank", region.segment]])
         except BaseException:
             self._session.memory.release(region)
             raise
@@ -104,8 +110,8 @@ class StagingBuffers:
         self._session.require_open()
 
     def streams(self, place: DeviceLocation) -> _Streams:
-        """Return the streams from the device at *place* and to it: others for each stream that owners of arrays work
-        on, as the copies of one must not wait until another gets so far.
+        """Return the streams for copies from and to *place*: other ones for each stream of an owner, as copies of one
+        must not wait for the work of another.
         """
         key = place.device.name, place.ready.origin
         with self._lock:
@@ -116,7 +122,7 @@ class StagingBuffers:
             return found
 
     def release(self, region: Region, last: Event | None, keeps: object) -> None:
-        """Take *region* back after *last*; *keeps* is held until then."""
+        """Release *region* after the event *last*; hold *keeps* until then."""
         if last is None:
             self._session.memory.release(region)
             return
@@ -125,7 +131,7 @@ class StagingBuffers:
         self.reap()
 
     def reap(self) -> None:
-        """Take back what devices have done with."""
+        """Release the regions that devices have finished with."""
         with self._lock:
             returning, self._returning = self._returning, []
             for each in returning:
@@ -135,12 +141,12 @@ class StagingBuffers:
                     self._session.memory.release(each[1])
 
     def close(self, deadline: float) -> bool:
-        """End the streams. The session is closed. False: copies go on at *deadline* (time.monotonic)."""
+        """Close the streams of a closed session. False if copies still go on at *deadline* (time.monotonic)."""
         with self._lock:
             streams, self._streams = [stream for pair in self._streams.values() for stream in pair], {}
         is_over = [_is_idle(stream, max(0.0, deadline - time.monotonic())) for stream in streams]
         if not all(is_over):
-            return False  # they hold their memory, on both sides
+            return False  # the copies hold their memory, on both sides
         for stream in streams:
             stream.close()
         self._returning.clear()
@@ -148,14 +154,67 @@ class StagingBuffers:
 
 
 def _is_over(event: Event, timeout_s: float = 0.0) -> bool:
-    """Return whether the device has done with what is before *event*; a device that has failed has."""
+    """Return whether *event* was reached, or the device has failed."""
     with contextlib.suppress(Exception):
         return event.wait(timeout_s)
     return True
 
 
 def _is_idle(stream: Stream, timeout_s: float) -> bool:
-    """Return whether the device has done with what is enqueued on *stream*; one that has failed records nothing."""
+    """Return whether all work on *stream* is done, or the device has failed."""
     with contextlib.suppress(Exception):
         return stream.record().wait(timeout_s)
     return True
+
+
+class Broadcaster(Protocol):
+    """What `broadcast` needs of `trainer.broadcaster.Broadcaster`."""
+
+    def send(self, text: str, pieces: Sequence[tuple[int, int]]) -> None:
+        """Send the bytes of *pieces* (address, length) to all other ranks."""
+
+    def receive(self, root: int, text: str, accept: Callable[[int], Sequence[tuple[int, int]]]) -> None:
+        """Receive what rank *root* sends into the pieces that ``accept(nbytes)`` returns."""
+
+
+def broadcast(session: DeviceSession, broadcaster: Broadcaster, x: Any, memory: TensorInput, root_rank: int,
+              text: str) -> Any:
+    """As `trainer.broadcaster.broadcast`, of *x*, which is *memory* on a device.
+
+    Sends the root's bytes as they are after the work that its owner has enqueued. Work enqueued after the return finds
+    the result.
+    """
+    result, target = x, memory
+    if not memory.writable:
+        result = arrays.empty_like(memory)
+        target = session.devices.placed(tensor_input(result))
+    if session.rank != root_rank:
+        with _staged(session, target) as buffer:
+            broadcaster.receive(root_rank, text, lambda nbytes: [(buffer.region.address, nbytes)])
+            _copy_back(buffer)
+        return result
+    with _staged(session, memory) as source:
+        source.fetch()
+        source.wait(time.monotonic() + session.settings.timeout_s)
+        if session.size > 1:
+            broadcaster.send(text, [(source.region.address, memory.nbytes)])
+        if not memory.writable:
+            with _staged(session, target) as buffer:
+                copy(buffer.region.address, source.region.address, memory.nbytes)
+                _copy_back(buffer)
+    return result
+
+
+def _copy_back(buffer: StagingBuffer) -> None:
+    """Copy *buffer* to the device; later work of its owner waits for it."""
+    buffer.place.caller().wait(buffer.restore())
+
+
+@contextmanager
+def _staged(session: DeviceSession, memory: TensorInput) -> Iterator[StagingBuffer]:
+    assert memory.place is not None, "it lies on a device"
+    buffer = StagingBuffer(session.devices.twins, memory.place, memory.address, memory.nbytes, memory.owner)
+    try:
+        yield buffer
+    finally:
+        buffer.release()

@@ -18,7 +18,7 @@ def test_the_busiest_come_first():
 
 def test_lines_hold_the_numbers():
     said = "\n".join(report_strategy(switched(wire_rate=1e15)).lines())
-    assert "122 ms for each GB of gradient; at least 122 ms on any way, 133 ms by the rule of the paper" in said
+    assert "122 ms for each GB of gradient; at least 122 ms with any strategy, 133 ms with the paper's rule" in said
 
 
 def test_a_card_of_unknown_rate_is_not_called_busy():
@@ -43,9 +43,9 @@ def test_nothing_is_forced_without_a_setting():
 
 def test_who_could_send_straight_is_told_and_done_if_asked():
     off, on = report_strategy(dgx1(), 0.75), report_strategy(dgx1(), 0.75, Settings(gpu_direct=True))
-    assert "Straight to a network card (gpu_direct, off; never measured):" in off.lines()
+    assert "Directly to a network card (gpu_direct, off; never measured):" in off.lines()
     assert "  gpu0 can, to nic0" in off.lines() and any(line.startswith("  gpu2 cannot: it") for line in off.lines())
-    assert "straight to nic0" in on.lines()[2] and "(gpu_direct, on; " in "\n".join(on.lines())
+    assert "directly to nic0" in on.lines()[2] and "(gpu_direct, on; " in "\n".join(on.lines())
     told = on.as_dict()
     assert told["ways"][0]["copied"][0]["card"] == "nic0" and told["gpu_direct"]["on"]
     assert [pair["gpu"] for pair in told["gpu_direct"]["pairs"] if not pair["reason"]] == ["gpu0", "gpu1"]

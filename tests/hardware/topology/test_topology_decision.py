@@ -18,7 +18,7 @@ from tests.support.gpu_machines import dgx1, switched
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch):
-    monkeypatch.setattr(decision, "_told", set())
+    monkeypatch.setattr(decision, "_logged", set())
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_size_that_does_not_divide_is_ignored_with_one_warning(caplog):
 @pytest.mark.parametrize(("values", "text"), [
     ({"reduce_roots": "2,8"},
      r"BPSFAST_REDUCE_ROOTS = 2,8 \(or BYTEPS_REDUCE_ROOTS\): there is no local rank 8.*0 to 7"),
-    ({"reduce_roots": "2", "pcie_switch_size": 4}, "BYTEPS_REDUCE_ROOTS, BYTEPS_PCIE_SWITCH_SIZE.*exclude each other"),
+    ({"reduce_roots": "2", "pcie_switch_size": 4}, "BYTEPS_REDUCE_ROOTS, BYTEPS_PCIE_SWITCH_SIZE.*contradict each other"),
 ])
 def test_what_the_machine_has_not_is_refused(values, text):
     with pytest.raises(ConfigError, match=text):
@@ -78,8 +78,8 @@ def test_the_log_says_once_where_it_comes_from(caplog):
             assert strategy_of(dgx1(), Settings(), EIGHT) == choose(dgx1(), EIGHT)
             strategy_of(dgx1(), Settings(reduce_roots="2"), EIGHT)
     assert [record.message for record in caplog.records] == [
-        "machine by formula sums its gradients as its links allow best",
-        "machine by formula sums its gradients as reduce_roots = 2 says"]
+        "machine by formula sums its gradients by the best strategy for its links",
+        "machine by formula sums its gradients as reduce_roots = 2 asks"]
 
 
 def test_without_scipy_it_is_the_papers_rule_and_says_so_once(caplog, without_scipy):

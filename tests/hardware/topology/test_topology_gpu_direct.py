@@ -28,15 +28,16 @@ def reasons(topology):
 
 def test_below_the_cards_switch_and_elsewhere():
     found = reasons(dgx1())
-    assert found["gpu0"] == found["gpu1"] == "" and direct_pairs(dgx1()) == (GpuNicPair("gpu0", "nic0"), GpuNicPair("gpu1", "nic0"))
-    assert found["gpu2"] == ("it and nic0 hang at different PCIe switches, and the way crosses the root complex of "
+    assert found["gpu0"] == found["gpu1"] == ""
+    assert direct_pairs(dgx1()) == (GpuNicPair("gpu0", "nic0"), GpuNicPair("gpu1", "nic0"))
+    assert found["gpu2"] == ("it and nic0 are below different PCIe switches, and the path crosses the root complex of "
                              "socket0")
-    assert found["gpu7"] == "the way to nic0 crosses the root complexes of socket0 and socket1"
+    assert found["gpu7"] == "the path to nic0 crosses the root complexes of socket0 and socket1"
 
 
 def test_a_card_at_a_socket():
     assert reasons(switched((1,), (0,)))["gpu0"] == (
-        "it and nic0 are not below one PCIe switch, and the way crosses the root complex of socket0")
+        "it and nic0 are not below one PCIe switch, and the path crosses the root complex of socket0")
 
 
 def test_a_switch_below_a_switch_is_another_one():
@@ -44,15 +45,16 @@ def test_a_switch_below_a_switch_is_another_one():
              Part("gpu0", PartKind.GPU), Part("nic0", PartKind.NIC)]
     ends = [("socket0", "switch0"), ("switch0", "switch1"), ("switch1", "gpu0"), ("switch0", "nic0")]
     topology = Topology("nested", tuple(parts), tuple(Link(*each, LinkKind.PCIE, 16 * GIGA) for each in ends))
-    assert reasons(topology) == {"gpu0": "it and nic0 hang at different PCIe switches"}
+    assert reasons(topology) == {"gpu0": "it and nic0 are below different PCIe switches"}
 
 
 def test_no_card_and_an_unknown_way():
-    assert list(gpu_nic_pairs(switched((1,), (0,), card_at=None))) == [GpuNicPair("gpu0", "", "the machine has no network card")]
+    without = list(gpu_nic_pairs(switched((1,), (0,), card_at=None)))
+    assert without == [GpuNicPair("gpu0", "", "the machine has no network card")]
     topology = switched((1,), (0,), card_at=None)
     lone = Topology("lone", (*topology.parts, Part("nic0", PartKind.NIC)), topology.links)
-    assert reasons(lone) == {"gpu0": "nobody knows the way to nic0"}
-    assert refusal_reasons(lone) == [("gpu0", "nobody knows the way to nic0")]
+    assert reasons(lone) == {"gpu0": "there is no known path to nic0"}
+    assert refusal_reasons(lone) == [("gpu0", "there is no known path to nic0")]
 
 
 def test_of_several_cards_the_nearest_is_named():
@@ -65,7 +67,8 @@ def test_of_several_cards_the_nearest_is_named():
 
 def test_with_a_card_for_each_gpu_all_can(recorded_machine):
     topology = discover(str(recorded_machine("hgx_h100").root))
-    assert {pair.gpu for pair in direct_pairs(topology)} == {f"gpu{n}" for n in range(8)} and refusal_reasons(topology) == []
+    assert {pair.gpu for pair in direct_pairs(topology)} == {f"gpu{n}" for n in range(8)}
+    assert refusal_reasons(topology) == []
 
 
 @given(machines())
@@ -83,7 +86,8 @@ def test_it_is_one_switch_or_a_reason(topology):
 
 
 def test_it_is_off_unless_asked_for():
-    assert enabled_pairs(dgx1(), Settings()) == () and enabled_pairs(dgx1(), Settings(gpu_direct=True)) == direct_pairs(dgx1())
+    assert enabled_pairs(dgx1(), Settings()) == ()
+    assert enabled_pairs(dgx1(), Settings(gpu_direct=True)) == direct_pairs(dgx1())
     assert enabled_pairs(switched((), (0,)), Settings(gpu_direct=True)) == ()
 
 
@@ -103,6 +107,6 @@ def test_a_gpu_and_the_cards_of_a_job():
     topology = Topology("two", tuple(parts), tuple(Link(*each, LinkKind.PCIE, 16 * GIGA) for each in ends))
     assert direct_refusal(topology, "0000:3b:00.0", ["mlx5_1", "mlx5_0"]) == ""
     reason = direct_refusal(topology, "0000:3b:00.0", ["mlx5_0", "mlx5_2"])
-    assert reason.startswith("gpu0 (0000:3b:00.0) cannot copy straight to mlx5_2: it and nic1 hang at different PCIe")
+    assert reason.startswith("gpu0 (0000:3b:00.0) cannot copy directly to mlx5_2: it and nic1 are below different PCIe")
     assert "rxe0 is no card" in direct_refusal(topology, "0000:3b:00.0", ["rxe0"])
     assert "not among those that sysfs shows" in direct_refusal(topology, "0000:5e:00.0", ["mlx5_0"])

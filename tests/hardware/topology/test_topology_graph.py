@@ -16,7 +16,8 @@ PCIE, NVLINK, SOCKETS = LinkKind.PCIE, LinkKind.NVLINK, LinkKind.SOCKETS
 SMALL = Topology(
     "small",
     (Part("socket0", PartKind.SOCKET, cpus="0-3"), Part("socket1", PartKind.SOCKET, cpus="4-7"),
-     Part("switch0", PartKind.SWITCH, "0000:02:00.0"), Part("gpu0", PartKind.GPU, "0000:04:00.0", "Tesla V100", device="0"),
+     Part("switch0", PartKind.SWITCH, "0000:02:00.0"),
+     Part("gpu0", PartKind.GPU, "0000:04:00.0", "Tesla V100", device="0"),
      Part("gpu1", PartKind.GPU), Part("nic0", PartKind.NIC, wire_rate_bytes=12.5e9, device="mlx5_0")),
     (Link("socket0", "socket1", SOCKETS, 38.4e9), Link("socket0", "switch0", PCIE, 15e9),
      Link("switch0", "gpu0", PCIE, 14e9), Link("gpu1", "switch0", PCIE, 13e9), Link("socket1", "nic0", PCIE, 12e9),

@@ -23,7 +23,7 @@ def at(*addresses: str) -> PcieLocation:
 
 def shape(hub: PcieBranch) -> object:
     """Return a hub as (bridges on its way up, what is below): nested tuples of the last addresses."""
-    last = [folder.rpartition("/")[2].removeprefix("0000:") for folder in hub.way]
+    last = [folder.rpartition("/")[2].removeprefix("0000:") for folder in hub.bridges]
     return (*last, [shape(below) for below in hub.below]) if hub.below else tuple(last)
 
 

@@ -64,7 +64,8 @@ def test_loads_of_the_cards_switch_by_roots(roots, expected):
 
 def test_order_of_roots_is_the_papers():
     topology = dgx1()
-    times = [choose(topology, EIGHT, [islands_of(topology, PartKind.NVSWITCH)], [f"gpu{root}" for root in roots]).loads.time
+    by_nvlink = [islands_of(topology, PartKind.NVSWITCH)]
+    times = [choose(topology, EIGHT, by_nvlink, [f"gpu{root}" for root in roots]).loads.time
              for roots in ((2,), (2, 3), range(8), (0,))]
     assert times[0] == pytest.approx(times[1]) and times[1] < times[2] < times[3]
 
@@ -163,7 +164,7 @@ def test_straight_to_the_card_with_nvlink():
     assert load(found.loads, "switch0", "socket0") == pytest.approx(0.75)
     assert found.loads.time * 16 * GIGA == pytest.approx(1.75, rel=1e-6)
     assert found.loads.time == pytest.approx(lower_bound(topology, EIGHT, direct_pairs(topology)).time, rel=1e-6)
-    assert "straight to nic0" in found.lines()[0]
+    assert "directly to nic0" in found.lines()[0]
 
 
 def test_what_only_memory_can_add_goes_through_memory():

@@ -3,7 +3,7 @@
 #include <unistd.h>
 
 #include "input.h"
-#include "stream_exchange.h"
+#include "../../../bench/paper/ladder/stream_exchange.h"
 
 enum { N_PARTS = 3 };
 

@@ -32,7 +32,7 @@ def test_the_verdict_counts_and_names_the_transport(outcomes: list[Outcome], wor
 @pytest.mark.parametrize(("transport", "outcome", "words"), [
     ("auto", passed("x"), "rdma (rxe0/1)"), ("rdma", passed("x"), "rdma (rxe0/1)"),
     ("tcp", passed("x"), "tcp (2 streams)"), ("shm", passed("x"), "shm (one machine only)"),
-    ("auto", failed("x"), "tcp (2 streams)"), ("rdma", failed("x"), "none: transport rdma is asked for"),
+    ("auto", failed("x"), "tcp (2 streams)"), ("rdma", failed("x"), "none: the setting transport=rdma"),
 ])
 def test_the_transport_follows_the_setting_and_the_findings(transport: str, outcome: Outcome, words: str,
                                                             recorded_machine: Callable[[str], Machine]) -> None:

@@ -63,7 +63,7 @@ def test_a_slow_card_needs_nothing(recorded_machine: Callable[[str], Machine]) -
 @pytest.mark.parametrize(("given", "status", "words"), [
     ({}, Status.PASS, ["tcp between machines is encrypted, RDMA is not", "no job key here"]),
     ({"job_key": "ab" * 32, "encryption": "on"}, Status.PASS, ["is encrypted; a job key is given"]),
-    ({"encryption": "off"}, Status.INFO, ["encryption=off", "whoever is on the way"]),
+    ({"encryption": "off"}, Status.INFO, ["encryption=off", "anyone on the network"]),
     ({"insecure": True}, Status.WARN, ["BPSFAST_INSECURE=1", "can join it, read and change its sums"]),
 ])
 def test_whoever_goes_without_protection_is_told(recorded_machine, given, status, words):

@@ -101,7 +101,7 @@ def test_who_has_another_secret_learns_nothing(theirs: str, ours: str, answering
     other = answering("mlx5_roce", theirs)
     facts = ask(recorded_machine("rxe").facts(), other.port, ours)
     assert facts.peer_report is None and "key" in facts.peer_silence and "--listen" in facts.peer_silence
-    assert "does not hold this job's key" in other.end()
+    assert "does not have this job's key" in other.end()
 
 
 def test_under_a_key_that_everybody_knows_no_connection_back_is_tried(recorded_machine: Callable[[str], Machine],

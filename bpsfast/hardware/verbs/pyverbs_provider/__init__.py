@@ -1,11 +1,10 @@
-"""RDMA objects over pyverbs: the names, signatures and errors of `bpsfast.pyx.verbs`, which says what they promise.
+"""RDMA verbs over pyverbs, rdma-core's Python binding, with the names, signatures and errors of `bpsfast.pyx.verbs`.
 
-Another implementation of the same contract, to compare with and to look for faults by: rdma-core's own Python binding
-makes every call. It holds the GIL while it does, and each completion passes through Python, so the native provider is
-the one for work; both pass the same suite (tests/guest/suite_verbs.py).
+A second implementation of the same contract, for comparison and for finding faults. pyverbs holds the GIL in each call
+and every completion passes through Python, so jobs use the native provider. Both pass the same tests
+(tests/guest/suite_verbs.py).
 
-`library` finds pyverbs, `ownership` is what all objects share, `pointers` finds what pyverbs keeps to itself, and
-`work` accounts for what is posted.
+`verbs_object` loads pyverbs, is the base of all objects, and finds the pointers that pyverbs hides.
 """
 from ....pyx.verbs import VerbsMissing
 from .completion_queue import CompletionQueue

@@ -1,4 +1,4 @@
-"""CompletionQueue."""
+"""CompletionQueue, and the account of posted work (`pyx/work.h` in Python, with the same rules)."""
 from __future__ import annotations
 
 import errno
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from . import verbs_object
 from .device import Device, readable
-from .verbs_object import VerbsResource, errno_text, errors_with_text, module
+from .verbs_object import VerbsResource, errors_as, module, reason
 
 _WITH_IMMEDIATE = 2
 
@@ -16,7 +16,7 @@ Completion = tuple[int, int, int, int, int | None, int]
 
 
 class CompletionQueue(VerbsResource):
-    """What of the posted work is done; with *events*, `wait` can sleep. A post that could overrun it is refused."""
+    """A completion queue; with *events*, `wait` can sleep. A post that could overrun it is refused."""
 
     _verb = "ibv_destroy_cq"
 
@@ -24,8 +24,8 @@ class CompletionQueue(VerbsResource):
         context = device._open()
         if depth < 1:
             raise ValueError(f"a completion queue needs depth >= 1, got {depth}")
-        with errors_with_text(lambda rc: f"ibv_create_cq({device.name}, depth={depth}, events={events}): {errno_text(rc)}; the device "
-                              f"takes max_cqe={device.attributes['max_cqe']} in a queue and "
+        with errors_as(lambda rc: f"ibv_create_cq({device.name}, depth={depth}, events={events}): {reason(rc)}; the "
+                                  f"device takes max_cqe={device.attributes['max_cqe']} in a queue and "
                               f"max_cq={device.attributes['max_cq']} queues"):
             self._channel = module("cq").CompChannel(context) if events else None
             try:
@@ -46,17 +46,17 @@ class CompletionQueue(VerbsResource):
 
     @property
     def handle(self) -> int:
-        """Address of the ``ibv_cq``. Native code that polls it leaves `poll`, `wait` and `pending` alone."""
+        """Address of the ``ibv_cq``. If native code polls it, do not use `poll`, `wait` and `pending`."""
         return verbs_object.completion_queue_pointer(self._open(), self.device.handle)
 
     @property
     def depth(self) -> int:
-        """How many completions there is room for."""
+        """The number of completions that fit."""
         return self._capacity.depth
 
     @property
     def pending(self) -> int:
-        """How many of the places are taken, by posted work or by completions that were not polled."""
+        """The number of places taken by posted work and by completions that have not been polled."""
         return self._capacity.pending
 
     def poll(self, n: int = 32) -> list[Completion]:
@@ -72,29 +72,29 @@ class CompletionQueue(VerbsResource):
     def _take(self, n: int) -> list[Completion]:
         raw = self._open()
         with self.device.lock:
-            with errors_with_text(lambda rc: f"ibv_poll_cq({self.device.name}): the queue is broken ({errno_text(rc)}): it overran, or "
-                                  "the device is gone"):
+            with errors_as(lambda rc: f"ibv_poll_cq({self.device.name}): the queue is broken ({reason(rc)}): it "
+                                      "overran, or the device is gone"):
                 _, batch = raw.poll(n)
             return [self._account(wc) for wc in batch]
 
     def _account(self, wc: Any) -> Completion:
         posted = self._posted.get(wc.qp_num)
         opcode, nbytes = posted.complete(wc) if posted is not None else (wc.opcode, wc.byte_len)
-        # rxe says of a send with immediate, too, that it brought one
+        # rxe sets the flag for a send with immediate as well
         has_immediate = wc.status == 0 and opcode & RECV and wc.wc_flags & _WITH_IMMEDIATE
         immediate = int.from_bytes(wc.imm_data.to_bytes(4, "little"), "big") if has_immediate else None
         return (wc.wr_id, wc.status, opcode, nbytes, immediate, wc.qp_num)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Sleep until `poll` may find something, at most *timeout_s* seconds (None: for ever); whether it may."""
+        """Sleep until `poll` may find a completion, at most *timeout_s* (None: no limit); return whether it may."""
         raw = self._open()
         if self._channel is None:
             raise ValueError("wait needs a CompletionQueue(..., events=True)")
         if self._ready:
             return True
-        with errors_with_text(lambda rc: f"ibv_req_notify_cq({self.device.name}): {errno_text(rc)}"):
+        with errors_as(lambda rc: f"ibv_req_notify_cq({self.device.name}): {reason(rc)}"):
             raw.req_notify()
-        # what came before the queue was armed rings no more
+        # completions from before the queue was armed give no event
         self._ready.extend(found := self._take(32))
         if found:
             return True
@@ -104,13 +104,13 @@ class CompletionQueue(VerbsResource):
                 return False
         finally:
             self._users -= 1
-        with errors_with_text(lambda rc: f"ibv_get_cq_event({self.device.name}): {errno_text(rc)}"):
+        with errors_as(lambda rc: f"ibv_get_cq_event({self.device.name}): {reason(rc)}"):
             self._channel.get_cq_event(raw)
         raw.ack_events(1)
         return True
 
     def _forget(self, number: int) -> None:
-        """Take all there is and drop what is of a queue pair that is gone."""
+        """Poll all completions and drop those of the queue pair *number*."""
         found = [*self._ready, *self._take(self.depth)]
         self._ready = deque(completion for completion in found if completion[5] != number)
 
@@ -122,14 +122,14 @@ class CompletionQueue(VerbsResource):
     def _abandon(self) -> None:
         super()._abandon()
         if self._channel is not None:
-            # libibverbs still counts the queue as the channel's, and would refuse to destroy that
+            # libibverbs still counts the queue as a user of the channel and would refuse to destroy the channel
             verbs_object.clear_pointer(self._channel, self._channel_address)
             os.close(self._fd)
             self._channel = None
 
     def _released(self) -> None:
         if self._channel is not None and self._is_ours:
-            with errors_with_text(lambda rc: f"ibv_destroy_comp_channel({self.device.name}): {errno_text(rc)}"):
+            with errors_as(lambda rc: f"ibv_destroy_comp_channel({self.device.name}): {reason(rc)}"):
                 self._channel.close()
         self._channel = None
 
@@ -140,7 +140,7 @@ class CompletionQueue(VerbsResource):
 
 RECV = 128
 _SUCCESS, _FLUSHED = 0, 5
-#: What a posted operation (IBV_WR_*, or RECV) is called in its completion (IBV_WC_*).
+#: posted operation (IBV_WR_*, or RECV) -> its opcode in the completion (IBV_WC_*)
 _COMPLETES_AS = {0: 1, 1: 1, 2: 0, 3: 0, 4: 2, RECV: RECV}
 
 
@@ -157,7 +157,7 @@ class Work(NamedTuple):
 
 
 class QueueCapacity:
-    """The places of one completion queue; each post takes one until it is retired."""
+    """The places of one completion queue; each post takes one until it completes."""
 
     def __init__(self, depth: int) -> None:
         self.depth, self.pending = depth, 0
@@ -171,7 +171,7 @@ class WorkQueue:
         self.items: deque[Work] = deque()
 
     def reserve(self, work: Work) -> int:
-        """Record a post; 0, or why it cannot be: EXFULL (the queue) or EOVERFLOW (the completion queue)."""
+        """Record a post; return 0, EXFULL (the queue is full) or EOVERFLOW (the completion queue is full)."""
         if len(self.items) == self.capacity:
             return errno.EXFULL
         if self.places.pending == self.places.depth:
@@ -181,16 +181,16 @@ class WorkQueue:
         return 0
 
     def cancel(self) -> None:
-        """Forget the newest post, which the device did not take."""
+        """Remove the newest post, which the device refused."""
         self.items.pop()
         self.places.pending -= 1
 
     def find(self, wr_id: int) -> int | None:
-        """Return how many posts are older than the oldest one with *wr_id*."""
+        """Return the number of posts before the oldest one with *wr_id*, None if there is none."""
         return next((i for i, work in enumerate(self.items) if work.wr_id == wr_id), None)
 
     def retire(self, n: int) -> Work:
-        """Drop the *n* oldest posts; return the last of them."""
+        """Remove the *n* oldest posts; return the last of them."""
         self.places.pending -= n
         for _ in range(n - 1):
             self.items.popleft()
@@ -198,19 +198,19 @@ class WorkQueue:
 
 
 class PostedWork:
-    """Both directions of a queue pair, and the first bad completion."""
+    """The posted work of both directions of a queue pair, and its first bad completion."""
 
     def __init__(self, send: WorkQueue, recv: WorkQueue) -> None:
         self.send, self.recv = send, recv
         self.failed: tuple[int, int, Work] | None = None  # status, vendor error, the operation
 
     def complete(self, wc: Any) -> tuple[int, int]:
-        """Retire what completed; return opcode and nbytes, which a bad completion leaves open."""
+        """Retire the completed work; return opcode and nbytes, which a bad completion does not have."""
         says_recv = bool(wc.opcode & RECV)
         if wc.status == _SUCCESS:
             queue = self.recv if says_recv else self.send
             before = queue.find(wc.wr_id)
-        else:  # does not tell which queue it is of
+        else:  # a bad completion does not say which queue it is of
             sends, receives = self.send.find(wc.wr_id), self.recv.find(wc.wr_id)
             is_recv = receives is not None and (
                 sends is None or receives < sends or (receives == sends and says_recv))
@@ -225,7 +225,7 @@ class PostedWork:
         return _COMPLETES_AS[work.opcode], 0
 
     def forget(self) -> bool:
-        """Retire everything; whether there was something."""
+        """Retire everything; return whether there was any work."""
         found = [queue for queue in (self.send, self.recv) if queue.items]
         for queue in found:
             queue.retire(len(queue.items))

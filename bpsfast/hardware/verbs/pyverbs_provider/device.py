@@ -1,4 +1,4 @@
-"""Device and ProtectionDomain."""
+"""Device, ProtectionDomain and MemoryRegion."""
 from __future__ import annotations
 
 import ctypes
@@ -11,7 +11,7 @@ from typing import Any
 
 from ....pyx import verbs as native
 from . import verbs_object
-from .verbs_object import VerbsResource, errno_text, errors_with_text, load, module
+from .verbs_object import VerbsResource, errors_as, load, module, reason
 
 _PORT_STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")
 _LINK_LAYERS = ("unspecified", "InfiniBand", "Ethernet")
@@ -32,11 +32,11 @@ class Device(VerbsResource):
             raise TypeError(f"a device's name is a str, got {type(name).__name__}")
         load()
         if name not in native.devices():
-            native.Device(name).close()  # raises, and says why the device is not there; if it came meanwhile, go on
-        with errors_with_text(lambda rc: f"ibv_open_device({name}): {errno_text(rc)}; may this process open /dev/infiniband?"):
+            native.Device(name).close()  # raises with the reason, unless the device has appeared meanwhile
+        with errors_as(lambda rc: f"ibv_open_device({name}): {reason(rc)}; may this process open /dev/infiniband?"):
             context = module("device").Context(name=name)
         self.name, self._name = name, f"device {name}"
-        self.lock = threading.RLock()  # spans a post, or a poll, and its account
+        self.lock = threading.RLock()  # held for a post or a poll together with its account
         self._own(context)
         self._address, self._async_fd = verbs_object.context_pointer(context)
         os.set_blocking(self._async_fd, False)
@@ -51,7 +51,7 @@ class Device(VerbsResource):
     def attributes(self) -> dict[str, Any]:
         """The device's limits (``ibv_query_device``), under their C names."""
         context = self._open()
-        with errors_with_text(lambda rc: f"ibv_query_device({self.name}): {errno_text(rc)}"):
+        with errors_as(lambda rc: f"ibv_query_device({self.name}): {reason(rc)}"):
             found = context.query_device()
         named = {name: getattr(found, name) for name in _ATTRIBUTES}
         return {"fw_ver": found.fw_version, "node_guid": found.node_guid.to_bytes(8, "little").hex()} | named
@@ -59,7 +59,7 @@ class Device(VerbsResource):
     def port(self, number: int = 1) -> dict[str, Any]:
         """Return a port's state (``ibv_query_port``); MTUs and the largest message in bytes."""
         context = self._open()
-        with errors_with_text(lambda rc: f"ibv_query_port({self.name}, port {number}): {errno_text(rc)}; the device has "
+        with errors_as(lambda rc: f"ibv_query_port({self.name}, port {number}): {reason(rc)}; the device has "
                               f"{self.attributes['phys_port_cnt']} ports, numbered from 1"):
             a = context.query_port(number)
         return {
@@ -71,7 +71,7 @@ class Device(VerbsResource):
         }
 
     def gid(self, port: int, index: int) -> bytes:
-        """Return the 16 bytes of one GID (``ibv_query_gid``), all zero for an empty place in the table."""
+        """Return the 16 bytes of one GID (``ibv_query_gid``), all zero for an empty row."""
         context = self._open()
         count = self.port(port)["gid_count"]
         what = f"ibv_query_gid({self.name}, port {port}, index {index})"
@@ -80,7 +80,7 @@ class Device(VerbsResource):
         try:
             return bytes.fromhex(context.query_gid(port, index).gid.replace(":", ""))
         except module("pyverbs_error").PyverbsRDMAError as exc:
-            # It does not tell the errno, nor that a place is empty; some kernels say so by an error.
+            # pyverbs reports neither the errno nor that a row is empty, for which some kernels return an error
             table = f"/sys/class/infiniband/{self.name}/ports/{port}/gids/{index}"
             try:
                 with open(table) as file:
@@ -89,11 +89,11 @@ class Device(VerbsResource):
                 raise OSError(errno.EIO, f"{what}: {exc}, and {table} cannot be read") from exc
 
     def events(self, timeout_s: float | None = 0.0) -> list[tuple[str, str]]:
-        """Return what the device reported by itself, as (event in words, what kind of object it is about)."""
+        """Return the device's asynchronous events as (event's name, kind of object)."""
         context = self._open()
         found: list[tuple[str, str]] = []
         while readable(self._async_fd, 0.0 if found else timeout_s):
-            with errors_with_text(lambda rc: f"ibv_get_async_event({self.name}): {errno_text(rc)}"):
+            with errors_as(lambda rc: f"ibv_get_async_event({self.name}): {reason(rc)}"):
                 event = context.get_async_event()
             kind = event.event_type
             event.ack()
@@ -107,13 +107,13 @@ class Device(VerbsResource):
 
 
 class ProtectionDomain(VerbsResource):
-    """What memory and queue pairs of a device belong to: only what shares it works together."""
+    """A protection domain: only memory and queue pairs of the same domain work together."""
 
     _verb = "ibv_dealloc_pd"
 
     def __init__(self, device: Device) -> None:
         context = device._open()
-        with errors_with_text(lambda rc: f"ibv_alloc_pd({device.name}): {errno_text(rc)}"):
+        with errors_as(lambda rc: f"ibv_alloc_pd({device.name}): {reason(rc)}"):
             raw = module("pd").PD(context)
         self.device, self._name = device, f"protection domain of {device.name}"
         self._own(raw, device)
@@ -128,7 +128,7 @@ class ProtectionDomain(VerbsResource):
 
 
 def readable(fd: int, timeout_s: float | None) -> bool:
-    """Whether *fd* became readable within *timeout_s* seconds (None: for ever)."""
+    """Whether *fd* became readable within *timeout_s* (None: no limit)."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000))
@@ -144,7 +144,7 @@ _LOCAL_WRITE, _REMOTE_WRITE, _REMOTE_READ, _RELAXED_ORDERING = 1, 2, 4, 1 << 20
 
 
 class MemoryRegion(VerbsResource):
-    """Memory that the device may read and write; a buffer's export is held until `close`."""
+    """Registered memory; a buffer's export is held until `close`."""
 
     _verb = "ibv_dereg_mr"
 
@@ -165,7 +165,7 @@ class MemoryRegion(VerbsResource):
     @classmethod
     def at(cls, domain: ProtectionDomain, address: int, nbytes: int, keep: object, *, remote_write: bool = True,
            remote_read: bool = False, relaxed_ordering: bool = False) -> MemoryRegion:
-        """Register *nbytes* at *address*, memory that *keep* keeps mapped; it is held until `close`."""
+        """Register *nbytes* at *address*; *keep*, which keeps the memory mapped, is held until `close`."""
         self = cls.__new__(cls)
         if nbytes == 0:
             raise ValueError("a memory region needs nbytes > 0")
@@ -175,7 +175,7 @@ class MemoryRegion(VerbsResource):
     @classmethod
     def of_dmabuf(cls, domain: ProtectionDomain, fd: int, nbytes: int, iova: int, *, offset: int = 0,
                   remote_write: bool = True, remote_read: bool = False, relaxed_ordering: bool = False) -> MemoryRegion:
-        """Refuse: pyverbs registers only what it has exported from a DRM device itself, and chooses *iova*."""
+        """Raise: pyverbs registers only memory that it has exported from a DRM device itself, and chooses *iova*."""
         domain._open()
         raise OSError(errno.EOPNOTSUPP, f"verbs=pyverbs cannot register the dma-buf {fd} of {nbytes} bytes from "
                                         f"{offset} on at {iova:#x} with {domain.device.name}: its DmaBufMR takes no "
@@ -188,8 +188,8 @@ class MemoryRegion(VerbsResource):
             | (_RELAXED_ORDERING if relaxed_ordering else 0)
         device = domain.device
         self._name = f"memory region of {nbytes} bytes"
-        with errors_with_text(lambda rc: f"ibv_reg_mr({device.name}, address={address:#x}, nbytes={nbytes}, access={access:#x}): "
-                              f"{errno_text(rc)}; {_why(rc, address, nbytes, device.attributes)}"):
+        with errors_as(lambda rc: f"ibv_reg_mr({device.name}, address={address:#x}, nbytes={nbytes}, "
+                                  f"access={access:#x}): {reason(rc)}; {_why(rc, address, nbytes, device.attributes)}"):
             region = module("mr").MR(raw, nbytes, access, address)
         self.domain, self.address, self.nbytes, self._keep = domain, address, nbytes, keep
         self.lkey, self.rkey = region.lkey, region.rkey
@@ -205,7 +205,7 @@ class MemoryRegion(VerbsResource):
 
 
 def _why(rc: int, address: int, nbytes: int, attributes: dict[str, Any]) -> str:
-    """Say what a refused registration usually means."""
+    """Return the usual cause of a refused registration."""
     if rc in (errno.ENOMEM, errno.EAGAIN):
         soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         if soft != resource.RLIM_INFINITY:

@@ -1,4 +1,4 @@
-"""QueuePair."""
+"""QueuePair: one end of a reliable RDMA connection."""
 from __future__ import annotations
 
 import contextlib
@@ -9,7 +9,7 @@ from typing import Any
 from . import verbs_object
 from .completion_queue import RECV, CompletionQueue, PostedWork, Work, WorkQueue
 from .device import ProtectionDomain
-from .verbs_object import VerbsResource, errno_text, errors_with_text, module
+from .verbs_object import VerbsResource, errors_as, module, reason
 
 _RC = 2
 _STATES = ("RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR")
@@ -39,8 +39,8 @@ class QueuePair(VerbsResource):
         cap = qp.QPCap(max_send_wr=max_send, max_recv_wr=max_recv, max_send_sge=max_send_sge, max_recv_sge=1,
                        max_inline_data=max_inline)
         init = qp.QPInitAttr(qp_type=_RC, scq=send_cq._open(), rcq=recv_cq._open(), cap=cap, sq_sig_all=0)
-        with errors_with_text(lambda rc: f"ibv_create_qp({device.name}, max_send={max_send}, max_recv={max_recv}, "
-                              f"max_inline={max_inline}, max_send_sge={max_send_sge}): {errno_text(rc)}; the device takes "
+        with errors_as(lambda rc: f"ibv_create_qp({device.name}, max_send={max_send}, max_recv={max_recv}, "
+                              f"max_inline={max_inline}, max_send_sge={max_send_sge}): {reason(rc)}; the device takes "
                               f"max_qp_wr={device.attributes['max_qp_wr']} posts in a queue and "
                               f"max_qp={device.attributes['max_qp']} queue pairs; the queues' memory counts as locked, "
                               "too"):
@@ -51,23 +51,24 @@ class QueuePair(VerbsResource):
         self.peer, self._port = "", 0
         self._local_gid = self._peer_gid = b""
         self._name = f"queue pair {self.number} of {device.name}"
-        self.account = PostedWork(WorkQueue(self.max_send, send_cq._capacity), WorkQueue(self.max_recv, recv_cq._capacity))
+        self.account = PostedWork(WorkQueue(self.max_send, send_cq._capacity),
+                                  WorkQueue(self.max_recv, recv_cq._capacity))
         self._own(raw, domain, send_cq, recv_cq)
         send_cq._posted[self.number] = recv_cq._posted[self.number] = self.account
 
     @property
     def handle(self) -> int:
-        """Address of the ``ibv_qp``. Native code that posts to it has its own account of what is outstanding."""
+        """Address of the ``ibv_qp``. Native code that posts to it keeps its own account."""
         return verbs_object.queue_pair_pointer(self._open(), self.domain.device.handle)
 
     @property
     def outstanding(self) -> tuple[int, int]:
-        """Posted and not yet completed: (sends, receives)."""
+        """The numbers of posted sends and receives that have not completed."""
         return len(self.account.send.items), len(self.account.recv.items)
 
     @property
     def failure(self) -> dict[str, Any] | None:
-        """The first bad completion that was polled, with the operation as it was posted, or None."""
+        """The first bad completion that was polled, with its operation, or None."""
         if self.account.failed is None:
             return None
         status, vendor_error, work = self.account.failed
@@ -76,9 +77,9 @@ class QueuePair(VerbsResource):
 
     @property
     def state(self) -> str:
-        """The device's own word for it (``ibv_query_qp``): RESET, INIT, RTR, RTS, SQD, SQE or ERR."""
+        """The state (``ibv_query_qp``): RESET, INIT, RTR, RTS, SQD, SQE or ERR."""
         raw = self._open()
-        with errors_with_text(lambda rc: f"ibv_query_qp({self.domain.device.name}, queue pair {self.number}): {errno_text(rc)}"):
+        with errors_as(lambda rc: f"ibv_query_qp({self.domain.device.name}, queue pair {self.number}): {reason(rc)}"):
             state = raw.query(_STATE)[0].qp_state
         return _STATES[state] if state < len(_STATES) else str(state)
 
@@ -93,14 +94,14 @@ class QueuePair(VerbsResource):
         def text(rc: int) -> str:
             values = ", ".join(f"{name}={value}" for name, value in shown.items())
             return (f"ibv_modify_qp({self.domain.device.name} port {self._port}, queue pair {self.number}) refused "
-                    f"{transition} with {values or 'no attributes'}: {errno_text(rc)}; local GID "
+                    f"{transition} with {values or 'no attributes'}: {reason(rc)}; local GID "
                     f"{_text(self._local_gid)}, remote GID {_text(self._peer_gid)}{self._why(rc, transition)}")
 
-        with errors_with_text(text):
+        with errors_as(text):
             raw.modify(attr, mask | _STATE)
 
     def _why(self, rc: int, transition: str) -> str:
-        """Say what a refused transition usually means."""
+        """Return the usual cause of a refused transition."""
         if self._local_gid and not any(self._local_gid):
             return "; that place of the port's GID table is empty: choose one that `bpsfast gids` lists"
         if rc == errno.EINVAL:
@@ -113,7 +114,7 @@ class QueuePair(VerbsResource):
 
     def to_init(self, port: int = 1, *, remote_write: bool = True, remote_read: bool = False,
                 pkey_index: int = 0) -> None:
-        """RESET -> INIT: bind to *port*; what the peer may do to our memory at most (regions may allow less)."""
+        """RESET -> INIT: bind to *port* and set the largest access of the peer (regions may allow less)."""
         access = _LOCAL_WRITE | (_REMOTE_WRITE if remote_write else 0) | (_REMOTE_READ if remote_read else 0)
         self._port = port
         self._modify({"qp_state": _INIT, "port_num": port, "pkey_index": pkey_index, "qp_access_flags": access},
@@ -124,7 +125,7 @@ class QueuePair(VerbsResource):
                mtu: int = 1024, port: int | None = None, min_rnr_timer: int = 12, max_dest_rd_atomic: int = 1,
                traffic_class: int = 0, sl: int = 0, hop_limit: int = 64, flow_label: int = 0,
                static_rate: int = 0) -> None:
-        """INIT -> RTR: name the peer; receives and the peer's writes work from here on."""
+        """INIT -> RTR: connect to the peer; receives and the peer's writes work from now on."""
         self._open()
         port = self._port if port is None else port
         if mtu not in _MTU_CODES:
@@ -158,7 +159,7 @@ class QueuePair(VerbsResource):
         self.peer = f"queue pair {peer_number} at {_text(self._peer_gid) if gid is not None else f'LID {lid}'}"
 
     def to_rts(self, *, timeout: int = 14, retry_count: int = 7, rnr_retry: int = 7, max_rd_atomic: int = 1) -> None:
-        """RTR -> RTS: sends may be posted from here on."""
+        """RTR -> RTS: sends may be posted from now on."""
         self._modify({"qp_state": _RTS, "sq_psn": self.psn, "timeout": timeout, "retry_cnt": retry_count,
                       "rnr_retry": rnr_retry, "max_rd_atomic": max_rd_atomic},
                      _SQ_PSN | _TIMEOUT | _RETRY_CNT | _RNR_RETRY | _MAX_RD_ATOMIC, "RTR -> RTS",
@@ -166,7 +167,7 @@ class QueuePair(VerbsResource):
                       "max_rd_atomic": max_rd_atomic})
 
     def to_error(self) -> None:
-        """Any state -> ERR: everything outstanding completes as flushed; nothing the peer sends is taken any more."""
+        """Any state -> ERR: outstanding work completes as flushed; nothing from the peer is accepted."""
         self._modify({"qp_state": _ERR}, 0, "any -> ERR", {})
 
     # -- posting --------------------------------------------------------------------------------------------
@@ -193,8 +194,8 @@ class QueuePair(VerbsResource):
                 rc = queue.reserve(work)
                 if rc == 0:
                     try:
-                        with errors_with_text(lambda rc: f"{what}: {errno_text(rc)}; it is in state {self.state} (receives need INIT, "
-                                              "sends RTS)"):
+                        with errors_as(lambda rc: f"{what}: {reason(rc)}; it is in state {self.state} (receives need "
+                                              "INIT, sends RTS)"):
                             (raw.post_recv if is_recv else raw.post_send)(request)
                     except BaseException:
                         queue.cancel()
@@ -212,13 +213,13 @@ class QueuePair(VerbsResource):
 
     def post_write(self, wr_id: int, address: int, nbytes: int, lkey: int, remote_address: int, rkey: int,
                    immediate: int | None = None, signaled: bool = True, inline: bool = False) -> None:
-        """Write *nbytes* at *address* into the peer's memory; with *immediate*, 32 bits that take one receive."""
+        """Write *nbytes* at *address* to the peer's memory; *immediate*, 32 bits, uses one receive of the peer."""
         self._post(Work(_WRITE if immediate is None else _WRITE_WITH_IMM, wr_id, address, nbytes, lkey, remote_address,
                         rkey), immediate, signaled, inline)
 
     def post_send(self, wr_id: int, address: int, nbytes: int, lkey: int, immediate: int | None = None,
                   signaled: bool = True, inline: bool = False) -> None:
-        """Send *nbytes* at *address* into the memory of the peer's next receive."""
+        """Send *nbytes* at *address* to the memory of the peer's next receive."""
         self._post(Work(_SEND if immediate is None else _SEND_WITH_IMM, wr_id, address, nbytes, lkey), immediate,
                    signaled, inline)
 
@@ -228,19 +229,19 @@ class QueuePair(VerbsResource):
         self._post(Work(_READ, wr_id, address, nbytes, lkey, remote_address, rkey), None, signaled, False)
 
     def post_recv(self, wr_id: int, address: int, nbytes: int, lkey: int) -> None:
-        """Offer *nbytes* at *address* to the peer's next send, or nothing to its next write with immediate."""
+        """Offer *nbytes* at *address* to the peer's next send, or no memory to its next write with immediate."""
         self._post(Work(RECV, wr_id, address, nbytes, lkey), None, True, False)
 
     def _released(self) -> None:
-        """Forget what was outstanding, and drop its completions, which some providers leave in the queue."""
+        """Retire outstanding work and drop its completions, which some providers leave in the queue."""
         outstanding = self.account.forget()
         for queue in {self.send_cq, self.recv_cq}:
             queue._posted.pop(self.number, None)
             if outstanding and self._is_ours and not queue.closed:
-                with contextlib.suppress(OSError):  # the queue is broken, as its own next poll will say
+                with contextlib.suppress(OSError):  # the queue is broken; its next poll raises
                     queue._forget(self.number)
 
 
 def _text(gid: bytes) -> str:
-    """Return 16 bytes as an IPv6 address writes them, without shortening; "-" for none."""
+    """Return 16 bytes in the form of an unshortened IPv6 address, "-" for none."""
     return ":".join(gid.hex()[i:i + 4] for i in range(0, 32, 4)) if gid else "-"

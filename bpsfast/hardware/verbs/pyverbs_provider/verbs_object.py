@@ -1,4 +1,10 @@
-"""What all objects share: one owner, parents that outlive their children, close once, nothing after a fork."""
+"""VerbsResource, the base of all objects of this provider; loading pyverbs; and the pointers that pyverbs hides.
+
+Native code needs the addresses of the C structs behind pyverbs's objects, and waits with a deadline need descriptors in
+them. An object of pyverbs holds its pointer among its other fields, so each word of the object is tried: it is the one
+that points to a struct with the values that pyverbs reports. Layouts are libibverbs's stable ABI (pyx/verbs_abi.h).
+Memory is read through /proc/self/mem, where a wrong guess is an error instead of a crash.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -24,16 +30,16 @@ SYSTEM_FOLDER = Path("/usr/lib/python3/dist-packages")
 
 
 def load() -> None:
-    """Import pyverbs: this interpreter's own, else Debian's if it was built for this version of Python. Idempotent.
+    """Import pyverbs of this interpreter, else Debian's if it was built for this version of Python. Idempotent.
 
-    Of Debian's folder only the package pyverbs is used, nothing that lies beside it.
+    Only the package pyverbs of Debian's folder is used.
 
     Raises
     ------
     VerbsMissing
         With what to install.
     """
-    native.load()  # before any region is registered: it prepares for forks
+    native.load()  # prepares for forks, so it must precede any registration
     if "pyverbs" in sys.modules:
         return
     if importlib.util.find_spec("pyverbs") is None:
@@ -76,28 +82,28 @@ def version() -> str:
 
 
 def fork_safety() -> str:
-    """As `bpsfast.pyx.verbs.fork_safety`: both use one libibverbs."""
+    """As `bpsfast.pyx.verbs.fork_safety`; both providers use the same libibverbs."""
     load()
     return native.fork_safety()
 
 
 def devices() -> list[str]:
-    """Return the names of the devices that libibverbs can open, in its order; none where the kernel has no RDMA."""
+    """Return the names of the devices that libibverbs can open, in its order; none if the kernel has no RDMA."""
     load()
     try:
         return [device.name.decode() for device in module("device").get_device_list()]
     except module("pyverbs_error").PyverbsError:
-        return native.devices()  # pyverbs does not tell why; no RDMA in the kernel is no error
+        return native.devices()  # pyverbs gives no reason; a kernel without RDMA is not an error
 
 
-def errno_text(rc: int) -> str:
+def reason(rc: int) -> str:
     """Return an errno's name and meaning."""
     return f"{errno.errorcode.get(rc, rc)}: {os.strerror(rc)}"
 
 
 @contextlib.contextmanager
-def errors_with_text(text: Callable[[int], str]) -> Iterator[None]:
-    """Turn pyverbs's errors into OSError with their errno (EIO where it has none) and *text* of it."""
+def errors_as(text: Callable[[int], str]) -> Iterator[None]:
+    """Raise pyverbs's errors as OSError with their errno (EIO if it has none) and *text* of the errno."""
     pyverbs_error = module("pyverbs_error")
     try:
         yield
@@ -116,7 +122,7 @@ _QP = struct.Struct("=6QII")  # context, qp_context, pd, send_cq, recv_cq, srq, 
 
 
 def context_pointer(raw: Any) -> tuple[int, int]:
-    """Return the address of an ``ibv_context`` and its descriptor for asynchronous events."""
+    """Return the address of an ``ibv_context`` and its descriptor of asynchronous events."""
     address, found = _find(raw, _CONTEXT, lambda f: f[1] == raw.cmd_fd and f[3] == raw.num_comp_vectors)
     return address, found[2]
 
@@ -148,14 +154,14 @@ def queue_pair_pointer(raw: Any, of_context: int) -> int:
 
 
 def clear_pointer(raw: Any, address: int) -> None:
-    """Let *raw* take its struct, at *address*, for destroyed: a pointer that is NULL."""
+    """Set the pointer *address* in *raw* to NULL, which means destroyed to pyverbs."""
     for i, word in enumerate(_words(raw)):
         if i > 1 and word == address:
             ctypes.c_uint64.from_address(id(raw) + 8 * i).value = 0
 
 
 def _words(raw: Any) -> tuple[int, ...]:
-    """Return the words of an object; the first two are its count and type."""
+    """Return the 8-byte words of an object; the first two are its reference count and type."""
     n_words = type(raw).__basicsize__ // 8
     return struct.unpack(f"{n_words}Q", ctypes.string_at(id(raw), 8 * n_words))
 
@@ -184,7 +190,7 @@ def _is_channel(fd: int) -> bool:
         return False
 
 
-#: What the kernel answers to everything once it has taken the device away, all its objects included.
+#: The kernel's answers to all calls once the device and all its objects are gone.
 _DEVICE_GONE = frozenset({errno.EIO, errno.ENODEV})
 
 _forks = 0
@@ -192,7 +198,7 @@ _live: weakref.WeakSet[VerbsResource] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """In a forked child: keep pyverbs from destroying, when its objects go, what the parent uses."""
+    """In a forked child: keep pyverbs from destroying the parent's resources with its own objects."""
     global _forks
     _forks += 1
     for each in list(_live):
@@ -203,7 +209,9 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class VerbsResource:
-    """Holds one object of pyverbs. A subclass sets it by `_own` when it was made, and names itself in `_name`.
+    """Owns one object of pyverbs, which a subclass sets by `_own`; `_name` is its name in errors.
+
+    Parents stay open while they have children; `close` is idempotent.
 
     Raises ValueError when used after `close`, or in a process forked from the one that made it.
     """
@@ -213,7 +221,7 @@ class VerbsResource:
     _verb = "close"
     children = 0
     handle: Any
-    _dropped = False  # nobody holds it any more, but for its children
+    _dropped = False  # only its children refer to it
 
     def _own(self, raw: Any, *parents: VerbsResource) -> None:
         self._raw, self._parents, self._made_in = raw, parents, _forks
@@ -253,7 +261,7 @@ class VerbsResource:
             if busy := self._busy():
                 raise BufferError(f"{self._name} {busy}")
             try:
-                with errors_with_text(lambda rc: f"{self._verb}({self._name}): {errno_text(rc)}"):
+                with errors_as(lambda rc: f"{self._verb}({self._name}): {reason(rc)}"):
                     self._raw.close()
             except OSError as exc:
                 if exc.errno not in _DEVICE_GONE:
@@ -272,11 +280,11 @@ class VerbsResource:
         return f"has {self.children} open children" if self.children else ""
 
     def _abandon(self) -> None:
-        """Leave what libibverbs has of it behind: no call can free that any more, and pyverbs shall not try again."""
+        """Abandon the object without freeing it, which is no longer possible, and keep pyverbs from trying."""
         clear_pointer(self._raw, self.handle)
 
     def _released(self) -> None:
-        """Let go of what was held for the device."""
+        """Release what the subclass held for the device."""
 
     def _leak_in_child(self) -> None:
         self._add_reference(self._raw)
@@ -287,7 +295,7 @@ class VerbsResource:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(raw))
 
     def __del__(self) -> None:
-        self._dropped = True  # the collector asks parents and children in any order: the last child closes its parent
+        self._dropped = True  # objects are collected in any order: the last child closes its parent
         with contextlib.suppress(Exception):
             self.close()
 

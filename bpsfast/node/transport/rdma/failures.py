@@ -1,5 +1,4 @@
-"""What ended a lane, in words: which operation on which partition to whom, what the device said, what it usually means.
-"""
+"""Describes why a lane failed: the operation, partition and peer, the device's error, and its usual cause."""
 from __future__ import annotations
 
 import errno
@@ -12,28 +11,28 @@ from ....orchestration.errors import UnsupportedError
 
 
 class NoRdmaError(UnsupportedError):
-    """RDMA with a peer cannot be; the text is the reason. With transport=auto the pair takes tcp."""
+    """RDMA with a peer is impossible; the text is the reason. With transport=auto the pair uses tcp."""
 
 
 class NoDeviceError(NoRdmaError):
-    """This machine has no RDMA device, or is to use none: nothing that anybody needs to be warned of."""
+    """This machine has no RDMA device, or is told to use none; needs no warning."""
 
 
 #: ibv_event_type -> what happened to the queue pair, queue or device
 _EVENTS = {
     0: "the completion queue broke (CQ_ERR): it overran, or the card failed",
     1: "the queue pair broke (QP_FATAL): the card or its driver failed",
-    2: "the queue pair refused what the peer sent (QP_REQ_ERR): two versions, or our bug",
+    2: "the queue pair refused what the peer sent (QP_REQ_ERR): two versions, or a bug of bpsfast",
     3: "the peer wrote where it may not (QP_ACCESS_ERR): a wrong key, address or length",
     8: "the device is gone (DEVICE_FATAL): reset, unplugged or its driver was removed; see the kernel's log (dmesg)",
 }
-#: How long a write may be tried before it is given up: 0.54 s, six times more, and devices may take four times as long
-#: (InfiniBand specification, volume 1, 9.7.6.1.3).
+#: How long a write may be retried: 0.54 s and six retries, for which devices may take four times as long (InfiniBand
+#: specification, volume 1, 9.7.6.1.3).
 _RETRIES_NS = 16_000_000_000
 
 
 class PortNow(NamedTuple):
-    """What became of a rail's port: `state`; whether it still has the LID and the GID that peers were told.
+    """The present state of a rail's port; whether it still has the LID and the GID that peers know.
 
     `error_ns`: when it last went down, in monotonic ns, 0: never.
     """
@@ -44,15 +43,15 @@ class PortNow(NamedTuple):
     error_ns: int = 0
 
     def explains(self, failure: Mapping[str, Any]) -> str:
-        """Return what of it may be why there is *failure*, in words, "" for nothing.
+        """Return how the port may have caused *failure*, as text; "" if it did not.
 
-        A port that is up again explains nothing that began later: no lane that was proven since, no write that was
+        A port that is up again explains nothing that began later: no lane that was tested since, and no write that was
         posted since.
         """
         silent_ns = 1_000_000_000 * failure["code"] if failure["kind"] == "silence" else 0
         if self.error_ns and self.error_ns >= max(failure["proven_ns"], failure["at_ns"] - _RETRIES_NS - silent_ns):
             return "; this machine's port went down before that (PORT_ERR)"
-        if self.state != "ACTIVE":  # the event that tells of it may come after the completions that it causes
+        if self.state != "ACTIVE":  # the event may come after the completions that it causes
             return f"; this machine's port is {self.state} now"
         if not self.has_lid:
             return "; this machine's port has another LID now"
@@ -62,14 +61,14 @@ class PortNow(NamedTuple):
 
 
 def is_consequence(failure: Mapping[str, Any]) -> bool:
-    """Return whether *failure* is only what an earlier one left behind, a flush."""
+    """Return whether *failure* is only a flush, the consequence of an earlier one."""
     return failure["kind"] == "completion" and completions.explain(failure["code"]).is_consequence
 
 
 def describe(failure: Mapping[str, Any] | None, who: str, rail: str, port: PortNow) -> str:
-    """Return one sentence about *failure* (`bpsfast.pyx.rdma.Lane.failure`) of the lane to *who* over *rail*'s *port*.
+    """Return a sentence about *failure* (`bpsfast.pyx.rdma.Lane.failure`) of the lane to *who* over *rail*'s *port*.
 
-    No failure: the connection was closed.
+    None means that the connection was closed.
     """
     if failure is None:
         return "closed"

@@ -1,8 +1,8 @@
-"""How two nodes come to a link: offers, queue pairs, and a write each way that proves it. A try, not a guess.
+"""Sets up an RDMA link between two nodes: offers, queue pairs, and a test write in each direction.
 
-The dialler opens one authenticated data connection as the stream number `STREAM`, which no tcp stream has; from then on
-both sides do the same. Any objection, on either side and at any step, is told to the other, so both give up with the
-same words.
+The dialler opens one authenticated data connection with the stream number `STREAM`, which no tcp stream has; from then
+on both sides do the same. Any objection, on either side and at any step, is sent to the other, so both fail with the
+same error.
 """
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .rails import Rail
 from .rdma_messages import PairOffer, RailOffer, RdmaOffer, RdmaPairs, RdmaStep
 
 STREAM = 1000
-#: One step: the peer is just as far. A proof includes all retries of a write that nobody answers.
+#: Timeout of one step, in which the peer does the same. A test includes all retries of an unanswered write.
 STEP_TIMEOUT_S = 20.0
 PROOF_TIMEOUT_S = 10.0
-#: 0.54 s until a packet is sent again, six times: a peer or path is given up after about four seconds. Not seven:
-#: Soft-RoCE takes that for ever, as the specification does for rnr_retry.
+#: 0.54 s until a packet is sent again, six times: a peer or path fails after about four seconds. Not seven: Soft-RoCE
+#: takes that as infinite, as the specification does for rnr_retry.
 ACK_TIMEOUT, _RETRY_COUNT = 17, 6
-#: A receive request is always there; a few pauses of 0.64 ms cover what hardware may reorder.
+#: A receive request is always posted; a few pauses of 0.64 ms cover reordering by hardware.
 _MIN_RNR_TIMER, _RNR_RETRY = 12, 6
 
 M = TypeVar("M", RdmaOffer, RdmaPairs, RdmaStep)
@@ -40,20 +40,20 @@ def meet(
     sock: socket.socket, peer: int, find: Callable[[], list[Rail]], *, n_pairs: int, n_nodes: int, epoch: int,
     n_slots: int, limits: Limits, deadline: float,
 ) -> RdmaLink:
-    """Make a link to node *peer* over the authenticated connection *sock*, which is the link's from now on, or closed.
+    """Make a link to node *peer* over the authenticated connection *sock*, which is owned by the link, or closed.
 
     *find* returns this node's rails to the peer, or raises `NoRdmaError`. *deadline* in monotonic seconds. Blocks.
 
     Raises
     ------
     NoRdmaError
-        Why there can be none; the peer knows, too.
+        With the reason, which the peer knows, too.
     BpsError
-        The peer went away, or broke the protocol.
+        The peer has ended, or broken the protocol.
     """
     with contextlib.ExitStack() as undo:
         channel = undo.enter_context(MessageSocket(sock, rdma_messages.decode))
-        talk = _Talk(channel, peer, deadline)
+        talk = _Exchange(channel, peer, deadline)
         rails: list[Rail] = []
 
         def our_offer() -> RdmaOffer:
@@ -92,8 +92,8 @@ def meet(
     return RdmaLink(peer, n_nodes, ways, channel)
 
 
-class _Talk:
-    """Messages in lockstep: each side sends one and reads one. Objections end it."""
+class _Exchange:
+    """Exchanges messages in lockstep: each side sends one and reads one. Objections end it."""
 
     def __init__(self, channel: MessageSocket, peer: int, deadline: float) -> None:
         self._channel = channel
@@ -101,7 +101,7 @@ class _Talk:
         self._deadline = deadline
 
     def exchange(self, make: Callable[[], M], blank: M) -> M:
-        """Send what *make* returns, or its objection in *blank*; return the peer's message of the same kind."""
+        """Send what *make* returns, or its error in *blank*; return the peer's message of the same kind."""
         cause: Exception | None = None
         try:
             mine = make()
@@ -113,11 +113,11 @@ class _Talk:
         if cause is not None:
             raise NoRdmaError(mine.objection) from cause
         if theirs.objection:
-            raise NoRdmaError(f"node {self._peer} says: {theirs.objection}")
+            raise NoRdmaError(f"node {self._peer} reports: {theirs.objection}")
         return theirs
 
     def _swap(self, mine: M) -> M:
-        """Send, then read: even with an objection, since what is left unread would cut off what we said."""
+        """Send, then read, even with an objection: unread data would reset the connection too early."""
         what = type(mine).__name__
         try:
             self._channel.send(mine, timeout_s=self._left())

@@ -1,7 +1,7 @@
-"""What RDMA needs of a machine and what the machine gives, compared before anything is asked for.
+"""Checks what RDMA needs of a machine against its limits, before anything is allocated.
 
-Two things run out: the lengths of a device's queues (max_qp_wr, max_cqe, max_qp), which every peer takes a part of;
-and memory that may be locked, of which every segment takes its size once per device.
+Two resources are limited: the lengths of a device's queues (max_qp_wr, max_cqe, max_qp), which all peers share; and
+memory that may be locked, of which every segment takes its size once per device.
 
 References
 ----------
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from ....orchestration.errors import CapacityError
 
-#: Slots that a lane holds if the device's queues are long enough; one receive request each.
+#: Slots of a lane if the device's queues are long enough; each needs one receive request.
 RECEIVES = 4096
-#: Fewer are no use: not even the layers of a small model.
+#: Fewer are of no use, even for the layers of a small model.
 LEAST_RECEIVES = 64
-#: With transport=auto, memory that must be lockable: the segments of a small model.
+#: Memory that must be lockable with transport=auto: the segments of a small model.
 LEAST_FOR_AUTO = 1 << 30
 _CAP_IPC_LOCK = 14
 
@@ -66,19 +66,19 @@ def lockable(root: Path = Path("/")) -> int | None:
 def least(transport: str, segment_nbytes: int) -> int:
     """Return how many bytes a node must be able to lock before it connects; *segment_nbytes*: its smallest segment.
 
-    Who asked for rdma gets it wherever one segment each of inputs, slots and results can be locked. With "auto" there
-    is a way back only before that: a limit that the first real model exceeds (8 MiB, the kernel's default) is no use.
+    With transport=rdma one segment each of inputs, slots and results is enough. With "auto", tcp can only be chosen
+    before that: a limit that the first real model exceeds (8 MiB, the kernel's default) is of no use.
     """
     return 3 * segment_nbytes if transport == "rdma" else max(3 * segment_nbytes, LEAST_FOR_AUTO)
 
 
 def require(wanted: int, locked: int, n_devices: int, purpose: str, limit: int | None) -> None:
-    """Return if *wanted* more bytes can be locked beside *locked*, once for each of *n_devices*.
+    """Return if *wanted* more bytes can be locked in addition to *locked*, once for each of *n_devices*.
 
     Raises
     ------
     CapacityError
-        Naming what is needed and what *limit* (bytes, None: none) leaves.
+        With what is needed and what *limit* (bytes; None: no limit) leaves.
     """
     if limit is None:
         return
@@ -91,7 +91,7 @@ def require(wanted: int, locked: int, n_devices: int, purpose: str, limit: int |
 
 
 def require_regions(n_regions: int, device: str, attributes: Mapping[str, Any], nbytes: int) -> None:
-    """Return if *device* can hold one more region, of *nbytes*, beside *n_regions*; else raise `CapacityError`."""
+    """Return if *device* can hold one more region of *nbytes* in addition to *n_regions*; else `CapacityError`."""
     if n_regions >= attributes["max_mr"]:
         raise CapacityError(f"region {n_regions + 1} of this node cannot be registered: {device} has "
                             f"max_mr={attributes['max_mr']}; declare fewer, larger tensors, or use tcp")
@@ -101,7 +101,7 @@ def require_regions(n_regions: int, device: str, attributes: Mapping[str, Any], 
 
 
 def _may_lock_all(root: Path) -> bool:
-    """Whether this process has CAP_IPC_LOCK where the kernel asks for it: in the first user namespace."""
+    """Whether this process has CAP_IPC_LOCK in the first user namespace, which the kernel checks."""
     try:
         status = (root / "proc/self/status").read_text()
         namespace = (root / "proc/self/uid_map").read_text().split()

@@ -1,11 +1,11 @@
 """The queue pairs to one peer, and the slots that are written over them in both directions.
 
-    bind     this node expects a partition: a receive request stands ready, and the peer is told where by `announce`
-    aim      the peer expects partitions: where to write them
-    fence    nothing passes any more; `bound` and `awaited` say what was to come, for whatever takes the link's place
+    bind     this node expects a partition: a receive request is posted, and `announce` sends the address to the peer
+    aim      the peer expects partitions at these addresses
+    fence    nothing passes any more; `bound` and `awaited` tell what was to come, for the link that replaces this one
 
-A partition always takes the same lane, on both sides and in both directions. The memory of slots is registered by
-`Rails` before it is bound, and stays until the link is closed.
+A partition always uses the same lane, on both sides and in both directions. `Rails` registers the memory of slots
+before it is bound, and keeps it until the link is closed.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("bpsfast.node")
 
 
 class LaneFullError(CapacityError):
-    """The queue pair of a partition to node `index` holds no more; over tcp there is no such limit."""
+    """A queue pair to node `index` holds no more partitions; tcp has no such limit."""
 
     def __init__(self, index: int, text: str) -> None:
         super().__init__(text)
@@ -38,7 +38,7 @@ class LaneFullError(CapacityError):
 
 @dataclass
 class RailPath:
-    """One queue pair over one rail, and its native lane. The link's own."""
+    """One queue pair over one rail, and its native lane. Owned by the link."""
 
     rail: Rail
     pair: Any
@@ -47,7 +47,7 @@ class RailPath:
 
     @classmethod
     def over(cls, rail: Rail, epoch: int, n_slots: int, limits: Limits) -> RailPath:
-        """Make one, in INIT."""
+        """Return a new one, in state INIT."""
         pair = rail.queue_pair()
         try:
             lane = native.Lane(rail.native, pair.handle, epoch=epoch, n_slots=n_slots, max_send=rail.depths.send,
@@ -60,14 +60,14 @@ class RailPath:
         return cls(rail, pair, lane)
 
     def describe(self, who: str) -> str:
-        """Return what ended the lane, in words."""
-        port = self.rail.port_now()  # first: what it notices may be the failure that others only follow from
+        """Return why the lane has ended, as text."""
+        port = self.rail.port_now()  # first: it may notice the failure that caused the others
         return failures.describe(self.lane.failure(), who, self.rail.name, port)
 
     def close(self) -> None:
-        """Destroy the queue pair: from then on nothing that the peer has under way reaches our memory.
+        """Destroy the queue pair: then nothing that the peer has under way reaches this node's memory.
 
-        Idempotent, from any thread: it is so on every return, whoever did it.
+        Idempotent; any thread. True on every return, whichever thread did it.
         """
         with self._closing:
             if not self.pair.closed:
@@ -77,7 +77,7 @@ class RailPath:
 
 
 class RdmaLink:
-    """An established pair of nodes. The control loop's, but for `stream_of`, which the dispatcher calls too."""
+    """An established pair of nodes. For the control loop's thread; `stream_of` also for the dispatcher's."""
 
     kind = "rdma"
     is_encrypted = False
@@ -91,14 +91,14 @@ class RdmaLink:
         self._ways = list(ways)
         self._fresh: dict[int, Slot] = {}
         self._n_exchanges = 0
-        #: part -> address of even rounds, of odd rounds, bytes, n_streams should the pair go over to tcp, whether they
-        #: are frames: what is expected from the peer.
+        #: What is expected from the peer: part -> address of even rounds, of odd rounds, bytes, n_streams if tcp
+        #: replaces this link, whether they are frames.
         self.bound: dict[int, tuple[int, int, int, int, bool]] = {}
-        self._anew: dict[int, int] = {}  # what was bound after the end, and the round that comes next of it
+        self._anew: dict[int, int] = {}  # parts bound after the end, and their next round
         self.fenced = False
 
     def start(self, engine: Engine, source: int) -> None:
-        """Let *engine* take arrivals as those of *source*. Before anything is bound."""
+        """Report arrivals to *engine* as those of *source*. Before anything is bound."""
         for way in self._ways:
             way.lane.start(peer=source, engine=engine.handle, arrived=engine.arrived_address,
                            notify=engine.notify_address, keep=engine)
@@ -106,7 +106,7 @@ class RdmaLink:
     # -- slots --------------------------------------------------------------------------------------------
 
     def stream_of(self, part: int) -> native.Lane:
-        """Return the lane that *part* takes. Neighbours have different owners: they go to one lane together."""
+        """Return the lane of *part*. Neighbouring parts have different owners and share a lane."""
         return self._way(part).lane
 
     def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
@@ -143,7 +143,7 @@ class RdmaLink:
         self._fresh[part] = Slot(part=part, even=even, odd=odd, rkey=way.rail.rkey(min(even, odd), nbytes),
                                  nbytes=nbytes, framed=framed)
         if even != odd and way.rail.rkey(max(even, odd), nbytes) != self._fresh[part].rkey:
-            raise ProtocolError(f"both copies of partition {part} lie in different segments: our bug")
+            raise ProtocolError(f"both copies of partition {part} lie in different segments: a bug of bpsfast")
         self.bound[part] = even, odd, nbytes, n_streams, framed
 
     def unbind(self, part: int) -> None:
@@ -155,13 +155,13 @@ class RdmaLink:
             self._way(part).lane.unbind(part)
 
     def announce(self, generation: int) -> None:
-        """Tell the peer where the parts lie that were bound since the last time: those of *generation*."""
+        """Send the peer the addresses of the parts that were bound since the last call: those of *generation*."""
         self._n_exchanges += 1
         self.tell(PeerSlots(generation=generation, slots=tuple(self._fresh.values())))
         self._fresh.clear()
 
     def aim(self, message: PeerSlots) -> None:
-        """Remember where the peer expects the parts of one generation; nothing if we are fenced, and it will be."""
+        """Record where the peer expects the parts of one generation; ignored once the link is fenced."""
         self._n_exchanges += 1
         if self.fenced:
             return
@@ -172,36 +172,36 @@ class RdmaLink:
                 raise ProtocolError(f"node {self.index} announced a slot that cannot be: {exc}") from exc
 
     def tell(self, message: PeerSlots) -> None:
-        """Post *message*. That the peer is gone is said by the channel's end, not here."""
+        """Post *message*, if the peer is still there; the end of the channel tells when it has ended."""
         try:
             self.channel.post(message)
         except PeerLostError:
-            log.debug("node %d was gone before it could be told %s", self.index, type(message).__name__)
+            log.debug("node %d had ended before it could be sent %s", self.index, type(message).__name__)
 
-    # -- its end ------------------------------------------------------------------------------------------
+    # -- the end of the link ------------------------------------------------------------------------------
 
     def why(self, code: int) -> str:
-        """Return in words why a lane was lost; *code* is the event's."""
+        """Return why a lane was lost, as text; *code* is the event's."""
         who = f"node {self.index}"
         found = [(way.describe(who), what) for way in self._ways if (what := way.lane.failure()) is not None]
-        found.sort(key=lambda each: failures.is_consequence(each[1]))  # of several, what tells the cause
+        found.sort(key=lambda each: failures.is_consequence(each[1]))  # the cause before its consequences
         return found[0][0] if found else f"closed (code {code})"
 
     def fence(self) -> None:
-        """Cut the peer off for good: whatever it has under way, also when it was stopped meanwhile, reaches nothing.
+        """Cut the peer off for good: nothing that it has under way arrives, even if its process is stopped.
 
-        What waits to be sent is dropped. Any thread of the node; idempotent.
+        What waits to be sent is dropped. Any thread; idempotent.
         """
         self.fenced = True
         for way in self._ways:
             try:
                 way.close()
-            except (OSError, BufferError) as exc:  # the lane is shut all the same; the others have to be
+            except (OSError, BufferError) as exc:  # this lane is shut; the others have to be shut, too
                 log.warning("a queue pair to node %d stays open: %s", self.index, exc)
 
     @property
-    def sealed(self) -> bool:
-        """Whether `fence` was called and every queue pair is gone: only then the memory is nobody's but ours."""
+    def is_cut_off(self) -> bool:
+        """Whether `fence` was called and every queue pair is destroyed: only then the peer cannot write any more."""
         return self.fenced and all(way.pair.closed for way in self._ways)
 
     def next_round(self, part: int) -> int:
@@ -216,7 +216,7 @@ class RdmaLink:
     def counters(self) -> dict[str, int]:
         """Return the sum of the lanes' counters; `address_exchanges`: messages about slots, both ways.
 
-        No write is damaged: cards check what they receive, and ask for it again.
+        There are no damaged writes: cards check what they receive, and request it again.
         """
         total = {"address_exchanges": self._n_exchanges, "queue_pairs": len(self._ways), "writes_damaged": 0}
         for way in self._ways:

@@ -1,10 +1,10 @@
-"""The rails of one node: its RDMA ports in use, each opened once, and its segments registered with all of them.
+"""The rails of one node: the RDMA ports it uses, each opened once, with all of its segments registered.
 
-None is opened once anything is registered: who comes late is reached by those there are, or by tcp.
+No rail is opened once anything is registered: nodes that join later are reached by the open ones, or by tcp.
 
 A rail is device, protection domain, completion queue and one native thread (`bpsfast.pyx.rdma.Rail`); queue pairs to
-all peers share it. Memory is registered by the segment, once, when it is made; remote writes are allowed to slots and
-results only.
+all peers share it. Each segment is registered once, when it is made; remote writes are allowed to slots and results
+only.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .rdma_messages import RailOffer
 
 log = logging.getLogger("bpsfast.node")
 
-#: What peers write into; everything else is only read by the device.
+#: Kinds of memory that peers write into; everything else is only read by the device.
 _WRITTEN_BY_PEERS = frozenset({"slot", "result", "direct"})
 
 
@@ -50,7 +50,7 @@ class Rail:
     Raises
     ------
     OSError, CapacityError
-        When the device cannot be opened, or its queues are too short for *n_peers* peers under *settings*.
+        If the device cannot be opened, or its queues are too short for *n_peers* peers with *settings*.
     """
 
     def __init__(self, verbs: ModuleType, chosen: rdma_route.Rail, n_peers: int, settings: Settings,
@@ -70,21 +70,21 @@ class Rail:
                                         settings.rdma_queue_depth)
             self.domain = undo.enter_context(verbs.ProtectionDomain(self.device))
             self.queue = undo.enter_context(verbs.CompletionQueue(self.device, self.depths.completions, events=True))
-            with on_cores(cores):  # a thread inherits them from whoever starts it
+            with on_cores(cores):  # a thread inherits them from the thread that starts it
                 self.native = native.Rail(self.queue.handle, port=chosen.port, awake_us=settings.awake_us,
                                           keep=self.queue)
             undo.callback(self.native.close)
             self._undo = undo.pop_all()
 
     def offer(self) -> RailOffer:
-        """Return what a peer has to know of the port."""
+        """Return the description of the port for a peer."""
         gid = self.chosen.gid
         return RailOffer(device=self.chosen.device, port=self.chosen.port, link_layer=self.port["link_layer"],
                          gid=gid.value if gid else b"", version=gid.version if gid else "IB", lid=self.port["lid"],
                          mtu=min(self.port["active_mtu"], self.settings.rdma_mtu or self.port["active_mtu"]))
 
     def port_now(self) -> PortNow:
-        """Return what became of the port; what the device has reported by itself until now counts."""
+        """Return the present state of the port, including events that the device has reported."""
         gid, error_ns = self.chosen.gid, 0
         try:
             self.native.look()
@@ -115,23 +115,23 @@ class Rail:
         return pair
 
     def join(self) -> None:
-        """Count one lane more. Any thread, as `leave`."""
+        """Count one more lane. Any thread, as `leave`."""
         with self._users_lock:
             self.users += 1
 
     def leave(self) -> None:
-        """Count one lane less."""
+        """Count one lane fewer."""
         with self._users_lock:
             self.users -= 1
 
     def adopt(self, region: Any) -> None:
-        """Keep *region* until the end; lanes may send from it, and peers be told of it."""
+        """Keep *region* until the end; lanes may send from it, and peers may write to it."""
         self._undo.callback(region.close)
         self.native.know(region.address, region.nbytes, region.lkey)
         bisect.insort(self.registered, Registered(region.address, region.nbytes, region.rkey))
 
     def rkey(self, address: int, nbytes: int) -> int:
-        """Return the key that a peer needs to write there; LookupError if the memory is not registered."""
+        """Return the key that a peer needs to write to *address*; LookupError if the memory is not registered."""
         at = bisect.bisect(self.registered, (address, 1 << 64)) - 1
         found = self.registered[at] if at >= 0 else None
         if found is None or address + nbytes > found.address + found.nbytes:
@@ -144,14 +144,14 @@ class Rail:
 
 
 class Rails:
-    """All rails of one node. Peers are connected from several threads; `settle` and what follows is one thread's.
+    """All rails of one node. Peers connect from several threads; `settle` and everything after it is for one thread.
 
     Parameters
     ----------
     least_nbytes
-        Bytes that a node locks at the least, before any model is known.
+        Bytes that a node locks at least, before any model is known.
     allowed
-        CPUs that threads may run on, if this process keeps to less by itself.
+        CPUs that the rails' threads may run on, even if this process is bound to fewer.
     """
 
     def __init__(self, settings: Settings, least_nbytes: int, allowed: frozenset[int] = frozenset()) -> None:
@@ -168,29 +168,29 @@ class Rails:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The RDMA devices by which peers are reached."""
+        """The RDMA devices that reach peers."""
         return tuple(rail.chosen.device for rail in self._open.values())
 
     @property
     def used(self) -> bool:
-        """Whether any peer is reached by them."""
+        """Whether RDMA reaches any peer."""
         return bool(self._open)
 
     def towards(self, address: str | None, n_peers: int, *, opens: bool = True) -> list[Rail]:
         """Return the opened rails that lead to *address* ("host:port"; None: in general), of a job of *n_peers* peers.
 
-        Not *opens*: only if peers are reached by all of them already. Then memory is registered, or about to be, with
-        each; it may be more than can be registered with another one, and what is in use cannot wait for that.
+        Not *opens*: only rails that are in use. Memory is already registered with each, possibly more than could be
+        registered with another one, and running transfers cannot wait for that.
 
         Raises
         ------
         NoRdmaError
-            In words: no device, no usable port, a setting that names none, no library, no room in the device's queues
-            or in the memory that may be locked.
+            With the reason: no device, no usable port, a setting that names none, no library, no room in the device's
+            queues or in the memory that may be locked.
         """
         settings = self._settings
         try:
-            with self._lock:  # around all: what is known of this machine is read once
+            with self._lock:  # around everything: the facts about this machine are read once
                 host = self._host
                 if settings.nic_limit:
                     raise NoDeviceError(f"nic_limit={settings.nic_limit:g} is kept on tcp connections only")
@@ -215,12 +215,12 @@ class Rails:
             raise NoRdmaError(exc.strerror or str(exc) if isinstance(exc, OSError) else str(exc)) from exc
 
     def settle(self) -> None:
-        """Close the rails that no peer is reached by: nothing more is registered with them."""
+        """Close the rails that no peer uses: nothing more is registered with them."""
         with self._lock:
             for name in [name for name, rail in self._open.items() if not rail.users]:
                 try:
                     self._open.pop(name).close()
-                except (OSError, BufferError) as exc:  # nobody needs it any more
+                except (OSError, BufferError) as exc:  # it is not needed any more
                     log.warning("rail %s stays open: %s", name, exc)
 
     # -- memory -------------------------------------------------------------------------------------------
@@ -235,8 +235,8 @@ class Rails:
     def register(self, kind: str, segment: Segment | Shadow) -> None:
         """Register *segment*, of the *kind* that `Regions` gives it, with every rail; it stays until `close`.
 
-        After that nobody in this process can read or write a device's memory, not even the host device's: whatever
-        tries is a bug that shall not go unseen.
+        After that no code in this process can read or write a device's memory, not even the host device's, so that
+        bugs that try are detected.
 
         Raises
         ------
@@ -285,9 +285,9 @@ class Rails:
                 name, rail = self._open.popitem()
                 try:
                     rail.close()
-                except BufferError as exc:  # a peer is just being tried: it ends with the process
+                except BufferError as exc:  # a handshake is under way: it ends with the process
                     log.debug("rail %s stays open: %s", name, exc)
-                except OSError as exc:  # what could be closed of it is; so have the others to be
+                except OSError as exc:  # the others have to be closed, too
                     log.warning("rail %s was not closed in order: %s", name, exc)
 
     def _opened(self, chosen: rdma_route.Rail, n_peers: int) -> Rail:

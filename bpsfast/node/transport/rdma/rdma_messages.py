@@ -1,11 +1,11 @@
-"""What two nodes tell each other before and while they use RDMA; over their own connection, never in steady state.
+"""The messages between two nodes that use RDMA, over a connection of their own; none in steady state.
 
     both   RdmaOffer       the ports to use, or why there are none
     both   RdmaPairs       numbers of the queue pairs, in the order of the lanes
     both   RdmaStep        "connected", then "proven": a step is done, or why it is not
     both   PeerSlots       once per generation: where the other writes
 
-Those before `PeerSlots` may carry an objection, which ends the attempt on both sides with the same words.
+All but `PeerSlots` may carry an objection, which ends the attempt on both sides with the same error.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 from ....orchestration import messages
 from ....orchestration.errors import DECODE_ERRORS, ProtocolError
 
-#: Bumped whenever a field changes its meaning.
+#: Rises whenever a field changes its meaning.
 VERSION = 1
 
 
@@ -31,7 +31,7 @@ class RailOffer(messages.Record):
 
 
 class RdmaOffer(messages.Message):
-    """The ports that lead to you, in the order in which they pair up; `n_pairs` queue pairs on each."""
+    """The ports that reach the receiver, in the order in which they pair up; `n_pairs` queue pairs on each."""
 
     version: int
     rails: tuple[RailOffer, ...] = ()
@@ -47,7 +47,7 @@ class PairOffer(messages.Record):
 
 
 class RdmaPairs(messages.Message):
-    """One entry per lane."""
+    """The queue pairs, one entry per lane."""
 
     pairs: tuple[PairOffer, ...] = ()
     objection: str = ""
@@ -61,9 +61,9 @@ class RdmaStep(messages.Message):
 
 
 class Slot(messages.Record):
-    """Where you write `part`: addresses for even and odd rounds, the key of that memory on the lane's device, bytes.
+    """Where the receiver writes `part`: addresses for even and odd rounds, the key of that memory, bytes.
 
-    `framed`: up to so many.
+    `framed`: at most so many bytes.
     """
 
     part: int
@@ -75,7 +75,7 @@ class Slot(messages.Record):
 
 
 class PeerSlots(messages.Message):
-    """All parts of `generation` that you write to me: partials of those I own, results of those you own."""
+    """The parts of `generation` that the receiver writes to the sender: partials, or results that it owns."""
 
     generation: int
     slots: tuple[Slot, ...]

@@ -1,4 +1,4 @@
-"""Types of `bpsfast.pyx.exchange`."""
+"""Types of `bpsfast.bench.paper.ladder.exchange`."""
 from collections.abc import Sequence
 
 REGISTER: int

@@ -5,12 +5,12 @@
  * from a keeper. The next round, if it has begun, is pushed again to the new owner, from where its inputs still are:
  * a rank writes the next ones only once all of this round is complete (docs/design/recovery.md).
  */
-#ifndef BPS_SUCCESSION_H
-#define BPS_SUCCESSION_H
+#ifndef BPS_OWNER_CHANGE_H
+#define BPS_OWNER_CHANGE_H
 
 #include "table.h"
 
-enum { BPS_SUCCEEDED = 0, BPS_NOT_FROZEN = 1, BPS_NO_PART = 2, BPS_OTHER_ROUND = 3 };
+enum { BPS_OWNER_CHANGED = 0, BPS_NOT_FROZEN = 1, BPS_NO_PART = 2, BPS_OTHER_ROUND = 3 };
 
 /* Hear nothing more of a source, and tell it nothing. */
 static inline int bps_detach(struct bps_core *core, uint32_t source)
@@ -20,7 +20,7 @@ static inline int bps_detach(struct bps_core *core, uint32_t source)
     if (is_frozen)
         core->sources[source].kind = BPS_CLOSED;
     pthread_mutex_unlock(&core->lock);
-    return is_frozen ? BPS_SUCCEEDED : BPS_NOT_FROZEN;
+    return is_frozen ? BPS_OWNER_CHANGED : BPS_NOT_FROZEN;
 }
 
 /* Which rounds of a part were passed on from here, or summed, and are complete here. */
@@ -33,7 +33,7 @@ static inline int bps_progress(struct bps_core *core, uint32_t index, uint32_t *
         *complete = bps_load(bps_board_word(core->board, index));
     }
     pthread_mutex_unlock(&core->lock);
-    return is_there ? BPS_SUCCEEDED : BPS_NO_PART;
+    return is_there ? BPS_OWNER_CHANGED : BPS_NO_PART;
 }
 
 /* Whether the engine was told that `source` has delivered its bytes of a round: its input of the part, or, to a member,
@@ -96,8 +96,8 @@ static inline int bps_follow(struct bps_core *core, uint32_t index, uint32_t own
     int status = !core->frozen                                                          ? BPS_NOT_FROZEN
                  : index >= core->n_parts || part->inputs == NULL || part->owned ? BPS_NO_PART
                  : !bps_is_at(part, after)                                       ? BPS_OTHER_ROUND
-                                                                                 : BPS_SUCCEEDED;
-    if (status == BPS_SUCCEEDED) {
+                                                                                 : BPS_OWNER_CHANGED;
+    if (status == BPS_OWNER_CHANGED) {
         part->owner = owner;
         int has_loan = bps_has_loan(part, after, keeper);
         if (part->codec != NULL && part->codec->has_result && !has_loan) { /* not decoded yet: as if not arrived */
@@ -138,15 +138,15 @@ static inline void bps_inherit(struct bps_part *fresh, const struct bps_part *ol
 
 /* This node owns the part from the round after `after` on: `fresh`, in the place of a member's part if there was one.
  * What the latter had stays its memory's owner's. */
-static inline int bps_succeed(struct bps_core *core, uint32_t index, struct bps_part *fresh, uint32_t after)
+static inline int bps_change_owner(struct bps_core *core, uint32_t index, struct bps_part *fresh, uint32_t after)
 {
     pthread_mutex_lock(&core->lock);
     struct bps_part *old = &core->parts[index];
     int status = !core->frozen                                                              ? BPS_NOT_FROZEN
                  : old->inputs != NULL && (old->owned || old->generation > core->generation) ? BPS_NO_PART
                  : old->inputs != NULL && !bps_is_at(old, after)                             ? BPS_OTHER_ROUND
-                                                                                             : BPS_SUCCEEDED;
-    if (status == BPS_SUCCEEDED) {
+                                                                                             : BPS_OWNER_CHANGED;
+    if (status == BPS_OWNER_CHANGED) {
         if (old->inputs != NULL) {
             bps_inherit(fresh, old, after);
             bps_part_free(old);
@@ -171,8 +171,8 @@ static inline int bps_give_up(struct bps_core *core, uint32_t index, struct bps_
     int status = !core->frozen                                                                              ? BPS_NOT_FROZEN
                  : index >= core->n_parts || old->inputs == NULL || !old->owned || old->store != NULL ? BPS_NO_PART
                  : old->round != after                                                                      ? BPS_OTHER_ROUND
-                                                                                                            : BPS_SUCCEEDED;
-    if (status == BPS_SUCCEEDED) {
+                                                                                                            : BPS_OWNER_CHANGED;
+    if (status == BPS_OWNER_CHANGED) {
         if (fresh != NULL) {
             bps_inherit(fresh, old, after);
             fresh->round = after;

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from bpsfast.pyx import exchange
-from bpsfast.pyx.exchange import StreamExchange
+from bpsfast.bench.paper.ladder import exchange
+from bpsfast.bench.paper.ladder.exchange import StreamExchange
 
 SIZES = [4, 1 << 20, 12, 4096, 3_000_004]
 
