@@ -7,7 +7,7 @@ sizes, so that few bytes have low latency and many bytes need few chunks.
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from ..orchestration.messages import TensorSpec
 from ..orchestration.placement.partition import round_after
 from ..pyx.port import FINGERPRINT
 from ..trainer.chunk_descriptors import chunk_table, offsets, results
-
-if TYPE_CHECKING:
-    from ..trainer.session import Session
+from ..trainer.session import Session
 
 
 class ChunkSize(NamedTuple):

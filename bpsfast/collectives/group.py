@@ -12,7 +12,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,14 +20,12 @@ from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchE
 from ..orchestration.placement.partition import OPS
 from ..pyx.port import copy
 from ..trainer.chunk_descriptors import CHUNK_DTYPE
+from ..trainer.session import Session
 from ..trainer.tensor_input import TensorInput, from_array
 from ..trainer.unit import Unit
 from .chunk_stream import FINGERPRINTS, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
 from .p2p import message_collectives
 from .p2p.endpoint import P2PEndpoint
-
-if TYPE_CHECKING:
-    from ..trainer.session import Session
 
 #: Bytes of each member's call that the error of a mismatch shows.
 _SAID_NBYTES = 128

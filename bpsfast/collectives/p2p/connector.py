@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -37,10 +36,8 @@ from ...orchestration.errors import (
 )
 from ...orchestration.handshakes import MAX_PENDING_HANDSHAKES, RECHECK_S, HandshakeLimiter, source_of
 from ...orchestration.job.node_losses import FIRST_EPOCH
+from ...trainer.session import Session
 from .encrypted_socket import EncryptedSocket
-
-if TYPE_CHECKING:
-    from ...trainer.session import Session
 
 log = logging.getLogger("bpsfast.collectives.p2p")
 

@@ -12,18 +12,15 @@ import select
 import socket
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, StallError
+from ...trainer.session import Session
 from . import cross_memory, protocol
 from .connector import JOINED, PeerConnector
 from .peer import CompetingConnection, Peer
 from .progress_engine import ProgressEngine
 from .receiver import MessageReceiver
 from .transfer import Outgoing, Transfer
-
-if TYPE_CHECKING:
-    from ...trainer.session import Session
 
 log = logging.getLogger("bpsfast.collectives.p2p")
 
