@@ -393,13 +393,3 @@ def make_group(session: Session, ranks: Sequence[int], timeout_s: float | None =
     who = "all" if is_all else hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
     return Group(session, key, f"bpsfast.group/{who}/{number}",
                  session.settings.timeout_s if timeout_s is None else timeout_s)
-
-
-def broadcast_bytes(group: Group, data: bytes, root: int) -> bytes:
-    """See `Group.broadcast_bytes`."""
-    return group.broadcast_bytes(data, root)
-
-
-def all_gather_bytes(group: Group, data: bytes) -> list[bytes]:
-    """See `Group.all_gather_bytes`."""
-    return group.all_gather_bytes(data)
