@@ -51,10 +51,10 @@ def test_env_shows_every_setting_with_its_origin():
         (("node", "--scheduler", "nowhere"), "expected host:port"),
         (("node", "--helper", "--local-size", "2"), "--helper has no ranks, --local-size 2 has"),
         (("node", "--scheduler", "127.0.0.1:9", "--cores", "64"), "BPSFAST_CORES = 64, but this process"),
-        (("node", "--helper", "--cpus", "1"), "BPSFAST_CPUS = '1' (command line)"),
-        (("node", "--nic-rate", "0.0001"), "BPSFAST_NIC_LIMIT = 0.0001 (command line) is in Gbit/s, at least 0.001"),
+        (("node", "--helper", "--cpus", "1"), "BPSFAST_CPUS = 1 (command line)"),
+        (("node", "--nic-rate", "0.0001"), "BPSFAST_NIC_LIMIT = 0.0001 (command line) is in Gbit/s and at least 0.001"),
         (("node", "--set", "nic_limit=inf"), "BPSFAST_NIC_LIMIT = 'inf' (from command line)"),
-        (("node", "--nic-rate", "5", "--set", "transport=rdma"), "BPSFAST_NIC_LIMIT = 5 (command line) is kept on"),
+        (("node", "--nic-rate", "5", "--set", "transport=rdma"), "BPSFAST_NIC_LIMIT = 5.0 (command line) applies to tcp"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_2(arguments, text):
