@@ -135,9 +135,9 @@ class RecordedKernel(Kernel):
 
     def resolve(self, host: str) -> list[Address]:
         """As `Kernel.resolve`."""
-        if open_host not in self.answers.names:
-            raise OSError(errno.EADDRNOTAVAIL, f"host name {open_host!r} cannot be resolved: Name or service not known")
-        return [ipaddress.ip_address(text) for text in self.answers.names[open_host]]
+        if host not in self.answers.names:
+            raise OSError(errno.EADDRNOTAVAIL, f"host name {host!r} cannot be resolved: Name or service not known")
+        return [ipaddress.ip_address(text) for text in self.answers.names[host]]
 
     def shm_nbytes(self) -> int | None:
         """As `Kernel.shm_nbytes`."""
