@@ -80,7 +80,7 @@ def test_this_machine_can_be_examined() -> None:
     (("--listen", "--peer", "x"), "--listen cannot be combined"),
     (("--listen", "70000"), "70000"),
     (("--peer", "host:port"), "expected HOST or HOST:PORT"),
-    (("--set", "no_such=1"), "no setting of bpsfast"),
+    (("--set", "no_such=1"), "not a setting of bpsfast"),
 ])
 def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], words: str) -> None:
     done = doctor(*arguments)
