@@ -1,4 +1,4 @@
-"""``make results``: every figure and plot that README, DESIGN and this folder's README show is measured anew.
+"""``make results``: measures anew every figure and plot that README, DESIGN and this folder's README show.
 
 Each piece is a command that can also be given alone; all of them write into ``bench/results``. ``make results
 ARGS=--list`` shows files, times and needs. Pieces go one after the other, because they share two cores; what cannot run
@@ -93,6 +93,7 @@ PIECES = (
     _bench("post", "post.jsonl", 1),
     _bench("push_pull --compare gloo,mpi", "push_pull_one_machine.jsonl", 3, _mpi),
     _bench("push_pull --nodes 2 --compare gloo", "push_pull_two_nodes.jsonl", 3, _machines),
+    _bench("overhead", "overhead.jsonl", 2, _package("torch")),
     _bench("ddp --rounds 9", "ddp.jsonl", 2, _package("torch")),
     _bench("rows", "rows.jsonl", 1),
     _bench("frameworks --rounds 40", "frameworks.jsonl", 1, _package("jax", "tensorflow")),

@@ -1,4 +1,4 @@
-"""``bpsfast bench overhead``: what a gradient costs on its way from the hook to the announcement on the rank's lane.
+"""``bpsfast bench overhead``: the cost of a gradient from the hook to the announcement on the rank's lane.
 
 Two ranks of this machine run `program`: the same backward pass with the optimizer's hooks and without them, in turns.
 The difference, divided by the number of tensors, is the time of a tensor; a run of its own counts Python calls and
@@ -67,8 +67,9 @@ def measure(python: str, n_tensors: int, n_elements: int, n_steps: int, counts: 
     """Return what rank 0 of one job of two ranks found with the interpreter *python*."""
     options = json.dumps({"n_tensors": n_tensors, "n_elements": n_elements, "n_steps": n_steps, "counts": counts})
     command = [python, "-m", "bpsfast", "run", "-n", "2", "--", python, str(_PROGRAM), options]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    try:  # not in the current folder: Python would import a source tree's package from there
+        done = subprocess.run(command, cwd=_PROGRAM.parent, capture_output=True, text=True, timeout=_TIMEOUT_S,
+                              check=False)
     except subprocess.TimeoutExpired as exc:
         raise StallError(f"{n_tensors} tensors with {python} did not end within {_TIMEOUT_S:g} s") from exc
     lines = [line[line.index("{"):] for line in done.stdout.splitlines() if '"samples_s"' in line]

@@ -83,8 +83,7 @@ def test_the_newcomers_way_runs_as_it_stands(line: str, tmp_path: Path) -> None:
     assert wanted in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("page", [*PAGES, Page(ROOT / "bench" / "README.md"), Page(ROOT / "DESIGN.md")],
-                         ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, Page(ROOT / "bench" / "README.md")], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Page) -> None:
     for link in page.links():
         name, _, anchor = link.partition("#")
@@ -92,6 +91,27 @@ def test_links_lead_somewhere(page: Page) -> None:
         assert target.exists(), f"{page.name} links to {link}"
         if anchor:
             assert anchor in Page(target).anchors(), f"{page.name} links to {link}: {sorted(Page(target).anchors())}"
+
+
+_DESIGN = [Page(path) for path in (ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "FINDINGS.md",
+                                   *sorted((ROOT / "bpsfast" / "docs" / "design").glob("*.md")))]
+
+
+@pytest.mark.parametrize("page", _DESIGN, ids=lambda page: page.name)
+def test_files_that_design_pages_name_are_there(page: Page) -> None:
+    for name in re.findall(r"`((?:[\w-]+/)*[\w-]+\.(?:py|pyx|pxi|h))\b", page.text):
+        folders = [ROOT / folder for folder in ("bpsfast", "orchestration", "pyx", "bench", "tests", "examples")]
+        assert (ROOT / name).exists() or any(found.as_posix().endswith(f"/{name}") for folder in folders
+                                             for found in folder.rglob(name.rpartition("/")[2])), name
+
+
+@pytest.mark.parametrize("page", _DESIGN, ids=lambda page: page.name)
+def test_links_of_design_pages_lead_somewhere(page: Page) -> None:
+    test_links_lead_somewhere(page)
+
+
+def test_design_can_be_read_in_ten_minutes() -> None:
+    assert len((ROOT / "DESIGN.md").read_text().splitlines()) <= 200
 
 
 def test_readme_is_short_and_its_numbers_have_samples() -> None:
