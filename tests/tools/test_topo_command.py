@@ -104,7 +104,7 @@ def test_gpudirect_is_shown_done_if_asked_and_refused_where_it_cannot_be(recorde
     pytest.importorskip("scipy", reason="scipy is not installed")
     hgx = str(recorded_machine("hgx_h100").root)
     assert "gpu_direct, off; never measured" in run("--root", hgx, "--strategy").stdout
-    assert "straight to nic" in run("--root", hgx, "--strategy", "--set", "gpu_direct=1").stdout
+    assert "directly to nic" in run("--root", hgx, "--strategy", "--set", "gpu_direct=1").stdout
     refused = run("--root", str(recorded_machine("pcie_2x4").root), "--strategy", "--set", "gpu_direct=1")
     assert refused.exit_code == 2 and "BPSFAST_GPU_DIRECT" in refused.output and "unset it" in refused.output
 
