@@ -233,9 +233,10 @@ def test_cycles_of_init_and_shutdown_leave_nothing():
 
 ACROSS = """
 import numpy as np, bpsfast
-from bpsfast.trainer import current
+from bpsfast.collectives.p2p import P2PEndpoint
+from bpsfast.trainer import process
 bpsfast.init()
-post, me, size = current.current().post, bpsfast.rank(), bpsfast.size()
+post, me, size = process.current().extension(P2PEndpoint), bpsfast.rank(), bpsfast.size()
 for n in (8, 100_000, 5_000_000):
     x, y = np.full(n, me, np.uint8), np.zeros(n, np.uint8)
     transfer = post.receive(1, (me - 1) % size, 0, y.ctypes.data, n, y)
