@@ -206,10 +206,11 @@ def test_a_forked_child_has_no_post(two):
 CYCLES = """
 import os, threading, gc
 import numpy as np, bpsfast
-from bpsfast.trainer import current
+from bpsfast.collectives.p2p import P2PEndpoint
+from bpsfast.trainer import process
 def cycle():
     bpsfast.init(heartbeat_s=0.2)
-    post = current.current().post
+    post = process.current().extension(P2PEndpoint)
     x, y = np.ones(100_000, np.uint8), np.zeros(100_000, np.uint8)
     transfer = post.receive(1, 0, 1, y.ctypes.data, y.nbytes, y)
     post.send(1, 0, 1, x.ctypes.data, x.nbytes, x).wait()
