@@ -62,7 +62,7 @@ import json, os, sys, time
 from bpsfast.launch import roles
 from bpsfast.base.job_key import machine_secret
 from bpsfast.orchestration import messages, security
-from bpsfast.orchestration.scheduler_client import Membership
+from bpsfast.orchestration.scheduler_client import SchedulerClient
 from bpsfast.base.settings import load_with_origins
 
 address = sys.argv[1]
@@ -72,7 +72,7 @@ keys += [bytes.fromhex(text) for text in texts]
 keys += [security.prove(key, "store", text) for key in list(keys) for text in texts]
 for key in keys:
     host, _, port = address.rpartition(":")
-    member = Membership(host, int(port), key, now=time.monotonic(), start_timeout_s=20.0)
+    member = SchedulerClient(host, int(port), key, now=time.monotonic(), start_timeout_s=20.0)
     member.send(messages.Join(version=messages.VERSION, package="", host="x", pid=1, index=-1, ranks=(),
                               server_processes=0, address="x:1", shm_name="", nic_rate_bytes=0.0, settings={}))
     deadline = time.monotonic() + 20.0

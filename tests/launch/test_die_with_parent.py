@@ -1,4 +1,4 @@
-"""A tethered command becomes the command, and dies with whoever started it."""
+"""A command that is tied to its parent replaces the wrapper, and dies with the parent."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bpsfast.launch.daemons import tie_to_parent
 
 _PARENT = """
 import subprocess, sys
-from bpsfast.launch.daemons import tethered
-child = subprocess.Popen(tethered([sys.executable, "-c", "print('up', flush=True); input()"]), stdin=subprocess.PIPE,
-                         stdout=subprocess.PIPE)
+from bpsfast.launch.daemons import tie_to_parent
+child = subprocess.Popen(tie_to_parent([sys.executable, "-c", "print('up', flush=True); input()"]),
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
 child.wait()

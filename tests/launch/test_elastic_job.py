@@ -60,7 +60,7 @@ def test_add_needs_the_file_of_a_running_job(tmp_path):
 
 def test_add_says_when_nobody_answers(tmp_path):
     path = tmp_path / "control"
-    with elastic_job._shown(path, elastic_job.Control(muster="127.0.0.1:1", job_key="ab" * 16)):
+    with elastic_job._published(path, elastic_job.Control(muster="127.0.0.1:1", job_key="ab" * 16)):
         assert os.stat(path).st_mode & 0o777 == 0o600
         with pytest.raises(elastic_job.PeerLostError, match=r"has not answered at 127\.0\.0\.1:1 within 0\.3 s"):
             elastic_job.add(path, 1, timeout_s=0.3)
@@ -71,7 +71,7 @@ CONTROL = elastic_job.Control(muster="127.0.0.1:1", job_key="ab" * 16)
 
 
 def refused(path, text):
-    with pytest.raises(ConfigError, match=text), elastic_job._shown(path, CONTROL):
+    with pytest.raises(ConfigError, match=text), elastic_job._published(path, CONTROL):
         raise AssertionError("it was taken for ours")
     assert not list(path.parent.glob(f"{path.name}.*")), "what was begun is gone"
 
@@ -104,18 +104,18 @@ def test_what_a_killed_launcher_has_left_is_replaced_unless_its_job_runs(tmp_pat
         path.write_bytes(msgspec.json.encode(running))
         path.chmod(0o600)
         refused(path, "its job runs, and listens at 127")
-    with elastic_job._shown(path, CONTROL):
+    with elastic_job._published(path, CONTROL):
         assert msgspec.json.decode(path.read_bytes(), type=elastic_job.Control) == CONTROL
     assert not path.exists()
 
 
 def test_only_the_file_that_was_made_is_removed(tmp_path):
     path = tmp_path / "control"
-    with elastic_job._shown(path, CONTROL):
+    with elastic_job._published(path, CONTROL):
         path.unlink()
         path.write_text("another one's")
     assert path.read_text() == "another one's"
-    with elastic_job._shown(tmp_path / "gone", CONTROL):
+    with elastic_job._published(tmp_path / "gone", CONTROL):
         (tmp_path / "gone").unlink()
     refused(tmp_path / "none" / "control", "no file can be made there")
 
@@ -141,8 +141,9 @@ def test_a_worker_without_a_key_says_who_starts_workers():
 
 @pytest.mark.parametrize(("program", "out"), [
     ("import bpsfast; bpsfast.init(); print('trains')", ""),
-    ("import bpsfast, bpsfast.torch as bps\nfrom bpsfast.trainer import suspension\nsuspension._suspended = []\n"
-     "from bpsfast.elastic.coordinator_client import enlist\nfrom bpsfast.base.settings import load\nenlist(load({}))\n"
+    ("import bpsfast, bpsfast.torch as bps\nfrom bpsfast.trainer import process\nprocess._suspended = []\n"
+     "from bpsfast.elastic.coordinator_client import open_client\n"
+     "from bpsfast.base.settings import load\nopen_client(load({}))\n"
      "bps.resume(1, 0, 0); print('trains')", ""),
     ("import bpsfast, bpsfast.elastic as e\ntry: bpsfast.init()\n"
      "except Exception: print('no error')\nexcept e.TrainingOver as over: print(over)",

@@ -1,4 +1,4 @@
-"""Pipes of children: what is handed on at a child's end. `test_supervisor` and `test_remote` have the processes."""
+"""Pipes of children: what is handed on at a child's end. `test_supervisor` and `test_remote_agent` have the processes."""
 from __future__ import annotations
 
 import contextlib
@@ -108,9 +108,9 @@ def test_a_debugger_that_asks_for_no_end_holds_up_nobody(no_leaks):
 
 _LAUNCHER = """
 import os, sys
-from bpsfast.launch import child, supervisor
-child.AFTER_SIGKILL_S = supervisor.AFTER_SIGKILL_S = 0.5
-rank = child.Command("rank 0", child.Kind.RANK, tuple(sys.argv[1:]), os.environ)
+from bpsfast.launch import processes, supervisor
+processes.AFTER_SIGKILL_S = supervisor.AFTER_SIGKILL_S = 0.5
+rank = processes.Command("rank 0", processes.Kind.RANK, tuple(sys.argv[1:]), os.environ)
 sys.exit(supervisor.Supervisor([rank]).run())
 """
 

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from bpsfast.base.settings import load
-from bpsfast.launch.rendezvous import Store, place
+from bpsfast.launch.rendezvous import Store, role_of
 from bpsfast.orchestration.errors import BpsError
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.trainer.exit_handling import ExitWatch
@@ -45,8 +45,8 @@ class Job:
 
     def __init__(self, of: Store, timeout_s: float = 30.0) -> None:
         self.settings = load()
-        self.place = place(of, RANK, SIZE, self.settings, timeout_s)
-        self.session, started = join_job(self.place, self.settings)
+        self.role = role_of(of, RANK, SIZE, self.settings, timeout_s)
+        self.session, started = join_job(self.role, self.settings)
         self.watch = ExitWatch(self.close, started)
 
     def close(self) -> None:
@@ -75,8 +75,8 @@ def counts() -> list[int]:
 def one() -> Any:
     """One job; say where this rank is in it."""
     job = Job(store())
-    found = [job.total("x"), job.place.local_rank, job.place.local_size, job.place.node_index, job.place.num_nodes,
-             job.session.n_helpers, job.place.scheduler[0]]
+    found = [job.total("x"), job.role.local_rank, job.role.local_size, job.role.node_index, job.role.num_nodes,
+             job.session.n_helpers, job.role.scheduler[0]]
     job.close()
     return found
 
@@ -88,7 +88,7 @@ def five() -> Any:
     for number in range(5):
         job = Job(of)
         totals.append(job.total(f"x{number}"))
-        keys.add(job.place.job_key)
+        keys.add(job.role.job_key)
         daemons = job.watch.daemons
         job.close()
         daemons.close(20.0)  # the next count is of a job that is over
