@@ -110,7 +110,7 @@ def test_a_muster_that_ends_while_it_is_waited_for_is_lost(known):
     puppet, member = known
     until_connected(member)
     puppet.close()
-    with pytest.raises(PeerLostError, match=r"the muster \(bpsfast run\)'s process is gone"):
+    with pytest.raises(PeerLostError, match=r"the coordinator \(bpsfast run\)'s process is gone"):
         member.join()
 
 
