@@ -1,1 +1,1 @@
-"""The benchmarks behind ``bpsfast bench``: one file per question, each against baselines of the same run."""
+"""The benchmarks behind ``bpsfast bench``: each answers one question, against baselines of the same run."""

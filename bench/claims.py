@@ -1,4 +1,4 @@
-"""The numbers of the READMEs are those of the result files: `python -m bpsfast.bench.claims`.
+"""Checks, or replaces, the numbers of the READMEs by the result files: `python -m bpsfast.bench.claims`.
 
 Each claim is some words of a page with fields in them, and a function that computes the fields from `bench/results`.
 Without options the command prints the differences; with ``--write``, as at the end of ``make results``, it replaces the

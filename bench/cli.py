@@ -1,4 +1,4 @@
-"""``bpsfast bench``: the benches' options; each bench is imported when it runs."""
+"""The commands and options of ``bpsfast bench``; each benchmark is imported when it runs."""
 from __future__ import annotations
 
 from typing import Any

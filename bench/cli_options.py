@@ -1,4 +1,4 @@
-"""The options that benches share."""
+"""Options that several benchmarks have."""
 from __future__ import annotations
 
 import os

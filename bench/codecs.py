@@ -1,4 +1,4 @@
-"""How fast are the codecs, on one thread, beside memcpy of the tensor's bytes?
+"""The speed of the codecs, on one thread, beside memcpy of the tensor's bytes.
 
 A tensor is a partition of 4 MB of normal numbers. Its operands come from DRAM: calls walk round a pool several times
 the last-level cache. Contestants (memcpy, encode with and without error feedback, decode, decode and add) take turns,

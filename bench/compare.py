@@ -1,4 +1,4 @@
-"""``bpsfast compare``: two result files of a bench, row by row."""
+"""``bpsfast compare``: compares two result files of a benchmark, row by row."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -73,10 +73,10 @@ def _text(before: ResultFile, after: ResultFile, found: Regression) -> str:
             lines.append(f"only in {file}: {len(names)} rows, such as {names[0]}")
     loads = [float(file.machine.get("load_average", [0.0])[0]) for file in (before, after)]
     lines.append(f"load average at the end: A {loads[0]:.1f}, B {loads[1]:.1f}")
-    apart = [file.machine.get("handover_ns") for file in (before, after)]
-    if all(apart):
-        far = max(apart) > _FAR * min(apart)
-        lines.append(f"a cache line between cores at the end: A {apart[0]:.0f} ns, B {apart[1]:.0f} ns"
+    handover_ns = [float(file.machine.get("handover_ns") or 0.0) for file in (before, after)]
+    if all(handover_ns):
+        far = max(handover_ns) > _FAR * min(handover_ns)
+        lines.append(f"a cache line between cores at the end: A {handover_ns[0]:.0f} ns, B {handover_ns[1]:.0f} ns"
                      + ("; they share a cache in one only, so compare within one run (bpsfast explain RD21)" if far
                         else ""))
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""``python -m bpsfast.bench.drawn``: plots of result files that are there, for the README; nothing is measured.
+"""``python -m bpsfast.bench.drawn``: draws the README's plots from existing result files, without measuring.
 
 ``push_pull_one_machine.png``: how many times as long gloo and MPI take as ours, over size (of
 `push_pull_one_machine.jsonl`); ``schedule.png``: a step by each way of training beside what the simulator says (of

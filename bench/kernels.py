@@ -1,4 +1,4 @@
-"""How fast are the sum kernels, on one thread, per dtype, warm and cold, against C, NumPy and torch? And the checksum?
+"""The speed of the sum kernels and of the checksum, on one thread, per dtype, against C, NumPy and torch.
 
 *cold*: operands come from DRAM. Calls walk round a pool several times the last-level cache, so a partition comes
 again only after all others. *warm*: one set of buffers again and again. Contestants take turns in random order, so a

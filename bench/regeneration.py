@@ -1,4 +1,4 @@
-"""``make results``: every figure and plot that README, DESIGN and this folder's README show is measured anew.
+"""``make results``: measures anew every figure and plot that README, DESIGN and this folder's README show.
 
 Each piece is a command that can also be given alone; all of them write into ``bench/results``. ``make results
 ARGS=--list`` shows files, times and needs. Pieces go one after the other, because they share two cores; what cannot run

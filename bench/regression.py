@@ -1,4 +1,4 @@
-"""Two runs of one bench beside each other: by which factor the second is slower, and how sure that is.
+"""Compares two runs of one benchmark: by which factor the second is slower, and how certain that is.
 
 The factor is that of the medians, with a bootstrap confidence interval. Samples of one turn are alike, so whole turns
 are drawn, and fewer than three of them show nothing, however many samples each has; single samples are drawn where

@@ -1,5 +1,9 @@
-"""The control plane: who takes part, what is summed where and in which order. Decides; never touches tensor bytes.
+"""The control plane: who takes part, which node sums what, and in which order. It never touches tensor bytes.
 
-`scheduler` is the process that decides by `job`, `membership` a node's side of it; `messages` is what they say. Imports
-the standard library, pyzmq and msgspec only.
+    messages                                         what ranks, nodes and the scheduler send each other
+    scheduler_client                                 a node's connection to the scheduler
+    job/, placement/, priority/, failover/, elastic/ the decisions, most of them pure: messages and the time go in,
+                                                     messages come out. `failover.scheduler` is the scheduler process
+
+Imports the standard library, pyzmq and msgspec only. Files of this folder import none of its sub-folders.
 """

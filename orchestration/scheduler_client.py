@@ -1,4 +1,4 @@
-"""A node's side of the control plane: a ZeroMQ DEALER to the scheduler, heartbeats, and the news that it is gone."""
+"""A node's connection to the scheduler: a ZeroMQ DEALER, heartbeats, reconnection, and the error when it is gone."""
 from __future__ import annotations
 
 import contextlib
@@ -18,29 +18,29 @@ from .security import curve_pair
 _EVENTS = (zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
            | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-#: So many questions for the time follow each other at the start; then there is one in each heartbeat.
+#: Number of clock samples in a row at the start; afterwards there is one in each heartbeat.
 _FIRST_QUESTIONS = 8
-#: Silence for this part of the lease, and the connection is given up: tcp may keep one that is dead for longer than any
-#: lease, for it tries again after ever longer times. A new one has to be made before the scheduler calls us lost.
+#: Share of the lease after which a silent connection is given up. TCP may keep a dead one for longer than any lease,
+#: because it retransmits ever more rarely; a new one must be made before the scheduler calls this node lost.
 _PATIENCE = 0.5
-#: A new connection over which nothing was heard is given up sooner.
+#: Share of the lease after which a new connection without any message is given up.
 _IMPATIENCE = 0.25
-#: So long the first connection waits for the scheduler's address: most names are known at once.
+#: Time that the first connection waits for the scheduler's address: most names resolve at once.
 _RESOLVE_S = 0.2
-#: While nobody answers, the scheduler's name is looked up again so often.
+#: Interval of look-ups of the scheduler's name while it does not answer.
 _LOOK_AGAIN_S = 1.0
 
 
 class SchedulerClient:
-    """One node's connection to the scheduler at *host*:*port*. Owner thread only; nothing blocks but `close`, and the
+    """One node's connection to the scheduler at *host*:*port*. Owner thread only. Only `close` blocks, and the
     constructor for at most 0.2 s if *host* is a name.
 
     Put `sockets` into a `zmq.Poller`; whenever it fires, and several times a heartbeat, call `recv_nowait` and then
-    `tick`. The scheduler need not run yet: connecting is tried again and again until `start_timeout_s` after *now*.
-    If it is lost later it has as long to come back: `tick` dials anew. A name is looked up by a thread, again and again
-    while nobody answers; until the resolver does, its last answer counts.
-    *pulse_s*: so often libzmq's own thread sends a sign of life, whatever this one does; 0: it does not.
-    *asks_time*: heartbeats ask for the scheduler's monotonic clock, and `clock` knows how far it is ahead of ours.
+    `tick`. The scheduler need not run yet: connecting is retried until `start_timeout_s` after *now*. If it is lost
+    later, it has as long to come back, and `tick` reconnects. A thread looks up a name again and again while the
+    scheduler does not answer; until the resolver answers, its last answer counts. *pulse_s*: interval of the heartbeats
+    of libzmq's own thread, which do not depend on this one; 0: none. *asks_time*: heartbeats ask for the scheduler's
+    monotonic clock, and `clock` estimates how far it is ahead of ours.
     """
 
     def __init__(self, host: str, port: int, key: bytes, *, now: float, heartbeat_s: float = 1.0, lease_s: float = 10.0,
@@ -70,7 +70,7 @@ class SchedulerClient:
         self._dial(now)
 
     def _dial(self, now: float) -> None:
-        """Begin a connection; what is sent goes out once it stands."""
+        """Begin a connection; messages are sent once it is established."""
         self._look_up(now)
         if not self._last_known:
             self._take_lookup(_RESOLVE_S)
@@ -109,7 +109,7 @@ class SchedulerClient:
             self._lookup, self._look_at = Lookup(self._host), now + _LOOK_AGAIN_S
 
     def _take_lookup(self, timeout_s: float = 0.0) -> None:
-        """Take what the resolver has answered, waiting for that for *timeout_s*."""
+        """Take the resolver's answer, waiting up to *timeout_s*."""
         lookup = self._lookup
         if lookup is None or not lookup.wait(timeout_s):
             return
@@ -126,16 +126,16 @@ class SchedulerClient:
 
     @property
     def is_heard(self) -> bool:
-        """Whether a scheduler is heard over the connection that stands. Any thread."""
+        """Whether the scheduler has sent something over the current connection. Any thread."""
         return self._heard is not None and self._lost is None
 
     @property
     def sockets(self) -> tuple[zmq.Socket, zmq.Socket]:
-        """Return what to poll for input."""
+        """The sockets to poll for input."""
         return self._socket, self._monitor
 
     def send(self, message: m.Message) -> None:
-        """Send *message*; what is sent before the connection stands goes out then."""
+        """Send *message*, once the connection is established."""
         data = m.encode(message)
         if len(data) > m.LONGEST_NBYTES:
             raise CapacityError(f"a {type(message).__name__} of {len(data)} bytes is longer than the scheduler reads "
@@ -146,7 +146,7 @@ class SchedulerClient:
             self._unsent.append(data)
 
     def recv_nowait(self, now: float) -> list[m.Message]:
-        """Return everything that has arrived, without heartbeats and what they asked for."""
+        """Return all messages that have arrived, except heartbeats and their replies."""
         received: list[m.Message] = []
         while True:
             try:
@@ -164,17 +164,17 @@ class SchedulerClient:
                 received.append(message)
 
     def tick(self, now: float) -> bool:
-        """Send a heartbeat if it is due; notice that the scheduler is gone, and dial anew. Call `recv_nowait` before.
+        """Send a heartbeat if it is due; reconnect if the scheduler is gone. Call `recv_nowait` before.
 
-        Returns whether it has dialled: then there are other `sockets`, what was sent and what was still to come over
-        the ones before is lost, and whoever answers knows nothing of this node.
+        Returns whether it has reconnected: then `sockets` are others, messages in flight in both directions are lost,
+        and the scheduler that answers may know nothing of this node.
 
         Raises
         ------
         PeerLostError
-            If no scheduler has answered for `start_timeout_s`. Never after its last word.
+            If no scheduler has answered for `start_timeout_s`. Never after its last message.
         StallError
-            If nothing was ever heard from a scheduler within `start_timeout_s`.
+            If none has answered since the start for as long.
         """
         slept_s, self._last_tick = now - self._last_tick, now
         if self._ended:
@@ -211,7 +211,7 @@ class SchedulerClient:
     def _trouble(self, now: float) -> str:
         """Say why this connection is to be given up, "" if it is not."""
         if self._disconnected:
-            return "the connection closed without a last word"
+            return "the connection closed without a last message"
         if self._heard is not None and now - self._heard >= self._lease_s * _PATIENCE:
             return f"it has been silent for {now - self._heard:.1f} s (lease_s = {self._lease_s:g})"
         if self._was_heard and self._heard is None and now - self._dialled >= self._lease_s * _IMPATIENCE:
@@ -235,11 +235,11 @@ class SchedulerClient:
                 self._disconnected = True
 
     def _nobody(self) -> str:
-        """Say why nothing was heard, by what the sockets saw."""
+        """Explain why no scheduler answered, by what the sockets saw."""
         if self._was_secure:
             seen = "connected, but the scheduler never answered: it hangs, or is overloaded"
         elif self._n_connected:
-            seen = f"connected {self._n_connected} times; whoever listens has another job key or is no scheduler"
+            seen = f"connected {self._n_connected} times; the listener has another job key or is no scheduler"
         elif not self._connected_to:
             seen = f"the name {self._host!r} was not resolved: check it with `getent hosts`"
         else:
@@ -248,7 +248,7 @@ class SchedulerClient:
                 f"{self._start_timeout_s:g} s ({seen})")
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Close the connection; blocks up to *linger_s* for what is still to be sent. Calling it again does nothing."""
+        """Close the connection; blocks up to *linger_s* to send what is queued. Idempotent."""
         if self._context.closed:
             return
         self._hang_up(linger_s)

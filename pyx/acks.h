@@ -1,8 +1,9 @@
-/* Acks: when to look whether a peer's kernel has acknowledged a write. Of one sending thread.
+/* Acknowledgements: when a sending thread checks whether a peer's kernel has acknowledged a write.
  *
- * Nothing tells a thread of an acknowledgement, so it looks (SIOCOUTQ). Where peers are many and links slow, looks at a
- * fixed pace cost more than the bytes: every 2 ms, 16 machines kept two cores busy to 90 % at half and at 3/8 of a rate
- * alike. So the first look comes when most of the usual time is over, the next ones at a sixteenth of what has passed.
+ * The kernel does not notify of an acknowledgement, so the thread polls it (SIOCOUTQ). With many peers on slow links,
+ * polls at a fixed interval cost more than the bytes: every 2 ms, 16 machines kept two cores 90 % busy, at half and at
+ * 3/8 of a rate alike. So the first poll comes when most of the usual time has passed, the next ones after a sixteenth
+ * of the time so far.
  */
 #ifndef BPS_ACKS_H
 #define BPS_ACKS_H

@@ -1,4 +1,4 @@
-/* Arrivals: what transports tell an engine, and what becomes of it while the engine is frozen. */
+/* Arrivals: what transports report to an engine, and what happens to it while the engine is frozen. */
 #ifndef BPS_ARRIVALS_H
 #define BPS_ARRIVALS_H
 

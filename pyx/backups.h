@@ -1,14 +1,14 @@
-/* Backups: workers step together, but nobody waits for the last ones (Chen et al., "Revisiting Distributed Synchronous
+/* Backups: workers step together, but do not wait for the last ones (Chen et al., "Revisiting Distributed Synchronous
  * SGD", 2016).
  *
- * A store with backups has *versions*. The next one is the last one and the mean of the pushes that came first of those
- * that were computed on the last one: of all workers but `backups`. It is made when there are as many, its pushes in
- * the order of workers, and answers all of them. A push that was computed on an older version, or comes after as many,
- * is left out, and answered with the newest version. So is who pushes nothing, at once.
+ * A store with backups has *versions*. The next version is the last one plus the mean of the first pushes that were
+ * computed on it: from all workers except `backups`. It is made when there are that many, in the order of workers, and
+ * answers all of them. A push that was computed on an older version, or comes later, is left out, and answered with the
+ * newest version. So is an empty push, at once.
  *
- * Versions are made one at a time, by the thread whose push is the last one that is needed (or, if somebody leaves who
- * was waited for, whoever takes a part of those that wait). The memory changes under the store's lock only, and so does
- * the number of the version: who copies an answer knows which one it is.
+ * Versions are made one at a time, by the thread with the last push that is needed (or, if a worker leaves that was
+ * waited for, by a thread that takes one of the waiting parts). Memory and version number change under the store's lock
+ * only, so a thread that copies an answer knows its version.
  */
 #ifndef BPS_BACKUPS_H
 #define BPS_BACKUPS_H

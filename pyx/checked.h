@@ -1,11 +1,11 @@
-/* Checked: writes with checksums (CRC32C), where nothing is sealed.
+/* Checked writes: with checksums (CRC32C), on connections that are not encrypted.
  *
  *   header 32 | checksum of the header 4 | payload | checksum of header and payload 4, if there is a payload
  *
- * TCP's own 16 bits miss one in 65,536 damaged packets, and what a bad switch or memory damages before they are made.
- * Both sides take the checksum of a piece while the cache has it. Nothing of a header is believed before its checksum
- * fits; of a payload that does not fit the slot holds rubbish, but it is no arrival, and the write comes again over
- * another connection, as with seals (`seal.h`).
+ * TCP's 16-bit checksum misses one in 65,536 damaged packets, and damage in a switch or in memory before it is
+ * computed. Both sides compute the checksum of a piece while the cache has it. No field of a header is used before its
+ * checksum fits. If a payload does not fit, its slot holds garbage, but the write is not reported as arrived, and comes
+ * again over another connection, as with encryption (`seal.h`).
  */
 #ifndef BPS_CHECKED_H
 #define BPS_CHECKED_H

@@ -1,12 +1,12 @@
-/* Codec: what is done to one compressed partition between nodes (`orchestration/codec.py`, `bpsfast/compression`).
+/* Codec: the compression of one partition between nodes (`orchestration/codec.py`, `bpsfast/compression`).
  *
  *   member   x = partial -> feed (momentum, what was not sent before) -> encode -> frame, which is forwarded
  *            frame of the result -> decode -> result
  *   owner    frames of all nodes, its own partial's too, -> decode, added up in node order -> divide
- *            -> what was not sent back before -> encode -> frame, which is handed out -> decode -> result
+ *            -> what was not sent back before -> encode -> frame, which is published -> decode -> result
  *
- * A frame: the bytes that follow (8), the codec's format. What is computed with is T, float or double; the tensor's own
- * elements D may be narrower. All of it belongs to the thread that runs the part; `rate` to the engine's lock.
+ * A frame is its length (8 bytes), then the codec's format. Computation is in T, float or double; the tensor's elements
+ * D may be narrower. The thread that runs the part owns all fields; `rate` is guarded by the engine's lock.
  */
 #ifndef BPS_CODEC_H
 #define BPS_CODEC_H

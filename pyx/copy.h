@@ -1,6 +1,6 @@
-/* Copy: one thread's memory copy with non-temporal stores for pieces that would only flush the caches.
+/* Copy: a memory copy by one thread, with non-temporal stores for pieces that would only flush the caches.
  *
- * A plain store first reads the line it overwrites; a streaming store does not: one memory stream less.
+ * A plain store first reads the line that it overwrites; a streaming store does not, which saves a memory stream.
  */
 #ifndef BPS_COPY_H
 #define BPS_COPY_H

@@ -1,8 +1,8 @@
-/* CRC32C: the checksum of RFC 3720 (Castagnoli's polynomial, reflected), as iSCSI, ext4 and SCTP have it.
+/* CRC32C: the checksum of RFC 3720 (Castagnoli's polynomial, reflected), as in iSCSI, ext4 and SCTP.
  *
- * Processors with an instruction for it (SSE4.2's crc32, ARMv8's crc32cx) begin one of eight bytes each cycle, and take
- * three until it is done: so three lanes of BPS_CRC_LANE bytes are worked at once, and put together by a table that says
- * what so many zeros make of a remainder. Others take eight bytes a step by tables (`tests/pyx/test_checksum.py`).
+ * Processors with an instruction for it (SSE4.2's crc32, ARMv8's crc32cx) start one of eight bytes each cycle, and take
+ * three cycles for it: so three blocks of BPS_CRC_LANE bytes are computed at once, and combined by a table of the
+ * effect of that many zero bytes. Other processors take eight bytes a step by tables (`tests/pyx/test_checksum.py`).
  */
 #ifndef BPS_CRC32C_H
 #define BPS_CRC32C_H

@@ -1,4 +1,4 @@
-/* Crypto: what seals need of OpenSSL's libcrypto, found at run time: who encrypts nothing needs none. */
+/* Crypto: the functions of OpenSSL's libcrypto that encryption needs, loaded at run time, and only if it is used. */
 #ifndef BPS_CRYPTO_H
 #define BPS_CRYPTO_H
 

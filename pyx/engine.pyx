@@ -1,18 +1,16 @@
 # cython: language_level=3, binding=True
-"""The engine of a node, which sums. Native threads take complete partitions in policy order and pass them on.
+"""The engine of a node sums: native threads take complete partitions in the order of their rank and pass them on.
 
-For each partition the engine knows its inputs, a kernel, an output and who comes next (`part.h`). When the
-last input of a round arrives (a lane entry, or a transport's call of the arrived hook) the partition is ready;
-threads pop the ready ones of the oldest step by their integer rank, run the kernel without any lock, and (`core.h`)
+For each partition the engine knows its inputs, a kernel, an output and its destinations (`part.h`). When the last
+input of a round arrives (a lane entry, or a transport's call of the arrived hook) the partition is ready; threads pop
+the ready ones of the oldest step by their integer rank, run the kernel without any lock, and (`core.h`)
 
     owner   publish on the board, tell peers of this host by lane, hand EVENT_RESULT to Python for the others
     member  announce the partial to an owner on this host, or hand EVENT_FORWARD to Python
 
-so a job on one machine never enters Python per partition. Policy lives outside: integer ranks come with
-`commit`, and what is sent next is decided by whoever reads `events`. Results are double-buffered by round
-parity; inputs are never written.
-
-Longer than other files: one extension type can only be written in one place; what its methods do is in the headers.
+so a job on one machine runs no Python per partition. The policy is outside: integer ranks come with `commit`, and the
+reader of `events` decides what is sent next. Results are double-buffered by the parity of the round; inputs are never
+written. What the methods do is in the headers.
 """
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -176,7 +174,7 @@ cdef class Engine:
                    int64_t backups=-1):
         """Return what *n_parts* parts, one of each worker, are to be added with: pushes go to a store (`store.h`).
 
-        *kernel* is that of `bpsfast.kernels.stores`; *weights* and *momentum* (0: pushes are added) are the store's memory,
+        *kernel* is of `bpsfast.kernels.stores`; *weights* and *momentum* (0: pushes are added) are the store's memory,
         which stays the caller's. It goes with the last of its parts; who adds none calls `drop_store`. *backups* >= 0:
         workers step together, but for so many (`backups.h`).
         """

@@ -1,4 +1,4 @@
-/* Events: what native threads have for the node's Python loop, taken by it in batches.
+/* Events: what native threads report to the node's Python loop, which takes them in batches.
  *
  *   FORWARD    a partial waits to be written to `source`, the owner (code: flags of the entry)
  *   RESULT     a result waits to be written to every wire peer with ranks

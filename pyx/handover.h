@@ -1,6 +1,6 @@
-/* Handover: how long a cache line takes from one CPU to another: less than 100 ns within a shared cache.
+/* Handover: measures how long a cache line takes from one CPU to another: less than 100 ns within a shared cache.
  *
- * A virtual machine's CPUs run wherever its host lets them, and its kernel does not hear of it.
+ * It is measured because a virtual machine's kernel does not know where the host runs its CPUs.
  */
 #ifndef BPS_HANDOVER_H
 #define BPS_HANDOVER_H

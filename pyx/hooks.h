@@ -1,4 +1,4 @@
-/* Hooks: how a transport reports to an engine. Both are callable from any thread, without the GIL. */
+/* Hooks: the functions by which a transport reports to an engine. Callable from any thread, without the GIL. */
 #ifndef BPS_HOOKS_H
 #define BPS_HOOKS_H
 

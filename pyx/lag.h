@@ -1,8 +1,8 @@
 /* Lag: how late the inputs of a unit come, counted per source when the first partition of the unit is complete.
  *
- * The lag of an input is the time from the earliest input of the same round to it. Ranks and peers of this host say
- * themselves when they announced theirs (one monotonic clock for a host); what comes over a wire counts when it has
- * arrived whole. Written under the engine's lock; readers take it too.
+ * The lag of an input is the time from the earliest input of the same round to it. Ranks and peers of this host report
+ * when they announced theirs (a host has one monotonic clock); an input from a wire counts when it has arrived whole.
+ * Written and read under the engine's lock.
  */
 #ifndef BPS_LAG_H
 #define BPS_LAG_H

@@ -1,9 +1,9 @@
-/* Mapping: shared memory in pages of 2 MiB, without a pool of them and whatever the kernel does by itself.
+/* Mapping: shared memory in pages of 2 MiB, without a reserved pool and whatever the kernel's default is.
  *
- * A huge page of a file can be mapped only where address and offset have the same remainder, and mmap takes any address:
- * so the space is reserved with 2 MiB to spare, and what is too much given back. For shared memory the kernel's default
- * is never to use huge pages (transparent_hugepage/shmem_enabled); MADV_COLLAPSE (Linux 6.1) asks for them all the same.
- * It takes extents that hold something: one page each is enough, and then costs less than filling it page by page.
+ * A huge page of a file can be mapped only where address and offset have the same remainder, and mmap takes any
+ * address: so 2 MiB more are reserved, and the surplus is given back. For shared memory the kernel by default never
+ * uses huge pages (transparent_hugepage/shmem_enabled); MADV_COLLAPSE (Linux 6.1) requests them nevertheless. It needs
+ * extents with at least one page each, and then costs less than filling them page by page.
  */
 #ifndef BPS_MAPPING_H
 #define BPS_MAPPING_H

@@ -1,9 +1,9 @@
-/* Succession: what becomes of a part whose owner is gone, or gives it up. Between a freeze and its commit, under the
- * engine's own lock.
+/* Owner change: what happens to a part whose owner is lost, or gives it up, between a freeze and its commit. All
+ * functions take the engine's lock.
  *
- * Of such a part some round was completed last by anybody who is left: `after`. Its result is kept: who lacks it gets it
- * from a keeper. The next round, if it has begun, is pushed again to the new owner, from where its inputs still are:
- * a rank writes the next ones only once all of this round is complete (docs/design/recovery.md).
+ * The last round of such a part that any survivor has completed is `after`. Its result is kept: nodes that lack it get
+ * it from a keeper. If the next round has begun, it is pushed again to the new owner, from where its inputs still are:
+ * a rank writes the next inputs only once all of this round is complete (docs/design/recovery.md).
  */
 #ifndef BPS_OWNER_CHANGE_H
 #define BPS_OWNER_CHANGE_H

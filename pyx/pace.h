@@ -1,7 +1,7 @@
-/* Pace: so many bytes per second for all threads that share it, in turns and without a lock.
+/* Pace: limits the bytes per second of all threads that share it, without a lock.
  *
- * Whoever wants to move bytes takes the next stretch of time in which they fit, and sleeps until it begins. Time that
- * nobody took can be made up for, up to burst_ns: sleeps end late, bytes come in bursts.
+ * A thread that wants to move bytes reserves the next stretch of time in which they fit, and sleeps until it begins.
+ * Unused time can be made up for, up to burst_ns, because sleeps end late and bytes come in bursts.
  */
 #ifndef BPS_PACE_H
 #define BPS_PACE_H

@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True
-"""Pace: a rate that several native threads keep together (`pace.h`)."""
+"""Pace: a limit of bytes per second that several native threads share (`pace.h`)."""
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset

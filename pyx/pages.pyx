@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True, freethreading_compatible=False
-"""Pages: memory that gradients live in and that other processes map.
+"""Pages: the memory of gradients, which other processes map.
 
 A `Segment` is one memfd: page-aligned, pre-faulted, sealed against resizing, passed on by descriptor
 (SCM_RIGHTS), and gone with its last mapping: nothing to collide with by name, nothing left after ``kill -9``.

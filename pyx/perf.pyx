@@ -3,8 +3,8 @@
 
     VerbsLoop    queue pairs and completion queues of `bpsfast.pyx.verbs`, by their handles      perf.h
     MemoryLoop   lanes, doorbells and memory that two processes share                            perf_memory.h
-    Mailbox      what stands in the engine's place behind a `bpsfast.pyx.tcp.Stream`, and counts
-    handover_ns  how near two CPUs are                                                           handover.h
+    Mailbox      takes the engine's place behind a `bpsfast.pyx.tcp.Stream`, and counts
+    handover_ns  the time of a cache line between two CPUs                                       handover.h
 
 One thread runs a loop; `cancel` and `expect` come from any other. Loops raise OSError: ECANCELED, ETIMEDOUT when
 nothing moved for `stall_s`, EIO for a bad completion (`VerbsLoop.failure`), or the errno of a verb.

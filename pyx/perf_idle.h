@@ -1,9 +1,9 @@
-/* Perf idle: what a loop of `perf.h` does while its queues have nothing.
+/* Perf idle: what a loop of `perf.h` does while its queues are empty.
  *
- * A loop waits for completions polling; with idle_ns it goes to sleep on the queues' event channels after so long
- * without any. Sleeping costs a wake-up, but on a machine with few cores a receiver that polls takes its core from the
- * one who works: the driver's own thread, or the sender. Where it only has to post receives again in time, it does not
- * even have to be woken for each: with nap_ns it sleeps by the clock.
+ * A loop polls for completions; with idle_ns it sleeps on the queues' event channels after that time without any.
+ * Sleeping costs a wake-up, but on a machine with few cores a receiver that polls takes the core from the thread that
+ * works: the driver's, or the sender's. A receiver that only has to post requests again in time need not be woken for
+ * each: with nap_ns it sleeps by the clock.
  */
 #ifndef BPS_PERF_IDLE_H
 #define BPS_PERF_IDLE_H

@@ -1,4 +1,6 @@
-/* A rank's end of its node: one entry onto the lane, one word of the board waited for. Any thread, no lock held. */
+/* Port: a rank's end of its node: puts one entry onto the lane, waits for one word of the board. Any thread, no lock
+ * held.
+ */
 #ifndef BPS_PORT_H
 #define BPS_PORT_H
 

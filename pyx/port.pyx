@@ -1,11 +1,9 @@
 # cython: language_level=3, binding=True
-"""Port: a rank's end of its node: announce inputs, wait for rounds, copy in and out, all without the GIL.
+"""Port: a rank's end of its node: announces inputs, waits for rounds, copies in and out, all without the GIL.
 
-A rank holds one port. Announcing is a ring entry and a doorbell; waiting is a futex on the board word of the
-partition, in slices of at most 100 ms that look at the node's process, the job's state, the deadline and
+A rank has one port. It announces by a ring entry and a doorbell, and waits by a futex on the board word of the
+partition, in slices of at most 100 ms, after which it checks the node's process, the job's state, the deadline and
 Python's pending signals: a wait never outlives its deadline or its node.
-
-Longer than other files: methods of one native struct, none of which another class could have.
 """
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -28,9 +26,9 @@ from pyx.words cimport (
 
 #: What a wait ends with.
 DONE, TIMED_OUT, ABORTED, NODE_DIED = BPS_DONE, BPS_TIMED_OUT, BPS_ABORTED, BPS_NODE_DIED
-#: What `Port.pipelined_transfer` ends with where ranks gave different tickets.
+#: The status of `Port.pipelined_transfer` if ranks gave different fingerprints.
 DIFFERENT = BPS_DIFFERENT
-#: Flag of a leg that is a ticket.
+#: Flag of a chunk that is a fingerprint of the call.
 FINGERPRINT = BPS_FINGERPRINT
 
 #: Copies of tensors of at least this many bytes bypass the caches; the parts of smaller ones are still there when the
@@ -313,11 +311,11 @@ cdef class Port:
             bps_steps_blocked(&self.port.lane.tally, entered_ns)
         return status
 
-    def pipelined_transfer(self, const unsigned char[::1] legs not None, uint32_t ahead, uint32_t n_in, uint32_t n_out,
-               double timeout_s):
-        """Put in and take out all *legs* (`pipelined_transfer.h: bps_chunk`), of which *n_in* and *n_out* were before.
+    def pipelined_transfer(self, const unsigned char[::1] chunks not None, uint32_t ahead, uint32_t n_in,
+                           uint32_t n_out, double timeout_s):
+        """Put in and take out all *chunks* (`pipelined_transfer.h: bps_chunk`), *n_in* and *n_out* of them before.
 
-        Returns (status, n_in, n_out), the status as `wait` does, or DIFFERENT. Addresses in *legs* stay valid
+        Returns (status, n_in, n_out), the status as `wait` does, or DIFFERENT. Addresses in *chunks* stay valid
         meanwhile, and are not checked.
 
         Raises
@@ -326,13 +324,13 @@ cdef class Port:
             As `submit`; KeyboardInterrupt as `wait`.
         """
         cdef const bps_chunk *first
-        cdef uint32_t n = <uint32_t>(legs.shape[0] // <Py_ssize_t>sizeof(bps_chunk))
+        cdef uint32_t n = <uint32_t>(chunks.shape[0] // <Py_ssize_t>sizeof(bps_chunk))
         cdef uint64_t entered_ns = bps_now_ns()
         cdef uint64_t deadline_ns = entered_ns + <uint64_t>(timeout_s * 1e9)
         cdef int status = BPS_DONE
         if n == 0:
             return status, 0, 0
-        first = <const bps_chunk *>&legs[0]
+        first = <const bps_chunk *>&chunks[0]
         for i in range(n):
             self._check(first[i].part, 1)
         try:

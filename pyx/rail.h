@@ -1,10 +1,11 @@
-/* Rail: one completion queue with its device's registered memory, the lanes over it, and the thread that serves them.
+/* Rail: one completion queue with its device's registered memory, the queue pairs over it, and the thread that serves
+ * them.
  *
- * The thread takes completions in batches; when there are none it stays awake for a while, yielding, then arms the
- * queue and sleeps until there is a completion, an event of the device, or somebody wakes it. While it has no time to
- * sleep it looks for events of the device now and then, and before it tells that requests were flushed: the event says
- * why. It looks for lanes that are not answered as often.
- * Locks: `lanes_lock` is held around each batch, then a lane's own lock, then that of the regions.
+ * The thread takes completions in batches; when there are none it yields for a while, then arms the queue and sleeps
+ * until a completion, an event of the device, or a wake-up. While it is too busy to sleep it checks for events of the
+ * device now and then, and always before it reports flushed requests, because the event gives the reason. It checks as
+ * often for queue pairs that are not answered. Locks: `lanes_lock` is held around each batch, then a lane's own lock,
+ * then that of the regions.
  */
 #ifndef BPS_RAIL_H
 #define BPS_RAIL_H

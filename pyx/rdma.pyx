@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True, freethreading_compatible=False
-"""RDMA: one-sided writes with immediate, straight into the slot that the peer has bound and told us of.
+"""RDMA: one-sided writes with immediate, straight into the slot that the peer has bound and announced.
 
     Rail    a completion queue, its device's registered memory and one native thread     rdma_rail.pxi, rail.h
       Lane  one queue pair to one peer, and the slots written over it                     rdma_lane.pxi, rdma_lane.h

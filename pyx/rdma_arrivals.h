@@ -1,9 +1,9 @@
-/* RDMA arrivals: what a lane receives. Receive completion -> immediate checked against the bound slot -> a new request
- * -> arrived hook.
+/* RDMA arrivals: what a queue pair receives. Receive completion -> immediate checked against the bound slot -> a new
+ * request -> arrived hook.
  *
- * The receive request is posted again before the arrival is told: whatever the peer writes next follows from that,
- * so a lane with one request for each bound slot never runs out of them. Slots are bound after the proof has come,
- * which takes a request of its own.
+ * The receive request is posted again before the arrival is reported: the peer's next write follows from that report,
+ * so one request for each bound slot is always enough. Slots are bound after the proof has come, which takes a request
+ * of its own.
  */
 #ifndef BPS_RDMA_ARRIVALS_H
 #define BPS_RDMA_ARRIVALS_H

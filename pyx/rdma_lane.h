@@ -1,11 +1,11 @@
-/* Lane: one queue pair to one peer, and the slots that are written over it in both directions.
+/* Lane over RDMA: one queue pair to one peer, and the slots that are written over it in both directions.
  *
  *   rdma_writes.h      what it sends
  *   rdma_arrivals.h    what it receives
  *
  * wr_id: lane number << 32 | kind | index of the write. It is valid in bad completions too, which say little else.
- * `lock` guards queue, slots, failure and every post; the arrived hook is called without it. Completions are the rail's
- * thread's.
+ * `lock` guards queue, slots, failure and every post; the arrived hook is called without it. Completions are handled by
+ * the rail's thread.
  */
 #ifndef BPS_RDMA_LANE_H
 #define BPS_RDMA_LANE_H

@@ -2,12 +2,12 @@
  *
  *   begin_ns 8, end_ns 8, part 4, round 4, kind 2, thread 2, nbytes 4 (little endian, CLOCK_MONOTONIC)
  *
- * A trace has a fixed capacity: once full it keeps what it has and counts what it drops, so tracing never
- * allocates on the data path. Only rounds from first_round to last_round are kept: the middle of a long job fits, too.
+ * A trace has a fixed capacity: once full it counts what it drops, so tracing never allocates on the data path. Only
+ * rounds from first_round to last_round are kept, so the middle of a long job can be traced.
  *
  * `thread` is the engine's thread; of WIRE and RECEIVE the source id of the peer. Of PUSH `nbytes` is the number of
- * partitions, from `part` on, that were announced together; APPLY and ANSWER are made under their store's lock, so their
- * beginnings show in which order; RECEIVE over RDMA, whose beginning nobody sees, is a moment.
+ * partitions, from `part` on, that were announced together. APPLY and ANSWER are made under their store's lock, so
+ * their beginnings show the order. RECEIVE over RDMA is a moment, because its beginning is not observable.
  */
 #ifndef BPS_RECORD_H
 #define BPS_RECORD_H

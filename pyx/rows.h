@@ -1,4 +1,4 @@
-/* Rows: few rows of a table, and their sum. A partition of the op "rows" is a frame, little endian:
+/* Rows: a few rows of a table, and their sum. A partition of the op "rows" is a frame, little endian:
  *
  *   offset  width     meaning
  *        0  8         bytes that follow
@@ -8,11 +8,11 @@
  *        v  ...       n_rows rows of values; v is the next multiple of 64
  *
  * The sum of frames is their merge: a row that several inputs have is summed by the kernel of dense tensors, in the
- * order of the inputs and with its rounding; those that lack it count as nothing. `bpsfast/base/reference_sum.py: reduce_rows`
- * is the same in NumPy. A sum of more rows than a frame may have overflows: all who read it see by how much.
+ * order of the inputs and with its rounding; inputs without the row do not count. `bpsfast/base/reference_sum.py:
+ * reduce_rows` is the same in NumPy. A sum of more rows than fit overflows, and its readers see by how much.
  *
- * Frames come from other processes. Their heads are read once; what is wrong with one is the caller's to report, and
- * whatever changes afterwards can only spoil values: an index is compared, never used as an address.
+ * Frames come from other processes. Their headers are read once, and the caller reports what is wrong with one; later
+ * changes can only spoil values, because an index is compared, never used as an address.
  */
 #ifndef BPS_ROWS_H
 #define BPS_ROWS_H

@@ -3,12 +3,13 @@
  *   record   ciphertext, as long as the plaintext | tag 16
  *   nonce    4 bytes 0 | number of the record, little endian; each connection and direction has a key of its own
  *
- * The number is not sent: a record that is missing, repeated or moved does not open. How long a record is both sides
- * know: a header, then the payload that it announces, in records of BPS_SEAL_RECORD bytes and a shorter last one.
+ * The number is not sent: a record that is missing, repeated or moved cannot be decrypted. Both sides know the length
+ * of a record: a header, then the payload that it announces, in records of BPS_SEAL_RECORD bytes and a shorter last
+ * one.
  *
- * A payload is decrypted straight into its slot and checked then: of a record that does not open the slot may hold
- * rubbish, but it is no arrival, and the write comes again over another connection. A seal that has failed once is of
- * no use any more.
+ * A payload is decrypted straight into its slot and checked then. If the check fails, the slot may hold garbage, but
+ * the write is not reported as arrived, and comes again over another connection. A seal that has failed once cannot be
+ * used any more.
  */
 #ifndef BPS_SEAL_H
 #define BPS_SEAL_H

@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True
-"""Seals of an encrypted connection, one for each direction (`seal.h`): AES-256-GCM records by OpenSSL's libcrypto."""
+"""The encryption of one direction of a connection (`seal.h`): AES-256-GCM records by OpenSSL's libcrypto."""
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport uint64_t, uintptr_t

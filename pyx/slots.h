@@ -1,8 +1,9 @@
 /* Slots: where a peer may write over a stream, and how one of its writes is received.
  *
- * The lock spans a look at a slot, not the payload: whoever unbinds a slot knows that nothing is on its way into it.
- * Rounds come one after another, also over the link that takes another one's place: there a write is repeated if it did
- * not arrive, and only then. So a round that is not the next one is nobody's: it would be summed as another one.
+ * The lock spans a look at a slot, not the payload: a thread that unbinds a slot knows that nothing is being received
+ * into it. Rounds come one after another, also over a connection that replaces another: there a write is repeated if
+ * and only if it did not arrive. So a round that is not the next one is refused, because it would be summed as another
+ * one.
  */
 #ifndef BPS_SLOTS_H
 #define BPS_SLOTS_H

@@ -1,4 +1,4 @@
-/* Sockets: what a stream asks of a connected TCP socket. */
+/* Sockets: the options and queries of a connected TCP socket that a stream needs. */
 #ifndef BPS_SOCKETS_H
 #define BPS_SOCKETS_H
 

@@ -1,8 +1,8 @@
-/* Spread: on a machine of few CPUs, a thread that is woken to sum gets one where none of its like sums.
+/* Spread: on a machine with few CPUs, a thread that is woken to sum gets a CPU on which no other engine thread sums.
  *
- * The kernel looks for an idle CPU, and where ranks wait awake there is none: it takes the least loaded, which is that
- * of the thread that wakes, because those of waiting ranks count as busy. There the second sum begins when the first
- * has ended. A CPU of a rank that waits awake is free for whoever has work (futex.h).
+ * The kernel looks for an idle CPU. If ranks wait awake there is none, and it takes the least loaded one: that of the
+ * thread that wakes, because those of waiting ranks count as busy. There the second sum would begin only after the
+ * first. A CPU of a rank that waits awake may be used (futex.h).
  */
 #ifndef BPS_SPREAD_H
 #define BPS_SPREAD_H

@@ -1,4 +1,4 @@
-/* Steps: how long each step of a rank took, and how much of that it stood in our calls. One thread ends steps. */
+/* Steps: how long each step of a rank took, and how much of that was spent in our calls. One thread ends steps. */
 #ifndef BPS_STEPS_H
 #define BPS_STEPS_H
 

@@ -1,19 +1,20 @@
-/* Store: what an owner keeps of a partition from round to round, so that pushes are applied to it and answered from it.
+/* Store: what an owner keeps of a partition from round to round: pushes are applied to it, and answers are copies of
+ * it.
  *
  * Each worker (a rank, a node's ranks, the whole job) pushes through a part of its own; all of them share the store.
  *
- *   round 1                      sets the weights: who has them pushes them, everybody else pushes nothing
- *   round 2, with momentum       sets the momentum, in the same way; nobody does: it is zero
+ *   round 1                      sets the weights: one worker pushes them, the others push nothing
+ *   round 2, with momentum       sets the momentum, in the same way; if no worker does, it is zero
  *   any later round              is applied by the store's rule, under the store's lock: pushes are atomic
  *   a later one without input    with momentum: the answer is the momentum; else, as of any other round, the weights
  *
- * Nobody is answered before the weights were set, nor in round r before every other worker's push of round
- * r - staleness was applied. An answer is copied once that is so, so it has all of them: bounded staleness as in
+ * No answer is given before the weights were set, nor in round r before every other worker's push of round r -
+ * staleness was applied. An answer is copied after that, so it contains all of them: bounded staleness as in
  * stale-synchronous parallel training (Ho et al., NIPS 2013).
  *
  * A store with momentum has one worker, whose rounds are answered at once. One with backups: see `backups.h`.
  *
- * The lists are under the engine's lock, the memory under the store's own, which is held around kernels only.
+ * The lists are guarded by the engine's lock, the memory by the store's own, which is held around kernels only.
  */
 #ifndef BPS_STORE_H
 #define BPS_STORE_H

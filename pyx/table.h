@@ -1,4 +1,4 @@
-/* Table of parts: put in, taken out, asked about, put in order. Every function takes the engine's lock itself. */
+/* Table of parts: insertion, removal, queries, order. Every function takes the engine's lock itself. */
 #ifndef BPS_TABLE_H
 #define BPS_TABLE_H
 

@@ -1,13 +1,12 @@
 # cython: language_level=3, binding=True
 """TCP: one-sided writes over a connected socket, straight into the slot the receiver has bound.
 
-A `Stream` owns one socket and two native threads. `post` queues a write: header (`wire.h`) and payload leave
-from the caller's memory; EVENT_DELIVERED comes when the peer's kernel has acknowledged every byte (SIOCOUTQ),
-which is when credit may return and, as the kernel held a copy long before, the source may be reused. The
-receiving thread checks each header against the bound slot before it takes one byte of payload, receives into
-the slot's memory for that round's parity, and reports through the engine's hooks (`hooks.h`). It waits for
-nothing but the wire, so every posted write completes whatever other nodes do. What is damaged on its way arrives
-nowhere, if writes are sealed or have checksums: the connection is lost with EBADMSG.
+A `Stream` owns one socket and two native threads. `post` queues a write: header (`wire.h`) and payload are sent from
+the caller's memory; EVENT_DELIVERED comes when the peer's kernel has acknowledged every byte (SIOCOUTQ). Then credit
+returns and the source may be reused. The receiving thread checks each header against the bound slot before it takes a
+byte of payload, receives into the slot's memory for that round's parity, and reports through the engine's hooks
+(`hooks.h`). It waits for nothing but the wire, so every posted write completes whatever other nodes do. With
+encryption or checksums, damaged data is not reported as arrived: the connection is lost with EBADMSG.
 """
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize

@@ -1,4 +1,4 @@
-/* Thread: native threads that take no signals (signals are the Python main thread's business). */
+/* Thread: starts native threads that block all signals, which the Python main thread handles. */
 #ifndef BPS_THREAD_H
 #define BPS_THREAD_H
 

@@ -1,13 +1,13 @@
-/* Verbs: libibverbs by dlopen, and its inline calls, for every module that posts to a queue pair.
+/* Verbs: loads libibverbs by dlopen, and has its inline calls, for every module that posts to a queue pair.
  *
  * `bps_verbs_open` finds the library and fills this translation unit's table; calls go through it as
- * bps_verbs.create_qp(...). Call it once, under the GIL, before anything else here. ibv_fork_init comes first of all,
- * so that a fork while memory is registered leaves the parent's pages where the device looks for them (kernels from
- * 5.12 on need nothing, and it then does nothing).
+ * bps_verbs.create_qp(...). Call it once, under the GIL, before anything else here. It calls ibv_fork_init first, so
+ * that a fork while memory is registered leaves the parent's pages where the device expects them (kernels from 5.12 on
+ * do not need it, and it does nothing).
  *
- * Posting, polling and arming are slots in the context's operations; the helpers below call them directly, take no
- * lock of ours, allocate nothing and return 0 or a positive errno. Immediates are in host order here, big endian on
- * the wire. Any thread: providers lock each queue themselves.
+ * Posting, polling and arming are slots in the context's operations; the helpers below call them directly, take no lock
+ * of ours, allocate nothing and return 0 or a positive errno. Immediates are in host order here, big endian on the
+ * wire. Any thread: providers lock each queue themselves.
  */
 #ifndef BPS_VERBS_H
 #define BPS_VERBS_H

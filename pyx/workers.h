@@ -1,5 +1,4 @@
-/* Workers: the engine's threads, and what they do with a part that is complete: sum it, compress it, decode its result.
- * Kernels run outside the lock.
+/* Workers: the engine's threads, which sum, compress or decode a part that is complete. Kernels run outside the lock.
  */
 #ifndef BPS_WORKERS_H
 #define BPS_WORKERS_H

@@ -1,4 +1,4 @@
-"""``bpsfast bench accuracy``: does a training that is compressed reach what it reaches uncompressed?
+"""``bpsfast bench accuracy``: whether compressed training reaches the accuracy of uncompressed training.
 
 Two machines (processes over loopback, tcp) with a rank each train a small network on real data to its end, from several
 seeds, uncompressed and with each codec. Whatever differs follows from the codec alone: weights and batches of one seed

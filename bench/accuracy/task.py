@@ -1,4 +1,4 @@
-"""What is learned: the handwritten digits of scikit-learn, by a small perceptron in plain NumPy.
+"""The task of `bench accuracy`: scikit-learn's handwritten digits, learned by a small perceptron in NumPy.
 
 Every rank has half of each batch; weights, batches and rates follow from the seed, so that trainings of one seed differ
 by nothing but what happens to their gradients.

@@ -1,4 +1,4 @@
-"""``bpsfast bench autotune``: from deliberately bad settings, how near does tuning inside training come to the best?
+"""``bpsfast bench autotune``: how near tuning inside training comes to the best settings, from deliberately bad ones.
 
 Two machines and a helper (network namespaces, shaped links) train the network of `program`: every point of a grid, then
 with autotune from each bad start; then what was chosen and the grid's best anew, in turns, for the least of many noisy

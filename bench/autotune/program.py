@@ -1,4 +1,4 @@
-"""What is trained: four layers of WIDTH, STEPS steps, really computed. Prints each rank's weights and step times."""
+"""The training of `bench autotune`: four layers of WIDTH, STEPS steps. Prints each rank's weights and step times."""
 from __future__ import annotations
 
 import hashlib

@@ -1,4 +1,4 @@
-"""bpsfast bench chaos: jobs to which something happens, and what their ranks have seen of it.
+"""bpsfast bench chaos: kills and stops processes of training jobs, and checks every sum of their ranks.
 
 Each seed is one trial: a job of real processes that trains, of which one or two are killed or stopped at a moment drawn
 at random, or whose link is cut, or its connections reset (`scenario`). Ranks write a history (`rank`), an oracle reads

@@ -1,4 +1,4 @@
-"""A trial of an elastic job: one or two workers are killed, and the others go on, with the right sums of their job.
+"""A trial of an elastic job: one or two workers are killed, and the others continue with the right sums of their job.
 
 Every sum of every job has the input of each of its ranks exactly once; all who reach the end have the same weights,
 to which each step has added its sum once; where lost workers are replaced these are those of a job that lost nobody.

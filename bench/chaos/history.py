@@ -1,4 +1,4 @@
-"""What the ranks of a trial have written, and what is wrong with it.
+"""The expected sums of a trial, the histories that its ranks write, and the check of one against the other.
 
 A step is right if every sum in it has each rank's input exactly once: its digest is that of the reading, which makes
 the sums of all ranks the same, too.

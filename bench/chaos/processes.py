@@ -1,4 +1,4 @@
-"""The processes of a job on this machine, to be watched and struck one by one."""
+"""Starts the processes of a job on this machine, watches them, and kills or stops single ones."""
 from __future__ import annotations
 
 import os

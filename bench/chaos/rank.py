@@ -1,4 +1,4 @@
-"""One rank of a trial: trains, and writes a history of what it has seen.
+"""One rank of a trial: trains, and writes a history of its sums.
 
     python -m bpsfast.bench.chaos.rank FILE STOP RECOVERIES
 

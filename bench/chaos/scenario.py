@@ -1,4 +1,4 @@
-"""What goes wrong in one trial, and what must come of it: drawn from a seed, always the same for the same. Pure.
+"""Draws the faults of one trial, and its required outcome, from a seed. Pure.
 
 Kinds of trials are dealt like cards: each run of `DECK` seeds has each kind as often as the deck has it.
 """

@@ -1,4 +1,4 @@
-"""One trial: a real job on this machine, its faults, and a verdict on what its ranks have seen."""
+"""One trial: a real job on this machine, its faults, and a verdict on the histories of its ranks."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""``bpsfast bench compressed``: what a codec makes of a training step on slow links, and what really travels.
+"""``bpsfast bench compressed``: the time of a training step on slow links with each codec, and the bytes that travel.
 
 Machines with a rank each are network namespaces whose links carry 100 Mbit/s each way. Each codec has a job of its own
 (one job would place all its sums together); they take turns, and computing is slept. Bytes are those that the kernel

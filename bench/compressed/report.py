@@ -1,4 +1,4 @@
-"""Steps with codecs beside those without: how many times as fast, what travelled, and what the planner expects."""
+"""The report of `bench compressed`: speed-up by codec, bytes that travelled, and the planner's prediction."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""One rank's training step: computing that is slept, gradients that are compressed, in a trainer's order."""
+"""One rank's training step: computing is slept, gradients are compressed, in a trainer's order."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""``bpsfast bench ddp``: the backend "bpsfast" beside gloo, under programs that change nothing but that name.
+"""``bpsfast bench ddp``: torch's backend "bpsfast" beside gloo, under programs that change only that name.
 
 Two models train by DistributedDataParallel: one has many weights and computes little, the other is the opposite; their
 losses must be the same, bit for bit. Then the collectives one by one. `programs` says what is timed, `member` is one

@@ -1,4 +1,4 @@
-"""The collectives that are timed: how they are called, and what must come out."""
+"""The collectives that `bench ddp` times: how they are called, and the expected results."""
 from __future__ import annotations
 
 from collections.abc import Callable

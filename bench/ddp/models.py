@@ -1,4 +1,4 @@
-"""The models that train: how they are made, and how many bytes of gradients they have."""
+"""The models that `bench ddp` trains, and the bytes of their gradients."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple

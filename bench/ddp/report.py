@@ -1,4 +1,4 @@
-"""What `bench ddp` found: step rates, whether the losses agree, and the time of each collective beside gloo's."""
+"""The report of `bench ddp`: step rates, whether losses agree, and the time of each collective beside gloo's."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A backward pass on the program's stream, whose hooks push gradients beside it: is the stream, or the host, held up?
+"""A backward pass whose hooks push gradients: measures whether that delays the program's stream or the host.
 
 Layer by layer matrices are multiplied and a gradient is written; then its hook begins a push_pull, as a framework's
 does. The same without any exchange is what it must not be slower than.

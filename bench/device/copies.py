@@ -1,4 +1,4 @@
-"""The bound: the same bytes copied plainly, by all ranks at once, and nothing summed.
+"""The bound of `bench device`: the same bytes copied plainly, by all ranks at once, without sums.
 
 Sums and copies overlap, and so do both directions of PCIe, where every copy has an engine of its own. So a stream of
 tensors can at best take as long as copying all of them out and all of them in at the same time: the longer of both

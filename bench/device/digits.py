@@ -1,4 +1,4 @@
-"""A small real model, whose gradients are averaged by the device's way and by the CPU's in every step: the same bits?
+"""A small real model whose gradients are averaged on the device and by the CPU in every step: compares the bits.
 
 Gradients are computed once. Their averages are made by `DistributedOptimizer` where they are, and once more of copies
 in shared memory, as on a machine without a GPU. One model goes on from either, by the same optimizer on the same

@@ -1,4 +1,4 @@
-"""Memory for each byte of gradient: on the device, pinned by each rank, and in all segments of the machine."""
+"""Measures the memory for each byte of gradient: on the device, pinned by each rank, and in all segments."""
 from __future__ import annotations
 
 import contextlib

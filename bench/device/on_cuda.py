@@ -1,4 +1,4 @@
-"""A CUDA device with torch's tensors, on torch's current stream. Plain copies go through CuPy, as bpsfast's do."""
+"""A CUDA device with torch's tensors, on torch's current stream. Plain copies use CuPy, as bpsfast's do."""
 from __future__ import annotations
 
 import subprocess

@@ -1,4 +1,4 @@
-"""How the five stages of a step overlap, by its trace: to the host, sum, wire, receive, to the device."""
+"""Computes from a trace how the five stages of a step overlap: to the host, sum, wire, receive, to the device."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence

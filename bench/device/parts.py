@@ -1,4 +1,4 @@
-"""The parts of the bench, each with a job of its own: what is asked of its ranks, and the records that come of it."""
+"""The parts of `bench device`, each with a job of its own, and the records that they return."""
 from __future__ import annotations
 
 import statistics

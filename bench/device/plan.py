@@ -1,4 +1,4 @@
-"""What a run of the bench measures, and how much of it."""
+"""The options of a run of `bench device`."""
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What was found, in tables, and what is not as promised."""
+"""The report of `bench device`: tables, and where results miss their promise."""
 from __future__ import annotations
 
 import statistics

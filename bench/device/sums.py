@@ -1,4 +1,4 @@
-"""push_pull of arrays on a device, in place: one, or several under way at once; until the stream finds the sums."""
+"""The push_pull of arrays on a device, in place, one or several at once, until the stream finds the sums."""
 from __future__ import annotations
 
 from bpsfast.bench.device.hardware import Hardware

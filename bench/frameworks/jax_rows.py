@@ -1,4 +1,4 @@
-"""JAX: push_pull of a list, outside jit and inside."""
+"""The rows of JAX: push_pull of a list, outside jit and inside."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The baselines: NumPy's arrays, every tensor pushed by itself, all under way at once."""
+"""The baseline rows: NumPy's arrays, every tensor pushed by itself, all at once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""One rank of the bench: times every row in turns, so that all see the same machine. Rank 0 writes what it measured."""
+"""One rank of `bench frameworks`: times all rows in turns. Rank 0 writes the results."""
 from __future__ import annotations
 
 import json

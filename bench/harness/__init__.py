@@ -1,1 +1,1 @@
-"""What the ranks of `bench schedule` load, and nobody else: torch."""
+"""Shared by all benchmarks: starts contestants, takes samples in turns, writes tables and result files."""

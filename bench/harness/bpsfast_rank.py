@@ -1,4 +1,4 @@
-"""Our side: one rank of a bpsfast job, and everything that is timed or counted on it."""
+"""One rank of a bpsfast job, with all operations that benchmarks time or count on it."""
 from __future__ import annotations
 
 import os

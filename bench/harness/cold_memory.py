@@ -1,4 +1,4 @@
-"""Memory that no cache holds, handed out as sets of partitions: what is cold is really read from DRAM."""
+"""Sets of partitions in memory that no cache holds, so that they are really read from DRAM."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""One process of one contestant: joins its peers, then measures what the coordinator (`group.Group`) asks for.
+"""One process of one contestant: joins its peers, then measures what `contestant_group.Group` asks for.
 
     python -m bpsfast.bench.harness.contestant KIND SOCKET JSON
 

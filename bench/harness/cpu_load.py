@@ -1,4 +1,4 @@
-"""Processes that take the cores away from a job, so that it can be seen what it makes of a machine that is busy."""
+"""Processes that take CPU time from a job, to measure how it behaves on a busy machine."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Where the contestants of one bench meet: starts each with its processes on the right machines, closes them all."""
+"""Starts the contestants of one benchmark with their processes on the right machines, and closes them all."""
 from __future__ import annotations
 
 import itertools

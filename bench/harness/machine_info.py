@@ -1,4 +1,4 @@
-"""Describe the machine and the software a benchmark ran on, for its result file."""
+"""Describes the machine and the software of a benchmark, for its result file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build the C reference of the fused sum with the machine's gcc: what a careful C programmer would get."""
+"""Builds a C reference of the fused sum with the machine's gcc, as a careful C programmer would write it."""
 
 from __future__ import annotations
 

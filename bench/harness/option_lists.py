@@ -1,4 +1,4 @@
-"""Lists of names as a user gives them."""
+"""Parses lists of names and of sizes in options."""
 from __future__ import annotations
 
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""What we are compared with: gloo's all_reduce (torch.distributed) and Open MPI's Allreduce (mpi4py), in place.
+"""The peers that bpsfast is compared with: gloo's all_reduce (torch.distributed) and Open MPI's Allreduce (mpi4py).
 
 Each size has memory of its own, allocated as a program with a gradient of that size does.
 """

@@ -1,4 +1,4 @@
-"""Drawing: what needs matplotlib, in one place."""
+"""Draws plots; all uses of matplotlib are here."""
 from __future__ import annotations
 
 import base64

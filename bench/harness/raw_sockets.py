@@ -1,4 +1,4 @@
-"""The bound of two nodes: each sends and receives the same bytes at once over plain sockets, and does nothing else.
+"""The bound of two nodes: each sends and receives the same bytes over plain sockets, and does nothing else.
 
 Colocated summation of M bytes on two nodes moves M bytes each way (half as partials, half as results), so the time
 of this exchange is what a push_pull would take if sums, decisions and waiting cost nothing.

@@ -1,4 +1,4 @@
-"""Reading the result files of our benches: JSON Lines behind a manifest, or one JSON document with rows."""
+"""Reads result files of benchmarks: JSON Lines behind a manifest, or one JSON document with rows."""
 from __future__ import annotations
 
 import json

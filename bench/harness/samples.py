@@ -1,4 +1,4 @@
-"""Rows of raw samples, taken in turns: every contestant once per round, so that a neighbour's load hits all of them."""
+"""Rows of raw samples, taken in turns: every contestant once per round, so that other load affects all of them."""
 from __future__ import annotations
 
 import math

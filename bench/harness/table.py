@@ -1,4 +1,4 @@
-"""nccl-tests' columns with three more on the right, plain tables, and the result file (JSON Lines)."""
+"""Prints tables (nccl-tests' columns and three more, or plain ones), and writes the result file (JSON Lines)."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""bpsfast bench helpers: a training loses half of its helpers and gets as many others, beside one that keeps its own.
+"""bpsfast bench helpers: a training that loses half of its helpers and gets new ones, beside one that keeps its own.
 
 Both make the same steps on the same machine, one training after the other. The parameters have to be the same to the
 bit, and no step may be longer than two others and the time in which a loss is noticed.

@@ -1,4 +1,4 @@
-"""One rank of a training whose helpers go and come.
+"""One rank of a training whose helpers are lost and replaced.
 
     python -m bpsfast.bench.helpers.rank FILE N_STEPS MB N_JOINED
 

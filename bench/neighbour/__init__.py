@@ -1,4 +1,4 @@
-"""``bpsfast bench neighbour``: what does a helper on spare cores do to the job that the machine is there for?
+"""``bpsfast bench neighbour``: how much a helper on spare cores slows down the machine's own job.
 
 That job is one process a core which computes, streams through memory and waits (`victim`). Beside it runs a job of ours
 whose helper owns all keys. Windows in which steps go through the helper take turns with windows in which nothing does;

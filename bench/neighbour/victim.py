@@ -1,4 +1,4 @@
-"""One process of a job that has nothing to do with us: computes, streams through memory, waits as for a GPU, again.
+"""One process of an unrelated job: computes, streams through memory, waits as for a GPU, again and again.
 
     python -m bpsfast.bench.neighbour.victim LOAD
 

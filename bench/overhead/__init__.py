@@ -1,4 +1,4 @@
-"""``bpsfast bench overhead``: what a gradient costs on its way from the hook to the announcement on the rank's lane.
+"""``bpsfast bench overhead``: the cost of a gradient from the hook to the announcement on the rank's lane.
 
 Two ranks of this machine run `program`: the same backward pass with the optimizer's hooks and without them, in turns.
 The difference, divided by the number of tensors, is the time of a tensor; a run of its own counts Python calls and

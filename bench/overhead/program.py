@@ -43,8 +43,8 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     if options["counts"]:
         lock, rlock = threading.Lock, threading.RLock
-        threading.Lock = lambda: CountingLock(lock())
-        threading.RLock = lambda: CountingLock(rlock())
+        setattr(threading, "Lock", lambda: CountingLock(lock()))  # noqa: B010
+        setattr(threading, "RLock", lambda: CountingLock(rlock()))  # noqa: B010
 
     import torch
 

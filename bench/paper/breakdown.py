@@ -1,4 +1,4 @@
-"""``make breakdown``: what each part of the design is worth, bar by bar, on real packets and simulated on 256 GPUs.
+"""``make breakdown``: the gain of each part of the design, on real packets and simulated on 256 GPUs.
 
 From all-reduces in the order of arrival to all that there is: the optimal split of sums over machines, priority and
 credit, no barrier between steps, and (simulated only: machines here have no GPUs) the way inside a machine. Real

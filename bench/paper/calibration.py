@@ -1,4 +1,4 @@
-"""Finds the numbers that the paper does not print, by code: each from the smallest set of its measurements.
+"""Fits the numbers that the paper does not print, each to the smallest set of its measurements.
 
 Three of the wire from figure 12 alone; then one overhead for each framework from figures 15 and 16 at 256 GPUs. Nothing
 is fitted to a single cell, nor to figure 13, smaller scales, or other claims: those are predictions. Deterministic.

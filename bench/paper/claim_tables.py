@@ -1,4 +1,4 @@
-"""What else the authors claim, and what nobody measured: BERT-large, 20 Gbit/s TCP, links from 10 to 400 Gbit/s."""
+"""The authors' other claims, which nobody measured: BERT-large, 20 Gbit/s TCP, links from 10 to 400 Gbit/s."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The figures of the paper, simulated: one table each, cell beside cell with what was measured.
+"""The figures of the paper, simulated: one table each, every cell beside the measured one.
 
 Systems are what their documents say, with as few numbers as that takes (`Constants`): Horovod's ring over all GPUs,
 without priorities; BytePS with priorities; the native parameter server, first come first served. TensorFlow and PyTorch

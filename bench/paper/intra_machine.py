@@ -1,4 +1,4 @@
-"""What a strategy inside a machine leaves of its network card, and how fast gradients get to memory and back.
+"""The rate that a strategy inside a machine leaves of its NIC, and that of gradients to memory and back.
 
 From the loads of its links (`topology.budget`). Reducing and handing back share links, as do copies and the card: where
 all are under way at once, as in a pipeline, each takes as long as the link needs for everything on it.

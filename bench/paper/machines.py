@@ -1,4 +1,4 @@
-"""The insides of the two machines that OSDI'20 measures (figures 6 and 8), each with one card of 100 Gbit/s.
+"""The two machine types that OSDI'20 measures (figures 6 and 8), each with one NIC of 100 Gbit/s.
 
 Rates are what the authors measured where they print it. Between GPUs of one switch copies get 105 Gbit/s, between those
 of two switches 80 (figure 7): 80 is taken for what a link between switch and socket carries of all that crosses it. For

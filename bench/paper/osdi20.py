@@ -1,4 +1,4 @@
-"""What BytePS's authors measured: the figures of OSDI'20 that the simulator is held against.
+"""The measurements of BytePS's authors: the figures of OSDI'20 that the simulator is compared with.
 
 Readings of figures (about 0.4 % of linear at 256 GPUs, 1.4 % at 64, 3 % at 32) except where the text prints a number.
 Clusters: machines of 8 V100 and one card of 100 Gbit/s, of which a transfer between two machines gets about 90; one

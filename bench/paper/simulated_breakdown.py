@@ -1,4 +1,4 @@
-"""What each part of BytePS's design adds on 256 GPUs, simulated: one bar after the other, each with one part more.
+"""The gain of each part of BytePS's design on 256 GPUs, simulated: each bar has one part more.
 
 The cluster, the all-reduce and what messages cost are those of figures 15 and 16 (`figures`), the inside of a machine
 those of figure 14 (`figure_14`): the first bars sum as NCCL does where nobody says otherwise, all GPUs being roots.

@@ -1,4 +1,4 @@
-"""A message there and back again, by whatever sends and receives."""
+"""A message to the other rank and back, by any contestant that sends and receives."""
 from __future__ import annotations
 
 from collections.abc import Callable

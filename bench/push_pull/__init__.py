@@ -1,4 +1,4 @@
-"""``bpsfast bench push_pull``: how long a push_pull takes, how near that is to what can be had, and what others need.
+"""``bpsfast bench push_pull``: the time of a push_pull, how near it is to the bound, and the time of others.
 
 One node: `one_machine`. Two nodes: `two_nodes`. Real hosts: `over_hosts`. All contestants are measured in turns within
 one run; ratios of one run mean something, times of two runs beside each other do not.

@@ -1,4 +1,4 @@
-"""``bpsfast bench push_pull --attach``: what a running job moves, read from its nodes' exporters, changing nothing.
+"""``bpsfast bench push_pull --attach``: the traffic of a running job, read from its nodes' exporters.
 
 Two looks at the counters with a pause between them: goodput of each rank, wire throughput of each direction, sums, and
 CPU time of each node's process. The job needs the setting `metrics_port`.

@@ -1,4 +1,4 @@
-"""Curves over sizes have no cliff: no size where the next larger one is slower than 0.8 times per byte.
+"""Finds cliffs in curves over sizes: a size where the next larger one is slower than 0.8 times per byte.
 
 Where the possible (memory's speed, raw sockets') falls from one size to the next, as where a cache ends, a curve that
 falls with it is as good as before: what counts is then how much nearer it was. The possible of CPU is that of time.

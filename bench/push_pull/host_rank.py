@@ -1,4 +1,4 @@
-"""One rank of ``bpsfast bench push_pull -H``: measures on real hosts, ours and gloo's in turns; rank 0 prints the rows.
+"""One rank of ``bpsfast bench push_pull -H``: measures on real hosts, in turns with gloo; rank 0 prints the rows.
 
     python -m bpsfast.bench.push_pull.host_rank JSON       {"sizes": [bytes], "n_rounds": 3, "peers": ["gloo"]}
 

@@ -1,4 +1,4 @@
-"""All ranks on one machine: every size against peers and what memory allows; latency; a busy GIL; a model's list."""
+"""All ranks on one machine: every size against peers and the memory bound; latency; a busy GIL; a model's list."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a push_pull bench measures."""
+"""The options of `bench push_pull`."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a step costs beside time: messages, registrations, allocations, memory, and the node's Python."""
+"""The cost of a step beside time: messages, registrations, allocations, memory, and the node's Python."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

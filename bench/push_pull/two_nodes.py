@@ -1,4 +1,4 @@
-"""Two nodes over TCP: on links that are the limit, and on loopback, where the CPU is; against raw sockets and gloo."""
+"""Two nodes over TCP, on links that are the limit and on loopback, against raw sockets and gloo."""
 from __future__ import annotations
 
 from typing import Any

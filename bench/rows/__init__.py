@@ -1,4 +1,4 @@
-"""``bpsfast bench rows``: what a push of a few rows of a large table costs, beside that of a dense array.
+"""``bpsfast bench rows``: the cost of a push of a few rows of a large table, beside that of a dense array.
 
 Two machines of one rank each, network namespaces with links of their own where that can be, push other rows in every
 step (`program`). A dense table would move its own size out of each machine and into it, and lie there at least three

@@ -1,4 +1,4 @@
-"""One rank of ``bpsfast bench rows``: pushes rows of a table, and a dense array; prints what that took, and moved.
+"""One rank of ``bpsfast bench rows``: pushes rows of a table, and a dense array; prints times and bytes.
 
 Bytes are what the kernel counts on all interfaces but the loopback one, headers and control messages included; on one
 host without links of its own, those on the loopback interface.

@@ -1,4 +1,4 @@
-"""``bpsfast bench schedule``: what is it worth to send first what is needed first, and to wait for nothing else?
+"""``bpsfast bench schedule``: the gain of sending the most urgent tensors first, and of no barrier between steps.
 
 A training job on machines of their own (network namespaces, links shaped both ways): in the order of arrival or by
 urgency, with a barrier at the end of each step or without; beside it torch's DDP over gloo, and scheduled all-reduces

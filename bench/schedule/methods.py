@@ -1,4 +1,4 @@
-"""Who takes part in `bench schedule`, and on what: one job each, of the same network on the same machines."""
+"""The contestants of `bench schedule`: one job each, of the same network on the same machines."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

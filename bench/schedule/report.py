@@ -1,4 +1,4 @@
-"""What `bench schedule` found, beside what the simulator says of the same layers, links, partitions and credit."""
+"""The report of `bench schedule`, beside the simulator with the same layers, links, partitions and credit."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A network whose layers take a set time: real parameters, gradients and hooks, and time that is slept, not computed.
+"""A network whose layers take a set time: real parameters, gradients and hooks, but computing is slept.
 
 Two cores cannot compute for four machines at once, and would be taken from what moves the bytes. A layer here uses each
 of its weights once, cheaply, so that its gradient depends on the weight and on the rank's data; the rest of its time it

@@ -1,4 +1,4 @@
-"""bpsfast bench soak: a job that trains for long, and what its processes hold meanwhile.
+"""bpsfast bench soak: a job that trains for long, and checks that no process's memory, descriptors or threads grow.
 
 Memory, descriptors and threads of every process are looked at all the time. Once it has warmed up nothing may grow:
 threads and descriptors not at all, memory by no more than the allocator's noise. Nobody may be taken for lost, which

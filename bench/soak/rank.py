@@ -1,4 +1,4 @@
-"""One rank of a soak: small steps, one after the other, every sum looked at.
+"""One rank of a soak: small steps, one after the other, every sum checked.
 
     python -m bpsfast.bench.soak.rank FILE SECONDS
 

@@ -1,4 +1,4 @@
-"""``bpsfast bench suite``: all benches that this machine can run, one after the other, and one report with a verdict.
+"""``bpsfast bench suite``: runs all benchmarks that this machine can run, and writes one report with a verdict.
 
 Each bench prints its tables and writes its result file as it does alone; the report says of the machine what limits it,
 whether sums were right, how near the formulas it came, and whether a curve over sizes has a cliff.

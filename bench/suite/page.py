@@ -1,4 +1,4 @@
-"""The suite's report as one HTML file that needs no other: verdicts, plots, and what each bench printed."""
+"""The suite's report as one self-contained HTML file: verdicts, plots, and the output of each benchmark."""
 from __future__ import annotations
 
 import html

@@ -1,4 +1,4 @@
-"""The benches of the suite: what each is asked for, and what this machine lacks for it."""
+"""The benchmarks of the suite: their options, and what this machine lacks for them."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What a suite's figures say of this machine: its limit, how near the formulas it comes, whether it has cliffs."""
+"""The suite's verdict on this machine: its limit, how near it comes to the formulas, whether it has cliffs."""
 from __future__ import annotations
 
 import statistics

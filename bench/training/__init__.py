@@ -1,4 +1,4 @@
-"""``bpsfast bench model``: whole models train, by bpsfast and by others, on synthetic or real data.
+"""``bpsfast bench model``: trains whole models, by bpsfast and by others, on synthetic or real data.
 
 The small ones are real networks of few layers, for CPUs; the full ones have the published number of parameters, for
 GPUs. Backends take turns; after each run all ranks of one must have the same weights, bit for bit. `models` says what

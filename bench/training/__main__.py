@@ -1,4 +1,4 @@
-"""``python -m bpsfast.bench.training NAME``: one rank of a job that somebody else has started; rank 0 prints."""
+"""``python -m bpsfast.bench.training NAME``: one rank of a job that another launcher has started; rank 0 prints."""
 from __future__ import annotations
 
 import statistics

@@ -1,4 +1,4 @@
-"""Who averages the gradients: bpsfast, torch's DistributedDataParallel over gloo or NCCL, or Horovod."""
+"""The backends that average gradients: bpsfast, torch's DistributedDataParallel over gloo or NCCL, or Horovod."""
 from __future__ import annotations
 
 import importlib.util

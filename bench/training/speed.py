@@ -1,4 +1,4 @@
-"""How fast a job trains: of one rank, and of all of them."""
+"""The training speed of one rank, and of all of them."""
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -69,7 +69,7 @@ class Frames(Generic[M]):
             return None
         word = _WORD.unpack_from(self._buffer)[0]
         nbytes = word & (1 << self._length_bits) - 1
-        if nbytes > self.max_nbytes:  # before it is here: nobody may make this process hold more
+        if nbytes > self.max_nbytes:  # before it arrives, so that this process need not hold it
             raise ProtocolError(f"{self._source} announces {nbytes} bytes, at most {self.max_nbytes} are taken"
                                 f"{self._hint}")
         end = _WORD.size + nbytes

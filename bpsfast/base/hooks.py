@@ -1,5 +1,6 @@
-"""Functions of higher packages that lower ones call. `bpsfast/__init__`, which is above all, sets them before anything of
-the package is used; they import what they need when they are called.
+"""Functions of higher packages that lower ones call.
+
+`bpsfast/__init__` sets them before any other module is used; each imports what it needs when it is called.
 """
 from __future__ import annotations
 

@@ -462,8 +462,8 @@ def _check_together(settings: Settings, origins: dict[str, str]) -> None:
     require(settings.lease_s > 2 * settings.heartbeat_s, "lease_s",
             f" must be more than twice {shown('heartbeat_s')}: otherwise one late heartbeat ends the job")
     require(settings.helper_lease_s == 0 or settings.helper_lease_s >= _MIN_HELPER_LEASE_S, "helper_lease_s",
-            f" must be at least {_MIN_HELPER_LEASE_S}, or 0 for the value of BPSFAST_LEASE_S: the scheduler checks five "
-            "times a second, so slow helpers would be lost")
+            f" must be at least {_MIN_HELPER_LEASE_S}, or 0 for the value of BPSFAST_LEASE_S: the scheduler checks "
+            "five times a second, so slow helpers would be lost")
     require(settings.trace_last_step == 0 or settings.trace_last_step >= settings.trace_first_step, "trace_first_step",
             f" comes after {shown('trace_last_step')}: no step would be traced")
     require(not (settings.autotune and settings.trace_dir), "autotune",

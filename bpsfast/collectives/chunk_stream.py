@@ -1,13 +1,13 @@
 """Chunk streams: units of few partitions through which collectives of any size pass, chunk by chunk.
 
 A gradient has a unit of its own, declared once and summed in every step. The arguments of collectives change with every
-call, so a stream is declared instead, and the bytes of a call are cut into chunks that use its partitions in turn: chunk c
-of the stream's life is partition c mod n, round c div n + 1. All members cut alike. There are three chunk sizes, so that
-few bytes have low latency and many bytes need few chunks.
+call, so a stream is declared instead, and the bytes of a call are cut into chunks that use its partitions in turn:
+chunk c of the stream's life is partition c mod n, round c div n + 1. All members cut alike. There are three chunk
+sizes, so that few bytes have low latency and many bytes need few chunks.
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from ..orchestration.messages import TensorSpec
 from ..orchestration.placement.partition import round_after
 from ..pyx.port import FINGERPRINT
 from ..trainer.chunk_descriptors import chunk_table, offsets, results
-
-if TYPE_CHECKING:
-    from ..trainer.session import Session
+from ..trainer.session import Session
 
 
 class ChunkSize(NamedTuple):

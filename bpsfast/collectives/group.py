@@ -12,7 +12,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,14 +20,12 @@ from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchE
 from ..orchestration.placement.partition import OPS
 from ..pyx.port import copy
 from ..trainer.chunk_descriptors import CHUNK_DTYPE
+from ..trainer.session import Session
 from ..trainer.tensor_input import TensorInput, from_array
 from ..trainer.unit import Unit
 from .chunk_stream import FINGERPRINTS, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
 from .p2p import message_collectives
 from .p2p.endpoint import P2PEndpoint
-
-if TYPE_CHECKING:
-    from ..trainer.session import Session
 
 #: Bytes of each member's call that the error of a mismatch shows.
 _SAID_NBYTES = 128
@@ -379,8 +377,8 @@ def _counts_of_groups(session: Session) -> Counter[tuple[int, ...]]:
 def make_group(session: Session, ranks: Sequence[int], timeout_s: float | None = None) -> Group:
     """Return a new group of *ranks* of *session*: its i-th member is the i-th of them.
 
-    All of them call this equally often for the same *ranks*, in the same order; other ranks need not. Nothing is exchanged
-    before the first collective. *timeout_s*: how long a collective may take; None: by the setting.
+    All of them call this equally often for the same *ranks*, in the same order; other ranks need not. Nothing is
+    exchanged before the first collective. *timeout_s*: how long a collective may take; None: by the setting.
 
     Raises
     ------
@@ -395,13 +393,3 @@ def make_group(session: Session, ranks: Sequence[int], timeout_s: float | None =
     who = "all" if is_all else hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
     return Group(session, key, f"bpsfast.group/{who}/{number}",
                  session.settings.timeout_s if timeout_s is None else timeout_s)
-
-
-def broadcast_bytes(group: Group, data: bytes, root: int) -> bytes:
-    """See `Group.broadcast_bytes`."""
-    return group.broadcast_bytes(data, root)
-
-
-def all_gather_bytes(group: Group, data: bytes) -> list[bytes]:
-    """See `Group.all_gather_bytes`."""
-    return group.all_gather_bytes(data)

@@ -21,22 +21,10 @@ from ..hardware.topology.graph import PartKind, of_host, with_gpus
 from ..hardware.topology.strategy_solver import NOTHING, Strategy
 from ..orchestration.errors import BpsError, ConfigError, error_of
 from ..trainer.session import Session
-from .group import Group, all_gather_bytes, broadcast_bytes
+from .group import Group
 
 log = logging.getLogger("bpsfast.gpu")
 _GOLDEN = 0.6180339887498949
-
-
-class IslandGroup(Group):
-    """A group of ranks of one machine, with the calls of `gpu.communicator.Members`."""
-
-    def broadcast_bytes(self, data: bytes, root: int) -> bytes:
-        """Return the *data* of member *root*."""
-        return broadcast_bytes(self, data, root)
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return the *data* of all members, in their order."""
-        return all_gather_bytes(self, data)
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -158,10 +146,10 @@ def agree(session: Session, device: Device) -> IslandRoutes:
     return decided.routes
 
 
-def island_group(session: Session, ranks: Sequence[int], what: str) -> IslandGroup:
+def island_group(session: Session, ranks: Sequence[int], what: str) -> Group:
     """Return a group of *ranks* for *what*; its name clashes with no group that the program makes in other threads."""
     digest = hashlib.blake2b(repr(tuple(ranks)).encode(), digest_size=8).hexdigest()
-    return IslandGroup(session, ranks, f"bpsfast.islands/{what}/{digest}", session.settings.timeout_s)
+    return Group(session, ranks, f"bpsfast.islands/{what}/{digest}", session.settings.timeout_s)
 
 
 def _decide(here: list[_Member], settings: Settings) -> _Decided:

@@ -30,14 +30,15 @@ from ..orchestration.priority.turns import Entry
 from ..trainer.gpu.devices import DeviceBytes, DeviceRound, Devices
 from ..trainer.session import Session
 from ..trainer.unit import Unit
-from .island_routes import IslandGroup, IslandRoutes, agree, island_group
+from .group import Group
+from .island_routes import IslandRoutes, agree, island_group
 from .turn_service import Finish, TurnService
 
 log = logging.getLogger("bpsfast.gpu")
 _NO_CREDIT = 1 << 62  # turns only order calls: the island's stream holds all that is enqueued
 
 
-def communicator(device: Device, group: IslandGroup, fail: Callable[[BpsError], None]) -> Communicator:
+def communicator(device: Device, group: Group, fail: Callable[[BpsError], None]) -> Communicator:
     """Return the communicator of *group*, this member of which has *device*; *fail* is called with what ends it between
     calls. Collective; raises as calls of the group, and `UnsupportedError` without NCCL.
     """

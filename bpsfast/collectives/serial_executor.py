@@ -37,7 +37,9 @@ class SerialExecutor:
         self._n_telling = 0  # threads inside ``done``
 
     def run(self, job: Callable[[], None], done: Done, inline: bool) -> None:
-        """Run *job* when it is its turn, then ``done(error)`` (None: no error). *inline*: in this thread, if that is now.
+        """Run *job* when it is its turn, then ``done(error)`` (None: no error).
+
+        *inline*: in this thread, if that is now.
 
         Raises
         ------

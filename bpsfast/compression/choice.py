@@ -18,8 +18,7 @@ from ..orchestration.codec import CodecSpec, check, width_of
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..orchestration.placement.partition import ITEM_NBYTES
 from . import formats
-from .byteps_keywords import from_byteps
-from .formats import check_types
+from .formats import check_types, from_byteps
 
 #: The type of *compression*. A function is called with name, shape and the dtype's name, such as "float32", more than
 #: once for a tensor, and must always return the same, on all ranks.

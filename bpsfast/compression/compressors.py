@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 
 from ..orchestration.errors import ConfigError
 from . import formats
-from .byteps_keywords import from_byteps
 from .choice import Choice, check_choice
-from .formats import CodecSpec
+from .formats import CodecSpec, from_byteps
 
 
 class Compressor:

@@ -1,7 +1,7 @@
 """``python -m bpsfast.docs.settings_page``: writes the tables of ``settings.md`` anew, from the table of the code.
 
-What stands between the two marks of each table is generated; the words around it are not. `tests/project/test_docs.py` fails
-where the page is not up to date.
+What stands between the two marks of each table is generated; the text around it is not. `tests/project/test_docs.py`
+fails if the page is out of date.
 """
 from __future__ import annotations
 

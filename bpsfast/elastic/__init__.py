@@ -13,10 +13,10 @@
 
     train(state)
 
-under `bpsfast run --elastic --lost-worker shrink|wait`. A job's members are fixed. When one is lost, whoever is left
-goes back to the last commit and forms the next job (`orchestration.muster` says of whom); all get the state of the rank
-whose commit is the most advanced, and call ``train(state)`` again. Workers that are added join after a commit.
-With PyTorch: `TorchState` and `ElasticSampler`, which are `bpsfast.torch.elastic`'s.
+under `bpsfast run --elastic --lost-worker shrink|wait`. The members of a job are fixed. When one is lost, the others go
+back to the last commit and join the next job (`orchestration.elastic` chooses its ranks). All get the state of the rank
+with most commits, and call ``train(state)`` again. Workers that are added join after a commit. `TorchState` and
+`ElasticSampler`, for PyTorch, are in `bpsfast.torch.elastic`.
 
     member      a worker's end of the muster: how it gets into the next job
     running     `run`

@@ -1,8 +1,8 @@
-"""A worker's end of the muster: how this process gets into the next job of an elastic program.
+"""The connection of a worker to the coordinator of its elastic program, which forms one job after another.
 
-`bpsfast run --elastic` tells each worker where the muster is and which member it is (settings *muster*, *member*).
-The muster says who trains next; where scheduler and nodes are the ranks then find out among themselves, as those of
-a torch process group do (`launch.rendezvous`), with the muster as their store.
+`bpsfast run --elastic` gives each worker the coordinator's address and a number (settings *muster*, *member*). The
+coordinator names the ranks of the next job. The ranks then find scheduler and nodes as those of a torch process group
+do (`launch.rendezvous`), with the coordinator as their key-value store.
 """
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from ..trainer import process
 
 _log = logging.getLogger("bpsfast.elastic")
 _POLL_S = 0.5
-#: A job that cannot come together although nobody was lost is tried so often.
+#: How often a job is tried that cannot be formed although no worker was lost.
 _MAX_TRIES = 3
-#: So many words of the muster may be missed.
+#: Periodic messages of the coordinator that may be missing.
 _MAX_MISSED_PINGS = 5
 
 
 class TrainingOver(SystemExit):
-    """The training has ended without this worker, which has come too late: nobody waits for it, and nothing failed.
+    """The training has ended before this worker joined. Nothing failed, and no rank waits for this worker.
 
-    Where nobody catches it the program ends, with exit code 0, and without a traceback.
+    If it is not caught, the program ends with exit code 0 and without a traceback.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class TrainingOver(SystemExit):
 
 
 class CoordinatorClient:
-    """This process's connection to the muster. The thread that trains only."""
+    """This process's connection to the coordinator. Used by the training thread only."""
 
     def __init__(self, settings: Settings) -> None:
         key = given_key(settings)
@@ -68,18 +68,18 @@ class CoordinatorClient:
             raise ConfigError("BPSFAST_MUSTER is set, but BPSFAST_JOB_KEY or BPSFAST_MEMBER is not: workers of an "
                               "elastic job are started by `bpsfast run --elastic` or `bpsfast add`")
         self.number = settings.member
-        #: What happens to a job that loses a worker, as the muster has said.
+        #: The coordinator's policy for a job that loses a worker.
         self.lost_worker = "abort"
         self.pid = os.getpid()
         self._settings = msgspec.structs.replace(settings, muster="", member=-1)
         self._node = f"{network_id()} {settings.node_id}"
         host, port = parse_address(settings.muster, "BPSFAST_MUSTER")
         self._line = connect(host, port, elastic_key(security.job_key(key, "")))
-        self._quiet_fd = os.eventfd(0)  # to wait on lines takes a descriptor, which nobody here uses
+        self._quiet_fd = os.eventfd(0)  # channels wait on a wake-up descriptor, which is never written here
         self._line.tell(Hello(rank=self.number))
         #: The job that was joined last, counted from 1.
         self.job = 0
-        #: Whether this process was given, or has, the state of the training (`State.sync` was completed).
+        #: Whether this process has the state of the training: `State.sync` was completed.
         self.has_state = False
         self._formed: Formed | Refused | Over | None = None
         self._values: dict[str, str] = {}
@@ -90,19 +90,19 @@ class CoordinatorClient:
         atexit.register(self.close)  # before those of sessions, so that it runs after them
 
     def join(self, n_commits: int = 0, reason: str = "") -> None:
-        """Wait for the next job and join it. The last one must have been left.
+        """Wait for the next job and join it. The process must have left its last job.
 
         Parameters
         ----------
         n_commits, reason
-            What the training has come to here, and why the last job has failed, if it has: the muster gives up when
-            jobs fail again and again and nothing comes of them.
+            This worker's number of commits, and why the last job failed, if it did. The coordinator gives up when jobs
+            fail again and again without progress.
 
         Raises
         ------
         PeerLostError, StallError
-            There is no next job: too many were lost ("no quorum"), or somebody has not come in time; or the launcher is
-            gone, or silent. Or the job could not come together although all had come, several times.
+            There is no next job: too many workers were lost ("no quorum") or are late, the launcher is gone or silent,
+            or the job could not be formed several times although all workers were there.
         TrainingOver
             The training has ended meanwhile.
         """
@@ -129,11 +129,11 @@ class CoordinatorClient:
         return count if job == self.job else 0
 
     def done(self) -> None:
-        """Tell the muster that the training has ended on all ranks."""
+        """Tell the coordinator that the training has ended on all ranks."""
         self._line.tell(Done(member=self.number))
 
     def close(self) -> None:
-        """Close the connection; what was said is sent, for a second at most. Does nothing in a fork, or again."""
+        """Send pending messages, for at most a second, and close. Does nothing in a fork, or when called again."""
         if self.pid == os.getpid() and self._quiet_fd >= 0:
             self._line.close()
             os.close(self._quiet_fd)
@@ -141,7 +141,7 @@ class CoordinatorClient:
             atexit.unregister(self.close)
 
     def _await_job(self, n_commits: int, reason: str) -> Formed:
-        """Wait as long as the muster says what for: it has deadlines for all but a job that lets nobody in."""
+        """Wait as long as the coordinator reports what it waits for. It has deadlines for all but a full job."""
         self._formed = None
         self._line.tell(Come(member=self.number, node=self._node, has_state=self.has_state, n_commits=n_commits,
                              reason=reason))
@@ -170,13 +170,13 @@ class CoordinatorClient:
     def _silence(self, silent_s: float) -> StallError:
         if self._line.is_connected:
             return StallError(f"worker {self.number}: bpsfast run, at {self._line.address}, says nothing for "
-                              f"{silent_s:.0f} s: is it stopped? The last was: {self._awaited}")
+                              f"{silent_s:.0f} s: is it stopped? Its last message was: {self._awaited}")
         return StallError(f"worker {self.number}: nobody answers at {self._line.address}, where bpsfast run should "
                           f"listen (BPSFAST_MUSTER), for {silent_s:.0f} s: has it ended, or is the job key another "
                           "one?")
 
     def _why_void(self) -> str | None:
-        """Return why the job that is being joined will not come together, None if nothing is known."""
+        """Return why the job that is being joined cannot be formed; None if no reason is known."""
         self._listen(0.0)
         return self._void.get(self.job)
 
@@ -200,11 +200,11 @@ class CoordinatorClient:
     # -- the store of a job ----------------------------------------------------------------------------------------
 
     def put(self, job: int, key: str, value: str) -> None:
-        """Let *key* have *value* in the store of *job*; raises `CapacityError` for more than the muster stores."""
+        """Store *value* under *key* for *job*. Raises `CapacityError` if the coordinator does not store as much."""
         nbytes = protocol.stored_nbytes(key, value)
         if nbytes > protocol.MOST_VALUE_NBYTES or len(key) > protocol.MOST_KEY_LENGTH:
             raise CapacityError(f"{key[:protocol.MOST_KEY_LENGTH]!r} has {nbytes} bytes with its key of {len(key)} "
-                                f"characters; the muster stores {protocol.MOST_VALUE_NBYTES} bytes under a key of "
+                                f"characters; the coordinator stores {protocol.MOST_VALUE_NBYTES} bytes under a key of "
                                 f"{protocol.MOST_KEY_LENGTH}")
         self._line.tell(Put(member=self.number, job=job, key=key, value=value))
 
@@ -241,7 +241,7 @@ class _Store:
             self._member.value(self.job, key, timeout.total_seconds())
 
     def add(self, key: str, amount: int, /) -> int:
-        """Count here: what `rendezvous` counts is this rank's own, and each job has a store of its own."""
+        """Count in this process: `rendezvous` counts only per rank, and each job has its own store."""
         self._counters[key] = self._counters.get(key, 0) + amount
         return self._counters[key]
 
@@ -250,7 +250,7 @@ _member: CoordinatorClient | None = None
 
 
 def open_client(settings: Settings) -> CoordinatorClient:
-    """Return this process's connection to the muster that *settings* name, made at the first call."""
+    """Return this process's connection to the coordinator that *settings* name; the first call makes it."""
     global _member
     if _member is None or _member.pid != os.getpid():
         _member = CoordinatorClient(settings)
@@ -258,5 +258,5 @@ def open_client(settings: Settings) -> CoordinatorClient:
 
 
 def current_client() -> CoordinatorClient | None:
-    """Return this process's connection to a muster, None if it belongs to no elastic job."""
+    """Return this process's connection to a coordinator; None if it belongs to no elastic program."""
     return _member if _member is not None and _member.pid == os.getpid() else None

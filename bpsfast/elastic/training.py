@@ -1,4 +1,11 @@
-"""What an elastic program goes on from: committed now and then, restored after a loss, given to all by `sync`."""
+"""`run`, which calls a training function in one job after another, and the states that it commits and restores.
+
+    how a call of train(state) ends         what follows
+    it returns on all ranks                 the end
+    a worker is lost (`PeerLostError`)      restore the last commit; join the next job; sync; call again
+    workers join (`WorkersJoined`)          join the next job; sync; call again
+    any other exception                     it is raised, and ends the job for all ranks
+"""
 from __future__ import annotations
 
 import copy
@@ -19,15 +26,15 @@ from .coordinator_client import CoordinatorClient, TrainingOver, current_client
 
 
 class WorkersJoined(Exception):
-    """Workers wait to join, and all ranks have agreed to let them in now: raised by `State.commit` for `run`."""
+    """Raised by `State.commit` for `run`: workers wait to join, and all ranks have agreed to admit them now."""
 
 
 class State(ABC):
-    """What is saved, restored, and given to all ranks. The thread that trains only.
+    """The state of a training: committed, restored, and shared with all ranks. Used by the training thread only.
 
-    Use `ObjectState` or `bpsfast.elastic.TorchState`, or derive from it, with three methods; `__init__` calls this
-    one's. What a state of Horovod's defines has other names here, since rank 0, whose values `sync` gives there, may
-    be a newcomer here, who has none:
+    Use `ObjectState` or `bpsfast.elastic.TorchState`, or derive from this class and define three methods; `__init__`
+    calls the base class's. The names differ from those of Horovod's states, because there `sync` shares the values of
+    rank 0, which may be a new worker without any here:
 
         Horovod     here
         save        keep      `save` calls it, and counts the commit
@@ -46,37 +53,37 @@ class State(ABC):
                                 f"{ours}() instead, which State.{theirs}() calls (see bpsfast.elastic.State)")
 
     def __init__(self) -> None:
-        #: How many there were in the training, of which this worker may have seen the last ones only.
+        #: Number of commits of the training. A new worker has seen only the last ones.
         self.n_commits = 0
         self._callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Have *callbacks* called in each further job, before its first `sync`: the number of ranks may be another."""
+        """Call *callbacks* in each further job before its first `sync`. The number of ranks may have changed."""
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The next job was joined: `reset`, then the callbacks."""
+        """Called when the next job was joined: call `reset`, then the callbacks."""
         self.reset()
         for callback in self._callbacks:
             callback()
 
     def commit(self) -> None:
-        """Keep the state as it is now, to go back to after a loss; then `check`. Between two steps, on all ranks.
+        """Keep the present state, to which a loss goes back; then `check`. Between two steps, on all ranks.
 
-        What was done since the last commit is done again after a loss. Nothing is written to a disk.
+        After a loss the steps since the last commit are repeated. Nothing is written to a disk.
         """
         self.save()
         self.check()
 
     def check(self) -> None:
-        """Let workers in that wait to join; on all ranks, between two steps.
+        """Admit workers that wait to join. On all ranks, between two steps.
 
-        All ranks add up what they have heard (one small sum), so all let them in at the same step, or none does.
+        All ranks sum how many waiting workers they know of, so all admit them at the same step, or none does.
 
         Raises
         ------
         WorkersJoined
-            Some wait. It is meant for `run`: do not catch it.
+            Workers wait. `run` catches it; do not catch it yourself.
         """
         member = current_client()
         if member is None:
@@ -90,7 +97,7 @@ class State(ABC):
         self.check()
 
     def sync(self) -> None:
-        """Give all ranks the state of the one with most commits (the lowest such rank), and keep it. On all ranks."""
+        """Share the state of the rank with most commits (the lowest such rank) with all, and keep it. On all ranks."""
         session = process.current()
         commits = np.zeros(session.size, np.int64)
         commits[session.rank] = self.n_commits
@@ -102,24 +109,24 @@ class State(ABC):
         self.keep()
 
     def reset(self) -> None:  # noqa: B027 (most states have nothing to do)
-        """Adapt to the job that was joined, of another size maybe."""
+        """Adapt to the job that was joined, whose size may differ."""
 
     def save(self) -> None:
-        """Keep the state as it is now, as a commit, and let nobody in. Between two steps, on all ranks."""
+        """Keep the present state as a commit, without admitting workers. Between two steps, on all ranks."""
         self.keep()
         self.n_commits += 1
 
     @abstractmethod
     def keep(self) -> None:
-        """Keep a copy of the state as it is now, for `restore`; `save` and `sync` call it."""
+        """Keep a copy of the present state for `restore`. `save` and `sync` call it."""
 
     @abstractmethod
     def restore(self) -> None:
-        """Go back to what was kept last."""
+        """Go back to the copy that was kept last."""
 
     @abstractmethod
     def give(self, root: int) -> None:
-        """Give the state of rank *root* to all ranks. On all ranks; a loss may interrupt it anywhere."""
+        """Give all ranks the state of rank *root*. Called on all ranks; a loss may interrupt it anywhere."""
 
 
 class AttributeState(State):
@@ -146,7 +153,7 @@ class AttributeState(State):
 
 
 class ObjectState(AttributeState):
-    """Keyword arguments as attributes: NumPy arrays, numbers, whatever can be copied and pickled.
+    """Keyword arguments as attributes: NumPy arrays, numbers and other objects that can be copied and pickled.
 
     Arrays keep their memory: `restore` and `sync` write into them, if shape and dtype are the same. Only these
     attributes are part of the state.
@@ -236,8 +243,8 @@ def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Resul
             lost = peer_loss_of(exc)
             if lost is None or member.lost_worker == "abort":
                 raise
-            reason, lost = str(lost), None  # its traceback holds what belongs to the job that is left
-            _log.warning("back to the last commit, for the job has lost somebody: %s", reason)
+            reason, lost = str(lost), None  # its traceback refers to objects of the job that is left
+            _log.warning("back to the last commit, because the job has lost a worker: %s", reason)
             process.abandon(reason)
             if not returned:  # else this may have been the end, and what it has led to is the result
                 state.restore()
@@ -257,7 +264,7 @@ def _in_jobs(member: CoordinatorClient, state: State, train: Callable[[], _Resul
 
 
 def peer_loss_of(exc: BaseException) -> PeerLostError | None:
-    """Return the `PeerLostError` that *exc* is, or was raised from; None if it is of another kind."""
+    """Return the `PeerLostError` that *exc* is or was raised from; None if there is none."""
     found: BaseException | None = exc
     while found is not None and not isinstance(found, PeerLostError):
         found = found.__cause__

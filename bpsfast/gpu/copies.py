@@ -1,4 +1,4 @@
-"""Copy threads: each device has one that copies partitions to the host and one that copies sums back, urgent ones first.
+"""Copy threads: each device has one for partitions to the host and one for sums back; urgent ones go first.
 
 `ToHostCopier` runs `CopyToHost`s. A hook of the backward pass only adds one, and the training's stream goes on. Copies
 are enqueued once their input is computed, so a stream that blocks (it may wait for another rank, which waits for a sum

@@ -20,11 +20,10 @@ from typing import Any
 
 from ..base.value_formats import RdmaDeviceList, parse_rdma_devices
 from ..orchestration.errors import BpsError, ConfigError, UnsupportedError
-from . import gids
-from .gids import Gid
+from . import rdma_devices
 from .host import Host
-from .netlink import Address, Route
-from .rdma_devices import Port, RdmaDevice
+from .kernel import Address, Route
+from .rdma_devices import Gid, Port, RdmaDevice
 from .sysfs import natural
 
 #: driver -> why it cannot be used, for RDMA devices without the reliable connections that are needed
@@ -113,7 +112,7 @@ def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address 
         if why_not:
             rejected[name] = why_not
             continue
-        gid = _gid(table, gid_index, name, route) if port.is_roce else gids.best(table)
+        gid = _gid(table, gid_index, name, route) if port.is_roce else rdma_devices.best_gid(table)
         usable.append((_rank(host, device, port, gid, route),
                        Rail(device.name, port.number, gid, gid.netdev if gid and gid.netdev else port.netdev,
                             _reason(host, device, port, gid, route, allowed, gid_index))))
@@ -160,7 +159,7 @@ def _check_names(host: Host, allowed: RdmaDeviceList, devices: str) -> None:
 
 def _gid(table: list[Gid], index: int, port: str, route: Route | None) -> Gid | None:
     if index < 0:
-        return gids.best(table, route)
+        return rdma_devices.best_gid(table, route)
     for row in table:
         if row.index == index:
             return row

@@ -1,6 +1,6 @@
-"""allreduce: one tensor, a group of them, or sparse ones; in place or not, waited for or not; with gradients.
+"""Horovod's operations on torch tensors: allreduce, allgather, reducescatter, alltoall, broadcast, barrier and join.
 
-Tensors may be NumPy arrays: results then are, too, and autograd knows nothing of them. A group is reduced as a whole.
+Tensors may be NumPy arrays: results then are arrays, without autograd. The tensors of a group are executed together.
 """
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def allreduce_async(tensor: Any, average: bool | None = None, name: str | None =
     Parameters
     ----------
     tensor
-        Of the same shape and dtype on all ranks; not written until the handle was waited for.
+        Of the same shape and dtype on all ranks. It must not be written before the handle was waited for.
     average
         Horovod's older way to say *op*.
     name
-        What makes the calls of different ranks one operation, in whatever order each rank makes its own. None: the
-        number of this rank's calls without a name, of this kind and set.
+        The calls of all ranks with the same name are one operation, whatever the order of each rank's calls. None:
+        calls without a name are numbered by kind and set.
     op
         `Average` (the default), `Sum`, `Min`, `Max` or `Product`. Averages of integers are cut off towards zero.
     prescale_factor, postscale_factor
-        What *tensor* and the result are multiplied by; integers are then cut off towards zero.
+        Factors of *tensor* and of the result; integer results are truncated towards zero.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def allreduce_(tensor: Any, average: bool | None = None, name: str | None = None
 def grouped_allreduce_async(tensors: Sequence[Any], average: bool | None = None, name: str | None = None,
                             op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> Handle:
-    """As `allreduce_async` of each of *tensors*, but none is reduced before all are there on all ranks."""
+    """As `allreduce_async` of each of *tensors*. None is reduced before all are submitted on all ranks."""
     return _reduce(tensors, name, chosen(op, average), prescale_factor, postscale_factor, process_set)
 
 
@@ -115,9 +115,9 @@ def grouped_allreduce_(tensors: Sequence[Any], average: bool | None = None, name
 
 def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: int,
                            process_set: ProcessSet = global_process_set) -> Callable[[], torch.Tensor]:
-    """Begin to add up the sparse *tensor* of all ranks of *process_set*: what the handle returns has all their entries.
+    """Begin to sum the sparse *tensor* over all ranks of *process_set*. The result has the entries of all ranks.
 
-    The handle is called, or given to `synchronize`. *op*: `Sum` or `Average`; others are refused, where Horovod sums.
+    Call the handle, or give it to `synchronize`. *op*: `Sum` or `Average`; others are refused, where Horovod sums.
     """
     reduction = chosen(op)
     if reduction not in (Average, Sum):
@@ -154,7 +154,7 @@ def _reduce(tensors: Sequence[Any], name: str | None, op: ReduceOp, prescale: fl
 
 def _differentiable(tensors: Sequence[Any], name: str | None, compression: Any, op: ReduceOp, prescale: float,
              postscale: float, process_set: ProcessSet, grouped: bool = True) -> list[Any]:
-    """Reduce, and wait; with gradients, where autograd follows."""
+    """Reduce and wait, recorded by autograd if it follows any tensor."""
     narrow, back = compressed(tensors, compression)
     arguments = name, op, prescale, postscale, process_set, grouped
     if not wants_gradient(*narrow):
@@ -170,7 +170,7 @@ def _differentiable(tensors: Sequence[Any], name: str | None, compression: Any, 
 
 
 def _times(tensor: torch.Tensor, by: float) -> torch.Tensor:
-    """Return *tensor* times *by*, for autograd; integers, in a group with others, are cut off towards zero."""
+    """Return *tensor* times *by*, for autograd; integers are truncated towards zero."""
     return tensor * by if tensor.is_floating_point() else (tensor.double() * by).to(tensor.dtype)
 
 
@@ -241,7 +241,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
 
 def grouped_allgather_async(tensors: Sequence[Any], name: str | None = None,
                             process_set: ProcessSet = global_process_set) -> Handle:
-    """As `allgather_async` of each of *tensors*, but none is gathered before all are there on all ranks."""
+    """As `allgather_async` of each of *tensors*. None is gathered before all are submitted on all ranks."""
     return begin_allgather(tensors, name, process_set)
 
 
@@ -255,7 +255,7 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None,
 
 def begin_allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, grouped: bool = True,
                 rows: list[tuple[int, ...]] | None = None, label: str = "") -> Handle:
-    """Begin to gather; *rows* gets the first dimensions of each tensor on the ranks. *label*: as of `begin`."""
+    """Begin to gather. *rows*: a list that gets each tensor's first dimensions on the ranks. *label*: see `begin`."""
     tensors = list(tensors)
     inputs = [readable(tensor, False) for tensor in tensors]
 
@@ -308,7 +308,7 @@ def reducescatter(tensor: Any, name: str | None = None, compression: Any = Compr
 def grouped_reducescatter_async(tensors: Sequence[Any], name: str | None = None, op: int = Average,
                                 process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                                 postscale_factor: float = 1.0) -> Handle:
-    """As `reducescatter_async` of each of *tensors*, but none is reduced before all are there on all ranks."""
+    """As `reducescatter_async` of each of *tensors*. None is reduced before all are submitted on all ranks."""
     return _reducescatter(tensors, name, chosen(op), process_set, prescale_factor, postscale_factor)
 
 
@@ -408,7 +408,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None,
 
 
 def _split_rows(splits: Any, tensor: torch.Tensor, n_ranks: int) -> list[int]:
-    """Return how many rows go to each rank, or raise `ConfigError`, in Horovod's words, why that cannot be."""
+    """Return how many rows go to each rank; raises `ConfigError` with Horovod's texts."""
     n_rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None:
         if n_rows % n_ranks:
@@ -469,7 +469,7 @@ def broadcast_async(tensor: Any, root_rank: int, name: str | None = None,
 
 def broadcast_async_(tensor: Any, root_rank: int, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Handle:
-    """As `broadcast_async`, but what is sent replaces the contents of *tensor*, which is contiguous."""
+    """As `broadcast_async`, but the result replaces the contents of *tensor*, which is contiguous."""
     target = writable(tensor, False)
     return _broadcast([target], [target], root_rank, name, process_set, lambda _: tensor)
 
@@ -493,9 +493,9 @@ def broadcast_(tensor: Any, root_rank: int, name: str | None = None,
 
 def broadcast_group_(tensors: Sequence[torch.Tensor], root_rank: int, label: str,
                      names: Sequence[str] | None = None) -> None:
-    """Replace all *tensors*, which need not be contiguous, by those of job rank *root_rank*: one operation.
+    """Replace all *tensors*, contiguous or not, by those of job rank *root_rank* in one operation.
 
-    Fails on all ranks if their *names* differ, or how many there are; there may be none. *label*: as of `begin`.
+    Fails on all ranks if their *names* or number differ; there may be none. *label*: see `begin`.
     """
     sources = [readable(tensor, False) for tensor in tensors]
     _broadcast(sources, sources, root_rank, None, global_process_set, lambda _: None, grouped=True, label=label,
@@ -508,8 +508,7 @@ def broadcast_group_(tensors: Sequence[torch.Tensor], root_rank: int, label: str
 
 def broadcast_bytes(data: bytes | None, root_rank: int, name: str | None, process_set: ProcessSet,
                     label: str) -> bytes:
-    """Return the *data* of job rank *root_rank*, None elsewhere, on all ranks: of any length. *label*: as of `begin`.
-    """
+    """Return on all ranks the *data* of job rank *root_rank*, of any length; None elsewhere. *label*: see `begin`."""
     source = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     shape = None if data is None else tuple(source.shape)
     return bytes(_broadcast([source], [], root_rank, name, process_set, lambda outputs: outputs[0].numpy().tobytes(),
@@ -544,18 +543,18 @@ class _Broadcast(torch.autograd.Function):
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks of *process_set* are here."""
+    """Wait until all ranks of *process_set* have called this."""
     service = runtime.service_of(process_set, "barrier")
     service.submit_unnamed(
         "barrier", lambda name: Operation(Request(rank=service.rank, name=name, kind="barrier"))).wait()
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, take part in the others' allreduces until all have, and return the last one.
+    """Tell the other ranks that this rank has no more data; return the last rank that called this.
 
-    Meanwhile this rank counts as zeros (for Min, Max and Product: as nothing), also in averages and in the sums of
-    `DistributedOptimizer`, of which it gets nothing. Other operations fail on the ranks that still make them. *device*
-    is Horovod's, and not used.
+    Until all ranks have joined, this rank takes part in the others' allreduces with zeros (with neutral values for Min,
+    Max and Product), also in averages and in the sums of `DistributedOptimizer`, and does not use the results. Other
+    operations fail on the ranks that still submit them. *device* is Horovod's, and not used.
 
     Raises
     ------
@@ -583,9 +582,10 @@ def join(device: int = -1) -> int:
 
 
 def compressed(tensors: Sequence[Any], compression: Any) -> tuple[list[Any], list[Callable[[Any], Any]]]:
-    """Return what travels of *tensors*, and for each what makes the result of it. NumPy arrays travel as they are.
+    """Return *tensors* in the form in which they are sent, and for each a function that restores a result.
 
-    Raises `ConfigError` if *compression* is no compressor; codecs are `DistributedOptimizer`'s.
+    NumPy arrays are sent as they are. Raises `ConfigError` if *compression* is no compressor (only
+    `DistributedOptimizer` takes codecs).
     """
     check_compressor(compression)
     narrow: list[Any] = list(tensors)

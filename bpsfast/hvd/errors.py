@@ -1,7 +1,7 @@
-"""Errors as Horovod's users catch them.
+"""Errors with the classes that Horovod's users catch.
 
-What is wrong with a call is a `ValueError`, raised before anything is submitted. What becomes of an operation that was
-submitted is a `HorovodInternalError`, and also of the class that says whose fault it is.
+A wrong call raises a `ValueError` before anything is submitted. An operation that fails after it was submitted raises a
+`HorovodInternalError`, which is also an instance of one of bpsfast's own error classes.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NotInitializedError(ClosedError, ValueError):
 
 
 class TensorTypeError(UnsupportedError, ValueError):
-    """An input is no tensor, or of a dtype, layout or device that is not taken. Convert it first."""
+    """An input is no tensor, or its dtype, layout or device is not supported. Convert it first."""
 
 
 class DuplicateNameError(BusyError, ValueError):

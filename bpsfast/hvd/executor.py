@@ -1,7 +1,7 @@
-"""What a response of the coordinator does: collectives over the group of a process set, on torch tensors.
+"""Executes the coordinator's responses: collectives over the group of a process set, on torch tensors.
 
-All ranks of the set execute the same responses in one order, so each collective finds the same one on the other ranks.
-Small tensors of one response are packed into one buffer. What is only moved travels as bytes, whatever its dtype.
+All ranks of the set execute the same responses in one order, so the collectives of all ranks match. Small tensors of
+one response are packed into one buffer. Tensors that are only moved travel as bytes, whatever their dtype.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PACKED_NBYTES = 256 << 10
 
 
 class Executor:
-    """Executes the responses of one set over its *group*. The thread of the set's service only.
+    """Executes the responses of one set over its *group*. Called by the thread of the set's service only.
 
     *change* adds and removes process sets, and returns the number of the set.
     """
@@ -39,7 +39,7 @@ class Executor:
         }
 
     def __call__(self, response: Response, operations: list[Operation | None]) -> None:
-        """Execute *response* and set the results of this rank's *operations*; None: this rank has joined."""
+        """Execute *response* and set the results of this rank's *operations*, which are None if it has joined."""
         with torch.no_grad():
             self._by_kind[response.kind](response, operations)
 
@@ -56,7 +56,7 @@ class Executor:
             self._reduce([pairs[i] for i in batch], response)
 
     def _reduce(self, pairs: list[tuple[torch.Tensor | None, torch.Tensor]], response: Response) -> None:
-        """Reduce each (input, output); without an input the output stands for it, and nobody wants the result."""
+        """Reduce each (input, output). Input None: the output holds it, and the result is not used."""
         op = _group_op(response, pairs[0][1].dtype)
         if len(pairs) == 1:
             source, target = pairs[0]
@@ -78,7 +78,7 @@ class Executor:
             target.view(-1).copy_(piece)
 
     def _finish(self, total: torch.Tensor, response: Response) -> None:
-        """Make the result of what the group has made of the inputs, in place."""
+        """Turn the group's sums into the result, in place."""
         if response.op != "Average" or total.is_floating_point():
             _scale(total, response.postscale)
         elif response.postscale == 1:
@@ -151,7 +151,7 @@ class Executor:
         operation.result = self._change(response)
 
     def _batches(self, specs: Sequence[Spec]) -> Iterator[list[int]]:
-        """Yield the places of tensors that travel together: neighbours that are small and of one dtype."""
+        """Yield the indices of tensors that are packed together: small neighbours of one dtype."""
         batch: list[int] = []
         nbytes = 0
         for i, spec in enumerate(specs):
@@ -166,17 +166,17 @@ class Executor:
 
 
 def shares(n_rows: int, n_ranks: int) -> list[int]:
-    """Return how many of *n_rows* each rank gets of a reducescatter: as even as can be, the first ones get more."""
+    """Return how many of *n_rows* each rank gets of a reducescatter: evenly, with the remainder on the first ranks."""
     return [n_rows // n_ranks + (i < n_rows % n_ranks) for i in range(n_ranks)]
 
 
 def _group_op(response: Response, dtype: torch.dtype) -> str:
-    """Return what the group does. It rounds averages of integers downwards: these are summed, and divided here."""
+    """Return the group's reduction. Averages of integers are summed and divided here: the group rounds them down."""
     return "sum" if response.op == "Average" and not dtype.is_floating_point else _GROUP_OPS[response.op]
 
 
 def _nothing(response: Response, operations: list[Operation | None]) -> None:
-    """A barrier is over once all have asked for it."""
+    """Do nothing: a barrier ends when all ranks have submitted it."""
 
 
 def _joined(response: Response, operations: list[Operation | None]) -> None:
@@ -186,7 +186,7 @@ def _joined(response: Response, operations: list[Operation | None]) -> None:
 
 
 def _neutral(spec: Spec, op: str) -> torch.Tensor:
-    """Return what changes nothing: who has joined contributes it."""
+    """Return the neutral tensor that a rank contributes after it has joined."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     shape = spec.shape or ()
     if op in ("Min", "Max"):
@@ -205,7 +205,7 @@ def _scaled_into(target: torch.Tensor, source: torch.Tensor | None, factor: floa
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; integers in float64, cut off towards zero."""
+    """Multiply in place; integers in float64, truncated towards zero."""
     if factor == 1:
         return
     if tensor.is_floating_point():

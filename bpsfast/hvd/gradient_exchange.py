@@ -1,13 +1,15 @@
-"""Gradients of an optimizer that travel as `bpsfast.torch`'s do: declared, by urgency, fused, without negotiation.
+"""The gradients of Horovod's DistributedOptimizer: sent as those of `bpsfast.torch`, or by negotiated operations.
 
-What Horovod adds to that: sums instead of averages, a factor before and after, sparse gradients (which do not travel
-this way, once all ranks have told each other in the first step which these are), and `join`: with the gradients of each
-step travels a number, to which only ranks that have joined contribute. So those, who take part in each step with zeros,
-know when all have joined.
+`DenseExchange` declares gradients once for the whole job and sends them by priority, fused, without negotiation. It
+adds sums, factors, sparse gradients and `join` to `torch.exchange.Exchange`. In the first step all ranks tell each
+other which gradients are sparse; those go by allgather. With the gradients of each step travels a number that only
+joined ranks contribute to. A joined rank takes part in each step with zeros, and sees from that number when all have joined.
 
-A rank that has joined stands in for optimizers that it has no more, as long as any rank has them. So in the first step
-of each optimizer ranks tell each other as well which of the earlier ones are left, and give back the memory of the
-others.
+A joined rank also takes part in the steps of optimizers that it no longer has, while any rank has them. So in the first
+step of an optimizer the ranks also tell each other which earlier optimizers are left, and free the memory of others.
+
+`NegotiatedExchange` reduces gradients by operations under the names of their parameters: for process sets, and for Min,
+Max and Product.
 """
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ class TooManyPassesError(BusyError, AssertionError):
 
 
 class StepProxy:
-    """What takes part in the steps of one optimizer on a rank that has joined. Outlives it and its *exchange*: those of
-    other ranks may live. *average*: the sums are divided by the number of ranks.
+    """Takes part in the steps of one optimizer on a rank that has joined. Outlives the optimizer and its *exchange*,
+    because other ranks may still have theirs. *average*: the sums are divided by the number of ranks.
     """
 
     def __init__(self, exchange: DenseExchange, average: bool) -> None:

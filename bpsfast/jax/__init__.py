@@ -1,20 +1,23 @@
-"""bpsfast for JAX: gradients summed inside jit and outside, for optax and for loops of one's own.
+"""bpsfast for JAX: gradients summed inside and outside jit, with optax or in your own training loop.
 
     import bpsfast.jax as bps
     bps.init()
     params = bps.broadcast(params, root_rank=0)
     optimizer = bps.DistributedOptimizer(optax.adam(1e-3))
 
-Inside jit, on the CPU: XLA calls our handler with its buffers (`handler`), in the order of the program (`primitive`).
+Inside jit, on the CPU: XLA calls a handler of ours with its buffers, in the order of the program (`primitive`).
 """
 from __future__ import annotations
 
+import atexit
+
+from ..trainer import process
 from ..trainer.arguments import Average, ReduceOp, Sum
+from ..trainer.process import local_rank, local_size, rank, size
 from ..trainer.stats import get_pushpull_speed
-from .basics import barrier, init, local_rank, local_size, rank, shutdown, size
-from .broadcast import broadcast
-from .ops import push_pull
+from .ops import broadcast, push_pull
 from .optimizer import DistributedOptimizer, distributed_gradients, grad, value_and_grad
+from .primitive import wait_for_programs
 
 __all__ = [
     "Average",
@@ -35,3 +38,26 @@ __all__ = [
     "size",
     "value_and_grad",
 ]
+
+
+def init(**settings: object) -> None:
+    """Join the job (`bpsfast.init`)."""
+    process.init(**settings)
+    # JAX runs programs asynchronously: at exit they must end before the job is left.
+    atexit.unregister(wait_for_programs)
+    atexit.register(wait_for_programs)
+
+
+def shutdown() -> None:
+    """Wait for the programs that JAX has started, then leave the job (`bpsfast.shutdown`)."""
+    wait_for_programs()
+    process.shutdown()
+
+
+def barrier(timeout_s: float | None = None) -> None:
+    """Wait for the programs that JAX has started, then until all ranks have called this (`bpsfast.barrier`).
+
+    If such a program has failed, jitted functions with push_pull work again after this; before, they fail, too.
+    """
+    wait_for_programs()
+    process.barrier(timeout_s)

@@ -1,8 +1,8 @@
-"""XLA's FFI call frame as ctypes structures: where a handler written in Python finds its arguments, and its answers.
+"""XLA's FFI call frame as ctypes structures: how a handler written in Python reads its arguments and answers.
 
-Layouts are those of xla/ffi/api/c_api.h, API version 0.3 (jaxlib ships the header: `jax.ffi.include_dir()`). The frame
-says its own size and version; `check_metadata` and `check_frame` compare them before anything else is read, because a
-layout that has moved would be read as other memory.
+The layouts are those of xla/ffi/api/c_api.h, API version 0.3 (jaxlib ships the header: `jax.ffi.include_dir()`). The
+frame tells its own size and version; `answer_metadata` and `check_frame` compare them before anything else is read, as
+a layout that has changed would be read as other memory.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 
 
 class Buffer(ctypes.Structure):
-    """XLA_FFI_Buffer: `data` is all that is read, shapes are known."""
+    """XLA_FFI_Buffer. Only `data` is read, as shapes are known."""
 
     _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("dtype", c_int), ("data", c_void_p),
                 ("rank", c_int64), ("dims", POINTER(c_int64))]
@@ -38,7 +38,7 @@ class _ByteSpan(ctypes.Structure):
 
 
 class Attributes(ctypes.Structure):
-    """XLA_FFI_Attrs; ours has one, a string."""
+    """XLA_FFI_Attrs: one attribute, a string."""
 
     _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("size", c_int64), ("types", POINTER(c_int)),
                 ("names", c_void_p), ("values", POINTER(POINTER(_ByteSpan)))]
@@ -53,7 +53,7 @@ class _ErrorCreate(ctypes.Structure):
 
 
 class Api(ctypes.Structure):
-    """XLA_FFI_Api, as far as it is used: XLA_FFI_Error_Create is its first function."""
+    """XLA_FFI_Api up to its first function, XLA_FFI_Error_Create."""
 
     _fields_ = [("struct_size", c_size_t), ("extension", c_void_p), ("version", _Version), ("internal", c_void_p),
                 ("create_error", ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorCreate)))]
@@ -79,7 +79,7 @@ class _MetadataExtension(ctypes.Structure):
     _fields_ = [("base", _Extension), ("metadata", POINTER(_Metadata))]
 
 
-#: XLA_FFI_STRUCT_SIZE of the last field that counts: what `struct_size` says.
+#: The values of `struct_size`: XLA_FFI_STRUCT_SIZE of the last field.
 _FRAME_NBYTES = Frame.future.offset
 _METADATA_NBYTES = _Metadata.traits.offset + 4
 _ERROR_CREATE_NBYTES = _ErrorCreate.code.offset + 4
@@ -90,7 +90,7 @@ HANDLER = ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))
 
 
 def metadata_of(frame: Frame) -> Any:
-    """Return what XLA wants to be told about the handler, if it is that for which it calls, else None."""
+    """Return the metadata to fill in if XLA asks for it with this call, else None."""
     if not frame.extension:
         return None
     extension = _Extension.from_address(frame.extension)
@@ -98,7 +98,7 @@ def metadata_of(frame: Frame) -> Any:
 
 
 def answer_metadata(frame: Frame, metadata: Any) -> str:
-    """Tell XLA that the handler is of its own version; return in words what does not fit, or ""."""
+    """Tell XLA that the handler has its version; return how the layouts differ, or ""."""
     found = frame.api.contents.version if frame.api else metadata.version
     version = found.major, found.minor
     metadata.version.major, metadata.version.minor = version
@@ -114,7 +114,7 @@ def answer_metadata(frame: Frame, metadata: Any) -> str:
 
 
 def check_frame(frame: Frame) -> str:
-    """Return in words what does not fit in the parts of *frame* that `metadata_of` did not see, or ""."""
+    """Return how the layouts of *frame* differ that `answer_metadata` has not checked, or ""."""
     parts = {"XLA_FFI_Args": (frame.arguments.struct_size, ctypes.sizeof(Buffers)),
              "XLA_FFI_Rets": (frame.results.struct_size, ctypes.sizeof(Buffers)),
              "XLA_FFI_Attrs": (frame.attributes.struct_size, ctypes.sizeof(Attributes))}
@@ -128,13 +128,13 @@ def check_frame(frame: Frame) -> str:
 
 
 def text_of(frame: Frame) -> str:
-    """Return the string that is the call's one attribute."""
+    """Return the call's attribute."""
     span = frame.attributes.values[0].contents
     return ctypes.string_at(span.address, span.size).decode()
 
 
 def addresses(buffers: Buffers) -> list[int]:
-    """Return where the elements of all buffers lie, without a token that comes first."""
+    """Return the addresses of all buffers, except of a token, which comes first."""
     if not buffers.size:
         return []
     pointers = (c_size_t * buffers.size).from_address(buffers.buffers)
@@ -144,7 +144,7 @@ def addresses(buffers: Buffers) -> list[int]:
 
 
 def error(frame: Frame, text: str) -> int:
-    """Return a new XLA_FFI_Error, which is XLA's to free, that says *text*."""
+    """Return a new XLA_FFI_Error with *text*, which XLA frees."""
     arguments = _ErrorCreate(_ERROR_CREATE_NBYTES, None, text.encode(), INTERNAL)
     created: int = frame.api.contents.create_error(ctypes.byref(arguments))
     return created

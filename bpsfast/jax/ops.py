@@ -1,4 +1,4 @@
-"""push_pull of pytrees, inside jit and outside."""
+"""push_pull of pytrees, inside and outside jit; broadcast of the leaves of one rank's pytree to all."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,18 @@ from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import process
 from ..trainer.arguments import averages
+from ..trainer.broadcaster import check_root
 from ..trainer.bundle import Leaf
 from ..trainer.handle import push_pull_async
+from ..trainer.object_broadcast import broadcast_arrays
 from . import primitive
 from .primitive import PushPullCall
 
 
 def names_of(tree: Any, prefix: str) -> list[str]:
-    """Return a name for each leaf: *prefix* and the keys, indexes and attributes that lead to it, joined by dots."""
+    """Return a name for each leaf: *prefix* and the keys, indexes and attributes of its path, joined by dots. The same
+    on all ranks, and in every run.
+    """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     return [".".join([prefix, *map(_key, path)]) for path in paths]
 
@@ -35,7 +39,7 @@ def _key(entry: Any) -> str:
 
 
 def is_on_device(leaf: Any) -> bool:
-    """Whether *leaf* lies elsewhere than on the CPU.
+    """Return whether *leaf* lies on another device than the CPU.
 
     Raises
     ------
@@ -44,16 +48,16 @@ def is_on_device(leaf: Any) -> bool:
     """
     devices = leaf.devices()
     if len(devices) != 1:
-        raise UnsupportedError(f"an array of shape {leaf.shape} lies on {len(devices)} devices: bpsfast sums arrays of "
-                               "one device for each rank; start one process for each device")
+        raise UnsupportedError(f"an array of shape {leaf.shape} lies on {len(devices)} devices; bpsfast sums arrays of "
+                               "one device for each rank. Start one process for each device")
     (device,) = devices
     return bool(device.platform != "cpu")
 
 
-def _push_pull_on_devices(site: PushPullCall, leaves: Sequence[Any]) -> list[Any]:
+def _push_pull_on_devices(call: PushPullCall, leaves: Sequence[Any]) -> list[Any]:
     """Sum *leaves*, some of which lie on GPUs, outside jit, by DLPack; the sums lie where the leaves do."""
-    handles = [push_pull_async(leaf, site.average, each.name, site.priority, compression=each.codec)
-               for leaf, each in zip(leaves, site.leaves)]
+    handles = [push_pull_async(leaf, call.average, each.name, call.priority, compression=each.codec)
+               for leaf, each in zip(leaves, call.leaves)]
     sums = [handle.wait() for handle in handles]
     return [jax.dlpack.from_dlpack(total) if is_on_device(leaf) else jax.device_put(total, leaf.sharding)
             for leaf, total in zip(leaves, sums)]
@@ -61,22 +65,22 @@ def _push_pull_on_devices(site: PushPullCall, leaves: Sequence[Any]) -> list[Any
 
 def push_pull(tree: Any, average: bool = True, name: str | None = None, priority: int | None = None,
               compression: Choice | None = None, *, op: int | None = None) -> Any:
-    """Return *tree* with each leaf summed over all ranks, or averaged. Differentiable in reverse mode; works in jit.
+    """Return *tree* with each leaf averaged (or summed) over all ranks. Differentiable in reverse mode; works in jit.
 
-    All leaves are under way at once. Ranks must make their push_pulls of JAX arrays in one order: that in which their
-    programs run outside jit, and in which Python passes through them while JAX traces inside.
+    All leaves travel at once. All ranks must make their push_pulls of JAX arrays in the same order: outside jit the
+    order of the calls, inside jit the order in which JAX traces them.
 
     Parameters
     ----------
     tree
-        Arrays of the same shapes and dtypes on all ranks. None is no leaf, and stays. Nothing is copied on the way in.
+        Arrays of the same shapes and dtypes on all ranks. None is not a leaf, and stays. Inputs are not copied.
     average
-        Divide by the number of ranks; integers are divided downwards (floor).
+        Divide by the number of ranks; integers are rounded down (floor).
     name
-        What the names of the leaves begin with, which are those of the job's tensors: ``name.layer.w`` for
-        ``{"layer": {"w": ...}}``. None: names are made of the way to the leaf, and of what the whole tree is.
+        The prefix of the names of the leaves in the job: ``name.layer.w`` for ``{"layer": {"w": ...}}``. None: names
+        are made of the path to the leaf and a digest of the whole tree.
     priority
-        Higher goes first where bytes compete. None: the earlier a name is first used, the more urgent it is.
+        Higher goes first. None: names that were used earlier are more urgent.
     compression
         As of `bpsfast.push_pull`; chosen by the names of the leaves.
     op
@@ -84,47 +88,47 @@ def push_pull(tree: Any, average: bool = True, name: str | None = None, priority
 
     Returns
     -------
-    New arrays. Outside jit they are ready when this returns, those of GPUs when their device has come so far.
+    New arrays. Outside jit they are ready when this returns; on GPUs they are ordered on the device.
 
     Raises
     ------
     UnsupportedError
-        For leaves of a dtype that bpsfast does not sum (or not without jax_enable_x64), inside vmap, or inside jit for
-        another platform than the CPU.
+        For a dtype that bpsfast does not sum (or not without jax_enable_x64), inside vmap, and inside jit for another
+        platform than the CPU.
     ConfigError
-        If two leaves have one name, or *op* or *compression* is not possible.
+        If two leaves have the same name, or *op* or *compression* is invalid.
     MismatchError, BusyError, ClosedError, StallError, PeerLostError
-        As `bpsfast.push_pull`. Inside jit JAX makes a `jax.errors.JaxRuntimeError` of them, with their class and text.
+        As `bpsfast.push_pull`. Inside jit JAX raises a `jax.errors.JaxRuntimeError` with their class and text.
     """
     given, structure = jax.tree_util.tree_flatten(tree)
     if not given:
         return tree
     process.current()
     key = structure, tuple([_kind(leaf) for leaf in given]), average, name, priority, op
-    site = _sites.get(key) if compression is None else None
-    if site is not None:
+    call = _calls.get(key) if compression is None else None
+    if call is not None:
         leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in given]
     else:
         names = names_of(tree, "jax" if name is None else name)
         leaves = [_array(leaf, each) for leaf, each in zip(given, names)]
         kinds = [(tuple(leaf.shape), _wire_name(leaf, each)) for leaf, each in zip(leaves, names)]
-        site = _site(names, kinds, averages(average, op), name is not None, priority, compression)
+        call = _call_of(names, kinds, averages(average, op), name is not None, priority, compression)
         if compression is None:
-            _sites[key] = site
-    return jax.tree_util.tree_unflatten(structure, summed(site, leaves))
+            _calls[key] = call
+    return jax.tree_util.tree_unflatten(structure, summed(call, leaves))
 
 
-def summed(site: PushPullCall, leaves: Sequence[Any]) -> list[Any]:
-    """Return the sums (means) of the arrays *leaves*, which are those that *site* says; inside jit and outside."""
+def summed(call: PushPullCall, leaves: Sequence[Any]) -> list[Any]:
+    """Return the sums (means) of the arrays *leaves* of *call*; inside and outside jit."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return list(primitive.differentiable(site, *leaves))
+        return list(primitive.differentiable(call, *leaves))
     if any(is_on_device(leaf) for leaf in leaves):
-        return _push_pull_on_devices(site, leaves)
-    return primitive.run(site, leaves)
+        return _push_pull_on_devices(call, leaves)
+    return primitive.run(call, leaves)
 
 
-#: Sites by what they come from: a training loop calls push_pull with the same trees thousands of times.
-_sites: dict[Any, PushPullCall] = {}
+#: Calls by tree and arguments, as a training loop makes the same ones thousands of times.
+_calls: dict[Any, PushPullCall] = {}
 
 
 def _kind(leaf: Any) -> tuple[Any, ...]:
@@ -139,7 +143,7 @@ def _array(leaf: Any, name: str) -> Any:
         raise UnsupportedError(f"leaf {name!r} is a {type(leaf).__name__}: only arrays and numbers are summed")
     array = jnp.asarray(leaf)
     if isinstance(leaf, np.ndarray | np.generic) and array.dtype != leaf.dtype:
-        raise UnsupportedError(f"leaf {name!r} is {leaf.dtype}, of which JAX makes {array.dtype}: convert it, set "
+        raise UnsupportedError(f"leaf {name!r} is {leaf.dtype}, which JAX converts to {array.dtype}: convert it, set "
                                "jax_enable_x64, or use bpsfast.push_pull")
     return array
 
@@ -151,7 +155,7 @@ def _wire_name(leaf: Any, name: str) -> str:
         raise UnsupportedError(f"leaf {name!r}: {exc}") from None
 
 
-def _site(names: Sequence[str], kinds: Sequence[tuple[tuple[int, ...], str]], mean: bool, is_named: bool,
+def _call_of(names: Sequence[str], kinds: Sequence[tuple[tuple[int, ...], str]], mean: bool, is_named: bool,
           priority: int | None, compression: Choice | None) -> PushPullCall:
     check_choice(compression)
     if len(set(names)) < len(names):
@@ -166,8 +170,63 @@ def _site(names: Sequence[str], kinds: Sequence[tuple[tuple[int, ...], str]], me
         else:
             codecs = chosen_among(compression, dict(zip(names, kinds)), least)
     leaves = tuple(Leaf(name, shape, dtype, codecs.get(name)) for name, (shape, dtype) in zip(names, kinds))
-    site = PushPullCall(leaves, mean, priority)
+    call = PushPullCall(leaves, mean, priority)
     if is_named:
-        return site
-    # Trees of another kind are other tensors.
-    return replace(site, leaves=tuple(replace(leaf, name=f"{leaf.name} of {site.digest[:12]}") for leaf in leaves))
+        return call
+    # Other trees are other tensors.
+    return replace(call, leaves=tuple(replace(leaf, name=f"{leaf.name} of {call.digest[:12]}") for leaf in leaves))
+
+
+def broadcast(tree: Any, root_rank: int = 0, name: str = "tree") -> Any:
+    """Return rank *root_rank*'s *tree* on all ranks. All ranks call their broadcasts in the same order. Not inside jit.
+
+    Parameters
+    ----------
+    tree
+        Arrays of any dtype on any device, keys of `jax.random`, and numbers, of the same structure, shapes and dtypes
+        on all ranks: parameters and optax's states, for example. Leaves stay on their devices.
+    name
+        Must be the same on all ranks.
+
+    Raises
+    ------
+    MismatchError
+        If the ranks' trees differ; the error names the first leaf that does.
+    UnsupportedError
+        Inside jit, and for leaves that are not arrays or numbers.
+    ConfigError, StallError, PeerLostError
+        As `bpsfast.broadcast`.
+    """
+    session = process.current()
+    check_root(session, root_rank)
+    given, structure = jax.tree_util.tree_flatten(tree)
+    names = names_of(tree, name)
+    hosts = [_host_copy(leaf, each) for leaf, each in zip(given, names)]
+    received = broadcast_arrays(list(zip(names, hosts)), root_rank, f"leaves of {name}")
+    if session.size == 1 or session.rank == root_rank:
+        return tree
+    return jax.tree_util.tree_unflatten(structure, [_like(leaf, host) for leaf, host in zip(given, received)])
+
+
+def _host_copy(leaf: Any, name: str) -> np.ndarray[Any, Any]:
+    if isinstance(leaf, jax.core.Tracer):
+        raise UnsupportedError(f"broadcast of {name!r} inside jit, grad or vmap: call it outside, before training")
+    if isinstance(leaf, jax.Array) and _is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    elif not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+        raise UnsupportedError(f"leaf {name!r} is a {type(leaf).__name__}: only arrays and numbers are broadcast")
+    return np.ascontiguousarray(leaf).reshape(np.shape(leaf))
+
+
+def _is_key(leaf: jax.Array) -> bool:
+    return bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _like(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
+    """Return the value of *host* with the type of *leaf*, on its devices."""
+    if not isinstance(leaf, jax.Array):
+        return host if isinstance(leaf, np.ndarray) else host[()] if isinstance(leaf, np.generic) else host.item()
+    if _is_key(leaf):
+        key = jax.random.wrap_key_data(jax.numpy.asarray(host), impl=jax.random.key_impl(leaf))
+        return jax.device_put(key, leaf.sharding)
+    return jax.device_put(host, leaf.sharding)

@@ -51,9 +51,9 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: boo
 
 def distributed_gradients(average: bool = True, name: str = "gradient", priority: int | None = None,
                           compression: Choice | None = None, *, op: int | None = None) -> optax.GradientTransformation:
-    """Return a transformation that replaces gradients by their mean (sum) over all ranks; for `optax.chain`.
+    """Return a transformation for `optax.chain` that replaces gradients by their mean (sum) over all ranks.
 
-    Parameters are those of `push_pull`; two models that are trained side by side need two names.
+    Parameters are those of `push_pull`. Two models that are trained at the same time need different names.
     """
     check_choice(compression)
     mean = averages(average, op)
@@ -66,34 +66,34 @@ def distributed_gradients(average: bool = True, name: str = "gradient", priority
 
 
 class PassesState(NamedTuple):
-    """What `DistributedOptimizer` keeps between passes."""
+    """The state of `DistributedOptimizer` between backward passes."""
 
     #: Backward passes since the last update.
     n_passes: Any
     #: The sum of their gradients.
     gradients: Any
-    #: That of the optimizer.
+    #: The optimizer's state.
     inner: Any
 
 
 def DistributedOptimizer(optimizer: optax.GradientTransformation, name: str = "gradient",
                          compression: Choice | None = None, backward_passes_per_step: int = 1, *, average: bool = True,
                          op: int | None = None, priority: int | None = None) -> optax.GradientTransformation:
-    """Return *optimizer* for gradients that are averaged over all ranks first.
+    """Return *optimizer* with gradients averaged over all ranks first.
 
-    With *backward_passes_per_step* n, gradients of n calls of ``update`` are added on this rank, as BytePS does (not
-    averaged: divide the loss by n if they should be); the nth sums them over the ranks and updates, the others return
+    With *backward_passes_per_step* n, the gradients of n calls of ``update`` are added on this rank, as BytePS does
+    (not averaged: divide the loss by n for that). The nth call sums them over the ranks and updates; the others return
     zeros. The other parameters are those of `push_pull`.
 
     Raises
     ------
     ConfigError
-        If an argument is not possible.
+        If an argument is invalid.
     """
     if backward_passes_per_step < 1:
-        raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: at least one pass makes a step")
+        raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: a step has at least one pass")
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise ConfigError(f"{optimizer!r} is no optimizer of optax: it has no init and update")
+        raise ConfigError(f"{optimizer!r} is not an optimizer of optax: it has no init and update")
     summed = optax.chain(distributed_gradients(average, name, priority, compression, op=op), optimizer)
     if backward_passes_per_step == 1:
         return summed

@@ -1,4 +1,4 @@
-"""The backend that Keras computes with, and how tensors of it are summed."""
+"""The backend that Keras computes with, and the interface by which its tensors are summed; joining the job."""
 from __future__ import annotations
 
 import hashlib
@@ -15,7 +15,7 @@ from ..orchestration.codec import CodecSpec
 from ..orchestration.errors import UnsupportedError
 from ..trainer import process
 from ..trainer.process import local_rank, local_size, rank, size
-from .variables import common_names, different
+from .variables import common_names, make_unique
 
 #: A tensor's shape and the wire name of its dtype.
 Kind = tuple[tuple[int, ...], str]
@@ -23,9 +23,10 @@ Kind = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class GradientSet:
-    """Tensors that are summed at once. Hashable: backends keep for each what they need to sum it.
+    """Gradients of one step that are summed together, in the order in which the forward pass uses their variables.
 
-    *names* are common to all ranks; *prefix* makes the job's names of them.
+    Hashable, as backends keep for each set what they need to sum it. *names* are the same on all ranks; with *prefix*
+    they are the job's names.
     """
 
     prefix: str
@@ -41,7 +42,7 @@ class GradientSet:
 
     @cached_property
     def has_error_feedback(self) -> bool:
-        """Whether a codec wants to know the learning rate."""
+        """Whether a codec needs the learning rate."""
         return any(codec is not None and codec.error_feedback for codec in self.codecs)
 
 
@@ -49,10 +50,10 @@ def gradient_set(paths: Sequence[str], kinds: Sequence[Kind], prefix: str | None
                  choice: Choice | None) -> GradientSet:
     """Return the set of the gradients of variables with these *paths*, of these *kinds*.
 
-    Without a *prefix* it is made of names and kinds. Models that are alike then have the same names, which is right:
-    one call is over before the next begins. Only what codecs have kept back of one is added to the other.
+    Without a *prefix* one is made of names and kinds. Equal models then have the same names, which is correct, as one
+    call ends before the next begins; but what codecs have kept back of one model is added to the other.
     """
-    own, names = different(paths), common_names(paths)
+    own, names = make_unique(paths), common_names(paths)
     codecs = chosen_among(choice, dict(zip(own, kinds)), process.current().settings.min_compress_bytes)
     chosen = tuple(codecs.get(path) for path in own)
     if prefix is None:
@@ -60,8 +61,9 @@ def gradient_set(paths: Sequence[str], kinds: Sequence[Kind], prefix: str | None
         prefix = f"gradient of {digest}"
     return GradientSet(f"{prefix}.", tuple(names), tuple(kinds), average, chosen)
 
+
 #: Keras's backends, and the module that sums tensors of each.
-_EXCHANGES = {"jax": "jax_backend", "tensorflow": "tensorflow_backend", "torch": "torch_backend"}
+_MODULES = {"jax": "jax_backend", "tensorflow": "tensorflow_backend", "torch": "torch_backend"}
 
 
 class TensorBackend(Protocol):
@@ -80,12 +82,12 @@ class TensorBackend(Protocol):
         """Return the wire name of *tensor*'s dtype; raises `UnsupportedError` if it is not summed."""
 
     def is_symbolic(self, tensor: Any) -> bool:
-        """Whether *tensor* has no values yet: a program is being traced."""
+        """Return whether *tensor* is part of a program that is being traced, and has no values."""
 
     def reduced(self, chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
-        """Return the sums (means) of *tensors* over all ranks, new ones; inside compiled programs, too.
+        """Return the sums (means) of *tensors* over all ranks as new tensors; inside compiled programs, too.
 
-        *learning_rate* returns that of the step, for error feedback, as far as the backend can hand it on.
+        *learning_rate* returns the step's learning rate, for error feedback, where the backend supports it.
         """
 
     def reduced_if(self, condition: Any, chosen: GradientSet, tensors: Sequence[Any],
@@ -94,33 +96,33 @@ class TensorBackend(Protocol):
 
 
 @cache
-def exchange() -> TensorBackend:
-    """Return what sums tensors of the backend that Keras has been imported with.
+def tensor_backend() -> TensorBackend:
+    """Return the module that sums tensors of the backend with which Keras was imported.
 
     Raises
     ------
     UnsupportedError
-        If it computes with another one.
+        If bpsfast has none for that backend.
     """
     name = keras.backend.backend()
-    if name not in _EXCHANGES:
+    if name not in _MODULES:
         raise UnsupportedError(f"Keras computes with {name!r} here; bpsfast.keras sums tensors of "
-                               f"{', '.join(_EXCHANGES)}: set KERAS_BACKEND before the first import of keras")
-    return cast("TensorBackend", importlib.import_module(f".{_EXCHANGES[name]}", __package__))
+                               f"{', '.join(_MODULES)}: set KERAS_BACKEND before the first import of keras")
+    return cast("TensorBackend", importlib.import_module(f".{_MODULES[name]}", __package__))
 
 __all__ = ["barrier", "init", "local_rank", "local_size", "rank", "shutdown", "size"]
 
 
 def init(lazy: bool = True, **settings: object) -> None:
-    """Join the job (`bpsfast.init`). BytePS connects later if *lazy*; here it is always now, so errors show now."""
-    exchange().init(**settings)
+    """Join the job (`bpsfast.init`). BytePS's *lazy* is ignored: the connection is always made at once."""
+    tensor_backend().init(**settings)
 
 
 def shutdown() -> None:
-    """Leave the job (`bpsfast.shutdown`), once the programs that the backend has started have ended."""
-    exchange().shutdown()
+    """Leave the job (`bpsfast.shutdown`), after the programs that the backend has started."""
+    tensor_backend().shutdown()
 
 
 def barrier(timeout_s: float | None = None) -> None:
     """Wait until all ranks have called this (`bpsfast.barrier`)."""
-    exchange().barrier(timeout_s)
+    tensor_backend().barrier(timeout_s)

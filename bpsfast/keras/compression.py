@@ -1,7 +1,7 @@
-"""Compression of Keras's gradients: what travels instead of a tensor, and how the tensor is made of the sum of that.
+"""Compression of Keras's gradients, on every backend and inside its compiled programs.
 
-As in `bpsfast.torch.compression`, but for the tensors of every backend, inside its compiled programs: a compressor is a
-class (or an object) with the functions compress and decompress, written with `keras.ops`; codecs are the nodes'.
+A compressor is a class (or an object) with the functions compress and decompress, written with `keras.ops`, that run in
+the ranks, as in `bpsfast.torch.compression`. Codecs run in the nodes.
 """
 from __future__ import annotations
 

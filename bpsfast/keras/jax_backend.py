@@ -1,4 +1,4 @@
-"""Arrays of JAX, summed inside jit and outside: as one push_pull of `bpsfast.jax`."""
+"""Sums of Keras's tensors on JAX, inside and outside jit, as one push_pull of `bpsfast.jax`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -7,13 +7,13 @@ from typing import Any
 import jax
 
 from ..base.dtypes import wire_name
-from ..jax.basics import barrier as barrier, init as init, shutdown as shutdown
+from ..jax import barrier as barrier, init as init, shutdown as shutdown
 from ..jax.ops import summed
 from ..jax.primitive import PushPullCall
 from ..trainer.bundle import Leaf
 from .backend import GradientSet
 
-_sites: dict[GradientSet, PushPullCall] = {}
+_calls: dict[GradientSet, PushPullCall] = {}
 
 
 def dtype_of(tensor: Any) -> str:
@@ -22,19 +22,19 @@ def dtype_of(tensor: Any) -> str:
 
 
 def is_symbolic(tensor: Any) -> bool:
-    """Whether *tensor* is one of a program that is being traced."""
+    """See `backend.TensorBackend`."""
     return isinstance(tensor, jax.core.Tracer)
 
 
 def reduced(chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
-    """Return the sums (means) of *tensors*; raises as `bpsfast.jax.push_pull`. Nodes do not hear of *learning_rate*,
-    which is an array of the program.
+    """Return the sums (means) of *tensors*; raises as `bpsfast.jax.push_pull`. *learning_rate* is an array of the
+    program and is not used.
     """
-    site = _sites.get(chosen)
-    if site is None:
+    call = _calls.get(chosen)
+    if call is None:
         leaves = (Leaf(name, *kind, codec) for name, kind, codec in zip(chosen.wire_names, chosen.kinds, chosen.codecs))
-        site = _sites.setdefault(chosen, PushPullCall(tuple(leaves), chosen.average, None))
-    return summed(site, tensors)
+        call = _calls.setdefault(chosen, PushPullCall(tuple(leaves), chosen.average, None))
+    return summed(call, tensors)
 
 
 def reduced_if(condition: Any, chosen: GradientSet, tensors: Sequence[Any],

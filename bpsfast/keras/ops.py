@@ -1,4 +1,4 @@
-"""push_pull and broadcast of values, with the signatures of `byteps.keras`. What is in programs is not for them."""
+"""push_pull and broadcast of values outside compiled programs, with the signatures of `byteps.keras`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ import numpy as np
 
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import broadcaster, handle as operations
-from .backend import exchange
+from .backend import tensor_backend
 from .variables import broadcast_variables, host_copy, state_of
 
 
 def push_pull(value: Any, name: str | None = None, average: bool = True) -> Any:
-    """Return the mean (sum) of *value* over all ranks; integers are divided downwards (floor).
+    """Return the mean (sum) of *value* over all ranks; means of integers are rounded down (floor).
 
     Parameters
     ----------
     value
-        A tensor of Keras's backend or a variable (then a tensor is returned), a NumPy array, a number, or a list of
-        numbers, which become an array of the dtype that Keras gives them (then an array is returned). Of the same shape
-        and dtype on all ranks.
+        A tensor of Keras's backend or a variable, for which a tensor is returned; or a NumPy array, a number or a list
+        of numbers, for which an array is returned. Keras chooses the dtype of numbers. Shape and dtype are the same on
+        all ranks.
     name
-        What makes the calls of different ranks one operation; None: as of `bpsfast.push_pull`.
+        The name that the calls of all ranks have in common; None: as of `bpsfast.push_pull`.
 
     Raises
     ------
@@ -36,9 +36,9 @@ def push_pull(value: Any, name: str | None = None, average: bool = True) -> Any:
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return rank *root_rank*'s *value* on all ranks, which call their broadcasts in one order.
+    """Return rank *root_rank*'s *value* on all ranks. All ranks call their broadcasts in the same order.
 
-    What is given and returned is as of `push_pull`; *name* is only checked to agree.
+    Takes and returns the same types as `push_pull`. *name* must be the same on all ranks.
 
     Raises
     ------
@@ -47,25 +47,25 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     MismatchError, ConfigError, StallError, PeerLostError
         As `bpsfast.broadcast`.
     """
-    host = np.array(_host(value, "broadcast"))  # of its own: it is written into
+    host = np.array(_host(value, "broadcast"))  # a copy, which is overwritten
     return _like(value, broadcaster.broadcast(host, root_rank, name))
 
 
 def broadcast_global_variables(root_rank: int, of: Any = None) -> None:
-    """Overwrite variables on all ranks by those of rank *root_rank*.
+    """Overwrite variables on all ranks with those of rank *root_rank*.
 
     Parameters
     ----------
     of
-        A model, whose weights and optimizer's variables are meant, or a list of variables. Keras 3 has no list of all
-        variables, as TensorFlow 1 had: without *of* this is an error, as it is in BytePS outside of graphs.
+        A model, for its weights and its optimizer's variables, or a list of variables. It is required, as Keras 3 has
+        no list of all variables.
 
     Raises
     ------
     UnsupportedError
         Without *of*.
     ConfigError
-        If it is something else, or a model that is not built; if there is no rank *root_rank*.
+        If *of* is something else, or a model that is not built; if there is no rank *root_rank*.
     MismatchError, StallError, PeerLostError
         As `variables.broadcast_variables`.
     """
@@ -84,7 +84,7 @@ def broadcast_global_variables(root_rank: int, of: Any = None) -> None:
 
 def _host(value: Any, what: str) -> np.ndarray[Any, Any]:
     if _is_tensor(value):
-        if exchange().is_symbolic(getattr(value, "value", value)):
+        if tensor_backend().is_symbolic(getattr(value, "value", value)):
             raise UnsupportedError(f"{what} of a tensor of shape {tuple(value.shape)} inside a function that is being "
                                    "compiled: call it outside; DistributedOptimizer sums inside, too")
         return host_copy(value)

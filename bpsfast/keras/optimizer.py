@@ -11,14 +11,14 @@ import keras
 from ..compression.choice import Choice
 from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ..trainer import process
-from .backend import exchange, gradient_set
+from .backend import gradient_set, tensor_backend
 from .compression import Compression, CompressionLike, CompressorLike, NoneCompressor, parted
 from .variables import path_of
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is done to gradients: scaled by *prescale*, compressed, summed or averaged, scaled by *postscale*."""
+    """How gradients are reduced: scaled by *prescale*, compressed, summed or averaged, scaled by *postscale*."""
 
     prefix: str | None = None
     average: bool = True
@@ -29,23 +29,23 @@ class Reduction:
 
     def of(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Callable[[], Any],
            condition: Any = None) -> list[Any]:
-        """Return *gradients* reduced over all ranks; a None is left out, and stays.
+        """Return *gradients* reduced over all ranks; None stays.
 
         Parameters
         ----------
         gradients
-            Of *variables*, in the same order; the same are None on all ranks.
+            The gradients of *variables*, in the same order. The same ones are None on all ranks.
         learning_rate
-            Returns that of the step, for error feedback.
+            Returns the step's learning rate, for error feedback.
         condition
-            Not None: they are reduced where it is true, else returned as they are.
+            If given, gradients are reduced where it is true, and returned unchanged where it is false.
 
         Raises
         ------
         MismatchError
-            If gradients do not fit to the variables; nothing is sent then.
+            If gradients do not fit the variables. Nothing is sent.
         UnsupportedError
-            For a dtype that is not summed, and for variables that are overwritten by their gradients (float8).
+            For a dtype that is not summed, and for variables that their gradients overwrite (float8).
         BusyError, ClosedError, StallError, PeerLostError
             As `bpsfast.push_pull`.
         """
@@ -70,7 +70,7 @@ class Reduction:
             tensor, context = self.compressor.compress(_scaled(dense[place], self.prescale))
             small.append(tensor)
             contexts.append(context)
-        backend = exchange()
+        backend = tensor_backend()
         kinds = [(tuple(tensor.shape), _dtype(paths[place], tensor)) for place, tensor in zip(places, small)]
         chosen = gradient_set([paths[place] for place in places], kinds, self.prefix, self.average, self.choice)
         if condition is None:
@@ -87,20 +87,21 @@ def _check(name: str, gradient: Any, variable: Any) -> None:
         raise MismatchError(f"the gradient of {name!r} has shape {tuple(gradient.shape)}, the variable "
                             f"{tuple(variable.shape)}")
     if getattr(variable, "overwrite_with_gradient", False):
-        raise UnsupportedError(f"variable {name!r} is overwritten by its gradient, as the scales of float8 are: their "
-                               "mean is none of them, so DistributedOptimizer does not train such models; use another "
-                               "dtype policy, as mixed_bfloat16")
+        raise UnsupportedError(f"variable {name!r} is overwritten by its gradient, as scales of float8 are, and a mean "
+                               "of scales is wrong. DistributedOptimizer does not train such models: use another dtype "
+                               "policy, such as mixed_bfloat16")
 
 
 def _dtype(name: str, tensor: Any) -> str:
     try:
-        return exchange().dtype_of(tensor)
+        return tensor_backend().dtype_of(tensor)
     except UnsupportedError as exc:
         raise UnsupportedError(f"the gradient of {name!r}: {exc}") from None
 
 
 def _scaled(tensor: Any, factor: float) -> Any:
     return tensor if factor == 1.0 else tensor * factor
+
 
 _LossScaler = keras.optimizers.LossScaleOptimizer
 
@@ -111,22 +112,22 @@ else:
 
 
 class Distributed(_Optimizer):
-    """What comes before the class of the user's optimizer (see `DistributedOptimizer`)."""
+    """The base that is put before the class of the user's optimizer (see `DistributedOptimizer`)."""
 
     _bpsfast_reduction: ClassVar[Reduction]
     _bpsfast_base: ClassVar[type]
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """That of the user's optimizer: Keras saves it as what it is, and loads it without bpsfast."""
+        """The class of the user's optimizer, so that Keras saves it as that, and loads it without bpsfast."""
         return self._bpsfast_base
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         """Reduce *grads* over all ranks, then apply them as the optimizer does.
 
-        With gradient_accumulation_steps they are reduced only where the sum of the passes is applied.
+        With gradient_accumulation_steps they are reduced only when the sum of the passes is applied.
         """
-        is_known = self.built or trainable_variables is not None  # else Keras says what is missing
+        is_known = self.built or trainable_variables is not None  # else Keras raises
         if len(grads) and is_known and not self._bpsfast_accumulates():
             variables = self._trainable_variables if trainable_variables is None else trainable_variables
             grads = self._bpsfast_reduced(grads, variables)
@@ -134,31 +135,31 @@ class Distributed(_Optimizer):
 
     def stateless_apply(self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:
         """As `apply`, without side effects (JAX)."""
-        # Loss scaling looks at the gradients here, without `apply`: all ranks must see the same.
+        # Loss scaling checks the gradients here, not in `apply`: all ranks must see the same ones.
         if isinstance(self, _LossScaler) and self.built:
             grads = self._bpsfast_reduced(grads, self._trainable_variables)
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def build(self, variables: Any) -> Any:
-        """Make the optimizer's variables."""
+        """Create the optimizer's variables."""
         _refuse_loss_scaling_around(self)
         return super().build(variables)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "loss_scale_factor":  # Keras takes it away from an optimizer that it wraps for loss scaling
+        if name == "loss_scale_factor":  # Keras sets it on an optimizer that it wraps for loss scaling
             _refuse_loss_scaling_around(self)
         super().__setattr__(name, value)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Give *var_list* its final values, with use_ema their moving averages."""
+        """Give *var_list* its final values: with use_ema the moving averages."""
         super().finalize_variable_values(var_list)
         averages = (getattr(each, "use_ema", False) for each in (self, getattr(self, "inner_optimizer", None)))
-        # On JAX Keras lets a variable and its average share one buffer, which the next fit would donate twice.
+        # On JAX a variable and its average share one buffer, which the next fit would donate twice.
         for variable in var_list if keras.backend.backend() == "jax" and any(averages) else ():
             variable.assign(keras.ops.copy(variable.value))
 
     def _bpsfast_accumulates(self) -> bool:
-        """Whether Keras accumulates gradients, and clips the mean of the passes by `_clip_gradients`."""
+        """Return whether Keras accumulates gradients, and clips the mean of the passes by `_clip_gradients`."""
         is_keras_own = getattr(self._bpsfast_base, "apply", None) is keras.optimizers.Optimizer.apply
         return is_keras_own and bool(self.gradient_accumulation_steps)
 
@@ -166,16 +167,16 @@ class Distributed(_Optimizer):
         return self._bpsfast_reduction.of(gradients, variables, self._bpsfast_learning_rate, condition)
 
     def _bpsfast_learning_rate(self) -> Any:
-        """Return that of the step; 0 where there are several, which is none to error feedback."""
+        """Return the step's learning rate; 0, which error feedback ignores, for several optimizers."""
         return 0.0 if hasattr(self, "optimizers") else self.learning_rate
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
-        # Not by setattr, which would make them variables of the optimizer.
+        # setattr would make them variables of the optimizer.
         self.__dict__["_bpsfast_applied"] = list(trainable_variables)
         return super()._backend_apply_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
-        """Clip what is applied: with accumulation the mean of the passes, which is reduced first."""
+        """Clip the gradients that are applied. With accumulation the mean of the passes is reduced first."""
         if self._bpsfast_accumulates():
             is_last = (self._iterations + 1) % self.gradient_accumulation_steps == 0
             grads = self._bpsfast_reduced(grads, self.__dict__["_bpsfast_applied"], is_last)
@@ -185,20 +186,20 @@ class Distributed(_Optimizer):
 def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
                          compression: CompressionLike = Compression.none, sparse_as_dense: bool = False, *,
                          average: bool = True) -> Any:
-    """Let *optimizer* average its gradients over all ranks before it applies them; return it.
+    """Make *optimizer* average its gradients over all ranks before it applies them; return it.
 
-    It is the same object, with its state, and stays of its class for Keras: it is saved as what it was.
+    It stays the same object, with its state and, for Keras, its class: it is saved as what it was.
 
     Parameters
     ----------
     optimizer
-        An optimizer of Keras 3, also a `LossScaleOptimizer` around another: then all ranks see the same gradients, and
+        An optimizer of Keras 3, or a `LossScaleOptimizer` around another: then all ranks see the same gradients, and
         skip the same steps.
     name
-        What the names of the gradients begin with, which are the job's. None: it is made of what the model's variables
-        are. Models that are alike and trained side by side need it if a codec keeps errors (error feedback).
+        The prefix of the names of the gradients in the job. None: it is made of the model's variables. Equal models
+        that are trained at the same time need it if a codec keeps errors (error feedback).
     device_dense, device_sparse
-        BytePS's. Tensors are summed from where they are.
+        BytePS's; ignored. Tensors are summed from where they are.
     compression
         A compressor (`Compression.fp16`), or a choice of codecs by the paths of variables (`bpsfast.compression`).
     sparse_as_dense
@@ -209,15 +210,15 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     Raises
     ------
     ConfigError
-        If *optimizer* is none of Keras 3, or distributed already; if *compression* is not possible.
+        If *optimizer* is not one of Keras 3, or distributed already; if *compression* is invalid.
     """
     return distribute(optimizer, Reduction(name, average, *parted(compression)))
 
 
 def distribute(optimizer: Any, reduction: Reduction, n_passes: int = 1) -> Any:
-    """Let *optimizer* reduce its gradients as *reduction* says before it applies them; return it.
+    """Make *optimizer* reduce its gradients by *reduction* before it applies them; return it.
 
-    With several passes it averages those of *n_passes* backward passes first: what *reduction* gets is a mean.
+    With several passes it first averages the gradients of *n_passes* backward passes: *reduction* gets a mean.
 
     Raises
     ------
@@ -225,7 +226,7 @@ def distribute(optimizer: Any, reduction: Reduction, n_passes: int = 1) -> Any:
         As `DistributedOptimizer`, and for several passes if *optimizer* is built, or accumulates by itself.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ConfigError(f"{optimizer!r} is no optimizer of Keras {keras.__version__}: give an object, such as "
+        raise ConfigError(f"{optimizer!r} is not an optimizer of Keras {keras.__version__}: give an object, such as "
                           "keras.optimizers.SGD(0.1); those of tf_keras (Keras 2) are not taken")
     inner = getattr(optimizer, "inner_optimizer", None)
     if is_distributed(optimizer):
@@ -259,12 +260,12 @@ def wrap_for_tensorflow(optimizer: Any, name: str | None, average: bool, compres
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether *optimizer* is a DistributedOptimizer."""
+    """Return whether *optimizer* is a DistributedOptimizer."""
     return issubclass(type(optimizer), Distributed)
 
 
 def _refuse_loss_scaling_around(optimizer: Any) -> None:
-    """Raise `UnsupportedError` if a LossScaleOptimizer around *optimizer* is calling."""
+    """Raise `UnsupportedError` if the caller is a LossScaleOptimizer around *optimizer*."""
     frame = sys._getframe(2)
     outer = frame.f_locals.get("self")
     if isinstance(outer, _LossScaler) and outer is not optimizer:
@@ -282,15 +283,14 @@ def _wrong_order(optimizer: Any) -> UnsupportedError:
 def load_model(filepath: Any, custom_optimizers: Sequence[type] | None = None,
                custom_objects: Mapping[str, Any] | None = None, compression: CompressionLike = Compression.none,
                **options: Any) -> Any:
-    """Return the model of *filepath*, as `keras.models.load_model`, whose optimizer is a DistributedOptimizer, with its
-    state.
+    """Return the model of *filepath*, as `keras.models.load_model`, with its optimizer as a DistributedOptimizer.
 
     Each rank reads the file. It may have been saved with a DistributedOptimizer or without.
 
     Parameters
     ----------
     custom_optimizers
-        Classes of optimizers that are not Keras's, and not registered with it.
+        Classes of optimizers that are not registered with Keras.
     custom_objects
         As of Keras.
     compression
@@ -301,7 +301,7 @@ def load_model(filepath: Any, custom_optimizers: Sequence[type] | None = None,
     Raises
     ------
     ConfigError
-        If *custom_optimizers* are no classes of optimizers, or *compression* is not possible; nothing is read then.
+        If *custom_optimizers* are not classes of optimizers, or *compression* is invalid. Nothing is read.
     """
     reduction = Reduction(None, True, *parted(compression))
     return loaded(filepath, custom_optimizers, custom_objects, reduction, options)
@@ -313,7 +313,7 @@ def loaded(filepath: Any, custom_optimizers: Sequence[type] | None, custom_objec
     objects: dict[str, Any] = {}
     for kind in custom_optimizers or ():
         if not (isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer)):
-            raise ConfigError(f"custom_optimizers has {kind!r}, which is no class of optimizers of Keras")
+            raise ConfigError(f"custom_optimizers has {kind!r}, which is not a class of optimizers of Keras")
         objects[kind.__name__] = kind
     model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})}, **options)
     if getattr(model, "optimizer", None) is not None:

@@ -1,4 +1,4 @@
-"""Tensors of TensorFlow, summed eagerly and inside `tf.function`, by `bpsfast.tensorflow`."""
+"""Sums of Keras's tensors on TensorFlow, eagerly and inside `tf.function`, by `bpsfast.tensorflow`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ def dtype_of(tensor: Any) -> str:
 
 
 def is_symbolic(tensor: Any) -> bool:
-    """Whether *tensor* is one of a function that is being traced."""
+    """See `backend.TensorBackend`."""
     return bool(tf.is_symbolic_tensor(tensor))
 
 
 def reduced(chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable[[], Any]) -> list[Any]:
-    """Return the sums (means) of *tensors*; raises as `tensorflow.exchange.reduced`."""
+    """Return the sums (means) of *tensors*; raises as `bpsfast.tensorflow.ops.reduced`."""
     return summed(tensors, chosen.wire_names, chosen.average,
                   compression=dict(zip(chosen.wire_names, chosen.codecs)) if any(chosen.codecs) else None,
                   learning_rate=tf.cast(learning_rate(), tf.float32) if chosen.has_error_feedback else None)
@@ -31,5 +31,5 @@ def reduced(chosen: GradientSet, tensors: Sequence[Any], learning_rate: Callable
 
 def reduced_if(condition: Any, chosen: GradientSet, tensors: Sequence[Any],
                learning_rate: Callable[[], Any]) -> list[Any]:
-    """As `reduced`: Keras comes to the end of the passes only where there is one."""
+    """As `reduced`: Keras traces both branches, and calls this only in the one where *condition* is true."""
     return reduced(chosen, tensors, learning_rate)

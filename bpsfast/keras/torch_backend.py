@@ -1,4 +1,4 @@
-"""Tensors of PyTorch, summed: as the gradients of a model, in the session's shared memory (`trainer.gradients`)."""
+"""Sums of Keras's tensors on PyTorch, as gradients of a model in shared memory (`trainer.gradients`)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from ..trainer.tensor_input import TensorInput, tensor_input
 from .backend import GradientSet
 
 _gradients: dict[GradientSet, Gradients] = {}
-_session: list[Session] = []  # that of `_gradients`
+_session: list[Session] = []  # the session of `_gradients`
 
 
 def dtype_of(tensor: Any) -> str:
@@ -28,13 +28,13 @@ def dtype_of(tensor: Any) -> str:
 
 
 def is_symbolic(tensor: Any) -> bool:
-    """Whether *tensor* has no values."""
+    """See `backend.TensorBackend`."""
     return bool(tensor.device.type == "meta")
 
 
 def reduced(chosen: GradientSet, tensors: Sequence[torch.Tensor],
             learning_rate: Callable[[], Any]) -> list[torch.Tensor]:
-    """Return the sums (means) of *tensors*, new ones. What the next forward pass needs first travels first.
+    """Return the sums (means) of *tensors* as new tensors. What the next forward pass uses first travels first.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def reduced(chosen: GradientSet, tensors: Sequence[torch.Tensor],
     gradients = _gradients_of(chosen, inputs)
     if chosen.has_error_feedback:
         gradients.learning_rate = float(learning_rate())
-    for name, source in reversed(list(zip(chosen.names, inputs))):  # as backward comes to them
+    for name, source in reversed(list(zip(chosen.names, inputs))):  # the order of the backward pass
         if source.place is not None:
             gradients.fill_from(name, source)
         else:
@@ -64,7 +64,7 @@ def reduced(chosen: GradientSet, tensors: Sequence[torch.Tensor],
 
 def reduced_if(condition: Any, chosen: GradientSet, tensors: Sequence[torch.Tensor],
                learning_rate: Callable[[], Any]) -> list[torch.Tensor]:
-    """As `reduced`: PyTorch comes to the end of the passes only where there is one."""
+    """As `reduced`: on PyTorch Keras calls this only where *condition* is true."""
     return reduced(chosen, tensors, learning_rate)
 
 

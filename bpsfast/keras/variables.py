@@ -1,4 +1,8 @@
-"""Variables of Keras on all ranks: those of one rank, given to the others."""
+"""Variables of Keras: names that are the same on all ranks, and the broadcast of one rank's variables.
+
+Keras numbers the names that it makes (``dense_2``) by what the process has made before. A rank that has loaded one more
+model would have other numbers, so names are made of paths without numbers.
+"""
 from __future__ import annotations
 
 import re
@@ -22,17 +26,17 @@ def path_of(variable: Any) -> str:
 
 
 def without_numbers(path: str) -> str:
-    """Return *path* without the numbers at the ends of its words."""
+    """Return *path* without the numbers that Keras appends to words."""
     return _NUMBER.sub("", path)
 
 
 def common_names(paths: Sequence[str]) -> list[str]:
-    """Return names for *paths*, all different: without numbers, those that were there before with a count."""
-    return different([without_numbers(path) for path in paths])
+    """Return a different name for each of *paths*: without Keras's numbers, repeated ones with a count."""
+    return make_unique([without_numbers(path) for path in paths])
 
 
-def different(names: Sequence[str]) -> list[str]:
-    """Return *names*; those that were there before with a count behind them."""
+def make_unique(names: Sequence[str]) -> list[str]:
+    """Return *names*, repeated ones with a count appended: "a", "a#2"."""
     counts: dict[str, int] = {}
     found = []
     for name in names:
@@ -42,12 +46,12 @@ def different(names: Sequence[str]) -> list[str]:
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
-    """Overwrite *variables* on all ranks by those of rank *root_rank*, in one stream.
+    """Overwrite *variables* on all ranks with those of rank *root_rank*, in one broadcast.
 
     Raises
     ------
     MismatchError
-        If the ranks' variables differ in path, dtype or shape; the text names the first that does. None is changed.
+        If the ranks' variables differ in path, dtype or shape; the error names the first that does. None is changed.
     ConfigError, StallError, PeerLostError
         As `bpsfast.broadcast`.
     """
@@ -61,24 +65,25 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
 
 
 def state_of(model: Any) -> list[Any]:
-    """Return the variables of *model* and of its optimizer. States of random generators are each rank's own.
+    """Return the variables of *model* and its optimizer, without states of random generators, which are each rank's
+    own.
 
     Raises
     ------
     ConfigError
-        If *model* is no model of Keras 3, or is not built.
+        If *model* is not a model of Keras 3, or is not built.
     """
     if not isinstance(model, keras.Model):
         raise ConfigError(f"expected a keras.Model, got {type(model).__name__}")
     if not is_built(model):
-        raise ConfigError(f"model {model.name!r} is not built: it has no variables yet to be broadcast; give it an "
+        raise ConfigError(f"model {model.name!r} is not built, so it has no variables to broadcast. Give it an "
                           "Input, call model.build(), or use BroadcastGlobalVariablesCallback")
     optimizer = getattr(model, "optimizer", None)
     return [*model.weights, *(optimizer.variables if optimizer is not None else ())]
 
 
 def is_built(model: Any) -> bool:
-    """Whether all variables of *model* are there."""
+    """Return whether *model* has all its variables."""
     return bool(model.built) and all(layer.built for layer in model._flatten_layers())
 
 

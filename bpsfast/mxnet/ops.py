@@ -21,12 +21,12 @@ from ..trainer.tensor_input import TensorInput
 
 
 def memory_of(tensor: Any) -> TensorInput:
-    """Wait for all that MXNet still does with *tensor*, and return where it lies: it may be read and written.
+    """Wait until MXNet has finished with *tensor*, and return its memory, which may be read and written.
 
     Raises
     ------
     UnsupportedError
-        If it is no NDArray, sparse, not on the CPU, or of a dtype that is not summed.
+        If it is not an NDArray, sparse, not on the CPU, or of a dtype that is not summed.
     """
     if not isinstance(tensor, mxnet.nd.NDArray):
         raise UnsupportedError(f"expected an mxnet.nd.NDArray (bpsfast.push_pull takes others), got "
@@ -49,11 +49,11 @@ def _wire_name(dtype: Any) -> str:
     names = np.dtype(dtype).names  # MXNet's bfloat16 is a structure of one uint16
     return "bfloat16" if names == ("bfloat16",) else wire_name(dtype)
 
-_codecs: dict[str, CodecSpec] = {}  # of names, as `byteps_declare_tensor` was told
+_codecs: dict[str, CodecSpec] = {}  # by name, from `byteps_declare_tensor`
 
 
 def byteps_declare_tensor(name: str, **kwargs: Any) -> None:
-    """Fix the place of *name*: of equal priority, what was declared earlier goes first. On all ranks in one order.
+    """Declare *name*: of equal priority, names that were declared earlier go first. In the same order on all ranks.
 
     *kwargs* are BytePS's keywords of compression (`bpsfast.compression.from_byteps`).
     """
@@ -68,8 +68,8 @@ def byteps_push_pull(tensor: Any, version: int = 0, priority: int = 0, name: str
                      is_average: bool = True) -> None:
     """Replace *tensor* by its sum (mean) over all ranks.
 
-    BytePS queues this with MXNet's engine; here it is done when the call returns (`push_pull_all` overlaps several).
-    *version* is BytePS's, and changes nothing.
+    BytePS queues this with MXNet's engine; here it is complete when the call returns (`push_pull_all` overlaps
+    several). *version* is BytePS's, and ignored.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def byteps_push_pull(tensor: Any, version: int = 0, priority: int = 0, name: str
 
 def push_pull_all(tensors: Sequence[tuple[str | None, Any, int]], is_average: bool = True,
                   compression: Choice | None = None, learning_rate: float | None = None) -> None:
-    """Replace each of *tensors* (name, tensor, priority) by its sum (mean); all are under way at once."""
+    """Replace each of *tensors* (name, tensor, priority) by its sum (mean); all travel at once."""
     tensors_of_job = process.current().tensors
     memories = [memory_of(tensor) for _, tensor, _ in tensors]
     handles = []
@@ -95,14 +95,14 @@ def push_pull_all(tensors: Sequence[tuple[str | None, Any, int]], is_average: bo
 
 
 def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
-    """Overwrite *params* on all ranks by those of rank *root_rank*, in the order of their names.
+    """Overwrite *params* on all ranks with those of rank *root_rank*, in the order of their names.
 
-    A Gluon ParameterDict (``net.collect_params()``) is taken, too, once its parameters are initialized.
+    *params* may be a Gluon ParameterDict (``net.collect_params()``) whose parameters are initialized.
 
     Raises
     ------
     UnsupportedError
-        If *params* is no mapping, or a parameter's shape is not known yet.
+        If *params* is not a mapping, or a parameter's shape is not known yet.
     MismatchError
         If the ranks' tensors differ.
     """

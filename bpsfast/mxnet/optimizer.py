@@ -1,4 +1,4 @@
-"""BytePS's DistributedOptimizer for MXNet: an optimizer whose gradients are averaged over all ranks first."""
+"""BytePS's DistributedOptimizer and DistributedTrainer for MXNet, which average gradients over all ranks first."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from .ops import memory_of, push_pull_all
 
 
 class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
-    """*optimizer*, for averages: every update averages ``gradient_<index>`` of all ranks first.
+    """*optimizer* with updates that first average ``gradient_<index>`` over all ranks.
 
-    *prefix* is put before these names; two models that are trained side by side need two.
+    *prefix* is put before these names. Two models that are trained at the same time need different ones.
     """
 
     def __init__(self, optimizer: Any, prefix: str = "") -> None:
         if not isinstance(optimizer, mxnet.optimizer.Optimizer):
-            raise ConfigError(f"{optimizer!r} is no optimizer of MXNet: use mxnet.optimizer.create(...)")
+            raise ConfigError(f"{optimizer!r} is not an optimizer of MXNet: use mxnet.optimizer.create(...)")
         self._optimizer = optimizer
         self._prefix = prefix
 
@@ -69,17 +69,17 @@ class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
 
 
 class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
-    """Gluon's Trainer, whose gradients are averaged over all ranks, and whose parameters begin as rank *root_rank*'s.
+    """Gluon's Trainer with gradients averaged over all ranks, and with the initial parameters of rank *root_rank*.
 
     Parameters
     ----------
     params, optimizer, optimizer_params
-        As of Gluon's. Of a `DistributedOptimizer` the optimizer inside is used.
+        As Gluon's. For a `DistributedOptimizer` its inner optimizer is used.
     compression_params
-        BytePS's keywords of compression (`bpsfast.compression.from_byteps`). With ``momentum`` that of the optimizer is
-        taken out of *optimizer_params*: the compressor does it.
+        BytePS's keywords of compression (`bpsfast.compression.from_byteps`). With ``momentum`` the compressor applies
+        the momentum, which is removed from *optimizer_params*.
     prefix
-        Put before the names ``gradient_<i>``; two models that are trained side by side need two.
+        Put before the names ``gradient_<i>``. Two models that are trained at the same time need different ones.
     """
 
     def __init__(self, params: Any, optimizer: Any, optimizer_params: Mapping[str, Any] | None = None,
@@ -94,7 +94,7 @@ class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
         self._root_rank, self._prefix = root_rank, prefix
 
     def _allreduce_grads(self) -> None:
-        """Average the gradients of all ranks: what Gluon calls before it updates."""
+        """Average the gradients of all ranks. Gluon calls it before updates."""
         tensors = []
         for i, param in enumerate(self._params):
             if param.grad_req == "null":
@@ -107,7 +107,7 @@ class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
         push_pull_all(tensors, compression=self._codec and {"*": self._codec}, learning_rate=self.learning_rate)
 
     def _init_params(self) -> None:
-        """Broadcast the parameters that are initialized by now: what Gluon calls before each step, until all are."""
+        """Broadcast the parameters that are initialized. Gluon calls it before each step until all are."""
         waiting: list[Any] = []
         for param in self._params_to_init:
             if param._deferred_init:

@@ -6,7 +6,7 @@
     plans         two-phase commits                       plan_installer, unit_installer, owner_changes
                                                           from a plan to memory and parts of the engine
     runtime       the engine and what it needs            dispatch       what is written next to each node
-    regions, memory_limits                                memory         generation, partition_role, codec_state
+    regions       memory                                  generation, partition_role, codec_state
                                                           what a unit uses here, and why
     gpu_direct    device memory that cards read           metrics        Prometheus and health
     affinity, cpu_quota, capacity                         CPUs, shares of the machine, rates told to the scheduler

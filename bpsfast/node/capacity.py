@@ -33,7 +33,7 @@ _TIMEOUT_S = 5.0
 
 
 class NodeCapacity(NamedTuple):
-    """Rates in bytes/s; 0: not known, not limited, no matter. `probes`: the first is to be measured with others.
+    """Rates in bytes/s; 0: not known, not limited, or fast enough. `probes`: the first is measured with other nodes.
 
     `copy_rate_bytes`: of all summing threads together.
     """
@@ -154,7 +154,7 @@ class _Loop:
                 self._in, peer = server.accept()
                 if peer == self._out.getsockname():
                     break
-                self._in.close()  # somebody else's
+                self._in.close()  # a connection of another process
         self._in.settimeout(_TIMEOUT_S)
         self._out.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _SEND_NBYTES)
 

@@ -47,7 +47,7 @@ def take(settings: Settings) -> Settings:
         changes["engine_threads"] = settings.engine_threads or settings.cores
         log.info("keeping to CPUs %s", format_cpus(cpus))
     if settings.nice:
-        # SCHED_IDLE: whoever wakes up on our CPU gets it at once, and the kernel counts such a CPU as idle when it
+        # SCHED_IDLE: any thread that wakes up on this CPU gets it at once, and the kernel counts it as idle when it
         # looks for one. Niceness alone would leave us a time slice now and then.
         for_each_thread(_yield_to_all)
         _yield_as_group(tree)

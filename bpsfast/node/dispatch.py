@@ -334,7 +334,7 @@ class Dispatcher:
         self._handle_events()
         destination = self._destinations.get(source)
         if destination is None:
-            return  # it is lost meanwhile: nothing is to be written
+            return  # it was lost meanwhile: there is nothing to write
         destination.link = link
         link.start(self._engine, source)
         self._card.resume(source)

@@ -38,7 +38,7 @@ class GpuDirect:
         self._links = links
         self._names: set[str] = set()
         self._owner: int | None = None  # the local rank whose device it is
-        self._reasons: set[str] = set()  # that were told
+        self._reasons: set[str] = set()  # that were logged
         self._n_parts: Counter[bool] = Counter()
 
     @property
@@ -54,7 +54,7 @@ class GpuDirect:
         """Record that *names* are retired."""
         self._names.difference_update(names)
 
-    def take_in(self, local_rank: int, message: ShareDevice, fd: int) -> Chunk:
+    def register(self, local_rank: int, message: ShareDevice, fd: int) -> Chunk:
         """Register the memory behind *fd*, which this object closes in any case, and return its chunk.
 
         Raises
@@ -66,7 +66,7 @@ class GpuDirect:
         try:
             self._require(local_rank, message)
             shadow = Shadow(fd, message.nbytes, maps=not message.gpu)
-            chunk = self._regions.take_in(shadow, message.result_nbytes)
+            chunk = self._regions.add_device_memory(shadow, message.result_nbytes)
         except (BpsError, OSError, ValueError) as exc:
             if shadow is not None:
                 shadow.close()

@@ -1,4 +1,4 @@
-"""The ranks of this machine and the server processes beside its node: their requests, and what they are told."""
+"""The ranks of this machine and the server processes beside its node: their requests, and the answers."""
 from __future__ import annotations
 
 import logging

@@ -146,8 +146,8 @@ class Node:
         self._ledger = ControlLog(__version__, self._fingerprint)
         self._scheduler_failover = SchedulerFailover(self, self._ledger, self._peers, self._plans,
                                                      settings.start_timeout_s)
-        self._recovery = Recovery(self, self._runtime, self._plans, self._peers.part_with,
-                                  self._peers.take_in, self._epochs)
+        self._recovery = Recovery(self, self._runtime, self._plans, self._peers.drop_peer,
+                                  self._peers.add_peer, self._epochs)
         self._peers.on_connected = self._recovery.connected
         self._welcome: messages.Welcome | None = None
         self._exporter: metrics.Exporter | None = None
@@ -155,7 +155,7 @@ class Node:
         self._ran_at = time.monotonic()  # when the control loop ran last
         self._dialled: tuple[zmq.Socket[bytes], ...] = ()
         self._unread: list[messages.Message] = []
-        self._is_alone = False  # the scheduler is gone for good
+        self._is_alone = False  # the scheduler is lost, and there will be no other
         self._n_control = 0
         self._exit_code: int | None = None
         self._leave_at = 0.0

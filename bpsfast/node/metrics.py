@@ -47,7 +47,7 @@ _PATIENCE_S = 10.0
 
 
 def check(settings: Settings) -> None:
-    """Raise `ConfigError` if numbers cannot be written where they are to be; warn if the library is missing."""
+    """Raise `ConfigError` if the text file cannot be written; warn if the library is missing."""
     if not settings.metrics_port and not settings.metrics_textfile:
         return
     if not _has_library():
@@ -165,7 +165,7 @@ class Exporter:
         try:
             self._take()
             write_to_textfile(self._path, self._metrics.registry)  # to a file beside it, then renamed
-        except Exception as exc:  # whatever it is: numbers that nobody gets end no job
+        except Exception as exc:  # whatever it is: missing numbers must not end the job
             if not self._warned:
                 log.warning("the numbers for Prometheus cannot be written to %s: %s: %s", self._path,
                             type(exc).__name__, exc)
@@ -480,7 +480,7 @@ class Collector:
         yield from self._job(reading)
 
     def _lags(self, reading: Reading) -> Iterator[Metric]:
-        """Yield who is late: ranks of this machine among each other, and all inputs of what this node owns."""
+        """Yield lateness: of this machine's ranks among each other, and of all inputs of what this node owns."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
         labels = ["node", "rank"]
@@ -509,7 +509,7 @@ class Collector:
         yield from (lag, longest, ratio, inputs, lags, last, late)
 
     def _job(self, reading: Reading) -> Iterator[Metric]:
-        """Yield who belongs to the job, how often it has gone on with others, and when it did anything last."""
+        """Yield the members of the job, how often they changed, and when the last round ended."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         member = GaugeMetricFamily("bpsfast_member_up", "1: this node of the job is there, 0: the job goes on without "

@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..orchestration import messages
 from ..orchestration.errors import ProtocolError
-from ..orchestration.messages import Extent, NodeInfo, PartPlan, Recover, UnitPlan
+from ..orchestration.messages import Extent, PartPlan, Recover, UnitPlan
 from ..orchestration.placement.partition import ROWS, round_after
-from ..pyx.engine import NOBODY, Engine
+from ..pyx.engine import NOBODY
 from ..pyx.pages import Segment
 from .dispatch import ResultResend
 from .generation import Generation, UnitResources
-from .partition_role import PartitionRole
 from .regions import Place, Regions, page_round
-from .transport import Link, WireLink, wire
+from .transport import WireLink, wire
 from .transport.shm import ShmLink
-from .unit_installer import UnitInstaller, bind
+from .unit_installer import NodeParts, UnitInstaller, bind
 
 #: Of what has not come an error names so many.
 _N_NAMED = 4
@@ -55,18 +54,13 @@ class SharedMemoryTakeover:
 
 
 class OwnerTransfer:
-    """Executes one `Recover` message. Parameters are those of `PlanInstaller`."""
+    """Executes one `Recover` message. *unit_resources*: of committed units; *takeovers*: of lost nodes of this host."""
 
-    def __init__(self, me: NodeInfo, engine: Engine, links: Mapping[int, Link], sources: Mapping[int, int],
-                 role: PartitionRole, unit_resources: Mapping[int, UnitResources], regions: Regions,
+    def __init__(self, parts: NodeParts, unit_resources: Mapping[int, UnitResources],
                  takeovers: Mapping[int, SharedMemoryTakeover], message: Recover) -> None:
-        self._me = me
-        self._engine = engine
-        self._links = links
-        self._sources = sources
-        self._role = role
+        self._me, self._engine, self._regions, self._links, self._sources, self._role, *_ = parts
+        self._node_parts = parts
         self._unit_resources = unit_resources
-        self._regions = regions
         self._takeovers = takeovers
         self._message = message
         self._owned: list[tuple[messages.OwnerChange, dict[str, Any]]] = []
@@ -77,12 +71,12 @@ class OwnerTransfer:
         #: Results that this node has to send to others after the commit.
         self.resends: list[ResultResend] = []
 
-    def prepare(self, generation: Generation, unit_installer: Callable[[dict[str, int], str], UnitInstaller]) -> None:
+    def prepare(self, generation: Generation) -> None:
         """Allocate and bind; everything is recorded in *generation* at once. Raises `CapacityError`."""
         of = {each.part: each for each in self._message.owner_changes}
         changed = [(unit, part, of[part.part]) for unit in self._message.units for part in unit.parts
                    if part.part in of]
-        made = unit_installer(self._room([(unit, part) for unit, part, _ in changed]),
+        made = UnitInstaller(self._node_parts, self._room([(unit, part) for unit, part, _ in changed]),
                             f"the change of owners in epoch {self._message.epoch}")
         for unit, part, change in changed:
             here = bool(self._role.members_of(unit.ranks).local)

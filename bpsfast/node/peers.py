@@ -67,7 +67,7 @@ class Reconnects:
     run_with_heartbeats
         See `ControlLoop`.
     on_fenced
-        Called with a node's index when nothing is to be expected any more on the channel to it.
+        Called with a node's index when nothing more comes over the channel to it.
     on_lost
         Called with a node's index and the reason when a reconnect has failed.
     """
@@ -98,7 +98,7 @@ class Reconnects:
             log.warning("node %d is not reached by tcp instead: BPSFAST_GPU_DIRECT is on, partitions lie in GPU memory",
                         index)
             return False
-        if not self._run_with_heartbeats(partial(self._runtime.part_with, link)):
+        if not self._run_with_heartbeats(partial(self._runtime.stop_link, link)):
             return False  # the peer may still write into this node's memory
         log.info("the %s link to node %d has ended: %s", link.kind, index, reason)
         reconnect = self._under_way[index] = Reconnect(link, reason)
@@ -197,43 +197,48 @@ class Peers:
         self._peering.start()
         self._changed()
 
+    @property
+    def _connector(self) -> Peering:
+        assert self._peering is not None
+        return self._peering
+
+    @property
+    def _job(self) -> messages.Welcome:
+        assert self._welcome is not None
+        return self._welcome
+
     def visit(self, message: messages.ProbeRequest) -> None:
         """Test for the scheduler whether a node answers at its data port."""
-        assert self._peering is not None
-        self._peering.visit(message.node, lambda index, outcome: self._loop.call_soon(
+        self._connector.visit(message.node, lambda index, outcome: self._loop.call_soon(
             lambda: self._node.say(messages.ProbeResult(node=index, outcome=outcome))))
 
     def came(self, link: shm.ShmLink) -> None:
         """Take the link to a node of this host that connected to the local socket."""
-        assert self._peering is not None
-        self._peering.offer(link, "a memfd exchange over this node's local socket worked")
+        self._connector.offer(link, "a memfd exchange over this node's local socket worked")
 
     def expect(self, message: messages.Joined) -> None:
         """Allow a node that joins the running job to connect."""
-        assert self._peering is not None
         self._late.add(message.node.index)
         self._nodes[message.node.index] = message.node
         self._epochs.expect(message.node.index)
-        self._peering.expect(message.node)
+        self._connector.expect(message.node)
         self._node.send(messages.NewcomerReady(node=message.node.index))
 
     def not_coming(self, message: messages.NewcomerGone) -> None:
         """Forget a node that was to join the running job."""
-        assert self._peering is not None
         self._dropped.add(message.node)
         self._late.discard(message.node)
-        self._peering.forget(message.node)
-        self._peering.give_up(message.node, "the job goes on without it")
+        self._connector.forget(message.node)
+        self._connector.give_up(message.node, "the job goes on without it")
 
-    def take_in(self, index: int) -> None:
+    def add_peer(self, index: int) -> None:
         """Make node *index*, which has joined the running job, a peer, if it is connected and not a peer yet."""
-        assert self._peering is not None
         runtime, name = self._node.runtime, f"node {index}"
-        link = self._peering.take(index).get(index) if index not in runtime.links else None
+        link = self._connector.take(index).get(index) if index not in runtime.links else None
         if link is not None:
-            transport = self._peering.describe()[name]
+            transport = self._connector.describe()[name]
             log.info("%s, which has joined the running job, by %s", name, transport)
-            error = self._node.run_with_heartbeats(lambda: _error_of(lambda: runtime.take_in(link, transport)))
+            error = self._node.run_with_heartbeats(lambda: _error_of(lambda: runtime.add_link(link, transport)))
             if error is not None:  # the job can do without it
                 self._lost(index, f"it cannot be made a peer of {self._node.name} ({transport}): {error!r}")
                 return
@@ -241,21 +246,19 @@ class Peers:
 
     def rates_known(self, message: messages.Rates) -> None:
         """Log what to expect, now that all NICs are measured."""
-        assert self._welcome is not None
         self._log_forecast([msgspec.structs.replace(node, nic_rate_bytes=rate)
-                                  for node, rate in zip(self._welcome.nodes, message.nic_rate_bytes)])
+                                  for node, rate in zip(self._job.nodes, message.nic_rate_bytes)])
 
     def source_lost_soon(self, source: int, code: int) -> None:
         """Handle the loss of *source*, of which the engine or a lane has told; *code* is an errno. Any thread."""
         self._loop.call_soon(lambda: self._source_lost(source, code))
 
-    def part_with(self, index: int) -> None:
+    def drop_peer(self, index: int) -> None:
         """Stop watching node *index*: the job goes on without it."""
         self._dropped.add(index)
         if self._peering is not None and not self._node.runtime.connected:
-            assert self._welcome is not None
-            self._welcome = msgspec.structs.replace(self._welcome, lost=(*self._welcome.lost, index))
-            self._peering.part_with(index)
+            self._welcome = msgspec.structs.replace(self._job, lost=(*self._job.lost, index))
+            self._connector.drop_peer(index)
             return
         link = self._node.runtime.links.get(index)
         if link is None:
@@ -273,8 +276,7 @@ class Peers:
 
     def announce_shutdown(self) -> None:
         """Tell all peers that the ranks of this node have left; there is no scheduler to do so."""
-        assert self._peering is not None
-        self._peering.peer_shutdowns.announce_shutdown()
+        self._connector.peer_shutdowns.announce_shutdown()
 
     @property
     def peer_shutdowns(self) -> set[int]:
@@ -288,63 +290,60 @@ class Peers:
 
     def members(self) -> tuple[Member, ...]:
         """Return the nodes of the job, including this one, and which of them are present."""
-        assert self._welcome is not None
-        gone = {*self._welcome.lost, *self._dropped, *self._lost_peers, *self._late}
+        gone = {*self._job.lost, *self._dropped, *self._lost_peers, *self._late}
         return tuple(Member(index, node.host, not node.ranks, index not in gone)
                      for index, node in sorted(self._nodes.items()))
 
     def close(self) -> None:
         """Stop connecting; close what was not handed on."""
         if self._peering is not None:
-            self._peering.close()
+            self._connector.close()
 
     # -- internal -----------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
         """Handle news of `Peering`; once every peer is connected, tell the engine and the ranks, and do what waited."""
-        assert self._peering is not None and self._welcome is not None
-        if self._peering.error is not None:
-            self._node.fail(self._peering.error)
-        for index, why in self._peering.unreached().items():
+        if self._connector.error is not None:
+            self._node.fail(self._connector.error)
+        for index, why in self._connector.unreached().items():
             self._lost(index, why)
         if self._reconnects is not None and not self._node.ending:
             self._reconnects.connected()
-            for index in sorted(self._peering.refused() - self._dropped - self.peer_shutdowns):
+            for index in sorted(self._connector.refused() - self._dropped - self.peer_shutdowns):
                 self._node.say(messages.ProbeResult(node=index, outcome="refused"))
         if self._node.runtime.connected and not self._node.ending:
             self._meet()
-        if not self._peering.done or self._node.runtime.connected or self._node.ending:
+        if not self._connector.done or self._node.runtime.connected or self._node.ending:
             return
-        for name, choice in self._peering.describe().items():
+        for name, choice in self._connector.describe().items():
             log.info("%s by %s", name, choice)
-        me, nodes = self._welcome.nodes[self._welcome.index], self._welcome.nodes
+        me, nodes = self._job.nodes[self._job.index], self._job.nodes
         if nic_probe.partners(me, nodes):
-            links, deadline = self._peering.links, time.monotonic() + self._settings.start_timeout_s
+            links, deadline = self._connector.links, time.monotonic() + self._settings.start_timeout_s
             rate = self._node.run_with_heartbeats(lambda: nic_probe.measure(me, nodes, links, deadline))
             if me.probes:
                 self._node.send(messages.Measured(nic_rate_bytes=rate))
         if not any(node.probes for node in nodes):
             self._log_forecast(nodes)
-        self._node.runtime.connect(me, self._welcome, self._peering.take(), self._peering.describe(),
+        self._node.runtime.connect(me, self._job, self._connector.take(), self._connector.describe(),
                                    self._local_ranks.ranks)
         for link in self._node.runtime.talking_links():
             self._watch(link)
-        self._reconnects = Reconnects(self._settings, self._loop, self._node.runtime, self._peering,
+        self._reconnects = Reconnects(self._settings, self._loop, self._node.runtime, self._connector,
                                       self._node.run_with_heartbeats, self._plans.without, self._lost)
-        self._local_ranks.connected(me, self._welcome, self._peering.describe())
+        self._local_ranks.connected(me, self._job, self._connector.describe())
         self._plans.connected()
         self._reconnects.connected()  # a link may have ended before it could be replaced
         self._meet()
         self.on_connected()
-        if self._welcome.is_late:
-            installer, welcome = self._node.runtime.installer, self._welcome
+        if self._job.is_late:
+            installer, welcome = self._node.runtime.installer, self._job
             self._node.run_with_heartbeats(lambda: installer.warm(welcome.kinds, welcome.share_nbytes))
             self._node.send(messages.NewcomerReady(node=me.index, is_linked=True))
 
     def _meet(self) -> None:
         """Tell the scheduler which joining nodes are connected."""
-        assert self._peering is not None
-        for index in sorted(self._late & self._peering.links.keys()):
+        for index in sorted(self._late & self._connector.links.keys()):
             self._late.discard(index)
             self._node.send(messages.NewcomerReady(node=index, is_linked=True))
 
@@ -356,15 +355,14 @@ class Peers:
 
     def _log_forecast(self, nodes: Sequence[messages.NodeInfo]) -> None:
         """Log on one node of the job what speed the placement promises, and why it may bring nothing."""
-        assert self._peering is not None and self._welcome is not None
-        if self._welcome.index != 0:
+        if self._job.index != 0:
             return
         policy = self._settings.placement
         if policy == "ps" and all(node.ranks for node in nodes):
             policy = "colocated"  # as the scheduler does without a helper
         machines = rates.machines_of(nodes)
         log.info("%s", forecast.first_line(machines, policy))
-        if any(link.kind != "shm" for link in self._peering.links.values()):  # else no NIC is in the way
+        if any(link.kind != "shm" for link in self._connector.links.values()):  # else no NIC is in the way
             for warning in (*rates.remarks(nodes, policy), *forecast.warnings(machines, policy)):
                 log.warning("%s", warning)
 
@@ -426,7 +424,7 @@ class Peers:
     def _end_unanswered(self, index: int, error: PeerLostError, was_without: bool = False) -> None:
         """End the job unless the scheduler has dropped node *index* meanwhile, or is lost.
 
-        A helper only ends itself, and says so: the job can do without it. *was_without*: the scheduler was lost at the
+        A helper only ends itself, and reports that: the job goes on. *was_without*: the scheduler was lost at the
         last check; the next one has the full time to answer.
         """
         self._node.catch_up()  # this thread may have been busy for longer than the scheduler took

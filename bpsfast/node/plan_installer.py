@@ -25,7 +25,7 @@ from .regions import Chunk, Regions
 from .transport import Link, wire
 from .transport.rdma import PeerSlots, RdmaLink
 from .transport.shm import PeerExtent, PeerExtents, PeerSegment, ShmLink
-from .unit_installer import UnitInstaller, kernel
+from .unit_installer import NodeParts, UnitInstaller, kernel
 
 log = logging.getLogger("bpsfast.node")
 
@@ -65,6 +65,7 @@ class PlanInstaller:
         self._unit_resources: dict[int, UnitResources] = {}  # of committed units
         self._takeovers: dict[int, SharedMemoryTakeover] = {}  # of nodes of this host that are lost
         self._stores = ParameterStores(engine, regions.stores)
+        self._parts = NodeParts(me, engine, regions, links, sources, self._role, self._stores, sums)
         self.parts: dict[int, Part] = {}
         self.first_parts: dict[int, int] = {}
         #: source -> bytes that go to it over a wire when all parts are pushed once.
@@ -97,7 +98,7 @@ class PlanInstaller:
         CapacityError
             If the machine cannot hold it; nothing of it was kept.
         """
-        unit_installer = self._unit_installer(self._role.room(plan), f"generation {plan.generation}")
+        unit_installer = UnitInstaller(self._parts, self._role.room(plan), f"generation {plan.generation}")
         generation = Generation(plan)
         try:
             for unit in plan.units:
@@ -114,10 +115,6 @@ class PlanInstaller:
         for index, message in self._early.pop(plan.generation, ()):
             self._take(generation, index, message)
         return generation
-
-    def _unit_installer(self, room: dict[str, int], purpose: str) -> UnitInstaller:
-        return UnitInstaller(self._me, self._engine, self._regions, self._links, self._sources, self._role,
-                            self._stores, self._sums, room, purpose)
 
     def warm(self, kinds: Iterable[tuple[str, str]], owned_nbytes: int) -> None:
         """Compile the kernels of these (dtype, op), and allocate and release memory to own so many bytes of partitions,
@@ -249,10 +246,9 @@ class PlanInstaller:
         """
         self._require_reach(message)
         generation = Generation(Plan(generation=message.generation, units=message.units), is_owner_change=True)
-        transfer = OwnerTransfer(self._me, self._engine, self._links, self._sources, self._role, self._unit_resources,
-                                self._regions, self._takeovers, message)
+        transfer = OwnerTransfer(self._parts, self._unit_resources, self._takeovers, message)
         try:
-            transfer.prepare(generation, self._unit_installer)
+            transfer.prepare(generation)
         except BaseException:
             self.drop(generation)
             raise

@@ -39,21 +39,21 @@ class Recovery:
 
     Parameters
     ----------
-    part_with
+    drop_peer
         Called with the index of each lost node before its connection is closed: stop watching it.
-    take_in
+    add_peer
         Called with the index of each node that has joined: make it a peer, unless it is one.
     epochs
         The epochs that this node knows: each change begins one, and its commit ends the earlier ones.
     """
 
-    def __init__(self, node: ControlLoop, runtime: NodeRuntime, plans: Plans, part_with: Callable[[int], None],
-                 take_in: Callable[[int], None], epochs: Epochs) -> None:
+    def __init__(self, node: ControlLoop, runtime: NodeRuntime, plans: Plans, drop_peer: Callable[[int], None],
+                 add_peer: Callable[[int], None], epochs: Epochs) -> None:
         self._node = node
         self._runtime = runtime
         self._plans = plans
-        self._part_with = part_with
-        self._take_in = take_in
+        self._drop_peer = drop_peer
+        self._add_peer = add_peer
         self._early: messages.Freeze | None = None
         self._epochs = epochs
         self._frozen: messages.Freeze | None = None
@@ -70,7 +70,7 @@ class Recovery:
             self._early = message
             self._plans.drop_early()  # their owners may be lost; the scheduler has withdrawn them
             for index in message.lost:
-                self._part_with(index)
+                self._drop_peer(index)
             return
         if self._frozen is None:
             self._since = time.monotonic()
@@ -82,10 +82,10 @@ class Recovery:
             self._prepared = None
         self._runtime.freeze(f"the job cannot go on with other owners ({message.reason})")
         for index in message.lost:
-            self._part_with(index)
+            self._drop_peer(index)
             self._node.run_with_heartbeats(lambda index=index: self._runtime.exclude(index))  # type: ignore[misc]
         for index in message.joined:
-            self._take_in(index)
+            self._add_peer(index)
         installer = self._runtime.installer
         self._node.send(messages.FreezeReport(epoch=message.epoch, near=installer.near,
                                         progress=installer.progress(message.lost, everything=bool(message.joined))))

@@ -12,19 +12,24 @@
 An arena is a list of segments, filled first fit. The memory of retired units is free again in its segment, which
 exists until the job ends: processes that mapped or registered it need not be asked, and the next units need no new
 one. Segment numbers are unique on the node over all kinds: (segment, offset) means the same to every process.
+
+The kernel kills a process that faults in a memfd beyond a cgroup's limit, so the limits of the machine and of its
+cgroups are checked before (`require_memory`). Page cache counts as free: the kernel drops it before it kills.
 """
 from __future__ import annotations
 
 import contextlib
 import mmap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
+
+import psutil
 
 from ..base.free_list import FreeList
 from ..hardware.affinity.binding import NumaMemory
 from ..orchestration.errors import CapacityError
 from ..pyx.pages import Segment, Shadow, pool_nbytes
-from . import memory_limits
 
 #: Partitions are cut at the largest page size in the job, and results lie at multiples of this machine's: so ranks can
 #: map runs of them side by side.
@@ -35,6 +40,10 @@ MIN_SEGMENT_NBYTES = 2 << 20
 MAX_SEGMENTS = 1 << 16
 #: Kinds of memory of which nothing is sent or received.
 _UNSENT = ("state", "store")
+#: Memory that is left to everything which is no segment: Python, sockets, the trainers' own allocations.
+RESERVE_NBYTES = 64 << 20
+#: cgroup v1 writes "no limit" as a huge number of pages.
+_UNLIMITED = 1 << 60
 
 
 class Place(NamedTuple):
@@ -198,7 +207,7 @@ class Regions:
 
         *has_results*: there is memory for their results already, as where ranks push them.
         """
-        room = memory_limits.free_nbytes()
+        room = free_memory_nbytes()
         if self._max_nbytes:
             room = min(room, self._max_nbytes - self.nbytes)
         by_new = max(0, room - 2 * MIN_SEGMENT_NBYTES) // max(1, n_writers + (0 if has_results else 2))
@@ -217,7 +226,7 @@ class Regions:
                 registrar.register(kind, chunk.segment)
         self._registrar = registrar
 
-    def take_in(self, shadow: Shadow, result_nbytes: int) -> Chunk:
+    def add_device_memory(self, shadow: Shadow, result_nbytes: int) -> Chunk:
         """Register memory of a rank's device as part of `direct`; results may use its first *result_nbytes*.
 
         Raises
@@ -275,7 +284,7 @@ class Regions:
         try:
             segment = self._segment(kind, nbytes, pool, home)
         except OSError as exc:  # another process took the memory after the check
-            free = min(limit.free_nbytes for limit in memory_limits.limits())
+            free = min(limit.free_nbytes for limit in memory_limits())
             raise CapacityError(f"a segment of {nbytes} bytes for {kind}s could not be made, although {free} bytes "
                                 f"are free: {exc}") from exc
         if self._registrar is not None and kind not in _UNSENT:
@@ -331,7 +340,7 @@ class Regions:
                 f"{max(0, self._max_nbytes - self.nbytes)} (segments hold {self.nbytes}): raise it, or push less"
             )
         if ordinary_nbytes:
-            memory_limits.require(ordinary_nbytes, purpose)
+            require_memory(ordinary_nbytes, purpose)
         if self._registrar is not None:
             self._registrar.require(nbytes, purpose)
 
@@ -339,3 +348,106 @@ class Regions:
 def page_round(nbytes: int) -> int:
     """Return *nbytes* rounded up to whole pages."""
     return (nbytes + PAGE_NBYTES - 1) // PAGE_NBYTES * PAGE_NBYTES
+
+
+class MemoryLimit(NamedTuple):
+    """One bound on memory: what sets it, how much it allows at all, and how much of that is still free (bytes)."""
+
+    source: str
+    nbytes: int
+    free_nbytes: int
+
+
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """Return all bounds that hold for this process. *root* is where /proc and the cgroup mounts are looked up."""
+    memory = psutil.virtual_memory()
+    return [MemoryLimit("the machine", memory.total, memory.available), *_cgroup_limits(root)]
+
+
+def free_memory_nbytes() -> int:
+    """Return how many bytes this process may still take."""
+    return max(0, min(limit.free_nbytes for limit in memory_limits()) - RESERVE_NBYTES)
+
+
+def require_memory(nbytes: int, purpose: str, root: Path = Path("/")) -> None:
+    """Return if *nbytes* more may be taken for *purpose*.
+
+    Raises
+    ------
+    CapacityError
+        Naming the tightest bound, what is needed and what is free, both in bytes.
+    """
+    tightest = min(memory_limits(root), key=lambda limit: limit.free_nbytes)
+    free = max(0, tightest.free_nbytes - RESERVE_NBYTES)
+    if nbytes > free:
+        raise CapacityError(
+            f"{purpose} needs {nbytes} bytes ({nbytes / 2**20:.1f} MiB), but {tightest.source} has {free} bytes "
+            f"({free / 2**20:.1f} MiB) free of {tightest.nbytes} (less {RESERVE_NBYTES} kept for everything else): "
+            "raise the limit, or push less at a time"
+        )
+
+
+def _cgroup_limits(root: Path) -> list[MemoryLimit]:
+    """Return the limits of the process's memory cgroup and of all its ancestors, v1 and v2."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in memberships:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            names = ("memory.max", "memory.current", "")
+            where = _mount(mounts, "cgroup2", None)
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            where = _mount(mounts, "cgroup", "memory")
+        else:
+            continue
+        if where is not None:
+            found += _ancestor_limits(root, where, path, names)
+    return found
+
+
+def _mount(mounts: list[str], kind: str, option: str | None) -> tuple[str, str] | None:
+    """Return (root inside the hierarchy, mount point) of a cgroup file system, or None if it is not mounted."""
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if len(fields) > 4 and rest and rest[0] == kind and (option is None or option in rest[-1].split(",")):
+            return fields[3], fields[4]
+    return None
+
+
+def _ancestor_limits(root: Path, where: tuple[str, str], path: str, names: tuple[str, str, str]) -> list[MemoryLimit]:
+    inside, mount_point = where
+    top = root / mount_point.lstrip("/")
+    # In a container the hierarchy is mounted from our own group on: its root is not "/".
+    relative = path.removeprefix(inside) if inside != "/" else path
+    group = top / relative.strip("/")
+    if not group.is_dir():
+        group = top
+    found = []
+    for folder in (group, *group.parents):
+        if folder != top and top not in folder.parents:
+            break
+        limit = _read_limit(folder, *names)
+        if limit is not None:
+            found.append(limit)
+    return found
+
+
+def _read_limit(folder: Path, limit_name: str, usage_name: str, prefix: str) -> MemoryLimit | None:
+    try:
+        text = (folder / limit_name).read_text().strip()
+        used = int((folder / usage_name).read_text())
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None  # the root group has no limit files, other groups may be hidden from us
+    if text == "max" or int(text) >= _UNLIMITED:
+        return None
+    stat = dict(line.split() for line in lines)
+    # Pages of memfds are on the anonymous lists, so these two are true cache.
+    cache = int(stat.get(f"{prefix}inactive_file", 0)) + int(stat.get(f"{prefix}active_file", 0))
+    return MemoryLimit(f"cgroup {folder}", int(text), max(0, int(text) - used + cache))

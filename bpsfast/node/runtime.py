@@ -30,7 +30,7 @@ from .owner_changes import OwnerTransfer
 from .plan_installer import PlanInstaller
 from .regions import MIN_SEGMENT_NBYTES, Chunk, Regions
 from .transport import Link, TalkingLink, WireLink, rdma, shm, talking, tcp, wire
-from .transport.rdma import limits as rdma_limits
+from .transport.rdma import rails as rdma_rails
 
 log = logging.getLogger("bpsfast.node")
 
@@ -85,7 +85,7 @@ class NodeRuntime:
         self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto",
                                *((affinity.homes, affinity.seat.home) if affinity is not None else ()))
         self.shm_endpoint = shm.ShmEndpoint(self._doorbell)
-        self.rails = rdma.Rails(settings, rdma_limits.least(settings.transport, MIN_SEGMENT_NBYTES),
+        self.rails = rdma.Rails(settings, rdma_rails.least_lockable_nbytes(settings.transport, MIN_SEGMENT_NBYTES),
                                 affinity.allowed if affinity is not None else frozenset())
         self.links: dict[int, Link] = {}
         self.gpu_direct = GpuDirect(settings, self.regions, self.rails, self.links)
@@ -113,6 +113,11 @@ class NodeRuntime:
         assert self._engine is not None
         return self._engine
 
+    @property
+    def _service(self) -> Dispatcher:
+        assert self._dispatcher is not None
+        return self._dispatcher
+
     def connect(self, me: NodeInfo, welcome: Welcome, links: Mapping[int, Link], transports: Mapping[str, str],
                 ranks: Sequence[LocalRank]) -> None:
         """Make ranks (in local order) and peers (in node order) the engine's sources, and start the service.
@@ -126,7 +131,6 @@ class NodeRuntime:
         """
         self.links.update(links)
         engine = self.engine
-        assert self._dispatcher is not None
         self.rails.settle()
         if self.rails.used:
             self.regions.register_with(self.rails)
@@ -142,11 +146,11 @@ class NodeRuntime:
         self._installer = PlanInstaller(me, welcome.nodes, engine, self.regions, self.links, self._source_of,
                               [rank.source for rank in ranks], sums=self._settings.sums == "on",
                               gpu_direct=self.gpu_direct)
-        self._dispatcher.start()
+        self._service.start()
         for wired in self.wires():
             wired.start(engine, self._source_of[wired.index])
 
-    def take_in(self, link: Link, transport: str) -> None:
+    def add_link(self, link: Link, transport: str) -> None:
         """Make the node behind *link*, which joins the running job, a peer; this object closes the link from now on.
 
         If this raises, the node can still be excluded.
@@ -165,27 +169,25 @@ class NodeRuntime:
 
     def _know(self, link: Link) -> None:
         """Make the node behind *link* a source of the engine, and a destination of the service."""
-        assert self._dispatcher is not None
         if isinstance(link, shm.ShmLink):
             source = self.engine.add_shm_peer(link.incoming, link.outgoing, link.doorbell)
         else:  # a wire
             source = self.engine.add_wire_peer()
-            self._dispatcher.add(source, link, self._place_of(link.index))
+            self._service.add(source, link, self._place_of(link.index))
         self._source_of[link.index] = source
         self._sources[source] = f"node {link.index}", link.index
 
-    def part_with(self, link: WireLink) -> bool:
+    def stop_link(self, link: WireLink) -> bool:
         """Stop writing and receiving over *link* until `resume`; return whether it is certain that nothing arrives."""
-        assert self._dispatcher is not None
-        self._dispatcher.hold(self._source_of[link.index])
+        self._service.hold(self._source_of[link.index])
         link.fence()
         self.rails.settle()  # before memory is registered again: its device may be gone
         return link.is_cut_off
 
     def resume(self, link: tcp.TcpLink) -> None:
-        """Use *link* in place of one that was stopped by `part_with`; what the peer awaits is written again."""
+        """Use *link* in place of one that was stopped by `stop_link`; what the peer awaits is written again."""
         old = wire(self.links[link.index])
-        assert old is not None and self._dispatcher is not None
+        assert old is not None
         awaited = old.awaited()
         for part, bound in old.bound.items():
             link.expect(part, *bound, next_round=awaited[part])
@@ -195,7 +197,7 @@ class NodeRuntime:
         self._moved[link.index]["replaced"] = before.get("replaced", 0) + 1
         self.links[link.index] = link  # closed by this object from here on
         try:
-            self._dispatcher.replace_link(self._source_of[link.index], link, link.awaited_there)
+            self._service.replace_link(self._source_of[link.index], link, link.awaited_there)
         finally:
             old.close()
 
@@ -240,8 +242,8 @@ class NodeRuntime:
         self.installer.share_chunk(chunk, "input")
 
     def share_device(self, rank: LocalRank, message: ShareDevice, fd: int) -> int:
-        """Register memory of *rank*'s device; return its segment. Closes *fd* on errors (those of `take_in`)."""
-        chunk = self.gpu_direct.take_in(rank.local_rank, message, fd)
+        """Register memory of *rank*'s device; return its segment. Closes *fd* on errors."""
+        chunk = self.gpu_direct.register(rank.local_rank, message, fd)
         self.engine.map_segment(rank.source, chunk.index, chunk.segment.address, chunk.segment.nbytes)
         return chunk.index
 
@@ -273,7 +275,6 @@ class NodeRuntime:
     def commit(self, generation: Generation, order: tuple[int, ...]) -> None:
         """Freeze and commit: from now on the parts of *generation* are summed, all in the policy's *order*."""
         engine = self.engine
-        assert self._dispatcher is not None
         self.freeze(f"generation {generation.plan.generation} cannot be committed")
         if log.isEnabledFor(logging.DEBUG):
             under_way = sum(1 for part in engine.report() if part[1])
@@ -281,7 +282,7 @@ class NodeRuntime:
                       sum(len(resources.parts) for resources in generation.unit_resources.values()), under_way)
         self.installer.committed(generation)
         self._order = order
-        self._dispatcher.commit(order, self.installer.first_parts, self.installer.shares, self.installer.readers)
+        self._service.commit(order, self.installer.first_parts, self.installer.shares, self.installer.readers)
         # The job's numbers have gaps where a generation was refused; the engine counts its own commits.
         engine.commit(engine.generation + 1, order)
 
@@ -297,8 +298,7 @@ class NodeRuntime:
         if link is None:
             return  # neither of the two has ranks
         source = self._source_of[index]
-        assert self._dispatcher is not None
-        self._dispatcher.drop(source)
+        self._service.drop(source)
         if isinstance(link, shm.ShmLink):
             link.end_process(_END_TIMEOUT_S)
             self._lost_shm_links.append(link)
@@ -320,26 +320,23 @@ class NodeRuntime:
     def succeed(self, generation: Generation, transfer: OwnerTransfer, order: tuple[int, ...]) -> None:
         """Commit a frozen engine to new owners of parts, whose owners were excluded or give them up."""
         engine = self.engine
-        assert self._dispatcher is not None
         self.installer.succeeded(generation)
         self._order = order
-        self._dispatcher.commit(order, self.installer.first_parts, self.installer.shares, self.installer.readers)
-        self._dispatcher.forget(transfer.given_up)  # before `begin` sends again what the new owner needs
+        self._service.commit(order, self.installer.first_parts, self.installer.shares, self.installer.readers)
+        self._service.forget(transfer.given_up)  # before `begin` sends again what the new owner needs
         transfer.begin()
         for resend in transfer.resends:
-            self._dispatcher.resend(resend)
+            self._service.resend(resend)
         engine.commit(engine.generation + 1, order)
 
     def retire(self, units: Sequence[int]) -> None:
         """Release all that *units* use, which all ranks have retired."""
-        assert self._dispatcher is not None
         parts = self.installer.retire(units)
-        self._dispatcher.retire(parts, self.installer.shares)
+        self._service.retire(parts, self.installer.shares)
 
     def set_credit(self, nbytes: int) -> None:
         """Allow *nbytes* under way to one peer from now on; 0: as many as the setting says."""
-        assert self._dispatcher is not None
-        self._dispatcher.set_credit(nbytes or self._settings.credit_bytes)
+        self._service.set_credit(nbytes or self._settings.credit_bytes)
 
     def missing(self, part: int, round_: int) -> tuple[Stage, tuple[int, ...], tuple[int, ...]]:
         """Return (stage, ranks, nodes): the stage of *round_* of *part* on this node, and for whom it waits."""
@@ -369,8 +366,7 @@ class NodeRuntime:
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Return the counters of engine, service, each rank of this machine and each wire."""
-        assert self._dispatcher is not None
-        found = {"engine": self.engine.counters(), "dispatch": self._dispatcher.counters()}
+        found = {"engine": self.engine.counters(), "dispatch": self._service.counters()}
         for source, rank in self._ranks.items():
             found[f"rank_{rank}"] = {"pushed_bytes": self.engine.pushed_nbytes(source),
                                      **ring.tally(self._lanes[source])}
@@ -431,14 +427,13 @@ class NodeRuntime:
 
     def stop(self) -> None:
         """Stop service, wires and engine; their trace records are kept for `write_trace`."""
-        assert self._dispatcher is not None and self._engine is not None
         self._stopped = True
-        self._dispatcher.stop()
-        self._tracing.keep(self._engine)
+        self._service.stop()
+        self._tracing.keep(self.engine)
         for link in self.wires():
             self._tracing.keep(link)
             link.close()
-        self._engine.close()
+        self.engine.close()
 
     def write_trace(self, me: NodeInfo, clock: tuple[Point, ...]) -> None:
         """Write the trace, if tracing is on; *clock*: offsets to the scheduler's clock. After `stop`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import kernels
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, UnitPlan
@@ -25,11 +25,23 @@ from .transport import Link, WireLink, wire
 from .transport.shm import ShmLink
 
 
+class NodeParts(NamedTuple):
+    """The objects of this node that plans are installed in; see `PlanInstaller`."""
+
+    me: NodeInfo
+    engine: Engine
+    regions: Regions
+    links: Mapping[int, Link]
+    sources: Mapping[int, int]
+    role: PartitionRole
+    stores: ParameterStores
+    sums: bool
+
+
 class UnitInstaller:
     """Installs the units of one plan, while its generation is prepared.
 
-    Parameters are those of `PlanInstaller`, *room* (bytes by kind of arena that will be allocated), and *purpose*, for
-    errors.
+    *room*: bytes by kind of arena that will be allocated; *purpose*: for errors.
 
     Raises
     ------
@@ -37,18 +49,11 @@ class UnitInstaller:
         If the machine cannot hold so much; nothing was allocated.
     """
 
-    def __init__(self, me: NodeInfo, engine: Engine, regions: Regions, links: Mapping[int, Link],
-                 sources: Mapping[int, int], role: PartitionRole, parameter_stores: ParameterStores, sums: bool,
-                 room: dict[str, int], purpose: str) -> None:
-        self._me = me
-        self._engine = engine
-        self._regions = regions
-        self._links = links
-        self._sources = sources
-        self._role = role
-        self._stores = parameter_stores
-        self._sums = sums
+    def __init__(self, parts: NodeParts, room: dict[str, int], purpose: str) -> None:
+        (self._me, self._engine, self._regions, self._links, self._sources, self._role, self._stores,
+         self._sums) = parts
         self._room = room  # what is not allocated yet
+        me, regions = parts.me, parts.regions
         wanted = [(arena, room[arena.kind]) for arena in (regions.results, regions.partials, regions.slots,
                                                           regions.frames, regions.states, regions.stores)]
         shown = ", ".join(f"{kind}s {nbytes}" for kind, nbytes in room.items())

@@ -9,9 +9,10 @@
 """
 from __future__ import annotations
 
+from ..trainer import process
 from ..trainer.arguments import Average, ReduceOp, Sum
+from ..trainer.process import barrier, local_rank, local_size, rank, resume, shutdown, size
 from ..trainer.stats import get_pushpull_speed
-from .basics import barrier, init, local_rank, local_size, rank, resume, shutdown, size, suspend
 from .broadcast import (
     BroadcastGlobalVariablesHook,
     broadcast,
@@ -52,3 +53,13 @@ __all__ = [
     "size",
     "suspend",
 ]
+
+
+def init(lazy: bool = True, **settings: object) -> None:
+    """Join the job (`bpsfast.init`). BytePS connects later if *lazy*; here it is always now, so errors show now."""
+    process.init(**settings)
+
+
+def suspend() -> None:
+    """Leave the job until `resume`, which declares the same names in the same order. Raises as `process.suspend`."""
+    process.suspend(shutdown)

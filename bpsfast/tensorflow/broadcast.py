@@ -1,4 +1,4 @@
-"""Everybody starts from the same state: tensors, variables and objects of one rank, given to all."""
+"""Broadcast of tensors, variables and objects of one rank to all, so that all ranks start from the same state."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,15 +14,15 @@ from ..trainer.object_broadcast import broadcast_arrays
 
 
 def broadcast(tensor: Any, root_rank: int, scope: str = "", name: str | None = None, is_variable: bool = False) -> Any:
-    """Return rank *root_rank*'s *tensor* on all ranks, which call their broadcasts in one order.
+    """Return rank *root_rank*'s *tensor* on all ranks. All ranks call their broadcasts in the same order.
 
-    Eagerly and inside `tf.function`. Of any dtype but strings, of the same dtype and shape on all ranks. With
-    *is_variable* (BytePS's) the tensor is a `tf.Variable`, which is overwritten. The gradient is none.
+    Eagerly and inside `tf.function`. Any dtype but strings; dtype and shape are the same on all ranks. With
+    *is_variable* (BytePS's) the tensor is a `tf.Variable`, which is overwritten. It has no gradient.
 
     Raises
     ------
     UnsupportedError
-        If it is no dense tensor, or one of strings.
+        If it is not a dense tensor, or has strings.
     MismatchError, ConfigError, StallError, PeerLostError
         As `bpsfast.broadcast`.
     """
@@ -34,9 +34,9 @@ def broadcast(tensor: Any, root_rank: int, scope: str = "", name: str | None = N
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "") -> Any:
-    """Overwrite *variables* on all ranks by those of rank *root_rank*, in their order; those of Keras, too.
+    """Overwrite *variables*, of TensorFlow or Keras, on all ranks with those of rank *root_rank*, in their order.
 
-    Inside `tf.function`, too. Returns None, in a graph of TensorFlow 1 an operation. Raises as `broadcast`.
+    Also inside `tf.function`. Returns None; in a graph of TensorFlow 1 an operation. Raises as `broadcast`.
     """
     found = resources(variables)
     names = [f"{scope}{place}" for place in range(len(found))]
@@ -48,22 +48,22 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "
 
 
 def resources(variables: Iterable[Any]) -> list[Any]:
-    """Return TensorFlow's variables of *variables*, which may be Keras's; raises `UnsupportedError` for others."""
+    """Return the `tf.Variable`s of *variables*, which may be Keras's; raises `UnsupportedError` for others."""
     found = [variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
              for variable in variables]
     for place, variable in enumerate(found):
         if not isinstance(variable, tf.Variable):
-            raise UnsupportedError(f"variable {place} is a {type(variable).__name__}, no tf.Variable: use broadcast")
+            raise UnsupportedError(f"variable {place} is a {type(variable).__name__}, not a tf.Variable: use broadcast")
     return found
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """As `broadcast_variables` of all global variables of a graph of TensorFlow 1.
+    """Broadcast all global variables of a graph of TensorFlow 1, as `broadcast_variables`.
 
     Raises
     ------
     UnsupportedError
-        Eagerly, where TensorFlow has no such collection.
+        In eager execution, which has no such collection.
     """
     if tf.executing_eagerly():
         raise UnsupportedError("bps.broadcast_global_variables() does not support eager execution. Please use "
@@ -74,13 +74,13 @@ def broadcast_global_variables(root_rank: int) -> Any:
 def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None) -> Any:
     """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere), which call their broadcasts in one order.
 
-    It is pickled, as by `bpsfast.torch`, and sent at once, so *session*, of TensorFlow 1, is not needed. *name* is only
-    checked to agree.
+    It is pickled, as by `bpsfast.torch`, and sent at once; *session*, of TensorFlow 1, is ignored. *name* must be the
+    same on all ranks.
 
     Raises
     ------
     UnsupportedError
-        Inside `tf.function`, where it would be sent once for each trace.
+        Inside `tf.function`, as it would be sent once for each trace.
     ConfigError, MismatchError, StallError, PeerLostError
         As `bpsfast.broadcast`.
     """
@@ -99,8 +99,7 @@ def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | Non
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Gives all ranks rank *root_rank*'s global variables once a session of TensorFlow 1 is made. *device* is BytePS's.
-    """
+    """Broadcasts rank *root_rank*'s global variables when a session of TensorFlow 1 is made. *device* is BytePS's."""
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
@@ -112,7 +111,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self._operation = broadcast_global_variables(self._root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Make it."""
+        """Run the broadcast."""
         session.run(self._operation)
 
 

@@ -1,8 +1,8 @@
-"""Compression of TensorFlow's tensors: codecs, which are the nodes' (`bpsfast.compression.choice`), and compressors,
-which run in the ranks: what they make is summed as it is.
+"""Compression of TensorFlow's tensors: codecs, which run in the nodes (`bpsfast.compression.choice`), and compressors,
+which run in the ranks.
 
-A compressor is a class (or an object) with two functions, as in BytePS; derive from `Compressor` for one of your own.
-What travels is summed, so compress should be linear; its shape and dtype depend on those of the tensor alone.
+A compressor is a class (or an object) with two functions, as in BytePS; derive your own from `Compressor`. Its output
+is summed as it is, so compress should be linear, and the output's shape and dtype must depend on the tensor's alone.
 """
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Crossing the barrier: a step begins before the sums of the last one are there, and waits for each variable's where it
-is used.
-"""
+"""CrossBarrier: a step begins before the sums of the last step are complete, and waits for each where it is used."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -19,7 +17,7 @@ Update = Callable[[Any, Any], Any]
 
 
 class CrossBarrier:
-    """Variables whose gradients are averaged over all ranks, and applied where each variable is read in the next step.
+    """Variables whose gradients are averaged over all ranks, and applied when the variable is read in the next step.
 
         crossing = bps.CrossBarrier(variables, lambda variable, gradient: variable.assign_sub(0.1 * gradient))
 
@@ -38,11 +36,11 @@ class CrossBarrier:
     Parameters
     ----------
     variables
-        Of known shapes, in the order of their first use in a step, the same on all ranks. Each is read once in every
-        step that computes gradients; what a step's loss does not depend on has a gradient of zeros.
+        Of known shapes, in the order of their first use in a step, the same on all ranks. Each must be read once in
+        every step that computes gradients. A variable on which the loss does not depend has a gradient of zeros.
     update
-        Called with a variable and its averaged gradient, while tracing once for each variable. It changes that variable
-        (and what belongs to it, such as its momentum) alone; variables that it needs are made before.
+        Called with a variable and its averaged gradient; while tracing once for each variable. It may change only that
+        variable and its state, such as its momentum. Variables that it needs must exist before.
     op
         Average or Sum.
 
@@ -51,7 +49,7 @@ class CrossBarrier:
     ConfigError
         If there are no variables, or *op* is neither.
     UnsupportedError
-        If one is no `tf.Variable` of known shape and of a dtype that is summed.
+        If one is not a `tf.Variable` of known shape and of a dtype that is summed.
     """
 
     def __init__(self, variables: Sequence[Any], update: Update, *, op: int = Average) -> None:
@@ -80,8 +78,8 @@ class CrossBarrier:
     def read(self, variable: Any) -> Any:
         """Wait for the sum of *variable*'s last gradient, apply it, and return the value, to be used in this step.
 
-        Its gradient is sent when the tape comes to it. Inside `tf.function` errors are `tf.errors` with our class and
-        text, but for ConfigError.
+        Its gradient is sent when the tape computes it. Inside `tf.function` errors other than ConfigError are
+        `tf.errors` with our class and text.
 
         Raises
         ------
@@ -105,9 +103,8 @@ class CrossBarrier:
         return used(variable.value())
 
     def settle(self) -> None:
-        """Wait for all sums that are under way, and apply them: after the last step, outside of `tf.function`.
-
-        And after a forward pass without gradients, such as an evaluation by `read`: the next step reads anew.
+        """Wait for all sums under way, and apply them. Call it after the last step, outside of `tf.function`, and after
+        a forward pass without gradients, such as an evaluation by `read`.
         """
         if tf.inside_function():
             raise UnsupportedError("CrossBarrier.settle() inside tf.function: call it outside, after the last step")
@@ -139,7 +136,7 @@ class CrossBarrier:
         return gradient
 
     def _waited(self, title: str) -> tuple[bool, Array]:
-        """Return whether there is a sum of the last step, and it."""
+        """Return whether there is a sum of the last step, and the sum."""
         (array,) = empty([self._kinds[title]])
         if title in self._read:
             raise BusyError(f"variable {title!r} was read twice in one step: use the tensor that the first read has "
@@ -147,7 +144,7 @@ class CrossBarrier:
         self._read.add(title)
         if not self._sent:
             return False, array
-        if len(self._sent) < len(self._kinds):  # what the loss does not depend on counts as zeros
+        if len(self._sent) < len(self._kinds):  # the loss does not depend on the others
             self._gradients.zero_missing()
             self._sent = set(self._kinds)
         self._gradients.deliver(title, address_of(array), array.nbytes)
@@ -174,7 +171,7 @@ class CrossBarrier:
 
 
 class _Wait:
-    """What TensorFlow calls in the order of the program."""
+    """The function that TensorFlow calls for a read, in the order of the program."""
 
     __name__ = "bpsfast_wait"
 
@@ -186,7 +183,7 @@ class _Wait:
 
 
 class _Send:
-    """What TensorFlow calls with a gradient."""
+    """The function that TensorFlow calls with a gradient."""
 
     __name__ = "bpsfast_send"
 

@@ -1,6 +1,6 @@
-"""`byteps.tensorflow.distribute`: TensorFlow's MirroredStrategy, whose gradients are averaged over all ranks.
+"""MirroredStrategy with gradients averaged over all ranks (`byteps.tensorflow.distribute`).
 
-    strategy = MirroredStrategy(devices=["/cpu:0"])           # one process for each device, as BytePS wants it
+    strategy = MirroredStrategy(devices=["/cpu:0"])           # one process for each device, as in BytePS
     with strategy.scope():
         model = ...
 """
@@ -23,23 +23,22 @@ __all__ = ["MirroredStrategy"]
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]
-    """As `tf.distribute.MirroredStrategy` of one device, with the other ranks of the job beside it.
+    """A `tf.distribute.MirroredStrategy` of one device, which reduces over all ranks of the job.
 
-    What optimizers and `tf.distribute.ReplicaContext.all_reduce` reduce is reduced over all ranks, which come to it in
-    one order, eagerly and inside `tf.function`: all tensors of a call travel together. For `tf.distribute` each rank is
-    a job of one replica: ``num_replicas_in_sync`` is 1, batches are those of one rank, and `reduce` and `gather`, by
-    which programs report, are this rank's own. Variables begin as each rank makes them: `broadcast_variables` gives
-    all ranks those of one.
+    Optimizers and `tf.distribute.ReplicaContext.all_reduce` reduce over all ranks, in the same order on all, eagerly
+    and inside `tf.function`; all tensors of a call travel together. For `tf.distribute` each rank is a job of one
+    replica: ``num_replicas_in_sync`` is 1, batches are those of one rank, and `reduce` and `gather`, for reports, are
+    this rank's own. Each rank initializes its variables: use `broadcast_variables` to start from those of one rank.
 
     Parameters
     ----------
     devices
-        One device. None: the GPU that this process sees, else the CPU.
+        One device. None: the GPU that is visible to this process, else the CPU.
     cross_device_ops
-        TensorFlow's; None, because they are bpsfast's.
+        TensorFlow's; must be None, as bpsfast reduces.
     op
-        What SUM means over the ranks. Average: their mean, as `DistributedOptimizer` has it, so learning rates stay.
-        Sum: what BytePS does. MEAN is always the mean.
+        What SUM means over the ranks. Average: their mean, as in `DistributedOptimizer`, so learning rates stay. Sum:
+        their sum, as in BytePS. MEAN is always the mean.
 
     Raises
     ------
@@ -63,7 +62,7 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]
 
 
 def _one_of(devices: Sequence[str] | None) -> str:
-    """Return the device, or raise why there is not one."""
+    """Return the one device; raise if there are others."""
     if devices is None:
         gpus = tf.config.list_logical_devices("GPU")
         found = [gpu.name for gpu in gpus] or ["/device:CPU:0"]
@@ -71,7 +70,7 @@ def _one_of(devices: Sequence[str] | None) -> str:
         found = [devices] if isinstance(devices, str) else list(devices)
     if len(found) != 1:
         raise UnsupportedError(
-            f"{len(found)} devices {found[:4]}: there is one process for each device. Start as many ranks as devices, "
+            f"{len(found)} devices {found[:4]}: each process has one device. Start as many ranks as devices, "
             "and give each its own, by tf.config.set_visible_devices(gpus[bps.local_rank()], 'GPU') for example")
     known = [each.name for each in tf.config.list_logical_devices()]
     name = tf.DeviceSpec.from_string(found[0])
@@ -82,14 +81,14 @@ def _one_of(devices: Sequence[str] | None) -> str:
 
 
 class _Across(MirroredExtended):  # type: ignore[misc]
-    """What a strategy of one device does, and the reduction over the ranks behind it."""
+    """The strategy's implementation for one device, which reduces over the ranks."""
 
     def __init__(self, strategy: Any, device: str, average: bool) -> None:
         super().__init__(strategy, devices=[device], cross_device_ops=tf.distribute.ReductionToOneDevice())
         self._average = average
 
     def _use_merge_call(self) -> bool:
-        """Come to `_batch_reduce_to` inside XLA, too, which then says that it has no such operation."""
+        """Use `_batch_reduce_to` inside XLA, too, which then reports that it has no such operation."""
         return True
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
@@ -99,7 +98,7 @@ class _Across(MirroredExtended):  # type: ignore[misc]
 
 
 def _names_of(values: Sequence[Any], mean: bool) -> list[str]:
-    """Return names that are the same on all ranks, in every call and trace; shapes come behind them."""
+    """Return names that are the same on all ranks, in every call and trace; shapes are appended later."""
     kinds = [(wire_dtype(value.dtype, "what is reduced"), isinstance(value, tf.IndexedSlices)) for value in values]
     digest = hashlib.sha256(repr((kinds, mean)).encode()).hexdigest()[:8]
     return [f"MirroredStrategy.{digest}.{place}" for place in range(len(values))]

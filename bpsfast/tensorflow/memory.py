@@ -1,4 +1,4 @@
-"""Memory of TensorFlow's tensors as NumPy's arrays, and the other way: without a copy where TensorFlow allows it."""
+"""TensorFlow's tensors as NumPy arrays, and arrays as tensors, without a copy where TensorFlow allows it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from ..trainer.tensor_input import tensor_input
 
 Array = np.ndarray[Any, Any]
 
-#: Memory that TensorFlow takes over begins at a multiple of this: its kernels end the process over any other.
+#: Memory that TensorFlow takes over must be aligned to this: with other memory its kernels abort the process.
 _ALIGNMENT = 64
-#: Results from this size on have memory of their own; smaller ones of one call share some.
+#: Results of at least this size have memory of their own; smaller ones of a call share some.
 _OWN_NBYTES = 64 << 10
 
 
@@ -29,18 +29,18 @@ def wire_dtype(dtype: Any, what: str) -> str:
 
 
 def array_of(tensor: Any) -> Array:
-    """Return the elements of *tensor*, an eager one, to be read only: on the CPU a view; it keeps the tensor alive."""
+    """Return the elements of the eager *tensor*, to be read only: on the CPU a view, which keeps the tensor alive."""
     if not tensor.backing_device.endswith("CPU:0"):
         with tf.device("CPU:0"):
             tensor = tf.identity(tensor)
     try:
         return np.asarray(memoryview(tensor))
-    except ValueError:  # bfloat16, of which the buffer protocol knows nothing
+    except ValueError:  # bfloat16, which the buffer protocol does not have
         return tensor_input(tensor).array()
 
 
 def empty(kinds: Sequence[tuple[tuple[int, ...], str]]) -> list[Array]:
-    """Return new arrays of these shapes and dtypes that TensorFlow will take over without a copy."""
+    """Return new arrays of these (shape, dtype) that TensorFlow can take over without a copy."""
     sizes = [prod(shape) * TABLE[dtype].itemsize for shape, dtype in kinds]
     room = [-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in sizes]
     shared = _aligned(sum(n for n, nbytes in zip(room, sizes) if nbytes < _OWN_NBYTES))
@@ -62,9 +62,8 @@ def _aligned(nbytes: int) -> Array:
 
 
 def tensor_of(array: Array) -> Any:
-    """Return an eager tensor on the CPU that is *array*, which nobody else goes on to use.
-
-    A copy unless it is `empty`'s.
+    """Return an eager CPU tensor with the elements of *array*, which is not used afterwards: a copy unless it is
+    `empty`'s.
     """
     if array.size and address_of(array) % _ALIGNMENT == 0 and array.dtype != TABLE["bfloat16"].numpy:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

@@ -1,4 +1,8 @@
-"""push_pull of TensorFlow's tensors, with BytePS's signature (`byteps.tensorflow`), eagerly and in `tf.function`."""
+"""push_pull of TensorFlow's tensors, eagerly and inside `tf.function`, with BytePS's signature (`byteps.tensorflow`).
+
+Inside `tf.function` one `tf.numpy_function` makes all sums of a call. TensorFlow regards it as stateful, so these
+operations run in the order in which Python traced them, which is the same on all ranks.
+"""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,30 +25,30 @@ from .memory import Array, address_of, array_of, empty, tensor_of, wire_dtype
 def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, compression: CompressionLike | None = None,
             sparse_as_dense: bool = True, priorities: Sequence[int | None] | None = None,
             learning_rate: Any = None, has_shapes_behind: bool = False) -> list[Any]:
-    """Return the sums (means) of *tensors* over all ranks; all are under way at once.
+    """Return the sums (means) of *tensors* over all ranks; all travel at once.
 
-    Eagerly and while tracing. All ranks come to their calls in one order, that of their programs.
+    Eagerly and while tracing. All ranks make their calls in the same order.
 
     Parameters
     ----------
     tensors
-        `tf.Tensor`, `tf.Variable` (its value), `tf.IndexedSlices` or None, which is left out on all ranks alike. Shapes
-        need not be known while tracing. Of eager tensors on the CPU nothing is copied on the way in.
+        `tf.Tensor`, `tf.Variable` (its value), `tf.IndexedSlices`, or None, which stays; the same ones on all ranks.
+        Shapes need not be known while tracing. Eager tensors on the CPU are not copied.
     names
-        Those of the job's tensors, one for each of *tensors*. A name always means one shape and dtype.
+        The names of *tensors* in the job. A name always has the same shape and dtype.
     average
-        Divide by the number of ranks; integers are divided downwards (floor).
+        Divide by the number of ranks; integers are rounded down (floor).
     compression
         A compressor, or a choice of codecs (`bpsfast.tensorflow.compression`).
     sparse_as_dense
         `tf.IndexedSlices` travel as dense tensors, and are returned as such. Otherwise their rows travel, and
         `tf.IndexedSlices` are returned, with each index once; no codec applies to them.
     priorities
-        Higher goes first where bytes compete. None: the earlier in *tensors*, the more urgent.
+        Higher goes first. None: earlier ones of *tensors* are more urgent.
     learning_rate
-        With which the sums will be used, a number or a scalar tensor, for error feedback.
+        The learning rate of the step, a number or a scalar tensor, for error feedback.
     has_shapes_behind
-        Put the shapes, which may be known only when it is run, behind the names.
+        Append the shapes, which may be known only at run time, to the names.
 
     Returns
     -------
@@ -96,7 +100,7 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
 
 
 def _dense(tensor: Any, name: str) -> Any:
-    """Return *tensor* as a dense one."""
+    """Return *tensor* as a dense tensor."""
     if isinstance(tensor, tf.IndexedSlices):
         _require_shape(tensor, name)
         return tf.convert_to_tensor(tensor)
@@ -122,12 +126,12 @@ def _rows(tensor: Any, name: str) -> dict[str, Any]:
 
 def _require_shape(tensor: Any, name: str) -> None:
     if tensor.dense_shape is None:
-        raise UnsupportedError(f"{name!r} are IndexedSlices without dense_shape, so nobody knows of how large a table: "
+        raise UnsupportedError(f"{name!r} are IndexedSlices without dense_shape, so their table's size is unknown: "
                                "give tf.IndexedSlices(values, indices, dense_shape)")
 
 
 class _Call(NamedTuple):
-    """What one call of `reduced` sums: dense tensors by `names`, rows of the tables `tables`."""
+    """One call of `reduced`: the names of its dense tensors, and of the tables whose rows it sums."""
 
     names: list[str]
     tables: list[str]
@@ -137,7 +141,7 @@ class _Call(NamedTuple):
     has_shapes_behind: bool
 
     def made(self, tensors: Sequence[Any], rate: Any) -> list[Any]:
-        """Return the sums of *tensors*: dense ones, then indices, values and the shape of each table."""
+        """Return the sums of *tensors*: dense ones, then indices, values and shape of each table."""
         if rate is not None:
             tensors = [*tensors, tf.convert_to_tensor(rate)]
         if all(hasattr(tensor, "backing_device") for tensor in tensors):
@@ -155,7 +159,7 @@ class _Call(NamedTuple):
         return list(sums)
 
     def run(self, arrays: Sequence[Any], has_rate: bool) -> list[Array]:
-        """Sum *arrays*, which are as `made` wants them; the last one is the learning rate, if there is one."""
+        """Sum *arrays*, in the order of `made`; the last one is the learning rate if *has_rate*."""
         session = process.current()
         rate = checked_learning_rate(float(arrays[-1])) if has_rate else None
         n = len(self.names)
@@ -178,7 +182,7 @@ class _Call(NamedTuple):
 
 
 class _Traced:
-    """What TensorFlow calls with NumPy's arrays. It keeps it as long as the graph."""
+    """The function that TensorFlow calls with NumPy arrays, and keeps as long as the graph."""
 
     __name__ = "bpsfast_push_pull"
 
@@ -194,7 +198,7 @@ _bundles: dict[Any, Bundle] = {}
 
 
 def _bundle_of(session: Session, call: _Call, kinds: _Kinds) -> Bundle:
-    """Return what sums tensors of these *kinds* in *session*, made at the first call."""
+    """Return the bundle for tensors of these *kinds* in *session*, made at the first call."""
     names = call.names
     if call.has_shapes_behind:
         names = [f"{name}{shape}" for name, (shape, _) in zip(names, kinds)]
@@ -218,7 +222,7 @@ def _codecs(session: Session, choice: Choice, names: Sequence[str], kinds: _Kind
 
 
 def takes_mean(average: bool | None, op: int | None) -> bool:
-    """Return whether BytePS's *average* and *op*, of which at most one is given, mean a mean; that is the default.
+    """Return whether BytePS's *average* or *op*, of which at most one is given, asks for a mean (the default).
 
     Raises
     ------
@@ -233,28 +237,28 @@ def takes_mean(average: bool | None, op: int | None) -> bool:
 def push_pull(tensor: Any, scope: str = "", average: bool | None = None, device_dense: str = "",
               device_sparse: str = "", compression: CompressionLike = Compression.none, op: int | None = None,
               enable_async: bool = False, *, name: str | None = None) -> Any:
-    """Return the sum (mean) of *tensor* over all ranks as a new tensor. Differentiable: the gradient is summed as well.
+    """Return the sum (mean) of *tensor* over all ranks as a new tensor. Differentiable: the gradient is summed, too.
 
-    Ranks make their push_pulls in one order. Inside `tf.function` that is the order of the program; in a graph of
-    TensorFlow 1 several in one run need control dependencies.
+    All ranks make their push_pulls in the same order: inside `tf.function` the order of the program. In a graph of
+    TensorFlow 1 several push_pulls of one run need control dependencies.
 
     Parameters
     ----------
     tensor
-        A dense tensor, a variable, a number, or `tf.IndexedSlices`, of which the rows travel.
+        A dense tensor, a variable, a number, or `tf.IndexedSlices`, whose rows travel.
     scope
-        Put before the name, as a tensor of another kind than all before it has.
+        Put before the name.
     average
-        BytePS's older word for *op*, Average (the default) or Sum.
+        BytePS's older name of *op*: True is Average (the default), False is Sum.
     device_dense, device_sparse
-        BytePS's; tensors of GPUs pass through the host.
+        BytePS's; ignored. Tensors of GPUs pass through the host.
     compression
-        A compressor, or a choice of codecs; then give a *name* if the codec keeps errors.
+        A compressor, or a choice of codecs. Give a *name* if the codec keeps errors.
     enable_async
-        True is refused: `bpsfast.AsyncWeights` trains without steps in common.
+        True is an error: use `bpsfast.AsyncWeights` for asynchronous training.
     name
-        The tensor's name in the job. None: it is made of *scope*, dtype and shape, the same in every call, so that a
-        loop makes no new ones.
+        The tensor's name in the job. None: it is made of *scope*, dtype and shape, so that all calls of a loop have
+        the same name.
 
     Raises
     ------
@@ -264,7 +268,7 @@ def push_pull(tensor: Any, scope: str = "", average: bool | None = None, device_
     mean = takes_mean(average, op)
     parted(compression)
     if enable_async:
-        raise UnsupportedError("enable_async=True: use bpsfast.AsyncWeights for training without steps in common")
+        raise UnsupportedError("enable_async=True: use bpsfast.AsyncWeights for asynchronous training")
     is_sparse = isinstance(tensor, tf.IndexedSlices)
     tensor = tensor.value() if isinstance(tensor, tf.Variable) else tensor
     title = name or _name(scope, tensor, mean)
@@ -288,7 +292,7 @@ def _summed(tensor: Any, title: str, mean: bool, compression: CompressionLike, h
 
 
 def _name(scope: str, tensor: Any, mean: bool) -> str:
-    """Return a name that all tensors of this kind have; their shape comes behind it."""
+    """Return the name of all tensors of this kind; their shape is appended later."""
     kind = tf.as_dtype(tensor.dtype).name if hasattr(tensor, "dtype") else type(tensor).__name__
     form = "rows" if isinstance(tensor, tf.IndexedSlices) else "tensor"
     return f"BytePSPushPull_{scope}{kind}.{form}.{'mean' if mean else 'sum'}"

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: Keras's optimizers, and those of TensorFlow 1, whose gradients are averaged over all ranks."""
+"""DistributedGradientTape and DistributedOptimizer (of Keras and TensorFlow 1): gradients averaged over all ranks."""
 from __future__ import annotations
 
 import hashlib
@@ -15,33 +15,33 @@ from .ops import reduced
 
 
 class DistributedGradientTape:
-    """*gradtape*, whose `gradient` sums over all ranks; everything else is the tape's.
+    """A `tf.GradientTape` whose `gradient` averages (sums) over all ranks; the rest is *gradtape*'s.
 
     Parameters
     ----------
     device_dense, device_sparse
-        BytePS's; tensors of GPUs pass through the host.
+        BytePS's; ignored. Tensors of GPUs pass through the host.
     compression
-        A compressor, or a choice of codecs by names (`gradient.<place>.<name of the variable>`, behind a prefix).
+        A compressor, or a choice of codecs by names: `<prefix>.gradient.<number>.<name of the variable>`.
     sparse_as_dense
-        `tf.IndexedSlices` travel as dense tensors, not by rows.
+        Send `tf.IndexedSlices` as dense tensors instead of rows.
     op
         Average or Sum.
     scope
-        What names begin with. None: it is made of what the sources are. Models that are alike, and are trained side by
-        side, need one if a codec keeps errors.
+        The prefix of the names. None: it is made of the sources. Equal models that are trained at the same time need
+        one if a codec keeps errors.
 
     Raises
     ------
     ConfigError
-        If an argument is not possible.
+        If an argument is invalid.
     """
 
     def __init__(self, gradtape: Any, device_dense: str = "", device_sparse: str = "",
                  compression: CompressionLike = Compression.none, sparse_as_dense: bool = False, op: int = Average, *,
                  scope: str | None = None) -> None:
         if not isinstance(gradtape, tf.GradientTape):
-            raise ConfigError(f"{gradtape!r} is no tf.GradientTape")
+            raise ConfigError(f"{gradtape!r} is not a tf.GradientTape")
         parted(compression)
         self._tape = gradtape
         self._compression, self._sparse_as_dense = compression, sparse_as_dense
@@ -60,7 +60,7 @@ class DistributedGradientTape:
     def gradient(self, target: Any, sources: Any, *arguments: Any, learning_rate: Any = None, **keywords: Any) -> Any:
         """As `tf.GradientTape.gradient`, summed over all ranks; sources without a gradient have None on all ranks.
 
-        *learning_rate*: with which the gradients will be used, for error feedback. Raises as `exchange.reduced`.
+        *learning_rate* is the step's, for error feedback. Raises as `ops.reduced`.
         """
         local = self._tape.gradient(target, sources, *arguments, **keywords)
         flat = tf.nest.flatten(local)
@@ -75,10 +75,10 @@ class DistributedGradientTape:
 
 
 def names_of(sources: Sequence[Any], gradients: Sequence[Any], scope: str | None = None) -> list[str]:
-    """Return names for the *gradients* of *sources*: the same on all ranks, in every run and every trace.
+    """Return names for the *gradients* of *sources*, the same on all ranks, in every run and every trace.
 
-    Without *scope* they say what the sources are, and which gradients are sparse or none: what travels together under
-    a name is always the same.
+    Without *scope* the prefix is a digest of the sources' kinds and of which gradients are sparse or None, so that the
+    same tensors travel together under a name.
     """
     names = [str(getattr(source, "path", None) or _name(source)).partition(":")[0] for source in sources]
     if scope is None:
@@ -97,9 +97,9 @@ def _name(source: Any) -> str:
 
 
 class PassAccumulator:
-    """Sums of *n* backward passes, in variables that are this rank's own: neither broadcast, nor saved.
+    """Sums of the gradients of *n* backward passes, in variables of this rank that are neither broadcast nor saved.
 
-    Eagerly, inside `tf.function`, and in a graph of TensorFlow 1, where they are local variables.
+    Works eagerly, inside `tf.function`, and in a graph of TensorFlow 1, where they are local variables.
 
     Parameters
     ----------
@@ -113,26 +113,26 @@ class PassAccumulator:
         self._count: Any = None
 
     def added(self, gradients: Sequence[Any], summed: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """Add *gradients* to those of the passes before. After the last pass return what *summed* makes of the sums.
+        """Add *gradients* to the sums. After the last pass return what *summed* returns for the sums.
 
-        After others return zeros, which `applied` does not apply. None stays None.
+        After other passes return zeros, which `applied` does not apply. None stays None.
 
         Raises
         ------
         UnsupportedError
             For `tf.IndexedSlices`, and gradients of unknown shape.
         MismatchError
-            If there are others than in the first pass.
+            If they differ from those of the first pass.
         """
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         kept = [gradients[place] for place in places]
         for place, gradient in zip(places, kept):
             if isinstance(gradient, tf.IndexedSlices):
-                raise UnsupportedError(f"backward_passes_per_step={self._n}, and gradient {place} has rows of its own "
+                raise UnsupportedError(f"backward_passes_per_step={self._n}, and gradient {place} has rows "
                                        "(tf.IndexedSlices), which differ from pass to pass: use sparse_as_dense=True")
             if not gradient.shape.is_fully_defined():
                 raise UnsupportedError(f"backward_passes_per_step={self._n}, and gradient {place} is of shape "
-                                       f"{gradient.shape}: it must be known to add passes up")
+                                       f"{gradient.shape}, which must be known to add passes")
         if self._count is None:
             self._make(kept)
         found, known = ([(tuple(each.shape), each.dtype.base_dtype.name) for each in these]
@@ -150,8 +150,7 @@ class PassAccumulator:
         return given
 
     def applied(self, gradients: Sequence[Any], apply: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-        """Return an operation that does *apply* if *gradients*, which `added` has returned, are a step's, else *skip*.
-        """
+        """Return an operation that runs *apply* after the last pass of a step, else *skip*. *gradients*: of `added`."""
         with tf.control_dependencies([gradient for gradient in gradients if gradient is not None]):
             return tf.cond(tf.equal(self._count, 0), lambda: _done(apply()), lambda: _done(skip()))
 
@@ -178,7 +177,7 @@ class PassAccumulator:
 
 
 def _done(operation: Any) -> Any:
-    """Return a tensor that is there when *operation* has been done; eagerly it has."""
+    """Return a tensor that depends on *operation*, which is None if it was run eagerly."""
     with tf.control_dependencies([operation] if operation is not None else []):
         return tf.constant(True)
 
@@ -187,30 +186,30 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: b
                          device_sparse: str = "", compression: CompressionLike = Compression.none,
                          sparse_as_dense: bool = False, backward_passes_per_step: int = 1, op: int = Average, *,
                          average_aggregated_gradients: bool = False) -> Any:
-    """Return *optimizer* for gradients that are averaged (summed) over all ranks first.
+    """Return *optimizer* with gradients averaged (summed) over all ranks first.
 
-    Optimizers of Keras are `bpsfast.keras.DistributedOptimizer`'s to wrap. Of those of TensorFlow 1
+    An optimizer of Keras is wrapped by `bpsfast.keras.DistributedOptimizer`. For one of TensorFlow 1
     (`tf.compat.v1.train`) ``compute_gradients`` returns averages. *use_locking* and devices are BytePS's.
 
     Parameters
     ----------
     backward_passes_per_step
-        This rank adds up the gradients of so many passes first, and nothing is sent or applied in between. Keras's
-        optimizers do it by their ``gradient_accumulation_steps``, and must not be built yet; for those of TensorFlow 1
-        the sums are local variables (`tf.compat.v1.local_variables_initializer`), and shapes must be known.
+        The number of passes whose gradients this rank adds before they are sent and applied. Keras's optimizers do this
+        by ``gradient_accumulation_steps``, and must not be built yet. For those of TensorFlow 1 the sums are local
+        variables (`tf.compat.v1.local_variables_initializer`), and shapes must be known.
     average_aggregated_gradients
-        Divide the gradients of these passes by their number. Horovod's, as the sum without it.
+        Divide the sum of the passes by their number, as Horovod does.
 
     Raises
     ------
     ConfigError
-        If *optimizer* is neither, or an argument is not possible.
+        If *optimizer* is neither, or an argument is invalid.
     """
     mean = averages(True, op)
     parted(compression)
     n = backward_passes_per_step
     if not isinstance(n, int) or n < 1:
-        raise ConfigError(f"backward_passes_per_step={n!r}: at least one pass makes a step")
+        raise ConfigError(f"backward_passes_per_step={n!r}: a step has at least one pass")
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return _Summing(optimizer, name, use_locking, compression, sparse_as_dense, mean,
                         PassAccumulator(n, average_aggregated_gradients) if n > 1 else None)
@@ -219,7 +218,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: b
 
 
 class _Summing(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """An optimizer of TensorFlow 1, for averages."""
+    """An optimizer of TensorFlow 1 that applies averages."""
 
     def __init__(self, optimizer: Any, name: str | None, use_locking: bool, compression: CompressionLike,
                  sparse_as_dense: bool, average: bool, passes: PassAccumulator | None) -> None:
@@ -252,7 +251,7 @@ class _Summing(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         return list(zip(self._passes.added(gradients, summed), variables))
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """As the optimizer's; before the last pass of a step only *global_step*, which counts passes, is changed."""
+        """As the optimizer's. Before the last pass of a step only *global_step* changes, which counts passes."""
         pairs = list(grads_and_vars)
         if self._passes is None:
             return self._optimizer.apply_gradients(pairs, global_step, name)

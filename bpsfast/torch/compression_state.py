@@ -1,4 +1,4 @@
-"""The state of a compressing hook of torch's DistributedDataParallel: options, packs, and what is kept of these."""
+"""The state of a compressing hook of torch's DistributedDataParallel: options, packs of parameters, codec states."""
 from __future__ import annotations
 
 import itertools
@@ -25,7 +25,7 @@ from ..trainer.unit import Unit
 from .ops import tensor_memory
 from .optimizer_extras import LearningRates
 
-#: How long the end of a state may take; whatever it waits for has a deadline of its own.
+#: Maximum time to close a state's thread; its jobs have deadlines of their own.
 _CLOSE_TIMEOUT_S = 5.0
 _OPTIONS = ("k", "scaled", "levels", "partition", "normalize", "error_feedback", "momentum", "seed")
 
@@ -237,7 +237,7 @@ class Gradient(NamedTuple):
 
 
 class BucketCompletion:
-    """One bucket of one backward pass, whose sums are on their way: where they go, and the future that waits."""
+    """The sums of one bucket of one backward pass: where they are written, and the future that they complete."""
 
     def __init__(self, memory: TensorInput, tensor: torch.Tensor, n_missing: int) -> None:
         self.address = memory.address
@@ -248,7 +248,7 @@ class BucketCompletion:
         self._lock = threading.Lock()
 
     def part_done(self, error: BaseException | None) -> None:
-        """Note that one more sum is there, or *error*. Completes the future with the last sum or the first error."""
+        """Count one more sum, or *error*. The last sum or the first error completes the future."""
         with self._lock:
             self._n_missing -= 1
             if self._is_over or (error is None and self._n_missing):
@@ -268,7 +268,13 @@ class _Arrival(NamedTuple):
 
 
 class Pack:
-    """Parameters whose gradients are one tensor of the job. One thread puts gradients in, another takes sums out."""
+    """Parameters whose gradients are one tensor of the job. One thread puts gradients in, another takes sums out.
+
+    torch makes its buckets anew after the first iteration, and may make others in a job that continues from a saved
+    state. Error feedback belongs to certain elements, so what is compressed together must stay together. A parameter is
+    put into a pack when its gradient comes for the first time, and stays there. A pack is pushed when the last of its
+    gradients has come, in whichever bucket, and its sum is copied back to where each gradient came from.
+    """
 
     def __init__(self, unit: Unit, dtype: str, nbytes_of: Sequence[int]) -> None:
         self.unit = unit

@@ -27,11 +27,11 @@ __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "WorkersJoine
 
 
 class TorchState(AttributeState):
-    """Keyword arguments as attributes: modules, optimizers, whatever has a ``state_dict``, and plain objects.
+    """Keyword arguments as attributes: modules, optimizers, other objects with a ``state_dict``, and plain objects.
 
-    In each further job optimizers that `DistributedOptimizer` has made, and modules that `DistributedDataParallel` has,
-    are joined to it (`rejoin`), samplers shard anew. Not kept: what compressed gradients had left unsent; random number
-    generators (seed them by rank and step where a training shall be repeatable).
+    In each further job the state joins optimizers of `DistributedOptimizer` and modules of `DistributedDataParallel` to
+    it (`rejoin`), and samplers shard anew. It does not keep the residuals of compressed gradients nor random number
+    generators: seed them by rank and step if the training must be repeatable.
 
         state = TorchState(model=model, optimizer=optimizer, epoch=0, batch=0)
     """
@@ -42,7 +42,7 @@ class TorchState(AttributeState):
         super().__init__(**{name: value for name, value in given.items() if value is not None}, **others)
 
     def check(self) -> None:
-        """See `State`. Updates that are due (cross_barrier) are made before: the next job would not have their sums."""
+        """See `State`. Makes due updates (cross_barrier) first, because the next job does not have their sums."""
         settle_all_updates()
         super().check()
 
@@ -51,7 +51,7 @@ class TorchState(AttributeState):
         self._keep()
 
     def restore(self) -> None:
-        """See `State`. Gradients are forgotten: those of the lost job will never be averages."""
+        """See `State`. Discards the gradients of the lost job, which will never be averages."""
         for _, value in self._parts():
             if isinstance(value, torch.optim.Optimizer):
                 abandon(value)
@@ -108,7 +108,7 @@ class TorchState(AttributeState):
 
 
 def _rejoin_with_own_values(module: DistributedDataParallel) -> None:
-    """Join *module* to the job. It is given rank 0's values there, as at its making; but rank 0 may be a newcomer."""
+    """Join *module* to the job and keep its values: joining gives it those of rank 0, which may be a new worker."""
     own = copy.deepcopy(module.state_dict())
     module.rejoin()
     module.load_state_dict(own)

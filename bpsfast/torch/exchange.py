@@ -60,10 +60,11 @@ class _DirectPath(NamedTuple):
 
 
 class Exchange:
-    """Averages the gradients of *named* parameters over all ranks. Owner: the optimizer or the model; one thread at a
-    time. Codecs are chosen by the names as they are given here. All ranks make such exchanges in one order.
+    """Averages the gradients of *named* parameters over all ranks. One thread at a time.
 
-    Those of *named* that do not require gradients now travel from the step on in which one has a gradient on any rank.
+    An optimizer or a module owns it. All ranks make exchanges in one order. Codecs are chosen by the names given here.
+
+    Parameters that are frozen now take part from the step on in which one has a gradient on any rank.
     """
 
     def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int) -> None:
@@ -110,7 +111,7 @@ class Exchange:
         self._hooks = observe_gradients(self, named)
 
     def _note_kind(self, name: str, parameter: torch.Tensor) -> None:
-        """Note what travels of the gradients of *name*."""
+        """Note shape and dtype of what is sent of the gradients of *name*."""
         cast = cast_dtype(self._compression, parameter.dtype)
         if cast is None:
             sample, self._contexts[name] = self._compress(name, _zeros(parameter))
@@ -125,7 +126,7 @@ class Exchange:
         return self._gradients
 
     def of(self, name: str) -> Gradients:
-        """Return the gradients that have that of *name*."""
+        """Return the `Gradients` that contain *name*."""
         return self._added.get(name, self.gradients) if self._added else self.gradients
 
     def _declared_all(self) -> list[Gradients]:
@@ -137,18 +138,18 @@ class Exchange:
         return [name for each in self._declared_all() for name in each.missing() if name in self.parameters]
 
     def declare(self) -> Gradients:
-        """Tell the job of the gradients, if nobody has. Waits for nobody."""
+        """Declare the gradients to the job, once. Does not wait for other ranks."""
         if self._gradients is None:
             self._order = self.order()
             self._gradients = self._declared(self._order)
         return self._gradients
 
     def _declared(self, order: list[str]) -> Gradients:
-        """Tell the job of the gradients in *order*, and of what tells who has any."""
+        """Declare the gradients in *order*, and the flags of `UsedParameters`."""
         device, travelling = self._device(self.parameters.values()), set(order)
         kinds = {name: kind for name, kind in self.kinds.items() if name in travelling}
         told = {self.used.title: self.used.kind}
-        # The host waits for nothing that comes from a device, but for what ranks tell each other.
+        # The host waits for the flags, but for nothing that comes from a device.
         beside = told if device is None else {}
         found = self._used_gradients = Gradients(
             {**beside, **kinds}, prefix=self.prefix, order=[*beside, *order],
@@ -164,15 +165,13 @@ class Exchange:
         self._rates = LearningRates(optimizer)
 
     def state(self) -> dict[str, Any]:
-        """Return what is kept (`kept`) by its names in a state_dict; those of which nothing is are not there. Between
-        steps.
-        """
+        """Return the parts of `OptimizerExtras` by their names in a state_dict, without empty ones. Between steps."""
         point = self.kept.tuned if self._gradients is None else self._gradients.tuned
         parts = {KEY: self.kept.save(self._gradients), TUNED: state_of_point(point)}
         return {name: part for name, part in parts.items() if part}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take from *state* what `state` returned on this node, and out of it; raises as `OptimizerExtras.load`."""
+        """Remove from *state* what `state` returned on this node, and load it; raises as `OptimizerExtras.load`."""
         parts, tuned = state.pop(KEY, None), state.pop(TUNED, None)
         if tuned:
             self.kept.tuned = point_of_state(tuned)
@@ -185,8 +184,8 @@ class Exchange:
 
     @property
     def averaged(self) -> bool:
-        """Whether the gradients are averages already: `synchronize` has made them, no backward pass has come since, and
-        they were not all discarded.
+        """Whether the gradients are averages: `synchronize` has run since the last backward pass, and not all gradients
+        were discarded.
         """
         return self.synchronized and any(p.grad is not None for p in self.parameters.values())
 
@@ -196,7 +195,7 @@ class Exchange:
         return bool(self._copies) or (self._gradients is not None and any(each.busy for each in self._declared_all()))
 
     def accumulated(self, name: str) -> None:
-        """Count a backward pass of *name*; after the last one its gradient goes out."""
+        """Count a backward pass of *name*; after the last one send its gradient."""
         if self.is_superseded:
             self.synchronized = False
             self.used.is_stale |= not self._left[name]
@@ -231,7 +230,7 @@ class Exchange:
                 and not (name in self.codecs and self.codecs[name].error_feedback)}
 
     def _send(self, name: str) -> None:
-        """Let the gradient go as it is now; in the first step with `synchronize`, which may wait for other ranks."""
+        """Send the present gradient. In the first step keep a copy, which `synchronize` sends after declaring it."""
         gradient = self.parameters[name].grad
         assert gradient is not None, "only called for parameters with a gradient"
         if gradient.layout != torch.strided:
@@ -244,7 +243,7 @@ class Exchange:
             self._fill(name, gradient)
 
     def _fill(self, name: str, gradient: torch.Tensor) -> None:
-        """Copy *gradient* into its place in the segment, as it travels, and announce it."""
+        """Copy *gradient* into shared memory in the form in which it is sent, and announce it."""
         if self._rates is not None and name in self.codecs and self.codecs[name].error_feedback:
             rate = self._rates.of(self.parameters[name])
             if rate is not None:
@@ -265,13 +264,13 @@ class Exchange:
                 self.of(name).fill(name, sent.data_ptr(), sent.numel() * sent.element_size())
 
     def _device(self, parameters: Iterable[torch.Tensor]) -> str | None:
-        """Return the device of *parameters*, as `Gradients` calls it; None: the CPU, or several."""
+        """Return the device of *parameters* as `Gradients` names it; None: the CPU, or several devices."""
         places = [self._on_device(p.detach().contiguous()).place for p in parameters]
         names = {None if place is None else place.device.name for place in places}
         return names.pop() if len(names) == 1 else None
 
     def _is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether *tensor* is copied by the streams of a device."""
+        """Whether the streams of a device copy *tensor*."""
         if not process.current().settings.host_device:
             return tensor.is_cuda
         return self._on_device(tensor).place is not None
@@ -280,7 +279,7 @@ class Exchange:
         return process.current().devices.placed(device_tensor_memory(tensor))
 
     def _place(self, name: str) -> torch.Tensor:
-        """Return this rank's input memory of *name* as a tensor of the travelling dtype."""
+        """Return this rank's input memory of *name* as a tensor of the dtype that is sent."""
         raw = torch.from_numpy(self.of(name).region(name).array)
         return raw.view(self._wire[name]).view(self.parameters[name].shape)
 
@@ -290,7 +289,7 @@ class Exchange:
         self.receive()
 
     def begin(self) -> None:
-        """Send what the first step has kept; waits until all ranks have declared their gradients, if anything was."""
+        """Declare the gradients and send the copies of the first step, which waits until all ranks have declared."""
         is_first = self._gradients is None
         self.kept.settle(self.declare())
         if is_first:
@@ -305,11 +304,11 @@ class Exchange:
         for name in self.missing():
             if self.parameters[name].grad is not None:
                 self._send(name)
-        self.send_used()  # after what may raise: who tries again tells of what there is by then
+        self.send_used()  # after what may raise, so that a second try sends the flags of that time
         self._zero_missing()
 
     def send_used(self) -> None:
-        """Tell the other ranks which parameters have gradients here, unless that was done in this step."""
+        """Send this rank's flags of used parameters, once a step."""
         if self._has_sent_used:
             return
         assert self._used_gradients is not None, "declared before"
@@ -318,9 +317,9 @@ class Exchange:
         self._has_sent_used = True
 
     def receive_used(self) -> None:
-        """Wait until it is known which parameters have gradients on any rank, if that was told."""
+        """Wait for the sums of the flags, if they were sent."""
         if self._has_sent_used:
-            assert self._used_gradients is not None, "it was told with them"
+            assert self._used_gradients is not None, "the flags were sent with them"
             self.used.receive(self._used_gradients.wait(self.used.title))
             self._used_gradients.finish(self.used.title)
             self._has_sent_used = False
@@ -331,7 +330,7 @@ class Exchange:
             each.step(wait=wait)
 
     def _zero_missing(self) -> None:
-        """Let every gradient that was not sent contribute zeros."""
+        """Send zeros for every gradient that was not sent."""
         for name in self.missing():
             if name in self._contexts:
                 self._fill(name, _zeros(self.parameters[name]))
@@ -339,7 +338,7 @@ class Exchange:
             each.zero_missing()
 
     def _unfreeze(self, names: list[str]) -> None:
-        """Average from this step on what was frozen at first: *names* have a gradient on some rank now."""
+        """Average *names* from this step on: they were frozen, and have a gradient on some rank now."""
         self._add(names, self._added_gradients(names))
         for name in names:
             gradient = self.parameters[name].grad
@@ -448,16 +447,16 @@ class Exchange:
         return small, context
 
     def forget_passes(self) -> None:
-        """Count the backward passes from the start. What gradients there are, are no averages any more."""
+        """Count the backward passes from the start. The present gradients are no averages any more."""
         self.synchronized = False
         self._copies.clear()
         self._device_copies.clear()
         self._left = dict.fromkeys(self.parameters, self.n_passes)
 
     def abandon(self) -> None:
-        """Forget all gradients, which may lie in memory of a job that is over, and hear of no others.
+        """Discard all gradients, which may lie in memory of a job that is over, and remove the hooks.
 
-        Another exchange may follow while somebody, a traceback for example, still holds this one.
+        Another exchange may follow while a traceback, for example, still refers to this one.
         """
         for hook in self._hooks:
             hook.remove()
@@ -466,10 +465,10 @@ class Exchange:
         self._has_sent_used = False
 
     def alias_gradients(self) -> None:
-        """Let zeroed gradients live in the segment: backward then accumulates there, and nothing is copied in.
+        """Let zeroed gradients alias shared memory: backward then accumulates there, and nothing is copied.
 
-        Not before the first step: until then there is no place for them. Nor while another optimizer of the same
-        parameters lives, which would write into what is under way.
+        Does nothing before the first step, when there is no such memory, and while another optimizer of the same
+        parameters lives, which would overwrite gradients that are being summed.
         """
         if self._gradients is None or is_shared(self):
             return
@@ -497,30 +496,28 @@ class Exchange:
 
 
 class Retirable(Protocol):
-    """What has memory in the job."""
+    """An object with memory in the job."""
 
     def retire(self) -> bool:
-        """Give it back, if that is possible now; see `Gradients.retire`."""
+        """Return the memory if that is possible now; see `Gradients.retire`."""
 
 
 GradientAliases = list[weakref.ref[np.ndarray[Any, Any]]]
-#: What no exchange uses any more, until it is retired.
+#: Objects that no exchange uses any more and that were not retired yet.
 _to_retire: deque[tuple[Retirable, GradientAliases]] = deque()
 
 
 def retire_later(owner: Retirable, aliases: GradientAliases) -> None:
-    """Let `retire_unused` retire *owner* once none of the arrays *homes* is left. Any thread, also in a finalizer."""
+    """Let `retire_unused` retire *owner* when no array of *aliases* is left. Any thread, also in a finalizer."""
     _to_retire.append((owner, aliases))
 
 
 def retire_unused() -> None:
-    """Retire given-up gradients whose arrays are no longer referenced. Never call it from a finalizer: it sends
-    messages to the node.
-    """
+    """Retire the objects of `retire_later` whose arrays are not used any more. Not in finalizers: it sends messages."""
     for _ in range(len(_to_retire)):
         try:
             owner, aliases = _to_retire.popleft()
-        except IndexError:  # another thread gives them back
+        except IndexError:  # another thread retires them
             return
         try:
             if any(home() is not None for home in aliases) or not owner.retire():
@@ -565,8 +562,10 @@ def tensor_over(view: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 class SparseExchange(Exchange):
-    """Averages the gradients of *named* parameters over all ranks, sparse ones row by row. Owner as `Exchange`.
+    """Averages gradients over all ranks, sparse ones (`torch.nn.Embedding(sparse=True)`) row by row.
 
+    The first backward pass shows on all ranks together which gradients are sparse: a rank that has not used an
+    embedding has no gradient of it. The result is sparse where the gradient was: coalesced, with the rows of all ranks.
     *sparse_as_dense*: sparse gradients travel as dense ones.
     """
 

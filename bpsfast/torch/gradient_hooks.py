@@ -143,9 +143,9 @@ _reduced_by: Any = WeakIdKeyDictionary()
 def observe_gradients(observer: GradientObserver, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
     """Call *observer* for each gradient of *named* parameters that require one, while it lives; return the hooks.
 
-    If another observer has one of *named* (frozen ones included), the earlier one is superseded and sends nothing
-    before its step: a program usually steps the last optimizer only, so gradients sent by the earlier one would never be
-    awaited. The parameters outlive *observer*: their hooks hold only a weak reference.
+    If two observers share a parameter, frozen ones included, the earlier one is superseded and sends nothing before its
+    step: a program usually steps the last optimizer only, so gradients sent by the earlier one would never be awaited.
+    The parameters outlive *observer*: their hooks hold only a weak reference.
     """
     me = weakref.ref(observer)
     hooks, others = [], {}

@@ -1,9 +1,9 @@
-"""What a job keeps from step to step, as part of an optimizer's state_dict: of compressed gradients, and of tuning.
+"""What a DistributedOptimizer has besides the user's optimizer: codec states, momentum, learning rates, tuning results.
 
-Of compressed gradients every node has its own: what its ranks' gradients left unsent, and what it owns of the job's.
-So one rank of each node saves it (each rank may), and it is loaded on that node of a job of the same shape. Before the
-first step there is none; what is loaded by then waits for the gradients to be declared. What the setting autotune has
-found is rank 0's, and is used if it is loaded before the first step.
+Every node has its own codec states: the residuals of its ranks' gradients, and the states of the partitions that it
+owns. One rank of each node saves them (each rank may), and they are loaded on the same node of a job of the same shape.
+States that are loaded before the first step wait until the gradients are declared. The result of the setting autotune
+is rank 0's, and is used if it is loaded before the first step.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEY, TUNED = "compression", "tuned"
 
 
 class OptimizerExtras:
-    """The states of one exchange's gradients. One thread at a time."""
+    """Codec states, momenta and the tuning result of one exchange's gradients. One thread at a time."""
 
     def __init__(self, momentum: LocalMomentum) -> None:
         self._momentum = momentum
@@ -35,7 +35,7 @@ class OptimizerExtras:
         self.tuned: TuningPoint | None = None
 
     def save(self, gradients: Gradients | None) -> dict[str, Any]:
-        """Return it, {} if nothing is kept; *gradients* None: none was declared yet."""
+        """Return the states and momenta, {} if there are none. *gradients* None: they were not declared yet."""
         nodes = dict(self._loaded)
         if gradients is not None:
             self.settle(gradients)
@@ -65,7 +65,7 @@ class OptimizerExtras:
             self.settle(gradients)
 
     def settle(self, gradients: Gradients) -> None:
-        """Hand over to the nodes what was loaded before *gradients* were declared. Before they are pushed again."""
+        """Give the nodes the states that were loaded before *gradients* were declared. Before they are pushed."""
         loaded, self._loaded = self._loaded, {}
         if loaded:
             gradients.load_states({name: state.numpy() for name, state in loaded.items()})
@@ -91,7 +91,7 @@ def point_of_state(state: dict[str, int]) -> TuningPoint:
 
 
 def user_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of the user's optimizer alone, which all ranks have alike: nothing that nodes or owners keep."""
+    """Return the state of the user's optimizer alone, which is the same on all ranks."""
     base: Any = getattr(optimizer, "_base", None)
     if base is None:
         return optimizer.state_dict()
@@ -108,14 +108,19 @@ def load_user_state_dict(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
 
 def _settle(optimizer: Any) -> None:
-    """Let a crossing optimizer make the updates that are due."""
+    """Make the due updates of an optimizer with cross_barrier."""
     settle_all = getattr(getattr(optimizer, "_exchange", None), "settle_all", None)
     if settle_all is not None:
         settle_all()
 
 
 class LocalMomentum:
-    """Adds to a gradient its factor, of *factors* by name, times what it remembers of it. One thread at a time."""
+    """Nesterov momentum of gradients whose codec has one, where no node computes it. One thread at a time.
+
+    Nodes compute it for what they compress. Gradients that are too small for compression, and all gradients of a job of
+    one node, need it too, because the optimizer has none. The momentum of the averages is the average of the momenta.
+    *factors*: the momentum of each gradient, by name.
+    """
 
     def __init__(self, factors: Mapping[str, float]) -> None:
         self._factors = factors
@@ -123,7 +128,7 @@ class LocalMomentum:
         self.sums: dict[str, torch.Tensor] = {}
 
     def has(self, name: str) -> bool:
-        """Whether *name* has momentum that is made here."""
+        """Whether the momentum of *name* is computed here."""
         return name in self._factors
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
@@ -142,7 +147,7 @@ def momenta(choice: Choice | None, kinds: Mapping[str, tuple[tuple[int, ...], st
 
 
 def has_momentum(compression: CompressionLike, named: Iterable[tuple[str, torch.Tensor]]) -> bool:
-    """Whether *compression* gives any of the *named* tensors momentum: then even a rank alone has something to do."""
+    """Whether *compression* gives any of the *named* tensors momentum, which a single rank has to compute too."""
     kinds = {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named}
     return bool(momenta(parted(compression)[1], kinds))
 
@@ -157,7 +162,7 @@ def warn_of_momentum(optimizer: torch.optim.Optimizer, factors: Mapping[str, flo
 
 
 class LearningRates:
-    """Those of *optimizer*, which this does not keep alive. One thread at a time."""
+    """The learning rates of an optimizer's parameters. Does not keep *optimizer* alive. One thread at a time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -165,7 +170,7 @@ class LearningRates:
                           for parameter in group["params"]}
 
     def of(self, parameter: torch.Tensor) -> float | None:
-        """Return the rate with which the next step will use the gradient of *parameter*; None: nobody knows, or 0."""
+        """Return the learning rate of *parameter* in the next step; None if it is unknown or 0."""
         optimizer, number = self._optimizer(), self._group_of.get(id(parameter))
         if optimizer is None or number is None:
             return None

@@ -52,8 +52,8 @@ def averages(average: bool, op: int | None) -> bool:
 def checked_learning_rate(rate: float | None) -> float | None:
     """Return *rate* for the nodes' error feedback; None: the rate of the push before stays.
 
-    A node scales the error that a step left by the ratio of the two rates. A rate of 0 counts as None: that step changes
-    nothing.
+    A node scales the error that a step left by the ratio of the two rates. A rate of 0 counts as None: that step
+    changes nothing.
 
     Raises
     ------

@@ -2,7 +2,7 @@
 
     weights = bpsfast.AsyncWeights({"layer 1": w1, "layer 2": w2}, staleness=3)
     w1 = weights["layer 1"].copy()
-    each step:  w1[...] = weights.push_pull("layer 1", change)        the newest weights, with the changes of all workers so far
+    each step:  w1[...] = weights.push_pull("layer 1", change)        the newest, with all changes so far
 """
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .unit import Unit
 class AsyncWeights:
     """Weights by name, kept by their owners and changed by all workers at their own pace. One thread at a time.
 
-    The constructor waits until all ranks have called it. The weights start with those of rank *root_rank*; of other ranks'
-    only the shapes count. A rank that has closed it or shut down is not waited for.
+    The constructor waits until all ranks have called it. The weights start with those of rank *root_rank*; of other
+    ranks' only the shapes count. A rank that has closed it or shut down is not waited for.
 
     Parameters
     ----------
@@ -163,7 +163,10 @@ class AsyncWeights:
             raise MismatchError(f"the saved state has weights {kinds}, here are {self._kinds}")
 
     def close(self) -> None:
-        """Retire the weights on this rank; others no longer wait for it. Owners keep them until all have closed. Idempotent."""
+        """Retire the weights on this rank; others no longer wait for it.
+
+        Owners keep them until all have closed. Idempotent.
+        """
         for stored in self._stored.values():
             stored.retire()
         self._views.clear()
@@ -195,8 +198,8 @@ def _kinds_of(weights: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], st
 class StoredTensor:
     """Tensor *name* of *shape* and *dtype* that its owners keep, as *spec* says. One thread at a time.
 
-    The constructor declares it and returns at once. The first calls are `start_seed` and `seed`, on all ranks; then a rank
-    pushes and waits for the answer in turn. The owners keep it until all ranks have retired it, or the job ends.
+    The constructor declares it and returns at once. The first calls are `start_seed` and `seed`, on all ranks; then a
+    rank pushes and waits for the answer in turn. The owners keep it until all ranks have retired it, or the job ends.
 
     Parameters
     ----------
@@ -225,8 +228,8 @@ class StoredTensor:
         declared = TensorSpec(name=name, dtype=wire_name(dtype), shape=self.shape, average=average, priority=priority,
                               store=spec)
         if self._session.tensors.knows(declared):
-            raise BusyError(f"{name!r} is in use in this process (by another AsyncOptimizer or AsyncWeights): give these "
-                            "weights other names, or close the other one first")
+            raise BusyError(f"{name!r} is in use in this process (by another AsyncOptimizer or AsyncWeights): give "
+                            "these weights other names, or close the other one first")
         self._session.tensors.declare([declared])
 
     @property
@@ -300,7 +303,8 @@ class StoredTensor:
         self._unit.push_nothing()
 
     def wait(self, timeout_s: float | None = None) -> np.ndarray[Any, Any]:
-        """Wait for the answer to the last push: the weights, a read-only array that is valid until the second next push.
+        """Wait for the answer to the last push: the weights, a read-only array that is valid until the second next
+        push.
 
         Raises
         ------

@@ -59,7 +59,10 @@ class _Header(NamedTuple):
 
 
 class Broadcaster:
-    """The broadcast channel of *session*. Any thread, one broadcast at a time; all ranks make them in the same order."""
+    """The broadcast channel of *session*.
+
+    Any thread, one broadcast at a time; all ranks make them in the same order.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -145,7 +148,9 @@ class Broadcaster:
                                    self._session.settings.timeout_s)
 
     def _fill(self, unit: Unit, stream: _Cursor) -> None:
-        """Write the next chunk of *stream* into its partition, once that partition's last round is complete; announce it."""
+        """Write the next chunk of *stream* into its partition, once that partition's last round is complete; announce
+        it.
+        """
         slot, round = self._chunk % unit.n_parts, _round(unit, self._chunk)
         if self._chunk >= unit.n_parts:
             self._wait(unit, self._chunk - unit.n_parts)

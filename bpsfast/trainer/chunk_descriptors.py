@@ -1,8 +1,9 @@
 """Chunk descriptors: where one partition's input comes from and its result goes, for `Port.pipelined_transfer`.
 
-`SlidingWindow` sends private memory through a unit of one machine, a few partitions at a time. A tensor that is copied in,
-summed and copied out as a whole goes through the caches three times, and through memory as often if it is larger than they
-are. Here each partition is copied out soon after it was copied in, while its input and its sum are still in the caches.
+`SlidingWindow` sends private memory through a unit of one machine, a few partitions at a time. A tensor that is copied
+in, summed and copied out as a whole goes through the caches three times, and through memory as often if it is larger
+than they are. Here each partition is copied out soon after it was copied in, while its input and its sum are still in
+the caches.
 """
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class PartitionedUnit(Protocol):
 
 
 def chunk_table(unit: PartitionedUnit, region: Region, places: Offsets) -> Array:
-    """Return a descriptor for each partition of *unit*, whose inputs lie in *region* at *places*: no source, no size yet."""
+    """Return a descriptor for each partition of *unit*, whose inputs lie in *region* at *places*: no source, no size
+    yet.
+    """
     chunks = np.zeros(unit.n_parts, CHUNK_DTYPE)
     chunks["staging"] = places + np.uint64(region.address)
     chunks["offset"] = places + np.uint64(region.offset)

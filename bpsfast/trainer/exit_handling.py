@@ -1,7 +1,7 @@
 """What happens to sessions when their program exits, fails or forks.
 
-Each session is shut down at exit. An uncaught exception is noted in ``sys.excepthook``, so that the other ranks are told at
-once instead of waiting for a deadline. A forked child needs nothing from here: a session knows its process.
+Each session is shut down at exit. An uncaught exception is noted in ``sys.excepthook``, so that the other ranks are
+told at once instead of waiting for a deadline. A forked child needs nothing from here: a session knows its process.
 """
 from __future__ import annotations
 
@@ -55,14 +55,16 @@ class ExitWatch:
 def shorten_tracebacks() -> None:
     """Shorten the tracebacks of this program, under a launcher that shows the output of all ranks.
 
-    A program that ends because a peer ended prints one line, so that the peer's traceback is easy to find. An error that
-    bpsfast raises on purpose is printed with the program's own calls only. ``log_level=DEBUG`` prints everything.
+    A program that ends because a peer ended prints one line, so that the peer's traceback is easy to find. An error
+    that bpsfast raises on purpose is printed with the program's own calls only. ``log_level=DEBUG`` prints everything.
     """
     _hook.shorten_tracebacks()
 
 
 class _Hook:
-    """The one ``sys.excepthook`` of all exit watches; installed while there are some, or for good by `shorten_tracebacks`."""
+    """The one ``sys.excepthook`` of all exit watches; installed while there are some, or for good by
+    `shorten_tracebacks`.
+    """
 
     def __init__(self) -> None:
         self._is_brief = False

@@ -1,8 +1,10 @@
-"""A layout of a model's gradients: which units they travel in, and where their input lies. Each gradient is one `Slot` of it.
+"""The layout of a model's gradients: the units they travel in, and the memory of their input.
 
-A job that tunes itself declares the same tensors several times, with other partitions and fusion; one layout is pushed in a
-step. Inputs stay where the first layout has them: a tensor that is fused with others than there is copied beside its new
-neighbours when it is ready, and one that travels alone is pushed from where it lies.
+Each gradient is a `Slot`.
+
+A job that tunes itself declares the same tensors several times, with other partitions and fusion; one layout is pushed
+in a step. Inputs stay where the first layout has them: a tensor that is fused with others than there is copied beside
+its new neighbours when it is ready, and one that travels alone is pushed from where it lies.
 """
 from __future__ import annotations
 
@@ -53,12 +55,12 @@ class UnitSlots:
 class Slot:
     """One gradient: its place in a unit, the memory of its input, and whether it is ready in this step.
 
-    `address` is where its unit wants the input. `home` is where the trainer writes it (the same in the first layout), and
-    `array` that memory with the gradient's dtype and shape. `views` are read-only results of even and odd rounds.
+    `address` is where its unit wants the input. `home` is where the trainer writes it (the same in the first layout),
+    and `array` that memory with the gradient's dtype and shape. `views` are read-only results of even and odd rounds.
     """
 
-    __slots__ = ("address", "array", "group", "home", "is_alone", "is_ready", "name", "nbytes", "offset", "shape", "unit",
-                 "views", "wire_name")
+    __slots__ = ("address", "array", "group", "home", "is_alone", "is_ready", "name", "nbytes", "offset", "shape",
+                 "unit", "views", "wire_name")
 
     def __init__(self, name: str, wire_name: str, group: UnitSlots, home: Region | None) -> None:
         unit = group.unit
@@ -118,10 +120,10 @@ class GradientLayout:
             return [group.unit for group in self.groups]
         return list(dict.fromkeys(self._session.tensors.unit(wire) for wire in self.wires.values()))
 
-    def lay_out(self, by_urgency: Sequence[str], homes: Mapping[str, Home], first: GradientLayout | None = None) -> None:
-        """Wait for the commit and find input memory for every unit, in *homes* as far as they lie as the unit wants.
+    def lay_out(self, by_urgency: Sequence[str], first: GradientLayout | None = None) -> None:
+        """Wait for the commit and find input memory for every unit, where *first* has it as far as that is possible.
 
-        *first*: the layout whose homes they are; None: this is the first.
+        *first*: the first layout; None: this one.
 
         Raises
         ------
@@ -130,6 +132,7 @@ class GradientLayout:
         """
         units = {name: self._session.tensors.unit(self.wires[name]) for name in by_urgency}
         own_of = {wire: name for name, wire in self.wires.items()}
+        homes = {} if first is None else first.homes
         homeless = []
         for unit in dict.fromkeys(units.values()):
             block = _block(unit, [homes.get(own_of[wire]) for wire in unit.members])

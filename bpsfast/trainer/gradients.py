@@ -197,8 +197,10 @@ class Gradients:
             self._path.push(unit)
 
     def fill_from(self, name: str, source: TensorInput, target: TensorInput | None = None) -> None:
-        """As `fill`, of memory on a device; does not block. Do not write *source* until `wait` or `deliver` has returned
-        for *name*. The sum is copied to *target*, if one is given, as soon as it is complete.
+        """As `fill`, of memory on a device; does not block.
+
+        Do not write *source* until `wait` or `deliver` has returned for *name*. The sum is copied to *target*, if one
+        is given, as soon as it is complete.
 
         Raises
         ------
@@ -415,8 +417,8 @@ class Gradients:
     def retire(self) -> bool:
         """Release names and memory, which are free as soon as all ranks have done so. Does not wait.
 
-        Returns False, and does nothing, while not all ranks have declared these gradients, a sum is under way, or they are
-        being tuned. Arrays that were handed out must not be used any more.
+        Returns False, and does nothing, while not all ranks have declared these gradients, a sum is under way, or they
+        are being tuned. Arrays that were handed out must not be used any more.
         """
         if self._session.closed:
             return True
@@ -445,11 +447,12 @@ class Gradients:
             raise MismatchError(f"there is no gradient {name!r}; the names are {', '.join(list(self._names)[:8])}, ...")
 
     def _lay_out(self, name: str) -> Slot:
-        """Check the name, wait for the units, and lay the arrays out in their memory, once; return the slot of *name*."""
+        """Check the name, wait for the units, and lay the arrays out in their memory, once; return the slot of *name*.
+        """
         self._require(name)
         with self._lock:
             if not self._slots:
-                self._layout.lay_out(self._by_urgency, {})
+                self._layout.lay_out(self._by_urgency)
                 self._slots = self._layout.slots
             return self._slots[name]
 

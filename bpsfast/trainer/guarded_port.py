@@ -187,8 +187,8 @@ class GuardedPort:
             lambda port, wait_s: port.deliver(address, source, nbytes, part, unit.stride, round, wait_s),
             unit, part, n_parts, round, timeout_s)
 
-    def pipelined_transfer(self, chunks: np.ndarray[Any, Any], ahead: int, subject_of: Callable[[int], tuple[WaitedUnit, int, int]],
-               timeout_s: float) -> bool:
+    def pipelined_transfer(self, chunks: np.ndarray[Any, Any], ahead: int,
+                           subject_of: Callable[[int], tuple[WaitedUnit, int, int]], timeout_s: float) -> bool:
         """Send and receive *chunks* (`Port.pipelined_transfer`); return whether the fingerprints among them agree.
 
         ``subject_of(i)`` is (unit, partition of the job, round) of chunk i.

@@ -112,7 +112,8 @@ class Handle:
         Raises
         ------
         StallError
-            After *timeout_s* seconds (default: the setting timeout_s), naming the missing ranks. `wait` may be called again.
+            After *timeout_s* seconds (default: the setting timeout_s), naming the missing ranks. `wait` may be called
+            again.
         PeerLostError
             If the job was aborted or the node died.
         """
@@ -229,9 +230,10 @@ def _announced(source: TensorInput, name: str | None, average: bool, priority: i
         if name == f"auto.{_MANY_UNNAMED}":
             warnings.warn(f"{_MANY_UNNAMED} push_pulls without a name: each one keeps memory of its own until "
                           "shutdown; give repeated ones a name", stacklevel=3)
+    on_device = source.place is not None
     spec = TensorSpec(name=name, dtype=source.dtype, shape=source.shape, average=average, priority=priority,
-                      codec=codec, islands=source.place is not None and sums_in_island(session.settings, source.dtype, codec),
-                      on_device=source.place is not None)
+                      codec=codec, islands=on_device and sums_in_island(session.settings, source.dtype, codec),
+                      on_device=on_device)
     if not session.tensors.knows(spec):
         session.devices.direct.cover(source.place.device if source.place is not None else None, [spec])
         session.tensors.declare([spec])
@@ -258,14 +260,15 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     x
         C-contiguous memory of the same shape and dtype on all ranks: a NumPy array, anything with ``__dlpack__`` or the
         buffer protocol. If it lies in memory of `empty`, it is not copied. On a GPU (CuPy, torch, JAX: DLPack or
-        ``__cuda_array_interface__``) it is read after the work that its owner's stream had before the call (`gpu.arrays`
-        says which stream); work that is enqueued after `synchronize` sees the result. No stream waits for the host, and
-        the host waits for no copy.
+        ``__cuda_array_interface__``) it is read after the work that its owner's stream had before the call
+        (`gpu.arrays` says which stream); work that is enqueued after `synchronize` sees the result. No stream waits for
+        the host, and the host waits for no copy.
     average
         Divide by the number of ranks; integers are divided downwards (floor), after wrapping like NumPy's sums.
     name
-        Identifies the tensor: pushes of all ranks with one name are summed. None: ``auto.<n>``, where n counts this rank's
-        calls without a name, so all ranks must make these in the same order; each keeps its memory until `shutdown`.
+        Identifies the tensor: pushes of all ranks with one name are summed. None: ``auto.<n>``, where n counts this
+        rank's calls without a name, so all ranks must make these in the same order; each keeps its memory until
+        `shutdown`.
     priority
         Tensors with a higher priority are sent first. None: names that were declared earlier are sent first. Fixed by
         the first use of the name.
@@ -313,7 +316,8 @@ def push_pull(x: Any, average: bool = True, name: str | None = None, priority: i
     result = start(source, name, average, priority, None, None, compression, learning_rate).wait()
     if name is not None and is_simple:
         session = process.current()
-        session.extension(repeated_pushes)[name] = RepeatedPush(session, session.tensors.unit(name), x, average, priority)
+        unit = session.tensors.unit(name)
+        session.extension(repeated_pushes)[name] = RepeatedPush(session, unit, x, average, priority)
     return result
 
 
@@ -415,12 +419,13 @@ class RepeatedPush:
         self._views: dict[int, Array] = {}
 
     def push_pull(self, x: Array, average: bool, priority: int | None) -> Array | None:
-        """Push *x* and return the read-only result; return None, and do nothing, if something differs from the first time.
+        """Push *x* and return the read-only result; return None, and do nothing, if something differs from the first
+        time.
 
         Raises as `handle.push_pull`.
         """
-        if (self._unit.is_retired or x.shape != self._shape or x.dtype != self._dtype or average != self._average or priority != self._priority
-                or not x.flags.c_contiguous):
+        if (self._unit.is_retired or x.shape != self._shape or x.dtype != self._dtype or average != self._average
+                or priority != self._priority or not x.flags.c_contiguous):
             return None
         round = self._unit.exchange(x.ctypes.data, self._nbytes, self._session.settings.timeout_s)
         if round is None:

@@ -1,8 +1,8 @@
 """The connection of a rank to its machine's node: attaching, messages, requests with replies.
 
-`attach` connects, proves the job's key and gets lane, board and doorbell. There is no reader thread: a Python thread that
-is woken beside a busy trainer waits for the GIL, and the data path needs no messages. Of several waiting threads one
-reads and hands each message to the session; the others sleep until something was read.
+`attach` connects, proves the job's key and gets lane, board and doorbell. There is no reader thread: a Python thread
+that is woken beside a busy trainer waits for the GIL, and the data path needs no messages. Of several waiting threads
+one reads and hands each message to the session; the others sleep until something was read.
 """
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def _connect(place: ProcessRole, settings: Settings, failure: Callable[[], str |
             if time.monotonic() >= deadline:
                 raise StallError(
                     f"rank {place.rank}: no node of this job listened on this machine within start_timeout_s="
-                    f"{settings.start_timeout_s:g} s (node_id {place.node_id!r}). {exc}.{unreachable_hint(*place.scheduler)}"
+                    f"{settings.start_timeout_s:g} s (node_id {place.node_id!r}). {exc}."
+                    f"{unreachable_hint(*place.scheduler)}"
                 ) from exc
 
 
@@ -209,7 +210,10 @@ class Mailbox:
         self._node_pidfd = node_pidfd
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send *message*. If the node is lost, raises the error that the job was aborted with, or what `lost` returns."""
+        """Send *message*.
+
+        If the node is lost, raises the error that the job was aborted with, or what `lost` returns.
+        """
         self._require_open()
         try:
             self._channel.send(message, fds)

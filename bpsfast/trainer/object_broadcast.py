@@ -17,8 +17,8 @@ from .broadcaster import Broadcaster, broadcast_bytes, check_root
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere), which call their broadcasts in the same order.
 
-    It is pickled, by cloudpickle if that is installed. Only members of the job, which know its key, can send one. *name*
-    must agree.
+    It is pickled, by cloudpickle if that is installed. Only members of the job, which know its key, can send one.
+    *name* must agree.
 
     Raises
     ------
@@ -75,7 +75,9 @@ Array = np.ndarray[Any, Any]
 
 
 def broadcast_arrays(named: Sequence[tuple[str, Array]], root_rank: int, title: str) -> list[Array]:
-    """Return the arrays of rank *root_rank*'s *named* (new ones, except on *root_rank*). All ranks call it in the same order.
+    """Return the arrays of rank *root_rank*'s *named* (new ones, except on *root_rank*).
+
+    All ranks call it in the same order.
 
     Parameters
     ----------
@@ -121,7 +123,8 @@ Manifest = Sequence[Sequence[Any]]
 
 
 def difference(mine: Manifest, theirs: Manifest, what: str, rank: int, root_rank: int) -> str:
-    """Return the first difference of *mine*, of *rank*, and *theirs*, of *root_rank*, in words; "" if they are equal."""
+    """Return the first difference of *mine*, of *rank*, and *theirs*, of *root_rank*, in words; "" if they are equal.
+    """
     for number, (own, other) in enumerate(zip(mine, theirs)):
         if own != other:
             return (f"{what} {number} of the broadcast differs: rank {rank} has {own[0]} ({own[1]}, shape {own[2]}), "

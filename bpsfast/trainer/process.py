@@ -1,7 +1,7 @@
 """The session of this process: init, shutdown, rank, size, barrier, suspend, resume; joining and leaving jobs.
 
-`join_job` and `leave_job` make and end one session of several in a process. Sessions of one process are independent: each
-has its own daemons, key, local socket and memory.
+`join_job` and `leave_job` make and end one session of several in a process. Sessions of one process are independent:
+each has its own daemons, key, local socket and memory.
 """
 from __future__ import annotations
 
@@ -180,8 +180,8 @@ def join_job(place: ProcessRole, settings: Settings,
          why_void: Callable[[], str | None] = lambda: None) -> tuple[Session, Daemons]:
     """Start the daemons that *place* calls for, attach to the machine's node, and return once all have joined.
 
-    *why_void* is called now and then; it returns why the job cannot start any more, or None. Once this process has joined,
-    BPSFAST_JOB_KEY is not in its environment any more (`take_job_key`).
+    *why_void* is called now and then; it returns why the job cannot start any more, or None. Once this process has
+    joined, BPSFAST_JOB_KEY is not in its environment any more (`take_job_key`).
 
     Raises
     ------
@@ -215,9 +215,9 @@ def abandon_job(session: Session, watch: ExitWatch, reason: str) -> None:
 def leave_job(session: Session, watch: ExitWatch, *, stays: bool = True) -> None:
     """Leave the job of *session*, and close *watch*. Does nothing in a fork of the process that joined.
 
-    Daemons end with the process that started them, so it must live until all ranks have left. *stays*: wait for that here,
-    up to the setting timeout_s. Else this returns after a few seconds at most, and the exit of the program waits for the
-    daemons: ranks may then leave several jobs in any order.
+    Daemons end with the process that started them, so it must live until all ranks have left. *stays*: wait for that
+    here, up to the setting timeout_s. Else this returns after a few seconds at most, and the exit of the program waits
+    for the daemons: ranks may then leave several jobs in any order.
     """
     if session.pid != os.getpid():
         return
@@ -256,10 +256,11 @@ def resume(num_workers: int, num_servers: int, global_rank: int, context: object
     """Join a job again after `suspend`; *context* (BytePS's) changes nothing.
 
     Under BytePS's variables the numbers are written into them, as BytePS does: DMLC_NUM_WORKER (machines),
-    DMLC_NUM_SERVER, BYTEPS_GLOBAL_RANK, and DMLC_WORKER_ID, which follows from them. Scheduler and servers have ended with
-    `suspend` and must be started again with the same numbers. Under ``bpsfast run --elastic`` the next job has all workers
-    that exist then, and the numbers must match it: *num_workers* ranks, of which this is number *global_rank*. Elsewhere
-    the next job has this rank alone. Make PyTorch optimizers again, or call `bpsfast.torch.optimizer.rejoin` for them.
+    DMLC_NUM_SERVER, BYTEPS_GLOBAL_RANK, and DMLC_WORKER_ID, which follows from them. Scheduler and servers have ended
+    with `suspend` and must be started again with the same numbers. Under ``bpsfast run --elastic`` the next job has all
+    workers that exist then, and the numbers must match it: *num_workers* ranks, of which this is number *global_rank*.
+    Elsewhere the next job has this rank alone. Make PyTorch optimizers again, or call `bpsfast.torch.optimizer.rejoin`
+    for them.
 
     Raises
     ------
@@ -282,8 +283,8 @@ def resume(num_workers: int, num_servers: int, global_rank: int, context: object
                           "0 to num_workers - 1")
     if num_workers > 1 and member is None and not by_variables:
         raise UnsupportedError(
-            f"resume(num_workers={num_workers}, ...) would join a larger job, and there is no way for its ranks to find "
-            "each other: that needs `bpsfast run --elastic`, or BytePS's variables. Or start a new job "
+            f"resume(num_workers={num_workers}, ...) would join a larger job, and there is no way for its ranks to "
+            "find each other: that needs `bpsfast run --elastic`, or BytePS's variables. Or start a new job "
             "with the new numbers, and give it the state of a checkpoint")
     if _suspended is None:
         raise ClosedError("resume() without suspend(): call init() to join the job")

@@ -1,8 +1,9 @@
 """A rank's session with its node: everything a rank owns, from `init` to `shutdown`.
 
 `InputMemory` knows the segments that were shared, `TensorRegistry` the names and units. Waits on rounds are native
-(`GuardedPort`); the socket is read only by a call that needs a reply, and beside a wait while pushes are deferred. Modules
-that build on sessions keep what they know of one as its extensions. `process` holds the one session of a process.
+(`GuardedPort`); the socket is read only by a call that needs a reply, and beside a wait while pushes are deferred.
+Modules that build on sessions keep what they know of one as its extensions. `process` holds the one session of a
+process.
 """
 from __future__ import annotations
 
@@ -160,8 +161,8 @@ class Session:
     def retire(self, units: Sequence[Unit]) -> None:
         """Retire *units*: their resources are free as soon as all ranks have retired them.
 
-        All their rounds must be complete, and their results not be read any more. The caller releases their input memory.
-        Their names may be declared again.
+        All their rounds must be complete, and their results not be read any more. The caller releases their input
+        memory. Their names may be declared again.
         """
         self.require_open()
         if any(unit.in_flight for unit in units):
@@ -183,7 +184,8 @@ class Session:
 
     def ask_node(self) -> Counters:
         """Return the counters of this machine's node."""
-        told = self._requests.ask(lambda request: CountersRequest(request=request), "the node did not send its counters")
+        told = self._requests.ask(lambda request: CountersRequest(request=request),
+                                  "the node did not send its counters")
         assert isinstance(told, Counters)
         return told
 
@@ -230,8 +232,8 @@ class Session:
     def _commit(self, units: Sequence[UnitReady]) -> None:
         """Enter units as tensors of this rank. Units of a new layout that cannot be mapped are retired at once.
 
-        The other ranks retire a layout that one rank cannot have, and nodes wait for this rank, too. Other tensors are not
-        retired: the next tensors would get the same memory, which this rank could not map either.
+        The other ranks retire a layout that one rank cannot have, and nodes wait for this rank, too. Other tensors are
+        not retired: the next tensors would get the same memory, which this rank could not map either.
         """
         given_up = []
         for ready in units:
@@ -261,9 +263,9 @@ class Session:
         ended = bool(poll.poll(_DYING_S * 1000))
         how = self._failure() or ("its process has ended" if ended else "it has closed its channel, and still runs")
         return PeerLostError(
-            f"{self._node_name} is lost: {how}. Rank {self.rank} cannot go on without it. A node that ends by itself or by "
-            "SIGTERM gives the reason. One that gives none was killed (SIGKILL, by the kernel if memory is short: see "
-            "dmesg) or has crashed: see its output and its launcher's for the signal")
+            f"{self._node_name} is lost: {how}. Rank {self.rank} cannot go on without it. A node that ends by itself "
+            "or by SIGTERM gives the reason. One that gives none was killed (SIGKILL, by the kernel if memory is "
+            "short: see dmesg) or has crashed: see its output and its launcher's for the signal")
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -318,7 +320,8 @@ class Session:
 
 
 class _Extension:
-    """A slot for what is made at the first use, under a lock of its own: a signal handler may close while it is made."""
+    """A slot for what is made at the first use, under a lock of its own: a signal handler may close while it is made.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

@@ -204,8 +204,8 @@ def push_pull_rows(indices: Any, values: Any, n_rows: int, name: str | None = No
     average
         Divide by the number of ranks, not by the number of ranks that have pushed a row.
     max_rows
-        About how many different rows all ranks together push in a call. If there are more, that sum is repeated with more
-        room. 0: one of 64. Fixed by the first use of the name.
+        About how many different rows all ranks together push in a call. If there are more, that sum is repeated with
+        more room. 0: one of 64. Fixed by the first use of the name.
 
     Returns
     -------
@@ -256,8 +256,8 @@ class RowFrames(NamedTuple):
     def write(self, memory: Array, indices: Array, values: Array) -> int:
         """Write rows *values* (n, *row_shape) with *indices* (n,) int64 into *memory*, uint8; return the frames' bytes.
 
-        Rows with one index are added first, in their order, in the dtype's accumulator. A partition with more rows than a
-        frame has room for gets a frame that only tells how many.
+        Rows with one index are added first, in their order, in the dtype's accumulator. A partition with more rows than
+        a frame has room for gets a frame that only tells how many.
         """
         places, order, values = self._deal(indices, values)
         row_nbytes, nbytes = self.row_nbytes, 0

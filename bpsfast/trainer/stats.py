@@ -12,7 +12,8 @@ from .step_clock import StepTimes
 class LocalLag(msgspec.Struct, frozen=True, kw_only=True):
     """How late rank `rank` announced its inputs, compared to the first rank of this machine, over `count` units.
 
-    `p99_s` is the upper bound of a half-octave bin, so up to 50 % too high. `last_share`: the share in which it was last.
+    `p99_s` is the upper bound of a half-octave bin, so up to 50 % too high. `last_share`: the share in which it was
+    last.
     """
 
     rank: int
@@ -33,10 +34,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank and its machine's node have done so far.
 
     `steps` counts completed steps without the first; `mean` is their mean. `pushed_bytes` are this rank's inputs and
-    `pulled_bytes` the results of this machine, in shared memory; `sent_bytes` and `received_bytes` are the node's network
-    traffic (none between nodes that share memory). `queued` partitions wait for the network card, `peak_queued` is the
-    maximum. `local_lags`: ranks of this machine; `job_lags`: all ranks, on request, without those of `silent_nodes`.
-    `counters`: see `counters`.
+    `pulled_bytes` the results of this machine, in shared memory; `sent_bytes` and `received_bytes` are the node's
+    network traffic (none between nodes that share memory). `queued` partitions wait for the network card, `peak_queued`
+    is the maximum. `local_lags`: ranks of this machine; `job_lags`: all ranks, on request, without those of
+    `silent_nodes`. `counters`: see `counters`.
     """
 
     rank: int

@@ -2,7 +2,8 @@
 
 Accepted: NumPy arrays and scalars, objects with ``__dlpack__`` on the CPU or a GPU (torch, JAX, ...) or with
 ``__cuda_array_interface__`` (CuPy, Numba), and the buffer protocol (``array.array``, ``memoryview``, ``bytes``).
-Nothing is copied or converted here. The error for memory that cannot be summed as it is names the call that converts it.
+Nothing is copied or converted here. The error for memory that cannot be summed as it is names the call that converts
+it.
 
 DLPack capsules are read directly (dlpack.h, versions 0 and 1) because NumPy's reader refuses bfloat16.
 """
@@ -51,7 +52,7 @@ class TensorInput:
         if self.nbytes == 0:
             return np.empty(self.shape, TABLE[self.dtype].numpy)
         memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
-        memory._bpsfast_owner = self.owner  # type: ignore[attr-defined]  # the array keeps `memory`, which keeps the owner
+        memory._bpsfast_owner = self.owner  # type: ignore[attr-defined]  # the array keeps `memory` alive
         array = np.ctypeslib.as_array(memory).view(TABLE[self.dtype].numpy).reshape(self.shape)
         array.flags.writeable = self.writable
         return array

@@ -136,7 +136,9 @@ class TensorRegistry:
         self._order.setdefault(name, len(self._order))
 
     def noted_priority(self, name: str | None, priority: int) -> int:
-        """Return *priority*; if it is 0 and *name* was noted, a priority by its place: the first name is the most urgent."""
+        """Return *priority*; if it is 0 and *name* was noted, a priority by its place: the first name is the most
+        urgent.
+        """
         place = self._order.get(name) if name is not None and priority == 0 else None
         return priority if place is None else -place
 
@@ -145,9 +147,9 @@ class TensorRegistry:
         return list(self._order)
 
     def edition(self, names: Iterable[str]) -> int:
-        """Return the number of a new model with tensors *names*: above that of every earlier model on this rank with one
-        of them. Ranks that make such models in the same order get the same numbers, even if they have retired the earlier
-        models at different times.
+        """Return the number of a new model with tensors *names*: above that of every earlier model on this rank with
+        one of them. Ranks that make such models in the same order get the same numbers, even if they have retired the
+        earlier models at different times.
         """
         with self._lock:
             names = list(names)
@@ -217,7 +219,8 @@ class TensorRegistry:
         return bool(self._deferred)
 
     def wait(self, ready: Callable[[], T | None], timeout_s: float | None, what: str, name: str) -> T:
-        """Wait until ``ready()`` is not None and return that, starting deferred pushes meanwhile: others may wait for them.
+        """Wait until ``ready()`` is not None and return that, starting deferred pushes meanwhile: others may wait for
+        them.
 
         Raises
         ------

@@ -1,8 +1,8 @@
 """The setting autotune: changes the layout of gradients while the job trains, on all ranks after the same step.
 
-Every step also sums a small tensor. Rank 0 writes its decision into it, and every rank writes whether the next layout is
-ready there. As all ranks read the same sum after the same step, all of them declare, switch and retire layouts at the same
-step; no other protocol is needed. Layouts are declared in the background while steps go on with another one.
+Every step also sums a small tensor. Rank 0 writes its decision into it, and every rank writes whether the next layout
+is ready there. As all ranks read the same sum after the same step, all of them declare, switch and retire layouts at
+the same step; no other protocol is needed. Layouts are declared in the background while steps go on with another one.
 
 Step times are rank 0's: the ranks of a job take the same time for a step, because each waits for the others.
 """
@@ -183,7 +183,7 @@ class Tuner:
             return
         try:
             if self._coming.is_committed:
-                self._coming.lay_out(self._by_urgency, self._first.homes)
+                self._coming.lay_out(self._by_urgency, self._first)
                 self._coming_state = [1, 0]
         except BpsError as exc:
             self._session.port.check()  # the end of the job is not a refusal

@@ -35,8 +35,8 @@ class TuningPoint(NamedTuple):
 
     @property
     def place(self) -> tuple[float, ...]:
-        """Its coordinates for the search: log2 of partition, of fusion, of credit in partitions; half of log2 of streams,
-        which mostly matter least.
+        """Its coordinates for the search: log2 of partition, of fusion, of credit in partitions; half of log2 of
+        streams, which mostly matter least.
         """
         return (math.log2(self.partition_nbytes), math.log2(max(1, self.fusion_nbytes)),
                 math.log2(min(max(1.0, self.credit_nbytes / self.partition_nbytes), _MOST)),
@@ -106,7 +106,8 @@ class Search:
     def __init__(self, expect: Callable[[TuningPoint], float] = lambda point: 1.0,
                  streams: Sequence[int] = STREAMS) -> None:
         self._expect = expect
-        self._grid = [TuningPoint(p, f, p * c, n) for p in PARTITIONS for f in FUSIONS for c in CREDITS for n in streams]
+        self._grid = [TuningPoint(p, f, p * c, n)
+                      for p in PARTITIONS for f in FUSIONS for c in CREDITS for n in streams]
         self._refused: set[TuningPoint] = set()
         self.measured: dict[TuningPoint, float] = {}
 

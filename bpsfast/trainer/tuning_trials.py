@@ -2,8 +2,8 @@
 
     present settings -> the defaults, if those are others -> what the search proposes, one trial at a time -> the best
 
-A trial is a few steps, of which the first does not count; it ends early at a step that is clearly too slow. Between trials
-steps use the best point so far, while the next one is prepared.
+A trial is a few steps, of which the first does not count; it ends early at a step that is clearly too slow. Between
+trials steps use the best point so far, while the next one is prepared.
 """
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ HOPELESS = 1.25
 class Decision(NamedTuple):
     """What all ranks do next. `number` counts decisions.
 
-    Steps use `active`. `coming`, if not None, is prepared and used as soon as all ranks have it. `is_last`: `active` is the
-    result of the search.
+    Steps use `active`. `coming`, if not None, is prepared and used as soon as all ranks have it. `is_last`: `active` is
+    the result of the search.
     """
 
     number: int
@@ -212,8 +212,8 @@ class TuningRun:
     *tuned*: the point that was saved with the model, if any, which is used without a search.
     """
 
-    def __init__(self, session: Session, specs: Mapping[str, TensorSpec], present: TuningPoint, tuned: TuningPoint | None = None
-                 ) -> None:
+    def __init__(self, session: Session, specs: Mapping[str, TensorSpec], present: TuningPoint,
+                 tuned: TuningPoint | None = None) -> None:
         settings, usual = session.settings, Settings()
         tensors = [(spec.name, spec.shape, spec.dtype) for spec in specs.values()]
         self._file = folder(settings.tuned_dir) / (key(
@@ -264,8 +264,8 @@ class TuningRun:
         write(self._file, result)
         if self._report is not None:
             write(self._report, result)
-        log.info("tuned in %d steps and %d trials: %s (stored in %s)", result.n_steps, len(result.trials), result.chosen,
-                 self._file)
+        log.info("tuned in %d steps and %d trials: %s (stored in %s)", result.n_steps, len(result.trials),
+                 result.chosen, self._file)
 
     def _tell(self) -> None:
         if self._report is not None and len(self._pilot.trials) != self._n_trials:

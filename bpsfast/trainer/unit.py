@@ -129,8 +129,8 @@ class Unit:
             with self._lock:
                 if self._landing is None:
                     place = self.session.devices.direct.allocate(device, len(own) * self.stride) if own else None
-                    self._landing = DeviceInput(staging, place, {number: at * self.stride for at, number in enumerate(own)},
-                                            self.stride)
+                    offsets = {number: at * self.stride for at, number in enumerate(own)}
+                    self._landing = DeviceInput(staging, place, offsets, self.stride)
         return self._landing
 
     def _lies_here(self, number: int) -> bool:
@@ -193,7 +193,8 @@ class Unit:
         return round
 
     def exchange(self, address: int, nbytes: int, timeout_s: float) -> int | None:
-        """Push bytes of this rank's segments, wait, and return the round; return None, and do nothing, for other memory.
+        """Push bytes of this rank's segments, wait, and return the round; return None, and do nothing, for other
+        memory.
 
         Raises as `push` and `wait`.
         """
@@ -214,10 +215,10 @@ class Unit:
         """Sum private bytes at *source*, wait, and copy the result to *destination* (it may be *source*).
 
         They go in and out a few partitions at a time (`SlidingWindow`), which takes half of the memory traffic and less
-        shared memory. Returns False, and does nothing, where that does not pay: for units of few partitions, bytes inside
-        a segment, jobs of several nodes, and where *destination* begins or ends inside the source. Raises as `push` and
-        `wait`. After an error the round, and with it the name, is lost to all ranks, and *destination* is partly
-        overwritten.
+        shared memory. Returns False, and does nothing, where that does not pay: for units of few partitions, bytes
+        inside a segment, jobs of several nodes, and where *destination* begins or ends inside the source. Raises as
+        `push` and `wait`. After an error the round, and with it the name, is lost to all ranks, and *destination* is
+        partly overwritten.
         """
         session = self.session
         slots = n_slots(session.local_size)

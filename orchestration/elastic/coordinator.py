@@ -1,20 +1,20 @@
-"""Who trains next: the muster of an elastic job. Decisions only; `bpsfast.launch.elastic_service` carries them out.
+"""Decides who trains next in an elastic job. Pure; `bpsfast.launch.elastic_service` carries it out.
 
 A job's members are fixed. When one of them is lost, or others want to join, the job ends and the next one is formed of
-those who have come to the muster. Processes are *members*, numbered in the order in which they were started; a *seat*
-is what a member has in a job, and its place in the list is its rank.
+those that have come to the coordinator. Processes are *members*, numbered in the order in which they were started; a
+*seat* is a member's place in a job, and its position in the list is its rank.
 
     policy    a lost member               the next job is complete when                    else, by the deadline
     abort     ends everything             (no member is lost, and all have come)           -
-    shrink    is left out                 all others have come; they are a majority        who has not come is ended
+    shrink    is left out                 all others have come; they are a majority        absent members are ended
     wait      another takes its seat      every seat is taken                              StallError
 
-*Majority* is of the last job's voters: its nodes with ranks, and the muster itself. The muster is one process, which
-all must reach, so two halves of a job can never both go on; a majority is asked for since a job that has lost most
-of itself should not silently train on. Under every policy somebody must be left who has the state.
+*Majority* is of the last job's voters: its nodes with ranks, and the coordinator itself. The coordinator is one
+process, which all must reach, so two halves of a job can never both go on; a majority is required because a job that
+has lost most of itself should not silently train on. Under every policy a member that has the state must be left.
 
-Jobs may end though nobody is lost: a link fails, a limit is too low. What fails so again and again, with no commit in
-between, will not go away by another job: after `MOST_FRUITLESS` of them there is none.
+Jobs may end although no member is lost: a link fails, a limit is too low. If the same happens again and again, without
+a commit in between, another job will not help: after `MOST_FRUITLESS` of them there is none.
 """
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from typing import Literal, NamedTuple
 import msgspec
 
 LostWorker = Literal["abort", "shrink", "wait"]
-#: So many jobs in a row may have failed without a lost member and without a commit.
+#: The most jobs in a row that may fail without a lost member and without a commit.
 MOST_FRUITLESS = 3
 _MOST_NAMES = 8
 
 
 class ElasticRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user wants. `within_s`: how long a muster may take, from the last loss on (or the first arrival).
+    """What the user wants. `within_s`: how long forming a job may take, from the last loss on (or the first arrival).
 
-    `max_replaced`: so many lost workers get a replacement, of all that are lost while the program runs.
+    `max_replaced`: the most lost workers that are replaced while the program runs.
     """
 
     lost_worker: LostWorker = "abort"
@@ -43,7 +43,7 @@ class ElasticRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankHolder(NamedTuple):
-    """Who has a place in a job, and on which node ("": nobody knows before the first job)."""
+    """The member that has a place in a job, and its node ("": not known before the first job)."""
 
     member: int
     node: str
@@ -64,18 +64,19 @@ class Fail(NamedTuple):
 
 
 class Exclude(NamedTuple):
-    """These have not come in time: end them. Once they have ended they are lost."""
+    """These members have not come in time: end them. Once they have ended they are lost."""
 
     members: tuple[int, ...]
 
 
 class ElasticCoordinator:
-    """Who is there, who was lost, who comes next. Times are seconds of one clock, given by the caller.
+    """Which members have come and which are lost, and who comes next. Times are seconds of one clock, given by the
+    caller.
 
     Parameters
     ----------
     members
-        Those that the first job is to have, by rank.
+        Those of the first job, by rank.
     """
 
     def __init__(self, rules: ElasticRules, members: Sequence[int]) -> None:
@@ -102,10 +103,10 @@ class ElasticCoordinator:
 
     def came(self, member: int, node: str, now_s: float, has_state: bool = False, n_commits: int = 0,
              reason: str = "") -> None:
-        """*member* has come from *node*, and waits for the next job.
+        """Note that *member* has come from *node*, and waits for the next job.
 
-        *has_state*: it has what the training has come to, which are *n_commits* commits. *reason*: why its last job
-        has failed, if it has.
+        *has_state*: it has the state of the training, which has had *n_commits* commits. *reason*: why its last job has
+        failed, if it has.
         """
         self._come[member] = node
         self._n_commits = max(self._n_commits, n_commits)
@@ -120,7 +121,7 @@ class ElasticCoordinator:
             self._began_s = now_s
 
     def ended(self, member: int, how: str, now_s: float) -> None:
-        """*member*'s process was lost: *how* in words."""
+        """Note that *member*'s process was lost: *how* in words."""
         self._come.pop(member, None)
         self._with_state.discard(member)
         self._instead = {seat: other for seat, other in self._instead.items() if other != member}
@@ -130,18 +131,20 @@ class ElasticCoordinator:
             self._began_s = now_s
 
     def left(self, member: int) -> None:
-        """*member*'s process has ended well: nobody waits for it. If all have, there is nothing left to be joined."""
+        """Note that *member*'s process has ended well. If all have, there is nothing left to join."""
         self._come.pop(member, None)
         if self.has_seat(member):
             self._left.add(member)
             self.is_over = self.is_over or all(seat.member in self._left for seat in self.seats)
 
     def done(self) -> None:
-        """The training has ended, on all ranks together: there is no next job, and nobody is missed any more."""
+        """Note that the training has ended, on all ranks together: there is no next job, and no member is missed any
+        more.
+        """
         self.is_over = True
 
     def replaced(self, member: int, by: int, now_s: float) -> None:
-        """*by* was started for the lost *member*."""
+        """Note that *by* was started for the lost *member*."""
         self._instead[member] = by
         self._began_s = now_s
         self.n_replaced += 1
@@ -149,17 +152,17 @@ class ElasticCoordinator:
     # -- what follows ----------------------------------------------------------------------------------------------
 
     def has_seat(self, member: int) -> bool:
-        """Whether *member* is of the job that was formed last, or is to be of the first."""
+        """Whether *member* is in the last job, or is to be in the first."""
         return any(seat.member == member for seat in self.seats)
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Those who have come and have no job."""
+        """The members that have come and have no job."""
         return tuple(sorted(self._come))
 
     @property
     def awaited(self) -> str:
-        """What those who wait, wait for: whose coming, or that a job lets them in."""
+        """What the waiting members wait for, in words."""
         if self.is_running:
             return f"job {self.number}, of {len(self.seats)} ranks, runs and has let nobody in (State.commit or check)"
         places = self._places()
@@ -170,14 +173,14 @@ class ElasticCoordinator:
 
     @property
     def newcomers(self) -> tuple[int, ...]:
-        """Those who have come, had no seat in the last job, and were not started for one of it; as many as may join."""
+        """The waiting members without a seat in the last job that were not started for one, as many as may join."""
         meant = set(self._instead.values())
         found = [member for member in self.waiting if not self.has_seat(member) and member not in meant]
         return tuple(found[: max(0, self.rules.max_ranks - len(self._places()))])
 
     @property
     def to_replace(self) -> tuple[int, ...]:
-        """Lost members for whom somebody shall be started now."""
+        """The lost members for which another is to be started now."""
         if self.rules.lost_worker != "wait" or self.is_over or self.failure is not None:
             return ()
         found = [member for member in self._lost if member not in self._instead]
@@ -185,13 +188,13 @@ class ElasticCoordinator:
 
     @property
     def due_s(self) -> float:
-        """When `decide` says something at the latest, whoever has come by then."""
+        """The time at which `decide` has an answer at the latest."""
         if self.is_running or self.is_over or self.failure is not None or self._began_s is None:
             return float("inf")
         return self._began_s + self.rules.within_s
 
     def decide(self, now_s: float) -> Form | Fail | Exclude | None:
-        """Return what is to be done; None: nothing yet. A `Form` is entered here, a `Fail` is for good."""
+        """Return what is to be done; None: nothing yet. A `Form` is entered here, a `Fail` is final."""
         if self.is_running or self.is_over or self.failure is not None or self._began_s is None:
             return None
         found = self._hopeless() or self._verdict(now_s >= self.due_s)
@@ -231,7 +234,7 @@ class ElasticCoordinator:
                 return None
             if absent and self.rules.lost_worker == "shrink" and self.number:
                 return Exclude(absent)
-            return Fail("StallError", f"the muster was not complete within {self.rules.within_s:g} s: "
+            return Fail("StallError", f"the next job was not complete within {self.rules.within_s:g} s: "
                                       f"{self._who_is_missing(absent, open_seats)}")
         order = tuple(member for member in places if member is not None) + self._joining()
         if len(order) < max(1, self.rules.min_ranks):
@@ -244,7 +247,7 @@ class ElasticCoordinator:
         return Form(self.number + 1, order)
 
     def _was_fruitless(self, order: Sequence[int]) -> bool:
-        """Whether the last job has failed, and the next one, of *order*, would be no better by what is known."""
+        """Whether the last job has failed, and the next one, of *order*, would be no better as far as is known."""
         return (bool(self._failed) and not self._lost and all(self.has_seat(member) for member in order)
                 and self._n_commits <= self._n_commits_before)
 
@@ -259,7 +262,7 @@ class ElasticCoordinator:
         self._instead.clear()
 
     def _places(self) -> list[int | None]:
-        """Return who takes each seat that is not given up; None: nobody has come who could."""
+        """Return the member for each seat that is not given up; None: none has come that could take it."""
         spare = [member for member in self.waiting if not self.has_seat(member)
                  and member not in self._instead.values()]
         places: list[int | None] = []
@@ -277,7 +280,7 @@ class ElasticCoordinator:
         return places
 
     def _joining(self) -> tuple[int, ...]:
-        """Return those who come after all seats."""
+        """Return the members that come after all seats."""
         taken = self._places()
         return tuple(member for member in self.waiting if member not in taken
                      and member not in self._instead.values())[: max(0, self.rules.max_ranks - len(taken))]

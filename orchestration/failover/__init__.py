@@ -1,1 +1,1 @@
-"""What is left of a job whose scheduler is lost, and how another one goes on with it. Pure."""
+"""The scheduler, and how another one continues the job of a lost one. See docs/design/failover.md."""

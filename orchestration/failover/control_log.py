@@ -1,7 +1,9 @@
-"""What one node knows of its job: a scheduler that has lost its memory, or another one, learns it from all nodes. Pure.
+"""What one node knows of its job, so that a scheduler that has lost its memory, or another one, learns it from all
+nodes.
 
-The node enters what it hears from the scheduler and what it says to it, and `account` says it all again: what was
-committed by its outcome, what was not answered as it was said. So nothing of a scheduler's is in its memory only.
+The node records what it hears from the scheduler and what it says to it, and `account` repeats it: what was committed
+by its outcome, unanswered messages as they were sent. So the scheduler has no state that is not also at the nodes.
+Pure.
 """
 from __future__ import annotations
 
@@ -12,13 +14,14 @@ import msgspec
 
 from .. import messages as m
 
-#: Units in one message: each may have thousands of partitions, and a message has a longest size.
+#: Units in one message: each may have thousands of partitions, and the size of a message is limited.
 _UNITS_AT_ONCE = 256
 
 
 @dataclass
 class _Declaration:
-    """What a rank declared at once and has not been answered; `first`: its place in all that it has declared."""
+    """A declaration of a rank that was not answered; `first`: the position of its first tensor in all that it declared.
+    """
 
     rank: int
     first: int
@@ -27,7 +30,9 @@ class _Declaration:
 
 
 class ControlLog:
-    """Owner thread only. *package* and *settings*: what this node has said of itself when it joined."""
+    """Records one node's messages to and from the scheduler. *package* and *settings*: as in its `Join`. Owner thread
+    only.
+    """
 
     def __init__(self, package: str, settings: Mapping[str, str]) -> None:
         self._package = package
@@ -83,23 +88,23 @@ class ControlLog:
         return set(self._lost)
 
     def heard(self, message: m.Message) -> None:
-        """Enter what the scheduler has said, before it is acted on."""
+        """Record a message of the scheduler, before it is acted on."""
         enter = self._on_heard.get(type(message))
         if enter is not None:
             enter(message)
 
     def said(self, message: m.Message) -> None:
-        """Enter what this node says to the scheduler, for its ranks or itself."""
+        """Record a message of this node to the scheduler, for its ranks or itself."""
         enter = self._on_said.get(type(message))
         if enter is not None:
             enter(message)
 
     def record_peer_left(self, node: int) -> None:
-        """Enter that all ranks of *node* have left, as it says itself."""
+        """Record that all ranks of *node* have left, as it says itself."""
         self._nodes_left.add(node)
 
     def account(self, recall: int = 0) -> Iterator[m.Message]:
-        """Yield all that is to be said to a scheduler that asks by *recall* (0: has not asked). Once welcomed."""
+        """Yield the messages for a scheduler that asks by *recall* (0: it has not asked). Call it after `Welcome`."""
         assert self._welcome is not None
         plan = self._prepared
         yield m.Rejoin(
@@ -161,7 +166,7 @@ class ControlLog:
             self._frozen = False
             self._lent |= {each.part: each for each in plan.owner_changes if each.lacking}
             for each in plan.owner_changes:
-                if each.giver >= 0:  # as in `Generations.succeeded`
+                if each.giver >= 0:  # as in `Generations.owners_changed`
                     self._lent.pop(each.part, None)
             return
         for said in self._declarations:

@@ -1,10 +1,10 @@
 """A scheduler without a memory learns from the nodes what the one before it knew. Pure, as `Job` is.
 
-Everybody tells all it knows (`ControlLog.account`); what follows is `merge_reports`'s. A recovery that was under way
+Every node reports all it knows (`ControlLog.account`); `merge_reports` merges it. A recovery that was in progress
 begins anew, in a new epoch.
 
-Nothing is decided before a majority of the nodes with ranks has spoken (`is_majority`). So of two schedulers of one
-job, on two sides of a cut, one at most decides anything.
+Nothing is decided before a majority of the nodes with ranks has reported (`is_majority`). So of two schedulers of one
+job, on two sides of a network partition, at most one decides anything.
 """
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ..job.recovery import JobSnapshot
 from ..roster import describe_node, is_majority
 from .state_merge import NodeReport, NodeReports, merge_reports
 
-#: After any other message there is nothing to be concluded that was not before.
+#: Only these messages can complete a rebuild.
 _MATTERS = (m.Join, m.Rejoin, m.RejoinComplete, m.RankLeft, m.Lost, m.ProbeResult)
 
 
 class JobRebuild:
-    """One rebuilding of one job, from the first account to the last one. Owner thread only; *now* as for `Job`.
+    """One rebuild of one job, from the first report to the last. Owner thread only; *now* as for `Job`.
 
     Parameters
     ----------
     recall
-        The number of the `RejoinRequest` that accounts answer. Who dials anew answers none.
+        The number of the `RejoinRequest` that reports answer. A node that reconnects answers none.
     known
-        The nodes that have been recalled, and when each was heard, by sender.
+        The nodes that were asked, and when each was heard, by connection.
     job, nodes
-        That job's name and nodes; "" if it is not known which one it is, and the first account says it.
+        The job's name and nodes; "" if it is not known which one it is: then the first report says it.
     fingerprint
-        The settings that all must have; None: those of the first account.
+        The settings that all nodes must have; None: those of the first report.
     """
 
     def __init__(self, package: str, *, heartbeat_s: float, lease_s: float, timeout_s: float, now: float,
@@ -57,7 +57,7 @@ class JobRebuild:
         self._first = m.Rejoin(version=m.VERSION, package=package, settings={}, job=job, index=0,
                                nodes=tuple(nodes)) if job else None
         self._majority_since: float | None = None
-        self._signs = NodeProbes(lease_s, timeout_s, now)
+        self._probes = NodeProbes(lease_s, timeout_s, now)
         #: Whether anything has come since the last look at `finished`, `aborted` and `past` that may have changed them.
         self.is_due = True
 
@@ -81,7 +81,7 @@ class JobRebuild:
             self._match()
         elif isinstance(message, m.ProbeResult):
             if account is not None and account.ranks:
-                self._signs.visited(now, message)
+                self._probes.probed(now, message)
         elif account is not None:
             self._heard[sender] = now
             self._accounts.enter(account, message)
@@ -94,7 +94,7 @@ class JobRebuild:
         return []
 
     def unreadable(self, sender: bytes, error: BpsError) -> m.Outgoing:
-        """Decide what follows from a message of *sender* that cannot be read, because of *error*: as `Job`."""
+        """Decide what follows from a message of *sender* that cannot be read, because of *error*; as `Job`."""
         account = self._accounts.get(sender)
         index = account.index if account is not None else next(
             (index for index, senders in self._known.items() if sender in senders), -1)
@@ -110,7 +110,7 @@ class JobRebuild:
         return [(sender, m.Abort(error="PeerLostError", goes_on=True, reason=words))]
 
     def unreachable(self, sender: bytes) -> None:
-        """Forget what *sender* has said, whose connection is gone: it says it again if it lives."""
+        """Forget what *sender*, whose connection is closed, has reported: the node reports again if it lives."""
         self._heard.pop(sender, None)
         self._joins.pop(sender, None)
         self._accounts.drop(sender)
@@ -152,7 +152,7 @@ class JobRebuild:
         return None
 
     def _match(self) -> None:
-        """Find out which nodes those are that were never welcomed: they know nothing."""
+        """Find the nodes that never had a `Welcome`, and know nothing."""
         first = self._first
         if first is None:
             return
@@ -168,7 +168,7 @@ class JobRebuild:
     # -- what follows -------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> m.Outgoing:
-        """Return what the time leads to: heartbeats. Look at `finished`, `aborted` and `past` afterwards."""
+        """Return what follows from the time: heartbeats. Look at `finished`, `aborted` and `past` afterwards."""
         self.is_due = True
         slept_s, self._last_tick = now - self._last_tick, now
         if slept_s > self._lease_s / 2:
@@ -187,40 +187,40 @@ class JobRebuild:
         return out + [(sender, m.Heartbeat(sequence=self._n_heartbeats)) for sender in self.senders]
 
     def _look_for(self, now: float) -> m.Outgoing:
-        """Have those with ranks who have told all visit the others, of whom nothing is heard."""
+        """Have the nodes with ranks that have reported probe those that are not heard."""
         if self._majority_since is None:
             return []
         told = [(index, sender) for index in sorted(self._accounts.complete & self._accounts.workers)
                 if (sender := self._accounts.sender_of(index)) is not None]
         missing = set(range(len(self._nodes))) - self._accounts.indices - self._accounts.lost
         return [each for index in sorted(missing)
-                for each in self._signs.ask(now, index, self._heard_at(index), lambda: told)]
+                for each in self._probes.ask(now, index, self._heard_at(index), lambda: told)]
 
     @property
     def senders(self) -> list[bytes]:
-        """Who is to hear how it ends."""
+        """The connections that must hear how it ends."""
         return list(dict.fromkeys([*self.speakers, *self._joins, *self._heard]))
 
     @property
     def newcomers(self) -> list[tuple[bytes, m.Join]]:
-        """Who has joined, and never was in the job."""
+        """The nodes that have joined and never were in the job."""
         return list(self._joins.items())
 
     @property
     def speakers(self) -> list[bytes]:
-        """Who has begun to say what it knows, or is known to be in the job."""
+        """The connections that have begun to report."""
         return [sender for sender, _ in self._accounts]
 
     @property
     def another(self) -> m.Join | None:
-        """How the first node has joined that has ranks and is in no node's account: another job gathers here."""
+        """The `Join` of the first node with ranks that is in no report: another job gathers here."""
         if self._first is None:
             return None
         return next((join for join in self._joins.values() if join.ranks), None)
 
     @property
     def is_alive(self) -> bool:
-        """Whether a majority has spoken, though some may not have said all."""
+        """Whether a majority has begun to report."""
         return is_majority(self._accounts.indices, self._accounts.workers)
 
     @property
@@ -229,14 +229,14 @@ class JobRebuild:
         return self._first is not None and self._all_left | self._accounts.nodes_left >= self._accounts.workers
 
     def past(self, now: float) -> JobSnapshot | None:
-        """Return what has become of the job once everybody has said what it knows, or is lost.
+        """Return the job's state once all nodes have reported or are lost; None before.
 
         Raises
         ------
         PeerLostError
-            If somebody is lost without whom it cannot go on.
+            If a node is lost that the job cannot go on without.
         ProtocolError
-            If what nodes say contradicts what schedulers do.
+            If reports contradict what schedulers do.
         """
         if self._first is None:
             return None
@@ -263,16 +263,16 @@ class JobRebuild:
         return self._accounts.nodes
 
     def _is_given_up(self, now: float, index: int) -> bool:
-        """Whether node *index*, which has not told all, is lost: called so by one with ranks, or silent."""
+        """Whether node *index*, which has not reported all, is lost: called lost by one with ranks, or silent."""
         only_sums = not self._nodes[index].ranks
-        called = index in self._accounts.called or self._signs.is_refused(now, index)
+        called = index in self._accounts.called or self._probes.is_refused(now, index)
         if only_sums and called and not self._speakers_of(index):
             return True
         heard = self._heard_at(index)
-        return now - heard >= self._lease_s and (only_sums or not self._signs.lives(now, index, heard))
+        return now - heard >= self._lease_s and (only_sums or not self._probes.lives(now, index, heard))
 
     def _speakers_of(self, index: int) -> list[bytes]:
-        """Return from where node *index* speaks, or is known to have spoken, over connections that have not closed."""
+        """Return the connections of node *index* that have not closed."""
         speaker = self._accounts.sender_of(index)
         return ([] if speaker is None else [speaker]) + [
             sender for sender in self._known.get(index, ()) if sender in self._heard]

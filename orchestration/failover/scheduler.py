@@ -1,8 +1,8 @@
-"""The scheduler process: a ZeroMQ ROUTER around `succession.tenure.SchedulerState`. It carries decisions, never tensor
-bytes.
+"""The scheduler process: a ZeroMQ ROUTER around `SchedulerState`. It carries decisions, never tensor bytes.
 
-Clients must know the scheduler's CURVE key to be understood, and own the job's client key to be let in (ZAP, answered
-in the same loop). Both follow from the job key: whoever has another one gets no byte back, and runs into its deadline.
+Clients must know the scheduler's CURVE key to be understood, and have the job's client key to be admitted (ZAP,
+answered in the same loop). Both follow from the job key: a client with another key gets no byte back, and its deadline
+passes.
 """
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .scheduler_state import SchedulerState
 
 log = logging.getLogger("bpsfast.scheduler")
 
-#: Where libzmq asks, within one context, whether a client may connect (ZeroMQ RFC 27).
+#: The address at which libzmq asks, within one context, whether a client may connect (ZeroMQ RFC 27).
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
-#: Messages of one node that wait here until they are read; then its connection is not read.
+#: The most unread messages of one node; beyond that its connection is not read.
 _MOST_UNREAD = 10_000
-#: So long after a try the scheduler looks again whether its port has become free.
+#: Interval of tries to listen on a port that another process has.
 _PORT_RETRY_S = 0.1
 
 
@@ -46,19 +46,19 @@ class _Versioned(msgspec.Struct):
 
 
 class Scheduler:
-    """One job's scheduler. `run` in any one thread; only `stop` may be called from others.
+    """One job's scheduler. Call `run` in any one thread; only `stop` may be called from others.
 
     Parameters
     ----------
     bind_host, port : where to listen; port 0 takes a free one, see `port`.
-    farewell_s : how long to go on after an abort, so that latecomers hear why. After a good end it goes on until all
-        have closed their connections, for at most `lease_s`: a node that has lost its own comes back for the news.
+    farewell_s : how long to go on after an abort, so that latecomers hear the reason. After a good end it goes on until
+        all nodes have closed their connections, at most `lease_s`: a node that was cut off reconnects to hear the end.
     tick_s : longest time between two looks at the clock.
 
     Raises
     ------
     ConfigError
-        If the address cannot be bound: at once, or after `lease_s` if another process has the port as long as that.
+        If the address cannot be bound: at once, or after `lease_s` if another process has the port.
     """
 
     def __init__(self, settings: JobSettings, key: bytes, *, bind_host: str = "*", port: int = 0,
@@ -93,7 +93,7 @@ class Scheduler:
         router.curve_server = True
         router.curve_publickey, router.curve_secretkey = curve_pair(key, "scheduler")
         router.zap_domain = b"bpsfast"
-        router.router_mandatory = True  # a send to somebody who is gone must fail, not vanish
+        router.router_mandatory = True  # a send to a closed connection must fail, not vanish
         # Before `bind`, whose value every connection keeps: by default one that breaks while the socket closes waits
         # for ever to deliver what is left (libzmq 4.3.5, issue 2733; once in 5000 closings beside other work).
         router.linger = 1000
@@ -107,7 +107,7 @@ class Scheduler:
         return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def _bind(self, address: str) -> None:
-        """Listen on *address*; for `lease_s` after a restart the scheduler of the job before may still have it."""
+        """Listen on *address*, for up to `lease_s`: after a restart the job's scheduler before may still have it."""
         deadline = time.monotonic() + self._lease_s
         while True:
             try:
@@ -117,7 +117,7 @@ class Scheduler:
                 why = "Set"
                 if exc.errno == zmq.EADDRINUSE:
                     if time.monotonic() < deadline:
-                        log.info("waiting for %s, which another process has", address)
+                        log.info("waiting for %s, on which another process listens", address)
                         time.sleep(_PORT_RETRY_S)
                         continue
                     why = f"Another program has that port, and still had it after {self._lease_s:g} s (lease_s): set"
@@ -129,7 +129,7 @@ class Scheduler:
     def run(self) -> int:
         """Serve until the job is over; return the exit code: 0 if all ranks left, 1 if the job was aborted.
 
-        Ends within `start_timeout_s` (with `JobSettings.awaits_ranks` after the first node with ranks has come),
+        Ends within `start_timeout_s` (with `JobSettings.awaits_ranks` after the first node with ranks has joined),
         `lease_s` or `stop`. Closes everything.
         """
         try:
@@ -144,7 +144,7 @@ class Scheduler:
             self.close()
 
     def _log_abort(self) -> None:
-        """Say why the job was aborted: as an error only if there was nobody to tell, whose ranks say it, too."""
+        """Log why the job was aborted: as an error only if no rank could be told."""
         aborted = self._job.aborted
         if aborted is not None:
             is_said = self._is_abort_told or bool(self._stop_reason)  # whoever stopped it knows
@@ -158,7 +158,7 @@ class Scheduler:
 
     @property
     def job_name(self) -> str:
-        """Return the name of the job, "" before its nodes know it (after a restart it has the name it had before)."""
+        """The name of the job, "" before its nodes know it; after a restart it is the name from before."""
         return self._job.job.name if self._job.job.admitted else ""
 
     def stop(self, reason: str = "the scheduler was stopped") -> None:
@@ -168,7 +168,7 @@ class Scheduler:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Send what is still to be sent, for a second at most, and free the sockets. Calling it again does nothing."""
+        """Send what is queued, for at most a second, and free the sockets. Idempotent."""
         if self._context.closed:
             return
         self._zap.close(linger=0)
@@ -178,14 +178,15 @@ class Scheduler:
         os.close(self._wake)
 
     def _is_waited_for(self) -> bool:
-        """Whether somebody may still come, now that all is over, to hear how it ended."""
+        """Whether a node may still connect to hear how the job ended."""
         return self._job.aborted is not None or not self._job.is_known_to_be_over or self._doorkeeper.n_known > 0
 
     def _turn(self) -> None:
-        """Wait for one tick at most, then read everything before looking at the clock: what was said in time counts.
+        """Wait for at most one tick, then read all messages before looking at the clock, so that what was sent in time
+        counts.
 
-        But not for longer than a tick: who never stops talking must not keep heartbeats and deadlines waiting.
-        Everybody is read in turn, so nobody seems silent for that.
+        But read for at most a tick, so that a node that never stops sending does not delay heartbeats and deadlines.
+        All nodes are read in turn, so none seems silent.
         """
         ready = dict(self._poller.poll(int(self._tick_s * 1000)))
         if self._zap in ready:
@@ -212,7 +213,7 @@ class Scheduler:
         self._zap.send_multipart([version, request, *status, b""])
 
     def _read_all(self) -> bool:
-        """Take all messages that have come; return False if a tick has passed before."""
+        """Read all messages that have come; return False if a tick passed before."""
         until = time.monotonic() + self._tick_s
         while time.monotonic() < until:
             try:
@@ -237,9 +238,7 @@ class Scheduler:
         return False
 
     def _unreadable(self, sender: bytes, data: bytes, error: ProtocolError) -> None:
-        """Have the job decide what *data* of *sender*, which cannot be read, costs whom; blame the version if it
-        differs.
-        """
+        """Report to the job a message of *sender* that cannot be read; blame the version if it differs."""
         reason: ProtocolError | MismatchError = error
         has_ranks = False
         with contextlib.suppress(*DECODE_ERRORS):
@@ -254,7 +253,7 @@ class Scheduler:
         self._send(self._job.unreadable(time.monotonic(), sender, reason, has_ranks))
 
     def _send(self, outgoing: m.Outgoing) -> None:
-        """Send in order; a destination that is gone is reported to the job, whose conclusions are sent too."""
+        """Send in order; report closed connections to the job, and send what follows."""
         pending = list(outgoing)
         while pending:
             destination, message = pending.pop(0)

@@ -1,14 +1,14 @@
-"""What one scheduler decides from its start to its end: of a new job, or of one that another scheduler began. Pure.
+"""What one scheduler decides from start to end: for a new job, or for one that another scheduler began. Pure.
 
     first a Join       a new `Job`
-    first a Rejoin     its scheduler was lost: `JobRebuild`, then a `Job` that goes on where that one left off
-    later a Rejoin     a node was cut off, or this scheduler was stopped, and either may have missed something:
-                       everybody is recalled, and the job is rebuilt as if this scheduler had lost its memory
-    both               nodes with ranks join that no `Rejoin` knows: another job gathers, and the earlier one's are
-                       refused, unless a majority of it lives
-    no majority        is heard any more: the same, so nothing is decided until it is
+    first a Rejoin     its scheduler was lost: `JobRebuild`, then a `Job` that continues where that one stopped
+    later a Rejoin     a node was cut off, or this scheduler was stopped, and either may have missed messages: all nodes
+                       are asked to rejoin, and the job is rebuilt as if this scheduler had lost its memory
+    both               nodes with ranks join that no `Rejoin` knows: another job gathers, and the nodes of the earlier
+                       one are refused, unless a majority of them lives
+    no majority        of the nodes is heard any more: the same, so nothing is decided until it is
 
-So there is one way back, whatever has happened, and every way to it is the one that a lost scheduler takes.
+So there is one way to recover, the same for all causes.
 """
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from .job_rebuild import JobRebuild
 
 
 class SchedulerState:
-    """See the module, and `Job` for its methods. Owner thread only; *now* is any clock that only moves forward."""
+    """Decides for one scheduler; see the module, and `Job` for its methods. Owner thread only; *now* is a monotonic
+    clock.
+    """
 
     def __init__(self, settings: JobSettings, now: float) -> None:
         self.job = Job(settings, now)
@@ -31,29 +33,30 @@ class SchedulerState:
 
     @property
     def over(self) -> bool:
-        """Tell whether nothing more will be decided."""
+        """Whether nothing more will be decided."""
         return self.job.over
 
     @property
     def finished(self) -> bool:
-        """Tell whether all ranks have left."""
+        """Whether all ranks have left."""
         return self.job.finished
 
     @property
     def is_known_to_be_over(self) -> bool:
-        """Tell whether all nodes have read that the job has finished."""
+        """Whether all nodes have read that the job has finished."""
         return self.job.is_known_to_be_over
 
     @property
     def aborted(self) -> m.Abort | None:
-        """Return what ended the job, if it did not end well."""
+        """The message that ended the job, if it did not end well."""
         return self.job.aborted
 
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Decide what *message* from *sender* leads to.
 
-        A node may dial anew before it was answered, and connections are read in any order: what is read of an earlier
-        one after the first word of a later one counts no more. The node says it again over the later one.
+        A node may reconnect before it was answered, and connections are read in any order: messages of an earlier
+        connection that are read after the first one of a later connection are ignored. The node repeats them over the
+        later one.
         """
         process, number = m.dialled_as(sender)
         if number < self._n_dialled.get(process, 0):
@@ -82,7 +85,7 @@ class SchedulerState:
         return remarks
 
     def unreachable(self, now: float, sender: bytes) -> m.Outgoing:
-        """Decide what follows from *sender*'s connection being gone."""
+        """Decide what follows from the end of *sender*'s connection."""
         if self.over:
             return []
         if self._rebuilding is not None:
@@ -92,24 +95,24 @@ class SchedulerState:
         return self.job.closed(now, sender)
 
     def tick(self, now: float) -> m.Outgoing:
-        """Decide what the time leads to. Call it several times a heartbeat."""
+        """Decide what follows from the time. Call it several times a heartbeat."""
         if self.over:
             return []
         if self._rebuilding is not None:
             return self._rebuilding.tick(now) + self._rebuilt(now)
         out = self.job.tick(now)
-        return out + self._begin(now) if self.job.is_deposed else out
+        return out + self._begin(now) if self.job.has_no_majority else out
 
     def quiet(self, now: float) -> list[bytes]:
-        """Return the nodes of which `pulse` wants to be told before the next `tick`."""
+        """Return the nodes of which `pulse` must be called before the next `tick`."""
         return self.job.quiet(now) if self._rebuilding is None else []
 
     def pulse(self, sender: bytes, at: float | None) -> None:
-        """Note when the last byte of *sender*'s connection came; None: nobody knows."""
+        """Note when the last byte of *sender*'s connection came; None: not known."""
         self.job.pulse(sender, at)
 
     def abort(self, error: BpsError, *, but: tuple[bytes, ...] | list[bytes] = ()) -> m.Outgoing:
-        """End the job with *error* on everybody except *but*."""
+        """End the job with *error* on all nodes except *but*."""
         if self._rebuilding is None or self.over:
             return self.job.abort(error, but=but)
         self.job.abort(error)
@@ -140,14 +143,14 @@ class SchedulerState:
         return out + self._receive(now, sender, rejoin)
 
     def _is_cut_off(self, sender: bytes, join: m.Join) -> bool:
-        """Whether a node of the job has dialled anew before it has read that it was welcome."""
+        """Whether a node of the job has reconnected before it has read its `Welcome`."""
         if self.over or not self.job.admitted or sender in self.job.heard:
             return False
         node = find_node(join, self.job.nodes)
         return node is not None and node.index not in self.job.absent
 
     def _begin(self, now: float) -> m.Outgoing:
-        """Ask everybody to say all it knows."""
+        """Ask all nodes to rejoin."""
         settings, joins, known = self._settings, self.job.joins, self.job.heard
         n_known = 1 + max((index for index, _ in known.values()), default=-1)  # whoever just comes, nobody waits for
         self._n_recalls += 1
@@ -162,7 +165,7 @@ class SchedulerState:
                 *((sender, m.RejoinRequest(number=self._n_recalls)) for sender in known)]
 
     def _rebuilt(self, now: float) -> m.Outgoing:
-        """Go on with the job if it is rebuilt, or has ended meanwhile."""
+        """Continue with the job if it is rebuilt, or has ended meanwhile."""
         rebuilding = self._rebuilding
         assert rebuilding is not None
         if not rebuilding.is_due:
@@ -194,7 +197,7 @@ class SchedulerState:
         return out
 
     def _gather(self, now: float, last_word: m.Message | None) -> m.Outgoing:
-        """Gather a new job of those who have joined; *last_word* goes to those of the earlier one."""
+        """Gather a new job of the nodes that have joined; send *last_word* to those of the earlier one."""
         rebuilding, self._rebuilding = self._rebuilding, None
         assert rebuilding is not None
         self.job = Job(self._settings, now)

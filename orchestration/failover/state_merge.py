@@ -1,7 +1,7 @@
-"""What follows from the accounts of all nodes: where the job goes on, and who is to be told what it has missed. Pure.
+"""What the nodes of a lost scheduler's job report, and how the job's state is merged from it. Pure.
 
-At most one commit can have reached some nodes and not others, and then all are prepared for it: it is a commit, and
-the others get it. What nobody has committed is dropped, and proposed anew because its declarations are said again.
+At most one commit can have reached some nodes and not others, and then all nodes are prepared for it: it counts, and
+the others get it. What no node has committed is dropped, and proposed anew because its declarations are repeated.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..roster import Roster, describe_node
 
 @dataclass
 class NodeReport:
-    """What one node has said; `join`: it was never welcomed, and knows nothing."""
+    """What one node has reported; `join`: it never had a `Welcome`, and knows nothing."""
 
     rejoin: m.Rejoin
     units: dict[int, m.UnitPlan] = field(default_factory=dict)
@@ -31,20 +31,20 @@ class NodeReport:
 
     @property
     def index(self) -> int:
-        """The node's."""
+        """The node index."""
         return self.rejoin.index
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The node's."""
+        """The node's ranks."""
         return self.rejoin.nodes[self.rejoin.index].ranks
 
 
 class NodeReports:
-    """One account of each node, by the identity that it comes from. *nodes*: all that are known before the first.
+    """One report of each node, by its connection. *nodes*: all that are known before the first report.
 
-    Thousands of nodes may speak at once, so what all of them together say is kept as they speak: to look at it takes no
-    loop over all accounts.
+    Thousands of nodes may report at once, so what follows from all of them is updated with each message, without a
+    loop.
     """
 
     def __init__(self, nodes: tuple[m.NodeInfo, ...] = ()) -> None:
@@ -71,24 +71,24 @@ class NodeReports:
         return len(self._by_sender)
 
     def get(self, sender: bytes) -> NodeReport | None:
-        """Return what *sender* has said so far."""
+        """Return what *sender* has reported so far."""
         return self._by_sender.get(sender)
 
     def sender_of(self, index: int) -> bytes | None:
-        """Return from where node *index* speaks."""
+        """Return the connection of node *index*."""
         return self._sender_of.get(index)
 
     @property
     def indices(self) -> set[int]:
-        """The nodes that have begun to speak."""
+        """The nodes that have begun to report."""
         return set(self._sender_of)
 
     def find_node(self, join: m.Join) -> int | None:
-        """Return the index of the node that has sent *join*, if it is one of those that somebody knows."""
+        """Return the index of the node that has sent *join*, if some node knows it."""
         return self._seats.get(process_of(join))
 
     def begin(self, sender: bytes, account: NodeReport) -> None:
-        """Take *account* in place of what *sender*, or its node, has said before."""
+        """Take *account* in place of what *sender*, or its node, has reported before."""
         for other in (sender, self._sender_of.get(account.index)):
             if other is not None:
                 self.drop(other)
@@ -97,7 +97,9 @@ class NodeReports:
         self._count(account)
 
     def drop(self, sender: bytes) -> None:
-        """Forget *sender*, but not what it has said of others: that stays true, except who was still to come."""
+        """Forget *sender*, but not what it has reported of others: that stays true, except for nodes that were still to
+        come.
+        """
         account = self._by_sender.pop(sender, None)
         if account is None:
             return
@@ -138,7 +140,7 @@ class NodeReports:
             self._seats = {process_of(node): node.index for node in nodes}
 
     def _note(self, account: NodeReport, message: m.Message) -> None:
-        """Keep what *message* says of others, or of the node as a whole."""
+        """Keep what *message* says of other nodes, or of the node as a whole."""
         if isinstance(message, m.RejoinComplete):
             self.complete.add(account.index)
         elif isinstance(message, m.RankLeft):
@@ -150,7 +152,7 @@ class NodeReports:
 
     @property
     def left_behind(self) -> set[int]:
-        """The nodes that were coming late, of whose share nothing was committed: they have to come anew."""
+        """The late nodes of whose share nothing was committed: they have to join anew."""
         late = [self._by_sender[self._sender_of[index]].rejoin for index in self._late & self.complete]
         if not late:
             return self.joining
@@ -158,20 +160,21 @@ class NodeReports:
         return self.joining | {each.index for each in late if not each.committed and each.prepared != latest}
 
 
-#: So many numbers a scheduler may have given that nobody who is left has heard of.
+#: The most numbers that a scheduler may have given out and that no remaining node has heard of.
 _UNHEARD = 1000
 
 
 def merge_reports(nodes: Sequence[m.NodeInfo], accounts: Mapping[int, NodeReport], senders: Mapping[int, bytes],
              lost: Collection[int], absent: Sequence[int]) -> JobSnapshot:
-    """Return where the job of *nodes* goes on.
+    """Return the state in which the job of *nodes* continues.
 
-    *accounts* and *senders* are those of all who take part, by node; *lost* were so before, and *absent* are by now.
+    *accounts* and *senders* are those of all nodes that take part, by index; *lost* were lost before, *absent* are by
+    now.
 
     Raises
     ------
     ProtocolError
-        If what nodes say contradicts what schedulers do.
+        If the reports contradict what schedulers do.
     """
     rejoins = {index: account.rejoin for index, account in accounts.items()}
     latest = max(each.committed for each in rejoins.values())
@@ -242,7 +245,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], accounts: Mapping[int, NodeReport
 
 def _rates(nodes: Sequence[m.NodeInfo], rejoins: dict[int, m.Rejoin], absent: Sequence[int]
            ) -> tuple[list[float], list[int]]:
-    """Return the rates of all NICs as far as they are known, and the nodes that have not said theirs."""
+    """Return the rates of all NICs as far as they are known, and the nodes that have not reported theirs."""
     for each in rejoins.values():
         if each.rates:
             return list(each.rates), []
@@ -253,7 +256,7 @@ def _rates(nodes: Sequence[m.NodeInfo], rejoins: dict[int, m.Rejoin], absent: Se
 
 
 def _still(message: m.Message, units: set[int]) -> m.Message | None:
-    """Return *message* as far as it still matters: what is retired was retired by everybody."""
+    """Return *message* as far as it still matters: a retired unit was retired by all ranks."""
     if not isinstance(message, m.Retire):
         return message
     rest = tuple(number for number in message.units if number in units)

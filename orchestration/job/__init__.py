@@ -1,1 +1,1 @@
-"""What the scheduler decides, from joining to leaving. Pure: messages and the time go in, messages come out."""
+"""The decisions of the scheduler for one job, from joining to leaving. Pure. See docs/design/recovery.md."""

@@ -1,4 +1,6 @@
-"""Who is in the job: collects joins until all are there, then fixes the node order and the ranks. Pure."""
+"""Who is in the job: collects joins until all nodes are there, then fixes node order and ranks; and the rates of NICs.
+Pure.
+"""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,9 +15,9 @@ from ..messages import VERSION, Join, NodeInfo
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What the scheduler must know. `fingerprint` None: the first node's settings are what others must agree with.
+    """The settings that the scheduler needs. `fingerprint` None: all nodes must agree with the first node's settings.
 
-    `awaits_ranks`: the deadline of the start counts from the first node whose ranks have come, as its launcher ends the
+    `awaits_ranks`: the deadline of the start counts from the first node with ranks, because the launcher stops the
     scheduler if none comes.
     """
 
@@ -39,20 +41,20 @@ class JobSettings:
 
     @property
     def most_helpers(self) -> int:
-        """The most helpers that a running job has at a time: as many as it starts with, or more if it was told so.
+        """The most helpers that a running job has at a time: those it starts with, or more if so set.
 
-        BytePS's server processes count as helpers here: on which machines they are is not known before they come.
+        BytePS's server processes count as helpers here: it is not known in advance on which machines they are.
         """
         return max(self.num_helpers, self.num_server_processes, self.max_helpers)
 
 
 @dataclass(frozen=True)
 class ExpectedNodes:
-    """What makes the job complete. -1: not known; of `num_nodes` and `size` one must be.
+    """What makes the job complete. -1: not known; one of `num_nodes` and `size` must be known.
 
-    Where nobody knows the number of machines with ranks, they are all there when all ranks are.
-    `num_server_processes` >= 0 counts BytePS's way: those on machines with ranks are those machines' nodes, so the
-    number of helpers follows and `num_helpers` is not looked at.
+    If the number of machines with ranks is not known, they are complete when all ranks are there.
+    `num_server_processes` >= 0 counts as BytePS does: server processes on machines with ranks are those machines'
+    nodes, the others are helpers, and `num_helpers` is ignored.
     """
 
     num_nodes: int
@@ -73,7 +75,7 @@ class Admission:
         self._sender_of: dict[tuple[str, int, str], bytes] = {}  # by the process's place
 
     def check(self, join: Join) -> MismatchError | None:
-        """Return why *join* cannot be in one job with the others: the field and both values."""
+        """Return why *join* cannot be in one job with the others: the field and both values; None if it can."""
         if join.version != VERSION:
             return self._mismatch(join, "protocol version", join.version, VERSION, "the scheduler")
         if self._package and join.package != self._package:
@@ -89,9 +91,9 @@ class Admission:
                              "all roles of a job must agree")
 
     def add(self, sender: bytes, join: Join) -> bytes | None:
-        """Admit *join*, or replace what its process said before. `check` it first.
+        """Admit *join*, or replace the earlier one of its process. `check` it first.
 
-        Returns from where the process had said it, if it has dialled anew since: nothing counts that comes from there.
+        Returns the connection of the earlier one if the process has reconnected: messages from there no longer count.
         """
         if self._fingerprint is None:
             self._fingerprint = dict(join.settings)
@@ -104,7 +106,7 @@ class Admission:
         return before if before != sender else None
 
     def remove(self, sender: bytes) -> None:
-        """Forget what *sender* has said, which is refused, or gone."""
+        """Forget the join of *sender*, which is refused, or gone."""
         join = self.joins.pop(sender, None)
         if join is not None:
             self._sender_of.pop(process_of(join), None)
@@ -145,30 +147,30 @@ class Admission:
         return None
 
     def has_all_ranks(self, but: bytes = b"") -> bool:
-        """Tell whether all nodes with ranks have joined, not counting the one behind *but*."""
+        """Whether all nodes with ranks have joined, not counting the one behind *but*."""
         workers = [each for each in self._split()[0] if each[0] != but]
         if self._expected.num_nodes < 0:
             return _count(workers) == self._expected.size
         return len(workers) == self._expected.num_nodes
 
     def complete(self) -> bool:
-        """Tell whether everybody has joined."""
+        """Whether all nodes have joined."""
         return self.has_all_ranks() and not self.n_missing_helpers
 
     @property
     def n_missing_helpers(self) -> int:
-        """How many helpers, or server processes where those are counted, have not joined."""
+        """The number of helpers, or server processes where those are counted, that have not joined."""
         if self._expected.num_server_processes >= 0:
             return self._expected.num_server_processes - self._server_processes()
         return self._expected.num_helpers - len(self._split()[1])
 
     def roster(self) -> list[tuple[bytes, NodeInfo]]:
-        """Return everybody in node order: machines with ranks, then helpers.
+        """Return all nodes in node order: machines with ranks, then helpers.
 
         Raises
         ------
         ConfigError
-            If the ranks are no permutation, or their number is not the size that was promised.
+            If the ranks are no permutation, or not as many as the promised size.
         """
         workers, helpers = self._split()
         seats = _seats(workers, self._expected.num_nodes)
@@ -182,7 +184,8 @@ class Admission:
         ]
 
     def describe(self) -> str:
-        """Say who is here and who is not: "have node 0 (a, 2 ranks), helper 0 (c); missing node 1 (never joined)"."""
+        """Describe who is here and who is not: "have node 0 (a, 2 ranks), helper 0 (c); missing node 1 (never joined)".
+        """
         workers, helpers = self._split()
         seats = _seats(workers, self._expected.num_nodes)
         have = sorted(zip(seats, (join for _, join in workers)), key=lambda pair: pair[0])
@@ -211,7 +214,7 @@ class Admission:
 
 
 def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the first setting in which a job's members differ, and both its values; None: they do not."""
+    """Return the first setting that differs, and both values; None if none does."""
     for field in sorted({*ours, *theirs}):
         values = theirs.get(field, "(not sent)"), ours.get(field, "(not known)")
         if values[0] != values[1]:
@@ -220,18 +223,18 @@ def difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[str,
 
 
 def process_of(node: Join | NodeInfo) -> tuple[str, int, str]:
-    """Return what tells *node*'s process from all others, over whatever connection it speaks."""
+    """Return what identifies *node*'s process, whatever connection it uses."""
     return node.host, node.pid, node.address
 
 
 def find_node(join: Join, nodes: Iterable[NodeInfo]) -> NodeInfo | None:
-    """Return the one of *nodes* whose process has sent *join*; None: a new one has."""
+    """Return the node whose process has sent *join*; None if it is new."""
     here = process_of(join)
     return next((node for node in nodes if process_of(node) == here), None)
 
 
 def node_of(index: int, join: Join, ranks: tuple[int, ...] = ()) -> NodeInfo:
-    """Return what everybody is told of a node that has joined by *join*."""
+    """Return the `NodeInfo` of a node that has joined by *join*."""
     return NodeInfo(index=index, host=join.host, pid=join.pid, address=join.address, shm_name=join.shm_name,
                     ranks=ranks, nic_rate_bytes=join.nic_rate_bytes, page_nbytes=join.page_nbytes,
                     nic_limit_bytes=join.nic_limit_bytes, sum_rate_bytes=join.sum_rate_bytes, probes=join.probes,
@@ -247,7 +250,7 @@ def _ranks(n: int) -> str:
 
 
 def _check_wishes(nodes: list[tuple[bytes, Join]], n_seats: int | None) -> None:
-    """Raise ConfigError if two nodes wish the same index, or one that does not exist."""
+    """Raise ConfigError if two nodes want the same index, or one that does not exist."""
     taken: dict[int, Join] = {}
     for _, join in nodes:
         if join.index < 0:
@@ -262,7 +265,7 @@ def _check_wishes(nodes: list[tuple[bytes, Join]], n_seats: int | None) -> None:
 
 
 def _seats(workers: list[tuple[bytes, Join]], n_seats: int) -> list[int]:
-    """Return each worker's index: as wished, the others by lowest explicit rank, then by arrival, into free seats."""
+    """Return each worker's index: as wanted, the others by lowest explicit rank, then by arrival, into free indices."""
     seats = [join.index for _, join in workers]
     free = iter(sorted(set(range(max(n_seats, len(workers)))) - set(seats)))
     lowest = [min((rank for rank in join.ranks if rank >= 0), default=-1) for _, join in workers]
@@ -272,7 +275,7 @@ def _seats(workers: list[tuple[bytes, Join]], n_seats: int) -> list[int]:
 
 
 def _number_ranks(joins: list[Join], size: int) -> list[tuple[int, ...]]:
-    """Return each node's global ranks: the explicit ones, else counted through in node order."""
+    """Return each node's global ranks: the explicit ones, else numbered in node order."""
     explicit = [rank for join in joins for rank in join.ranks]
     n_ranks = len(explicit)
     if size >= 0 and n_ranks != size:
@@ -289,7 +292,10 @@ def _number_ranks(joins: list[Join], size: int) -> list[tuple[int, ...]]:
 
 
 class NicRates:
-    """Of the nodes of one job; *nodes*: those of the start, one after the other. Owner thread only."""
+    """The rates of the nodes' NICs: some are reported on joining, others are measured first. Owner thread only.
+
+    *nodes*: those of the start.
+    """
 
     def __init__(self, nodes: Sequence[m.NodeInfo]) -> None:
         #: Bytes per second by node index, 0 where not known.
@@ -298,16 +304,16 @@ class NicRates:
         self.waiting = {node.index for node in nodes if node.probes}
 
     def resume(self, rates: Sequence[float], waiting: Collection[int]) -> None:
-        """Go on where another scheduler has left off, which knew *rates*, and was *waiting* for those at most."""
+        """Continue with the *rates* that another scheduler knew, *waiting* for at most those nodes."""
         self.rates[:] = [*rates, *self.rates[len(rates):]]
         self.waiting &= set(waiting)
 
     def add(self, rate_bytes: float) -> None:
-        """Take the next node, which comes late and has measured."""
+        """Add the rate of the next node, which comes late and does not measure."""
         self.rates.append(rate_bytes)
 
     def measured(self, index: int, rate_bytes: float) -> bool:
-        """Take a node's measurement; return False, and take nothing, if it was not to measure."""
+        """Take a node's measurement; return False, and ignore it, if it was not to measure."""
         if index not in self.waiting:
             return False
         self.waiting.remove(index)
@@ -315,16 +321,16 @@ class NicRates:
         return True
 
     def give_up(self, index: int) -> bool:
-        """Wait no more for a node, which is lost; return whether it was waited for."""
+        """Stop waiting for a node, which is lost; return whether it was waited for."""
         was_awaited = index in self.waiting
         self.waiting.discard(index)
         return was_awaited
 
     def known(self, nodes: Sequence[m.NodeInfo]) -> list[m.NodeInfo]:
-        """Return *nodes* with the rates that are known of them."""
+        """Return *nodes* with the known rates."""
         return [msgspec.structs.replace(node, nic_rate_bytes=rate) for node, rate in zip(nodes, self.rates)]
 
     @property
     def message(self) -> m.Rates:
-        """What nodes are told once all have measured."""
+        """What nodes are told when all have measured."""
         return m.Rates(nic_rate_bytes=tuple(self.rates))

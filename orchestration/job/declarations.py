@@ -1,6 +1,6 @@
-"""Names become keys: collects every rank's declarations until all agree. Pure.
+"""Collects the declarations of all ranks until they agree. Pure.
 
-A *bundle* is what must be declared as one: a lone tensor, or all members of a group.
+A *bundle* is what must be declared together: a lone tensor, or all members of a group.
 """
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..errors import BpsError, ConfigError, MismatchError, UnsupportedError
 from ..messages import TensorSpec
 from ..placement.partition import check_codec, check_store, has_state, nbytes_of
 
-#: What all ranks must agree on. Not the priority: forward orders may differ, and rank 0's is taken for everybody.
+#: The fields that all ranks must declare alike. Not the priority: forward orders may differ, and rank 0's counts.
 _FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nbytes", "n_streams", "edition_of", "op",
            "ranks", "codec", "max_rows", "store", "islands")
 
-#: What bundles have in common that are planned together: (edition_of, ranks, whether owners keep state).
+#: What bundles that are planned together have in common: (edition_of, ranks, whether owners keep state).
 _Family = tuple[str, tuple[int, ...], bool]
 _EVERYBODYS: _Family = ("", (), False)
-#: Of the key of what was committed before this scheduler's time: how it was declared is not known.
+#: In the key of tensors that were committed under an earlier scheduler: how they were declared is not known.
 _COMMITTED = "committed"
 
 
 class Failed(NamedTuple):
-    """Names that will not be summed, why, and the ranks to be told now."""
+    """Names that will not be summed, the reason, and the ranks to be told now."""
 
     names: tuple[str, ...]
     error: BpsError
@@ -36,7 +36,7 @@ class Failed(NamedTuple):
 
 @dataclass
 class _Bundle:
-    """One lone tensor or group; `by_rank` is what each rank said, in its order."""
+    """One lone tensor or group; `by_rank`: what each rank declared, in its order."""
 
     names: tuple[str, ...]
     by_rank: dict[int, tuple[TensorSpec, ...]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Declarations:
         self._n_positions = 0
 
     def resume(self, committed: Iterable[str], failed: Mapping[str, BpsError], n_positions: int) -> None:
-        """Know what became of declarations before a scheduler was lost: all ranks of what is *committed* have said it.
+        """Take over the declarations of an earlier scheduler: all ranks have declared what is *committed*.
 
         *n_positions* are in use.
         """
@@ -68,9 +68,9 @@ class Declarations:
         self._n_positions = n_positions
 
     def add(self, rank: int, tensors: Sequence[TensorSpec], positions: Sequence[int] = ()) -> list[Failed]:
-        """Note what *rank* declares; return what fails by it. The same declaration said twice counts once.
+        """Note what *rank* declares; return what fails by it. A repeated declaration counts once.
 
-        *positions*: those of *tensors* in the order of all that the rank has declared, if that was before now.
+        *positions*: those of *tensors* in the order of all that the rank has declared, on a repetition.
         """
         failures = []
         before = {spec.name: position for spec, position in zip(tensors, positions)}
@@ -104,7 +104,7 @@ class Declarations:
         return None
 
     def _foreign(self, rank: int, members: tuple[TensorSpec, ...]) -> BpsError | None:
-        """Return what is wrong if *rank* declares what is only others'."""
+        """Return the error if *rank* declares a tensor of other ranks only."""
         for spec in members:
             if spec.ranks and rank not in spec.ranks:
                 return ConfigError(f"tensor {spec.name!r} is of ranks {_show(spec.ranks)} only; rank {rank} declared "
@@ -112,7 +112,7 @@ class Declarations:
         return None
 
     def _contradiction(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> MismatchError | None:
-        """Return how *members* differ from what was said before, by another rank or by this one."""
+        """Return how *members* differ from an earlier declaration, by another rank or by this one."""
         for spec in members:
             before = self._said(spec.name)
             if before is None:
@@ -137,7 +137,7 @@ class Declarations:
         )
 
     def _said(self, name: str) -> tuple[int, TensorSpec] | None:
-        """Return who first declared *name*, and how."""
+        """Return the rank that first declared *name*, and its declaration."""
         key = self._key_of.get(name)
         if key is None:
             return None
@@ -146,7 +146,7 @@ class Declarations:
         return None
 
     def _fail(self, rank: int, key: tuple[str, str], names: tuple[str, ...], error: BpsError) -> Failed:
-        """Give up *names* and everything bundled with them, except what was planned already: that stays as it is."""
+        """Give up *names* and all that is bundled with them, except for what was planned already."""
         doomed, ranks = list(names), {rank}
         for touched in sorted({key, *(self._key_of[name] for name in names if name in self._key_of)}):
             bundle = self._bundles.get(touched)
@@ -163,11 +163,12 @@ class Declarations:
         return Failed(tuple(dict.fromkeys(doomed)), error, tuple(sorted(ranks)))
 
     def take_complete(self) -> list[TensorSpec]:
-        """Return, once, what each of its ranks has declared, in the order of the first of them and with its priorities.
+        """Return, once, what all of its ranks have declared, in the order and with the priorities of the first of these
+        ranks.
 
-        Editions come by themselves, one family at a time: one that no memory is left for may be refused without harm,
-        and nothing else must be refused with it. So does what is of other ranks, which is placed among their machines,
-        and what owners keep state of, which is placed among machines with ranks.
+        Editions are planned alone, one family at a time, so that one that no memory is left for can be refused without
+        harm to anything else. So are tensors of other ranks, which are placed among their machines, and those whose
+        owners keep state, which are placed among machines with ranks.
         """
         found: dict[_Family, list[_Bundle]] = {}
         for key in dict.fromkeys(self._complete):
@@ -187,7 +188,7 @@ class Declarations:
         ]
 
     def give_up(self, names: Sequence[str], error: BpsError) -> None:
-        """Let *names*, which were taken, fail for whoever declares them again."""
+        """Let *names*, which were taken, fail for every rank that declares them again."""
         for name in names:
             key = self._key_of.pop(name, None)
             if key is not None:
@@ -195,7 +196,7 @@ class Declarations:
             self._failed[name] = error
 
     def forget(self, names: Sequence[str]) -> None:
-        """Know nothing more of *names*, whose units are retired: whoever declares one again begins anew."""
+        """Forget *names*, whose units are retired: a new declaration begins anew."""
         for name in names:
             key = self._key_of.pop(name, None)
             self._position.pop(name, None)
@@ -218,7 +219,7 @@ class Declarations:
 
 
 def _bundles(tensors: Sequence[TensorSpec]) -> list[tuple[tuple[str, str], tuple[TensorSpec, ...]]]:
-    """Return (key, members) for each lone tensor and each group of one declaration, by first member."""
+    """Return (key, members) for each lone tensor and group of one declaration, by first member."""
     bundles: dict[tuple[str, str], list[TensorSpec]] = {}
     for spec in tensors:
         key = ("tensor", spec.name) if spec.group is None else ("group", spec.group)
@@ -227,18 +228,18 @@ def _bundles(tensors: Sequence[TensorSpec]) -> list[tuple[tuple[str, str], tuple
 
 
 def _family(bundle: _Bundle) -> _Family:
-    """Return which family *bundle* is an edition of ("" if of none), whose it is, and whether its owners keep state."""
+    """Return the family of which *bundle* is an edition ("" if none), its ranks, and whether its owners keep state."""
     members = next(iter(bundle.by_rank.values()))
     return members[0].edition_of, members[0].ranks, any(has_state(spec) for spec in members)
 
 
 def _first(spec: TensorSpec) -> int:
-    """Return the first rank of those that declare *spec*."""
+    """Return the first of the ranks that declare *spec*."""
     return spec.ranks[0] if spec.ranks else 0
 
 
 def _invalid(members: tuple[TensorSpec, ...], size: int) -> BpsError | None:
-    """Return what is wrong with *members* whatever others say."""
+    """Return what is wrong with *members*, whatever other ranks declare."""
     for spec in members:
         if list(spec.ranks) != sorted(set(spec.ranks) & set(range(size))):
             return ConfigError(f"tensor {spec.name!r}: ranks {_show(spec.ranks)} are not ascending ranks of a job of "

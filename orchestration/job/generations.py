@@ -1,4 +1,5 @@
-"""Placement, partitions and order change in generations only: planned, prepared by all, committed by all. Pure."""
+"""Placement, partitions and order change in generations only: each is planned, prepared by all, committed by all. Pure.
+"""
 from __future__ import annotations
 
 from collections.abc import Container, Sequence, Set as AbstractSet
@@ -20,11 +21,11 @@ from .recovery import JobSnapshot, PartitionMove
 
 
 class Generations:
-    """The committed units and at most one generation in flight.
+    """The committed units and at most one generation in progress.
 
-    Generation and unit numbers are used once; those of partitions again once their unit is retired, for the board has
-    only so many words. Those of a generation that failed stay unused, so that a late word about it cannot be taken for
-    another's.
+    Numbers of generations and units are used once; those of partitions again once their unit is retired, because the
+    board has a limited number of words. Numbers of a failed generation stay unused, so that a late message about it is
+    not taken for one about another.
 
     Raises ConfigError if *policy* cannot place anything on *nodes*, unless helpers are still to come (*is_short*).
     """
@@ -58,7 +59,7 @@ class Generations:
             assign([1], self._machines, policy)
 
     def resume(self, past: JobSnapshot) -> None:
-        """Know what the generations of a scheduler that is lost have come to, as nodes tell it."""
+        """Take over the generations of a lost scheduler, as nodes report them."""
         self.units, self.number, self.lent = list(past.units), past.generation, dict(past.lent)
         self._more = [before if now < -1 else now for before, now in zip(self._more, past.ownable_nbytes)]
         self._gone_from = {first: set(ranks) for first, ranks in past.gone_from.items()}
@@ -69,7 +70,7 @@ class Generations:
         self._free = [(before + 1, part - before - 1) for before, part in zip([-1, *used], used) if part > before + 1]
 
     def know(self, nodes: Sequence[NodeInfo], absent: AbstractSet[int] = frozenset()) -> None:
-        """Count on *nodes*, the same ones with other rates, and maybe more, from the next generation on.
+        """Use *nodes* from the next generation on: the same ones with other rates, and maybe more.
 
         Nothing is placed on those that are *absent*.
         """
@@ -120,7 +121,7 @@ class Generations:
         return self.in_flight
 
     def _settled(self, specs: Sequence[TensorSpec]) -> tuple[list[TensorSpec], str, str]:
-        """Return *specs* with codecs that are used or gone, and the words for that (`codec_choice.settled`)."""
+        """Return *specs* with each optional codec decided, and the texts for that (`codec_choice.settled`)."""
         candidates = self._candidates(specs[0].ranks, helpers=True)
         return codec_choice.settled(
             specs, [machine for _, machine in candidates], [self._copy_rates[node] for node, _ in candidates],
@@ -132,13 +133,14 @@ class Generations:
         return [all_ - theirs for all_, theirs in zip(self._owned, _and([0] * len(self._owned), others))]
 
     def _candidates(self, ranks: Sequence[int], helpers: bool) -> list[tuple[int, Machine]]:
-        """Return (node, machine) of those that may own what is of *ranks* (empty: all): theirs, and *helpers*."""
+        """Return (node, machine) of those that may own tensors of *ranks* (empty: all): their machines, and *helpers*.
+        """
         return [(node.index, machine) for node, machine in zip(self._nodes, self._machines)
                 if node.index not in self._absent
                 and ((helpers and not node.ranks) or (node.ranks and (not ranks or set(node.ranks) & set(ranks))))]
 
     def _for_workers(self, units: Sequence[UnitPlan], family: str, most: int) -> list[UnitPlan]:
-        """Return *units* of one *family* of editions, of those with a store one for each worker, numbered anew.
+        """Return *units* of one *family* of editions, numbered anew; those with a store once for each worker.
 
         Raises CapacityError if they have more than *most* partitions.
         """
@@ -158,7 +160,7 @@ class Generations:
         return made
 
     def _numbered(self, units: Sequence[UnitPlan]) -> list[UnitPlan]:
-        """Return *units* with their partitions numbered one after another, by numbers that no other unit has."""
+        """Return *units* with consecutive partition numbers that no other unit has."""
         n_parts = sum(len(unit.parts) for unit in units)
         place = next((place for place, (_, number) in enumerate(self._free) if number >= n_parts), None)
         if place is None:
@@ -175,10 +177,10 @@ class Generations:
         return numbered
 
     def retire(self, rank: int, numbers: Sequence[int], size: int) -> tuple[list[UnitPlan], list[int]]:
-        """Note that *rank* has no more use for the committed units *numbers*.
+        """Note that *rank* does not need the committed units *numbers* any more.
 
-        Returns the units that none of their ranks (of *size*) has use for now, which are forgotten, and the numbers
-        that are no committed unit's.
+        Returns the units that none of their ranks (of *size*) needs now, which are forgotten, and the numbers that are
+        not of a committed unit.
         """
         known = {unit.unit: unit for unit in self.units}
         for number in numbers:
@@ -200,12 +202,12 @@ class Generations:
         return [known[number] for number in over], [number for number in numbers if number not in known]
 
     def is_retiring(self, rank: int, names: Container[str]) -> bool:
-        """Whether *rank* has retired a unit with one of *names*, and others, or other workers, have not yet."""
+        """Whether *rank* has retired a unit with one of *names*, and other ranks or workers have not yet."""
         return any((rank in self._retiring.get(unit.unit, ()) or rank in self._gone_from.get(unit.store_unit, ()))
                    and any(member.name in names for member in unit.members) for unit in self.units)
 
     def is_committed(self, name: str) -> bool:
-        """Whether a unit has a tensor *name*."""
+        """Whether a committed unit has a tensor *name*."""
         return _has(self.units, name)
 
     def _give_back(self, parts: Sequence[int]) -> None:
@@ -222,11 +224,12 @@ class Generations:
         self._free = joined
 
     def can_own(self, node: int, more_nbytes: int) -> None:
-        """Note how many bytes of later generations *node* can own, -1 if its memory is not bounded."""
+        """Note how many more bytes *node* can own, -1 if its memory is not bounded."""
         self._more[node] = more_nbytes
 
     def ready(self, node: int, generation: int) -> Commit | None:
-        """Note that *node* has prepared *generation*; return the commit if it was the last. Late words are ignored."""
+        """Note that *node* has prepared *generation*; return the commit if it was the last. Late messages are ignored.
+        """
         if self.in_flight is None or generation != self.number:
             return None
         self._ready.add(node)
@@ -240,7 +243,7 @@ class Generations:
         return Commit(generation=generation, order=tuple(rank_parts(self.units)))
 
     def abandon(self, generation: int) -> list[str]:
-        """Drop *generation*, which some node cannot prepare; return its tensors' names, [] if it is not in flight."""
+        """Drop *generation*, which a node cannot prepare; return its tensors' names, [] if it is not in progress."""
         if self.in_flight is None or generation != self.number:
             return []
         names = [member.name for unit in self.in_flight.units for member in unit.members]
@@ -248,7 +251,7 @@ class Generations:
         return names
 
     def not_ready(self, name: str) -> list[int]:
-        """Return the nodes that still prepare the generation with tensor *name*, [] if it is not in flight."""
+        """Return the nodes that still prepare the generation with tensor *name*, [] if it is not in progress."""
         return self._unready() if self.in_flight is not None and _has(self.in_flight.units, name) else []
 
     def in_the_way(self, name: str) -> list[int]:
@@ -261,25 +264,26 @@ class Generations:
     # -- when a node is lost, or comes ---------------------------------------------------------------------------------
 
     def lose(self, node: int) -> Sequence[TensorSpec]:
-        """Place nothing on *node* any more; return what was in flight, to be proposed anew: it is given up."""
+        """Place nothing on *node* any more; return what was in progress, which is given up and to be proposed anew."""
         self._absent.add(node)
         return self.withdraw()
 
     def withdraw(self) -> Sequence[TensorSpec]:
-        """Give up what is in flight, and return it, to be proposed anew."""
+        """Give up what is in progress, and return it, to be proposed anew."""
         withdrawn: Sequence[TensorSpec] = self._specs if self.in_flight is not None else ()
         self.in_flight = None
         return withdrawn
 
-    def succeed(self, moves: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[OwnerChange]]:
-        """Begin a generation in which partitions change hands; return the units concerned, and who gets what.
+    def replace_lost(self, moves: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[OwnerChange]]:
+        """Begin a generation in which partitions of lost nodes change owners; return the units concerned and the
+        changes.
 
-        Those of lost nodes only: what survivors own stays.
+        What survivors own stays.
 
         Raises
         ------
         CapacityError
-            If those who could own them have refused so much for want of memory.
+            If the nodes that could own them have refused too much for want of memory.
         """
         self.number += 1
         owned = [0 if node in self._absent else nbytes for node, nbytes in enumerate(self._owned)]
@@ -299,17 +303,17 @@ class Generations:
         return self._in_other_hands(moves, owners)
 
     def limit(self, node: int, room_nbytes: int, refused_nbytes: int) -> None:
-        """Give *node* only as much of what has to change hands as it has room for, until that is committed.
+        """Give *node* at most *room_nbytes* of what changes owners, until that is committed.
 
-        If it refuses also what it has said that it has room for, half of it.
+        If it refuses again what it said that it has room for, give it half of that.
         """
         is_known = node not in self._limits and room_nbytes < refused_nbytes
         self._limits[node] = room_nbytes if is_known else refused_nbytes // 2
 
     def share(self, moves: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[OwnerChange]]:
-        """Begin a generation in which newcomers, the candidates of *heirs*, get their share; return as `succeed`.
+        """Begin a generation in which newcomers, the candidates of *moves*, get their share; returns as `replace_lost`.
 
-        So many partitions are moved that the policy's placement would not be better by another one, or none.
+        As many partitions are moved as the policy's placement gains by.
         """
         self.number += 1
         machines = bounded(self._machines, self._owned, self._more)
@@ -325,10 +329,10 @@ class Generations:
         units = [msgspec.structs.replace(unit, parts=tuple(
             msgspec.structs.replace(part, owner=of.get(part.part, part.owner)) for part in unit.parts))
             for unit in {move.unit.unit: move.unit for move in moves}.values()]
-        return units, [move.succession(owner) for move, owner in zip(moves, owners)]
+        return units, [move.owner_change(owner) for move, owner in zip(moves, owners)]
 
-    def succeeded(self, units: Sequence[UnitPlan], changes: Sequence[OwnerChange]) -> Commit:
-        """Count on the new owners of *units*, for which everybody is ready; return the commit."""
+    def owners_changed(self, units: Sequence[UnitPlan], changes: Sequence[OwnerChange]) -> Commit:
+        """Count on the new owners of *units*, for which all nodes are ready; return the commit."""
         self._limits.clear()
         self.lent |= {each.part: each for each in changes if each.lacking}
         for each in changes:
@@ -347,7 +351,7 @@ class Generations:
 
 
 def _at(candidates: Sequence[tuple[int, Machine]], units: Sequence[UnitPlan]) -> list[UnitPlan]:
-    """Return *units*, whose owners are places in *candidates*, with nodes as owners."""
+    """Return *units*, whose owners are positions in *candidates*, with nodes as owners."""
     return [msgspec.structs.replace(unit, parts=tuple(
         msgspec.structs.replace(part, owner=candidates[part.owner][0]) for part in unit.parts)) for unit in units]
 

@@ -1,18 +1,15 @@
-"""What the scheduler decides. Pure: no I/O and no clock inside; messages and the time go in, messages come out.
+"""What the scheduler decides. Pure: messages and the time go in, messages come out.
 
     joins -> Admission -> Welcome
-    declarations -> Planning: Plan -> Ready from all -> Commit
-    barriers -> Barriers,  "who is missing?", "who is late?", notices -> Inquiries
-    a helper is lost -> Losses: Freeze -> Frozen from all who are left -> Recover -> Ready from all -> Commit
+    declarations -> GenerationPlanner: Plan -> Ready from all -> Commit
+    barriers, "who is missing?", "who is late?", stored values -> RankQueries
+    a helper is lost -> NodeLosses: Freeze -> FreezeReport from all survivors -> Recover -> Ready from all -> Commit
     a helper comes late -> LateJoins: Joined -> NewcomerReady -> Welcome -> NewcomerReady, then the same change of epoch
-    silence, or any other node is lost -> Abort,  all ranks left -> Finish
+    silence, or another node is lost -> Abort,  all ranks left -> Finish
     the scheduler before was lost -> `SchedulerState`
 
-Longer than other files: what each message leads to, and in which order, is read in one place; each noun's own knowledge
-is in its file.
-
-Every message goes to nodes; what concerns ranks is handed on by their node. Whatever happens, everybody gets the same
-Welcome, Plans and Commits in the same order, or the same Abort.
+Every message goes to nodes; a node passes on what concerns its ranks. Whatever happens, all nodes get the same Welcome,
+Plans and Commits in the same order, or the same Abort.
 """
 from __future__ import annotations
 
@@ -32,15 +29,15 @@ from .planning import GenerationPlanner
 from .rank_queries import Barriers, RankQueries
 from .recovery import JobSnapshot
 
-#: What waits while a recovery is under way: it changes what is committed.
+#: Messages that wait while a recovery is in progress, because they change what is committed.
 _DEFERRED = (m.Declare, m.Retire)
-#: After this part of `start_timeout_s` a job starts without the helpers that have not come: the rest of it is left for
-#: connecting, and they may come late.
+#: Share of `start_timeout_s` after which a job starts without the helpers that have not come. The rest of it is left
+#: for connecting; the helpers may come late.
 _HELPERS_WAIT = 0.5
 
 
 class Job:
-    """One job from the first join to the end. Owner thread only; *now* is any clock that only moves forward."""
+    """One job from the first join to the end. Owner thread only; *now* is any monotonic clock, in seconds."""
 
     def __init__(self, settings: JobSettings, now: float) -> None:
         if settings.num_nodes < 1 and not (settings.num_nodes == -1 and settings.size > 0):
@@ -49,9 +46,9 @@ class Job:
         self.settings = settings
         self.finished = False
         self.aborted: m.Abort | None = None
-        self.is_deposed = False  # too few nodes with ranks are heard for anything to be decided
+        self.has_no_majority = False  # too few nodes with ranks are heard for anything to be decided
         self.name = settings.name
-        #: What a scheduler is to log as warnings.
+        #: Texts that the scheduler logs as warnings.
         self.remarks: list[str] = []
         self._admission = Admission(
             ExpectedNodes(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
@@ -59,8 +56,8 @@ class Job:
         self._waits_since = None if settings.awaits_ranks else now  # for all to be there
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0
-        self._silence = HeartbeatMonitor(settings.lease_s, settings.helper_lease_s, now)
-        self._signs = NodeProbes(settings.lease_s, settings.start_timeout_s, now)
+        self._heartbeats = HeartbeatMonitor(settings.lease_s, settings.helper_lease_s, now)
+        self._probes = NodeProbes(settings.lease_s, settings.start_timeout_s, now)
         self._vouched: set[bytes] = set()  # who is silent for too long, and known to live
         self._moved: set[bytes] = set()  # identities of processes that have others by now
         self._refused = ""  # the last who came while the job gathered and was refused, and why
@@ -75,11 +72,12 @@ class Job:
         self._planning: GenerationPlanner
         self._measuring: NicRates
         self._losses: NodeLosses
-        self._joinings: LateJoins
+        self._late_joins: LateJoins
         self._barriers: Barriers
-        self._inquiries: RankQueries
+        self._queries: RankQueries
         self._handlers: dict[type, Callable[..., m.Outgoing]] = {
-            m.Measured: self._measured, m.Ready: self._ready, m.MemoryFreed: self._room, m.NewcomerReady: self._meets,
+            m.Measured: self._measured, m.Ready: self._ready, m.MemoryFreed: self._room,
+            m.NewcomerReady: self._newcomer_ready,
             m.Declare: lambda now, sender, message: self._planning.declare(sender, message),
             m.PrepareFailed: lambda now, sender, message: self._planning.prepare_failed(now, sender, message),
             m.Retire: lambda now, sender, message: self._planning.retire(message),
@@ -87,58 +85,58 @@ class Job:
             m.RankLeft: self._rank_left,
             m.BarrierEnter: lambda now, sender, message: self._to_all(m.BarrierDone(sequence=message.sequence))
             if self._barriers.enter(message.rank, message.sequence) else [],
-            m.Credit: self._set_credit, m.ProbeResult: self._visited,
+            m.Credit: self._set_credit, m.ProbeResult: self._probed,
             # Of an account that this scheduler has not asked for, or asks for no more.
             m.CommittedUnits: lambda now, sender, message: [], m.RejoinComplete: lambda now, sender, message: [],
         }
 
     @property
     def over(self) -> bool:
-        """Tell whether nothing more will be decided."""
+        """Whether nothing more will be decided."""
         return self.finished or self.aborted is not None
 
     @property
     def is_known_to_be_over(self) -> bool:
-        """Tell whether all nodes have read that the job has finished."""
+        """Whether all nodes have read that the job has finished."""
         return not self._unaware
 
     @property
     def admitted(self) -> bool:
-        """Tell whether everybody has joined."""
+        """Whether all nodes have joined."""
         return self._admitted
 
     @property
     def joins(self) -> dict[bytes, m.Join]:
-        """Return who has joined, by sender, until everybody has."""
+        """The joins so far, by sender, until all nodes have joined."""
         return {} if self._admitted else self._admission.joins
 
     @property
     def heard(self) -> dict[bytes, tuple[int, float]]:
-        """Return each node that takes part, and when it was heard, by sender."""
+        """Each node that takes part, and when it was heard, by sender."""
         alive = set(self._roster.alive_senders)
-        return {sender: (self._roster.index_of(sender), seen) for sender, seen in self._silence.seen.items()
+        return {sender: (self._roster.index_of(sender), seen) for sender, seen in self._heartbeats.seen.items()
                 if sender in alive}
 
     @property
     def coming(self) -> list[bytes]:
-        """Return the nodes that come late and do not take part yet, those last for whom there is no room."""
+        """The connections of late nodes that do not take part yet, last those for which there is no room."""
         if not self._admitted:
             return []
-        return [*(self._roster.senders[index] for index in sorted(self._roster.joining)), *self._joinings.queue]
+        return [*(self._roster.senders[index] for index in sorted(self._roster.joining)), *self._late_joins.queue]
 
     @property
     def lost(self) -> set[int]:
-        """Return the nodes that the job goes on without."""
+        """The nodes that the job goes on without."""
         return self._roster.lost
 
     @property
     def absent(self) -> set[int]:
-        """Return the nodes that take no part: those, and who comes late and does not yet."""
+        """The nodes that take no part: lost ones, and late ones that do not yet."""
         return self._roster.absent
 
     @property
     def nodes(self) -> tuple[m.NodeInfo, ...]:
-        """Return all nodes, once everybody has joined."""
+        """All nodes, once they have joined."""
         return self._roster.nodes
 
     # -- what comes in ------------------------------------------------------------------------------------
@@ -150,11 +148,11 @@ class Job:
         if isinstance(message, m.FinishAck):
             self._unaware.discard(sender)
             return []
-        if isinstance(message, m.Join) and (self.over or sender not in self._silence):
+        if isinstance(message, m.Join) and (self.over or sender not in self._heartbeats):
             return self._newcomer(now, sender, message)
-        if self.over or sender not in self._silence:
+        if self.over or sender not in self._heartbeats:
             return []
-        self._silence.heard(now, sender)
+        self._heartbeats.heard(now, sender)
         settled = self._losses.settle(now, sender) if self._admitted else ()  # helpers that have called it lost
         out = [each for helper, error in settled for each in self._gone(now, helper, error)]
         return out + self._understand(now, sender, message)
@@ -184,12 +182,12 @@ class Job:
     def unreadable(self, now: float, sender: bytes, error: BpsError, has_ranks: bool = False) -> m.Outgoing:
         """Decide what follows from a message of *sender* that cannot be read, because of *error*.
 
-        Who is no member is refused, alone. While the job gathers, it waits in vain for a node with ranks that is (a
-        `Join` that *has_ranks*), so all are told at once.
+        A client that is no member is refused. While the job gathers, it would wait for a node with ranks that is
+        refused (a `Join` that *has_ranks*), so the job is aborted at once.
         """
         if sender in self._moved:
             return []
-        if not self.over and sender in self._silence:
+        if not self.over and sender in self._heartbeats:
             return self._blame(now, sender, ProtocolError(f"a message of {self._name(sender)} cannot be read: {error}"))
         refuse: m.Outgoing = [(sender, m.refusal(error))]
         if self.over or self._admitted:
@@ -198,44 +196,44 @@ class Job:
         return refuse + self.abort(error, but=[sender]) if has_ranks else refuse
 
     def unreachable(self, now: float, sender: bytes) -> m.Outgoing:
-        """Decide what follows from *sender*'s connection being gone."""
-        if self.over or sender not in self._silence:
+        """Decide what follows from the end of *sender*'s connection."""
+        if self.over or sender not in self._heartbeats:
             return []
         return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler "
                                                      "without leaving: its process is gone"))
 
     def closed(self, now: float, sender: bytes) -> m.Outgoing:
-        """Decide what follows from *sender*'s connection having closed: maybe it comes back over another one."""
-        if self.over or (self._admitted and self._joinings.leave_queue(sender)) or sender not in self._silence:
+        """Decide what follows from the end of *sender*'s connection, which may come back as another one."""
+        if self.over or (self._admitted and self._late_joins.leave_queue(sender)) or sender not in self._heartbeats:
             return []
         if self._admitted:
-            self._signs.closed(now, self._roster.index_of(sender))
-            return self._bury(now, sender)
+            self._probes.closed(now, self._roster.index_of(sender))
+            return self._drop_if_dead(now, sender)
         return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler")
                           ) if self._can_be_missed(sender) else []  # it says again that it joins, if it lives
 
-    def _bury(self, now: float, sender: bytes) -> m.Outgoing:
-        """Go on without the node behind *sender* if its process is proven dead, or end the job."""
+    def _drop_if_dead(self, now: float, sender: bytes) -> m.Outgoing:
+        """Drop the node behind *sender* if its process is proven dead, or end the job."""
         only_sums = self._only_sums(sender)
-        if not self._signs.is_dead(now, self._roster.index_of(sender), 0.0 if only_sums else DEAD_S):
+        if not self._probes.is_dead(now, self._roster.index_of(sender), 0.0 if only_sums else DEAD_S):
             return []
         return self.unreachable(now, sender)
 
-    def _visited(self, now: float, sender: bytes, message: m.ProbeResult) -> m.Outgoing:
-        """Take what a node has found where another one should be; see at once whether that is still connected here."""
+    def _probed(self, now: float, sender: bytes, message: m.ProbeResult) -> m.Outgoing:
+        """Take the result of a probe; see at once whether the probed node is still connected here."""
         if message.node >= len(self._roster.nodes) or message.node < 0:
-            return self._blame(now, sender, ProtocolError(f"{self._name(sender)} has visited node {message.node}, of "
+            return self._blame(now, sender, ProtocolError(f"{self._name(sender)} has probed node {message.node}, of "
                                                           f"{len(self._roster.nodes)}"))
-        visited = self._roster.senders[message.node]
-        self._signs.visited(now, message)
-        if message.outcome != "refused" or visited not in self._silence:
+        probed = self._roster.senders[message.node]
+        self._probes.probed(now, message)
+        if message.outcome != "refused" or probed not in self._heartbeats:
             return []
-        return self._bury(now, visited) or [(visited, m.Heartbeat(sequence=self._n_heartbeats))]
+        return self._drop_if_dead(now, probed) or [(probed, m.Heartbeat(sequence=self._n_heartbeats))]
 
     def tick(self, now: float) -> m.Outgoing:
-        """Decide what the time leads to: heartbeats, deadlines, leases. Call it several times a heartbeat."""
-        self._silence.tick(now)
-        self._signs.tick(now)
+        """Decide what follows from the time: heartbeats, deadlines, leases. Call it several times a heartbeat."""
+        self._heartbeats.tick(now)
+        self._probes.tick(now)
         if self.over:
             return []
         waited_s = 0.0 if self._waits_since is None else now - self._waits_since
@@ -247,9 +245,9 @@ class Job:
             return self.abort(StallError(f"the job is not complete after start_timeout_s = "
                                          f"{self.settings.start_timeout_s:g} s: {self._admission.describe()}{refused}"))
         out: m.Outgoing = []
-        silent = self._silence.silent(now, self._only_sums)
+        silent = self._heartbeats.silent(now, self._only_sums)
         if self._admitted and not self._losses.has_majority(but=[sender for sender, _ in silent]):
-            self.is_deposed = True
+            self.has_no_majority = True
             return []
         for sender, words in silent:
             if not self.over and not self._is_vouched_for(now, sender, words):
@@ -264,14 +262,16 @@ class Job:
             self._n_heartbeats += 1
             out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats), True)
         if self._admitted:
-            out += self._inquiries.expire(now)
+            out += self._queries.expire(now)
         return out
 
     def _is_vouched_for(self, now: float, sender: bytes, words: str) -> bool:
-        """Whether others reach the node behind *sender*, which has ranks and is silent here for too long (*words*)."""
+        """Whether other nodes reach the node behind *sender*, which has ranks and is silent here for too long
+        (*words*).
+        """
         if not self._admitted or self._only_sums(sender):
             return False
-        if not self._signs.lives(now, self._roster.index_of(sender), self._silence.seen[sender]):
+        if not self._probes.lives(now, self._roster.index_of(sender), self._heartbeats.seen[sender]):
             return False
         if sender not in self._vouched:
             self._vouched.add(sender)
@@ -280,36 +280,35 @@ class Job:
         return True
 
     def _look_for(self, now: float) -> m.Outgoing:
-        """Have others visit who has ranks and is not heard, or has closed its connection; go on without who is dead.
-        """
+        """Probe the nodes with ranks that are not heard, or have closed their connection; drop those that are dead."""
         out: m.Outgoing = []
-        for sender, seen in list(self._silence.seen.items()):
+        for sender, seen in list(self._heartbeats.seen.items()):
             if self.over or not self._roster.knows(sender):
                 continue
-            out += self._bury(now, sender)
+            out += self._drop_if_dead(now, sender)
             index = self._roster.index_of(sender)
-            if self.over or sender not in self._silence or (
-                    self._only_sums(sender) and not self._signs.is_closed(index)):
+            if self.over or sender not in self._heartbeats or (
+                    self._only_sums(sender) and not self._probes.is_closed(index)):
                 continue
-            out += self._signs.ask(now, index, seen, lambda sender=sender: [
+            out += self._probes.ask(now, index, seen, lambda sender=sender: [
                 (self._roster.index_of(other), other) for other in self._roster.alive_senders
                 if other != sender and (self._losses.is_worker(other) or self._losses.is_worker(sender))
-                and now - self._silence.seen.get(other, 0.0) < self.settings.lease_s / 4])
+                and now - self._heartbeats.seen.get(other, 0.0) < self.settings.lease_s / 4])
         return out
 
     def quiet(self, now: float) -> list[bytes]:
-        """Return the nodes of which `pulse` wants to be told before the next `tick`."""
-        return [] if self.over else self._silence.quiet(now, self._only_sums)
+        """Return the nodes of which `pulse` must be called before the next `tick`."""
+        return [] if self.over else self._heartbeats.quiet(now, self._only_sums)
 
     def pulse(self, sender: bytes, at: float | None) -> None:
-        """Note when the last byte of *sender*'s connection came; None: nobody knows."""
-        self._silence.pulse(sender, at)
+        """Note when the last byte of *sender*'s connection came; None: not known."""
+        self._heartbeats.pulse(sender, at)
 
     def _only_sums(self, sender: bytes) -> bool:
         return self._admitted and self._roster.knows(sender) and not self._losses.is_worker(sender)
 
     def _can_be_missed(self, sender: bytes) -> bool:
-        """Whether the job can go on, or gather, without the node behind *sender*: it has no ranks."""
+        """Whether the job can go on, or gather, without the node behind *sender*, which then has no ranks."""
         if self._admitted:
             return not self._losses.is_worker(sender)
         join = self._admission.joins.get(sender)
@@ -317,14 +316,14 @@ class Job:
 
     def _expire(self, now: float) -> m.Outgoing:
         out: m.Outgoing = []
-        for sender, error in (*self._joinings.overdue(now), *self._losses.overdue_newcomers(now)):
+        for sender, error in (*self._late_joins.overdue(now), *self._losses.overdue_newcomers(now)):
             out += self._gone(now, sender, PeerLostError(str(error)))
         out += self._look_at_queue(now)
         overdue = self._losses.overdue(now)
         return out if overdue is None else out + self.abort(overdue)
 
     def abort(self, error: BpsError, *, but: Sequence[bytes] = ()) -> m.Outgoing:
-        """End the job with *error* on everybody except *but*."""
+        """End the job with *error* on all nodes except *but*."""
         if self.over:
             return []
         self.aborted = m.Abort(error=type(error).__name__, reason=str(error))
@@ -335,48 +334,48 @@ class Job:
     def _newcomer(self, now: float, sender: bytes, join: m.Join) -> m.Outgoing:
         if self.aborted is not None:
             return [(sender, self.aborted)]
-        refusal = self._joinings.refusal(sender, join, self.finished) if self._admitted else None
+        refusal = self._late_joins.refusal(sender, join, self.finished) if self._admitted else None
         if refusal is not None:
             return [(sender, m.refusal(refusal))]
-        if self._admitted and not self._joinings.has_room:
-            self._joinings.wait(now, sender, join)
+        if self._admitted and not self._late_joins.has_room:
+            self._late_joins.wait(now, sender, join)
             return []
-        self._silence.heard(now, sender)
+        self._heartbeats.heard(now, sender)
         if self._admitted:
             self._measuring.add(join.nic_rate_bytes)
-            return self._joinings.admit(now, sender, join)
+            return self._late_joins.admit(now, sender, join)
         return self._join(now, sender, join)
 
     def _look_at_queue(self, now: float) -> m.Outgoing:
-        """Admit who has waited for room that there is now; refuse who has waited long enough."""
+        """Admit the nodes for which there is room now; refuse those that have waited long enough."""
         out: m.Outgoing = []
-        while (found := self._joinings.next_in_queue(now)) is not None:
+        while (found := self._late_joins.next_in_queue(now)) is not None:
             sender, join, refusal = found
             out += self._newcomer(now, sender, join) if refusal is None else [(sender, m.refusal(refusal))]
         return out
 
-    def _meets(self, now: float, sender: bytes, message: m.NewcomerReady) -> m.Outgoing:
-        welcome = self._joinings.meets(sender, message, self.name, self._losses.committed_epoch, self._measuring.rates,
-                                       self._generations.units)
+    def _newcomer_ready(self, now: float, sender: bytes, message: m.NewcomerReady) -> m.Outgoing:
+        welcome = self._late_joins.newcomer_ready(sender, message, self.name, self._losses.committed_epoch,
+                                                  self._measuring.rates, self._generations.units)
         tuned = [(newcomer, self._credit) for newcomer, _ in welcome if self._credit is not None]
         return welcome + tuned + self._take_in(now)
 
     def _take_in(self, now: float) -> m.Outgoing:
-        """Let newcomers take part who are connected, and give those their share who have not got it."""
+        """Let connected newcomers take part, and give a share to those that have none."""
         if self._losses.recovery is not None or self._measuring.waiting:
             return []
-        out = self._losses.take_in(now, self._joinings.take_linked())
+        out = self._losses.take_in(now, self._late_joins.take_linked())
         self._know()
         return out
 
     def _know(self) -> None:
-        """Count on the nodes that there are, with what is known of their NICs."""
+        """Plan with the current nodes and the known rates of their NICs."""
         self._generations.know(self._measuring.known(self._roster.nodes), self._roster.absent)
 
     def _join(self, now: float, sender: bytes, join: m.Join) -> m.Outgoing:
-        """Admit a new node or take a node's corrected counts; welcome everybody when it was the last."""
+        """Admit a new node or take a node's corrected counts; welcome all nodes when it was the last."""
         if self._admitted:
-            if self._joinings.is_coming(self._roster.index_of(sender)):
+            if self._late_joins.is_coming(self._roster.index_of(sender)):
                 return []  # other counts: of no matter for a job that runs
             return self._blame(now, sender, ProtocolError(f"{self._name(sender)} joined twice"))
         refusal = self._admission.check(join) or self._admission.surplus(join)
@@ -386,7 +385,7 @@ class Job:
             self._waits_since = now
         before = self._admission.add(sender, join)
         if before is not None:
-            self._silence.forget(before)
+            self._heartbeats.forget(before)
             self._moved.add(before)
         contradiction = self._admission.contradiction()
         if contradiction is not None:
@@ -398,21 +397,21 @@ class Job:
         refuse = (sender, m.refusal(error))
         if join.ranks and not self._admission.has_all_ranks(but=sender):
             return [refuse, *self.abort(error, but=[sender])]
-        self._silence.forget(sender)
+        self._heartbeats.forget(sender)
         self._admission.remove(sender)
         self._refused = str(error)
         self.remarks.append(f"refused the node on host {join.host} (pid {join.pid}): {error}")
         return [refuse]
 
     def _blame(self, now: float, sender: bytes, error: BpsError) -> m.Outgoing:
-        """Go on without the node behind *sender*, which has said what makes no sense; with ranks, end the job."""
+        """Drop the node behind *sender*, whose message makes no sense; if it has ranks, end the job."""
         return self._gone(now, sender, PeerLostError(str(error))) if self._can_be_missed(sender) else self.abort(error)
 
     def _welcome(self) -> m.Outgoing:
-        """Let the job begin with those who have joined: all nodes with ranks, and maybe not all helpers."""
+        """Start the job with the nodes that have joined: all nodes with ranks, and maybe not all helpers."""
         n_missing = self._admission.n_missing_helpers
         try:
-            self._seat(Roster(self._admission.roster()), is_short=n_missing > 0)
+            self._begin_with(Roster(self._admission.roster()), is_short=n_missing > 0)
         except ConfigError as exc:
             return self.abort(exc)
         if n_missing > 0:
@@ -422,30 +421,30 @@ class Job:
         return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=self._roster.nodes, job=self.name))
                 for index, sender in enumerate(self._roster.senders)]
 
-    def _seat(self, roster: Roster, is_short: bool = True) -> None:
+    def _begin_with(self, roster: Roster, is_short: bool = True) -> None:
         """Begin to decide for the nodes of *roster*; *is_short*: maybe not all helpers are among them."""
         settings = self.settings
         self._generations = Generations(
             roster.nodes, policy=settings.placement, partition_nbytes=settings.partition_nbytes,
             fusion_nbytes=settings.fusion_nbytes, first_round=settings.first_round, is_short=is_short)
         self._losses = NodeLosses(roster, self._generations, settings.start_timeout_s)
-        self._joinings = LateJoins(roster, self._admission, settings)
+        self._late_joins = LateJoins(roster, self._admission, settings)
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)
         self._roster = roster
         self._measuring = NicRates(roster.nodes)
-        self._inquiries = RankQueries(roster, self._left, self._barriers, self._declarations, self._generations,
+        self._queries = RankQueries(roster, self._left, self._barriers, self._declarations, self._generations,
                                     self._measuring.waiting, self._losses)
         self._planning = GenerationPlanner(roster, self._declarations, self._generations, self._losses,
                                   self._measuring.waiting)
-        self._handlers |= self._inquiries.handlers
+        self._handlers |= self._queries.handlers
         self._admitted = True
 
     def resume(self, now: float, past: JobSnapshot) -> m.Outgoing:
-        """Go on where another scheduler has left off."""
-        self._seat(past.roster)
+        """Continue where another scheduler stopped."""
+        self._begin_with(past.roster)
         self.name = past.job
-        self._silence.restart(now, set(past.roster.alive_senders) - {b""})
+        self._heartbeats.restart(now, set(past.roster.alive_senders) - {b""})
         self._roster.lost |= past.lost
         self._measuring.resume(past.rates, past.unmeasured)
         self._know()
@@ -460,7 +459,7 @@ class Job:
         return out
 
     def _measured(self, now: float, sender: bytes, message: m.Measured) -> m.Outgoing:
-        """Take a node's own measurement; once all are there, tell everybody, and plan what waited for them."""
+        """Take a node's measurement; after the last one, tell all nodes, and plan what waited for it."""
         if not self._measuring.measured(self._roster.index_of(sender), message.nic_rate_bytes):
             return self._blame(now, sender, ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
         return self._all_measured(now)
@@ -492,18 +491,18 @@ class Job:
     def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> m.Outgoing:
         self._left.add(message.rank)
         if len(self._left) < self._roster.size:
-            answers = self._inquiries.rank_left(message.rank)
+            answers = self._queries.rank_left(message.rank)
             return (self._to_all(m.FirstRankLeft(rank=message.rank)) if len(self._left) == 1 else []) + answers
         return self.finish([sender for sender, _ in self._to_all(m.Finish(), True)])
 
     def finish(self, senders: Sequence[bytes]) -> m.Outgoing:
-        """All ranks have left: tell *senders*, and wait for their word that they have read it."""
+        """All ranks have left: tell *senders*, and wait for their acknowledgement."""
         self.finished = True
         self._unaware.update(senders)
         return [(sender, m.Finish()) for sender in senders]
 
     def finish_again(self, sender: bytes, node: int) -> m.Outgoing:
-        """Tell *node*, which has dialled anew as *sender*, what it has missed."""
+        """Tell *node*, which has reconnected as *sender*, what it has missed."""
         if node < len(self._roster.nodes):
             self._unaware.discard(self._roster.senders[node])
         return self.finish([sender])
@@ -527,26 +526,26 @@ class Job:
         return self._gone(now, lost, error)
 
     def _gone(self, now: float, sender: bytes, error: PeerLostError) -> m.Outgoing:
-        """Go on without the node behind *sender* if it only sums, else end the job with *error*."""
-        if self.over or sender not in self._silence:
+        """Drop the node behind *sender* if it has no ranks, else end the job with *error*."""
+        if self.over or sender not in self._heartbeats:
             return []
         if not self._can_be_missed(sender):
             return self.abort(error)
-        self._silence.forget(sender)
+        self._heartbeats.forget(sender)
         if not self._admitted:
             self._admission.remove(sender)
             self.remarks.append(f"the job gathers without a helper that had joined: {error}")
             return [(sender, m.Abort(error="PeerLostError", goes_on=True, reason=str(error)))]
         index = self._roster.index_of(sender)
-        if self._joinings.is_coming(index):
-            return self._joinings.give_up(index, error)
+        if self._late_joins.is_coming(index):
+            return self._late_joins.give_up(index, error)
         out = self._losses.lose(now, sender, error)
         if self._measuring.give_up(index):
             out = self._all_measured(now) + out  # what waits for it is planned after the commit
         return out
 
     def _go_on(self, now: float) -> m.Outgoing:
-        """Do what was put off until a recovery's commit; newcomers come first."""
+        """Do what was deferred until a recovery's commit; newcomers come first."""
         out = self._take_in(now)
         if self._losses.recovery is not None:
             return out
@@ -559,7 +558,7 @@ class Job:
     # -- addressing ---------------------------------------------------------------------------------------
 
     def _name(self, sender: bytes) -> str:
-        """Name the node behind *sender*."""
+        """Describe the node behind *sender*."""
         if self._admitted:
             return self._roster.describe_node(self._roster.index_of(sender))
         join = self._admission.joins[sender]

@@ -1,6 +1,7 @@
-"""Small notices that ranks leave with the scheduler for others to find: addresses, names, what a group agrees on. Pure.
+"""A key-value store at the scheduler, by which ranks exchange small values: addresses, names, agreements of a group.
+Pure.
 
-A question waits until the notice is there, its own time is up, or whoever should have left it has called shutdown.
+A lookup waits until the value is there, its own time is up, or the rank that should store it has called shutdown.
 """
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from ..errors import CapacityError, ConfigError, MismatchError
 from ..messages import KeyValueReply, Lookup, Publish
 from ..roster import Roster
 
-#: The longest key and the longest value, and all that one rank may have there at a time.
+#: The longest key and value, and the most bytes that one rank may store at a time.
 KEY_MAX_NBYTES = 256
 VALUE_MAX_NBYTES = 64 << 10
 RANK_MAX_NBYTES = 1 << 20
-#: Questions of one rank that wait at a time.
+#: The most lookups of one rank that wait at a time.
 RANK_MAX_QUESTIONS = 4096
 
 
 def check(key: str, value: bytes = b"") -> None:
-    """Raise `ConfigError` or `CapacityError` if there can be no such notice."""
+    """Raise `ConfigError` or `CapacityError` if there can be no such key or value."""
     nbytes = len(key.encode())
     if not 0 < nbytes <= KEY_MAX_NBYTES:
         raise ConfigError(f"a notice's key has 1 to {KEY_MAX_NBYTES} bytes, {key[:40]!r} has {nbytes}")
@@ -42,7 +43,7 @@ class _Question:
 
 
 class KeyValueStore:
-    """What was published, by key, and the questions that wait. `left(rank)` tells who has called shutdown."""
+    """What was stored, by key, and the lookups that wait. `left(rank)`: whether a rank has called shutdown."""
 
     def __init__(self, roster: Roster, left: Callable[[int], bool]) -> None:
         self._roster = roster
@@ -51,9 +52,10 @@ class KeyValueStore:
         self._waiting: dict[str, list[_Question]] = {}
 
     def publish(self, message: Publish) -> list[KeyValueReply]:
-        """Keep a notice, instead of the same rank's one of that key; return the answer, and those that waited for it.
+        """Store a value, in place of the same rank's earlier one; return the replies, also to lookups that waited for
+        it.
 
-        A key belongs to whoever published it first, until that rank withdraws it.
+        A key belongs to the rank that published it first, until that rank withdraws it.
         """
         held = self._notices.get(message.key)
         if held is not None and held.rank != message.rank:
@@ -75,12 +77,12 @@ class KeyValueStore:
         return [KeyValueReply(rank=message.rank, question=message.question), *answers]
 
     def withdraw(self, rank: int, prefix: str) -> None:
-        """Forget the notices of *rank* whose keys begin with *prefix*."""
+        """Remove the values of *rank* whose keys begin with *prefix*."""
         self._notices = {key: notice for key, notice in self._notices.items()
                          if notice.rank != rank or not key.startswith(prefix)}
 
     def lookup(self, now: float, message: Lookup) -> list[KeyValueReply]:
-        """Return the answer to a question if there is one already."""
+        """Return the reply to a lookup if there is one already."""
         held = self._notices.get(message.key)
         if held is not None:
             return [_found(message, held.value)]
@@ -98,15 +100,15 @@ class KeyValueStore:
         return []
 
     def rank_left(self, rank: int) -> list[KeyValueReply]:
-        """Forget *rank*'s questions; return answers to those that wait for what only it would have published.
+        """Forget *rank*'s lookups; return replies to those that wait for what only it would have published.
 
-        What it has published stays: others may still need it.
+        Its values stay: others may still need them.
         """
         self._take(lambda question: question.asked.rank == rank)
         return [self._in_vain(question.asked) for question in self._take(lambda each: self._is_vain(each.asked))]
 
     def expire(self, now: float) -> list[KeyValueReply]:
-        """Return the answers to questions whose time is up."""
+        """Return the replies to lookups whose time is up."""
         return [KeyValueReply(rank=asked.rank, question=asked.question, error="StallError", reason=(
             f"rank {asked.rank} waited {asked.timeout_s:g} s for notice {asked.key!r}: "
             f"{self._roster.describe(asked.who) or 'nobody'} has not published it"))
@@ -122,7 +124,7 @@ class KeyValueStore:
             "shutdown, and has not published it, or has withdrawn it"))
 
     def _take(self, chosen: Callable[[_Question], bool]) -> list[_Question]:
-        """Remove the *chosen* questions and return them."""
+        """Remove the *chosen* lookups and return them."""
         taken = []
         for key, questions in list(self._waiting.items()):
             kept = [question for question in questions if not chosen(question)]

@@ -1,12 +1,13 @@
-"""Nodes that come to a job that runs already: checked, made known to the others, connected, then taken in. Pure.
+"""Nodes that join a running job: checked, announced to the others, connected, then taken in. Pure.
 
-    coming      admitted, with the next node index: nodes with ranks are told to expect it (`Joined`) welcomed    all of
-    them do: it is told who they are (`Welcome`), and connects, while the job goes on undisturbed linked      it, and
-    all of them, have said so (`NewcomerReady`): the next change of epoch takes it in (`NodeLosses.take_in`)
+    coming      admitted, with the next node index: nodes with ranks are told to expect it (`Joined`)
+    welcomed    all of them do: it is told who they are (`Welcome`), and connects, while the job continues undisturbed
+    linked      it, and all of them, have said so (`NewcomerReady`): the next change of epoch takes it in
+                (`NodeLosses.take_in`)
 
-Only nodes without ranks can come, and only as many as the job expects. While it has as many helpers as that, one more
-waits for a lease, in case one of them is dead and not yet known to be, and is refused then. Who is refused, dies, or is
-not connected in time is nobody's loss: the job goes on.
+Only nodes without ranks can come, and only as many as the job expects. If it has that many helpers, one more waits for
+a lease, in case one of them is dead and not yet known to be, and is refused then. A newcomer that is refused, dies, or
+is not connected in time does no harm: the job goes on.
 """
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from ..roster import Roster
 from .admission import Admission, JobSettings, node_of, process_of
 from .recovery import is_plain
 
-#: Lost nodes keep their numbers, and an engine has 4096 sources for the ranks and nodes that it ever knows.
+#: The most nodes, lost ones included, because an engine has 4096 sources for all ranks and nodes that it ever knows.
 MAX_NODES = 3072
 
 
 @dataclass
 class _Coming:
-    """One newcomer. *expected*: who expects it; *linked*: who has its connections, itself included."""
+    """One newcomer. *expected*: nodes that expect it; *linked*: nodes that have its connections, itself included."""
 
     deadline: float
     is_welcomed: bool = False
@@ -38,9 +39,9 @@ class _Coming:
 
 
 class LateJoins:
-    """The newcomers of one job. Parameters are the `Job`'s own, which go on changing.
+    """The newcomers of one job. Parameters are the `Job`'s own objects, which change.
 
-    *settings* give how long each may take to be connected (`start_timeout_s`), how many helpers there may be
+    *settings* limit how long each may take to be connected (`start_timeout_s`), how many helpers there may be
     (`most_helpers`), and for how long a dead one may count among them (`helper_lease_s`).
     """
 
@@ -53,7 +54,7 @@ class LateJoins:
         self._queue: dict[bytes, tuple[m.Join, float]] = {}  # who waits for room, and until when
 
     def refusal(self, sender: bytes, join: m.Join, is_over: bool) -> BpsError | None:
-        """Return why *join* cannot come late, if it cannot."""
+        """Return why the node of *join* cannot come late, if it cannot."""
         who = f"the node on host {join.host} (pid {join.pid})"
         if is_over:
             return ConfigError(f"the job is over; {who} comes too late")
@@ -78,11 +79,11 @@ class LateJoins:
 
     @property
     def queue(self) -> list[bytes]:
-        """Who waits for room."""
+        """The connections that wait for room."""
         return list(self._queue)
 
     def wait(self, now: float, sender: bytes, join: m.Join) -> None:
-        """Keep *join* until there is room, or all that are dead are known to be."""
+        """Keep *join* until there is room, or all dead helpers are known to be dead."""
         until = now + (self._settings.helper_lease_s or self._settings.lease_s) + self._settings.heartbeat_s
         for other, (before, since) in list(self._queue.items()):
             if process_of(before) == process_of(join):  # it has dialled anew
@@ -95,7 +96,7 @@ class LateJoins:
         return self._queue.pop(sender, None) is not None
 
     def next_in_queue(self, now: float) -> tuple[bytes, m.Join, ConfigError | None] | None:
-        """Take out who is admitted now, or has to be refused, and why; None: nobody is."""
+        """Take out a node that is admitted now, or has to be refused, and why; None if there is none."""
         for sender, (join, until) in self._queue.items():
             if self.has_room or now >= until:
                 del self._queue[sender]
@@ -112,7 +113,7 @@ class LateJoins:
                            "job with BPSFAST_MAX_HELPERS set to the most there may be")
 
     def admit(self, now: float, sender: bytes, join: m.Join) -> m.Outgoing:
-        """Give a newcomer its index, and have all that it exchanges gradients with expect it."""
+        """Give a newcomer its index, and let all nodes with ranks expect it."""
         index = len(self._roster.nodes)
         # its NIC is not measured: the others' are busy
         node = msgspec.structs.replace(node_of(index, join), probes=False)
@@ -121,14 +122,14 @@ class LateJoins:
         return [(self._roster.senders[worker], m.Joined(node=node)) for worker in self._roster.workers]
 
     def is_coming(self, index: int) -> bool:
-        """Whether node *index* is a newcomer that is not taken in."""
+        """Whether node *index* is a newcomer that is not taken in yet."""
         return index in self._coming
 
-    def meets(self, sender: bytes, message: m.NewcomerReady, job: str, epoch: int, rates: Sequence[float],
+    def newcomer_ready(self, sender: bytes, message: m.NewcomerReady, job: str, epoch: int, rates: Sequence[float],
               units: Sequence[m.UnitPlan]) -> m.Outgoing:
-        """Take the word of a node that it expects a newcomer, or is connected to it.
+        """Note that a node expects a newcomer, or is connected to it.
 
-        *job*: its name; *epoch*: the last one that was committed; *rates*: of NICs, by node; *units*: what is summed.
+        *job*: its name; *epoch*: the last committed one; *rates*: of NICs, by node; *units*: the committed ones.
         """
         coming = self._coming.get(message.node)
         if coming is None:
@@ -147,9 +148,9 @@ class LateJoins:
             share_nbytes=self._share_nbytes(nodes[message.node], nodes, units)))]
 
     def _share_nbytes(self, newcomer: m.NodeInfo, nodes: Sequence[m.NodeInfo], units: Sequence[m.UnitPlan]) -> int:
-        """Return about what *newcomer* is to own of *units*: what it should of all that moves, and a partition more.
+        """Return about what *newcomer* will own of *units*: its share of all that can move, and a partition more.
 
-        Only so that it has memory for that before everybody waits; `sharing` may give it more, or less.
+        Only to let it allocate memory before all ranks wait; `rebalancing` may give it more, or less.
         """
         plain = [unit for unit in units if is_plain(unit)]
         if not plain:
@@ -159,7 +160,7 @@ class LateJoins:
         return int(share_nbytes) + max(part.nbytes for unit in plain for part in unit.parts) if share_nbytes else 0
 
     def take_linked(self) -> set[int]:
-        """Return, once, the newcomers that are connected to all: they are to be taken in now."""
+        """Return, once, the newcomers that are connected to all nodes: they are to be taken in now."""
         linked = {index for index, coming in self._coming.items()
                   if coming.linked >= {index, *self._roster.workers}}
         for index in linked:
@@ -167,7 +168,7 @@ class LateJoins:
         return linked
 
     def overdue(self, now: float) -> list[tuple[bytes, StallError]]:
-        """Return the newcomers that are not connected in time, and who keeps whom waiting."""
+        """Return the newcomers that are not connected in time, and which nodes are missing."""
         found = []
         for index, coming in self._coming.items():
             if now < coming.deadline:
@@ -183,7 +184,7 @@ class LateJoins:
         return found
 
     def give_up(self, index: int, error: BpsError) -> m.Outgoing:
-        """Go on without newcomer *index*, which is lost, or not connected in time."""
+        """Continue without newcomer *index*, which is lost, or not connected in time."""
         del self._coming[index]
         self._roster.joining.discard(index)
         self._roster.lost.add(index)

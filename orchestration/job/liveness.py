@@ -1,13 +1,17 @@
-"""Whose silence is too long. Pure: it is told what was heard of whom, and when.
+"""Which nodes live: their messages and bytes (`HeartbeatMonitor`), and what other nodes find at their ports
+(`NodeProbes`).
 
-Two things show that a node lives. A *message*, which its control loop has made, and which was read here: who sends none
-for `lease_s` hangs, whatever else of it moves. And a *pulse*: any byte of its connection, at the time at which the
-kernel got it. libzmq's native threads beat by themselves, so neither a busy interpreter there nor a late look here lets
-anybody seem dead who is not.
+A *message* comes from a node's control loop: a node that sends none for `lease_s` hangs. A *pulse* is any byte of its
+connection, at the time at which the kernel received it. libzmq's native threads send heartbeats by themselves, so
+neither a busy interpreter there nor a delay here makes a living node seem dead. A helper without a pulse for
+`helper_lease_s` is dropped: losing it costs little, even if it comes back, and otherwise all ranks wait for it. A node
+with ranks has the whole lease, because its loss ends the job.
 
-A helper without a pulse for `helper_lease_s` is done without: a machine that was switched off or cut off, a process
-that was stopped. That costs little, also if it comes back, and all wait for it otherwise. A node with ranks has the
-whole lease, for its loss ends the job.
+A node that is not heard, or whose connection has closed, may be cut off from the scheduler alone. So others are asked
+to connect to its data port (`ProbeRequest`, `ProbeResult`). While it answers one of them it lives, and has
+`start_timeout_s` to reach the scheduler again; else `lease_s`. It counts as lost sooner only if its process is proven
+dead: its connection to the scheduler has closed, and its data port refuses connections. One of the two alone may be a
+reset connection, or a firewall whose rules are changing. Pure.
 """
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from .. import messages as m
 
 
 class HeartbeatMonitor:
-    """Of the nodes of one job; *now*, in seconds, is any clock that only moves forward. Owner thread only.
+    """When each node of one job was heard; *now*, in seconds, is any monotonic clock. Owner thread only.
 
     *helper_lease_s* 0: helpers have the whole lease, too.
     """
@@ -34,64 +38,64 @@ class HeartbeatMonitor:
         return sender in self.seen
 
     def heard(self, now: float, sender: bytes) -> None:
-        """Note a message of *sender*, who counts among the nodes from the first one on."""
+        """Note a message of *sender*, which is watched from its first message on."""
         self.seen[sender] = now
 
     def forget(self, sender: bytes) -> None:
-        """Await nothing more of *sender*."""
+        """Stop watching *sender*."""
         del self.seen[sender]
         self._pulses.pop(sender, None)
 
     def restart(self, now: float, senders: Iterable[bytes]) -> None:
-        """Await *senders*, and nobody else, from *now* on."""
+        """Watch *senders*, and no others, from *now* on."""
         self.seen = dict.fromkeys(senders, now)
         self._pulses.clear()
 
     def pulse(self, sender: bytes, at: float | None) -> None:
-        """Note when the last byte of *sender* came; None: nobody knows, and what was known counts no more."""
+        """Note when the last byte of *sender* came; None: not known, also no more what was known."""
         if at is None:
             self._pulses.pop(sender, None)
         elif sender in self.seen:
             self._pulses[sender] = at
 
     def tick(self, now: float) -> None:
-        """Note that the time is looked at: who is late himself has not read what others said meanwhile."""
+        """Note that the clock was looked at: after a delay here, messages sent meanwhile are still unread."""
         slept_s, self._last_tick = now - self._last_tick, now
         if slept_s > self._lease_s / 2:
             self.seen = {sender: seen + slept_s for sender, seen in self.seen.items()}
         if slept_s > self._helper_lease_s / 2:
-            self._awake_since = now  # this machine may have stood still, and the kernel with it
+            self._awake_since = now  # this machine may have been suspended, and the kernel with it
 
     def quiet(self, now: float, is_helper: Callable[[bytes], bool]) -> list[bytes]:
-        """Return the helpers whose pulse is to be felt now: they have said nothing for a while."""
+        """Return the helpers whose pulse is needed now, because they have sent nothing for a while."""
         if not self._helper_lease_s:
             return []
         return [sender for sender, seen in self.seen.items()
                 if now - seen >= self._helper_lease_s / 4 and is_helper(sender)]
 
     def silent(self, now: float, is_helper: Callable[[bytes], bool]) -> list[tuple[bytes, str]]:
-        """Return who is to be called lost, and why: "silent for 10.0 s (lease_s = 10)"."""
+        """Return the lost connections with the reason: "silent for 10.0 s (lease_s = 10)"."""
         found = []
         for sender, seen in self.seen.items():
             if now - seen >= self._lease_s:
                 found.append((sender, f"silent for {now - seen:.1f} s (lease_s = {self._lease_s:g})"))
             elif sender in self._pulses and self._helper_lease_s and is_helper(sender):
-                # Nor was anything to be heard in the time in which this one sat up and listened.
+                # only the time counts in which this process was awake to listen
                 silent_s = now - max(seen, self._pulses[sender], self._awake_since)
                 if silent_s >= self._helper_lease_s:
                     found.append((sender, f"silent for {silent_s:.1f} s (helper_lease_s = {self._helper_lease_s:g})"))
         return found
 
 
-#: A node with ranks must give both signs of death for so long: firewalls are reloaded in less.
+#: Time for which both signs of death must last for a node with ranks: reloading a firewall takes less.
 DEAD_S = 1.0
-#: So many nodes at a time are asked to visit one.
+#: The most nodes at a time that probe one node.
 _MOST_VISITORS = 3
 _NEVER = float("-inf")
 
 
 class NodeProbes:
-    """Of the nodes of one job, by index; *now* is any clock that only moves forward. Owner thread only."""
+    """What is known of the nodes of one job, by index; *now* is any monotonic clock. Owner thread only."""
 
     def __init__(self, lease_s: float, timeout_s: float, now: float) -> None:
         self._lease_s = lease_s
@@ -103,7 +107,7 @@ class NodeProbes:
         self._asked: dict[int, float] = {}
 
     def tick(self, now: float) -> None:
-        """Note that the time is looked at: after a sleep, who has come back meanwhile is still to be read."""
+        """Note that the clock was looked at: after a delay here, nodes that reconnected meanwhile are still unread."""
         slept_s, self._last_tick = now - self._last_tick, now
         if slept_s > DEAD_S / 2:
             self._closed = {index: since + slept_s for index, since in self._closed.items()}
@@ -112,8 +116,8 @@ class NodeProbes:
         """Note that the connection of node *index* to the scheduler has closed."""
         self._closed.setdefault(index, now)
 
-    def visited(self, now: float, message: m.ProbeResult) -> None:
-        """Take what a node has found where another one should be."""
+    def probed(self, now: float, message: m.ProbeResult) -> None:
+        """Take the result of a probe."""
         if message.outcome == "answers":
             self._answered[message.node] = now
             self._refused.pop(message.node, None)
@@ -122,25 +126,26 @@ class NodeProbes:
             self._refused[message.node] = since, now
 
     def is_closed(self, index: int) -> bool:
-        """Whether the connection of node *index* has closed, and none has taken its place."""
+        """Whether the connection of node *index* has closed, without a new one."""
         return index in self._closed
 
     def is_refused(self, now: float, index: int) -> bool:
-        """Whether somebody has just found that nobody listens at the data port of node *index*."""
+        """Whether the data port of node *index* has just refused a connection."""
         return index in self._refused and now - self._refused[index][1] <= DEAD_S
 
     def is_dead(self, now: float, index: int, dead_s: float = DEAD_S) -> bool:
-        """Whether node *index* is proven dead: for *dead_s* its connection is closed, and its data port refuses."""
+        """Whether node *index* is proven dead: for *dead_s* its connection is closed and its data port refuses."""
         return (index in self._closed and self.is_refused(now, index)
                 and now - max(self._closed[index], self._refused[index][0]) >= dead_s)
 
     def lives(self, now: float, index: int, seen: float) -> bool:
-        """Whether node *index*, which the scheduler has heard last when it was *seen*, is known to live, and has time.
-        """
+        """Whether node *index*, last heard at *seen*, is known to live, and still has time to reconnect."""
         return now - self._answered.get(index, _NEVER) < self._lease_s and now - seen < self._timeout_s
 
     def ask(self, now: float, index: int, seen: float, others: Callable[[], Sequence[tuple[int, bytes]]]) -> m.Outgoing:
-        """Return who is to visit node *index* now, of *others* (index and sender), if it was not *seen* for a while."""
+        """Return the probes of node *index* that are due now, by *others* (index and sender), if it was not *seen* for
+        a while.
+        """
         is_closed = index in self._closed
         if not is_closed and now - seen < self._lease_s / 2:
             return []

@@ -1,9 +1,9 @@
-"""Who of a job is lost, who is only called so, and the change of epoch under way. Pure; `Job` tells it what happens.
+"""Which nodes are lost or only suspected, and the change of epoch in progress. Pure; `Job` calls it.
 
-A node that only sums can be done without: it is left out of the roster, and a `EpochChange` begins. So it does for
-nodes that have come late: then they get their share of the sums. A node with ranks cannot be done without; but a helper
-that calls one lost may be wrong, for it may have been cut off itself: that one is doubted until it is heard, and then
-the helper is done without, or until it is gone.
+A node without ranks can be dropped: it is left out of the roster, and an `EpochChange` begins. The same happens for
+nodes that come late, which then get their share of the sums. A node with ranks cannot be dropped. A helper that calls
+one lost may be wrong, because it may be cut off itself: the node is suspected until it is heard, and then the helper is
+dropped, or until it is gone.
 """
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .recovery import EpochChange, JobSnapshot
 #: The first epoch; each recovery begins the next.
 FIRST_EPOCH = 1
 
-#: A node that is heard again so long after a helper has called it lost lives: it may have said before what comes first.
+#: A node that is heard this long after a helper has called it lost lives: earlier messages may be older than the loss.
 _ALIVE_S = 0.1
 
 
 class NodeLosses:
-    """The losses of one job. Parameters are the `Job`'s own, which go on changing; *timeout_s*: for each recovery."""
+    """The losses of one job. Parameters are the `Job`'s own objects, which change; *timeout_s*: for each recovery."""
 
     def __init__(self, roster: Roster, generations: Generations, timeout_s: float) -> None:
         self._roster = roster
@@ -42,21 +42,21 @@ class NodeLosses:
     # -- who is lost --------------------------------------------------------------------------------------
 
     def is_worker(self, sender: bytes) -> bool:
-        """Whether ranks belong to the node behind *sender*, so that the job cannot go on without it."""
+        """Whether the node behind *sender* has ranks, so that the job cannot go on without it."""
         return bool(self._roster.nodes[self._roster.index_of(sender)].ranks)
 
     def doubt(self, now: float, lost: bytes, helper: bytes, error: PeerLostError) -> None:
-        """Note that *helper* calls *lost*, a node with ranks, lost for *error*."""
+        """Note that *helper* calls *lost*, a node with ranks, lost because of *error*."""
         self._doubts.setdefault(lost, {}).setdefault(helper, (now, error))
 
     def settle(self, now: float, sender: bytes) -> list[tuple[bytes, PeerLostError]]:
-        """Return the helpers that have called *sender* lost, which is heard, and why: they do not reach each other."""
+        """Return the helpers that have called *sender* lost, which is heard, and why: they cannot reach each other."""
         doubts = self._doubts.get(sender, {})
         due = [helper for helper, (since, _) in doubts.items() if now - since >= _ALIVE_S]
         return [(helper, doubts.pop(helper)[1]) for helper in due]
 
     def lose(self, now: float, sender: bytes, error: PeerLostError) -> m.Outgoing:
-        """Do without the helper behind *sender*: begin a recovery, or begin anew the one under way."""
+        """Drop the helper behind *sender*: begin a recovery, or begin anew the one in progress."""
         index, before = self._roster.index_of(sender), self.recovery
         self._roster.lost.add(index)
         self._owed.discard(index)
@@ -68,13 +68,12 @@ class NodeLosses:
         return [(sender, abort), *self._begin(now, reason, lost)]
 
     def has_majority(self, but: Sequence[bytes]) -> bool:
-        """Whether the nodes with ranks but those behind *but* are enough to decide anything."""
+        """Whether the nodes with ranks except those behind *but* are enough to decide anything."""
         workers = self._roster.workers
         return is_majority([index for index in workers if self._roster.senders[index] not in but], workers)
 
     def resume(self, now: float, past: JobSnapshot) -> m.Outgoing:
-        """Go on where another scheduler has left off: with a recovery, if one was under way or somebody is lost by now.
-        """
+        """Continue after another scheduler: with a recovery, if one was in progress or a node is lost by now."""
         self._epoch = self.committed_epoch = past.epoch  # if it was not committed, a next one comes before any newcomer
         if not past.absent and not past.frozen:
             return []
@@ -85,7 +84,7 @@ class NodeLosses:
     # -- who comes late -----------------------------------------------------------------------------------
 
     def take_in(self, now: float, newcomers: Collection[int]) -> m.Outgoing:
-        """Let *newcomers* take part, and give them their share, as well as those whom a loss has kept from it."""
+        """Let *newcomers* take part, and give them their share, and also those that a loss has kept from it."""
         self._roster.joining.difference_update(newcomers)
         self._owed.update(newcomers)
         if not self._owed:
@@ -96,15 +95,15 @@ class NodeLosses:
                            joined=self._owed)
 
     def leave_as_it_is(self, now: float, why: str) -> m.Outgoing:
-        """Begin anew the change under way, in which newcomers were to get their share: they get none, because of *why*.
-        """
+        """Begin anew the change in progress, without giving newcomers a share, because of *why*."""
         assert self.recovery is not None and not self.recovery.lost
         self._owed.clear()
         return self._begin(now, f"{self.recovery.reason}, but gets nothing that others sum: {why}")
 
     def gets_too_much(self, node: int, room_nbytes: int) -> bool:
-        """Note that *node* has no memory for what it was to own in place of the lost ones, but for about *room_nbytes*;
-        False if it was to own nothing.
+        """Note that *node* has no memory for the partitions of lost nodes, except for about *room_nbytes*.
+
+        Returns False if it was to own none.
         """
         assert self.recovery is not None
         changed = {each.part for each in self.recovery.owner_changes}
@@ -115,12 +114,12 @@ class NodeLosses:
         return given > 0
 
     def begin_anew(self, now: float) -> m.Outgoing:
-        """Begin anew the change under way, which somebody cannot prepare for."""
+        """Begin anew the change in progress, which a node cannot prepare."""
         assert self.recovery is not None
         return self._begin(now, self.recovery.reason, self.recovery.lost)
 
     def overdue_newcomers(self, now: float) -> list[tuple[bytes, StallError]]:
-        """Return the newcomers that keep all others waiting for too long, and are to be done without."""
+        """Return the newcomers that keep all others waiting for too long, and are dropped."""
         recovery = self.recovery
         if recovery is None or now < recovery.deadline:
             return []
@@ -131,12 +130,12 @@ class NodeLosses:
     # -- the change under way -----------------------------------------------------------------------------
 
     def frozen(self, node: int, message: m.FreezeReport) -> m.Outgoing:
-        """Take the word of *node* that it has stopped; after the last one, tell everybody what changes hands.
+        """Note that *node* has stopped; after the last one, tell all nodes which partitions change owners.
 
         Raises
         ------
         BpsError
-            If nobody can go on with what was lost, or nodes contradict each other.
+            If the job cannot go on without what was lost, or nodes contradict each other.
         """
         recovery = self.recovery
         if recovery is None or not recovery.frozen(node, message):
@@ -146,7 +145,7 @@ class NodeLosses:
                 units, changes = self._generations.share(
                     recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.lent))
             else:
-                units, changes = self._generations.succeed(
+                units, changes = self._generations.replace_lost(
                     recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.lent))
         except BpsError as exc:
             then = "" if recovery.joined else "and the job cannot go on without it: "
@@ -156,16 +155,16 @@ class NodeLosses:
                                       owner_changes=tuple(changes)))
 
     def ready(self, node: int, generation: int) -> m.Outgoing:
-        """Take the word of *node* that it is prepared; after the last one, end the change with its commit."""
+        """Note that *node* is prepared; after the last one, end the change with its commit."""
         recovery = self.recovery
         if recovery is None or not recovery.ready(node, generation):
             return []
         self.recovery, self.committed_epoch = None, recovery.epoch
         self._owed -= recovery.joined
-        return self._roster.to_all(self._generations.succeeded(recovery.units, recovery.owner_changes))
+        return self._roster.to_all(self._generations.owners_changed(recovery.units, recovery.owner_changes))
 
     def overdue(self, now: float) -> StallError | None:
-        """Return what ends the job if the change has not ended in time."""
+        """Return the error that ends the job if the change has not ended in time."""
         if self.recovery is None or now < self.recovery.deadline:
             return None
         names = "; ".join(map(self._roster.describe_node, self.recovery.missing))
@@ -174,7 +173,7 @@ class NodeLosses:
                           f"go on {what}: {self.recovery.reason}")
 
     def take_withdrawn(self) -> Sequence[m.TensorSpec]:
-        """Return, once, what was in flight when a change began: it is to be proposed anew."""
+        """Return, once, what was in progress when a change began, to be proposed anew."""
         withdrawn, self._withdrawn = self._withdrawn, ()
         return withdrawn
 

@@ -1,7 +1,7 @@
-"""From declarations to plans: what all ranks have declared becomes a generation, one at a time, until it is retired.
+"""Turns complete declarations into plans, one generation at a time, until they are retired. Pure.
 
-Pure; `Job` calls it, and puts off what comes while nodes change. Nothing is planned while NICs are being measured, on
-which placement depends, or while a loss is recovered from.
+`Job` calls it, and defers messages while nodes change. Nothing is planned while NICs are being measured, on which
+placement depends, or while the job recovers from a loss.
 """
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .node_losses import NodeLosses
 
 
 class GenerationPlanner:
-    """Of one job, once everybody has joined. Parameters are the `Job`'s own, which go on changing.
+    """Plans for one job, once all nodes have joined. Parameters are the `Job`'s own objects, which change.
 
-    What it raises ends the job.
+    Its exceptions end the job.
     """
 
     def __init__(self, roster: Roster, declarations: Declarations, generations: Generations, losses: NodeLosses,
@@ -31,7 +31,7 @@ class GenerationPlanner:
         self._held: list[tuple[bytes, m.Declare]] = []
 
     def declare(self, sender: bytes, message: m.Declare) -> m.Outgoing:
-        """Take a rank's declaration; plan what is complete, and tell whom it concerns what never will be."""
+        """Take a rank's declaration; plan what is complete, and tell the ranks concerned what never will be."""
         if self._generations.is_retiring(message.rank, {spec.name for spec in message.tensors}):
             self._held.append((sender, message))  # the names are free once all ranks have retired them
             return []
@@ -41,7 +41,7 @@ class GenerationPlanner:
         return out + self.plan()
 
     def plan(self) -> m.Outgoing:
-        """Begin a generation with everything that is complete, unless one is in flight or something is in its way."""
+        """Begin a generation with all complete declarations, unless one is in progress or has to wait."""
         if self._generations.in_flight is not None or self._unmeasured or self._losses.recovery is not None:
             return []
         specs = self._losses.take_withdrawn() or self._declarations.take_complete()
@@ -53,18 +53,18 @@ class GenerationPlanner:
             return self._give_up([spec.name for spec in specs], exc) + self.plan()
 
     def ready(self, index: int, generation: int) -> m.Outgoing:
-        """Take the word of node *index* that it is prepared; after the last one, commit, and plan what comes next."""
+        """Note that node *index* is prepared; after the last one, commit, and plan what comes next."""
         commit = self._generations.ready(index, generation)
         return [] if commit is None else self._roster.to_all(commit) + self.plan()
 
     def prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> m.Outgoing:
-        """Give up what a node cannot prepare: all ranks hear why. If it was to make up for a loss and the node lacks
-        memory, others get more of it.
+        """Give up what a node cannot prepare, and tell all ranks why. If it was to own partitions of lost nodes and
+        lacks memory, others get more of them.
 
         Raises
         ------
         CapacityError
-            If this was to make up for a loss, and there is no other way.
+            If partitions of lost nodes have no other owner.
         """
         index = self._roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
@@ -83,7 +83,7 @@ class GenerationPlanner:
         return self._give_up(names, error) + self.plan()
 
     def retire(self, message: m.Retire) -> m.Outgoing:
-        """Once all ranks have no more use for units, let all nodes give back what they use, before any later plan.
+        """Once all ranks have retired units, let all nodes free them, before any later plan.
 
         Raises
         ------

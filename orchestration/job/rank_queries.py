@@ -1,7 +1,10 @@
-"""What ranks ask of the whole job: who is missing, who is late, what others have published. Pure.
+"""What ranks ask of the whole job: barriers, who is missing, who is late, values that others have stored. Pure.
 
-Some of it the scheduler knows; for the rest it asks all nodes, and puts their reports together. Each question is
-answered once, in time: whoever does not report is named.
+The scheduler knows some answers; for the rest it asks all nodes and combines their reports. Each question is answered
+once, in time: nodes that do not report are named.
+
+Lags: a node compares its own ranks by when they announced their inputs, and, for units that it owns, all inputs by when
+they came, which includes the time on the network. Clocks of machines are never compared.
 """
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ from .generations import Generations
 from .key_value_store import KeyValueStore
 from .node_losses import NodeLosses
 
-#: Nodes answer within this time, or are named as silent: the asker has a deadline of its own.
+#: Nodes that do not report within this time are named as silent: the rank that asks has a deadline, too.
 REPORT_TIMEOUT_S = 1.5
-#: Of the stages that nodes report, the earliest is what all wait for.
+#: Of the stages that nodes report, the earliest one counts.
 _STAGES: tuple[Stage, ...] = ("push", "partial", "sum", "result")
 _ADVICE = ". Waiting on cannot help: all ranks must do the same pushes and barriers before they leave"
 
@@ -54,7 +57,7 @@ class StallFinding:
 
 
 class StallQueries:
-    """Open inquiries, by (part, round). `left(rank)` tells who has called shutdown."""
+    """Open questions about stalled partitions, by (part, round). `left(rank)`: whether a rank has called shutdown."""
 
     def __init__(self, roster: Roster, left: Callable[[int], bool]) -> None:
         self._roster = roster
@@ -62,7 +65,7 @@ class StallQueries:
         self._open: dict[tuple[int, int], _StallInquiry] = {}
 
     def ask(self, now: float, question: StallQuestion) -> bool:
-        """Take *question*; tell whether the nodes have to be asked (they are not asked twice at a time)."""
+        """Take *question*; return whether the nodes have to be asked (they are not asked twice at a time)."""
         inquiry = self._open.get((question.part, question.round))
         if inquiry is not None:
             inquiry.askers.append(question)
@@ -81,7 +84,7 @@ class StallQueries:
         return self._close(report.part, report.round)
 
     def expire(self, now: float) -> list[StallAnswer]:
-        """Return the answers to inquiries whose deadline has passed, with those who did not report."""
+        """Return the answers to questions whose deadline has passed, naming the nodes that did not report."""
         late = [key for key, inquiry in self._open.items() if now >= inquiry.deadline]
         return [answer for part, round_number in late for answer in self._close(part, round_number)]
 
@@ -92,7 +95,7 @@ class StallQueries:
 
     @staticmethod
     def answer(question: StallQuestion, finding: StallFinding) -> StallAnswer:
-        """Return the answer to *question*, with what to do if it is hopeless."""
+        """Return the answer to *question*, with advice if waiting is hopeless."""
         return StallAnswer(rank=question.rank, question=question.question, stage=finding.stage,
                            hopeless=finding.hopeless, ranks=finding.ranks, nodes=finding.nodes,
                            missing=finding.missing + _ADVICE if finding.hopeless else finding.missing)
@@ -124,11 +127,11 @@ class StallQueries:
                             ranks=tuple(sorted(ranks)), nodes=tuple(sorted({*blamed, *silent})))
 
     def rank_is_missing(self, rank: int, verb: str) -> str:
-        """Say that *rank* "has not pushed", or that it never will because it has left."""
+        """Describe that *rank* "has not pushed" (*verb*), or that it never will because it has left."""
         return f"{self._roster.describe_rank(rank)}: " + ("has called shutdown" if self._left(rank) else verb)
 
     def without(self, ranks: Iterable[int], stage: Stage, verb: str) -> StallFinding:
-        """Return that *ranks* are missing from something; it is hopeless if one of them has left."""
+        """Return that *ranks* are missing from something; waiting is hopeless if one of them has left."""
         ranks = tuple(ranks)
         return StallFinding("missing: " + "; ".join(self.rank_is_missing(rank, verb) for rank in ranks), stage,
                        any(map(self._left, ranks)), ranks)
@@ -142,7 +145,7 @@ class _LagInquiry:
 
 
 class LagQueries:
-    """Open questions of ranks, by number."""
+    """Open questions of ranks about lags, by number."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -150,7 +153,7 @@ class LagQueries:
         self._open: dict[int, _LagInquiry] = {}
 
     def ask(self, now: float, asker: LagQuestion) -> int:
-        """Take a question; return the number under which all nodes are to report."""
+        """Take a question; return the number under which all nodes report."""
         self._n_asked += 1
         self._open[self._n_asked] = _LagInquiry(now + REPORT_TIMEOUT_S, asker)
         return self._n_asked
@@ -178,9 +181,9 @@ class LagQueries:
 def combined(reports: dict[int, LagReport]) -> tuple[RankLag, ...]:
     """Return the lags of all ranks in *reports* (by node), in the order of ranks.
 
-    An owner sees a rank of its own machine as it is. Of another machine it sees the sum, which is there once the last
-    rank has pushed: a rank was early by as much as it is before the last one on its machine, in the mean; and that it
-    was the last one, as often as it is on its machine.
+    An owner sees a rank of its own machine as it is. Of another machine it sees the sum, which arrives once the last
+    rank has pushed: a rank was earlier than that by its mean distance from the last one on its machine, and was the
+    last one as often as on its machine.
     """
     seen: dict[int, list[LagRow]] = {}  # by node, at all owners
     for report in reports.values():
@@ -208,7 +211,7 @@ def combined(reports: dict[int, LagReport]) -> tuple[RankLag, ...]:
 
 
 class Barriers:
-    """Who of *size* ranks has entered which barrier."""
+    """Which of *size* ranks have entered which barrier: a rank's i-th barrier meets every other rank's i-th."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -216,11 +219,11 @@ class Barriers:
         self._done = set[int]()
 
     def resume(self, done: int) -> None:
-        """Know that barriers up to *done* are done."""
+        """Note that barriers up to *done* are done."""
         self._done = {done - 1, done}
 
     def enter(self, rank: int, sequence: int) -> bool:
-        """Note that *rank* is at barrier *sequence*; tell, once, that it was the last."""
+        """Note that *rank* is at barrier *sequence*; return, once, whether it was the last rank."""
         if sequence in self._done:
             return False
         entered = self._entered.setdefault(sequence, set())
@@ -240,12 +243,12 @@ class Barriers:
         return [rank for rank in range(self._size) if rank not in entered]
 
 
-#: So many ranks that have not left are named.
+#: The most ranks that are named as not having left.
 _MOST_NAMED = 8
 
 
 class RankQueries:
-    """All questions of one job. Parameters are the `Job`'s own, which go on changing; *left*: ranks that have left,
+    """All questions of one job. Parameters are the `Job`'s own objects, which change; *left*: ranks that have left,
     *unmeasured*: nodes that still measure their NIC.
     """
 
@@ -268,11 +271,11 @@ class RankQueries:
         }
 
     def expire(self, now: float) -> m.Outgoing:
-        """Return the answers to what has waited long enough for reports."""
+        """Return the answers to questions that have waited long enough for reports."""
         return self._answers([*self._stalls.expire(now), *self._lags.expire(now), *self._notices.expire(now)])
 
     def rank_left(self, rank: int) -> m.Outgoing:
-        """Return the answers to those who wait for notices of *rank*, which has left."""
+        """Return the answers to lookups that wait for values of *rank*, which has left."""
         return self._answers(self._notices.rank_left(rank))
 
     # -- what comes in ------------------------------------------------------------------------------------
@@ -285,8 +288,8 @@ class RankQueries:
         return self._answers([self._stalls.answer(message, self._why_waiting(message.name))])
 
     def _why_waiting(self, name: str) -> StallFinding:
-        """Say what a declaration, a barrier ("barrier:<sequence>") or the job's end (`m.THE_END`) still waits for, and
-        whether that is in vain.
+        """Explain what a declaration, a barrier ("barrier:<sequence>") or the job's end (`m.THE_END`) still waits for,
+        and whether that is hopeless.
         """
         kind, _, sequence = name.partition(":")
         if name == m.THE_END:

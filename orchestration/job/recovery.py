@@ -1,17 +1,18 @@
-"""A helper is lost, or has come: which round of what changes hands is kept, and who can sum it from now on. Pure.
+"""A helper is lost, or has come: which round of a moving partition is kept, and who can own it. Pure.
 
-What a step's truth is made of lies with the ranks until its result has been read (docs/design/recovery.md),
-so nothing is rolled back. Of each partition that the lost one owned the survivors say which round they passed on last,
-and which is complete with them. Rounds are synchronous: nobody begins one before the one before is complete with
-it, and nobody completes one that somebody has not passed on. So if the latest complete round anywhere is k,
+The inputs of a step stay with the ranks until its result has been read (docs/design/recovery.md), so nothing is rolled
+back. For each partition that a lost node owned the survivors report the round that they forwarded last, and the round
+that is complete with them. Rounds are synchronous: no node begins one before its predecessor is complete with it, no
+node completes one that some node has not forwarded. So if the latest complete round anywhere is k,
 
-    complete with a node    k, or k - 1: then it lacks the result of k, which a node that has it sends it: it is kept
-    passed on by a node     k, or k + 1: then it passes that on again, to the new owner, from where its inputs still are
+    complete with a node    k, or k - 1: then it lacks the result of k, which a node that has it, the keeper, sends to
+    it forwarded by a node     k, or k + 1: then it forwards that again, to the new owner, from where its inputs still
+    are
 
-and all who are left go on with the bits that an undisturbed job has.
+and the survivors continue with the same bits as an undisturbed job.
 
-What newcomers are given had an owner that lives. Then k is its own round, it has sent that result to all, and holds
-whatever was passed on to it of the next one: that arrives, and is dropped, before anything changes hands.
+Partitions for newcomers have an owner that lives. Then k is its own round, it has sent that result to all, and has what
+was forwarded to it of the next one: that arrives, and is dropped, before anything changes owners.
 """
 from __future__ import annotations
 
@@ -26,16 +27,16 @@ from ..roster import Roster
 
 
 class EpochChange:
-    """One change of epoch under way: who has stopped, then who is ready for the new owners.
+    """One change of epoch in progress: first which nodes have stopped, then which are ready for the new owners.
 
     Parameters
     ----------
     lost, survivors
-        Node indices: who is lost since the last epoch, and who is to take part.
+        Node indices: lost since the last epoch; those that take part from now on.
     deadline
         When to give up, on the job's clock.
     joined
-        Survivors that are to get their share; then nobody is lost.
+        Survivors that are to get their share; then no node is lost.
     """
 
     def __init__(self, epoch: int, lost: Collection[int], survivors: Collection[int], reason: str, deadline: float,
@@ -53,14 +54,14 @@ class EpochChange:
         self._ready: set[int] = set()
 
     def frozen(self, node: int, message: FreezeReport) -> bool:
-        """Take the word of *node* that it has stopped; whether it was the last. Late words are ignored."""
+        """Note that *node* has stopped; return whether it was the last. Late messages are ignored."""
         if message.epoch != self.epoch or self.generation:
             return False
         self._reports[node] = message
         return self._reports.keys() >= self._survivors
 
     def ready(self, node: int, generation: int) -> bool:
-        """Take the word of *node* that it is prepared; whether it was the last. Late words are ignored."""
+        """Note that *node* is prepared; return whether it was the last. Late messages are ignored."""
         if not self.generation or generation != self.generation:
             return False
         self._ready.add(node)
@@ -73,37 +74,37 @@ class EpochChange:
 
     def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, OwnerChange]
                       ) -> list[PartitionMove]:
-        """Return, of each partition of *units* that a lost node owned, what was done and who can own it.
+        """Return the move of each partition of *units* that a lost node owned.
 
-        *lent*, by partition: of the last changes those with a round that some nodes lacked.
+        *lent*, by partition: of the last owner changes those with a round that some nodes lacked.
 
         Raises
         ------
         PeerLostError
-            If nobody can go on with one of them.
+            If no node can own one of them.
         ProtocolError
-            If what nodes say contradicts what they can have done.
+            If reports contradict what nodes can have done.
         """
         helpers = [node.index for node in nodes if not node.ranks and node.index in self._survivors]
         near = self._near
-        return [_heir(unit, part, done, helpers, near, lent.get(part.part))
+        return [_move_of_lost(unit, part, done, helpers, near, lent.get(part.part))
                 for unit, part, done in self._told(units, nodes, lambda unit, part: part.owner in self.lost)]
 
     def moves_to_joined(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, OwnerChange]
                 ) -> list[PartitionMove]:
-        """Return, of each partition of *units* that its owner can give up to who has joined, what was done.
+        """Return the move of each partition of *units* that its owner can give to a node that has joined.
 
-        What owners keep more of than sums stays with them, and what is compressed; and what others read in the owner's
-        memory, or would read in the new one's. So does what somebody still awaits from another node than the owner, by
-        *lent* (as in `moves_of_lost`).
+        Partitions whose owners keep more than sums stay, and compressed ones; also those whose results other nodes read
+        in the owner's memory, or would read in the new owner's; and those that a node still expects from another node
+        than the owner, by *lent* (as in `moves_of_lost`).
 
         Raises
         ------
         ProtocolError
-            If what nodes say contradicts what they can have done.
+            If reports contradict what nodes can have done.
         """
         near = self._near
-        found = [_gift(part.owner, unit, part, done, sorted(self.joined), near, lent.get(part.part))
+        found = [_move_to_joined(part.owner, unit, part, done, sorted(self.joined), near, lent.get(part.part))
                  for unit, part, done in self._told(units, nodes, lambda unit, part: is_plain(unit), with_owner=True)]
         return [heir for heir in found if heir.candidates]
 
@@ -114,8 +115,7 @@ class EpochChange:
     def _told(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
               is_wanted: Callable[[UnitPlan, PartPlan], bool], with_owner: bool = False
               ) -> Iterator[tuple[UnitPlan, PartPlan, dict[int, _Progress]]]:
-        """Yield the partitions that are wanted, with the words of those who push them, and of the owner if asked for.
-        """
+        """Yield the wanted partitions, with the reports of the nodes that push them, and of the owner if asked for."""
         said = {node: {part: _Progress(*rest) for part, *rest in report.progress}
                 for node, report in self._reports.items()}
         for unit in units:
@@ -133,12 +133,12 @@ class EpochChange:
 
 
 def is_plain(unit: UnitPlan) -> bool:
-    """Whether owners of *unit* keep no more of it than sums, and those not compressed: then they can give it up."""
+    """Whether owners of *unit* keep only sums, uncompressed: then it can change owners."""
     return unit.codec is None and unit.store is None
 
 
 class PartitionMove:
-    """A partition that is to have a new owner: `candidates` for it, and all else of its `OwnerChange`."""
+    """A partition that needs a new owner: the `candidates`, and the other fields of its `OwnerChange`."""
 
     def __init__(self, unit: UnitPlan, part: PartPlan, candidates: Sequence[int], kept_round: int, keeper: int,
                  lacking: Sequence[int], lent: bool, giver: int = -1, pushed: Sequence[int] = ()) -> None:
@@ -152,23 +152,24 @@ class PartitionMove:
         self.giver = giver
         self.pushed = tuple(pushed)
 
-    def succession(self, owner: int) -> OwnerChange:
-        """Return how *owner* takes over."""
+    def owner_change(self, owner: int) -> OwnerChange:
+        """Return the change to *owner*."""
         return OwnerChange(part=self.part.part, owner=owner, kept_round=self.kept_round, keeper=self.keeper,
                           lacking=self.lacking, lent=self.lent, giver=self.giver, pushed=self.pushed)
 
 
 class _Progress(NamedTuple):
-    """One node's word on one partition, as in `FreezeReport`."""
+    """One node's report on one partition, as in `FreezeReport`."""
 
     passed_on: int
     complete: int
     place: int
 
 
-def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
+def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
           near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
-    """Return who can own *part*, of which *done* tells by member; *before*: what was lent when it was last inherited.
+    """Return who can own *part*, of which *done* tells by member; *before*: the owner change before, if some nodes
+    lacked a round then.
     """
     kept = next(iter(done.values())).complete
     for each in done.values():
@@ -197,10 +198,10 @@ def _heir(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers
                          lacking, lent)
 
 
-def _gift(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
+def _move_to_joined(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
           near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
-    """Return who of *joined* can own *part*, which *giver* owns and lives; *done*: by member, and of *giver*; *before*:
-    as in `_heir`.
+    """Return which of *joined* can own *part*, owned by *giver*, which lives; *done*: by member, and of *giver*;
+    *before*: as in `_move_of_lost`.
     """
     kept = done[giver].complete
     _check(unit, part, done, kept)
@@ -217,7 +218,7 @@ def _gift(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progre
 
 
 def _check(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], kept: int) -> None:
-    """Raise `ProtocolError` if one of *done* cannot be, where *kept* is the last round that is complete anywhere."""
+    """Raise `ProtocolError` if one of *done* is impossible, *kept* being the last round that is complete anywhere."""
     for node, each in done.items():
         if (rounds_ahead(each.complete, kept) not in (0, -1) or rounds_ahead(each.passed_on, kept) not in (0, 1)
                 or rounds_ahead(each.passed_on, each.complete) not in (0, 1)):
@@ -226,7 +227,7 @@ def _check(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], kept: 
 
 
 def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, set[int]]) -> bool:
-    """Whether results of the member *owner* reach all *members* where they read those of the lost one.
+    """Whether results of the member *owner* reach all *members* where they read those of the lost node.
 
     Over a wire they are written anywhere. By shared memory they are read where the owner writes them.
     """
@@ -236,11 +237,12 @@ def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, se
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """Where a job goes on. `roster` knows who is lost and from where the others are heard; `absent` are lost by now.
+    """Where a job continues after its scheduler was lost, as `merge_reports` finds it.
 
-    `generation`: no higher number was heard of. `frozen`: a recovery was under way. `rates`: of all NICs, as placement
-    counts on them; `unmeasured` nodes have not said theirs. `answers`: by node, what it has missed, in order; `later`:
-    what nodes have said besides, in order, with their indices.
+    `roster` knows the lost nodes and the connections of the others; `absent` nodes are lost by now. `generation`: no
+    higher number was heard of. `frozen`: a recovery was in progress. `rates`: of all NICs, as placement uses them;
+    `unmeasured` nodes have not reported theirs. `answers`: by node, the messages that it has missed, in order; `later`:
+    what nodes have reported besides, in order, with their indices.
     """
 
     roster: Roster
@@ -264,7 +266,7 @@ class JobSnapshot:
 
     @property
     def lost(self) -> set[int]:
-        """All nodes that are lost, those included that are so by now."""
+        """All nodes that are lost, those included that are lost only now."""
         return {*self.roster.lost, *self.absent}
 
     @property

@@ -1,1 +1,1 @@
-"""Who sums what: tensors become partitions, and each has an owner. Pure."""
+"""Tensors become partitions, and each gets a node that owns and sums it. Pure. See docs/design/placement.md."""

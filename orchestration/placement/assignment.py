@@ -1,7 +1,4 @@
-"""Who sums which partition: a placement that comes close to the optimal shares (`shares`), and what it costs.
-
-Pure: same input, same answer, on any machine.
-"""
+"""Assigns partitions to owners, close to the optimal shares (`shares`), and predicts the cost. Pure."""
 from __future__ import annotations
 
 import heapq
@@ -59,7 +56,7 @@ def assign(nbytes_of: Sequence[int], machines: Sequence[Machine], policy: str = 
 
 def assign_among(nbytes_of: Sequence[int], machines: Sequence[Machine], owned: Sequence[int],
                  candidates_of: Callable[[int], Sequence[int]], is_wanted: Callable[[int], bool]) -> list[int]:
-    """Return the owner of each new partition where not everybody can be: of position p one of ``candidates_of(p)``.
+    """Return the owner of each new partition where not every node can be: of position p one of ``candidates_of(p)``.
 
     The largest first, each to a machine that may own so much; of those to one that *is_wanted*; of those where it is
     done first beside what is *owned* already; of equals where least is owned.
@@ -109,8 +106,8 @@ def _greedy(nbytes_of: Sequence[int], machines: Sequence[Machine], candidates: S
 def interleaved(nbytes_of: Sequence[int], owners: Sequence[int]) -> list[int]:
     """Return *owners* exchanged among partitions of equal size (or kind) so that each has its share of every stretch.
 
-    Partitions go out in about this order. Where first all have as many and then only some get more, each NIC is the
-    bottleneck for a part of the step and idle for another; this costs the optimum up to a quarter of its time.
+    Partitions are sent in about this order. If first all owners had as many and then only some got more, each NIC would
+    be the bottleneck for a part of the step and idle for another; this costs up to a quarter of the optimum's time.
     """
     classes: dict[int, list[int]] = {}
     for position, nbytes in enumerate(nbytes_of):
@@ -145,7 +142,7 @@ class _Times:
 
 
 def times_of(machines: Sequence[Machine], nbytes: float) -> Callable[[int, float], float]:
-    """Return what gives the model's time of a machine for the bytes that it owns, in a step of *nbytes*."""
+    """Return a function that gives the model's time of a machine for the bytes that it owns, in a step of *nbytes*."""
     return _Times(machines, nbytes).of
 
 

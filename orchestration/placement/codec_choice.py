@@ -1,4 +1,5 @@
-"""Which tensors are compressed where a codec may be left out: whose saved bytes are worth the kernels' time. Pure.
+"""Chooses which tensors are compressed, where a codec is optional: those whose saved bytes are worth the CPU time.
+Pure.
 
 Of B bytes of tensors with a codec, s of them owned by one machine of n with ranks, that machine encodes its own partial
 and decodes the result of all; as an owner it also decodes n partials and encodes the result. With E and D, the seconds
@@ -6,10 +7,10 @@ that encoding and decoding a byte of tensor take all of its threads together,
 
     kernels = (E + D) B + (E + n D) s                 (a helper: without the first term)
 
-and a message for each partition besides, for what has a codec is fused with nothing. Partitions flow, so a step takes
-the longer of this and the wire's time, which `forecast` has for the bytes that travel. Saved bytes for the kernels'
-seconds decide who comes first; of all numbers of tensors in this order the least is taken whose time is as good as the
-best. Sums without a codec count as free.
+and a message for each partition besides, because a tensor with a codec is fused with nothing. Partitions flow, so a
+step takes the longer of this and the network's time, which `forecast` gives for the bytes that travel. Tensors are
+sorted by saved bytes per kernel second; of all numbers of tensors in this order the least is chosen whose time is as
+good as the best. Sums without a codec count as free.
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from .shares import Machine, least_time_s, optimal_shares
 
 
 class Ratio(NamedTuple):
-    """Bytes of tensor that a kernel takes in while one byte is copied; `fed_encode`: with error feedback."""
+    """Bytes of tensor that a kernel takes while one byte is copied; `fed_encode`: with error feedback."""
 
     encode: float
     fed_encode: float
@@ -45,14 +46,14 @@ RATIOS: Mapping[Kind, Ratio] = {
     "bfloat16": Ratio(1.4, 0.57, 1.8),
     "int8": Ratio(0.85, 0.37, 1.9),
 }
-#: Of a machine's CPU, for a partition that comes and goes (`bpsfast bench push_pull --nodes 2 --sizes 4K`).
+#: CPU time of a machine for a partition that is sent and received (`bpsfast bench push_pull --nodes 2 --sizes 4K`).
 _PART_S = 50e-6
-#: What gains less is not worth the bits that are lost.
+#: A gain below this factor is not worth the lost bits.
 _AS_GOOD = 1.01
 
 
 class Load(NamedTuple):
-    """One tensor that may be compressed: its bytes, the most that travel of it if it is, in how many partitions."""
+    """One optional tensor: its bytes, the most that travel of it if it is compressed, and its number of partitions."""
 
     name: str
     nbytes: int
@@ -62,7 +63,8 @@ class Load(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What is compressed, by name, out of `n_tensors`, and what a step's communication takes then, alone, in seconds.
+    """Which of `n_tensors` tensors are compressed, by name, and what a step's communication takes then, alone, in
+    seconds.
 
     `wire_s` and `kernels_s`: the two that overlap. `plain_s`: without any codec; `all_s`: with every codec. Bytes are
     those of all gradients as they travel: `plain_nbytes` without a codec, `wire_nbytes` as chosen.
@@ -79,11 +81,11 @@ class Choice(NamedTuple):
 
     @property
     def time_s(self) -> float:
-        """Return what a step's communication takes."""
+        """The time of a step's communication."""
         return max(self.wire_s, self.kernels_s)
 
     def words(self) -> str:
-        """Say what was chosen, and why, in one line."""
+        """Describe the choice and its reason in one line."""
         what = f"compression pays for {len(self.names)} of {self.n_tensors} tensors"
         if not self.names:
             return (f"{what}: a step's communication takes {_ms(self.plain_s)} without, {_ms(self.all_s)} with all "
@@ -95,11 +97,11 @@ class Choice(NamedTuple):
 
 def settled(specs: Sequence[TensorSpec], machines: Sequence[Machine], copy_rates: Sequence[float], policy: str,
             partition_nbytes: int, fusion_nbytes: int) -> tuple[list[TensorSpec], str, str]:
-    """Return *specs* with codecs that are used, or gone, where they were to be used only if that pays; in words why, if
-    that was to be told; and what keeps it from being told.
+    """Return *specs* with each optional codec used or removed; the reason in words, if there was a choice; and why
+    there was none.
 
-    *machines* and *copy_rates* as for `choose`; where one of their rates is not known, nothing can be weighed and what
-    is optional is left out. So it is where there is one machine with ranks: it has nobody to send anything to.
+    *machines* and *copy_rates* as for `choose`; if one of their rates is unknown, optional codecs are not used. Nor are
+    they if there is only one machine with ranks, which has nobody to send anything to.
     """
     if not any(spec.codec is not None and spec.codec.auto for spec in specs):
         return list(specs), "", ""
@@ -115,13 +117,13 @@ def settled(specs: Sequence[TensorSpec], machines: Sequence[Machine], copy_rates
 
 
 def _with(specs: Sequence[TensorSpec], names: frozenset[str]) -> list[TensorSpec]:
-    """Return *specs* with what is optional as it is settled: compressed if it is one of *names*."""
+    """Return *specs* with optional codecs decided: compressed if it is one of *names*."""
     return [spec if spec.codec is None or not spec.codec.auto else msgspec.structs.replace(
         spec, codec=msgspec.structs.replace(spec.codec, auto=False) if spec.name in names else None) for spec in specs]
 
 
 def loads_of(specs: Sequence[TensorSpec], partition_nbytes: int, fusion_nbytes: int) -> tuple[list[Load], int]:
-    """Return the tensors of *specs* that may be compressed, and the bytes that travel of all others.
+    """Return the tensors of *specs* with optional codecs, and the bytes that travel of all others.
 
     Frames count with their longest form, partition by partition.
     """
@@ -139,13 +141,13 @@ def loads_of(specs: Sequence[TensorSpec], partition_nbytes: int, fusion_nbytes: 
 
 def choose(loads: Sequence[Load], machines: Sequence[Machine], copy_rates: Sequence[float], policy: str = "optimal",
            fixed_nbytes: int = 0) -> Choice:
-    """Return which of *loads* to compress on *machines*, so that a step's communication is over as soon as can be.
+    """Return which of *loads* to compress on *machines*, so that a step's communication ends as soon as possible.
 
     Parameters
     ----------
     machines : two with ranks at least; all rates known.
     copy_rates : bytes/s that the summing threads of each machine copy together, in the same order.
-    policy : the placement; a hash is taken to spread bytes as the optimum does.
+    policy : the placement; a hash is assumed to spread bytes as the optimum does.
     fixed_nbytes : what travels besides.
     """
     free, bound = (_Ground(machines, copy_rates, policy, keeps_state) for keeps_state in (False, True))
@@ -170,7 +172,8 @@ def choose(loads: Sequence[Load], machines: Sequence[Machine], copy_rates: Seque
 
 
 class _Ground:
-    """Machines for which times are linear in bytes. *keeps_state*: helpers own nothing, as of what has state."""
+    """Machines for which times are linear in bytes. *keeps_state*: helpers own nothing, as with codecs that have state.
+    """
 
     def __init__(self, machines: Sequence[Machine], copy_rates: Sequence[float], policy: str, keeps_state: bool
                  ) -> None:

@@ -1,6 +1,6 @@
-"""How long a step's communication takes by formula in each layout, and whether the one chosen can win. Pure.
+"""The time of a step's communication by formula in each layout, and whether the chosen one can win. Pure.
 
-What a job says at its start and what ``bpsfast plan`` explains come from here. Source: BytePS (OSDI'20) section 4.1.
+What a job prints at its start and what ``bpsfast plan`` explains come from here. Source: BytePS (OSDI'20) section 4.1.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ring_s(machines: Sequence[Machine], nbytes: float) -> float:
 
 
 def ps_s(machines: Sequence[Machine], nbytes: float) -> float:
-    """Return the time if helpers alone own keys, by their rates; infinity without helpers."""
+    """Return the time if helpers alone own partitions, by their rates; infinity without helpers."""
     n = len(_workers(machines))
     if n == len(machines):
         return float("inf")
@@ -28,12 +28,12 @@ def ps_s(machines: Sequence[Machine], nbytes: float) -> float:
 
 
 def colocated_s(machines: Sequence[Machine], nbytes: float) -> float:
-    """Return the time if the machines with ranks alone own keys, by their rates."""
+    """Return the time if the machines with ranks alone own partitions, by their rates."""
     return least_time_s(_as_known(machines, _workers(machines)), nbytes)
 
 
 def policy_s(machines: Sequence[Machine], policy: str, nbytes: float) -> float | None:
-    """Return the time of placement *policy*, None for a hash: where that puts how much depends on names."""
+    """Return the time of placement *policy*; None for a hash, whose balance depends on names."""
     if policy == "ps":
         return ps_s(machines, nbytes)
     if policy == "colocated":
@@ -53,9 +53,9 @@ def with_helpers(machines: Sequence[Machine], k: int) -> list[Machine]:
 
 
 def last_helper_that_pays(machines: Sequence[Machine], most: int = 1 << 16) -> int:
-    """Return how many helpers shorten the optimal step (see `with_helpers`): the next one would not.
+    """Return how many helpers shorten the optimal step (see `with_helpers`); one more would not.
 
-    *most* bounds the search: more are not looked for.
+    *most* bounds the search.
     """
     def time_s(k: int) -> float:
         return least_time_s(with_helpers(machines, k), 1.0)
@@ -84,7 +84,7 @@ def _first(most: int, holds: Callable[[int], bool]) -> int:
 
 
 def warnings(machines: Sequence[Machine], policy: str) -> list[str]:
-    """Return, in words, why this layout cannot win; nothing if it can."""
+    """Return, in words, why this layout cannot win; empty if it can."""
     n = len(_workers(machines))
     k = len(machines) - n
     found = []
@@ -116,7 +116,7 @@ def warnings(machines: Sequence[Machine], policy: str) -> list[str]:
 
 
 def first_line(machines: Sequence[Machine], policy: str) -> str:
-    """Return one line: what was chosen, and the bound; times of M bytes at rate B where a NIC's rate is unknown."""
+    """Return one line: the layout, and the bound; as times of M bytes at rate B where a NIC's rate is unknown."""
     n = len(_workers(machines))
     k = len(machines) - n
     who = f"placement {policy}: {_count(n, 'node')} with ranks, {_count(k, 'helper')}"

@@ -1,4 +1,11 @@
-"""Tensors in, partitions with owners out: what a generation is planned from, and what a planner predicts from. Pure."""
+"""Lays out tensors: units and partitions with owners, from which generations are planned and the planner predicts.
+Pure.
+
+With many machines a share is a few partitions, and one more or less is many per cent of it: VGG-16 in partitions of 4
+MB is 9.5 % above the optimum on 32 machines and 16 helpers. Smaller partitions everywhere would cost a message each
+(BytePS's only remedy). Cutting the largest tensors is enough, because the largest are placed first and the finer ones
+fill the gaps.
+"""
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
@@ -11,14 +18,14 @@ from .partition import MAX_PARTS, ROWS, part_of, plan_units, round_up
 from .rates import bounded
 from .shares import Machine, optimal_shares
 
-#: A placement this near the bound is left alone: what is measured on real links differs by more.
+#: A placement this near the bound is left alone, because measurements on real links differ by more.
 TOLERANCE = 0.015
 #: No partition is cut below this: at 100 Gbit/s half as many bytes take as long as deciding about them in Python.
 LEAST_NBYTES = 512 << 10
 
-#: A cut that brings less than this is not made: it costs messages.
+#: A cut that gains less than this is not made, because it costs messages.
 _WORTHWHILE = 0.002
-#: So often at most a placement is tried before all partitions are halved once.
+#: The most tries of a placement before all partitions are halved once.
 _ROUNDS = 32
 
 
@@ -27,8 +34,8 @@ def refine(units: Sequence[UnitPlan], machines: Sequence[Machine], owned: Sequen
     """Return *units* with the partitions of the largest cut in two, four, ... where that pays, and renumbered.
 
     *owned* are the bytes that each machine owns already and keeps; units whose number is in *fixed* are left alone. A
-    partition stays a whole number of pages of at least `LEAST_NBYTES`, its number below *most_parts*. Where the
-    placement is near the bound as it is, or no cut brings it nearer, *units* are returned as they are.
+    partition stays a whole number of pages of at least `LEAST_NBYTES`, its number below *most_parts*. If the placement
+    is near the bound as it is, or no cut brings it nearer, *units* are returned unchanged.
     """
     best = list(units)
     sizes = [sum(part.wire_nbytes for part in unit.parts) for unit in units]
@@ -95,8 +102,8 @@ def lay_out(specs: Sequence[TensorSpec], machines: Sequence[Machine], *, policy:
     """Return the units of *specs*, cut into partitions that all have an owner (an index into *machines*).
 
     With policy "optimal" the largest partitions are cut finer where the placement would else miss the optimum by more
-    than `refinement.TOLERANCE`. *owned* are the bytes that each machine owns already, *more* those that its memory lets
-    it own besides (-1: any). *is_within*: there is no machine but one (`plan_units`).
+    than `TOLERANCE`. *owned* are the bytes that each machine owns already, *more* those that its memory lets it own
+    besides (-1: any). *is_within*: there is only one machine (`plan_units`).
 
     Raises
     ------

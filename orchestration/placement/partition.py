@@ -37,14 +37,14 @@ MEMBER_ALIGNMENT = 64
 
 
 #: A lone tensor of at least this many bytes has two partitions or more, so that two threads, or two nodes, share its
-#: sum. Members of a group have each other for company: there a second partition only costs.
+#: sum. In a group other units do that, and a second partition would only cost.
 _SHARED_NBYTES = 1 << 20
 
-#: Within one machine partitions of what its CPUs copy are of at most this: a few of them, of all ranks, stay in caches
-#: from their copy in to their copy out.
+#: The most bytes of a partition that CPUs copy within one machine: a few of them, of all ranks, stay in caches from
+#: their copy in to their copy out.
 CACHED_NBYTES = 512 << 10
 
-#: Tables that are fuller than this are not filled with such small ones.
+#: Beyond this number of partitions `CACHED_NBYTES` does not apply.
 _MANY_PARTS = MAX_PARTS // 2
 
 
@@ -62,14 +62,14 @@ N_ROUNDS = 1 << 32
 
 
 def nbytes_of(spec: TensorSpec) -> int:
-    """Return the bytes of *spec*; of a table that is summed by rows, as if it were there.
+    """Return the bytes of *spec*; of a table that is summed by rows those of the whole table.
 
     Raises
     ------
     UnsupportedError
         If no kernel does that with that dtype, or a dimension is negative.
     ConfigError
-        If a table is declared as it cannot be.
+        If a table is not declared correctly.
     """
     if spec.op == ROWS:
         check_rows(spec.name, spec.shape, spec.max_rows, spec.group)
@@ -88,7 +88,7 @@ def nbytes_of(spec: TensorSpec) -> int:
 
 
 def check_codec(spec: TensorSpec) -> None:
-    """Raise `ConfigError` or `UnsupportedError` if *spec* cannot be compressed as it says."""
+    """Raise `ConfigError` or `UnsupportedError` if *spec* cannot be compressed with its codec."""
     if spec.codec is None:
         return
     codec.check(spec.codec)
@@ -102,7 +102,7 @@ def check_codec(spec: TensorSpec) -> None:
 
 
 def check_store(spec: TensorSpec) -> None:
-    """Raise `ConfigError` or `UnsupportedError` if owners cannot keep *spec* as it says."""
+    """Raise `ConfigError` or `UnsupportedError` if owners cannot keep *spec* with its store."""
     if spec.store is None:
         return
     store.check(spec.store)
@@ -121,7 +121,7 @@ def check_store(spec: TensorSpec) -> None:
 
 
 def has_state(spec: TensorSpec) -> bool:
-    """Return whether owners of *spec* keep more than a sum: then they are machines with ranks of it."""
+    """Return whether owners of *spec* keep more than a sum; then they are machines with ranks of it."""
     return spec.store is not None or (spec.codec is not None and spec.codec.has_state)
 
 
@@ -132,19 +132,18 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, partition_nbytes: int, fusion_nbytes: int,
                page_nbytes: int = 4096, is_within: bool = False) -> list[UnitPlan]:
-    """Pack *specs* into units and cut these into partitions; owners are left -1 for `placement`.
+    """Pack *specs* into units and cut these into partitions; owners are left -1 for `assignment`.
 
     Lone tensors are units of their own. Members of a group are packed by urgency into units of at most *fusion_nbytes*,
     called "group#0", "group#1", ...; a member of *fusion_nbytes* or more stands alone under its own name; dtypes,
-    `average`, `op` and `store` never mix in a unit. What a tensor says itself of partitions and fusion counts before
-    the two arguments. A unit's priority is its most urgent member's; a priority of None means minus the position in
-    *specs*.
-    Units come most urgent first. A unit without bytes has no partitions: it is complete at once.
+    `average`, `op` and `store` never mix in a unit. A tensor's own partition and fusion sizes override the arguments. A
+    unit's priority is its most urgent member's; a priority of None means minus the position in *specs*. Units come most
+    urgent first. A unit without bytes has no partitions: it is complete at once.
 
     Partitions of a unit are even, the last is short; of at most *partition_nbytes* rounded down to pages, one at least.
     If the job *is_within* one machine, lone tensors that the CPU copies have smaller ones (`CACHED_NBYTES`), while
-    there are few.
-    *page_nbytes* is the largest page of any machine of the job: each maps results of several owners side by side.
+    there are few. *page_nbytes* is the largest page of any machine of the job: each maps results of several owners side
+    by side.
 
     Raises
     ------
@@ -239,7 +238,7 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
 
 def _lay_out_rows(unit: int, spec: TensorSpec, priority: int, first_part: int, partition_nbytes: int,
                   page_nbytes: int) -> UnitPlan:
-    """Return the plan of a table that is summed by rows: its bytes are those of the frames' room, in whole pages."""
+    """Return the plan of a table that is summed by rows: its bytes are the room for the frames, in whole pages."""
     row_nbytes = math.prod(spec.shape[1:]) * ITEM_NBYTES[spec.dtype]
     n_parts, frame_rows = split_rows(spec.shape[0], spec.max_rows, row_nbytes, partition_nbytes)
     room = round_up(row_frame_nbytes(frame_rows, row_nbytes), page_nbytes)
@@ -251,7 +250,7 @@ def _lay_out_rows(unit: int, spec: TensorSpec, priority: int, first_part: int, p
 
 
 def part_of(kind: TensorSpec | UnitPlan, part: int, offset: int, nbytes: int) -> PartPlan:
-    """Return partition *part* of a tensor or unit, without an owner: its bytes, and those that travel."""
+    """Return partition *part* of a tensor or unit, without an owner."""
     frame = 0
     if kind.codec is not None:
         frame = codec.frame_nbytes(kind.codec, nbytes // ITEM_NBYTES[kind.dtype], kind.dtype)
@@ -292,7 +291,7 @@ def split_rows(n_rows: int, max_rows: int, row_nbytes: int, partition_nbytes: in
 
 
 def part_rows(n_rows: int, n_parts: int, index: int) -> int:
-    """Return how many of *n_rows* partition *index* of *n_parts* has."""
+    """Return the number of rows of *n_rows* that partition *index* of *n_parts* has."""
     return -(-(n_rows - index) // n_parts)
 
 

@@ -1,8 +1,8 @@
-"""From what nodes say of themselves to the machines that a placement counts on, and what must be said about that. Pure.
+"""Computes the machines that placement counts on from what nodes report, and the remarks about that. Pure.
 
-A NIC whose rate nobody knows is taken to be like the slowest one that is known: an overloaded link holds up everybody,
-one that could do more does not. Limits say less: that a node may take 5 Gbit/s of its NIC is a promise that the NIC
-carries 5, so only where no NIC is known the largest limit stands for the others.
+A NIC with an unknown rate is assumed to be like the slowest known one: an overloaded link delays all, one that could do
+more does not. Limits say less: that a node may take 5 Gbit/s of its NIC implies that the NIC carries 5, so only where
+no NIC's rate is known the largest limit stands for the others.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..messages import NodeInfo
 from ..roster import describe_node
 from .shares import Machine, optimal_shares
 
-#: A share that is smaller by less is not worth a word.
+#: A share that is smaller by less than this is not reported.
 _LESS = 0.99
 _MORE = "more cores (BPSFAST_CORES), or idler ones, sum more"
 
@@ -26,7 +26,7 @@ def machines_of(nodes: Sequence[NodeInfo]) -> list[Machine]:
 
 
 def ownable(nodes: Sequence[NodeInfo]) -> list[int]:
-    """Return how many bytes the memory of each node lets it own at first, -1 where it is not bounded.
+    """Return the bytes that the memory of each node lets it own at first, -1 where it is not bounded.
 
     A byte that is owned takes a slot for each machine with ranks, and a result of either parity.
     """
@@ -35,13 +35,13 @@ def ownable(nodes: Sequence[NodeInfo]) -> list[int]:
 
 
 def bounded(machines: Sequence[Machine], owned: Sequence[int], more: Sequence[int]) -> list[Machine]:
-    """Return *machines*, which own *owned* bytes, with the bound that follows from *more* each can own (-1: none)."""
+    """Return *machines*, which own *owned* bytes, bounded by what *more* each can own (-1: not bounded)."""
     return [machine if rest < 0 else machine._replace(most_nbytes=have + rest)
             for machine, have, rest in zip(machines, owned, more)]
 
 
 def bound_remark(nodes: Sequence[NodeInfo], free: Sequence[Machine], bound: Sequence[Machine], nbytes: float) -> str:
-    """Say which memory bounds cost time: *bound* are the machines with them, *free* without. "" if none does."""
+    """Describe which memory bounds cost time: *bound* are the machines with them, *free* without. "" if none does."""
     wanted, found = optimal_shares(free, nbytes), optimal_shares(bound, nbytes)
     if found.time_s * _LESS <= wanted.time_s:
         return ""
@@ -92,7 +92,7 @@ def _slower_than_their_share(nodes: Sequence[NodeInfo], slow: Sequence[int], pol
 
 
 def _stand_in(nodes: Sequence[NodeInfo]) -> float:
-    """Return the rate to be assumed of NICs that nobody knows, 0 if there is nothing to compare with."""
+    """Return the rate assumed for NICs with an unknown one, 0 if there is nothing to compare with."""
     known = [node.nic_rate_bytes for node in nodes if node.nic_rate_bytes]
     return min(known) if known else max((node.nic_limit_bytes for node in nodes), default=0.0)
 

@@ -1,4 +1,4 @@
-"""What newcomers sum of what others do: as much as makes a step shorter, by moving as few bytes as that takes. Pure."""
+"""Moves partitions between owners: to newcomers, or away from a lost machine, as few bytes as that takes. Pure."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from .shares import Machine, capacities, optimal_shares
 
 def shared(sizes: Sequence[int], owners: Sequence[int], candidates_of: Sequence[tuple[int, ...]],
            machines: Sequence[Machine], owned: Sequence[int], policy: str = "optimal") -> list[int]:
-    """Return the owner of each partition once newcomers have got their share; most keep the one that they have.
+    """Return the owner of each partition once newcomers have got their share; most keep their owner.
 
-    Again and again whoever is done last gives the largest partition by which it is done sooner, and the newcomer that
-    gets it is done sooner than it was, too. With "optimal" until whoever is done last has none, for then the step is
-    not shorter; else until nobody has one. With "ps" machines with ranks give all that they own first; with
-    "colocated" nothing moves.
+    Again and again the machine that is done last gives away the largest partition by which it is done sooner, to a
+    newcomer that is still done sooner than that. With "optimal" until the machine that is done last has none to give,
+    because then the step is not shorter; else until no machine has one. With "ps" machines with ranks first give away
+    all that they own; with "colocated" nothing moves.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def shared(sizes: Sequence[int], owners: Sequence[int], candidates_of: Sequence[
 
 
 class _Sharing:
-    """The state of it: `found` changes, and with it what each machine owns, and when it is done."""
+    """The state of `shared`: `found` changes, and with it what each machine owns, and when it is done."""
 
     def __init__(self, sizes: Sequence[int], found: list[int], candidates_of: Sequence[tuple[int, ...]],
                  machines: Sequence[Machine], owned: Sequence[int]) -> None:
@@ -70,7 +70,9 @@ class _Sharing:
         self._kinds[owner][nbytes, self._candidates_of[position]].remove(position)
 
     def balance(self, until_last: bool) -> None:
-        """Move what makes who is done last, or (not *until_last*) anybody who gives, be done sooner."""
+        """Move partitions while the machine that is done last, or (not *until_last*) any machine that gives, is done
+        sooner.
+        """
         givers = {owner for owner, kinds in self._kinds.items() if any(kinds.values())}
         while givers:
             among = range(len(self._own)) if until_last else sorted(givers)
@@ -110,9 +112,9 @@ def reassign(parts: Sequence[tuple[int, int]], machines: Sequence[Machine], lost
 
     Owners keep their indices into *machines*, of which none has a bound of memory; *lost* is no owner. What the lost
     machine owned is spread over the others. What they own stays, unless policy "optimal" would then miss the new
-    optimum by more than `refinement.TOLERANCE`: whoever owns more than it can carry in the new optimum's time gives up
-    whole partitions, the largest first, and never more bytes than it has too many. So at most the lost machine's bytes
-    and those that the new optimum forces are moved, and whoever stays above the optimum does so by less than one
+    optimum by more than `layout.TOLERANCE`: a machine that owns more than it can carry in the new optimum's time gives
+    up whole partitions, the largest first, and never more bytes than it has too many. So at most the lost machine's
+    bytes and those that the new optimum forces are moved, and a machine stays above the optimum by less than one
     partition.
 
     Raises

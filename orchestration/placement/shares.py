@@ -1,4 +1,4 @@
-"""The optimum of the communication model: what share of the sums each machine should own, and how long a step takes.
+"""The optimum of the communication model: the share of the sums that each machine should own, and the time of a step.
 
 With n machines with ranks and k helpers, M bytes a step, s_m of them owned by machine m, one direction of a NIC carries
 
@@ -9,9 +9,9 @@ Minimising the worst machine's time gives, with B_W and B_C the rates of all mac
 
     t* = max( M / min b_i ,  2n(n-1) M / (n B_W + (n-2) B_C) )
 
-A machine whose summation takes no more than c_m bytes/s of input (spare cores of a busy one) has a row n s_m <= c_m t
-besides, one that may use only so much memory a bound on s_m. Tests check all of it against a linear program. Source:
-BytePS (OSDI'20) section 4.1, extended to unequal NICs; no aggregation along trees (rings included) can be faster.
+A machine whose summation takes at most c_m bytes/s of input (spare cores of a busy one) adds a row n s_m <= c_m t, a
+machine with limited memory a bound on s_m. Tests check all of it against a linear program. Source: BytePS (OSDI'20)
+section 4.1, extended to unequal NICs; no aggregation along trees (rings included) can be faster.
 """
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NEVER = float("inf")
 class Machine(NamedTuple):
     """One node as placement sees it.
 
-    `rate`: bytes/s of the slower direction of its NIC, 0 if unknown. `sum_rate`: bytes/s of input that its summation
-    takes, 0 if that never binds; it is looked at only where the NICs' rates are known, for else there is no unit.
-    `most_nbytes`: what it may own at all, for want of memory; None: anything.
+    `rate`: bytes/s of the slower direction of its NIC, 0 if unknown. `sum_rate`: bytes/s of input that it can sum, 0 if
+    that is not a limit; it counts only where the NICs' rates are known, because else there is no unit. `most_nbytes`:
+    what it may own, for want of memory; None: anything.
     """
 
     has_ranks: bool
@@ -51,14 +51,14 @@ class Shares(NamedTuple):
 
 
 def rates_of(machines: Sequence[Machine]) -> list[float]:
-    """Return the machines' rates; all 1.0 unless every one is known: half a table says nothing about the rest."""
+    """Return the machines' rates; all 1.0 unless every rate is known: known and unknown ones cannot be compared."""
     if all(machine.rate > 0 for machine in machines):
         return [float(machine.rate) for machine in machines]
     return [1.0] * len(machines)
 
 
 def sum_rates_of(machines: Sequence[Machine]) -> list[float]:
-    """Return how fast each machine sums, infinity where that does not bind or where not every NIC's rate is known."""
+    """Return how fast each machine sums, infinity where that is no limit or where not every NIC's rate is known."""
     known = all(machine.rate > 0 for machine in machines)
     return [float(machine.sum_rate) if known and machine.sum_rate > 0 else float("inf") for machine in machines]
 
@@ -66,8 +66,8 @@ def sum_rates_of(machines: Sequence[Machine]) -> list[float]:
 def optimal_shares(machines: Sequence[Machine], nbytes: float) -> Shares:
     """Return the shortest step for *nbytes* and the bytes that each machine should own.
 
-    When the slowest machine with ranks sets the time there is slack: it is spent by giving everybody bytes in
-    proportion to its rate, up to what it can carry within t*. So the slowest owns least (nothing, for n > 2).
+    When the slowest machine with ranks sets the time there is slack: then each machine owns bytes in proportion to its
+    rate, up to what it can carry within t*. So the slowest owns least (nothing, for n > 2).
 
     Raises
     ------
@@ -98,7 +98,7 @@ def _capacity(machine: Machine, rate: float, sum_rate: float, nbytes: float, n: 
 
 
 def least_time_s(machines: Sequence[Machine], nbytes: float) -> float:
-    """Return t*: the first time at which everybody with ranks has sent M and all together can own M."""
+    """Return t*: the first time at which all machines with ranks have sent M and all together can own M."""
     n = sum(machine.has_ranks for machine in machines)
     if n == 0:
         raise ConfigError("placement needs at least one machine with ranks, got none")
@@ -144,7 +144,7 @@ def _bends(machine: Machine, rate: float, sum_rate: float, nbytes: float, n: int
 
 
 def _fill(most: Sequence[float], rates: Sequence[float], nbytes: float) -> tuple[float, ...]:
-    """Pour *nbytes* into vessels of *most* bytes whose levels rise as *rates*; those that are full stay full."""
+    """Pour *nbytes* into vessels of *most* bytes whose levels rise as *rates*; full ones stay full."""
     owned = [0.0] * len(most)
     left = float(nbytes)
     filling = sorted(range(len(most)), key=lambda m: most[m] / rates[m])

@@ -1,1 +1,1 @@
-"""What is next: of one card, and of ranks that must all begin alike."""
+"""What comes next: writes of one NIC, and operations that all ranks begin alike. See docs/design/scheduling.md."""

@@ -1,8 +1,8 @@
-"""What the ranks of one group tell each other about turns (`turns`), over ZeroMQ: rank 0 listens, the others connect.
+"""Messages between the ranks of one group over ZeroMQ: rank 0, the leader, listens, the others connect.
 
-Other groups say other messages over such lines (`negotiation_line`). Encrypted by CURVE, with keys that follow from a
-key of this group alone (`security.curve_pair`): whoever does not have it gets no byte back. It reaches the ranks
-through the group itself, so it is no safer than that.
+The messages here are those about turns (`turns`); other groups have their own (`negotiation`, `elastic.protocol`).
+Encrypted by CURVE, with keys derived from a key of this group alone (`security.curve_pair`): a client without it gets
+no byte back. The ranks get the key through the group itself, so the channel is no safer than that.
 """
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ from .turns import Entry
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _LINGER_MS = 1000
-#: No message is longer.
+#: The longest message.
 _MESSAGE_MAX_NBYTES = 16 << 20
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Another rank: it is there."""
+    """A follower has connected."""
 
     rank: int
 
 
 class Turns(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0: these begin next, in this order."""
+    """The leader: these begin next, in this order."""
 
     entries: tuple[Entry, ...]
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True):
-    """Another rank: it has begun so many in all."""
+    """A follower has begun *count* operations in all."""
 
     rank: int
     count: int
 
 
 class Given(msgspec.Struct, tag=True, frozen=True):
-    """Another rank: it has been given these (name, part). Only in groups whose turns wait for all."""
+    """A follower has been given these (name, part). Only in groups whose turns wait for all."""
 
     rank: int
     keys: tuple[tuple[str, int], ...]
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Anybody: nothing more is begun. `error`: the name of a class of `errors`; rank 0 passes it on."""
+    """Any rank: nothing more is begun. `error`: the name of a class of `errors`; the leader passes it on."""
 
     error: str
     reason: str
 
 
 class Left(msgspec.Struct, tag=True, frozen=True):
-    """It has what it wanted, and closes. Rank 0 repeats it until all have, and so notices who is gone."""
+    """The rank has what it wanted, and closes. The leader repeats it until all have left, and so notices lost ranks."""
 
     rank: int
 
@@ -80,14 +80,14 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
 
 
 class LeaderChannel:
-    """Rank 0's end, at *host* alone if that is an address of this machine. Owner thread only.
+    """The leader's end, at *host* alone if that is an address of this machine. Owner thread only.
 
-    Nothing blocks but `wait` and `close`. *decoder*: of what is said there, `Hello` among it.
+    Only `wait` and `close` block. *decoder*: of the messages of the followers, `Hello` among them.
 
     Raises
     ------
     ConfigError
-        If no port can be had.
+        If there is no free port.
     """
 
     def __init__(self, key: bytes, host: str = "", decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> None:
@@ -117,11 +117,11 @@ class LeaderChannel:
         return set(self._names)
 
     def wait(self, wake_fd: int, timeout_s: float) -> None:
-        """Sleep until something can be read, *wake_fd* can, or the time is over."""
+        """Sleep until there is input, *wake_fd* is readable, or the time is over."""
         _wait((self._socket, self._doorkeeper.monitor), wake_fd, 0.0 if self._wrong is not None else timeout_s)
 
     def recv_nowait(self) -> list[Any]:
-        """Return everything that has arrived. Raises `ProtocolError`, after what came before that was returned."""
+        """Return all messages that have arrived. Raises `ProtocolError` once what came before it was returned."""
         received: list[Any] = []
         if self._wrong is not None:
             wrong, self._wrong = self._wrong, None
@@ -145,9 +145,9 @@ class LeaderChannel:
             received.append(message)
 
     def tell(self, message: msgspec.Struct, but: Collection[int] = ()) -> list[int]:
-        """Say *message* to all who are present, except the ranks in *but*; return those whose connection is gone.
+        """Send *message* to all present ranks except *but*; return those whose connection is gone.
 
-        What they have said before can still be received.
+        What they have sent before can still be received.
         """
         data, gone = _encode(message), []
         for rank, name in self._names.items():
@@ -163,10 +163,11 @@ class LeaderChannel:
 
     def send_to_late_joiners(self, message: msgspec.Struct, told: Collection[int], n_others: int,
                              deadline: float) -> None:
-        """Say *message*, the last one, to whoever is still connecting: he would wait for somebody who is gone.
+        """Send *message*, the last one, to followers that still connect, which would otherwise wait for a leader that
+        is gone.
 
-        Blocks until *n_others* ranks have been *told*, or `time.monotonic` reaches *deadline*. What they say does not
-        count any more.
+        Blocks until *n_others* ranks have been *told*, or `time.monotonic` reaches *deadline*. Their messages are
+        ignored.
         """
         heard = set(told)
         while len(heard) < n_others and (left_s := deadline - time.monotonic()) > 0:
@@ -179,7 +180,7 @@ class LeaderChannel:
                 heard |= late
 
     def close(self) -> None:
-        """Send what is still to be sent, for a second at most. Calling it again does nothing."""
+        """Send what is queued, for at most a second. Idempotent."""
         if not self._context.closed:
             self._doorkeeper.close()
             self._socket.close()
@@ -187,14 +188,14 @@ class LeaderChannel:
 
 
 class FollowerChannel:
-    """Another rank's end, connected to *host*:*port*. Owner thread only; nothing blocks but `wait` and `close`.
+    """A follower's end, connected to *host*:*port*. Owner thread only; only `wait` and `close` block.
 
     *leader*: who listens there, for errors.
 
     Raises
     ------
     ConfigError
-        If that cannot be an address.
+        If that is not an address.
     """
 
     def __init__(self, host: str, port: int, key: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder,
@@ -220,22 +221,22 @@ class FollowerChannel:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the leader has been understood, and `recv_nowait` has not found it gone."""
+        """Whether the leader has answered, and `recv_nowait` has not found it gone."""
         return self._secure and not self._lost
 
     def wait(self, wake_fd: int, timeout_s: float) -> None:
-        """Sleep until something can be read, *wake_fd* can, or the time is over."""
+        """Sleep until there is input, *wake_fd* is readable, or the time is over."""
         _wait((self._socket, self._monitor), wake_fd, 0.0 if self._wrong is not None else timeout_s)
 
     def recv_nowait(self) -> list[Any]:
-        """Return everything that has arrived.
+        """Return all messages that have arrived.
 
         Raises
         ------
         PeerLostError
-            If the connection to the leader is gone and all it said has been returned.
+            If the connection to the leader is gone and all it sent has been returned.
         ProtocolError
-            If it says what is no message, after what came before that was returned.
+            If it sent no message, once what came before it was returned.
         """
         if self._wrong is not None:
             wrong, self._wrong = self._wrong, None
@@ -267,11 +268,11 @@ class FollowerChannel:
         return self._lost
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Say *message* to the leader; before the connection stands, as soon as it does."""
+        """Send *message* to the leader, once the connection is established."""
         self._socket.send(_encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Send what is still to be sent, for a second at most. Calling it again does nothing."""
+        """Send what is queued, for at most a second. Idempotent."""
         if not self._context.closed:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)

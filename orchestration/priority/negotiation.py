@@ -1,9 +1,9 @@
-"""What a set of ranks executes, and in which order, where each rank asks under names and in an order of its own. Pure.
+"""What a set of ranks executes, and in which order, where each rank asks under names and in an order of its own.
 
-Every rank sends its requests to the first rank of the set. Once all ranks have asked for a name (or have joined: they
-have no more data, and stand aside), it is decided, and all ranks execute what was decided in one order. Ranks that
-disagree get an error instead, all of them; requests for other names go on. Source: Horovod's controller (controller.cc,
-`ComputeResponseList` and `ConstructResponse`), without its response cache and its cycles.
+Every rank sends its requests to the first rank of the set. Once all ranks have asked for a name, or have joined (they
+have no more data), it is decided, and all ranks execute what was decided in one order. If ranks disagree, all of them
+get an error; requests for other names go on. Source: Horovod's controller (controller.cc, `ComputeResponseList` and
+`ConstructResponse`), without its response cache and its cycles. The decisions are pure; `listen` and `connect` are not.
 """
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .group_channel import (
 Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join",
                "add_process_set", "remove_process_set"]
 
-#: What the ranks that have joined take part in: everybody can do these for them.
+#: The kinds in which ranks that have joined take part: the others can do these for them.
 _WITH_JOINED = ("allreduce", "barrier")
 #: Names that a warning gives for each missing rank.
 _N_NAMES = 6
 
 
 class Spec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor: its own name (for words only), dtype and shape; `shape` None: as the root's."""
+    """One tensor: its own name (for messages only), dtype and shape; `shape` None: as the root's."""
 
     name: str
     dtype: str
@@ -49,9 +49,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What job rank *rank* asks for under *name*. Several `specs`: a group, executed as a whole or not at all.
 
     `op`: of a reduction; `root`: a job rank; `splits`: of alltoall, first-dimension counts in set order; `ranks`: of
-    the process set that is added or removed; `is_patient`: of join, which then may take as long as it takes;
-    `n_steps`: of join, in how many steps of optimizers, which are not asked for here, this rank has taken part since
-    the last one.
+    the process set that is added or removed; `is_patient`: of join, which then has no deadline; `n_steps`: of join, the
+    number of optimizers' steps, which are not asked for here, in which this rank has taken part since the last one.
     """
 
     rank: int
@@ -144,7 +143,7 @@ class Coordinator:
     def _last_joined(self) -> int:
         """Return the rank that joined last: that of most steps, of several the one that was heard last.
 
-        A request may be overtaken: whoever has joined takes part in others' steps at once, and these end without us.
+        Requests may be overtaken: a rank that has joined takes part in others' steps at once, and these end without us.
         """
         heard = list(enumerate(self._joined.values()))
         return max(heard, key=lambda each: (each[1].n_steps, each[0]))[1].rank
@@ -176,7 +175,7 @@ class Coordinator:
         return [_as_one(run) for run in runs]
 
     def warning(self, now: float) -> str | None:
-        """Return what to warn of now, in Horovod's words; None: nothing."""
+        """Return the warning that is due now, in Horovod's words; None: none."""
         late = [name for name, pending in self._pending.items()
                 if self._warn_s and now - pending.since >= max(self._warn_s, 2 * self._told.get(name, 0.0))]
         if not late:
@@ -225,7 +224,7 @@ class Coordinator:
             f"{rank} has left, and takes no part in {_some(names)}."))
 
     def _decide(self, name: str) -> None:
-        """Answer *name* if everybody has asked for it who will."""
+        """Answer *name* if all ranks that will ask for it have."""
         requests = self._pending[name].by_rank
         if any(rank not in requests and rank not in self._joined for rank in self._ranks):
             return
@@ -260,7 +259,7 @@ def _are_alike(a: Response, b: Response) -> bool:
 
 
 def _as_one(run: list[Response]) -> Response:
-    """Return a run of allreduces as one; anything else is a run of its own."""
+    """Return a run of allreduces as one; any other response is a run of its own."""
     if len(run) == 1:
         return run[0]
     return msgspec.structs.replace(run[0], names=tuple(name for each in run for name in each.names),
@@ -281,7 +280,11 @@ _SAME_BUT_ROWS = ("allgather", "alltoall")
 
 
 def disagreement(requests: Sequence[Request]) -> str:
-    """Return how *requests* for one name (of different ranks, at least one) contradict each other; "": not at all."""
+    """Return how *requests* for one name (of different ranks, at least one) contradict each other; "": not at all.
+
+    The words are Horovod's, which people search for, then the ranks that differ. Source: what `ConstructResponse`
+    (controller.cc) compares, in its order.
+    """
     first = requests[0]
     for other in requests[1:]:
         text = _difference(first, other)
@@ -327,7 +330,7 @@ def _difference(a: Request, b: Request) -> str:
 
 
 def _odd_one(a: Request, b: Request) -> str:
-    """Say which tensor only one of them has, the first of those."""
+    """Name the first tensor that only one of them has."""
     ours, theirs = ({spec.name: None for spec in each.specs} for each in (a, b))
     odd = next((name for name in (*ours, *theirs) if (name in ours) != (name in theirs)), "")
     return f" Only one of them sent {odd}." if odd else ""
@@ -353,7 +356,7 @@ def _list(values: Sequence[Any]) -> str:
 
 
 class Requests(msgspec.Struct, tag=True, frozen=True):
-    """Another rank: what it asks for."""
+    """A follower's requests."""
 
     requests: tuple[Request, ...]
 
@@ -369,7 +372,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def listen(key: bytes, host: str) -> LeaderChannel:
-    """Return the first rank's end, for those who connect to *host*; raises as `LeaderChannel`."""
+    """Return the first rank's end, for ranks that connect to *host*; raises as `LeaderChannel`."""
     return LeaderChannel(key, host, _decoder)
 
 

@@ -1,9 +1,9 @@
-"""One order on all ranks for what all of them must begin alike: rank 0 decides, the others follow. Pure.
+"""One order on all ranks for operations that all must begin in the same order: rank 0 decides, the others follow. Pure.
 
-An all-reduce mixes up tensors, or hangs, where two ranks begin in different orders, and gradients become ready in
-different orders. So rank 0 takes what it has been given by urgency, as far as there is credit, and says so; the others
-begin in that order, each when it has been given the same. Source: ByteScheduler (SOSP'19), where for all-reduce one
-master decides and all follow.
+An all-reduce mixes up tensors, or hangs, if two ranks begin in different orders, and gradients become ready in
+different orders. So rank 0 takes what it was given by urgency, as far as there is credit, and announces it; the others
+begin in that order, each when it was given the same. Source: ByteScheduler (SOSP'19), where for all-reduce one master
+decides and all follow.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """What the ranks know it by."""
+        """What identifies it on all ranks."""
         return self.name, self.part
 
     def __str__(self) -> str:
@@ -34,10 +34,10 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Leader:
-    """What rank 0 has been given, and what all begin next. One thread at a time.
+    """What rank 0 was given, and what all ranks begin next. One thread at a time.
 
-    *others*: ranks that have to be given an entry, too, before it is queued. Then whoever waits for one entry before he
-    gives another keeps nobody from that one. Without, others follow as soon as they are given what is next.
+    *others*: ranks that must also be given an entry before it is queued. Then a rank that waits for one entry before it
+    gives another one cannot block the others. Without, the others follow as soon as they are given what is next.
     """
 
     def __init__(self, credit_nbytes: int, others: Iterable[int] = ()) -> None:
@@ -49,7 +49,7 @@ class Leader:
         self._n_given = 0
 
     def give(self, entry: Entry, priority: int) -> None:
-        """Queue *entry*; higher *priority* first, then what came first.
+        """Queue *entry*; higher *priority* first, then by arrival.
 
         Raises BusyError if it has been given before and is not done.
         """
@@ -66,7 +66,7 @@ class Leader:
             self._queue_if_given(key)
 
     def waits_for(self, ranks: Iterable[int]) -> Entry | None:
-        """Return an entry that has not been given to one of *ranks*, of the *others*; None if there is none."""
+        """Return an entry that was not given to one of *ranks*, of the *others*; None if there is none."""
         among = self._others.intersection(ranks)
         waiting = (entry for key, (entry, _) in self._waiting.items() if among - self._given_to.get(key, set()))
         return next(waiting, None)
@@ -80,7 +80,7 @@ class Leader:
         self._n_given += 1
 
     def turns(self) -> list[Entry]:
-        """Take everything that credit admits: what all ranks begin next, in this order."""
+        """Take all that credit admits: what all ranks begin next, in this order."""
         taken = []
         while (entry := self._queue.pop()) is not None:
             taken.append(entry)
@@ -93,7 +93,7 @@ class Leader:
 
 
 class Follower:
-    """What another rank has been given, and what it has been told to begin. One thread at a time."""
+    """What another rank was given, and what it was told to begin. One thread at a time."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[str, int], Entry] = {}
@@ -102,12 +102,12 @@ class Follower:
 
     @property
     def awaited(self) -> Entry | None:
-        """What rank 0 has said comes next, and has not been given here."""
+        """The entry that rank 0 has announced next, and that was not given here."""
         return self._told[0] if self._told and self._told[0].key not in self._given else None
 
     @property
     def untold(self) -> list[Entry]:
-        """What has been given here, and rank 0 has not named yet."""
+        """The entries that were given here, and that rank 0 has not announced yet."""
         told = {entry.key for entry in self._told}
         return [entry for entry in self._given.values() if entry.key not in told]
 

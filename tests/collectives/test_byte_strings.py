@@ -1,7 +1,7 @@
 """Bytes of any length among members who do not know how many there are."""
 from __future__ import annotations
 
-from bpsfast.collectives.group import all_gather_bytes, broadcast_bytes, make_group
+from bpsfast.collectives.group import make_group
 from bpsfast.trainer import process
 
 
@@ -9,8 +9,8 @@ def say():
     session = process.current()
     group = make_group(session, range(session.size))
     own = bytes([session.rank]) * (session.rank * 1000)
-    said = broadcast_bytes(group, own if session.rank == 2 else b"not looked at", 2)
-    found = said, broadcast_bytes(group, b"", 0), all_gather_bytes(group, own)
+    said = group.broadcast_bytes(own if session.rank == 2 else b"not looked at", 2)
+    found = said, group.broadcast_bytes(b"", 0), group.all_gather_bytes(own)
     group.close()
     return found
 

@@ -5,11 +5,15 @@ import numpy as np
 import pytest
 
 import bpsfast
-from bpsfast.collectives.p2p import P2PEndpoint, message_collectives
-from bpsfast.collectives.p2p.message_collectives import Memory
+from bpsfast.collectives.p2p import P2PEndpoint
+from bpsfast.collectives.p2p.message_collectives import Memory, all_to_all, gather, scatter
 from bpsfast.trainer import process
 
 SHAPES = [(2,), (1, 1), (2, 2)]
+
+
+def p2p(session):
+    return session.extension(P2PEndpoint)
 
 
 def nbytes_of(source, to, size, scale):
@@ -37,12 +41,12 @@ def everybody(kind, scale, ranks):
         expected = [content(source, me, x.nbytes) for source, x in enumerate(theirs)]
         owner = ours, theirs
         if kind == "all_to_all":
-            message_collectives.all_to_all(session.extension(P2PEndpoint), 7, ranks, me, memories(ours), memories(theirs), owner, 30)
+            all_to_all(p2p(session), 7, ranks, me, memories(ours), memories(theirs), owner, 30)
         elif kind == "gather":
-            message_collectives.gather(session.extension(P2PEndpoint), 8, ranks, me, root, memories(ours)[root], memories(theirs), owner, 30)
+            gather(p2p(session), 8, ranks, me, root, memories(ours)[root], memories(theirs), owner, 30)
             theirs, expected = (theirs, expected) if me == root else ([], [])
         else:
-            message_collectives.scatter(session.extension(P2PEndpoint), 9, ranks, me, root, memories(ours), memories(theirs)[root], owner, 30)
+            scatter(p2p(session), 9, ranks, me, root, memories(ours), memories(theirs)[root], owner, 30)
             theirs, expected = theirs[root:root + 1], expected[root:root + 1]
         good = good and len(theirs) == len(expected) and all(map(np.array_equal, theirs, expected))
     return good
@@ -62,11 +66,11 @@ def other_sizes():
     x = np.zeros(100, np.uint8)
     mine = [Memory(x.ctypes.data, 10 + session.rank)] * 2
     with pytest.raises(bpsfast.MismatchError) as caught:
-        message_collectives.all_to_all(session.extension(P2PEndpoint), 11, [0, 1], session.rank, mine, [Memory(x.ctypes.data, 10)] * 2, x, 20)
+        all_to_all(p2p(session), 11, [0, 1], session.rank, mine, [Memory(x.ctypes.data, 10)] * 2, x, 20)
     with pytest.raises(bpsfast.MismatchError, match="sources has 1 entries for a group of 2 ranks"):
-        message_collectives.all_to_all(session.extension(P2PEndpoint), 11, [0, 1], session.rank, mine[:1], mine, x, 20)
+        all_to_all(p2p(session), 11, [0, 1], session.rank, mine[:1], mine, x, 20)
     with pytest.raises(bpsfast.MismatchError, match="me=2 is no place"):
-        message_collectives.all_to_all(session.extension(P2PEndpoint), 11, [0, 1], 2, mine, mine, x, 20)
+        all_to_all(p2p(session), 11, [0, 1], 2, mine, mine, x, 20)
     return str(caught.value)
 
 
@@ -79,7 +83,7 @@ def shorter():
     session = process.current()
     x = np.zeros(100, np.uint8)
     with pytest.raises(bpsfast.MismatchError) as caught:
-        message_collectives.gather(session.extension(P2PEndpoint), 11, [0], 0, 0, Memory(x.ctypes.data, 10), [Memory(x.ctypes.data + 50, 30)], x, 20)
+        gather(p2p(session), 11, [0], 0, 0, Memory(x.ctypes.data, 10), [Memory(x.ctypes.data + 50, 30)], x, 20)
     return str(caught.value)
 
 
@@ -90,13 +94,13 @@ def test_a_message_that_is_shorter(job):
 def missing():
     session = process.current()
     if session.rank == 0:
-        session.extension(P2PEndpoint).receive(12, 1, 5, 0, 0, None)
+        p2p(session).receive(12, 1, 5, 0, 0, None)
         x = np.zeros(100_000, np.uint8)
         with pytest.raises(bpsfast.StallError) as caught:
-            message_collectives.all_to_all(session.extension(P2PEndpoint), 12, [0, 1], 0, memories([x, x]), memories([x, x]), x, 0.5)
+            all_to_all(p2p(session), 12, [0, 1], 0, memories([x, x]), memories([x, x]), x, 0.5)
         bpsfast.barrier()
-        return str(caught.value), len(session.extension(P2PEndpoint).receiver.matching._receives)
-    assert session.extension(P2PEndpoint) is not None
+        return str(caught.value), len(p2p(session).receiver.matching._receives)
+    assert p2p(session) is not None
     bpsfast.barrier()
     return "", 0
 

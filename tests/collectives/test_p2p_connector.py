@@ -146,7 +146,8 @@ def test_strangers_are_refused(office, said, caplog):
 def test_another_key_is_refused(office):
     made = office()
     with dial(made, 0) as sock, pytest.raises(PeerLostError, match="wrong job key"):
-        security.plain_handshake_dialer(sock, bytes(32), "bpsfast post", security.StreamHello(peer=1, stream=0, epoch=1), 10)
+        hello = security.StreamHello(peer=1, stream=0, epoch=1)
+        security.plain_handshake_dialer(sock, bytes(32), "bpsfast post", hello, 10)
     assert still_works(made)
 
 

@@ -110,7 +110,7 @@ def test_a_muster_that_ends_while_it_is_waited_for_is_lost(known):
     puppet, member = known
     until_connected(member)
     puppet.close()
-    with pytest.raises(PeerLostError, match=r"the muster \(bpsfast run\)'s process is gone"):
+    with pytest.raises(PeerLostError, match=r"the coordinator \(bpsfast run\)'s process is gone"):
         member.join()
 
 
@@ -227,7 +227,7 @@ def test_the_limit_of_a_value_is_the_last_that_is_stored(muster, end):
     assert protocol.stored_nbytes(key, value) == protocol.MOST_VALUE_NBYTES
     with pytest.raises(CapacityError, match=f"has {protocol.MOST_VALUE_NBYTES + 1} bytes with its key of 256"):
         member.put(1, key, value + "x")
-    with pytest.raises(CapacityError, match="with its key of 257 characters; the muster stores"):
+    with pytest.raises(CapacityError, match="with its key of 257 characters; the coordinator stores"):
         member.put(1, key + "k", "")
     member.put(1, key, value)
     second.say(Want, job=1, key=key)

@@ -119,7 +119,7 @@ def test_a_lost_worker_leads_back_to_the_last_commit_in_the_next_job(begun, capl
     assert (training.steps, training.jobs, job.resets) == ([0, 1], [1, 2], [2])
     assert job.state.weights is weights and weights.tolist() == [0.0] * 4
     assert job.joined == [(2, "rank 1 is gone")], "sync counts as the first commit"
-    assert "back to the last commit, for the job has lost somebody: rank 1 is gone" in caplog.text
+    assert "back to the last commit, because the job has lost a worker: rank 1 is gone" in caplog.text
 
 
 def test_workers_that_join_cost_no_step(begun):

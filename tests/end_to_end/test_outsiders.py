@@ -194,7 +194,8 @@ def conversation():
 def test_gradients_and_messages_are_on_the_wire_unless_they_are_encrypted(job, encryption):
     """16 bytes in a row of each rank's gradients, of their sum or mean, and of each rank's message."""
     arrays = inputs(0, 2)
-    known = [*arrays, *(reference_sum.reduce([[each] for each in arrays], average=average) for average in (False, True)),
+    known = [*arrays,
+             *(reference_sum.reduce([[each] for each in arrays], average=average) for average in (False, True)),
              *(rank_messages.pattern(40_000, rank) for rank in (0, 1))]
     texts = [each.tobytes() for each in known]
     pieces = {text[begin:begin + 16]: number for number, text in enumerate(texts)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from bpsfast.base.exit_codes import ABORTED
-from bpsfast.node.transport.rdma import limits
+from bpsfast.node.transport.rdma import rails
 from tests.guest import spare_device
 from tests.guest.training import (
     N_STEPS,
@@ -291,7 +291,7 @@ def test_the_job_goes_on_by_rdma_when_a_helper_is_lost_and_every_sum_is_right(tm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["auto", "rdma"])
 def test_more_partitions_than_a_queue_pair_holds_go_by_tcp_or_are_refused_in_words(transport, tmp_path):
-    said, n = tmp_path / "said", limits.RECEIVES + 10
+    said, n = tmp_path / "said", rails.RECEIVES + 10
     with errors_into(said), running(ranks=(1, 1), transport=transport, partition_bytes=4096, fusion_bytes=0) as job:
         job.begin(push_many_partitions, n, 4096)
         for index, outcome in enumerate(job.outcomes(timeout_s=400)):

@@ -177,7 +177,8 @@ def test_a_machine_that_dies_is_an_error_in_words_and_changes_nothing(tmp_path):
         assert driver.poll() is None
         listener.kill()
         _, complaint = driver.communicate(timeout=120)
-    assert driver.returncode == 1 and "PeerLostError" in complaint and "does not listen any more" in complaint, complaint
+    assert driver.returncode == 1, complaint
+    assert "PeerLostError" in complaint and "does not listen any more" in complaint, complaint
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""Segments at home on a NUMA node: the kernel's policy, and who makes the segment where mbind is refused."""
+"""Segments on a NUMA node: the kernel's policy, and the thread that makes a segment where mbind is refused."""
 from __future__ import annotations
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Threads of a real process kept to CPUs and let go, each case in a process of its own."""
+"""Binding of the threads of a real process to CPUs, and its undoing; each case in a process of its own."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""The seating plan: shares of cores, who is left alone, homes of memory; on recorded machines and on any."""
+"""The affinity plan: shares of cores, cores of the node, NUMA nodes of memory; on recorded machines and on any."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from bpsfast.hardware import gids
-from bpsfast.hardware.gids import Gid
-from bpsfast.hardware.netlink import Route
+from bpsfast.hardware import rdma_devices
+from bpsfast.hardware.kernel import Route
+from bpsfast.hardware.rdma_devices import Gid
 from tests.sysfs_trees.machine import Machine
 
 
@@ -61,4 +61,4 @@ OTHER, SECOND = row(5, "10.9.0.7", netdev="eth2.100"), row(6, "10.1.0.77")
     ([OTHER, V4], route("10.5.0.8", "10.5.0.7", "eth2"), V4),  # the route's interface, if not its address
 ])
 def test_the_best_row(rows: list[Gid], path: Route | None, best: Gid | None) -> None:
-    assert gids.best(rows, path) == best
+    assert rdma_devices.best_gid(rows, path) == best

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from bpsfast.hardware import netlink
+from bpsfast.hardware import kernel
 
 
 def _attribute(kind: int, payload: bytes) -> bytes:
@@ -17,7 +17,7 @@ def _attribute(kind: int, payload: bytes) -> bytes:
 
 
 def test_the_route_to_this_machine_is_local() -> None:
-    route = netlink.route_to(ipaddress.ip_address("127.0.0.1"))
+    route = kernel.route_to(ipaddress.ip_address("127.0.0.1"))
     assert route.local and route.netdev == "lo" and str(route.source) == "127.0.0.1" and route.gateway is None
 
 
@@ -36,7 +36,7 @@ def test_a_route_over_a_gateway_is_read() -> None:
     body = struct.pack("=BBBBBBBBI", 2, 32, 0, 0, 0, 0, 0, 1, 0)
     body += _attribute(4, struct.pack("=I", 1))
     body += _attribute(5, bytes([10, 0, 0, 254])) + _attribute(7, bytes([10, 0, 0, 7]))
-    route = netlink.parse_route(body, ipaddress.ip_address("8.8.8.8"))
+    route = kernel.parse_route(body, ipaddress.ip_address("8.8.8.8"))
     assert (route.netdev, str(route.source), str(route.gateway), route.local) == ("lo", "10.0.0.7", "10.0.0.254", False)
 
 
@@ -44,10 +44,10 @@ def test_a_route_over_a_gateway_is_read() -> None:
 def test_priorities_with_flow_control_are_read(bits: int, priorities: tuple[int, ...]) -> None:
     pfc = struct.pack("=BBBBH2x", 8, bits, 0, 0, 0)
     ieee = _attribute(13 | 0x8000, _attribute(1, b"\0" * 8) + _attribute(2, pfc))
-    assert netlink.parse_pause(b"\0" * 4 + _attribute(1, b"eth2\0") + ieee) == priorities
+    assert kernel.parse_pause(b"\0" * 4 + _attribute(1, b"eth2\0") + ieee) == priorities
 
 
 def test_an_answer_without_flow_control_is_none() -> None:
-    assert netlink.parse_pause(b"\0" * 4 + _attribute(1, b"eth2\0")) is None
-    assert netlink.parse_pause(b"\0" * 4 + b"\1\0") is None
-    assert netlink.pause_priorities("lo") is None and netlink.pause_priorities("no such one") is None
+    assert kernel.parse_pause(b"\0" * 4 + _attribute(1, b"eth2\0")) is None
+    assert kernel.parse_pause(b"\0" * 4 + b"\1\0") is None
+    assert kernel.pause_priorities("lo") is None and kernel.pause_priorities("no such one") is None

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bpsfast.hardware import recorded_host
-from bpsfast.hardware.kernel import Kernel
-from bpsfast.hardware.ping import PingResult
-from bpsfast.hardware.recorded_host import RecordedKernel
+from bpsfast.hardware.host import ANSWERS, RecordedKernel, open_host
+from bpsfast.hardware.kernel import Kernel, PingResult
 from bpsfast.orchestration.errors import ConfigError
 from tests.sysfs_trees.machine import Machine
 
@@ -38,17 +36,17 @@ def test_answers(recorded_machine: Callable[[str], Machine]) -> None:
 
 
 def test_a_folder_without_answers_is_a_machine_of_which_little_is_known(tmp_path: Path) -> None:
-    host = recorded_host.host(str(tmp_path))
+    host = open_host(str(tmp_path))
     assert host.devices == [] and host.netdevs == {} and host.kernel.shm_nbytes() is None
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such folder"):
-        recorded_host.host(str(tmp_path / "nothing"))
-    (tmp_path / recorded_host.ANSWERS).write_text('{"adresses": {}}')
+        open_host(str(tmp_path / "nothing"))
+    (tmp_path / ANSWERS).write_text('{"adresses": {}}')
     with pytest.raises(ConfigError, match="adresses"):
-        recorded_host.host(str(tmp_path))
+        open_host(str(tmp_path))
 
 
 def test_without_a_root_it_is_this_machine() -> None:
-    assert type(recorded_host.host().kernel) is Kernel and recorded_host.host().tree.root == "/"
+    assert type(open_host().kernel) is Kernel and open_host().tree.root == "/"

@@ -93,7 +93,7 @@ def test_a_gpu_is_refused():
     from bpsfast.jax import primitive
     from bpsfast.jax.primitive import Leaf, PushPullCall
 
-    site = PushPullCall((Leaf("x", (3,), "float32"),), True, None)
-    traced = jax.jit(lambda x: primitive.run(site, [x])[0]).trace(jax.ShapeDtypeStruct((3,), "float32"))
+    call = PushPullCall((Leaf("x", (3,), "float32"),), True, None)
+    traced = jax.jit(lambda x: primitive.run(call, [x])[0]).trace(jax.ShapeDtypeStruct((3,), "float32"))
     kind, text = raised(lambda: traced.lower(lowering_platforms=("cuda",)))
     assert kind == "UnsupportedError" and "not for cuda" in text and "outside jit" in text

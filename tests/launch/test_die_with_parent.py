@@ -12,8 +12,8 @@ from bpsfast.launch.daemons import tie_to_parent
 _PARENT = """
 import subprocess, sys
 from bpsfast.launch.daemons import tie_to_parent
-child = subprocess.Popen(tie_to_parent([sys.executable, "-c", "print('up', flush=True); input()"]), stdin=subprocess.PIPE,
-                         stdout=subprocess.PIPE)
+child = subprocess.Popen(tie_to_parent([sys.executable, "-c", "print('up', flush=True); input()"]),
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
 child.wait()

@@ -142,7 +142,8 @@ def test_a_worker_without_a_key_says_who_starts_workers():
 @pytest.mark.parametrize(("program", "out"), [
     ("import bpsfast; bpsfast.init(); print('trains')", ""),
     ("import bpsfast, bpsfast.torch as bps\nfrom bpsfast.trainer import process\nprocess._suspended = []\n"
-     "from bpsfast.elastic.coordinator_client import open_client\nfrom bpsfast.base.settings import load\nopen_client(load({}))\n"
+     "from bpsfast.elastic.coordinator_client import open_client\n"
+     "from bpsfast.base.settings import load\nopen_client(load({}))\n"
      "bps.resume(1, 0, 0); print('trains')", ""),
     ("import bpsfast, bpsfast.elastic as e\ntry: bpsfast.init()\n"
      "except Exception: print('no error')\nexcept e.TrainingOver as over: print(over)",

@@ -15,6 +15,7 @@ from bpsfast.node.transport.tcp import DataPort
 from bpsfast.orchestration.errors import PeerLostError
 from bpsfast.orchestration.handshakes import MAX_PENDING_HANDSHAKES
 from bpsfast.orchestration.security import StreamHello
+from tests.support.streams import greet
 
 KEY = bytes(range(16))
 HELLO = StreamHello(peer=1, stream=2, epoch=7, link=3)
@@ -40,7 +41,7 @@ class Port:
 
     def comes_in(self, timeout_s: float = 20.0) -> bool:
         """Whether a node of the job is let in."""
-        sock = tcp.greet(self.stranger(), KEY, HELLO, 0, timeout_s)
+        sock = greet(self.stranger(), KEY, HELLO, 0, timeout_s)
         theirs, hello = self.came.get(timeout=20)
         with theirs:
             sock.close()
@@ -92,11 +93,11 @@ def test_many_who_say_nothing_keep_no_node_out(port):
 
 def test_another_key_or_epoch_is_refused(port):
     with pytest.raises(PeerLostError, match="wrong job key"):
-        tcp.greet(port.stranger(), b"another key 1234", HELLO, 0, 20)
+        greet(port.stranger(), b"another key 1234", HELLO, 0, 20)
     late = StreamHello(peer=1, stream=0, epoch=6)
-    assert is_over(tcp.greet(port.stranger(), KEY, late, 0, 20)) and port.came.empty()
+    assert is_over(greet(port.stranger(), KEY, late, 0, 20)) and port.came.empty()
     with pytest.raises(tcp.MismatchError, match="is node 0 of epoch 7, expected node 0 of epoch 8 or later"):
-        tcp.greet(port.stranger(), KEY, StreamHello(peer=1, stream=0, epoch=8), 0, 20)
+        greet(port.stranger(), KEY, StreamHello(peer=1, stream=0, epoch=8), 0, 20)
     theirs, hello = port.came.get(timeout=20)  # this side may be the one that is still to hear of the epoch
     theirs.close()
     assert hello.epoch == 8 and port.comes_in()
@@ -105,7 +106,7 @@ def test_another_key_or_epoch_is_refused(port):
 def test_who_would_encrypt_is_refused_where_nobody_does(port, caplog):
     encrypts = StreamHello(peer=1, stream=0, epoch=7, encrypted=True)
     with pytest.raises(tcp.MismatchError, match=r"wants a data connection in the clear, this side .* encrypted"):
-        tcp.greet(port.stranger(), KEY, encrypts, 0, 20)
+        greet(port.stranger(), KEY, encrypts, 0, 20)
     assert port.comes_in() and port.came.empty()
 
 

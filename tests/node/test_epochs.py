@@ -11,6 +11,7 @@ from bpsfast.node.transport import Epochs, tcp
 from bpsfast.orchestration.errors import MismatchError, ProtocolError
 from bpsfast.orchestration.security import StreamHello
 from tests.node.test_reconnects import KEY, WAIT_S, Side, sides as sides
+from tests.support.streams import greet
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -69,7 +70,7 @@ def test_who_was_left_behind_is_let_in_by_nobody_whatever_it_dials(sides: list[S
     host, _, port = sides[0].address.rpartition(":")
     for stream, link in ((0, 0), (1, 0), (0, 1), (0, 99), (1001, 0), (1002, 0), (1000, 0)):
         with socket.create_connection((host, int(port)), WAIT_S) as sock:
-            tcp.greet(sock, KEY, StreamHello(peer=1, stream=stream, epoch=1, link=link), 0, WAIT_S)
+            greet(sock, KEY, StreamHello(peer=1, stream=stream, epoch=1, link=link), 0, WAIT_S)
             assert sock.recv(1) == b"", "its hello is heard, and the connection ended"
     assert not sides[0].reconnector.called() and sides[0].reconnector._pairs[1].newest == 0
 

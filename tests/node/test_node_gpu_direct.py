@@ -65,7 +65,7 @@ def share(gpu_direct, local_rank=0, gpu="", result_nbytes=2 * MIB):
     memory = HostDevice().share(3 * MIB)
     try:
         wanted = ShareDevice(request=1, nbytes=3 * MIB, result_nbytes=result_nbytes, gpu=gpu)
-        return gpu_direct.take_in(local_rank, wanted, os.dup(memory.fd))
+        return gpu_direct.register(local_rank, wanted, os.dup(memory.fd))
     finally:
         memory.close()
 

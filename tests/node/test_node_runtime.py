@@ -74,7 +74,7 @@ def test_a_newcomer_that_cannot_be_taken_in_is_excluded_as_any_other(ends, known
     else:
         monkeypatch.setattr(runtime._dispatcher, "add", raising(StallError("it does not answer")))
     with pytest.raises((OSError, ValueError, StallError)):
-        runtime.take_in(link, "tcp: of no use")
+        runtime.add_link(link, "tcp: of no use")
     assert (2 in runtime.links) == known and ours.fileno() == -1
     theirs.close()
     runtime.freeze("a test")

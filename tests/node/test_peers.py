@@ -107,7 +107,7 @@ def test_rubbish_of_a_rank_is_that_ranks(side):
 @pytest.mark.parametrize("code", [errno.EPROTO, errno.ECONNRESET])
 def test_who_was_parted_with_ends_nothing_more(side, code):
     here = side()
-    here.peers.part_with(1)
+    here.peers.drop_peer(1)
     here.peers._source_lost(HELPER, code)
     assert not here.control.ends and not here.control.told
 
@@ -132,7 +132,7 @@ def test_a_helper_that_hears_no_word_ends_alone_and_says_so(side, grace):
 def test_a_word_that_is_there_but_was_not_read_counts(side, grace):
     here = side()
     here.lose()
-    here.control.word = lambda: here.peers.part_with(1)  # as Freeze does
+    here.control.word = lambda: here.peers.drop_peer(1)  # as Freeze does
     here.until_it_ends()
     assert not here.control.ends
 
@@ -149,7 +149,7 @@ def test_the_next_scheduler_has_the_lease_to_say_what_a_loss_means(side, grace, 
             here.control.is_without_scheduler = False
             back.append(time.monotonic())
             if says_so:
-                here.loop.call_at(back[0] + 0.2, lambda: here.peers.part_with(1))
+                here.loop.call_at(back[0] + 0.2, lambda: here.peers.drop_peer(1))
 
     here.control.word = word
     here.lose()
@@ -179,14 +179,14 @@ def test_a_newcomer_that_cannot_be_taken_in_is_lost_and_nothing_else_is(side, gr
     here.peers._peering = SimpleNamespace(peer_shutdowns=SimpleNamespace(said=set()), take=lambda index: {index: link},
                                           describe=lambda: {"node 1": "rdma: why not"})
 
-    def take_in(link, transport):
+    def add_link(link, transport):
         raise error
 
-    here.control.runtime.take_in = take_in
-    here.peers.take_in(1)
+    here.control.runtime.add_link = add_link
+    here.peers.add_peer(1)
     ((who, reason),) = [(told.who, told.reason) for told in here.control.told]
     assert who == "node 1" and str(error.args[-1]) in reason and "(rdma: why not)" in reason
     assert not here.control.ends
-    here.peers.part_with(1)  # as the next Freeze has it
+    here.peers.drop_peer(1)  # as the next Freeze has it
     here.until_it_ends()
     assert not here.control.ends

@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from bpsfast.node.transport.rdma import limits
+from bpsfast.node.transport.rdma import rails
 from bpsfast.orchestration.errors import CapacityError
 
 MLX5 = {"max_qp": 131072, "max_qp_wr": 32768, "max_cqe": 4194303, "max_mr": 16777216, "max_mr_size": 1 << 64}
@@ -20,50 +20,50 @@ RXE = {"max_qp": 1048560, "max_qp_wr": 1048576, "max_cqe": 32767, "max_mr": 5242
     (MLX5 | {"max_qp_wr": 100}, 1, 1, (100, 100, 200)),
 ])
 def test_depths_fill_what_the_device_has(attributes, n_peers, n_pairs, expected):
-    found = limits.depths("mlx5_0", attributes, n_peers, n_pairs, 128)
+    found = rails.queue_depths("mlx5_0", attributes, n_peers, n_pairs, 128)
     assert tuple(found) == expected
     assert found.completions <= attributes["max_cqe"]
 
 
 def test_the_queue_for_sends_is_as_long_as_asked_for_if_the_device_can():
-    assert [limits.depths("mlx5_0", MLX5, 1, 1, n).send for n in (1, 16, 100_000)] == [1, 16, 32768]
+    assert [rails.queue_depths("mlx5_0", MLX5, 1, 1, n).send for n in (1, 16, 100_000)] == [1, 16, 32768]
 
 
 def test_too_short_queues_are_refused_with_both_numbers():
     with pytest.raises(CapacityError, match=r"200 peers x 1 .* need a completion queue of 38400 .* max_cqe=32767"):
-        limits.depths("rxe0", RXE, 200, 1, 128)
+        rails.queue_depths("rxe0", RXE, 200, 1, 128)
     with pytest.raises(CapacityError, match="8 peers x 2 queue pairs need 16 queue pairs, mlx5_0 has max_qp=15"):
-        limits.depths("mlx5_0", MLX5 | {"max_qp": 15}, 8, 2, 128)
+        rails.queue_depths("mlx5_0", MLX5 | {"max_qp": 15}, 8, 2, 128)
     with pytest.raises(CapacityError, match="max_qp_wr=63"):
-        limits.depths("mlx5_0", MLX5 | {"max_qp_wr": 63}, 1, 1, 128)
+        rails.queue_depths("mlx5_0", MLX5 | {"max_qp_wr": 63}, 1, 1, 128)
 
 
 def test_a_limit_that_the_first_model_exceeds_counts_as_none_where_there_is_another_way():
     default = 8 << 20  # the kernel's own limit
-    limits.require(limits.least("rdma", 2 << 20), 0, 1, "a node", default)
+    rails.require_lockable(rails.least_lockable_nbytes("rdma", 2 << 20), 0, 1, "a node", default)
     with pytest.raises(CapacityError, match=r"needs 1073741824 bytes of locked memory .* memlock=8388608 leaves"):
-        limits.require(limits.least("auto", 2 << 20), 0, 1, "a node", default)
-    limits.require(limits.least("auto", 2 << 20), 0, 1, "a node", None)
+        rails.require_lockable(rails.least_lockable_nbytes("auto", 2 << 20), 0, 1, "a node", default)
+    rails.require_lockable(rails.least_lockable_nbytes("auto", 2 << 20), 0, 1, "a node", None)
 
 
 def test_locked_memory_counts_once_per_device():
-    limits.require(1 << 40, 1 << 40, 8, "a plan", None)
-    limits.require(500, 0, 2, "a plan", 1000)
+    rails.require_lockable(1 << 40, 1 << 40, 8, "a plan", None)
+    rails.require_lockable(500, 0, 2, "a plan", 1000)
     with pytest.raises(CapacityError, match=r"a plan needs 1002 bytes .* \(501 bytes x 2 devices\), but memlock=1000 "
                                             r"leaves 1000: `ulimit -l unlimited`"):
-        limits.require(501, 0, 2, "a plan", 1000)
+        rails.require_lockable(501, 0, 2, "a plan", 1000)
     with pytest.raises(CapacityError, match=r"needs 200 bytes .* memlock=1000 leaves 100"):
-        limits.require(100, 450, 2, "a plan", 1000)
+        rails.require_lockable(100, 450, 2, "a plan", 1000)
     with pytest.raises(CapacityError, match=r"memlock=1000 leaves 0"):
-        limits.require(100, 4500, 2, "a plan", 1000)
+        rails.require_lockable(100, 4500, 2, "a plan", 1000)
 
 
 def test_regions_count_and_have_a_largest_size():
-    limits.require_regions(9, "mlx5_0", MLX5 | {"max_mr": 10}, 1 << 30)
+    rails.require_regions(9, "mlx5_0", MLX5 | {"max_mr": 10}, 1 << 30)
     with pytest.raises(CapacityError, match=r"region 11 of this node .* mlx5_0 has max_mr=10"):
-        limits.require_regions(10, "mlx5_0", MLX5 | {"max_mr": 10}, 1)
+        rails.require_regions(10, "mlx5_0", MLX5 | {"max_mr": 10}, 1)
     with pytest.raises(CapacityError, match=r"a segment of 4097 bytes .* max_mr_size=4096"):
-        limits.require_regions(0, "mlx5_0", MLX5 | {"max_mr_size": 4096}, 4097)
+        rails.require_regions(0, "mlx5_0", MLX5 | {"max_mr_size": 4096}, 4097)
 
 
 @pytest.mark.parametrize(("effective", "namespace", "unlimited"), [
@@ -78,10 +78,10 @@ def test_the_capability_lifts_the_limit(tmp_path, monkeypatch, effective, namesp
     folder.mkdir(parents=True)
     (folder / "status").write_text("Name:\tx\n" + (f"CapEff:\t{effective}\n" if effective else ""))
     (folder / "uid_map").write_text(f"         {namespace}\n")
-    assert limits.lockable(tmp_path) == (None if unlimited else 65536)
-    assert limits.lockable(tmp_path / "nowhere") == 65536
+    assert rails.lockable_nbytes(tmp_path) == (None if unlimited else 65536)
+    assert rails.lockable_nbytes(tmp_path / "nowhere") == 65536
 
 
 def test_no_limit_is_none(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert limits.lockable() is None
+    assert rails.lockable_nbytes() is None

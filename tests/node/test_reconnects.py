@@ -16,6 +16,7 @@ from bpsfast.node.transport.tcp import DataPort
 from bpsfast.orchestration.errors import BpsError, MismatchError
 from bpsfast.orchestration.messages import NodeInfo
 from bpsfast.orchestration.security import StreamHello
+from tests.support.streams import greet
 
 KEY = bytes(range(16))
 N_STREAMS = 2
@@ -86,7 +87,7 @@ def dialled(side: Side, stream: int, link: int) -> socket.socket:
     """Connect to *side* as its peer does."""
     hello = StreamHello(peer=1 - side.index, stream=stream, epoch=1, link=link)
     host, _, port = side.address.rpartition(":")
-    return tcp.greet(socket.create_connection((host, int(port)), WAIT_S), KEY, hello, side.index, WAIT_S)
+    return greet(socket.create_connection((host, int(port)), WAIT_S), KEY, hello, side.index, WAIT_S)
 
 
 either_way = pytest.mark.parametrize("sides", [{}, {"encrypted": True}], indirect=True,
@@ -308,7 +309,7 @@ def test_who_does_not_encrypt_gets_no_link(sides):
 def test_a_stranger_to_the_job_gets_no_link(sides):
     hello = StreamHello(peer=5, stream=0, epoch=1, link=1)
     host, _, port = sides[0].address.rpartition(":")
-    with tcp.greet(socket.create_connection((host, int(port)), WAIT_S), KEY, hello, 0, WAIT_S) as sock:
+    with greet(socket.create_connection((host, int(port)), WAIT_S), KEY, hello, 0, WAIT_S) as sock:
         assert sock.recv(1) == b""
 
 
@@ -328,4 +329,4 @@ def test_the_end_of_the_job_ends_all_attempts(sides):
     sides[1].reconnector.close()
     sides[0].reconnector.close()
     with pytest.raises(BpsError):
-        tcp.greet(dialled(sides[0], 0, 9), KEY, StreamHello(peer=1, stream=0, epoch=1), 0, 1.0)
+        greet(dialled(sides[0], 0, 9), KEY, StreamHello(peer=1, stream=0, epoch=1), 0, 1.0)

@@ -7,7 +7,7 @@ import psutil
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bpsfast.node import memory_limits, regions as regions_module
+from bpsfast.node import regions as regions_module
 from bpsfast.node.regions import MIN_SEGMENT_NBYTES, PAGE_NBYTES, Regions, page_round
 from bpsfast.orchestration.errors import CapacityError
 from bpsfast.pyx import pages
@@ -171,7 +171,8 @@ def test_memory_that_a_lost_peer_has_left_is_registered_and_closed_with_ours(no_
 def scarce(monkeypatch):
     """A machine with nothing to spare but what a pool of huge pages holds."""
     pool = {"nbytes": 0}
-    monkeypatch.setattr(memory_limits, "limits", lambda *_: [memory_limits.Limit("the machine", 1 << 36, 0)])
+    full = [regions_module.MemoryLimit("the machine", 1 << 36, 0)]
+    monkeypatch.setattr(regions_module, "memory_limits", lambda *_: full)
     monkeypatch.setattr(regions_module, "pool_nbytes",
                         lambda nbytes, taken=0: nbytes if pool["nbytes"] >= nbytes + taken else 0)
     return pool

@@ -1,4 +1,4 @@
-"""Who trains next: whatever is lost, comes or is late, no job has a lost member, and no muster goes on for ever."""
+"""Who trains next: whatever is lost, comes or is late, no job has a lost member, and no coordinator runs for ever."""
 from __future__ import annotations
 
 import pytest
@@ -14,8 +14,8 @@ from bpsfast.orchestration.elastic.coordinator import (
 )
 
 
-def muster(policy="shrink", n=3, nodes=None, **values):
-    """A muster whose first job of *n* members was formed; *nodes*: the node of each."""
+def coordinator(policy="shrink", n=3, nodes=None, **values):
+    """A coordinator whose first job of *n* members was formed; *nodes*: the node of each."""
     rules = ElasticRules(**{"lost_worker": policy, "max_ranks": n, "within_s": 10.0, **values})
     found = ElasticCoordinator(rules, range(n))
     for member in range(n):
@@ -26,7 +26,7 @@ def muster(policy="shrink", n=3, nodes=None, **values):
 
 
 def test_the_first_job_is_complete_when_all_have_come():
-    found = muster()
+    found = coordinator()
     assert found.is_running and found.decide(100.0) is None and found.due_s == float("inf")
 
 
@@ -36,12 +36,12 @@ def test_a_first_job_that_is_not_complete_in_time_names_who_is_missing():
     found.came(1, "a", 5.0)
     assert found.decide(14.9) is None
     fail = found.decide(15.0)
-    assert fail == Fail("StallError", "the muster was not complete within 10 s: worker 0, worker 2 has not come")
+    assert fail == Fail("StallError", "the next job was not complete within 10 s: worker 0, worker 2 has not come")
     assert found.failure == fail and found.decide(16.0) is None
 
 
 def test_shrink_goes_on_with_the_others_in_their_order():
-    found = muster()
+    found = coordinator()
     found.ended(1, "was killed by SIGKILL", 1.0)
     found.came(2, "2", 2.0)
     assert found.decide(3.0) is None
@@ -53,7 +53,7 @@ def test_shrink_goes_on_with_the_others_in_their_order():
     ("012", (0,), True), ("012", (0, 1), False), ("01", (1,), True), ("0123", (2, 3), True), ("0123", (1, 2, 3), False),
     ("000", (0, 2), True), ("0011", (0, 1), True), ("00112", (0, 2), True), ("00112", (2, 3, 4), False)])
 def test_a_majority_of_nodes_and_muster_goes_on(nodes, lost, goes_on):
-    found = muster(n=len(nodes), nodes=nodes)
+    found = coordinator(n=len(nodes), nodes=nodes)
     for member in lost:
         found.ended(member, "is gone", 1.0)
     for member in set(range(len(nodes))) - set(lost):
@@ -64,14 +64,14 @@ def test_a_majority_of_nodes_and_muster_goes_on(nodes, lost, goes_on):
 
 @pytest.mark.parametrize("policy", ["shrink", "wait"])
 def test_without_any_survivor_nobody_has_the_state(policy):
-    found = muster(policy, n=2, nodes="00")
+    found = coordinator(policy, n=2, nodes="00")
     found.ended(0, "is gone", 1.0)
     found.ended(1, "is gone", 1.0)
     assert "nobody is left who has the state" in found.decide(1.0).reason and found.to_replace == ()
 
 
 def test_who_was_not_given_the_state_does_not_begin_anew():
-    found = muster("wait", n=2, nodes="00")
+    found = coordinator("wait", n=2, nodes="00")
     found.ended(1, "is gone", 1.0)
     found.replaced(1, 2, 1.0)
     found.came(0, "0", 1.0, has_state=True)
@@ -92,13 +92,13 @@ def test_a_first_job_whose_members_are_all_lost_is_not_waited_for():
 
 
 def test_abort_goes_on_after_no_loss():
-    found = muster("abort", max_ranks=4)
+    found = coordinator("abort", max_ranks=4)
     found.ended(1, "was killed by SIGKILL", 1.0)
     assert found.decide(1.0).reason == ("rank 1 (worker 1) was killed by SIGKILL; the policy for lost workers is abort")
 
 
 def test_wait_gives_the_lost_workers_place_to_its_replacement():
-    found = muster("wait")
+    found = coordinator("wait")
     found.ended(1, "is gone", 1.0)
     assert found.to_replace == (1,)
     found.replaced(1, 3, 1.5)
@@ -111,7 +111,7 @@ def test_wait_gives_the_lost_workers_place_to_its_replacement():
 
 
 def test_wait_ends_in_words_when_no_replacement_comes():
-    found = muster("wait", max_replaced=1)
+    found = coordinator("wait", max_replaced=1)
     found.ended(1, "is gone", 1.0)
     found.replaced(1, 3, 1.0)
     for member in (0, 2):
@@ -124,7 +124,7 @@ def test_wait_ends_in_words_when_no_replacement_comes():
 
 
 def test_a_replacement_that_is_lost_is_replaced():
-    found = muster("wait")
+    found = coordinator("wait")
     found.ended(1, "is gone", 1.0)
     found.replaced(1, 3, 1.0)
     found.ended(3, "is gone, too", 2.0)
@@ -132,7 +132,7 @@ def test_a_replacement_that_is_lost_is_replaced():
 
 
 def test_workers_that_join_come_last_and_only_as_many_as_may():
-    found = muster(n=2, max_ranks=3)
+    found = coordinator(n=2, max_ranks=3)
     found.came(5, "5", 1.0)
     found.came(4, "4", 1.0)
     assert found.is_running and found.newcomers == (4,)
@@ -144,7 +144,7 @@ def test_workers_that_join_come_last_and_only_as_many_as_may():
 
 
 def test_who_is_silent_is_ended_and_then_the_others_go_on():
-    found = muster(nodes="000")
+    found = coordinator(nodes="000")
     found.ended(0, "is gone", 1.0)
     found.came(1, "0", 2.0)
     assert found.decide(10.9) is None
@@ -154,7 +154,7 @@ def test_who_is_silent_is_ended_and_then_the_others_go_on():
 
 
 def test_fewer_than_min_ranks_wait_for_more_until_the_deadline():
-    found = muster(nodes="000", min_ranks=3)
+    found = coordinator(nodes="000", min_ranks=3)
     found.ended(0, "is gone", 1.0)
     for member in (1, 2):
         found.came(member, "0", 1.0)
@@ -175,7 +175,7 @@ def again(found, members=(0, 1), reason="a link"):
 
 
 def test_what_fails_again_and_again_ends_in_words():
-    found = muster(n=2, nodes="00")
+    found = coordinator(n=2, nodes="00")
     for number in range(1, 1 + MOST_FRUITLESS):
         assert again(found) == Form(number + 1, (0, 1))
     assert again(found) == Fail("StallError", (
@@ -184,7 +184,7 @@ def test_what_fails_again_and_again_ends_in_words():
 
 
 def test_a_failure_counts_once_and_not_where_somebody_was_lost():
-    found = muster(n=8, nodes="0" * 8)
+    found = coordinator(n=8, nodes="0" * 8)
     for number in range(1, 7):
         found.ended(number, "is gone", 1.0)
         assert isinstance(again(found, (0, *range(number + 1, 8))), Form), number
@@ -194,7 +194,7 @@ def test_a_failure_counts_once_and_not_where_somebody_was_lost():
 
 @pytest.mark.parametrize("what", ["commit", "loss", "newcomer", "resumed"])
 def test_jobs_of_which_something_came_may_go_on_and_on(what):
-    found = muster("wait", n=2, nodes="00", max_ranks=99, max_replaced=99)
+    found = coordinator("wait", n=2, nodes="00", max_ranks=99, max_replaced=99)
     fresh = 2
     for number in range(1, 4 * MOST_FRUITLESS):
         members = [seat.member for seat in found.seats]
@@ -211,7 +211,7 @@ def test_jobs_of_which_something_came_may_go_on_and_on(what):
 
 
 def test_when_all_have_left_well_it_is_over():
-    found = muster(n=2, max_ranks=3)
+    found = coordinator(n=2, max_ranks=3)
     found.came(7, "0", 1.0)
     found.left(0)
     assert not found.is_over
@@ -220,23 +220,23 @@ def test_when_all_have_left_well_it_is_over():
 
 
 def test_what_is_awaited_is_named():
-    found = muster("wait", n=2, nodes="00", min_ranks=2, max_ranks=3)
+    found = coordinator("wait", n=2, nodes="00", min_ranks=2, max_ranks=3)
     assert found.awaited == "job 1, of 2 ranks, runs and has let nobody in (State.commit or check)"
     found.ended(0, "is gone", 1.0)
     assert found.awaited.startswith("worker 1 has not come; 1 of 2 seats are not taken again (rank 0 (worker 0) is")
-    found = muster("shrink", n=2, nodes="00", min_ranks=2)
+    found = coordinator("shrink", n=2, nodes="00", min_ranks=2)
     found.ended(0, "is gone", 1.0)
     found.came(1, "0", 1.0)
     assert found.awaited == "1 ranks have come, and min_ranks is 2"
 
 
 def test_who_has_left_well_is_not_waited_for_and_after_the_end_nobody_is():
-    found = muster()
+    found = coordinator()
     found.left(0)
     found.ended(1, "is gone", 1.0)
     found.came(2, "2", 1.0)
     assert found.decide(1.0).error == "PeerLostError"  # one of three nodes is left
-    found = muster("wait")
+    found = coordinator("wait")
     found.done()
     found.ended(1, "is gone", 1.0)
     assert found.to_replace == () and found.decide(1000.0) is None and found.due_s == float("inf")
@@ -308,7 +308,7 @@ def test_whatever_happens(policy, n, n_more, min_ranks, events):
                 assert not gone & set(before)
             if policy == "shrink" and number > 1 and gone & set(before):
                 nodes = [{node_of[member] for member in group} for group in (before, kept)]
-                assert 2 * (len(nodes[1]) + 1) > len(nodes[0]) + 1, "a majority of nodes and muster"
+                assert 2 * (len(nodes[1]) + 1) > len(nodes[0]) + 1, "a majority of nodes and coordinator"
             if policy == "wait" and number > 1:
                 seats = [member for member in before if member in alive or member in gone]
                 for member, seat in zip(members, seats):

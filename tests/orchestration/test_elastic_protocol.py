@@ -1,4 +1,4 @@
-"""What workers and their muster say to each other, over real sockets on loopback: what arrives, and what does not."""
+"""What workers and their coordinator say to each other, over real sockets on loopback: what arrives, what does not."""
 from __future__ import annotations
 
 import secrets
@@ -41,35 +41,35 @@ OF_THE_MUSTER = [Formed(2, 0, 3, "shrink"), Wait("worker 1 has not come"), Value
 
 @pytest.fixture
 def lines(no_leaks):
-    """The muster's end and two workers', of members 3 and 5; nobody has said anything."""
-    muster = listen(KEY, "127.0.0.1")
-    workers = {number: connect("127.0.0.1", muster.port, KEY) for number in (3, 5)}
-    yield muster, workers
-    for line in (muster, *workers.values()):
+    """The coordinator's end and two workers', of members 3 and 5; nobody has said anything."""
+    coordinator = listen(KEY, "127.0.0.1")
+    workers = {number: connect("127.0.0.1", coordinator.port, KEY) for number in (3, 5)}
+    yield coordinator, workers
+    for line in (coordinator, *workers.values()):
         line.close()
 
 
-def greet(muster, workers):
+def greet(coordinator, workers):
     for number, line in workers.items():
         line.tell(Hello(number))
-    receive(muster, len(workers))
+    receive(coordinator, len(workers))
 
 
 def test_all_that_a_worker_says_arrives_as_it_was_said(lines):
-    muster, workers = lines
-    greet(muster, workers)
+    coordinator, workers = lines
+    greet(coordinator, workers)
     for message in OF_WORKERS:
         workers[3].tell(message)
-    assert receive(muster, len(OF_WORKERS)) == OF_WORKERS
-    assert muster.present == {3, 5}
+    assert receive(coordinator, len(OF_WORKERS)) == OF_WORKERS
+    assert coordinator.present == {3, 5}
 
 
 def test_all_that_the_muster_says_arrives_and_at_nobody_elses(lines):
-    muster, workers = lines
-    greet(muster, workers)
+    coordinator, workers = lines
+    greet(coordinator, workers)
     for message in OF_THE_MUSTER:
-        assert muster.tell(message, but={5}) == []
-    muster.tell(Wait("for you"), but={3})
+        assert coordinator.tell(message, but={5}) == []
+    coordinator.tell(Wait("for you"), but={3})
     assert receive(workers[3], len(OF_THE_MUSTER)) == OF_THE_MUSTER
     assert receive(workers[5], 1) == [Wait("for you")]
 
@@ -80,20 +80,20 @@ def test_who_comes_for_the_first_time_has_no_state_and_no_complaint(lines):
 
 @pytest.mark.parametrize("message", OF_THE_MUSTER, ids=lambda message: type(message).__name__)
 def test_the_musters_words_are_no_workers(lines, message):
-    muster, workers = lines
-    greet(muster, workers)
+    coordinator, workers = lines
+    greet(coordinator, workers)
     for each in (Done(3), message, Want(3, 1, "k")):
         workers[3].tell(each)
     with pytest.raises(ProtocolError, match="is no message"):
-        look(muster, lambda found: len(found) > 1)
-    assert receive(muster, 1) == [Want(3, 1, "k")], "what came after it is had by the next call"
+        look(coordinator, lambda found: len(found) > 1)
+    assert receive(coordinator, 1) == [Want(3, 1, "k")], "what came after it is had by the next call"
 
 
 @pytest.mark.parametrize("message", [Hello(3), *OF_WORKERS[1:]], ids=lambda message: type(message).__name__)
 def test_a_workers_words_are_not_the_musters(lines, message):
-    muster, workers = lines
-    greet(muster, workers)
-    muster.tell(message)
+    coordinator, workers = lines
+    greet(coordinator, workers)
+    coordinator.tell(message)
     with pytest.raises(ProtocolError, match="install one version of bpsfast everywhere"):
         receive(workers[3], 1)
 
@@ -101,21 +101,21 @@ def test_a_workers_words_are_not_the_musters(lines, message):
 @pytest.mark.parametrize("fields", [{"member": "3", "node": "n"}, {"member": 3}, {"member": 3, "node": b"n"},
                                     {"member": 3, "node": "n", "n_commits": 1.5}])
 def test_fields_of_another_kind_are_no_message(lines, fields):
-    muster, workers = lines
+    coordinator, workers = lines
     workers[3]._socket.send(msgspec.msgpack.encode({"type": "Come", **fields}))
     with pytest.raises(ProtocolError, match="is no message"):
-        receive(muster, 1)
+        receive(coordinator, 1)
 
 
 def test_the_largest_that_may_be_stored_gets_through(lines):
-    muster, workers = lines
-    greet(muster, workers)
+    coordinator, workers = lines
+    greet(coordinator, workers)
     key = "k" * protocol.MOST_KEY_LENGTH
     value = "x" * (protocol.MOST_VALUE_NBYTES - stored_nbytes(key, ""))
     assert stored_nbytes(key, value) == protocol.MOST_VALUE_NBYTES
     workers[3].tell(Put(3, 1, key, value))
-    assert receive(muster, 1) == [Put(3, 1, key, value)]
-    muster.tell(Value(1, key, value), but={5})
+    assert receive(coordinator, 1) == [Put(3, 1, key, value)]
+    coordinator.tell(Value(1, key, value), but={5})
     assert receive(workers[3], 1) == [Value(1, key, value)]
 
 
@@ -126,61 +126,61 @@ def test_what_is_stored_counts_in_bytes_and_an_empty_entry_is_not_free():
 
 
 def test_who_has_another_key_is_not_heard(lines):
-    muster, workers = lines
-    stranger = connect("127.0.0.1", muster.port, secrets.token_bytes(32))
+    coordinator, workers = lines
+    stranger = connect("127.0.0.1", coordinator.port, secrets.token_bytes(32))
     try:
         stranger.tell(Hello(9))
         assert stranger._monitor.poll(int(LIMIT_S * 1000)), "neither understood nor cut off"
         assert stranger.recv_nowait() == [] and not stranger.is_connected
-        greet(muster, workers)
-        assert muster.present == {3, 5}
+        greet(coordinator, workers)
+        assert coordinator.present == {3, 5}
     finally:
         stranger.close()
 
 
 def test_a_muster_that_is_gone_is_named_after_its_last_words(lines):
-    muster, workers = lines
-    greet(muster, workers)
-    muster.tell(Over())
-    muster.close()
+    coordinator, workers = lines
+    greet(coordinator, workers)
+    coordinator.tell(Over())
+    coordinator.close()
     for line in workers.values():
         assert receive(line, 1) == [Over()]
-        with pytest.raises(PeerLostError, match=r"the muster \(bpsfast run\)'s process is gone: its connection to 127"):
+        with pytest.raises(PeerLostError, match=r"the coordinator \(bpsfast run\)'s process is gone: its"):
             receive(line, 1)
 
 
 def test_a_worker_that_is_gone_is_noticed_at_the_next_word(lines):
-    muster, workers = lines
-    greet(muster, workers)
+    coordinator, workers = lines
+    greet(coordinator, workers)
     workers[5].close()
     until = time.monotonic() + LIMIT_S
-    while muster.tell(Wait("x"), but={3}) != [5]:
+    while coordinator.tell(Wait("x"), but={3}) != [5]:
         assert time.monotonic() < until
-    muster.tell(Over())
+    coordinator.tell(Over())
     assert receive(workers[3], 1) == [Over()], "the others' words are not lost with it"
 
 
 def test_a_worker_that_connects_anew_is_heard_by_its_number(lines):
-    muster, workers = lines
-    greet(muster, workers)
-    again = connect("127.0.0.1", muster.port, KEY)
+    coordinator, workers = lines
+    greet(coordinator, workers)
+    again = connect("127.0.0.1", coordinator.port, KEY)
     try:
         again.tell(Hello(3))
-        receive(muster, 1)
-        muster.tell(Over(), but={5})
+        receive(coordinator, 1)
+        coordinator.tell(Over(), but={5})
         assert receive(again, 1) == [Over()] and workers[3].recv_nowait() == []
     finally:
         again.close()
 
 
 def test_an_address_of_this_machine_is_the_only_one_that_is_listened_at(lines):
-    muster, _ = lines
-    with socket.create_connection(("127.0.0.1", muster.port), LIMIT_S):
+    coordinator, _ = lines
+    with socket.create_connection(("127.0.0.1", coordinator.port), LIMIT_S):
         pass
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", muster.port), LIMIT_S)
+        socket.create_connection(("127.0.0.2", coordinator.port), LIMIT_S)
 
 
 def test_what_is_no_address_is_the_musters(no_leaks):
-    with pytest.raises(ConfigError, match=r"the muster \(bpsfast run\) says it listens at no such place:7, which is"):
+    with pytest.raises(ConfigError, match=r"the coordinator \(bpsfast run\) says it listens at no such place:7, which"):
         connect("no such place", 7, KEY)

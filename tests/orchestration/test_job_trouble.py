@@ -58,7 +58,7 @@ def test_a_scheduler_that_hears_no_majority_decides_nothing():
     for now in range(1, 11):
         table.tick(float(now))
         table.say(b"H", m.Heartbeat(sequence=now))
-    assert table.job.is_deposed and not table.job.over and not table.got(b"H", m.Abort)
+    assert table.job.has_no_majority and not table.job.over and not table.got(b"H", m.Abort)
 
 
 @pytest.mark.parametrize("alone", [b"A", b"B"])
@@ -67,7 +67,7 @@ def test_of_two_halves_that_with_the_first_node_decides(alone):
     for now in range(1, 11):
         table.tick(float(now))
         table.say(alone, m.Heartbeat(sequence=now))
-    assert (table.job.aborted is None) == table.job.is_deposed == (alone == b"B")
+    assert (table.job.aborted is None) == table.job.has_no_majority == (alone == b"B")
 
 
 def test_heartbeats_go_to_everybody():

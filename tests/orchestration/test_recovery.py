@@ -60,7 +60,7 @@ def test_the_latest_round_that_is_complete_anywhere_is_kept(done, kept, lacking,
     assert (found.kept_round, found.lacking, found.candidates) == (kept, lacking, candidates)
     holders = [index for index in done if index not in lacking]
     assert found.keeper in holders if lacking else found.keeper == -1
-    succession = found.succession(4)
+    succession = found.owner_change(4)
     assert (succession.part, succession.owner, succession.kept_round) == (7, 4, kept)
 
 
@@ -113,7 +113,7 @@ def test_a_result_is_lent_over_a_wire_only():
 ])
 def test_what_is_lent_already_is_not_sent_again(before, lent):
     """Node 1 has got it meanwhile; a second one for node 0 would come when round 8 lies there."""
-    found = heir({0: (6, 5), 1: (6, 6), 2: (7, 6)}, lent={7: before}).succession(1)
+    found = heir({0: (6, 5), 1: (6, 6), 2: (7, 6)}, lent={7: before}).owner_change(1)
     assert (found.kept_round, found.lacking, found.lent) == (6, (0,), lent)
     assert found.keeper == 2 if lent else found.keeper in (1, 2)
 

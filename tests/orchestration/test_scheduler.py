@@ -494,7 +494,7 @@ def test_the_port_of_a_job_that_ends_is_waited_for(caplog):
         Scheduler(JobSettings(num_nodes=1, lease_s=LIMIT_S), KEY, bind_host="127.0.0.1", port=before.port)))
     waits.start()
     deadline = time.monotonic() + LIMIT_S
-    while "which another process has" not in caplog.text:
+    while "on which another process listens" not in caplog.text:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert not after

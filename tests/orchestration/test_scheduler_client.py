@@ -144,7 +144,7 @@ def test_a_connection_that_is_closed_is_made_anew_at_once(puppet, membership):
     puppet.router.unbind(puppet.router.last_endpoint)
     puppet.close()
     tick_until_dialled(membership, 0.5)
-    with pytest.raises(PeerLostError, match="the connection closed without a last word, and none has answered"):
+    with pytest.raises(PeerLostError, match="the connection closed without a last message, and none has answered"):
         pass_time(membership, 0.5, 60.5)
 
 

@@ -1,6 +1,6 @@
 """Nodes of a job as the scheduler sees them, without bytes: what becomes of every input, partial and result on its way.
 
-A `ModelNode` does what `pyx/core.h`, `pyx/owner_change.h`, `node/recovery.py` and `node/owner_changes.py` do, by their names.
+A `ModelNode` does what `pyx/core.h`, `pyx/owner_change.h`, `node/recovery.py` and `node/owner_changes.py` do.
 Memory is a table of what lies where; a write carries what lies at its source when it arrives, so whoever reuses memory
 too early is found out, and it must be of the round that its slot expects, as RDMA has it. Nodes of one host announce
 where things lie, and read results in the owner's memory.

@@ -40,7 +40,7 @@ class LossyTable(Table):
 
     @property
     def alive(self):
-        return [sender for sender in NODES if sender in self.job._silence.seen]
+        return [sender for sender in NODES if sender in self.job._heartbeats.seen]
 
     def ready(self, generation, **fields):
         for sender in self.alive:

@@ -14,7 +14,7 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(
 
 from bpsfast.base import settings
 from bpsfast.base.job_key import job_key
-from bpsfast.hardware import recorded_host
+from bpsfast.hardware import host
 from bpsfast.node import main
 from tests.support.refused_calls import refuse
 
@@ -22,4 +22,4 @@ if __name__ == "__main__":
     loaded = settings.load()
     refuse(*sys.argv[2:])
     sys.exit(main.main(msgspec.structs.replace(loaded, job_key=job_key(loaded, loaded.scheduler).hex()),
-                          recorded_host.host(sys.argv[1])))
+                          host.open_host(sys.argv[1])))

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from bpsfast.node.transport import tcp
+from bpsfast.orchestration import security
 from bpsfast.pyx import ring
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
@@ -102,3 +104,9 @@ def events(engine: Engine, n: int, timeout_s: float = 20) -> list[tuple[int, ...
         assert batch, f"only {found} of {n} events came in {timeout_s} s"
         found += batch
     return found
+
+
+def greet(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float) -> socket.socket:
+    """Authenticate as *hello* says with node *peer* of this epoch or a later one; return *sock*."""
+    tcp.prove_to(sock, key, hello, peer, timeout_s, hello.epoch)
+    return sock

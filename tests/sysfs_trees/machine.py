@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from bpsfast.base import settings
-from bpsfast.hardware import recorded_host
-from bpsfast.hardware.host import Host
+from bpsfast.hardware.host import ANSWERS, Host, open_host
 from bpsfast.hardware.rdma_route import peer_address
 from bpsfast.tools.doctor.facts import Facts, PeerReport, recorded_verbs
 from bpsfast.tools.doctor.finding import Outcome
@@ -23,7 +22,7 @@ class Machine:
 
     def __init__(self, name: str, root: Path) -> None:
         self.root = unpack(name, root)
-        self.answers = json.loads((root / recorded_host.ANSWERS).read_text())
+        self.answers = json.loads((root / ANSWERS).read_text())
 
     def write(self, path: str, content: str) -> Machine:
         """Write a file, also in place of another one."""
@@ -43,7 +42,7 @@ class Machine:
     def answer(self, **fields: Any) -> Machine:
         """Change fields of answers.json."""
         self.answers.update(fields)
-        (self.root / recorded_host.ANSWERS).write_text(json.dumps(self.answers))
+        (self.root / ANSWERS).write_text(json.dumps(self.answers))
         return self
 
     def verbs(self, **fields: Any) -> Machine:
@@ -77,7 +76,7 @@ class Machine:
     @property
     def host(self) -> Host:
         """The machine as it is now."""
-        return recorded_host.host(str(self.root))
+        return open_host(str(self.root))
 
     def facts(self, peer: str = "", peer_says: bool = True, **values: Any) -> Facts:
         """Return the facts, with *values* as settings; *peer_says*: the doctor at *peer* answers as recorded."""

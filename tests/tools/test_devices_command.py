@@ -62,7 +62,7 @@ def test_csv_has_the_same_rows(recorded_machine: Callable[[str], Machine]) -> No
 
 def test_a_device_that_does_not_exist_is_an_error_with_the_others(recorded_machine: Callable[[str], Machine]) -> None:
     done = run("gids", "-d", "mlx5_9", "--root", str(recorded_machine("mlx5_roce").root))
-    assert done.exit_code == 2 and "there is mlx5_0, mlx5_1" in done.output
+    assert done.exit_code == 2 and "there are mlx5_0, mlx5_1" in done.output
 
 
 def test_a_peer_that_does_not_resolve_is_an_error_in_json_too(recorded_machine: Callable[[str], Machine]) -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from bpsfast.base import settings
 from bpsfast.cli import cli
 from bpsfast.hardware.host import Host
-from bpsfast.hardware.netlink import Address
+from bpsfast.hardware.kernel import Address
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.tools.commands import doctor as command
 from bpsfast.tools.doctor import peer as other
@@ -80,7 +80,7 @@ def test_this_machine_can_be_examined() -> None:
     (("--listen", "--peer", "x"), "--listen cannot be combined"),
     (("--listen", "70000"), "70000"),
     (("--peer", "host:port"), "expected HOST or HOST:PORT"),
-    (("--set", "no_such=1"), "no setting of bpsfast"),
+    (("--set", "no_such=1"), "not a setting of bpsfast"),
 ])
 def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], words: str) -> None:
     done = doctor(*arguments)

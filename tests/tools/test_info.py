@@ -50,7 +50,7 @@ def test_what_a_framework_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(inventory, "installed", {"jax": "0.9", "jaxlib": "0.9", "keras": "3"}.get)
     jax = inventory._framework("jax", ("jax",), "bpsfast.jax", ("jaxlib", "optax"))
     assert not jax.works and jax.found == "0.9" and jax.reason.endswith("pip install optax")
-    assert inventory._framework("keras", ("keras",), "bpsfast.nowhere", ()).reason.endswith("has no bpsfast.nowhere")
+    assert inventory._framework("keras", ("keras",), "bpsfast.nowhere", ()).reason.endswith("lacks bpsfast.nowhere")
 
 
 def test_a_module_that_does_not_load_is_named_and_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_parameters_that_take_gradients_count(module):
 
 
 def test_mixed_dtypes_need_a_word(module):
-    with pytest.raises(ConfigError, match="float16 and float32; say with --dtype"):
+    with pytest.raises(ConfigError, match="float16 and float32; choose the dtype of gradients with --dtype"):
         catalog.from_torch(f"{module}:mixed")
     assert catalog.from_torch(f"{module}:mixed", "float16").nbytes == 32
 

@@ -29,7 +29,7 @@ def test_moderation_depends_on_the_size_unless_it_was_given(nbytes, given, moder
     ("bw", {"moderation": 200}, "-Q must be at most -t"),
     ("bw", {"mtu": 1500}, "256, 512, 1024, 2048, 4096"),
     ("bw", {"transport": "tcp", "operation": "read"}, "tcp has one operation"),
-    ("bw", {"transport": "shm", "events": True, "mtu": 1024}, "-m, -e: for --transport rdma only"),
+    ("bw", {"transport": "shm", "events": True, "mtu": 1024}, "-m, -e requires --transport rdma"),
     ("bw", {"transport": "shm", "both_ways": True}, "one direction"),
     ("lat", {"duration_s": 1.0}, "use -n"),
     ("lat", {"pairs": 2}, "one message at a time"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bpsfast.hardware.gids import Gid
+from bpsfast.hardware.rdma_devices import Gid
 from bpsfast.hardware.rdma_route import Rail
 from bpsfast.tools.perf import perf_plan as plans
 from bpsfast.tools.perf.rdma import RdmaEnd

@@ -125,8 +125,8 @@ def test_the_rest_of_a_private_key_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), [
-    (("no.log",), 2, "no.log"), (("--lines", "0"), 2, "--lines"), (("-o", "there"), 2, "there is such a file"),
-    (("-o", "no/x.tar.gz"), 2, "there is no such folder"), (("-o", "/sys/kernel/x.tar.gz"), 3, "x.tar.gz")])
+    (("no.log",), 2, "no.log"), (("--lines", "0"), 2, "--lines"), (("-o", "there"), 2, "the file exists"),
+    (("-o", "no/x.tar.gz"), 2, "the folder does not exist"), (("-o", "/sys/kernel/x.tar.gz"), 3, "x.tar.gz")])
 def test_wrong_arguments(arguments: tuple[str, ...], code: int, words: str, quick: None, tmp_path: Path,
                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -25,7 +25,7 @@ def test_the_table_has_a_line_for_each_strategy() -> None:
 
 @pytest.mark.parametrize(("arguments", "words"), [
     ("-n 0", "one worker or more"), ("-n 2 --nic 0", "--nic is 0.0"), ("-n 2 -k -1", "negative"),
-    ("-n 99999999", "at most 65536"), ("-n 2 --strategy ps", "has none"), ("-n 2 --compute -5", "makes no sense"),
+    ("-n 99999999", "at most 65536"), ("-n 2 --strategy ps", "has none"), ("-n 2 --compute -5", "is invalid"),
     ("-n 2 --steps 0", "one step"), ("-n 2 --gpus 0", "one rank or more"), ("-n 2 --latency nan", "latency_s"),
     ("-n 2 --partition 3", "a page")])
 def test_bad_input_is_one_line_and_code_2(arguments: str, words: str) -> None:

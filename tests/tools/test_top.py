@@ -271,7 +271,8 @@ def test_remarks_of_former_samples_find_room_on_the_screen(width: int, n_ranks: 
     console = rich.Console(width=width, height=24, file=io.StringIO(), force_terminal=True, color_system=None)
     console.print(screen.picture(later, width, 24, remarks))
     shown = console.file.getvalue().splitlines()
-    assert len(shown) == 24 and shown[-1].endswith("asked") and f"the {n_ranks} latest of 16 ranks" in "\n".join(shown)
+    assert len(shown) == 24 and shown[-1].endswith("addresses")
+    assert f"the {n_ranks} latest of 16 ranks" in "\n".join(shown)
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

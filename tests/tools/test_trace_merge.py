@@ -82,7 +82,7 @@ def test_traces_of_two_jobs_in_one_folder_are_refused(tmp_path):
     job(tmp_path)
     first = next(tmp_path.glob("rank-0-*.trace.json"))
     (tmp_path / "rank-0-1.trace.json").write_text(first.read_text())
-    with pytest.raises(ConfigError, match=r"are both of rank 0: traces of two jobs lie there"):
+    with pytest.raises(ConfigError, match=r"are both of rank 0: the folder has traces of two jobs"):
         trace.merge(tmp_path, tmp_path / "trace.json")
 
 
@@ -93,7 +93,7 @@ def test_nothing_to_merge_and_a_foreign_file_are_errors_that_name_the_place(tmp_
     with pytest.raises(ConfigError, match=r"x.trace.json is not the trace of a bpsfast process"):
         trace.merge(tmp_path, tmp_path / "trace.json")
     assert not (tmp_path / "trace.json").exists()
-    with pytest.raises(ConfigError, match=r"x.trace.json is no trace of bpsfast"):
+    with pytest.raises(ConfigError, match=r"x.trace.json is not a trace of bpsfast"):
         trace.reload(tmp_path / "x.trace.json")
 
 

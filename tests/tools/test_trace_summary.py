@@ -94,4 +94,4 @@ def test_what_is_missing_is_said(tmp_path):
     step, waiting, slowest, urgency, clocks = trace.summarise(trace.load(tmp_path)).lines()
     assert "there is no trace of a rank" in step and waiting == "waiting for: nothing"
     assert "nothing was sent, summed or waited for" in slowest and "1 writes" in urgency
-    assert "no room for more records on node 0: set trace_capacity" in clocks
+    assert "records dropped on node 0: set trace_capacity" in clocks

@@ -54,7 +54,7 @@ def test_a_small_machine_is_told_what_it_lacks():
     own = side("a", poor, n_numa=1, cores=(0,), huge_page_nbytes=0)
     choice = tunables.choose(START, own, [msgspec.structs.replace(own, host="b")], TWO_WAY)
     assert choice.untried["rdma_devices"] == "a has one usable port, rxe0:1"
-    assert choice.untried["rdma_mtu"] == "the active MTU is 1024: smaller packets only cost"
+    assert choice.untried["rdma_mtu"] == "the active MTU is 1024: smaller packets only cost time"
     assert choice.untried["rdma_relaxed_ordering"] == "the driver rxe ignores it"
     assert choice.untried["huge_pages"].startswith("no pool of 2 MiB pages on a, b: sysctl vm.nr_hugepages")
     assert "one NUMA node" in choice.untried["rdma_cores"]

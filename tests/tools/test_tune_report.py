@@ -41,7 +41,7 @@ def test_the_table_has_medians_and_spreads_before_and_after():
     assert rows[INCAST][1:9] == ["8.000", "+-", "1.186", "Gb/s", "16.000", "+-", "1.186", "Gb/s"]
     assert rows[LATENCY][1:9] == ["5.000", "+-", "0.000", "us", "4.000", "+-", "0.000", "us"]
     assert "+25.0 % (noise 0.0 %): better" in text and "rdma_mtu = 0 -> 1024" in text
-    assert "100 samples in 59 s: better" in text and "did not last for: credit_bytes" in text
+    assert "100 samples in 59 s: better" in text and "did not suffice for: credit_bytes" in text
     assert text.count("# NIC counters (delta) : a mlx5_0/1  np_cnp_sent 0") == 2 * len(LOADS)
     assert text.endswith("written to x")
 

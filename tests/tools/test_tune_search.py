@@ -85,7 +85,7 @@ def test_a_budget_that_ends_in_the_middle_names_the_knobs_that_were_not_tried():
 
 
 def test_a_budget_too_short_for_anything_is_an_error():
-    with pytest.raises(ConfigError, match=r"--budget 5s is too short: .*, 6 times each for bw, lat"):
+    with pytest.raises(ConfigError, match=r"--budget 5s is too short: .*, 6 rounds each for bw, lat"):
         Bench({}, 0.02, 3).search(budget_s=5.0).run()
 
 
@@ -127,7 +127,7 @@ def test_the_error_of_a_measurement_ends_the_search():
 def test_what_helps_one_load_and_harms_another_is_not_kept():
     bench = Bench({("b", 1, "bw"): 1.3, ("b", 1, "lat"): 0.7}, 0.01, 7)
     found = bench.search().run()
-    assert not found.changed and found.best == START and "makes lat worse" in found.words
+    assert not found.changed and found.best == START and "make lat worse" in found.words
     assert found.comparisons["bw"].verdict == "better" and found.comparisons["lat"].verdict == "worse"
 
 

@@ -124,7 +124,7 @@ def refused():
 def test_a_rank_has_one_device(job):
     for texts, sent in job.run(refused):
         assert [text.partition(" and on ")[2] for text in texts] == [
-            f"{where}: a rank has one device" for where in ("the CPU", "elsewhere", "elsewhere")]
+            f"{where}. A rank has one device" for where in ("the CPU", "elsewhere", "elsewhere")]
         assert not sent
 
 

@@ -32,7 +32,8 @@ def ends(node):
     """Return (mailbox, the node's channel, what was delivered)."""
     ours, theirs = socket.socketpair()
     told: dict[int, dict[str, int]] = {}
-    mailbox = Mailbox(MessageSocket(ours), node[1], lambda message, fds: told.update({message.request: message.counters}),
+    mailbox = Mailbox(MessageSocket(ours), node[1],
+                      lambda message, fds: told.update({message.request: message.counters}),
                       lambda: None, lambda: PeerLostError("the node is lost"))
     with MessageSocket(theirs) as channel:
         yield mailbox, channel, told
@@ -107,7 +108,8 @@ def test_what_was_said_before_the_end_counts_first(node):
 
     ours, theirs = socket.socketpair()
     told = {}
-    mailbox = Mailbox(MessageSocket(ours), node[1], lambda message, fds: told.update({message.request: "the cause"}), aborted,
+    mailbox = Mailbox(MessageSocket(ours), node[1],
+                      lambda message, fds: told.update({message.request: "the cause"}), aborted,
                       None)
     with MessageSocket(theirs) as channel:
         channel.send(Counters(request=1, counters={}))

@@ -7,7 +7,7 @@ import pytest
 
 from bpsfast.trainer import tuning_trials
 from bpsfast.trainer.tuning_search import TuningPoint
-from bpsfast.trainer.tuning_trials import Trial
+from bpsfast.trainer.tuning_trials import Trial, key
 
 TRIALS = Trial(TuningPoint(1, 2, 3, 2), 0.5, 3, "present"), Trial(TuningPoint(4, 5, 6, 1), None, 0, "default")
 RESULT = tuning_trials.Result(chosen=TuningPoint(1, 2, 3, 2), trials=TRIALS, n_steps=9, is_over=True)
@@ -46,7 +46,7 @@ def test_folders(monkeypatch):
 
 def test_models_and_clusters_have_keys_of_their_own():
     tensors = [("a", (2, 3), "float32")]
-    keys = {tuning_trials.key(tensors, [[(1, 0.0)], []]), tuning_trials.key([("a", (3, 2), "float32")], [[(1, 0.0)], []]),
-            tuning_trials.key([("a", (2, 3), "float16")], [[(1, 0.0)], []]), tuning_trials.key(tensors, [[(2, 0.0)], []]),
-            tuning_trials.key(tensors, [[(1, 1e9)], []])}
-    assert len(keys) == 5 and tuning_trials.key(tensors, [[(1, 0.0)], []]) in keys
+    keys = {key(tensors, [[(1, 0.0)], []]), key([("a", (3, 2), "float32")], [[(1, 0.0)], []]),
+            key([("a", (2, 3), "float16")], [[(1, 0.0)], []]), key(tensors, [[(2, 0.0)], []]),
+            key(tensors, [[(1, 1e9)], []])}
+    assert len(keys) == 5 and key(tensors, [[(1, 0.0)], []]) in keys

@@ -74,7 +74,8 @@ def test_what_is_hopeless_is_over_after_one_step():
 
 
 def test_what_cannot_be_had_is_noted_and_left():
-    training = Training(TrialRunner(Search(), DEFAULT, DEFAULT), bowl, cannot=lambda point: point.cut != DEFAULT.cut).run(70)
+    runner = TrialRunner(Search(), DEFAULT, DEFAULT)
+    training = Training(runner, bowl, cannot=lambda point: point.cut != DEFAULT.cut).run(70)
     refused = [trial for trial in training.pilot.trials if trial.step_s is None]
     assert refused and training.pilot.decision.is_last
     assert all(used.cut == DEFAULT.cut for used, _ in training.steps)

@@ -1,4 +1,4 @@
-"""``bpsfast bench ladder``: what each thing costs that an RDMA transport can do wrong, on real networks' gradients.
+"""``bpsfast bench ladder``: the cost of each mistake that an RDMA transport can make, on real networks' gradients.
 
 One worker pushes its whole gradient list, as partitions, and gets all of it back. Half of the bytes is summed on the
 other host: partitions are written into a service's slots there, and the service writes each back as soon as it has

@@ -1,4 +1,4 @@
-"""One rung at one end, alive through all turns of its model: queue pairs or sockets, and the native loop over them."""
+"""One variant at one end, kept through all turns of its model: queue pairs or sockets, and a native loop."""
 from __future__ import annotations
 
 import os

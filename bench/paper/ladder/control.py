@@ -1,4 +1,4 @@
-"""The control connection between the two hosts of a ladder: what they tell each other, as lines of JSON.
+"""The control connection between the two hosts of `bench ladder`: lines of JSON.
 
     Hello <-> Hello                     versions, machines
     Open  -> Opened                     memory for one model

@@ -1,4 +1,4 @@
-"""The RDMA port of one end: which one, opened, and the queue pairs over it."""
+"""The RDMA port of one end, and the queue pairs over it."""
 from __future__ import annotations
 
 import errno

@@ -1,4 +1,4 @@
-"""Memory of one end: areas that hold a list's partitions, each registered once, as the transport's slabs are."""
+"""The memory of one end: areas with a list's partitions, each registered once, as the transport does."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Tables, verdicts and records of a ladder."""
+"""The tables, verdicts and records of `bench ladder`."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The service's end of a ladder: receives partitions in its slots and sends them back, as the worker's end asks."""
+"""The service's end of `bench ladder`: receives partitions in its slots and sends them back."""
 from __future__ import annotations
 
 import socket

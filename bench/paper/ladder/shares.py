@@ -1,4 +1,4 @@
-"""A model's partitions, who sums each, where they lie in memory, and what is in them. Both ends compute the same."""
+"""The variants of `bench ladder`, and a model's partitions: their owners, addresses, contents, alike at both ends."""
 from __future__ import annotations
 
 from collections.abc import Sequence

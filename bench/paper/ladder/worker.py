@@ -1,4 +1,4 @@
-"""The worker's end of a ladder: has the gradient list, pushes it, waits for the results, and measures."""
+"""The worker's end of `bench ladder`: has the gradient list, pushes it, waits for the results, and measures."""
 from __future__ import annotations
 
 import socket

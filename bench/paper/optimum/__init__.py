@@ -1,4 +1,4 @@
-"""``bpsfast bench optimum``: does the step take what the model says, on real packets, and what do others take there?
+"""``bpsfast bench optimum``: whether steps on real packets take what the model says, beside other placements.
 
 Every machine is a network namespace whose link is shaped both ways; bytes are counted by the kernel. `cells` says what
 is measured, `cell` measures one, `report` puts it beside the formulas. Times are compared with B, what two of the same

@@ -1,4 +1,4 @@
-"""What `bench optimum` measures: layouts of machines, and on each the cells: how many helpers join, and who runs."""
+"""The cells of `bench optimum`: layouts of machines, the number of helpers, and who runs."""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What compiled code consists of: packed arithmetic by the registers' width, and stores past the caches."""
+"""Counts instructions of compiled code: packed arithmetic by register width, and stores past the caches."""
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""How many cores and how much memory traffic it takes to keep up with a network card, by what its server does."""
+"""The cores and the memory traffic that a server needs to keep up with a NIC, by what it does."""
 from __future__ import annotations
 
 import math

@@ -1,4 +1,4 @@
-"""What a server does to gradients: sums by our kernels, and optimizers' updates; and a copy, to know the memory by."""
+"""The operations of a server on gradients: sums by our kernels, optimizers' updates, and a copy as the bound."""
 from __future__ import annotations
 
 import statistics

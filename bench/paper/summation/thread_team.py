@@ -1,4 +1,4 @@
-"""One thread, or one for each CPU that this process may use, calling one function on partitions that come from DRAM."""
+"""One thread, or one for each CPU, that calls a function on partitions that come from DRAM."""
 from __future__ import annotations
 
 import os

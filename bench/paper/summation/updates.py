@@ -1,4 +1,4 @@
-"""What a parameter server would do beside the sum: optimizers' updates, compiled, of float32 parameters in place.
+"""Optimizers' updates, compiled, of float32 parameters in place: what a parameter server does beside the sum.
 
 As fast as LLVM makes them: reassociation and approximate square roots are allowed, which our sums do without. Each is
 one pass: every value that an update reads or writes goes through memory once.

@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -37,10 +36,8 @@ from ...orchestration.errors import (
 )
 from ...orchestration.handshakes import MAX_PENDING_HANDSHAKES, RECHECK_S, HandshakeLimiter, source_of
 from ...orchestration.job.node_losses import FIRST_EPOCH
+from ...trainer.session import Session
 from .encrypted_socket import EncryptedSocket
-
-if TYPE_CHECKING:
-    from ...trainer.session import Session
 
 log = logging.getLogger("bpsfast.collectives.p2p")
 
@@ -145,7 +142,8 @@ class PeerConnector:
 
     @property
     def listens(self) -> bool:
-        """Whether `accept` may be called: not while too many connections are unauthenticated, or accepting is paused."""
+        """Whether `accept` may be called: not while too many connections are unauthenticated, or accepting is paused.
+        """
         with self._lock:
             return self._strangers.has_room and not self._accept_again_at
 
@@ -198,8 +196,8 @@ class PeerConnector:
             self._accept_again_at = time.monotonic() + _ACCEPT_PAUSE_S
             warned, self._has_warned = self._has_warned, True
         if not warned:
-            log.warning("rank %d cannot accept connections for messages: %s; it tries again every %g s (too many open files: see "
-                        "ulimit -n)", self._session.rank, error, _ACCEPT_PAUSE_S)
+            log.warning("rank %d cannot accept connections for messages: %s; it tries again every %g s (too many "
+                        "open files: see ulimit -n)", self._session.rank, error, _ACCEPT_PAUSE_S)
         self._tell_listening()
 
     def tick(self) -> None:
@@ -280,8 +278,8 @@ class PeerConnector:
             else:
                 sock.close()
                 if verdict != CROSSED:
-                    raise PeerLostError(f"rank {rank} has refused a connection of rank {session.rank}, which it takes for "
-                                        "lost: see its output")
+                    raise PeerLostError(f"rank {rank} has refused a connection of rank {session.rank}, which it takes "
+                                        "for lost: see its output")
             self._doing.pop(rank, None)
         except BpsError as exc:
             self._failed(rank, exc)

@@ -31,7 +31,10 @@ _libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 
 class Token:
-    """Eight bytes of this process at `address`, by which others test whether they can read its memory. Keep it alive."""
+    """Eight bytes of this process at `address`, by which others test whether they can read its memory.
+
+    Keep it alive.
+    """
 
     def __init__(self) -> None:
         self._memory = ctypes.c_uint64(secrets.randbits(64))
@@ -76,8 +79,8 @@ def read(pid: int, source: int, destination: int, nbytes: int) -> int:
 def let_read(pid: int) -> None:
     """Let process *pid* read this one's memory where Yama permits only ancestors (scope 1). Any thread.
 
-    The kernel takes one process, whose descendants may all read. This is the nearest common ancestor of this process and
-    of all that were permitted so far: the launcher or its agent. If that is the first process of the machine, or a
+    The kernel takes one process, whose descendants may all read. This is the nearest common ancestor of this process
+    and of all that were permitted so far: the launcher or its agent. If that is the first process of the machine, or a
     process is hidden, all of the user's processes may read.
     """
     global _reader

@@ -20,7 +20,8 @@ _LENGTH_NBYTES = 4
 class EncryptedSocket(socket.socket):
     """Owns *sock*. `sendmsg`, `send`, `recv_into` and `recv` encrypt; no other method may send or receive.
 
-    The latter two raise `OSError` EBADMSG for data that the peer has not encrypted, and the connection is unusable then.
+    The latter two raise `OSError` EBADMSG for data that the peer has not encrypted, and the connection is unusable
+    then.
     """
 
     def __init__(self, sock: socket.socket, seals: Seals) -> None:

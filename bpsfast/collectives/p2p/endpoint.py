@@ -1,8 +1,8 @@
 """The endpoint of a rank: sends messages to other ranks and receives theirs.
 
-A small message is sent at once and waits at the receiver, in bounded memory. Any other waits at the sender until a receive
-matches it. So a send of up to `protocol.EAGER_NBYTES` usually completes without a receive, a larger one never does; as
-with MPI_Send, a program must not rely on the former.
+A small message is sent at once and waits at the receiver, in bounded memory. Any other waits at the sender until a
+receive matches it. So a send of up to `protocol.EAGER_NBYTES` usually completes without a receive, a larger one never
+does; as with MPI_Send, a program must not rely on the former.
 """
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ import select
 import socket
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ...orchestration.errors import BpsError, ClosedError, ConfigError, PeerLostError, StallError
+from ...trainer.session import Session
 from . import cross_memory, protocol
 from .connector import JOINED, PeerConnector
 from .peer import CompetingConnection, Peer
 from .progress_engine import ProgressEngine
 from .receiver import MessageReceiver
 from .transfer import Outgoing, Transfer
-
-if TYPE_CHECKING:
-    from ...trainer.session import Session
 
 log = logging.getLogger("bpsfast.collectives.p2p")
 
@@ -34,8 +31,8 @@ _CLOSE_TIMEOUT_S = 2.0
 class P2PEndpoint:
     """Messages between the ranks of *session*'s job. Any thread. An extension of the session, which closes it.
 
-    Two messages from one rank to another on one channel do not overtake each other where a receive matches both. A channel
-    is a number on which the members of a group agree: it keeps independent groups apart.
+    Two messages from one rank to another on one channel do not overtake each other where a receive matches both. A
+    channel is a number on which the members of a group agree: it keeps independent groups apart.
     """
 
     def __init__(self, session: Session) -> None:
@@ -219,7 +216,7 @@ class P2PEndpoint:
         with self._lock:
             self._open(transfer)
             if not self.receiver.receive(transfer) and source is not None and source != self.rank:
-                error = self._peer(source).error  # connected in any case: a broken connection shows that the peer is lost
+                error = self._peer(source).error  # a broken connection shows that the peer is lost
                 if error is not None:
                     self.receiver.matching.withdraw(transfer)
                     transfer.finish(error)
@@ -300,7 +297,8 @@ class P2PEndpoint:
             peer = self._peers[rank]
             competing, peer.competing = peer.competing, None
             if peer.state == "dialling" and competing is not None:
-                log.info("rank %d cannot connect to rank %d and uses the connection that rank has made: %s", self.rank, rank, error)
+                log.info("rank %d cannot connect to rank %d and uses the connection that rank has made: %s", self.rank,
+                         rank, error)
                 peer.join(competing.sock, competing.process, JOINED)
             elif peer.state == "dialling":
                 peer.lose(PeerLostError(f"rank {self.rank} cannot exchange messages with rank {rank}: {error}"))

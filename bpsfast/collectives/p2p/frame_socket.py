@@ -34,7 +34,10 @@ class FrameHandler(Protocol):
 
 
 class FrameSocket:
-    """Owns *sock*. Not thread-safe: used with the endpoint's lock. Methods raise `PeerLostError` once the connection is broken."""
+    """Owns *sock*.
+
+    Not thread-safe: used with the endpoint's lock. Methods raise `PeerLostError` once the connection is broken.
+    """
 
     def __init__(self, sock: socket.socket, talker: FrameHandler) -> None:
         sock.setblocking(False)
@@ -63,7 +66,10 @@ class FrameSocket:
         self._outbox += [memoryview(bytes(buffer)) for buffer in buffers]
 
     def flush(self) -> None:
-        """Send as much as the socket accepts, pieces included, at most one turn's share. `backlog` tells if more waits."""
+        """Send as much as the socket accepts, pieces included, at most one turn's share.
+
+        `backlog` tells if more waits.
+        """
         budget = _TURN_NBYTES
         while True:
             if not self._outbox:

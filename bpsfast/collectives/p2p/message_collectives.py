@@ -1,8 +1,8 @@
 """Gather, scatter and all-to-all of a group, made of messages. Sizes may differ and may be zero.
 
-In step k a rank sends to the k-th rank after it and receives from the k-th before it, so that the load is even (pairwise
-exchange: Thakur et al., IJHPCA 2005, section 3.4); a few steps are under way at a time. All ranks of a channel make the
-same calls in the same order. A call blocks for at most *timeout_s*.
+In step k a rank sends to the k-th rank after it and receives from the k-th before it, so that the load is even
+(pairwise exchange: Thakur et al., IJHPCA 2005, section 3.4); a few steps are under way at a time. All ranks of a
+channel make the same calls in the same order. A call blocks for at most *timeout_s*.
 """
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def _check(n: int, me: int, **lists: Sequence[Memory]) -> None:
         raise MismatchError(f"me={me} is no place in a group of {n} ranks")
 
 
-def _carry_out(post: P2PEndpoint, channel: int, tag: int, steps: Iterable[_Step], owner: object, timeout_s: float) -> None:
+def _carry_out(post: P2PEndpoint, channel: int, tag: int, steps: Iterable[_Step], owner: object, timeout_s: float
+               ) -> None:
     """Begin *steps* in order, a few at a time in each direction, and wait for all of them."""
     deadline = time.monotonic() + timeout_s
     under_way: dict[bool, deque[tuple[_Step, Transfer]]] = {True: deque(), False: deque()}

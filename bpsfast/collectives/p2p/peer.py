@@ -1,7 +1,7 @@
 """The protocol between this rank and one other.
 
-A small message is sent at once while the receiver's credit lasts. Any other is announced; once a receive matches it, the
-receiver reads the payload from the sender's memory (`cross_memory`), or asks the sender to send it.
+A small message is sent at once while the receiver's credit lasts. Any other is announced; once a receive matches it,
+the receiver reads the payload from the sender's memory (`cross_memory`), or asks the sender to send it.
 """
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ class Peer:
         except ProtocolError as exc:
             self.lose(ProtocolError(f"rank {self.rank} sent rank {self._endpoint.rank} an invalid frame: {exc}"))
         except OSError as exc:
-            self.lose(PeerLostError(f"rank {self.rank} is lost to rank {self._endpoint.rank}: its connection broke: {exc}"))
+            self.lose(PeerLostError(f"rank {self.rank} is lost to rank {self._endpoint.rank}: its connection broke: "
+                                    f"{exc}"))
 
     def _on_events(self, events: int) -> None:
         if self.link is not None and events & select.EPOLLOUT:
@@ -149,7 +150,8 @@ class Peer:
         link, writing = self.link, self._endpoint.writing
         if link is not None and link.backlog != (self.rank in writing):
             (writing.add if link.backlog else writing.discard)(self.rank)
-            self._endpoint.progress.change(link.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if link.backlog else 0))
+            events = select.EPOLLIN | (select.EPOLLOUT if link.backlog else 0)
+            self._endpoint.progress.change(link.sock.fileno(), events)
 
     def _send(self, frame: Frame, payload: memoryview | None = None) -> None:
         assert self.link is not None
@@ -232,8 +234,8 @@ class Peer:
             if frame.number != self._n_heard:
                 raise ProtocolError(f"ANNOUNCE {frame.number}, expected {self._n_heard}")
             self._usage.announced()
-            self._endpoint.receiver.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, number=frame.number,
-                                                      address=frame.address))
+            self._endpoint.receiver.arrived(frame.channel, Arrival(
+                self.rank, frame.tag, frame.nbytes, number=frame.number, address=frame.address))
         elif kind == protocol.DATA:
             self._received(frame)
         elif kind == protocol.CREDIT:

@@ -1,8 +1,8 @@
 """The progress engine: drives the connections in the thread that waits for a message, else in a thread of its own.
 
-A Python thread that is woken beside a busy one waits up to 5 ms for the interpreter, and a thread switch costs more than a
-small message. So a waiting thread polls the connections itself; the engine's thread takes over when no thread has waited
-for a millisecond.
+A Python thread that is woken beside a busy one waits up to 5 ms for the interpreter, and a thread switch costs more
+than a small message. So a waiting thread polls the connections itself; the engine's thread takes over when no thread
+has waited for a millisecond.
 """
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MANY_MET = 64
 class CpuContention:
     """Decides whether waits sleep at once, after slow yields. One slow yield may just be a paused virtual machine.
 
-    After a slow yield waits sleep at once for a while: shortly if many waits have ended awake since the one before, else
-    twice as long as the last time. Any thread: a race makes a pause shorter or longer, no more.
+    After a slow yield waits sleep at once for a while: shortly if many waits have ended awake since the one before,
+    else twice as long as the last time. Any thread: a race makes a pause shorter or longer, no more.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,8 @@ log = logging.getLogger("bpsfast.collectives.p2p")
 #: How often the state of the job is checked, which no descriptor signals: while transfers are under way, and while none
 #: is, since a new one does not wake the sleeping thread.
 _SLICE_S, _IDLE_S = 0.1, 1.0
-#: The thread takes over when no thread has waited for this long; without transfers it looks again after at most this long.
+#: The thread takes over when no thread has waited for this long; without transfers it looks again after at most this
+#: long.
 _LINGER_S, _PAUSE_MAX_S = 0.001, 0.05
 
 
@@ -187,7 +188,10 @@ class ProgressEngine:
     # -- one turn --------------------------------------------------------------------------------------------------
 
     def _drive(self, over: Callable[[], bool], deadline: float, outer: int) -> None:
-        """Poll until ``over()`` or the deadline. *outer*: the thread that polls afterwards (this one, in a callback of a turn)."""
+        """Poll until ``over()`` or the deadline.
+
+        *outer*: the thread that polls afterwards (this one, in a callback of a turn).
+        """
         awake_until, waited = time.monotonic() + self._awake_s, False
         try:
             while not over() and not self._closed:

@@ -1,4 +1,6 @@
-"""The frames that two endpoints exchange, and their flow control. A frame has a header of 40 bytes; some have a payload.
+"""The frames that two endpoints exchange, and their flow control.
+
+A frame has a header of 40 bytes; some have a payload.
 
     sender -> receiver                              receiver -> sender
     EAGER     a message with its payload            CREDIT  `nbytes` of eager room are free again

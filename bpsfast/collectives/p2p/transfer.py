@@ -47,11 +47,11 @@ class Transfer:
     `receive_any_size`, the caller's from then on), `error` (None if it ended well).
     """
 
-    __slots__ = ("_done", "_endpoint", "address", "callbacks", "capacity", "channel", "data", "error", "is_send", "nbytes",
-                 "owner", "peer", "source", "tag")
+    __slots__ = ("_done", "_endpoint", "address", "callbacks", "capacity", "channel", "data", "error", "is_send",
+                 "nbytes", "owner", "peer", "source", "tag")
 
-    def __init__(self, endpoint: TransferOwner, is_send: bool, channel: int, peer: int | None, tag: int | None, address: int,
-                 nbytes: int, owner: object) -> None:
+    def __init__(self, endpoint: TransferOwner, is_send: bool, channel: int, peer: int | None, tag: int | None,
+                 address: int, nbytes: int, owner: object) -> None:
         self._endpoint = endpoint
         self._done = False
         self.is_send, self.channel, self.peer, self.tag = is_send, channel, peer, tag

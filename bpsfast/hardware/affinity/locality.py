@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ...base.settings import Settings
 from ...orchestration.errors import BpsError
-from .. import rdma_route, recorded_host
-from ..host import Host
+from .. import rdma_route
+from ..host import Host, RecordedKernel
 from ..topology import discovery, nvml
 from ..topology.graph import PartKind
 from ..topology.pcie import DEVICES
@@ -67,7 +67,7 @@ def fastest_nics(host: Host) -> NicLocality:
 def gpu_numa_nodes(host: Host) -> tuple[int | None, ...]:
     """Return the NUMA node of each GPU (None: not known), in NVML's order, else by PCIe address."""
     answer = None
-    if isinstance(host.kernel, recorded_host.RecordedKernel):
+    if isinstance(host.kernel, RecordedKernel):
         answer = nvml.recorded_answer(host.kernel.answers.nvml)
     parts = discovery.machine(host, nvml.query_nvml() if answer is None else answer).of(PartKind.GPU)
     nodes = [host.tree.number(DEVICES, part.address, "numa_node") for part in parts]

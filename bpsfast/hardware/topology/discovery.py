@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...base.value_formats import format_cpus, parse_cpus
-from .. import interfaces, numa, recorded_host
-from ..host import Host
+from .. import interfaces, numa
+from ..host import Host, RecordedKernel, open_host
 from ..rdma_devices import RdmaDevice
 from ..sysfs import Tree
 from . import nvml
@@ -50,8 +50,8 @@ def discover(root: str | None = None) -> Topology:
     ConfigError
         *root* is not a folder, or its answers.json does not fit `KernelAnswers` and `NvmlAnswer`.
     """
-    host = recorded_host.host(root)
-    if isinstance(host.kernel, recorded_host.RecordedKernel):
+    host = open_host(root)
+    if isinstance(host.kernel, RecordedKernel):
         return machine(host, nvml.recorded_answer(host.kernel.answers.nvml))
     return machine(host, nvml.query_nvml())
 

@@ -7,9 +7,9 @@ Ranks make their operations in one order. allgather, alltoall, reducescatter, pr
 """
 from __future__ import annotations
 
-from ...tensorflow.basics import local_rank, local_size, rank, size
 from ...tensorflow.broadcast import BroadcastGlobalVariablesHook, broadcast_global_variables
 from ...tensorflow.compression import Compression
+from ...trainer.process import local_rank, local_size, rank, size
 from ..basics import (
     ccl_built,
     cuda_built,

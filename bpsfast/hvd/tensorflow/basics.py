@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from ...orchestration.errors import UnsupportedError
-from ...tensorflow import basics
 from ...trainer import process
 from .. import runtime as sets
 from ..basics import cross_rank_of, cross_size_of, is_homogeneous_of
@@ -27,7 +26,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if comm:
         raise UnsupportedError(f"init(comm={comm!r}): ranks are those that the launcher has started; a part of them is "
                                "a process set")
-    basics.init()
+    process.init()
     if process_sets is None or (isinstance(process_sets, str) and process_sets.lower() == "dynamic"):
         return
     begun("a process set")
@@ -39,7 +38,7 @@ def shutdown() -> None:
     runtime = sys.modules.get("bpsfast.hvd.runtime")
     if runtime is not None:
         runtime.end()
-    basics.shutdown()
+    process.shutdown()
 
 
 def is_initialized() -> bool:

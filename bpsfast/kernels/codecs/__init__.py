@@ -3,7 +3,7 @@
     codec_kernels     their C signatures and addresses; imports no numba
     compilation       compiles them
     codec_reference   formats and arithmetic in NumPy: the description of the formats, and the oracle of the tests
-    onebit, sparse_pairs (topk, randomk), dithering, float16, int8    one file for each format
+    onebit, sparse_pairs (topk, randomk), dithering, low_precision (float16, bfloat16, int8)    the formats
     error_feedback    momentum, error feedback, average and rounding around them
     intrinsics, elements, reductions    what all of them use
 """

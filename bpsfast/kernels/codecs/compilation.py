@@ -12,7 +12,7 @@ from numba import cfunc, types
 
 from bpsfast import kernels
 from bpsfast.kernels import element_ir, sum_ir
-from bpsfast.kernels.codecs import dithering, error_feedback, float16, int8, onebit, sparse_pairs
+from bpsfast.kernels.codecs import dithering, error_feedback, low_precision, onebit, sparse_pairs
 from bpsfast.kernels.codecs.elements import pointer_to
 
 _FUNCTIONS = {
@@ -24,12 +24,12 @@ _FUNCTIONS = {
     "decode_randomk": sparse_pairs.decode_drawn,
     "encode_dithering": dithering.encode,
     "decode_dithering": dithering.decode,
-    "encode_float16": float16.encode_float16,
-    "decode_float16": float16.decode_float16,
-    "encode_bfloat16": float16.encode_bfloat16,
-    "decode_bfloat16": float16.decode_bfloat16,
-    "encode_int8": int8.encode,
-    "decode_int8": int8.decode,
+    "encode_float16": low_precision.encode_float16,
+    "decode_float16": low_precision.decode_float16,
+    "encode_bfloat16": low_precision.encode_bfloat16,
+    "decode_bfloat16": low_precision.decode_bfloat16,
+    "encode_int8": low_precision.encode_int8,
+    "decode_int8": low_precision.decode_int8,
     "feed": error_feedback.feed,
     "divide": error_feedback.divide,
     "narrow": error_feedback.narrow,

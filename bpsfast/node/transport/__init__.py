@@ -9,9 +9,9 @@ pair the node with the higher index dials. Helpers do not connect to one another
 """
 from __future__ import annotations
 
-from .epochs import Epochs
 from .links import Link, TalkingLink, WireLink, WireStream, talking, wire
 from .peering import Peering, check, peers_of, shm_objection
+from .tcp import Epochs
 
 __all__ = [
     "Epochs",

@@ -20,12 +20,11 @@ from ...orchestration.messages import NodeInfo, Outcome
 from ...orchestration.security import HandshakeResult, StreamHello
 from ...pyx.ring import MAX_PARTS
 from . import rdma, shm, tcp
-from .epochs import Epochs
 from .links import Link
 from .rdma import handshake
 from .rdma.rails import Rail
 from .reconnector import PROBE_STREAM, RECONNECT_STREAM, SHUTDOWN_STREAM, Reconnector
-from .tcp import DataPort
+from .tcp import DataPort, Epochs
 
 log = logging.getLogger("bpsfast.node")
 
@@ -228,7 +227,7 @@ class Peering:
         with self._lock:
             return {index: why for index, why in self._unreached.items() if index in self._first}
 
-    def part_with(self, index: int) -> None:
+    def drop_peer(self, index: int) -> None:
         """Stop connecting to node *index*, which was lost before all peers of the start were connected."""
         with self._lock:
             self._first -= {index}
@@ -393,7 +392,7 @@ class Peering:
         self.offer(self._equip(link), reason)
 
     def _dial_rdma(self, peer: NodeInfo, reason: str) -> None:
-        self._rails_towards(peer)  # without a device here nobody is bothered
+        self._rails_towards(peer)  # without a device here the peer need not be asked
         sock, epoch = tcp.connect(peer.address, self._key, mine=self._me.index, peer=peer.index,
                                   number=handshake.STREAM, epochs=self._epochs, deadline=self._deadline,
                                   encryption=self._encryption)

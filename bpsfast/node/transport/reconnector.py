@@ -32,7 +32,7 @@ from ...pyx.ring import MAX_PARTS
 from ...pyx.seal import RECORD_NBYTES, TAG_NBYTES
 from ...pyx.tcp import crc32c
 from . import tcp
-from .epochs import Epochs
+from .tcp import Epochs
 
 log = logging.getLogger("bpsfast.node")
 

@@ -29,11 +29,11 @@ from ...orchestration import messages, security
 from ...orchestration.errors import DECODE_ERRORS, BpsError, PeerLostError, ProtocolError
 from ...pyx import ring
 from ...pyx.pages import Segment
-from .epochs import Epochs
+from .tcp import Epochs
 
 log = logging.getLogger("bpsfast.node")
 
-#: Nothing longer is taken from who has not proved the job's key: an `Attach` has some kilobytes.
+#: The longest message of a process that has not proved the job's key; an `Attach` has some kilobytes.
 PENDING_MAX_NBYTES = 64 << 10
 
 
@@ -132,7 +132,6 @@ class ShmLink:
 
     kind = "shm"
     is_encrypted = False
-    is_wire = False
     gone = "its process is gone"
 
     def tell(self, message: messages.Message, fds: Sequence[int] = ()) -> None:

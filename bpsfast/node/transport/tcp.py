@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from ...base.encryption import Encryption, Seals, seals_of
@@ -28,7 +28,6 @@ from ...pyx.engine import Engine
 from ...pyx.pace import Pace
 from ...pyx.ring import MAX_PARTS
 from ...pyx.tcp import Stream
-from .epochs import Epochs
 
 log = logging.getLogger("bpsfast.node")
 
@@ -50,6 +49,60 @@ _LEAST_BUFFER_NBYTES = 64 << 10
 #: socket.SO_MAX_PACING_RATE, which Python does not name; bytes/s, 32 bits.
 _SO_MAX_PACING_RATE = 47
 _MOST_PACING_RATE = (1 << 32) - 2
+
+
+class Epochs:
+    """The epochs of the job that one node knows, beginning with *epoch*; they decide which connections it accepts.
+
+    Each loss of a node, and each node that joins, begins an epoch. A dialler sends the newest epoch that it knows. A
+    node that was dropped learns of no further epoch, so nodes that have committed the next one refuse it.
+
+    Other nodes learn of an epoch at different times, but none commits it before all of them have stopped for it. So a
+    connection with an epoch before the last commit is old, or was made a moment too early and is tried again. A joining
+    node learns only of changes in which it takes part; until then the epoch that was committed when it was announced is
+    enough. Any thread.
+    """
+
+    def __init__(self, epoch: int = 0) -> None:
+        self._lock = threading.Lock()
+        self._known = self._committed = epoch
+        self._newcomers: dict[int, int] = {}  # node index -> what was committed when it was announced
+        self._taken_in: set[int] = set()
+
+    @property
+    def known(self) -> int:
+        """The newest epoch, committed or not: what this node sends when it dials."""
+        with self._lock:
+            return self._known
+
+    def begin(self, epoch: int) -> None:
+        """Begin with *epoch*, the last one that the job has committed when this node is admitted."""
+        with self._lock:
+            self._known = self._committed = epoch
+
+    def expect(self, index: int) -> None:
+        """Note that node *index* joins the running job."""
+        with self._lock:
+            self._newcomers[index] = self._committed
+
+    def freeze(self, epoch: int, joined: Collection[int]) -> None:
+        """Note *epoch*, for which this node has stopped; the nodes *joined* learn of it, too."""
+        with self._lock:
+            self._known = max(self._known, epoch)
+            self._taken_in.update(joined)
+
+    def commit(self) -> None:
+        """Note that the job goes on in the newest epoch: earlier ones are refused from now on."""
+        with self._lock:
+            self._committed = self._known
+            for index in self._taken_in:
+                self._newcomers.pop(index, None)
+            self._taken_in.clear()
+
+    def least_of(self, index: int) -> int:
+        """Return the lowest epoch that node *index* has to know."""
+        with self._lock:
+            return self._newcomers.get(index, self._committed)
 
 
 def listen(host: str) -> socket.socket:
@@ -108,7 +161,6 @@ class TcpLink:
     is_encrypted: bool = False
 
     kind = "tcp"
-    is_wire = True
 
     def take(self, number: int, sock: socket.socket, seals: Seals | None) -> None:
         """Add *sock* as stream *number*, encrypted with *seals* if given."""
@@ -270,12 +322,6 @@ def connect(address: str, key: bytes, *, mine: int, peer: int, number: int, epoc
     # The acceptor may still be waiting for its own Welcome: it has until the deadline.
     prove_to(sock, key, hello, peer, max(0.1, deadline - time.monotonic()), epochs.least_of(peer))
     return sock, hello.epoch
-
-
-def greet(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float) -> socket.socket:
-    """Do as `prove_to`, for a peer that knows this epoch or a later one; return *sock*."""
-    prove_to(sock, key, hello, peer, timeout_s, hello.epoch)
-    return sock
 
 
 def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer: int, timeout_s: float,

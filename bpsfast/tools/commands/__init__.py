@@ -86,7 +86,7 @@ class LazyGroup(click.Group):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the meaning of exit codes."""
-        with formatter.section("Exit codes of all commands (run ends with that of the first process that failed)"):
+        with formatter.section("Exit codes of every command (of run: that of the first failed process)"):
             formatter.write_dl([(str(code), words) for code, words in exit_codes.WORDS.items()])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -9,10 +9,9 @@ import msgspec
 
 from ...base import exit_codes, output, settings
 from ...base.settings import Settings
-from ...hardware.host import Host
-from ...hardware.netlink import Address
+from ...hardware.host import Host, RecordedKernel, open_host
+from ...hardware.kernel import Address
 from ...hardware.rdma_route import peer_address
-from ...hardware.recorded_host import RecordedKernel, host
 from ...hardware.verbs import provider
 from ..doctor import examination, facts, hardware, peer as peer_doctor
 from ..doctor.facts import Facts, ask_verbs
@@ -55,7 +54,7 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
     With --peer, both machines need the same BPSFAST_JOB_KEY, or BPSFAST_INSECURE=1.
     """
     chosen = output.form(as_json, path, no_color)
-    machine = host(root)
+    machine = open_host(root)
     loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs), machine.kernel.environ)
     if port is not None:
         if peer or root or as_json:

@@ -9,11 +9,9 @@ from typing import Any
 import click
 
 from ...base import exit_codes, output, settings
-from ...hardware import recorded_host
-from ...hardware.gids import Gid
-from ...hardware.host import Host
+from ...hardware.host import Host, open_host
 from ...hardware.interfaces import Netdev, PcieLink
-from ...hardware.rdma_devices import Port, RdmaDevice, roce_mtu
+from ...hardware.rdma_devices import Gid, Port, RdmaDevice, roce_mtu
 from ...hardware.rdma_route import Rail, RailChoice, choose, peer_address
 from ...hardware.verbs import provider
 from ...orchestration.errors import ConfigError
@@ -43,7 +41,7 @@ def devices(peer: str | None, verbs: str | None, root: str | None, assignments: 
     bpsfast devices --json | jq '.devices[].ports[].state'
     """
     chosen = output.form(as_json, path, no_color, as_csv)
-    host = recorded_host.host(root)
+    host = open_host(root)
     choice = _choose(host, assignments, peer)
     library = asked(verbs, root)
     mtus = None if library is None else active_mtus(library, host)
@@ -199,7 +197,7 @@ def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None
     bpsfast gids -d mlx5_0 --peer gpu08
     """
     chosen = output.form(as_json, path, no_color, as_csv)
-    host = recorded_host.host(root)
+    host = open_host(root)
     check_device(host, name)
     choice = _choose(host, assignments, peer)
     found = gid_table(host, name)

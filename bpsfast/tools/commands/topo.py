@@ -7,7 +7,7 @@ import click
 
 from ...base import exit_codes, output, settings
 from ...base.value_formats import format_cpus
-from ...hardware import numa, recorded_host
+from ...hardware import numa
 from ...hardware.affinity import locality
 from ...hardware.affinity.locality import fastest_nics, gpu_numa_nodes, nics_by_name, traffic_nics
 from ...hardware.affinity.plan import (
@@ -19,6 +19,7 @@ from ...hardware.affinity.plan import (
     read_cores,
     with_allowed_memory,
 )
+from ...hardware.host import RecordedKernel, open_host
 from ...orchestration.errors import ConfigError
 from .options import overrides, root_option, set_option
 
@@ -195,7 +196,7 @@ class AffinityTable:
     """
 
     def __init__(self, root: str | None, n_ranks: int, names: tuple[str, ...]) -> None:
-        host = recorded_host.host(root)
+        host = open_host(root)
         given, _ = settings.load_with_origins(None, None if root is None else host.kernel.environ)
         self.cores = read_cores(host.tree, given.whole_cores)
         self.allowed = numa.allowed_cpus(host.tree) or self.cores.cpus
@@ -253,7 +254,7 @@ def _cards(host: Any, given: settings.Settings, names: tuple[str, ...]) -> local
             raise ConfigError(f"--nic {missing[0]}: there is no such device or interface; there are "
                               f"{', '.join([device.name for device in host.devices] + list(host.netdevs)) or 'none'}")
         return found
-    if isinstance(host.kernel, recorded_host.RecordedKernel):
+    if isinstance(host.kernel, RecordedKernel):
         found = traffic_nics(host, given, given.node_host)
     else:
         from ...base.addresses import configured_host, default_route_host

@@ -4,9 +4,8 @@ from __future__ import annotations
 import ipaddress
 
 from ...base.value_formats import PATH_MTUS
-from ...hardware import gids
-from ...hardware.netlink import Address
-from ...hardware.ping import PingResult
+from ...hardware import rdma_devices
+from ...hardware.kernel import Address, PingResult
 from ...hardware.rdma_devices import ROCE_OVERHEAD_NBYTES, roce_mtu
 from ...hardware.rdma_route import Rail, on_route
 from .facts import Facts, PeerPort
@@ -104,7 +103,7 @@ def _judge(facts: Facts, rail: Rail) -> Outcome:
     shown = f"{rail.name} GID {row.index} RoCE {row.version} {row.address}"
     pinned = facts.settings.rdma_gid_index >= 0
     port = next(port for device, port in facts.host.ports if f"{device.name}/{port.number}" == rail.name)
-    better = gids.best(facts.host.gids(rail.device, port), facts.route)
+    better = rdma_devices.best_gid(facts.host.gids(rail.device, port), facts.route)
     if pinned and better is not None and better.index != row.index and (row.version == "v1" or row.is_link_local):
         return failed(f"{shown}, by BPSFAST_RDMA_GID_INDEX ({facts.origins.get('rdma_gid_index', 'setting')}): row "
                       f"{better.index} (RoCE {better.version} {better.address}) passes routers",

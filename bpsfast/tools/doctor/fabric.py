@@ -4,9 +4,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...hardware.netlink import Address
+from ...hardware.kernel import Address, PingResult
 from ...hardware.nic_counters import CounterDelta, CounterMeaning, CounterSnapshot, difference, snapshot
-from ...hardware.ping import PingResult
 from ...hardware.rdma_devices import Port, RdmaDevice
 from ...hardware.rdma_route import Rail
 from .facts import Facts, PeerPort

@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 
 from ...base.settings import Settings
-from ...hardware.gids import Gid
 from ...hardware.host import Host
-from ...hardware.netlink import Address, Route
-from ...hardware.rdma_devices import Port, RdmaDevice, roce_mtu
+from ...hardware.kernel import Address, Route
+from ...hardware.rdma_devices import Gid, Port, RdmaDevice, roce_mtu
 from ...hardware.rdma_route import RailChoice, choose, incapable
 from ...hardware.verbs import provider as find_provider
 from ...orchestration.errors import ConfigError

@@ -20,8 +20,7 @@ import msgspec
 
 from ..._version import __version__
 from ...base.framing import Frames
-from ...hardware.kernel import Kernel
-from ...hardware.netlink import Address
+from ...hardware.kernel import Address, Kernel
 from ...hardware.rdma_route import Rail
 from ...hardware.verbs import completions
 from ...orchestration import security

@@ -1,4 +1,9 @@
-"""What depends on the version of torch, or on its C++: options, compiled code, built-in communication hooks."""
+"""What depends on the version of torch or on its C++ bindings: options, compiled code, overloads, built-in hooks.
+
+torch binds each method of a process group in several overloads, and libraries call all of them:
+``allreduce([x], opts)``, ``allreduce(x, op)``, ``allgather([a, b], x)``. A method that `overloads` decorates gets each
+of them as the first one: tensors in lists as deep as the first overload has them, then an options object.
+"""
 from __future__ import annotations
 
 import functools

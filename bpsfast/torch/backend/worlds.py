@@ -178,7 +178,12 @@ _NOTICE = "torch/store"
 
 
 def env(torchs: Handler) -> Handler:
-    """Return what torch is to ask for ``env://`` in place of its own handler *torchs*, which serves whenever it can.
+    """Handle ``env://`` under launchers that do not set torch's variables: ``bpsfast run``, Slurm, MPI, BytePS's.
+
+    Where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set, but bpsfast knows this process's rank from another
+    launcher's variables (`launch.roles`), it joins that job, and rank 0's process holds the store that torch wants.
+
+    Return what torch is to ask for ``env://`` in place of its own handler *torchs*, which serves whenever it can.
 
     It raises `MismatchError` where the program says another world_size than the launcher.
     """

@@ -56,7 +56,8 @@ def test_a_size_that_does_not_divide_is_ignored_with_one_warning(caplog):
 @pytest.mark.parametrize(("values", "text"), [
     ({"reduce_roots": "2,8"},
      r"BPSFAST_REDUCE_ROOTS = 2,8 \(or BYTEPS_REDUCE_ROOTS\): there is no local rank 8.*0 to 7"),
-    ({"reduce_roots": "2", "pcie_switch_size": 4}, "BYTEPS_REDUCE_ROOTS, BYTEPS_PCIE_SWITCH_SIZE.*contradict each other"),
+    ({"reduce_roots": "2", "pcie_switch_size": 4},
+     "BYTEPS_REDUCE_ROOTS, BYTEPS_PCIE_SWITCH_SIZE.*contradict each other"),
 ])
 def test_what_the_machine_has_not_is_refused(values, text):
     with pytest.raises(ConfigError, match=text):

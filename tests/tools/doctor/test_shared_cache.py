@@ -51,7 +51,7 @@ def test_a_kernel_that_says_nothing_of_caches(recorded_machine: Callable[[str], 
 
 @pytest.mark.parametrize(("ns", "status", "words"), [
     (41.0, Status.PASS, "CPUs 0 and 3 share an L3 cache: a cache line takes 41 ns"),
-    (205.0, Status.WARN, "CPUs 0 and 3 share an L3 cache, says the kernel, but a cache line takes 205 ns"),
+    (205.0, Status.WARN, "CPUs 0 and 3 share an L3 cache according to the kernel, but a cache line takes 205 ns"),
 ])
 def test_what_the_doctor_says(ns: float, status: Status, words: str,
                               recorded_machine: Callable[[str], Machine]) -> None:

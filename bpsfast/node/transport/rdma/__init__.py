@@ -1,6 +1,6 @@
 """RDMA between two nodes: each partition is one WRITE with immediate, from its place in memory to where it is used.
 
-    rails        the devices of this node: opened once, all segments registered with each (checked first by `limits`)
+    rails        the devices of this node: opened once, all segments registered with each (after a check of limits)
     handshake    over one authenticated connection: offers, queue pairs, a write each way that proves them
     link         the queue pairs to one peer, and what each side knows of the other's slots
     failures     names the failures of a lane

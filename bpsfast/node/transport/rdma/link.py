@@ -81,7 +81,6 @@ class RdmaLink:
 
     kind = "rdma"
     is_encrypted = False
-    is_wire = True
     gone = "the connection of its rendezvous ended"
 
     def __init__(self, index: int, n_nodes: int, ways: Sequence[RailPath], channel: MessageSocket) -> None:

@@ -4,7 +4,13 @@ No rail is opened once anything is registered: nodes that join later are reached
 
 A rail is device, protection domain, completion queue and one native thread (`bpsfast.pyx.rdma.Rail`); queue pairs to
 all peers share it. Each segment is registered once, when it is made; remote writes are allowed to slots and results
-only.
+only. Two resources are limited, and checked first: the lengths of a device's queues (max_qp_wr, max_cqe, max_qp), which
+all peers share; and memory that may be locked, of which every segment takes its size once per device.
+
+References
+----------
+Linux, ``drivers/infiniband/core/umem.c`` (ib_umem_get): pinned pages of the process against RLIMIT_MEMLOCK, unless it
+has CAP_IPC_LOCK.
 """
 from __future__ import annotations
 
@@ -12,7 +18,10 @@ import bisect
 import contextlib
 import errno
 import logging
+import resource
 import threading
+from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -24,7 +33,6 @@ from ....hardware.verbs import provider
 from ....orchestration.errors import BpsError, CapacityError
 from ....pyx import rdma as native
 from ....pyx.pages import Segment, Shadow
-from . import limits
 from .failures import NoDeviceError, NoRdmaError, PortNow
 from .rdma_messages import RailOffer
 
@@ -32,6 +40,98 @@ log = logging.getLogger("bpsfast.node")
 
 #: Kinds of memory that peers write into; everything else is only read by the device.
 _WRITTEN_BY_PEERS = frozenset({"slot", "result", "direct"})
+#: Slots of a lane if the device's queues are long enough; each needs one receive request.
+RECEIVES = 4096
+#: Fewer are of no use, even for the layers of a small model.
+LEAST_RECEIVES = 64
+#: Memory that must be lockable with transport=auto: the segments of a small model.
+LEAST_FOR_AUTO = 1 << 30
+_CAP_IPC_LOCK = 14
+
+
+class Depths(NamedTuple):
+    """Lengths of one lane's queues, and of the completion queue that all lanes of a device share."""
+
+    send: int
+    receive: int
+    completions: int
+
+
+def queue_depths(device: str, attributes: Mapping[str, Any], n_peers: int, n_pairs: int, n_sends: int) -> Depths:
+    """Return the queue lengths for *n_pairs* lanes, of *n_sends* writes, to each of *n_peers* peers over *device*.
+
+    Raises
+    ------
+    CapacityError
+        If the device cannot hold them; with what is needed and what there is.
+    """
+    n_lanes = max(1, n_peers * n_pairs)
+    if n_lanes > attributes["max_qp"]:
+        raise CapacityError(f"{n_peers} peers x {n_pairs} queue pairs need {n_lanes} queue pairs, {device} has "
+                            f"max_qp={attributes['max_qp']}: lower BPSFAST_RDMA_QUEUE_PAIRS, or use tcp")
+    send = min(n_sends, attributes["max_qp_wr"])
+    receive = min(RECEIVES, attributes["max_qp_wr"], attributes["max_cqe"] // n_lanes - send)
+    if receive < LEAST_RECEIVES:
+        raise CapacityError(
+            f"{n_peers} peers x {n_pairs} queue pairs, each of {send} sends and at least {LEAST_RECEIVES} receives, "
+            f"need a completion queue of {n_lanes * (send + LEAST_RECEIVES)} and queues of {LEAST_RECEIVES}; "
+            f"{device} has max_cqe={attributes['max_cqe']} and max_qp_wr={attributes['max_qp_wr']}: lower "
+            "BPSFAST_RDMA_QUEUE_PAIRS or BPSFAST_RDMA_QUEUE_DEPTH, or use tcp")
+    return Depths(send, receive, n_lanes * (send + receive))
+
+
+def lockable_nbytes(root: Path = Path("/")) -> int | None:
+    """Return how many bytes this process may lock, None without a limit (also with CAP_IPC_LOCK)."""
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if soft == resource.RLIM_INFINITY or _may_lock_all(root) else soft
+
+
+def least_lockable_nbytes(transport: str, segment_nbytes: int) -> int:
+    """Return how many bytes a node must be able to lock before it connects; *segment_nbytes*: its smallest segment.
+
+    With transport=rdma one segment each of inputs, slots and results is enough. With "auto", tcp can only be chosen
+    before that: a limit that the first real model exceeds (8 MiB, the kernel's default) is of no use.
+    """
+    return 3 * segment_nbytes if transport == "rdma" else max(3 * segment_nbytes, LEAST_FOR_AUTO)
+
+
+def require_lockable(wanted: int, locked: int, n_devices: int, purpose: str, limit: int | None) -> None:
+    """Return if *wanted* more bytes can be locked in addition to *locked*, once for each of *n_devices*.
+
+    Raises
+    ------
+    CapacityError
+        With what is needed and what *limit* (bytes; None: no limit) leaves.
+    """
+    if limit is None:
+        return
+    needed, left = wanted * n_devices, max(0, limit - locked * n_devices)
+    if needed > left:
+        raise CapacityError(
+            f"{purpose} needs {needed} bytes of locked memory for RDMA ({wanted} bytes x {n_devices} devices), but "
+            f"memlock={limit} leaves {left}: `ulimit -l unlimited` (a service: LimitMEMLOCK=infinity; a container: "
+            "--ulimit memlock=-1 or --cap-add=IPC_LOCK), or use tcp")
+
+
+def require_regions(n_regions: int, device: str, attributes: Mapping[str, Any], nbytes: int) -> None:
+    """Return if *device* can hold one more region of *nbytes* in addition to *n_regions*; else `CapacityError`."""
+    if n_regions >= attributes["max_mr"]:
+        raise CapacityError(f"region {n_regions + 1} of this node cannot be registered: {device} has "
+                            f"max_mr={attributes['max_mr']}; declare fewer, larger tensors, or use tcp")
+    if nbytes > attributes["max_mr_size"]:
+        raise CapacityError(f"a segment of {nbytes} bytes cannot be registered: {device} has "
+                            f"max_mr_size={attributes['max_mr_size']}; declare smaller tensors at a time, or use tcp")
+
+
+def _may_lock_all(root: Path) -> bool:
+    """Whether this process has CAP_IPC_LOCK in the first user namespace, which the kernel checks."""
+    try:
+        status = (root / "proc/self/status").read_text()
+        namespace = (root / "proc/self/uid_map").read_text().split()
+    except OSError:
+        return False
+    effective = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0)
+    return bool(effective >> _CAP_IPC_LOCK & 1) and namespace == ["0", "0", str(0xFFFFFFFF)]
 
 
 class Registered(NamedTuple):
@@ -66,7 +166,7 @@ class Rail:
             self.device = undo.enter_context(verbs.Device(chosen.device))
             self.attributes = self.device.attributes
             self.port = self.device.port(chosen.port)
-            self.depths = limits.depths(chosen.device, self.attributes, n_peers, settings.rdma_queue_pairs,
+            self.depths = queue_depths(chosen.device, self.attributes, n_peers, settings.rdma_queue_pairs,
                                         settings.rdma_queue_depth)
             self.domain = undo.enter_context(verbs.ProtectionDomain(self.device))
             self.queue = undo.enter_context(verbs.CompletionQueue(self.device, self.depths.completions, events=True))
@@ -206,8 +306,8 @@ class Rails:
                 if unused and not opens:
                     raise NoRdmaError(f"no peer was reached by {', '.join(unused)} when the job began, so no memory is "
                                       "registered there")
-                self._limit = limits.lockable()
-                limits.require(self._least_nbytes, 0, len(chosen), "a node", self._limit)
+                self._limit = lockable_nbytes()
+                require_lockable(self._least_nbytes, 0, len(chosen), "a node", self._limit)
                 return [self._opened(each, n_peers) for each in chosen]
         except NoRdmaError:
             raise
@@ -228,9 +328,9 @@ class Rails:
     def require(self, nbytes: int, purpose: str) -> None:
         """Return if *nbytes* more in one segment can be registered; raises `CapacityError` with both numbers."""
         if self._open:
-            limits.require(nbytes, self._locked_nbytes, len(self._open), purpose, self._limit)
+            require_lockable(nbytes, self._locked_nbytes, len(self._open), purpose, self._limit)
         for rail in self._open.values():
-            limits.require_regions(self._n_segments, rail.chosen.device, rail.attributes, nbytes)
+            require_regions(self._n_segments, rail.chosen.device, rail.attributes, nbytes)
 
     def register(self, kind: str, segment: Segment | Shadow) -> None:
         """Register *segment*, of the *kind* that `Regions` gives it, with every rail; it stays until `close`.

@@ -1,4 +1,4 @@
-"""int8: blocks of 8-bit integers, each block with its scale. `codec_reference` has the format."""
+"""float16, bfloat16 and int8: each element rounded, int8 in blocks with a scale. `codec_reference` has the formats."""
 from __future__ import annotations
 
 import math
@@ -17,7 +17,102 @@ from bpsfast.kernels.element_ir import constant, nbytes_of as width_of, shape
 from bpsfast.orchestration.codec import INT8_BLOCK
 
 
-def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
+def encode_float16(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
+    """See `codec_kernels`; uses neither *generator* nor *scratch*."""
+    if 2 * n > room_nbytes:
+        return -1
+    _write_float16(wire, x, n, error)
+    return 2 * n
+
+
+def encode_bfloat16(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
+    """See `codec_kernels`; uses neither *generator* nor *scratch*."""
+    if 2 * n > room_nbytes:
+        return -1
+    _write_bfloat16(wire, x, n, error)
+    return 2 * n
+
+
+def decode_float16(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
+    """See `codec_kernels`; uses no *scratch*."""
+    if nbytes != 2 * n:
+        return -1
+    _read_float16(out, n, wire, add)
+    return 0
+
+
+def decode_bfloat16(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
+    """See `codec_kernels`; uses no *scratch*."""
+    if nbytes != 2 * n:
+        return -1
+    _read_bfloat16(out, n, wire, add)
+    return 0
+
+
+def _writer(name: str) -> Any:
+    @intrinsic
+    def write(typing, wire, x, n, error):  # type: ignore[no-untyped-def]
+        wide = wide_name(x)
+
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            wire, x, n, error = args
+            elements = Elements(builder, wide)
+
+            def round_only(index: Any, n_lanes: int) -> None:
+                elements.store(elements.load(x, wide, index, n_lanes), wire, name, index, n_lanes)
+
+            def keep_error(index: Any, n_lanes: int) -> None:
+                value = elements.load(x, wide, index, n_lanes)
+                elements.store(value, wire, name, index, n_lanes)
+                lost = builder.fsub(value, elements.load(wire, name, index, n_lanes))
+                elements.store(elements.finite(lost, n_lanes), error, wide, index, n_lanes)
+
+            with builder.if_else(elements.is_given(error)) as (then, otherwise):
+                with then:
+                    elements.each(n, keep_error)
+                with otherwise:
+                    elements.each(n, round_only)
+            return context.get_dummy_value()
+
+        return types.void(wire, x, n, error), codegen
+
+    return write
+
+
+def _reader(name: str) -> Any:
+    @intrinsic
+    def read(typing, out, n, wire, add):  # type: ignore[no-untyped-def]
+        wide = wide_name(out)
+
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            out, n, wire, add = args
+            elements = Elements(builder, wide)
+
+            def put(index: Any, n_lanes: int) -> None:
+                elements.store(elements.load(wire, name, index, n_lanes), out, wide, index, n_lanes)
+
+            def put_sum(index: Any, n_lanes: int) -> None:
+                value = elements.load(wire, name, index, n_lanes)
+                total = builder.fadd(elements.load(out, wide, index, n_lanes), value)
+                elements.store(total, out, wide, index, n_lanes)
+
+            with builder.if_else(cgutils.is_not_null(builder, add)) as (then, otherwise):
+                with then:
+                    elements.each(n, put_sum)
+                with otherwise:
+                    elements.each(n, put)
+            return context.get_dummy_value()
+
+        return types.void(out, n, wire, add), codegen
+
+    return read
+
+
+_write_float16, _write_bfloat16 = _writer("float16"), _writer("bfloat16")
+_read_float16, _read_bfloat16 = _reader("float16"), _reader("bfloat16")
+
+
+def encode_int8(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # type: ignore[no-untyped-def]
     """See `codec_kernels`; uses neither *generator* nor *scratch*."""
     n_blocks = (n + INT8_BLOCK - 1) // INT8_BLOCK
     if 4 * n_blocks + n > room_nbytes:
@@ -29,7 +124,7 @@ def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # typ
         n_here = min(INT8_BLOCK, n - start)
         lost = error if is_null(error) else values_at(error, start * nbytes_of(x), x)
         numbers = bytes_at(wire, 4 * n_blocks + start)
-        scale = _scale(here, n_here)
+        scale = _block_scale(here, n_here)
         scales[block] = scale
         if scale > 0:
             _quantise(numbers, here, n_here, lost, scale)
@@ -41,7 +136,7 @@ def encode(wire, room_nbytes, x, n, error, generator, k, flags, scratch):  # typ
     return 4 * n_blocks + n
 
 
-def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
+def decode_int8(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-untyped-def]
     """See `codec_kernels`; uses no *scratch*."""
     n_blocks = (n + INT8_BLOCK - 1) // INT8_BLOCK
     if nbytes != 4 * n_blocks + n:
@@ -56,7 +151,7 @@ def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-unt
 
 
 @helper
-def _scale(x, n):  # type: ignore[no-untyped-def]
+def _block_scale(x, n):  # type: ignore[no-untyped-def]
     """Return the value of 1 as a float32; NaN if an element is NaN, infinite, or too large for a float32."""
     most = largest(x, n)
     scale = np.float32(most / type(most)(127))
