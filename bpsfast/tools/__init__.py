@@ -6,4 +6,6 @@
     planner      predictions of the time of a step; simulator: the same by simulated events
     top, trace   a running job; what a job did
     inventory, bug_report, redaction    what is installed; an archive for a bug report
+
+Design of traces, metrics and reports: ``bpsfast/docs/design/observability.md``.
 """

@@ -1,1 +1,4 @@
-"""Readers of trace files: clocks, one trace for the whole job, arrows, summaries and priority inversions."""
+"""Readers of trace files: one trace for the whole job, arrows, summaries and priority inversions.
+
+Design: ``bpsfast/docs/design/observability.md``.
+"""
