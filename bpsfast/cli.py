@@ -127,7 +127,7 @@ def dmlc(assignments: tuple[str, ...], program: tuple[str, ...]) -> None:
 @cli.command(hidden=True)
 @exit_on_error
 def agent() -> None:
-    """Act for a launcher on another host, which is at the other end of standard input and output."""
+    """Run processes for a launcher on another host, by messages on standard input and output."""
     from .launch import remote_agent
 
     sys.exit(remote_agent.main())
@@ -178,7 +178,7 @@ def completion(shell: str) -> None:
 
 
 def main() -> None:
-    """Run the command line. Without a command, ``DMLC_ROLE`` decides: a server or scheduler needs no other word."""
+    """Run the command line; without a command, run ``bpsfast dmlc`` if ``DMLC_ROLE`` is server or scheduler."""
     arguments = sys.argv[1:]
     if not arguments and os.environ.get("DMLC_ROLE") in ("server", "scheduler"):
         arguments = ["dmlc"]

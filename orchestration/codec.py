@@ -1,6 +1,6 @@
 """How a tensor is compressed between nodes: the user's choice, its checks, and its size in bytes. Pure.
 
-Formats and arithmetic are those of BytePS (`byteps/common/compressor`), see
+Formats and arithmetic are those of BytePS (`byteps/common/compressor`); see
 `bpsfast/kernels/codecs/codec_reference.py`.
 """
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
-import os
 import select
 import socket
 import struct
@@ -20,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
 from .errors import BpsError
+from .wake_up import WakeUp
 
 #: The default limit of connections in a handshake.
 MAX_PENDING_HANDSHAKES = 64
@@ -157,7 +157,7 @@ class HandshakeAcceptor(Generic[Proof]):
         self._lock = threading.Lock()
         self._exhausted = False
         self.is_closed = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = WakeUp()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -177,20 +177,20 @@ class HandshakeAcceptor(Generic[Proof]):
             self.is_closed = True
             for sock in self._pending:
                 _end(sock)
-        os.eventfd_write(self._wake, 1)
+        self._wake.ring()
         if self._thread.is_alive():
             self._thread.join()
         for thread in tuple(self._threads):
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
-        os.close(self._wake)
+        self._wake.close()
         self._listener.close()
 
     # -- the thread that accepts --------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
+        poller.register(self._wake.fileno(), select.POLLIN)
         poller.register(self._listener, select.POLLIN)
         while not self.is_closed:
             poller.poll()
@@ -248,7 +248,7 @@ class HandshakeAcceptor(Generic[Proof]):
 
     def _rest(self, duration_s: float) -> None:
         poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
+        poller.register(self._wake.fileno(), select.POLLIN)
         poller.poll(1000 * duration_s)
 
     # -- a thread for each connection ---------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What a device can do, as those see it who bring gradients from it and back. Nothing here waits for other ranks.
+"""The interface of a device: streams, events, pinned and shared memory. Nothing here waits for other ranks.
 
-Work on a stream is done in its order, beside the host's program. An event is a place in that order. The terms, and all
-rules, are CUDA's; `host` has a device without a GPU that keeps them.
+A stream runs its work in order, beside the host's program. An event is a point in that order. Terms and rules are
+CUDA's; `host` has a device without a GPU that follows them.
 """
 from __future__ import annotations
 
@@ -15,48 +15,49 @@ from ..orchestration.errors import UnsupportedError
 
 
 class Event(Protocol):
-    """A place in the order of a stream. Any thread."""
+    """A point in the order of a stream. Any thread."""
 
     @property
     def origin(self) -> Hashable:
-        """What its stream is known by: of two events of one origin, the one that was recorded first is reached first.
-        """
+        """Identifies its stream: of two events of one origin, the one that was recorded first is reached first."""
 
     def done(self) -> bool:
-        """Return whether everything before it is done; raises `DeviceError` if the device failed."""
+        """Return whether all work before it is done; raises `DeviceError` if the device failed."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block this thread until everything before it is done, so long at most; return whether it is. Raises as
-        `done`. None: only where nothing before it waits for others.
+        """Block this thread until all work before it is done, at most *timeout_s*; return whether it is. Raises as
+        `done`.
+
+        None blocks without limit: only for events whose work waits for nothing else.
         """
 
 
 class Stream(Protocol):
-    """Work in its order. Any thread; what two threads enqueue at once is in either order."""
+    """A queue of work on a device. Any thread; work that two threads enqueue at once runs in either order."""
 
     def record(self) -> Event:
-        """Return the place after everything enqueued so far."""
+        """Return an event after all work enqueued so far."""
 
     def wait(self, event: Event) -> None:
-        """Let what is enqueued from now on begin after *event*. Does not block the host on a real stream."""
+        """Make later work begin after *event*. Does not block the host on a GPU's stream."""
 
     def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
-        """Enqueue a copy between the device's memory and pinned memory of the host."""
+        """Enqueue a copy between device memory and pinned host memory."""
 
     def move(self, destination: int, source: int, nbytes: int) -> None:
-        """Enqueue a copy within the device's memory."""
+        """Enqueue a copy within device memory."""
 
 
 class OwnStream(Stream, Protocol):
-    """A stream that was made here."""
+    """A stream that this package has made, and closes."""
 
     def close(self) -> None:
-        """Let go of it: after what is enqueued it does nothing any more. Idempotent; raises nothing."""
+        """Close it after the work that is enqueued. Idempotent; raises nothing."""
 
 
 class SharedMemory(NamedTuple):
-    """*nbytes* at *address* of a device, which whoever has the descriptor *fd* can register with a card. `gpu`: the
-    device's address on PCIe, and *fd* is a dma-buf; "": it is a memfd. *free* gives the memory back.
+    """Device memory that can be registered with a card by the descriptor *fd*: a dma-buf, and `gpu` is the device's
+    PCIe address, or a memfd, and `gpu` is "". *free* frees the memory.
     """
 
     address: int
@@ -66,56 +67,56 @@ class SharedMemory(NamedTuple):
     free: Callable[[], object]
 
     def close(self) -> None:
-        """Give it back, once. Cards that have it registered keep it. Raises nothing."""
+        """Free it; call it once. Cards keep alive what they have registered. Raises nothing."""
         os.close(self.fd)
         self.free()
 
 
 class Device(Protocol):
-    """One device in this process, known by its name. Any thread."""
+    """One device of this process, identified by its name. Any thread."""
 
     name: str
 
     def enter(self) -> None:
-        """Make it the one that this thread works with: called once by threads that do nothing else."""
+        """Make it this thread's current device: called once by threads that use no other."""
 
     def stream(self) -> OwnStream:
-        """Return a new stream, which waits for no other one."""
+        """Return a new stream, which does not wait for any other."""
 
     def pin(self, address: int, nbytes: int, writable: bool) -> None:
-        """Let the device reach these pages of the host by itself; not *writable*: they are mapped for reading.
+        """Pin these pages of the host, so that the device can reach them; not *writable*: they are mapped read-only.
 
-        Raises `DeviceError` if it, or the machine, does not let us.
+        Raises `DeviceError` if the device or the machine does not allow it.
         """
 
     def unpin(self, address: int) -> None:
         """Undo `pin`. Raises nothing."""
 
     def share(self, nbytes: int) -> SharedMemory:
-        """Return new memory of the device that a card can reach.
+        """Return new device memory that a card can reach.
 
         Raises
         ------
         UnsupportedError
-            If the device, or its driver, does not let cards reach its memory.
+            If the device or its driver does not support it.
         DeviceError
-            If it has no such memory left.
+            If the device has no memory left.
         """
 
     def flush_remote_writes(self) -> None:
-        """Let what is enqueued from now on find what cards have written to the device's memory until now.
+        """Make later work see what cards have written to the device's memory so far.
 
-        Bytes and completion take different ways over PCIe: that the host has seen the one does not say that the device
-        sees the other. Called by the host, after it has seen the completion; blocks for about a microsecond at most.
+        Bytes and completions take different paths over PCIe: the device may not see bytes whose completion the host has
+        seen. Called by the host after the completion; blocks about a microsecond at most.
         """
 
 
 @dataclass(frozen=True)
 class DeviceLocation:
-    """Where an array on a device lies in its owner's order of things.
+    """The device of an array, and its place in the order of its owner's work.
 
-    Its bytes are read, and written, after `ready`. `caller` returns the stream on which its owner works now: what is
-    enqueued there after a call finds the result.
+    Its bytes may be read and written after `ready`. `caller` returns the stream that its owner works on now: work that
+    is enqueued there after a call must find the result.
     """
 
     device: Device
@@ -124,7 +125,7 @@ class DeviceLocation:
 
 
 class DeviceSegment:
-    """Segment *number* of this rank's node, memory of a device here; None: of another rank's, which it is not told."""
+    """Segment *number* of the node in device memory of this rank; *memory* is None for a segment of another rank."""
 
     def __init__(self, number: int, memory: SharedMemory | None, result_nbytes: int = 0) -> None:
         self.number = number
@@ -134,14 +135,14 @@ class DeviceSegment:
 
     @property
     def address(self) -> int:
-        """Where it begins on the device."""
+        """Its address on the device."""
         if self.memory is None:
             raise UnsupportedError("a sum lies in the memory of another rank's GPU, which hands it on")
         return self.memory.address
 
 
 class DeviceRegion(NamedTuple):
-    """*nbytes* of input memory on a device: what the node calls them, and where they are."""
+    """*nbytes* of input memory on a device, at *offset* of a segment."""
 
     segment: DeviceSegment
     offset: int
@@ -149,5 +150,5 @@ class DeviceRegion(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Where they begin on the device."""
+        """Their address on the device."""
         return self.segment.address + self.offset

@@ -1,8 +1,8 @@
-"""The machine itself as a device: its memory is the device's, its streams are threads.
+"""The host device: the machine itself as a device, with threads as streams (setting host_device).
 
-It makes whatever is made for GPUs run, and be seen, where there is none (setting host_device), and tests all of it but
-the calls of CUDA. A thread does what is enqueued on a stream, in order; what fails there fails whatever comes after, as
-on a GPU. Copies are refused from or to memory that was not pinned, which a GPU would make slow and blocking.
+It runs and tests all code for GPUs without a GPU, except for the calls of CUDA. A thread runs the work of a stream in
+order; a failure fails all later work, as on a GPU. Copies from or to host memory that is not pinned raise an error; on
+a GPU they would be slow and blocking.
 """
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..pyx.pages import Segment
 from ..pyx.port import copy
 from .device import DeviceLocation, Event, SharedMemory, Stream
 
-#: How long `close` waits for a stream's thread, which may be inside the user's work.
+#: How long `close` waits for a stream's thread, which may run the user's work.
 _CLOSE_S = 5.0
 
 
 class HostEvent:
-    """A place on a `HostStream`, which is its *origin*."""
+    """An event of a `HostStream`, which is its *origin*."""
 
     def __init__(self, origin: Hashable) -> None:
         self.origin = origin
@@ -34,7 +34,7 @@ class HostEvent:
         self._error: BaseException | None = None
 
     def reach(self, error: BaseException | None = None) -> None:
-        """Say that everything before it is done, or what failed there."""
+        """Mark it as reached, with the error that the stream failed with, if any."""
         self._error = error
         self._reached.set()
 
@@ -50,7 +50,7 @@ class HostEvent:
 
 
 class HostStream:
-    """A thread that does what is enqueued. See `Stream`."""
+    """A thread that runs enqueued work. See `Stream`."""
 
     def __init__(self, device: HostDevice) -> None:
         self._device = device
@@ -61,7 +61,7 @@ class HostStream:
         self._thread.start()
 
     def run(self, work: Callable[[], object]) -> None:
-        """Enqueue *work*: what a kernel is on a GPU. Where something has failed before, it is left out."""
+        """Enqueue *work*, as a kernel on a GPU. It is skipped if earlier work has failed."""
         def step(error: BaseException | None) -> None:
             if error is None:
                 work()
@@ -79,7 +79,7 @@ class HostStream:
             if not self._is_closed:
                 self._work.put(step)
                 return
-        step(DeviceError("it was closed before"))  # whoever waits for the event shall not wait for ever
+        step(DeviceError("it was closed before"))  # a thread that waits for the event must not wait forever
 
     def wait(self, event: Event) -> None:
         """See `Stream`."""
@@ -108,13 +108,13 @@ class HostStream:
         while (step := self._work.get()) is not None:
             try:
                 step(error)
-            except BaseException as exc:  # whatever the user's work raises: those who wait for an event are told
+            except BaseException as exc:  # the user's work may raise anything; threads that wait for an event get it
                 error = exc
             del step
 
 
 class _Program:
-    """The order in which the host's own program goes on: where it stands, everything before is done."""
+    """The stream of the host's own program: everything before the current call is done."""
 
     def __init__(self, device: HostDevice) -> None:
         self._device = device
@@ -171,7 +171,7 @@ class HostDevice:
         return SharedMemory(segment.address, segment.nbytes, os.dup(segment.fileno()), "", segment.close)
 
     def flush_remote_writes(self) -> None:
-        """See `Device`. A CPU finds what cards have written."""
+        """See `Device`. A CPU always sees what cards have written."""
 
     def require_pinned(self, address: int, nbytes: int) -> None:
         """Raise `DeviceError` unless these bytes of the host lie in one pinned range."""
@@ -181,19 +181,19 @@ class HostDevice:
             raise DeviceError(f"a copy from or to {nbytes} bytes at {address:#x} of the host, which are not pinned")
 
     def place(self, stream: Stream | None = None) -> DeviceLocation:
-        """Return the place of an array whose owner works on *stream*; None: in the host's own program."""
+        """Return the location of an array whose owner works on *stream*; None: in the host's own program."""
         own = _Program(self) if stream is None else stream
         return DeviceLocation(self, own.record(), lambda: own)
 
 
 @functools.cache
 def host_device() -> HostDevice:
-    """Return this process's."""
+    """Return the host device of this process."""
     return HostDevice()
 
 
 class HostArray(np.ndarray[Any, Any]):
-    """An array of the host device, whose owner works on `stream` (None: in the host's own program)."""
+    """An array on the host device, whose owner works on `stream` (None: in the host's own program)."""
 
     stream: HostStream | None = None
 

@@ -1,7 +1,7 @@
-"""The sum of an island's pieces as a CUDA kernel, one for each dtype, with the bits of the engine's sums.
+"""CUDA kernels that sum the inputs of an island, one for each dtype; bit for bit the sums of the engine.
 
-The source has nothing of CUDA's headers in it but the names of threads and blocks: tests compile it for the host.
-Terms are added from the first member on, halves in f32, rounded once to nearest even; NaN is the quiet one.
+The source uses nothing of CUDA but the names of threads and blocks, so tests compile it for the host. Terms are added
+from the first member on; 16-bit floats in f32, rounded once to nearest even. NaN is the quiet one.
 """
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from .cuda import cupy
 
-#: In terms of the wire dtype: sum_<dtype>(target, own, windows, offset, place, n_members, n). *windows*: addresses of
-#: all members' windows, whose pieces lie at *offset*; that of the member at *place* lies at *own* instead.
+#: sum_<dtype>(target, own, windows, offset, place, n_members, n), in elements of the wire dtype. *windows* has the
+#: addresses of all members' windows, where inputs lie at *offset*; that of member *place* lies at *own* instead.
 SOURCE = r"""
 typedef unsigned short u16; typedef unsigned int u32; typedef unsigned long long u64;
 union Word32 { float value; u32 bits; };
@@ -87,8 +87,8 @@ SUM(int64, u64, u64, SAME, SAME)
 
 @functools.cache
 def sum_kernel(dtype: str, number: int) -> Any:
-    """Return CuPy's kernel for *dtype*, compiled for the current device, which is *number*: some versions keep that of
-    the first one.
+    """Return CuPy's kernel for *dtype*, compiled for the current device, *number*. It is kept for each device, as some
+    versions of CuPy keep the one of the first device only.
     """
     compiled = cupy().RawModule(code="#define DEVICE __device__\n" + SOURCE, options=("-std=c++11",))
     return compiled.get_function(f"sum_{dtype}")

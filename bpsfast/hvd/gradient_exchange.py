@@ -3,7 +3,8 @@
 `DenseExchange` declares gradients once for the whole job and sends them by priority, fused, without negotiation. It
 adds sums, factors, sparse gradients and `join` to `torch.exchange.Exchange`. In the first step all ranks tell each
 other which gradients are sparse; those go by allgather. With the gradients of each step travels a number that only
-joined ranks contribute to. A joined rank takes part in each step with zeros, and sees from that number when all have joined.
+joined ranks contribute to. A joined rank takes part in each step with zeros, and sees from that number when all have
+joined.
 
 A joined rank also takes part in the steps of optimizers that it no longer has, while any rank has them. So in the first
 step of an optimizer the ranks also tell each other which earlier optimizers are left, and free the memory of others.

@@ -1,4 +1,4 @@
-"""Start and watch the processes of a job; design: bpsfast/docs/design/launch.md.
+"""Start and watch the processes of a job. Design: bpsfast/docs/design/launch.md, security.md.
 
     roles             who this process is, from the variables of `environments`, `slurm` or a store (`rendezvous`)
     daemons           scheduler and node, as a rank or a command starts them

@@ -46,8 +46,8 @@ class NodeAffinity:
         self._host = host or Host()
         tree = self._host.tree
         self.allowed = numa.allowed_cpus(tree) or frozenset(os.sched_getaffinity(0))
-        self.seat = CpuAffinity()
-        self.homes = NumaMemory({})
+        self.affinity = CpuAffinity()
+        self.numa_memory = NumaMemory({})
         self._wishes = AffinityOptions.of(settings)
         self._cores = Cores({})
         self._mems = numa.allowed_nodes(tree)
@@ -56,18 +56,19 @@ class NodeAffinity:
         if not self._is_on:
             return
         self._cores = read_cores(tree, settings.whole_cores)
-        self.homes = NumaMemory({number: self._cores.cpus_of(number) & self.allowed for number in self._cores.nodes})
+        self.numa_memory = NumaMemory({number: self._cores.cpus_of(number) & self.allowed
+                                       for number in self._cores.nodes})
         self._cards = locality.traffic_nics(self._host, settings, address)
         beside, wishes = self._cards.nodes, self._wishes
         if settings.cores:  # it keeps to its quota already
             beside, wishes = frozenset(), AffinityOptions()
         planned = plan_node(self._cores, self.allowed, beside, max(0, settings.local_size), wishes)
-        self.seat = with_allowed_memory(planned,
+        self.affinity = with_allowed_memory(planned,
                             self._mems)
-        if not ThreadBinding(self.seat.cpus).cpus:  # nothing to do, or refused
-            self.seat = CpuAffinity(home=self.seat.home)
-        log.info("seats: %s%s", _words("this node", self.seat),
-                 f", beside {', '.join(self._cards.names)}" if self.seat.cpus and self._cards.nodes else "")
+        if not ThreadBinding(self.affinity.cpus).cpus:  # nothing to do, or refused
+            self.affinity = CpuAffinity(home=self.affinity.home)
+        log.info("CPU affinity: %s%s", _words("this node", self.affinity),
+                 f", beside {', '.join(self._cards.names)}" if self.affinity.cpus and self._cards.nodes else "")
 
     def of(self, ranks: Sequence[Attach]) -> tuple[CpuAffinity, ...]:
         """Return CPUs and memory of all local *ranks*, in their order.
@@ -83,13 +84,14 @@ class NodeAffinity:
         gpus = locality.gpu_numa_nodes(self._host) if has_gpus else ()
         came = [Rank(parse_cpus(rank.cpus), rank.stays, gpus[rank.gpu] if 0 <= rank.gpu < len(gpus) else None)
                 for rank in ranks]
-        taken = self.seat.cpus if self.seat.alone else frozenset[int]()
+        taken = self.affinity.cpus if self.affinity.alone else frozenset[int]()
         planned = plan_ranks(self._cores, came, self._wishes, taken)
-        seats = tuple(with_allowed_memory(seat, self._mems) for seat in planned)
-        log.info("seats: %s", "; ".join(_words(f"local rank {number}", seat) for number, seat in enumerate(seats)))
-        return seats
+        affinities = tuple(with_allowed_memory(affinity, self._mems) for affinity in planned)
+        log.info("CPU affinity: %s", "; ".join(_words(f"local rank {number}", affinity)
+                                               for number, affinity in enumerate(affinities)))
+        return affinities
 
 
-def _words(who: str, seat: CpuAffinity) -> str:
-    where = f"on CPUs {format_cpus(seat.cpus)}" if seat.cpus else "where it may run"
-    return f"{who} {where}" + ("" if seat.home is None else f", its memory on NUMA node {seat.home}")
+def _words(who: str, affinity: CpuAffinity) -> str:
+    where = f"on CPUs {format_cpus(affinity.cpus)}" if affinity.cpus else "where it may run"
+    return f"{who} {where}" + ("" if affinity.home is None else f", its memory on NUMA node {affinity.home}")

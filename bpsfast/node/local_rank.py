@@ -41,7 +41,7 @@ class LocalRank:
         self.dead = False
         self.source = -1
         self.came = message
-        self.seat = CpuAffinity()
+        self.affinity = CpuAffinity()
         self.lane = Segment(ring.LANE_NBYTES, name="bpsfast-lane", huge=False)
         ring.format_lane(self.lane)
         self._inputs: Arena = regions.arena("input")
@@ -52,11 +52,11 @@ class LocalRank:
         """Whether no message needs to be sent to this rank any more."""
         return self.left or self.dead
 
-    def take(self, seat: CpuAffinity) -> None:
+    def set_affinity(self, affinity: CpuAffinity) -> None:
         """Set where the rank runs, and where its inputs are allocated. Before it has any."""
-        self.seat = seat
-        if seat.home is not None:
-            self._inputs.home = seat.home
+        self.affinity = affinity
+        if affinity.home is not None:
+            self._inputs.home = affinity.home
 
     def describe(self) -> str:
         """Return how the rank is named in errors."""

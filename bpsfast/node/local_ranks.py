@@ -43,7 +43,7 @@ class LocalRanks:
         self._servers: list[MessageSocket] = []
         self._writing: set[int] = set()
         self._attached = False
-        self._is_seated = False
+        self._has_affinity = False
         self._departed: messages.FirstRankLeft | None = None
 
     @property
@@ -55,12 +55,12 @@ class LocalRanks:
         """Return the global ranks that the local ranks request (-1: any); empty until all have attached."""
         return tuple(rank.rank for rank in self.ranks) if self.ranks and len(self.ranks) == self._expected else ()
 
-    def seat(self, seats: NodeAffinity) -> None:
+    def set_affinity(self, node_affinity: NodeAffinity) -> None:
         """Choose CPUs and memory for each rank, once all have attached; raises `ConfigError` as `NodeAffinity.of`."""
-        if self.wished_ranks() and not self._is_seated:
-            self._is_seated = True
-            for rank, seat in zip(self.ranks, seats.of([rank.came for rank in self.ranks])):
-                rank.take(seat)
+        if self.wished_ranks() and not self._has_affinity:
+            self._has_affinity = True
+            for rank, affinity in zip(self.ranks, node_affinity.of([rank.came for rank in self.ranks])):
+                rank.set_affinity(affinity)
 
     def missing(self) -> str:
         """Name the local ranks that have not attached."""
@@ -122,7 +122,7 @@ class LocalRanks:
             rank.tell(messages.Attached(
                 rank=rank.rank, size=n_ranks, local_rank=rank.local_rank, local_size=len(self.ranks), node_pid=me.pid,
                 node=me.index, n_nodes=len(welcome.nodes) - n_helpers, n_helpers=n_helpers, transports=transports,
-                settings=self._fingerprint, machines=machines, cpus=format_cpus(rank.seat.cpus),
+                settings=self._fingerprint, machines=machines, cpus=format_cpus(rank.affinity.cpus),
                 job=welcome.job),
                 runtime.fds_for(rank))
         if self._departed is not None:

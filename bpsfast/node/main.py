@@ -218,7 +218,7 @@ class Node:
             self._watch(*self._membership.sockets)
         host, port = self._data_listener.getsockname()[:2]
         ranks = self._local_ranks.wished_ranks()
-        self._local_ranks.seat(self._affinity)
+        self._local_ranks.set_affinity(self._affinity)
         self._membership.send(messages.Join(
             version=messages.VERSION, package=__version__, host=socket.gethostname(), pid=os.getpid(),
             index=self._settings.node_index, ranks=ranks,

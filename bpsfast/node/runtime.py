@@ -83,7 +83,7 @@ class NodeRuntime:
         self._stopped = False
         self._place_of: Callable[[int], int] = lambda index: index
         self.regions = Regions(settings.max_bytes, settings.huge_pages == "auto",
-                               *((affinity.homes, affinity.seat.home) if affinity is not None else ()))
+                               *((affinity.numa_memory, affinity.affinity.home) if affinity is not None else ()))
         self.shm_endpoint = shm.ShmEndpoint(self._doorbell)
         self.rails = rdma.Rails(settings, rdma_rails.least_lockable_nbytes(settings.transport, MIN_SEGMENT_NBYTES),
                                 affinity.allowed if affinity is not None else frozenset())

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import errno
 import logging
-import os
 import secrets
 import time
 from typing import Any
@@ -23,6 +22,7 @@ from .. import messages as m
 from ..errors import DECODE_ERRORS, ClosedError, ConfigError, MismatchError, ProtocolError
 from ..job.admission import JobSettings
 from ..security import curve_pair
+from ..wake_up import WakeUp
 from ..zmq_connections import ConnectionActivity, ZmqHandshakeLimiter
 from .scheduler_state import SchedulerState
 
@@ -73,7 +73,7 @@ class Scheduler:
         self._n_unreadable = 0
         self._client_key = curve_pair(key, "node")[0]
         self._context = zmq.Context()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = WakeUp()
         self._zap = self._context.socket(zmq.REP)
         self._router = self._context.socket(zmq.ROUTER)
         self._doorkeeper = ZmqHandshakeLimiter(self._router)
@@ -85,7 +85,7 @@ class Scheduler:
             self.close()
             raise
         self._poller = zmq.Poller()
-        for source in (self._zap, self._router, self._doorkeeper.monitor, self._wake):
+        for source in (self._zap, self._router, self._doorkeeper.monitor, self._wake.fileno()):
             self._poller.register(source, zmq.POLLIN)
 
     def _listen(self, key: bytes, host: str, port: int) -> int:
@@ -165,7 +165,7 @@ class Scheduler:
         """Abort the job with *reason* and make `run` return at once. Any thread, signal handlers too."""
         self._stop_reason = reason
         if not self._context.closed:
-            os.eventfd_write(self._wake, 1)
+            self._wake.ring()
 
     def close(self) -> None:
         """Send what is queued, for at most a second, and free the sockets. Idempotent."""
@@ -175,7 +175,7 @@ class Scheduler:
         self._doorkeeper.close()
         self._router.close()
         self._context.term()
-        os.close(self._wake)
+        self._wake.close()
 
     def _is_waited_for(self) -> bool:
         """Whether a node may still connect to hear how the job ended."""
@@ -193,8 +193,8 @@ class Scheduler:
             self._admit()
         if self._router not in ready or self._read_all():
             self._doorkeeper.look()  # else those who wait to be read might seem to be strangers
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
+        if self._wake.fileno() in ready:
+            self._wake.clear()
             self._send(self._job.abort(ClosedError(self._stop_reason)))
         now = time.monotonic()
         for sender in self._job.quiet(now):

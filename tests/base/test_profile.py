@@ -77,7 +77,7 @@ def test_a_broken_undo_file_and_a_place_that_cannot_be_written_are_told(tmp_path
     (tmp_path / "job.toml.undo").write_text("{")
     with pytest.raises(ConfigError, match=r"job\.toml\.undo cannot be read"):
         profile.apply(str(file), {"rdma_mtu": 1024}, "x")
-    with pytest.raises(ConfigError, match="no folder that you may write"):
+    with pytest.raises(ConfigError, match="not a writable folder"):
         profile.writable(str(tmp_path / "absent" / "job.toml"))
     with pytest.raises(ConfigError, match="Is a directory"):
         profile.writable(str(tmp_path))

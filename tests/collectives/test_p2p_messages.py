@@ -206,10 +206,11 @@ def test_a_forked_child_has_no_post(two):
 CYCLES = """
 import os, threading, gc
 import numpy as np, bpsfast
-from bpsfast.trainer import current
+from bpsfast.collectives.p2p import P2PEndpoint
+from bpsfast.trainer import process
 def cycle():
     bpsfast.init(heartbeat_s=0.2)
-    post = current.current().post
+    post = process.current().extension(P2PEndpoint)
     x, y = np.ones(100_000, np.uint8), np.zeros(100_000, np.uint8)
     transfer = post.receive(1, 0, 1, y.ctypes.data, y.nbytes, y)
     post.send(1, 0, 1, x.ctypes.data, x.nbytes, x).wait()
@@ -233,9 +234,10 @@ def test_cycles_of_init_and_shutdown_leave_nothing():
 
 ACROSS = """
 import numpy as np, bpsfast
-from bpsfast.trainer import current
+from bpsfast.collectives.p2p import P2PEndpoint
+from bpsfast.trainer import process
 bpsfast.init()
-post, me, size = current.current().post, bpsfast.rank(), bpsfast.size()
+post, me, size = process.current().extension(P2PEndpoint), bpsfast.rank(), bpsfast.size()
 for n in (8, 100_000, 5_000_000):
     x, y = np.full(n, me, np.uint8), np.zeros(n, np.uint8)
     transfer = post.receive(1, (me - 1) % size, 0, y.ctypes.data, n, y)

@@ -125,7 +125,7 @@ def test_silence_from_the_start_names_the_address_and_the_key(muster, end):
 
 def test_a_word_now_and_then_is_enough_to_wait_on_and_on(muster, end, monkeypatch, caplog):
     monkeypatch.setattr(protocol, "WORD_EVERY_S", 0.1)
-    monkeypatch.setattr(elastic_service, "_POLL_S", 0.05)
+    monkeypatch.setattr(elastic_service, "_LOOK_S", 0.05)
     made = muster(1, max_ranks=2)
     first = made.speaker(0)
     first.say(Come, node="a")

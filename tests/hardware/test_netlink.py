@@ -24,8 +24,8 @@ def test_the_route_to_this_machine_is_local() -> None:
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a namespace without routes")
 def test_no_route_is_an_error_with_the_address() -> None:
-    program = ("import ipaddress\nfrom bpsfast.hardware import netlink\n"
-               "netlink.route_to(ipaddress.ip_address('10.1.2.3'))")
+    program = ("import ipaddress\nfrom bpsfast.hardware import kernel\n"
+               "kernel.route_to(ipaddress.ip_address('10.1.2.3'))")
     command = ["unshare", "--net", sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Seats taken for real: jobs on this machine, which their nodes take for one with two sockets."""
+"""CPU affinity applied for real: jobs on this machine, which their nodes take for one with two sockets."""
 from __future__ import annotations
 
 import os
@@ -91,8 +91,8 @@ def test_threads_run_where_the_plan_has_them_and_sums_are_right(tmp_path, capfd)
     said = capfd.readouterr().err
     assert len(re.findall(r"mbind\(MPOL_PREFERRED, node 1\) was refused: EINVAL .*\. Memory is placed by", said)) == 2
     assert len(re.findall(r"was refused", said)) == 2, "one warning in a process"
-    assert re.search(rf"seats: this node on CPUs {_CPUS[1]}, its memory on NUMA node 1, beside eth9", said)
-    assert re.search(rf"seats: local rank 0 on CPUs {_CPUS[0]}, its memory on NUMA node 0; local rank 1", said)
+    assert re.search(rf"CPU affinity: this node on CPUs {_CPUS[1]}, its memory on NUMA node 1, beside eth9", said)
+    assert re.search(rf"CPU affinity: local rank 0 on CPUs {_CPUS[0]}, its memory on NUMA node 0; local rank 1", said)
 
 
 def test_a_kernel_that_refuses_everything_costs_one_warning(tmp_path, capfd):

@@ -56,7 +56,7 @@ def test_a_tree_that_was_not_built_says_what_to_do():
 #: Says what a child is given, and which key the session has: of the process, of a fork that joins a job of its own.
 _JOINS_AGAIN = """
 import os, subprocess, sys, bpsfast
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 
 def given():
     text = 'import os; print([os.environ.get("BPSFAST_JOB_KEY" + name) for name in ("", "_FILE")])'
@@ -64,11 +64,11 @@ def given():
 
 for number in range(2):
     bpsfast.init()
-    print(given(), current.current().place.job_key.hex(), flush=True)
+    print(given(), process.current().place.job_key.hex(), flush=True)
     child = os.fork() if "RANK" not in os.environ else os.getpid()
     if child == 0:
         bpsfast.init()
-        print(given(), current.current().place.job_key.hex(), flush=True)
+        print(given(), process.current().place.job_key.hex(), flush=True)
         bpsfast.shutdown()
         os._exit(0)
     if child != os.getpid():

@@ -245,7 +245,7 @@ def refused():
 def test_what_cannot_be_is_refused_in_words(shared_job):
     for errors in shared_job(ranks=(2, 1), transport="tcp").run(refused):
         words = ["staleness=-2", "staleness=1.5", "'machine'", "root_rank=9", "int32", "(5,) of float32", "float64",
-                 "'s'", "(5,)", "'c.r' is kept already"]
+                 "'s'", "(5,)", "'c.r' is in use in this process"]
         assert len(errors) == len(words) and all(word in error for word, error in zip(words, errors)), errors
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 _PROGRAM = """
 import sys, torch, bpsfast.torch as bps
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 bps.init()
 bps.declare("b")
 bps.declare("a")
@@ -22,7 +22,7 @@ assert bps.push_pull(torch.ones(3) * rank, False, "a").tolist() == [1.0] * 3
 bps.suspend()
 numbers = eval(sys.argv[1])
 bps.resume(*numbers)
-assert current.current().tensors.order() == ["b", "a"]
+assert process.current().tensors.order() == ["b", "a"]
 assert (bps.rank(), bps.size()) == (rank, size)
 assert bps.push_pull(torch.ones(3) * rank, False, "a").tolist() == [1.0] * 3
 print("resumed", flush=True)

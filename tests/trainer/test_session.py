@@ -73,9 +73,9 @@ def test_one_process_is_a_job():
 
 KILLS_ITS_NODE = """
 import os, bpsfast, numpy as np
-from bpsfast.trainer import current
+from bpsfast.trainer import process
 bpsfast.init()
-os.kill(current._watch.daemons.node.pid, 9)
+os.kill(process._watch.daemons.node.pid, 9)
 while True:
     bpsfast.push_pull(np.ones(9), name="x")
 """

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from ...orchestration.errors import BpsError, ProtocolError
+from ...orchestration.wake_up import WakeUp
 
 #: A yield that took longer was slow.
 SLOW_YIELD_S = 0.001
@@ -93,10 +94,10 @@ class ProgressEngine:
         self._inline_at = self._checked_at = 0.0
         self._crowd = CpuContention()
         self._closed = self._has_given_up = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = WakeUp()
         self._epoll = select.epoll()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.watch(self._wake, select.EPOLLIN, lambda events: self._woken())
+        self.watch(self._wake.fileno(), select.EPOLLIN, lambda events: self._woken())
 
     def start(self) -> None:
         """Start the thread."""
@@ -133,7 +134,7 @@ class ProgressEngine:
 
     def _interrupt(self) -> None:
         if self._driver not in (0, threading.get_ident()) and not self._closed:
-            os.eventfd_write(self._wake, 1)
+            self._wake.ring()
 
     # -- without it ------------------------------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ class ProgressEngine:
             self._closed = True
             self._changed.notify_all()
             self._handover.notify_all()
-            os.eventfd_write(self._wake, 1)
+            self._wake.ring()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with self.lock:
@@ -178,12 +179,12 @@ class ProgressEngine:
                 self._changed.wait(_SLICE_S)
             self._handlers.clear()
             self._epoll.close()
-            os.close(self._wake)
+            self._wake.close()
 
     def drop_in_child(self) -> None:
         """Close a forked child's copies of the descriptors; without the lock, which may be inherited locked."""
         self._epoll.close()
-        os.close(self._wake)
+        os.close(self._wake.fileno())  # not `close`, which has a lock, too
 
     # -- one turn --------------------------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class ProgressEngine:
         self._tick()
 
     def _woken(self) -> None:
-        os.eventfd_read(self._wake)
+        self._wake.clear()
 
     def _run(self) -> None:
         pause_s = _LINGER_S

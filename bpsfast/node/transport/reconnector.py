@@ -135,7 +135,7 @@ class Reconnector:
             self._changed.notify_all()
             if self._closed:
                 return
-            thread = threading.Thread(target=self._seek, args=(index, pair, awaited), name="bpsfast-reunion",
+            thread = threading.Thread(target=self._seek, args=(index, pair, awaited), name="bpsfast-reconnect",
                                       daemon=True)
             self._threads = [each for each in self._threads if each.is_alive()] + [thread]
             thread.start()

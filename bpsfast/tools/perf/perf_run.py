@@ -27,6 +27,7 @@ from ...base.settings import Settings
 from ...hardware.host import Host
 from ...hardware.rdma_route import choose, peer_address
 from ...orchestration.errors import BpsError, PeerLostError, ProtocolError
+from ...orchestration.wake_up import WakeUp
 from . import perf_plan, results
 from .control import Agree, Control, Done, Offer, Propose, Ready, Result, Sent, Stop
 from .perf_plan import Plan
@@ -253,7 +254,7 @@ class _Beside:
         self._run, self._cancel = run, cancel
         self._value: Any = None
         self._error: BaseException | None = None
-        self._event = os.eventfd(0, os.EFD_CLOEXEC)
+        self._ended = WakeUp()
         self._gate = threading.Lock()
         self._runs = self._closed = False
         self._thread = threading.Thread(target=self._main, name="bpsfast-perf") if run is not None else None
@@ -275,7 +276,7 @@ class _Beside:
         except BaseException as exc:
             self._error = exc
         self.ended = True
-        os.eventfd_write(self._event, 1)
+        self._ended.ring()
 
     def __enter__(self) -> _Beside:
         return self
@@ -290,10 +291,10 @@ class _Beside:
             self._thread.join()
         if exc[1] is not None and exc[1] is not self._error:
             self._error = None  # cancelled because of another error; this traceback would keep the loop's memory mapped
-        os.close(self._event)
+        self._ended.close()
 
     def fileno(self) -> int:
-        return self._event
+        return self._ended.fileno()
 
     def value(self) -> Any:
         """Return what the function returned, or raise what it raised."""

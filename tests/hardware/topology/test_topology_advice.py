@@ -52,4 +52,4 @@ def test_who_could_send_straight_is_told_and_done_if_asked():
 
 
 def test_of_a_machine_without_gpus_nothing_is_said_of_them():
-    assert "Straight" not in "".join(report_strategy(switched((), (0,))).lines())
+    assert "Directly" not in "".join(report_strategy(switched((), (0,))).lines())
