@@ -106,7 +106,7 @@ def stages(plan: Plan) -> Records:
 def training(plan: Plan) -> Records:
     """The digits' network: averages by the device's way beside those by the CPU's."""
     with ContestantLauncher(plan.n_ranks, 1) as launcher:
-        group = launcher.bpsfast(device=plan.device, **_afar(plan))
+        group = launcher.bpsfast(device=plan.device, **_on_device(plan))
         return [record("training", {"n_steps": plan.n_training_steps, "rank": rank, "n_ranks": plan.n_ranks}, found)
                 for rank, found in enumerate(group.ask("train", plan.n_training_steps, timeout_s=2 * _ASK_S))]
 
@@ -116,13 +116,13 @@ def memory(plan: Plan) -> Records:
     records: Records = []
     for way in WAYS:
         with ContestantLauncher(plan.n_ranks, 1) as launcher:
-            group = launcher.bpsfast(device=plan.device, **_afar(plan))
+            group = launcher.bpsfast(device=plan.device, **_on_device(plan))
             records += [record("memory", {"rank": rank, "n_ranks": plan.n_ranks}, found) for rank, found
                         in enumerate(group.ask("footprint", way, plan.footprint_nbytes, timeout_s=_ASK_S))]
     return records
 
 
-def _afar(plan: Plan) -> dict[str, Any]:
+def _on_device(plan: Plan) -> dict[str, Any]:
     """Return the settings of a job in which torch's tensors lie on the device."""
     return {**plan.job, "host_device": not plan.is_gpu}
 

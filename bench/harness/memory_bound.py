@@ -186,7 +186,7 @@ class Passage:
         self._window = (n_slots(places.size) if is_worth(n_pieces, places.size) else n_pieces) * _PIECE
         self._stride = n_pieces * _PIECE
         self.n_shared = places.size * self._window + 2 * self._stride
-        self._legs: tuple[list[_Leg], list[_Leg]] = [], []
+        self._chunks: tuple[list[_Chunk], list[_Chunk]] = [], []
         self._n_moved = -1
 
     def result(self, parity: int) -> Array:
@@ -197,15 +197,15 @@ class Passage:
     def run(self) -> None:
         """Let all of the private memory through."""
         if self._n_moved != self._places.n_moved:
-            self._n_moved, self._legs = self._places.n_moved, (self._leg_list(0), self._leg_list(1))
-        chunks = self._legs[self._turn % 2]
+            self._n_moved, self._chunks = self._places.n_moved, (self._chunk_list(0), self._chunk_list(1))
+        chunks = self._chunks[self._turn % 2]
         self._turn += 1
         for outside, inside, nbytes, target, sources, n, source in chunks:
             copy(inside, outside, nbytes, nbytes + 1)
             self._sum(target, sources, 0, self._places.size, 0, n, 1, 0)
             copy(outside, source, nbytes, self._stream_nbytes)
 
-    def _leg_list(self, parity: int) -> list[_Leg]:
+    def _chunk_list(self, parity: int) -> list[_Chunk]:
         rank, size, chunks = self._places.rank, self._places.size, []
         for begin in range(0, self._n, _PIECE):
             n, at = min(_PIECE, self._n - begin), begin % self._window
@@ -219,7 +219,7 @@ class Passage:
 
 #: From where in private memory to which place of the window, bytes; what sums where and of what, elements; from where
 #: the whole sum goes back.
-_Leg = tuple[int, int, int, int, Any, int, int]
+_Chunk = tuple[int, int, int, int, Any, int, int]
 
 
 def _kernel() -> Callable[..., None]:

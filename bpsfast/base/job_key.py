@@ -169,4 +169,4 @@ def node_id_or_default(settings: Settings, name: str) -> str:
 
 def elastic_key(key: bytes) -> bytes:
     """Return the key of the line between an elastic job's workers and its coordinator, derived from the job's *key*."""
-    return security.prove(key, "muster")
+    return security.prove(key, "coordinator")

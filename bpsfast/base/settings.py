@@ -55,7 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     # who and where: filled by a launcher, see `roles`
     scheduler: Annotated[str, _about("address that the scheduler listens on", "host:port")] = ""
-    muster: Annotated[str, _about(
+    coordinator: Annotated[str, _about(
         "address of the coordinator of an elastic job; set by `bpsfast run --elastic`", "host:port")] = ""
     member: Annotated[int, _about("number of this worker in an elastic job", ge=-1, le=_MAX_INT)] = -1
     rank: Annotated[int, _about("number of this rank in the job", ge=-1, le=_MAX_INT)] = -1

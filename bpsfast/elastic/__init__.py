@@ -18,7 +18,7 @@ back to the last commit and join the next job (`orchestration.elastic` chooses i
 with most commits, and call ``train(state)`` again. Workers that are added join after a commit. `TorchState` and
 `ElasticSampler`, for PyTorch, are in `bpsfast.torch.elastic`.
 
-    member      a worker's end of the muster: how it gets into the next job
+    member      a worker's end of the coordinator: how it gets into the next job
     running     `run`
     state       what is committed, restored and given to all: `State`, `ObjectState`
 """

@@ -1,6 +1,6 @@
 """The connection of a worker to the coordinator of its elastic program, which forms one job after another.
 
-`bpsfast run --elastic` gives each worker the coordinator's address and a number (settings *muster*, *member*). The
+`bpsfast run --elastic` gives each worker the coordinator's address and a number (settings *coordinator*, *member*). The
 coordinator names the ranks of the next job. The ranks then find scheduler and nodes as those of a torch process group
 do (`launch.rendezvous`), with the coordinator as their key-value store.
 """
@@ -65,15 +65,15 @@ class CoordinatorClient:
     def __init__(self, settings: Settings) -> None:
         key = given_key(settings)
         if not key or settings.member < 0:
-            raise ConfigError("BPSFAST_MUSTER is set, but BPSFAST_JOB_KEY or BPSFAST_MEMBER is not: workers of an "
+            raise ConfigError("BPSFAST_COORDINATOR is set, but BPSFAST_JOB_KEY or BPSFAST_MEMBER is not: workers of an "
                               "elastic job are started by `bpsfast run --elastic` or `bpsfast add`")
         self.number = settings.member
         #: The coordinator's policy for a job that loses a worker.
         self.lost_worker = "abort"
         self.pid = os.getpid()
-        self._settings = msgspec.structs.replace(settings, muster="", member=-1)
+        self._settings = msgspec.structs.replace(settings, coordinator="", member=-1)
         self._node = f"{network_id()} {settings.node_id}"
-        host, port = parse_address(settings.muster, "BPSFAST_MUSTER")
+        host, port = parse_address(settings.coordinator, "BPSFAST_COORDINATOR")
         self._line = connect(host, port, elastic_key(security.job_key(key, "")))
         self._quiet_fd = os.eventfd(0)  # channels wait on a wake-up descriptor, which is never written here
         self._line.tell(Hello(rank=self.number))
@@ -172,7 +172,7 @@ class CoordinatorClient:
             return StallError(f"worker {self.number}: bpsfast run, at {self._line.address}, says nothing for "
                               f"{silent_s:.0f} s: is it stopped? Its last message was: {self._awaited}")
         return StallError(f"worker {self.number}: nobody answers at {self._line.address}, where bpsfast run should "
-                          f"listen (BPSFAST_MUSTER), for {silent_s:.0f} s: has it ended, or is the job key another "
+                          f"listen (BPSFAST_COORDINATOR), for {silent_s:.0f} s: has it ended, or is the job key another "
                           "one?")
 
     def _why_void(self) -> str | None:

@@ -81,5 +81,5 @@ def _gradients_of(chosen: GradientSet, inputs: Sequence[TensorInput]) -> Gradien
         devices = {None if each.place is None else each.place.device.name for each in inputs}
         _gradients[chosen] = Gradients(
             dict(zip(chosen.names, chosen.kinds)), average=chosen.average, prefix=chosen.prefix,
-            compression=dict(zip(chosen.names, chosen.codecs)), afar=devices.pop() if len(devices) == 1 else None)
+            compression=dict(zip(chosen.names, chosen.codecs)), on_device=devices.pop() if len(devices) == 1 else None)
     return _gradients[chosen]

@@ -36,13 +36,13 @@ _LOOPBACK = "127.0.0.1"
 class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `add` needs to reach a running job, in a file that only its owner can read."""
 
-    muster: str
+    coordinator: str
     job_key: str
 
 
-def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: Mapping[str, str], muster: str,
+def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: Mapping[str, str], coordinator: str,
          key: str) -> list[Command]:
-    """Return the first workers by rank. *muster* is the address of the elastic service, *key* the job's key in hex.
+    """Return the first workers by rank. *coordinator* is the address of the elastic service, *key* the job's key in hex.
 
     Raises `ConfigError` for helpers, which cannot follow from job to job.
     """
@@ -50,12 +50,12 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
         raise ConfigError(f"--helpers {shape.n_helpers} with --elastic: helpers do not follow the workers from job to "
                           "job; do without them, or without --elastic")
     base = {**thread_defaults(sum(shape.ranks)), **clean_environment(environ)}
-    common = msgspec.structs.replace(settings, muster=muster, job_key=key, job_key_file="", scheduler="",
+    common = msgspec.structs.replace(settings, coordinator=coordinator, job_key=key, job_key_file="", scheduler="",
                                      num_helpers=0, num_servers=-1, num_nodes=-1, size=-1, rank=-1, local_rank=-1,
                                      local_size=-1, node_index=-1)
     workers: list[Command] = []
     for name, n_local in zip(shape.machines, shape.ranks):
-        here = msgspec.structs.replace(common, node_id=f"{name} of {muster}", node_host=common.node_host or _LOOPBACK)
+        here = msgspec.structs.replace(common, node_id=f"{name} of {coordinator}", node_host=common.node_host or _LOOPBACK)
         command = Command("", Kind.RANK, tuple(program), {**base, **environment(here)})
         workers += [worker(len(workers) + i, command, {}) for i in range(n_local)]
     return workers
@@ -77,7 +77,7 @@ def run(shape: JobShape, program: Sequence[str], settings: Settings, rules: Elas
     service = ElasticService(rules, range(n_ranks), security.job_key(key, ""), _LOOPBACK)
     try:
         workers = plan(shape, program, settings, os.environ if environ is None else environ, service.address, key)
-        with _published(control, Control(muster=service.address, job_key=key)):
+        with _published(control, Control(coordinator=service.address, job_key=key)):
             service.start()
             pool = WorkerPool(service, workers, goes_on=rules.lost_worker != "abort")
             return Supervisor(workers, limits=limits, output=output, workers=pool).run()
@@ -96,7 +96,7 @@ def add(control: Path, count: int, timeout_s: float = 10.0) -> Added:
     except (OSError, *DECODE_ERRORS) as exc:
         raise ConfigError(f"{control} is no file that `bpsfast run --elastic --control` has made and whose job still "
                           f"runs: {exc}") from exc
-    host, port = parse_address(found.muster, str(control))
+    host, port = parse_address(found.coordinator, str(control))
     line = protocol.connect(host, port, elastic_key(security.job_key(found.job_key, "")))
     me = -1 - secrets.randbits(31)  # workers have numbers from 0 on
     quiet = WakeUp()
@@ -113,7 +113,7 @@ def add(control: Path, count: int, timeout_s: float = 10.0) -> Added:
         line.close()
         quiet.close()
     raise (StallError if line.is_connected else PeerLostError)(
-        f"the job of {control} has not answered at {found.muster} within {timeout_s:g} s")
+        f"the job of {control} has not answered at {found.coordinator} within {timeout_s:g} s")
 
 
 @contextlib.contextmanager
@@ -163,10 +163,10 @@ def _make_room(path: Path) -> None:
     if stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o600 and found.st_uid == os.getuid():
         with contextlib.suppress(*DECODE_ERRORS):
             left = msgspec.json.decode(path.read_bytes(), type=Control)
-            if not _is_listening(left.muster):
+            if not _is_listening(left.coordinator):
                 path.unlink()
                 return
-            problem = f"its job runs, and listens at {left.muster}"
+            problem = f"its job runs, and listens at {left.coordinator}"
     raise ConfigError(f"--control {path}: there is such a file, and {problem}: name another one, or remove it")
 
 

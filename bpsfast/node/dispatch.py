@@ -99,7 +99,7 @@ class Dispatcher:
         self._stopping = self._abandoned = False
         self._thread = threading.Thread(target=self._run, name="bpsfast-dispatch", daemon=True)
         self.error: Exception | None = None
-        self._n_events = self._n_batches = self._n_partitions = self._n_detours = self._n_lent = 0
+        self._n_events = self._n_batches = self._n_partitions = self._n_reconnects = self._n_lent = 0
         self._cpu_ns = self._peak_queued = 0
 
     # -- any thread but the service's; all but `hold` and `abandon` take effect in this order, before later events -----
@@ -233,14 +233,14 @@ class Dispatcher:
                                  f"{_COMMAND_TIMEOUT_S:g} s, or failed ({self.error!r})")
 
     def counters(self) -> dict[str, int]:
-        """Return counters: events, batches and partitions handled, links replaced ("detours"), results resent after the
+        """Return counters: events, batches and partitions handled, links replaced ("reconnects"), results resent after the
         loss of an owner ("lent"), the queue's state, and the thread's CPU time in nanoseconds.
         """
         return {
             "events": self._n_events,
             "batches": self._n_batches,
             "partitions": self._n_partitions,
-            "detours": self._n_detours,
+            "reconnects": self._n_reconnects,
             "lent": self._n_lent,
             "cpu_ns": self._cpu_ns,
             "queued": self._card.queued,
@@ -344,7 +344,7 @@ class Dispatcher:
                 del destination.posted[part]  # it waits: should this link end before its turn, that is once enough
                 self._put(source, write)
         self._pump()
-        self._n_detours += 1
+        self._n_reconnects += 1
 
     def _lose(self, source: int, code: int) -> None:
         if source in self._destinations:

@@ -143,8 +143,8 @@ class Node:
         self._membership: SchedulerClient | None = None
         self._peers = Peers(self, self._loop, settings, key, self._data_listener, self._plans, self._local_ranks,
                             self._epochs)
-        self._ledger = ControlLog(__version__, self._fingerprint)
-        self._scheduler_failover = SchedulerFailover(self, self._ledger, self._peers, self._plans,
+        self._control_log = ControlLog(__version__, self._fingerprint)
+        self._scheduler_failover = SchedulerFailover(self, self._control_log, self._peers, self._plans,
                                                      settings.start_timeout_s)
         self._recovery = Recovery(self, self._runtime, self._plans, self._peers.drop_peer,
                                   self._peers.add_peer, self._epochs)
@@ -258,7 +258,7 @@ class Node:
 
     def send(self, message: messages.Message) -> None:
         """Send *message* to the scheduler; while there is none, it is kept for the next one if it still matters."""
-        self._ledger.said(message)
+        self._control_log.said(message)
         self.say(message)
 
     def say(self, message: messages.Message) -> None:
@@ -385,7 +385,7 @@ class Node:
         while self._unread:
             message = self._unread.pop(0)
             self._n_control += 1
-            self._ledger.heard(message)
+            self._control_log.heard(message)
             self._handlers[type(message)](message)
 
     def _tick(self) -> None:

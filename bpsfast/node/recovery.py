@@ -145,9 +145,9 @@ class SchedulerFailover:
     the end    all ranks have left and no scheduler can say so: the nodes tell each other over their data ports
     """
 
-    def __init__(self, node: ControlLoop, ledger: ControlLog, peers: Peers, plans: Plans, timeout_s: float) -> None:
+    def __init__(self, node: ControlLoop, control_log: ControlLog, peers: Peers, plans: Plans, timeout_s: float) -> None:
         self._node = node
-        self._ledger = ledger
+        self._control_log = control_log
         self._peers = peers
         self._plans = plans
         self._timeout_s = timeout_s
@@ -190,20 +190,20 @@ class SchedulerFailover:
         if self._since is None or self._welcome is None or not self._node.runtime.connected:
             return False
         me = self._welcome.nodes[self._welcome.index]
-        if not self._ledger.left >= set(me.ranks):
+        if not self._control_log.left >= set(me.ranks):
             return False
         if me.ranks and not self._has_announced:
             self._has_announced = True
             self._peers.announce_shutdown()
         peer_shutdowns = self._peers.peer_shutdowns
         for index in peer_shutdowns:
-            self._ledger.record_peer_left(index)
+            self._control_log.record_peer_left(index)
         others = {node.index for node in self._welcome.nodes if node.ranks} - {me.index}
         return (peer_shutdowns >= others and (not me.ranks or self._peers.has_announced_shutdown)
                 and time.monotonic() - self._since >= _LAST_WAIT_S)
 
     def _send_account(self, recall: int) -> None:
-        for message in self._ledger.account(recall):
+        for message in self._control_log.account(recall):
             self._node.say(message)
 
     def _log(self, words: str, *values: object) -> None:

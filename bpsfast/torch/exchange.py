@@ -153,7 +153,7 @@ class Exchange:
         beside = told if device is None else {}
         found = self._used_gradients = Gradients(
             {**beside, **kinds}, prefix=self.prefix, order=[*beside, *order],
-            compression={name: self.codecs.get(name) for name in (*beside, *kinds)}, tuned=self.kept.tuned, afar=device)
+            compression={name: self.codecs.get(name) for name in (*beside, *kinds)}, tuned=self.kept.tuned, on_device=device)
         weakref.finalize(self, retire_later, found, self.aliases).atexit = False
         if not beside:
             self._used_gradients = Gradients(told, prefix=self.prefix)
@@ -358,7 +358,7 @@ class Exchange:
             if name not in self.kinds:
                 self._note_kind(name, self.used.frozen[name])
         kinds = {name: self.kinds[name] for name in names}
-        added = Gradients(kinds, prefix=self.prefix, afar=self._device(self.used.frozen[name] for name in names))
+        added = Gradients(kinds, prefix=self.prefix, on_device=self._device(self.used.frozen[name] for name in names))
         weakref.finalize(self, retire_later, added, self.aliases).atexit = False
         return added
 

@@ -32,7 +32,7 @@ from ..orchestration.messages import TensorSpec
 from ..orchestration.placement.partition import round_after
 from ..pyx.port import copy
 from . import process
-from .gpu.staging_buffers import broadcast as broadcast_afar
+from .gpu.staging_buffers import broadcast as broadcast_on_device
 from .session import Session
 from .tensor_input import tensor_input
 from .unit import Unit
@@ -276,7 +276,7 @@ def broadcast(x: Any, root_rank: int, name: str | None = None) -> Any:
     memory = session.devices.placed(tensor_input(x))
     text = f"{name or 'broadcast'} {memory.dtype} {memory.shape}"
     if memory.place is not None:
-        return broadcast_afar(session, session.extension(Broadcaster), x, memory, root_rank, text)
+        return broadcast_on_device(session, session.extension(Broadcaster), x, memory, root_rank, text)
     if session.rank == root_rank:
         if session.size > 1:
             session.extension(Broadcaster).send(text, [(memory.address, memory.nbytes)])

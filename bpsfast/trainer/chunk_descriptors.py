@@ -77,14 +77,14 @@ class SlidingWindow:
     def __init__(self, unit: PartitionedUnit, region: Region, slots: int) -> None:
         self.slots = slots
         self._at = offsets(unit)
-        self._legs = chunk_table(unit, region, self._at % np.uint64(slots * unit.stride))
-        self._legs["nbytes"] = np.minimum(np.uint64(unit.stride), np.uint64(unit.nbytes) - self._at)
+        self._chunks = chunk_table(unit, region, self._at % np.uint64(slots * unit.stride))
+        self._chunks["nbytes"] = np.minimum(np.uint64(unit.stride), np.uint64(unit.nbytes) - self._at)
         self._results = results(unit)
 
     def chunks(self, source: int, destination: int, round: int) -> Array:
         """Return the descriptors of *round* from address *source* to *destination*, valid until the next call."""
-        self._legs["source"] = self._at + np.uint64(source)
-        self._legs["destination"] = self._at + np.uint64(destination)
-        self._legs["result"] = self._results[round & 1]
-        self._legs["round"] = round
-        return self._legs
+        self._chunks["source"] = self._at + np.uint64(source)
+        self._chunks["destination"] = self._at + np.uint64(destination)
+        self._chunks["result"] = self._results[round & 1]
+        self._chunks["round"] = round
+        return self._chunks

@@ -83,18 +83,18 @@ class Gradients:
         Where the arrays lie, if not in shared memory: "cuda", "cuda:1" (CuPy arrays), "host" (`bpsfast.gpu.host`).
         Then `ready` reads a gradient after the work that its owner's stream has by then. The sum replaces the gradient,
         and work that is enqueued after `wait` sees it. The host never waits for the stream.
-    afar
+    on the device
         The device on which all gradients lie that `fill_from` will get.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True,
                  average: bool = True, prefix: str = "", order: Sequence[str] | None = None,
                  compression: Choice | None = None, tuned: TuningPoint | None = None, device: str | None = None,
-                 afar: str | None = None) -> None:
+                 on_device: str | None = None) -> None:
         self._session = session = process.current()
         kinds = {name: (tuple(shape), wire_name(dtype)) for name, (shape, dtype) in tensors.items()}
         self.codecs = chosen_among(compression, kinds, session.settings.min_compress_bytes)
-        self._device = device or afar
+        self._device = device or on_device
         self._path: HostPath | DevicePath = HostPath() if self._device is None else DevicePath(session)
         self._on_device = {} if device is None else {name: arrays.zeros(*kind, device) for name, kind in kinds.items()}
         self._names = {name: prefix + name for name in tensors}

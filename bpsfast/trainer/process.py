@@ -48,7 +48,7 @@ def init(**settings: object) -> None:
         return
     found = load(settings)
     logs.configure(found.log_level, "rank")
-    if found.muster:
+    if found.coordinator:
         hooks.open_elastic_client(found).join()
         return
     begin(roles.detect(found), found)

@@ -51,7 +51,7 @@ class Scheduler:
     Parameters
     ----------
     bind_host, port : where to listen; port 0 takes a free one, see `port`.
-    farewell_s : how long to go on after an abort, so that latecomers hear the reason. After a good end it goes on until
+    shutdown_notice_s : how long to go on after an abort, so that latecomers hear the reason. After a good end it goes on until
         all nodes have closed their connections, at most `lease_s`: a node that was cut off reconnects to hear the end.
     tick_s : longest time between two looks at the clock.
 
@@ -62,10 +62,10 @@ class Scheduler:
     """
 
     def __init__(self, settings: JobSettings, key: bytes, *, bind_host: str = "*", port: int = 0,
-                 farewell_s: float = 1.0, tick_s: float = 0.2) -> None:
+                 shutdown_notice_s: float = 1.0, tick_s: float = 0.2) -> None:
         self._job = SchedulerState(
             dataclasses.replace(settings, name=settings.name or secrets.token_hex(8)), time.monotonic())
-        self._farewell_s = farewell_s
+        self._shutdown_notice_s = shutdown_notice_s
         self._lease_s = settings.lease_s
         self._tick_s = tick_s
         self._stop_reason = ""
@@ -76,7 +76,7 @@ class Scheduler:
         self._wake = WakeUp()
         self._zap = self._context.socket(zmq.REP)
         self._router = self._context.socket(zmq.ROUTER)
-        self._doorkeeper = ZmqHandshakeLimiter(self._router)
+        self._handshake_limiter = ZmqHandshakeLimiter(self._router)
         self._pulses = ConnectionActivity()
         try:
             self._zap.bind(_ZAP_ADDRESS)
@@ -85,7 +85,7 @@ class Scheduler:
             self.close()
             raise
         self._poller = zmq.Poller()
-        for source in (self._zap, self._router, self._doorkeeper.monitor, self._wake.fileno()):
+        for source in (self._zap, self._router, self._handshake_limiter.monitor, self._wake.fileno()):
             self._poller.register(source, zmq.POLLIN)
 
     def _listen(self, key: bytes, host: str, port: int) -> int:
@@ -135,7 +135,7 @@ class Scheduler:
         try:
             while not self._job.over:
                 self._turn()
-            until = time.monotonic() + (self._farewell_s if self._job.aborted is not None else self._lease_s)
+            until = time.monotonic() + (self._shutdown_notice_s if self._job.aborted is not None else self._lease_s)
             while self._is_waited_for() and not self._stop_reason and time.monotonic() < until:
                 self._turn()
             self._log_abort()
@@ -172,14 +172,14 @@ class Scheduler:
         if self._context.closed:
             return
         self._zap.close(linger=0)
-        self._doorkeeper.close()
+        self._handshake_limiter.close()
         self._router.close()
         self._context.term()
         self._wake.close()
 
     def _is_waited_for(self) -> bool:
         """Whether a node may still connect to hear how the job ended."""
-        return self._job.aborted is not None or not self._job.is_known_to_be_over or self._doorkeeper.n_known > 0
+        return self._job.aborted is not None or not self._job.is_known_to_be_over or self._handshake_limiter.n_known > 0
 
     def _turn(self) -> None:
         """Wait for at most one tick, then read all messages before looking at the clock, so that what was sent in time
@@ -192,7 +192,7 @@ class Scheduler:
         if self._zap in ready:
             self._admit()
         if self._router not in ready or self._read_all():
-            self._doorkeeper.look()  # else those who wait to be read might seem to be strangers
+            self._handshake_limiter.look()  # else those who wait to be read might seem to be strangers
         if self._wake.fileno() in ready:
             self._wake.clear()
             self._send(self._job.abort(ClosedError(self._stop_reason)))
@@ -220,7 +220,7 @@ class Scheduler:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
-            fd = self._doorkeeper.knows(frames[-1])
+            fd = self._handshake_limiter.knows(frames[-1])
             sender, *rest = (frame.bytes for frame in frames)
             self._pulses.knows(sender, fd)
             try:

@@ -96,7 +96,7 @@ class LeaderChannel:
         self._names: dict[int, bytes] = {}
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._doorkeeper = ZmqHandshakeLimiter(self._socket)
+        self._handshake_limiter = ZmqHandshakeLimiter(self._socket)
         self._socket.maxmsgsize = _MESSAGE_MAX_NBYTES
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = curve_pair(key, "scheduler")
@@ -118,7 +118,7 @@ class LeaderChannel:
 
     def wait(self, wake_fd: int, timeout_s: float) -> None:
         """Sleep until there is input, *wake_fd* is readable, or the time is over."""
-        _wait((self._socket, self._doorkeeper.monitor), wake_fd, 0.0 if self._wrong is not None else timeout_s)
+        _wait((self._socket, self._handshake_limiter.monitor), wake_fd, 0.0 if self._wrong is not None else timeout_s)
 
     def recv_nowait(self) -> list[Any]:
         """Return all messages that have arrived. Raises `ProtocolError` once what came before it was returned."""
@@ -130,9 +130,9 @@ class LeaderChannel:
             try:
                 name, data = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                self._doorkeeper.look()
+                self._handshake_limiter.look()
                 return received
-            self._doorkeeper.knows(data)
+            self._handshake_limiter.knows(data)
             try:
                 message = _decode(self._decoder, data.bytes)
             except ProtocolError as exc:
@@ -171,7 +171,7 @@ class LeaderChannel:
         """
         heard = set(told)
         while len(heard) < n_others and (left_s := deadline - time.monotonic()) > 0:
-            _wait((self._socket, self._doorkeeper.monitor), None, 0.0 if self._wrong is not None else left_s)
+            _wait((self._socket, self._handshake_limiter.monitor), None, 0.0 if self._wrong is not None else left_s)
             with contextlib.suppress(ProtocolError):
                 self.recv_nowait()
             late = self.present - heard
@@ -182,7 +182,7 @@ class LeaderChannel:
     def close(self) -> None:
         """Send what is queued, for at most a second. Idempotent."""
         if not self._context.closed:
-            self._doorkeeper.close()
+            self._handshake_limiter.close()
             self._socket.close()
             self._context.term()
 

@@ -28,26 +28,26 @@ from bpsfast.trainer import process
 @given(st.integers(0, 64 << 20) | st.integers(0, 300 << 10))
 def test_strips_cover_a_load_and_are_few(wide, nbytes):
     found = cut(nbytes, wide)
-    names = [bore.name for bore, _ in found]
+    names = [chunk_size.name for chunk_size, _ in found]
     assert names == [name for name in ("wide", "small", "tiny") if name in names], "each once, widest first"
     assert all(n > 0 for _, n in found)
-    capacity = sum(n * bore.chunk_nbytes for bore, n in found)
+    capacity = sum(n * chunk_size.chunk_nbytes for chunk_size, n in found)
     if not nbytes:
         assert not found
         return
     last, _ = found[-1]
     assert nbytes <= capacity < nbytes + last.chunk_nbytes, "only the last strip is short"
-    whole = sum(n for bore, n in found if bore == wide)
+    whole = sum(n for chunk_size, n in found if chunk_size == wide)
     assert whole == nbytes // wide.chunk_nbytes
-    small, tiny = (sum(n for bore, n in found if bore == each) for each in (SMALL, TINY))
+    small, tiny = (sum(n for chunk_size, n in found if chunk_size == each) for each in (SMALL, TINY))
     assert small <= wide.chunk_nbytes // SMALL.chunk_nbytes and tiny <= 4
 
 
-@pytest.mark.parametrize("bore", [WIDE_WITHIN, WIDE_BETWEEN, SMALL, TINY, FINGERPRINTS])
+@pytest.mark.parametrize("chunk_size", [WIDE_WITHIN, WIDE_BETWEEN, SMALL, TINY, FINGERPRINTS])
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "float64"])
-def test_each_strip_has_a_partition_of_its_own(bore, dtype):
-    (unit,) = plan_units([spec_of("g", (), dtype, "sum", bore)], 0, 0, 4 << 20, 4 << 20)
-    assert [part.nbytes for part in unit.parts] == [bore.chunk_nbytes] * bore.n_chunks
+def test_each_strip_has_a_partition_of_its_own(chunk_size, dtype):
+    (unit,) = plan_units([spec_of("g", (), dtype, "sum", chunk_size)], 0, 0, 4 << 20, 4 << 20)
+    assert [part.nbytes for part in unit.parts] == [chunk_size.chunk_nbytes] * chunk_size.n_chunks
 
 
 def test_what_a_pipe_is_declared_as():
@@ -55,15 +55,15 @@ def test_what_a_pipe_is_declared_as():
         name="g/0/bfloat16.avg.small", dtype="bfloat16", shape=(512 << 10,), average=True, op="sum", ranks=(1, 3),
         priority=1 << 20, partition_nbytes=64 << 10)
     assert spec_of("g/0", (), "int8", "bor", TINY).op == "bor"
-    names = {spec_of("g", (), "int64", "band", bore).name for bore in (*chunk_sizes(True), FINGERPRINTS)}
-    assert len(names) == 4, "tickets go a way of their own"
+    names = {spec_of("g", (), "int64", "band", chunk_size).name for chunk_size in (*chunk_sizes(True), FINGERPRINTS)}
+    assert len(names) == 4, "fingerprints go a way of their own"
 
 
 def turns():
-    """Legs of one pipe, some taken: partitions in turn, rounds that count how often, memory of each partition."""
+    """Chunks of one pipe, some taken: partitions in turn, rounds that count how often, memory of each partition."""
     session = process.current()
-    bore = ChunkSize("few", 4096, 4)
-    pipe = ChunkStream(session, spec_of(f"turns/{session.size}", (), "uint8", "sum", bore), 20.0)
+    chunk_size = ChunkSize("few", 4096, 4)
+    pipe = ChunkStream(session, spec_of(f"turns/{session.size}", (), "uint8", "sum", chunk_size), 20.0)
     unit, region = pipe.unit, pipe.unit.staging
     assert unit.n_parts == 4 and unit.stride == 4096
     chunks = np.concatenate([pipe.chunks(3), pipe.chunks(0), pipe.chunks(6), pipe.chunks(1)])
@@ -74,9 +74,9 @@ def turns():
     assert set(chunks["segment"]) == {region.segment} and not chunks["source"].any() and not chunks["flags"].any()
     assert list(chunks["result"]) == [unit.result_address((c // 4 + 1) % 2, c % 4 * 4096) for c in range(10)]
     words = np.array([5, ~5], np.int64)
-    (ticket,) = pipe.fingerprint(words)
-    assert (ticket["part"], ticket["round"]) == (unit.first_part + 2, 3)
-    assert (ticket["source"], ticket["nbytes"], ticket["flags"]) == (words.ctypes.data, 16, FINGERPRINT)
+    (fingerprint,) = pipe.fingerprint(words)
+    assert (fingerprint["part"], fingerprint["round"]) == (unit.first_part + 2, 3)
+    assert (fingerprint["source"], fingerprint["nbytes"], fingerprint["flags"]) == (words.ctypes.data, 16, FINGERPRINT)
     pipe.close()
 
 

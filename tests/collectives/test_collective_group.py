@@ -177,8 +177,8 @@ def test_members_that_call_different_things_are_all_told_so(job):
         job(ranks=ranks).run(different)
 
 
-def different_beside_tickets():
-    """What differs goes through a pipe like that of the tickets, on some members only."""
+def different_beside_fingerprints():
+    """What differs goes through a pipe like that of the fingerprints, on some members only."""
     group = whole()
     group.barrier()
     x = np.arange(10, dtype=np.int64)
@@ -190,9 +190,9 @@ def different_beside_tickets():
     group.close()
 
 
-def test_who_called_what_is_found_out_beside_sums_like_tickets(two, three):
-    two.run(different_beside_tickets)
-    three.run(different_beside_tickets)
+def test_who_called_what_is_found_out_beside_sums_like_fingerprints(two, three):
+    two.run(different_beside_fingerprints)
+    three.run(different_beside_fingerprints)
 
 
 def large_pages():
@@ -201,7 +201,7 @@ def large_pages():
         patch.setattr(chunk_stream, "TINY", ChunkSize("tiny", 256, 32))
         patch.setattr(chunk_stream, "SMALL", ChunkSize("small", 1024, 32))
         group = whole()
-        patch.setattr(group, "_bores", (ChunkSize("wide", 2048, 32), chunk_stream.SMALL, chunk_stream.TINY))
+        patch.setattr(group, "_chunk_sizes", (ChunkSize("wide", 2048, 32), chunk_stream.SMALL, chunk_stream.TINY))
         for n in (1, 300, 700, 30_000):
             x = given(group.rank, "float32", n)
             group.all_reduce(tensor_input(x), tensor_input(x))

@@ -16,10 +16,10 @@ RANKS = {f"gpu{i}": 10 + i for i in range(8)}
 def test_the_paper_pcie_machine_reduces_below_switches_and_mixes_a_fifth_of_plain_copies() -> None:
     found = routes_of(choose(switched(wire_rate=1e15)), RANKS)
     assert found.islands() == [(10, 11, 12, 13), (14, 15, 16, 17)]
-    legs = [found.partition_route(part, 15) for part in range(10_000)]
-    alone = [partition_route for partition_route in legs if partition_route == PartitionRoute((15,), 15)]
-    assert len(alone) / len(legs) == pytest.approx(0.2, abs=0.005)
-    roots = Counter(partition_route.root for partition_route in legs if len(partition_route.island) > 1)
+    chunks = [found.partition_route(part, 15) for part in range(10_000)]
+    alone = [partition_route for partition_route in chunks if partition_route == PartitionRoute((15,), 15)]
+    assert len(alone) / len(chunks) == pytest.approx(0.2, abs=0.005)
+    roots = Counter(partition_route.root for partition_route in chunks if len(partition_route.island) > 1)
     assert all(n / 8000 == pytest.approx(0.25, abs=0.01) for n in roots.values()) and len(roots) == 4
 
 
@@ -51,10 +51,10 @@ def some_routes(draw: st.DrawFn) -> IslandRoutes:
 @given(some_routes(), st.integers(0, 1 << 31))
 def test_members_of_an_island_say_the_same_of_it_and_one_of_them_is_the_root(found: IslandRoutes, part: int) -> None:
     ranks = {rank for island in found.routes[0].islands for rank in island}
-    legs = {rank: found.partition_route(part, rank) for rank in ranks}
-    for rank, partition_route in legs.items():
+    chunks = {rank: found.partition_route(part, rank) for rank in ranks}
+    for rank, partition_route in chunks.items():
         assert rank in partition_route.island and partition_route.root in partition_route.island
-        assert all(legs[other] == partition_route for other in partition_route.island)
+        assert all(chunks[other] == partition_route for other in partition_route.island)
 
 
 @settings(max_examples=30)

@@ -13,16 +13,16 @@ from bpsfast.orchestration.errors import PeerLostError, StallError
 from bpsfast.trainer import process
 from tests.support.coordinators import (  # fixtures
     LIMIT_S,
+    coordinator as coordinator,
     end as end,
     meanwhile,
-    muster as muster,
     settings_of,
     until_connected,
 )
 
 
-def test_one_job_after_another_is_joined(muster, end):
-    made = muster(1, lost_worker="shrink")
+def test_one_job_after_another_is_joined(coordinator, end):
+    made = coordinator(1, lost_worker="shrink")
     member = end(made.address)
     for number in (1, 2):
         member.join()
@@ -32,9 +32,9 @@ def test_one_job_after_another_is_joined(muster, end):
     member.done()
 
 
-def test_a_job_that_does_not_come_together_is_tried_three_times(muster, end, caplog):
+def test_a_job_that_does_not_come_together_is_tried_three_times(coordinator, end, caplog):
     caplog.set_level(logging.INFO, "bpsfast.elastic")
-    made = muster(2, lost_worker="shrink")
+    made = coordinator(2, lost_worker="shrink")
     worker = made.speaker(1)
     member = end(made.address, start_timeout_s=0.5)
     until_connected(member)
@@ -54,8 +54,8 @@ def test_a_job_that_does_not_come_together_is_tried_three_times(muster, end, cap
     assert [text.split(": it did not come together: rank")[0] for text in said] == ["job 1", "job 2"]
 
 
-def test_a_job_that_loses_somebody_before_it_has_begun_is_no_try(muster, end):
-    made = muster(2, lost_worker="wait")
+def test_a_job_that_loses_somebody_before_it_has_begun_is_no_try(coordinator, end):
+    made = coordinator(2, lost_worker="wait")
     member = end(made.address)
 
     def others():
@@ -74,8 +74,8 @@ def test_a_job_that_loses_somebody_before_it_has_begun_is_no_try(muster, end):
     assert member.job == 5 and process.session() is None
 
 
-def test_a_worker_that_is_lost_while_others_attach_is_not_waited_for(muster, end):
-    made = muster(2, lost_worker="shrink")
+def test_a_worker_that_is_lost_while_others_attach_is_not_waited_for(coordinator, end):
+    made = coordinator(2, lost_worker="shrink")
     member = end(made.address)
 
     def other():

@@ -1,4 +1,4 @@
-"""A worker's end of the muster: what it says, whom it believes, when it gives up, and whose process it belongs to."""
+"""A worker's end of the coordinator: what it says, whom it believes, when it gives up, and whose process it belongs to."""
 from __future__ import annotations
 
 import logging
@@ -34,8 +34,8 @@ from tests.support.coordinators import (  # fixtures
     KEY,
     LIMIT_S,
     Puppet,
+    coordinator as coordinator,
     end as end,
-    muster as muster,
     settings_of,
     until,
     until_connected,
@@ -60,7 +60,7 @@ def known(puppet, end):
 @pytest.mark.parametrize("missing", [{"job_key": ""}, {"member": -1}])
 def test_who_was_not_started_as_a_worker_is_told_so(no_leaks, missing):
     with pytest.raises(ConfigError, match="workers of an elastic job are started by `bpsfast run --elastic` or"):
-        CoordinatorClient(load({"muster": "127.0.0.1:1", "job_key": KEY.hex(), "member": 0, **missing}, {}))
+        CoordinatorClient(load({"coordinator": "127.0.0.1:1", "job_key": KEY.hex(), "member": 0, **missing}, {}))
 
 
 # -- the next job ------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_a_refusal_is_raised_as_what_it_names(known, error, kind):
     assert type(caught.value) is kind and process.session() is None
 
 
-def test_a_muster_that_ends_while_it_is_waited_for_is_lost(known):
+def test_a_coordinator_that_ends_while_it_is_waited_for_is_lost(known):
     puppet, member = known
     until_connected(member)
     puppet.close()
@@ -114,8 +114,8 @@ def test_a_muster_that_ends_while_it_is_waited_for_is_lost(known):
         member.join()
 
 
-def test_silence_from_the_start_names_the_address_and_the_key(muster, end):
-    made = muster(1)
+def test_silence_from_the_start_names_the_address_and_the_key(coordinator, end):
+    made = coordinator(1)
     member = end(made.address, 0, job_key=secrets.token_hex(32), start_timeout_s=0.4)
     begin = time.monotonic()
     with pytest.raises(StallError, match=rf"worker 0: nobody answers at {made.address}, .* has it ended, or is"):
@@ -123,10 +123,10 @@ def test_silence_from_the_start_names_the_address_and_the_key(muster, end):
     assert 0.4 <= time.monotonic() - begin < 5.0
 
 
-def test_a_word_now_and_then_is_enough_to_wait_on_and_on(muster, end, monkeypatch, caplog):
+def test_a_word_now_and_then_is_enough_to_wait_on_and_on(coordinator, end, monkeypatch, caplog):
     monkeypatch.setattr(protocol, "WORD_EVERY_S", 0.1)
     monkeypatch.setattr(elastic_service, "_LOOK_S", 0.05)
-    made = muster(1, max_ranks=2)
+    made = coordinator(1, max_ranks=2)
     first = made.speaker(0)
     first.say(Come, node="a")
     assert first.hears(Formed).size == 1
@@ -216,8 +216,8 @@ def test_a_store_counts_by_itself(joining):
     assert client_module._Store(member, 3).add("a", 1) == 1
 
 
-def test_the_limit_of_a_value_is_the_last_that_is_stored(muster, end):
-    made = muster(2)
+def test_the_limit_of_a_value_is_the_last_that_is_stored(coordinator, end):
+    made = coordinator(2)
     second = made.speaker(1)
     second.say(Come, node="a")
     member = end(made.address, 0)

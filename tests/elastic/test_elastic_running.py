@@ -12,7 +12,7 @@ from bpsfast.elastic.coordinator_client import TrainingOver, current_client, ope
 from bpsfast.orchestration.elastic.protocol import Add, Added, Come, Done, Over
 from bpsfast.orchestration.errors import PeerLostError, StallError
 from bpsfast.trainer import process
-from tests.support.coordinators import KEY, RealMuster, ends, settings_of, until
+from tests.support.coordinators import KEY, RealCoordinator, ends, settings_of, until
 
 
 class Training:
@@ -38,10 +38,10 @@ class State(elastic.ObjectState):
 
 
 class Elastic:
-    """A muster of one seat, and this process, which has joined its first job."""
+    """A coordinator of one seat, and this process, which has joined its first job."""
 
-    def __init__(self, muster, monkeypatch, kind=State, **rules):
-        self.made = muster(1, **{"lost_worker": "shrink", **rules})
+    def __init__(self, coordinator, monkeypatch, kind=State, **rules):
+        self.made = coordinator(1, **{"lost_worker": "shrink", **rules})
         self.service = self.made.service
         self.member = open_client(settings_of(self.made.address))
         self.joined, join = [], self.member.join
@@ -60,11 +60,11 @@ class Elastic:
 
 
 @pytest.fixture
-def muster(no_leaks, monkeypatch):
+def coordinator(no_leaks, monkeypatch):
     """A way to make musters; this process belongs to none in the end."""
     with contextlib.ExitStack() as stack:
         def make(n, **rules):
-            made = RealMuster(n, **rules)
+            made = RealCoordinator(n, **rules)
             stack.callback(made.close)
             return made
 
@@ -73,9 +73,9 @@ def muster(no_leaks, monkeypatch):
 
 
 @pytest.fixture
-def begun(muster, monkeypatch):
+def begun(coordinator, monkeypatch):
     """A way to begin an elastic training of one rank."""
-    return lambda **rules: Elastic(muster, monkeypatch, **rules)
+    return lambda **rules: Elastic(coordinator, monkeypatch, **rules)
 
 
 def lose(state):
@@ -98,9 +98,9 @@ def finish_without_a_node(state):
     return finish(state)
 
 
-def test_run_joins_a_job_and_tells_all_when_it_has_ended(muster, monkeypatch):
-    made = muster(1, max_ranks=2)
-    for name, value in (("MUSTER", made.address), ("JOB_KEY", KEY.hex()), ("MEMBER", "0")):
+def test_run_joins_a_job_and_tells_all_when_it_has_ended(coordinator, monkeypatch):
+    made = coordinator(1, max_ranks=2)
+    for name, value in (("COORDINATOR", made.address), ("JOB_KEY", KEY.hex()), ("MEMBER", "0")):
         monkeypatch.setenv(f"BPSFAST_{name}", value)
     training = Training(lambda state, *arguments: (bpsfast.size(), current_client().has_state, *arguments))
     assert training.run.__doc__ == "The user's own." and process.session() is None

@@ -1,4 +1,4 @@
-"""What an elastic program goes on from, without a muster: committed, restored, and given to all by who has most."""
+"""What an elastic program goes on from, without a coordinator: committed, restored, and given to all by who has most."""
 from __future__ import annotations
 
 import numpy as np
@@ -56,7 +56,7 @@ def test_all_get_the_state_of_the_most_advanced_commit(shared_job):
     assert shared_job(ranks=(2, 1)).run(sync_after_commits) == [[[1.0] * 4, 10, 1, True, [1.0] * 4]] * 3
 
 
-def run_without_a_muster():
+def run_without_a_coordinator():
     state, resets = state_of(step=0), []
     state.register_reset_callbacks([lambda: resets.append(1)])
 
@@ -71,11 +71,11 @@ def run_without_a_muster():
     return [train(state, 2, until=6), resets, train.__doc__]
 
 
-def test_run_without_a_muster_calls_once(shared_job):
-    assert shared_job(ranks=(2, 1)).run(run_without_a_muster) == [[6, [], "The user's own."]] * 3
+def test_run_without_a_coordinator_calls_once(shared_job):
+    assert shared_job(ranks=(2, 1)).run(run_without_a_coordinator) == [[6, [], "The user's own."]] * 3
 
 
-def fail_without_a_muster():
+def fail_without_a_coordinator():
     """Lose somebody in the training function; return what becomes of that, and where the state is then."""
     state = state_of(step=0)
 
@@ -90,8 +90,8 @@ def fail_without_a_muster():
         return [str(exc), state.step]
 
 
-def test_run_without_a_muster_raises_what_ends_the_call(shared_job):
-    assert shared_job(ranks=(2, 1)).run(fail_without_a_muster) == [["rank 9 is gone", 1]] * 3
+def test_run_without_a_coordinator_raises_what_ends_the_call(shared_job):
+    assert shared_job(ranks=(2, 1)).run(fail_without_a_coordinator) == [["rank 9 is gone", 1]] * 3
 
 
 def test_a_loss_is_seen_through_what_was_raised_from_it():

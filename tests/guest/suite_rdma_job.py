@@ -269,7 +269,7 @@ def test_auto_goes_on_by_tcp_when_a_card_is_pulled_out_under_writes_and_every_su
         for index, outcome in enumerate(outcomes):
             after = outcome.value["after"]
             assert after[f"transport_{1 - index}"] == 2 and "rdma_rails" not in after, after
-        # memory and parts that come after the detour
+        # memory and parts that come after the reconnect
         job.run(train, timeout_s=200)
         job.close()
     assert said.read_text().count("is reached by tcp from now on, not by rdma: ") == 2

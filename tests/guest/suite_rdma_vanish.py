@@ -151,13 +151,13 @@ def test_a_peer_that_does_not_part_with_its_link_is_lost_after_all(no_leaks):
     made = agree("auto", "rxe1")
     end, lost, fenced = made[0], [], []
 
-    def detours(**changes: object) -> Reconnects:
+    def reconnects(**changes: object) -> Reconnects:
         settings = msgspec.structs.replace(end.settings, **changes)
         return Reconnects(settings, end.loop, end.runtime, end.peering, lambda work: work(), fenced.append,
                        lambda index, reason: lost.append((index, reason)))
 
-    assert not detours(transport="rdma").begin(1, "explicit rdma takes no detour")
-    under_way = detours(start_timeout_s=1.0)
+    assert not reconnects(transport="rdma").begin(1, "explicit rdma takes no reconnect")
+    under_way = reconnects(start_timeout_s=1.0)
     assert not under_way.channel_ended(1)
     assert under_way.begin(1, "a test")
     assert under_way.begin(1, "its other lanes say so, too")

@@ -76,7 +76,7 @@ def push_until_it_fails(n: int) -> str:
 
 
 def push_until_it_goes_by_tcp(timeout_s: float) -> dict[str, Any]:
-    """Run on a rank: push_pull and check every sum until both nodes have made a detour, and some steps more.
+    """Run on a rank: push_pull and check every sum until both nodes have made a reconnect, and some steps more.
 
     Return the number of steps, and the node's counters at the end.
     """
@@ -86,12 +86,12 @@ def push_until_it_goes_by_tcp(timeout_s: float) -> dict[str, Any]:
     step = n_after = 0
     while n_after < 5:
         array[...] = pattern * (step + rank)
-        flag[...] = bpsfast.counters()["dispatch_detours"]
+        flag[...] = bpsfast.counters()["dispatch_reconnects"]
         handles = [bpsfast.push_pull_async(array, name="array"), bpsfast.push_pull_async(flag, name="flag")]
         total, flags = (np.asarray(bpsfast.synchronize(handle)) for handle in handles)
         assert (total == pattern * (2 * step + 1) / 2).all(), f"step {step}"
         n_after += flags[0] == 1
         step += 1
-        assert time.monotonic() < deadline, f"no detour in {step} steps"
+        assert time.monotonic() < deadline, f"no reconnect in {step} steps"
     bpsfast.barrier()
     return {"steps": step, "after": bpsfast.counters()}

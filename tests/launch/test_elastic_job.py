@@ -34,13 +34,13 @@ def test_what_makes_no_sense_is_refused(options, text):
     assert done.returncode == 2 and f"ConfigError: {text}" in done.stderr
 
 
-def test_workers_are_told_the_muster_and_no_place():
+def test_workers_are_told_the_coordinator_and_no_place():
     found = elastic_job.plan(JobShape(ranks=(2, 1)), ["prog"], settings.load({"rank": 3, "timeout_s": 7}, {}),
                              {"PATH": "/bin", "RANK": "9", "BPSFAST_SIZE": "9"}, "127.0.0.1:99", "ab" * 16)
     assert [command.name for command in found] == ["worker 0", "worker 1", "worker 2"]
     environ = found[2].environ
     assert {name: value for name, value in environ.items() if name.startswith("BPSFAST_")} == {
-        "BPSFAST_MUSTER": "127.0.0.1:99", "BPSFAST_JOB_KEY": "ab" * 16, "BPSFAST_MEMBER": "2",
+        "BPSFAST_COORDINATOR": "127.0.0.1:99", "BPSFAST_JOB_KEY": "ab" * 16, "BPSFAST_MEMBER": "2",
         "BPSFAST_NODE_ID": "node1 of 127.0.0.1:99", "BPSFAST_NODE_HOST": "127.0.0.1", "BPSFAST_TIMEOUT_S": "7.0"}
     assert environ["PATH"] == "/bin" and "RANK" not in environ
     assert all("ab" * 16 not in word for command in found for word in command.argv)
@@ -60,14 +60,14 @@ def test_add_needs_the_file_of_a_running_job(tmp_path):
 
 def test_add_says_when_nobody_answers(tmp_path):
     path = tmp_path / "control"
-    with elastic_job._published(path, elastic_job.Control(muster="127.0.0.1:1", job_key="ab" * 16)):
+    with elastic_job._published(path, elastic_job.Control(coordinator="127.0.0.1:1", job_key="ab" * 16)):
         assert os.stat(path).st_mode & 0o777 == 0o600
         with pytest.raises(elastic_job.PeerLostError, match=r"has not answered at 127\.0\.0\.1:1 within 0\.3 s"):
             elastic_job.add(path, 1, timeout_s=0.3)
     assert not path.exists()
 
 
-CONTROL = elastic_job.Control(muster="127.0.0.1:1", job_key="ab" * 16)
+CONTROL = elastic_job.Control(coordinator="127.0.0.1:1", job_key="ab" * 16)
 
 
 def refused(path, text):
@@ -77,7 +77,7 @@ def refused(path, text):
 
 
 @pytest.mark.parametrize("content", [b"my thesis", b"{}", b"", b"\xff",
-                                     b'{"muster": "127.0.0.1:1", "job_key": "", "x": 1}'])
+                                     b'{"coordinator": "127.0.0.1:1", "job_key": "", "x": 1}'])
 def test_a_file_of_somebody_else_is_neither_overwritten_nor_removed(tmp_path, content):
     path = tmp_path / "thesis"
     path.write_bytes(content)
@@ -100,7 +100,7 @@ def test_a_link_a_folder_and_a_file_that_others_may_read_are_not_ours(tmp_path):
 def test_what_a_killed_launcher_has_left_is_replaced_unless_its_job_runs(tmp_path):
     path = tmp_path / "control"
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        running = elastic_job.Control(muster=f"127.0.0.1:{listener.getsockname()[1]}", job_key="cd" * 16)
+        running = elastic_job.Control(coordinator=f"127.0.0.1:{listener.getsockname()[1]}", job_key="cd" * 16)
         path.write_bytes(msgspec.json.encode(running))
         path.chmod(0o600)
         refused(path, "its job runs, and listens at 127")
@@ -132,11 +132,11 @@ def test_the_key_of_a_file_is_the_jobs(tmp_path):
 
 
 def test_a_worker_without_a_key_says_who_starts_workers():
-    environ = {**os.environ, "BPSFAST_MUSTER": "127.0.0.1:1"}
+    environ = {**os.environ, "BPSFAST_COORDINATOR": "127.0.0.1:1"}
     done = subprocess.run([sys.executable, "-c", "import bpsfast; bpsfast.init()"], capture_output=True, text=True,
                           timeout=60, check=False, env=environ)
     assert done.returncode == 1
-    assert "ConfigError: BPSFAST_MUSTER is set, but BPSFAST_JOB_KEY or BPSFAST_MEMBER is not" in done.stderr
+    assert "ConfigError: BPSFAST_COORDINATOR is set, but BPSFAST_JOB_KEY or BPSFAST_MEMBER is not" in done.stderr
 
 
 @pytest.mark.parametrize(("program", "out"), [
@@ -154,7 +154,7 @@ def test_who_comes_after_the_end_ends_well_and_says_nothing(program, out):
     try:
         service._coordinator.done()
         service.start()
-        environ = {**os.environ, "BPSFAST_MUSTER": service.address, "BPSFAST_JOB_KEY": key, "BPSFAST_MEMBER": "1"}
+        environ = {**os.environ, "BPSFAST_COORDINATOR": service.address, "BPSFAST_JOB_KEY": key, "BPSFAST_MEMBER": "1"}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False,
                               env=environ)
         assert (done.returncode, done.stdout, done.stderr) == (0, out, "")
@@ -162,8 +162,8 @@ def test_who_comes_after_the_end_ends_well_and_says_nothing(program, out):
         service.close()
 
 
-def test_a_muster_that_does_not_answer_is_named():
-    environ = {**os.environ, "BPSFAST_MUSTER": "127.0.0.1:1", "BPSFAST_JOB_KEY": "ab" * 16, "BPSFAST_MEMBER": "0",
+def test_a_coordinator_that_does_not_answer_is_named():
+    environ = {**os.environ, "BPSFAST_COORDINATOR": "127.0.0.1:1", "BPSFAST_JOB_KEY": "ab" * 16, "BPSFAST_MEMBER": "0",
                "BPSFAST_START_TIMEOUT_S": "1"}
     done = subprocess.run([sys.executable, "-c", "import bpsfast; bpsfast.init()"], capture_output=True, text=True,
                           timeout=60, check=False, env=environ)

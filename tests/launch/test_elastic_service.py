@@ -1,4 +1,4 @@
-"""The muster in its thread: who is heard, what is answered, what the launcher is told to do."""
+"""The coordinator in its thread: who is heard, what is answered, what the launcher is told to do."""
 from __future__ import annotations
 
 import contextlib
@@ -71,7 +71,7 @@ class Worker:
 
 
 @pytest.fixture
-def muster(no_leaks):
+def coordinator(no_leaks):
     """Return a service and its first workers, whose first job is formed, and a way to make more workers."""
     with contextlib.ExitStack() as stack:
         def start(n, **rules):
@@ -103,8 +103,8 @@ def order(service):
     return found
 
 
-def test_a_stranger_is_not_heard(muster):
-    service, _, more = muster(1, max_ranks=5)
+def test_a_stranger_is_not_heard(coordinator):
+    service, _, more = coordinator(1, max_ranks=5)
     stranger = more(77, key=b"x" * 32)
     stranger.say(Add, count=1)
     member = more(-5)
@@ -113,8 +113,8 @@ def test_a_stranger_is_not_heard(muster):
     assert not stranger.is_connected and not stranger.heard and service.orders() == []
 
 
-def test_a_lost_worker_voids_its_job_and_is_replaced_in_its_place(muster):
-    service, (_, second), more = muster(2, lost_worker="wait")
+def test_a_lost_worker_voids_its_job_and_is_replaced_in_its_place(coordinator):
+    service, (_, second), more = coordinator(2, lost_worker="wait")
     service.ended(0, "was killed by SIGKILL")
     assert second.hears(Void) == Void(1, "worker 0 was killed by SIGKILL")
     assert order(service) == ReplaceWorker(0)
@@ -126,8 +126,8 @@ def test_a_lost_worker_voids_its_job_and_is_replaced_in_its_place(muster):
     assert service.orders() == []
 
 
-def test_who_waits_without_a_seat_voids_no_job(muster):
-    service, (first, second), more = muster(2, lost_worker="shrink")
+def test_who_waits_without_a_seat_voids_no_job(coordinator):
+    service, (first, second), more = coordinator(2, lost_worker="shrink")
     third = more(7)
     third.say(Come, node="b")  # beyond max_ranks: nobody lets it in
     third.say(Add, count=1)
@@ -140,10 +140,10 @@ def test_who_waits_without_a_seat_voids_no_job(muster):
     assert not any(isinstance(message, Void) for message in first.heard)
 
 
-def test_a_job_cannot_fill_the_launcher_and_others_have_no_part_in_its_values(muster, monkeypatch):
+def test_a_job_cannot_fill_the_launcher_and_others_have_no_part_in_its_values(coordinator, monkeypatch):
     monkeypatch.setattr(protocol, "MOST_WANTED", 2)
     monkeypatch.setattr(protocol, "MOST_STORED_NBYTES", protocol.stored_nbytes("a", "x" * 100) + 20)
-    service, (first, second), more = muster(2)
+    service, (first, second), more = coordinator(2)
     stranger = more(7)
     stranger.say(Put, job=1, key="a", value="of another")
     stranger.say(Want, job=1, key="a")
@@ -170,19 +170,19 @@ def test_a_job_cannot_fill_the_launcher_and_others_have_no_part_in_its_values(mu
     assert service._stored_nbytes == protocol.stored_nbytes("a", "z")
 
 
-def test_a_limit_is_an_error_where_it_is_passed(muster):
-    service, _, _ = muster(1, max_ranks=2)
-    member = CoordinatorClient(load({"muster": service.address, "job_key": KEY.hex(), "member": 1}, {}))
+def test_a_limit_is_an_error_where_it_is_passed(coordinator):
+    service, _, _ = coordinator(1, max_ranks=2)
+    member = CoordinatorClient(load({"coordinator": service.address, "job_key": KEY.hex(), "member": 1}, {}))
     try:
         for key, value in (("k", "x" * protocol.MOST_VALUE_NBYTES), ("k" * 257, "x")):
-            with pytest.raises(CapacityError, match="the muster stores 1048576 bytes under a key of 256"):
+            with pytest.raises(CapacityError, match="the coordinator stores 1048576 bytes under a key of 256"):
                 member.put(1, key, value)
     finally:
         member.close()
 
 
-def test_two_who_add_at_once_start_no_more_than_may_be(muster):
-    service, (first, second), _ = muster(2, max_ranks=4, lost_worker="wait")
+def test_two_who_add_at_once_start_no_more_than_may_be(coordinator):
+    service, (first, second), _ = coordinator(2, max_ranks=4, lost_worker="wait")
     first.say(Add, count=1)
     assert first.hears(Added) == Added(1, "")
     second.say(Add, count=5)
@@ -197,8 +197,8 @@ def test_two_who_add_at_once_start_no_more_than_may_be(muster):
     assert second.hears(Added) == Added(0, "4 workers run, and the job may have 4 (--max-ranks)")
 
 
-def test_values_reach_those_who_asked_before_and_after_and_no_other_job(muster):
-    _, (first, second), _ = muster(2)
+def test_values_reach_those_who_asked_before_and_after_and_no_other_job(coordinator):
+    _, (first, second), _ = coordinator(2)
     second.say(Want, job=1, key="a")
     first.say(Put, job=0, key="a", value="old")
     first.say(Put, job=1, key="a", value="x")
@@ -219,8 +219,8 @@ def test_values_reach_those_who_asked_before_and_after_and_no_other_job(muster):
     assert not any(isinstance(message, Value) for message in first.heard), "who asks for a job's that is over"
 
 
-def test_ranks_hear_of_newcomers_and_the_end_is_everybodys(muster):
-    _, (first, second), more = muster(2, max_ranks=3)
+def test_ranks_hear_of_newcomers_and_the_end_is_everybodys(coordinator):
+    _, (first, second), more = coordinator(2, max_ranks=3)
     third = more(7)
     third.say(Come, node="b")
     assert first.hears(Newcomers) == second.hears(Newcomers) == Newcomers(1, 1)
@@ -230,8 +230,8 @@ def test_ranks_hear_of_newcomers_and_the_end_is_everybodys(muster):
     assert isinstance(second.hears(Over), Over)
 
 
-def test_who_waits_hears_for_what_again_and_again(muster):
-    service, (first, _), more = muster(2, lost_worker="shrink")
+def test_who_waits_hears_for_what_again_and_again(coordinator):
+    service, (first, _), more = coordinator(2, lost_worker="shrink")
     third = more(7)
     third.say(Come, node="b")
     for _ in range(2):
@@ -243,8 +243,8 @@ def test_who_waits_hears_for_what_again_and_again(muster):
     assert isinstance(third.hears(Over), Over), "nobody is left who could let it in"
 
 
-def test_jobs_that_fail_without_a_loss_have_an_end(muster):
-    service, workers, _ = muster(2)
+def test_jobs_that_fail_without_a_loss_have_an_end(coordinator):
+    service, workers, _ = coordinator(2)
     for number in range(2, 5):
         for worker in workers:
             worker.say(Come, node="a", n_commits=0, reason=f"a link of {worker.number} " + "x" * 1000)
@@ -259,11 +259,11 @@ def test_jobs_that_fail_without_a_loss_have_an_end(muster):
             "worker 0: again, worker 1: again"))
 
 
-def test_a_muster_that_says_nothing_is_named(muster, monkeypatch):
+def test_a_coordinator_that_says_nothing_is_named(coordinator, monkeypatch):
     monkeypatch.setattr(protocol, "WORD_EVERY_S", 0.2)
-    service, _, _ = muster(1, max_ranks=2)
+    service, _, _ = coordinator(1, max_ranks=2)
     member = CoordinatorClient(load(
-        {"muster": service.address, "job_key": KEY.hex(), "member": 1, "start_timeout_s": 1}, {}))
+        {"coordinator": service.address, "job_key": KEY.hex(), "member": 1, "start_timeout_s": 1}, {}))
     try:
         heard = threading.Event()
         monkeypatch.setattr(service._coordinator, "decide", lambda now_s: heard.wait() and None)
@@ -274,8 +274,8 @@ def test_a_muster_that_says_nothing_is_named(muster, monkeypatch):
         member.close()
 
 
-def test_who_comes_after_the_muster_has_failed_hears_why(muster):
-    service, (_, second), _ = muster(2, lost_worker="shrink", min_ranks=2, within_s=0.3)
+def test_who_comes_after_the_coordinator_has_failed_hears_why(coordinator):
+    service, (_, second), _ = coordinator(2, lost_worker="shrink", min_ranks=2, within_s=0.3)
     service.ended(0, "is gone")
     second.say(Come, node="a")
     assert isinstance(order(service), StopJob)
@@ -285,15 +285,15 @@ def test_who_comes_after_the_muster_has_failed_hears_why(muster):
     assert second.hears(Refused).reason == reason
 
 
-def test_the_launchers_own_reason_reaches_those_who_wait(muster):
-    service, (first, _), _ = muster(2, lost_worker="shrink")
+def test_the_launchers_own_reason_reaches_those_who_wait(coordinator):
+    service, (first, _), _ = coordinator(2, lost_worker="shrink")
     first.say(Come, node="a")
     service.give_up("worker 1 ended with exit code 1")
     assert first.hears(Refused) == Refused("PeerLostError", "worker 1 ended with exit code 1")
 
 
-def test_who_is_silent_is_ended_once(muster):
-    service, (first, *_), _ = muster(3, lost_worker="shrink", within_s=0.3)
+def test_who_is_silent_is_ended_once(coordinator):
+    service, (first, *_), _ = coordinator(3, lost_worker="shrink", within_s=0.3)
     service.ended(2, "is gone")
     first.say(Come, node="a")
     assert order(service) == KillWorker(1)
@@ -302,8 +302,8 @@ def test_who_is_silent_is_ended_once(muster):
     assert first.hears(Formed) == Formed(2, 0, 1, "shrink")
 
 
-def test_no_more_are_added_than_may_be(muster):
-    service, _, more = muster(2, max_ranks=3)
+def test_no_more_are_added_than_may_be(coordinator):
+    service, _, more = coordinator(2, max_ranks=3)
     asking = more(-9)
     asking.say(Add, count=4)
     assert asking.hears(Added) == Added(1, "2 workers run, and the job may have 3 (--max-ranks)")

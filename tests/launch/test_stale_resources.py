@@ -44,7 +44,7 @@ def invoke(*arguments: str) -> Result:
 
 def told(*arguments: str) -> dict[str, dict[str, object]]:
     """Return what the command tells, by name."""
-    return {each["name"]: each for each in json.loads(invoke("--json", *arguments).stdout)["leftovers"]}
+    return {each["name"]: each for each in json.loads(invoke("--json", *arguments).stdout)["stale_resources"]}
 
 
 @pytest.fixture

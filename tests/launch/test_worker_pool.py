@@ -22,7 +22,7 @@ class Heard:
         return lambda *arguments: self.facts.append((name, *arguments))
 
 
-def crew_of(nodes, goes_on=True):
+def worker_pool_of(nodes, goes_on=True):
     commands = [worker(i, Command("", Kind.RANK, ("true",), {"BPSFAST_NODE_ID": node, "X": "y"}), {})
                 for i, node in enumerate(nodes)]
     heard = Heard()
@@ -34,7 +34,7 @@ def ended(command, code):
 
 
 def test_a_command_says_whose_it_is():
-    _, commands, _ = crew_of("ab")
+    _, commands, _ = worker_pool_of("ab")
     assert [(command.name, member_of(command)) for command in commands] == [("worker 0", 0), ("worker 1", 1)]
     assert commands[1].environ == {"BPSFAST_NODE_ID": "b", "X": "y", "BPSFAST_MEMBER": "1"}
 
@@ -46,45 +46,45 @@ def test_a_command_says_whose_it_is():
     (143, True, True, ("ended", 1, "ended by 143")), (137, False, False, ("give_up", "worker 1 ended by 137")),
     (128, True, False, ("give_up", "worker 1 ended by 128")), (255, True, False, ("give_up", "worker 1 ended by 255"))])
 def test_only_who_is_killed_is_lost(code, goes_on, expected, fact):
-    crew, commands, facts = crew_of("ab", goes_on)
-    assert crew.has_ended(ended(commands[1], code)) is expected and facts == [fact]
+    worker_pool, commands, facts = worker_pool_of("ab", goes_on)
+    assert worker_pool.has_ended(ended(commands[1], code)) is expected and facts == [fact]
 
 
 def test_who_is_killed_after_the_training_has_failed():
-    crew, commands, facts = crew_of("ab")
-    crew._service.is_over = True
-    assert not crew.has_ended(ended(commands[1], -9)) and facts == [("give_up", "worker 1 ended by -9")]
+    worker_pool, commands, facts = worker_pool_of("ab")
+    worker_pool._service.is_over = True
+    assert not worker_pool.has_ended(ended(commands[1], -9)) and facts == [("give_up", "worker 1 ended by -9")]
 
 
 @pytest.mark.parametrize("code", [-9, -15, 1])
 def test_who_had_no_part_in_the_last_job_fails_nothing_after_it(code):
-    crew, _, facts = crew_of("ab")
-    (command,) = crew.commands(StartWorkers(1))
+    worker_pool, _, facts = worker_pool_of("ab")
+    (command,) = worker_pool.commands(StartWorkers(1))
     late = ended(command, code)
-    assert not crew.is_superfluous(late)
-    crew._service.is_over = True
-    assert crew.is_superfluous(late) and not crew.is_superfluous(ended(worker(0, command, {}), code))
-    assert crew.has_ended(late) and facts[-1] == ("left", 2)
+    assert not worker_pool.is_superfluous(late)
+    worker_pool._service.is_over = True
+    assert worker_pool.is_superfluous(late) and not worker_pool.is_superfluous(ended(worker(0, command, {}), code))
+    assert worker_pool.has_ended(late) and facts[-1] == ("left", 2)
 
 
 @pytest.mark.parametrize(("code", "fact"), [(-9, "ended"), (1, "give_up")])
 def test_who_has_yet_to_come_is_as_any_other_before_the_end(code, fact):
-    crew, _, facts = crew_of("ab")
-    (command,) = crew.commands(StartWorkers(1))
-    assert crew.has_ended(ended(command, code)) is (code < 0) and facts[-1][0] == fact
+    worker_pool, _, facts = worker_pool_of("ab")
+    (command,) = worker_pool.commands(StartWorkers(1))
+    assert worker_pool.has_ended(ended(command, code)) is (code < 0) and facts[-1][0] == fact
 
 
 def test_a_lost_workers_node_gets_another_one():
-    crew, commands, facts = crew_of("aab")
-    crew.has_ended(ended(commands[1], -9))
-    (command,) = crew.commands(ReplaceWorker(1))
+    worker_pool, commands, facts = worker_pool_of("aab")
+    worker_pool.has_ended(ended(commands[1], -9))
+    (command,) = worker_pool.commands(ReplaceWorker(1))
     assert (command.name, command.environ["BPSFAST_NODE_ID"], facts[-1]) == ("worker 3", "a", ("started", 3, 1))
-    (again,) = crew.commands(ReplaceWorker(3))
+    (again,) = worker_pool.commands(ReplaceWorker(3))
     assert (again.name, again.environ["BPSFAST_NODE_ID"], facts[-1]) == ("worker 4", "a", ("started", 4, 3))
 
 
 def test_more_workers_are_started_where_fewest_are():
-    crew, _, facts = crew_of("aab")
-    found = crew.commands(StartWorkers(3))
+    worker_pool, _, facts = worker_pool_of("aab")
+    found = worker_pool.commands(StartWorkers(3))
     assert [command.environ["BPSFAST_NODE_ID"] for command in found] == ["b", "a", "b"]
     assert facts == [("started", 3), ("started", 4), ("started", 5)]

@@ -23,7 +23,7 @@ def test_a_lost_connection_is_reported_once_and_gets_nothing_more(service):
 
 
 @pytest.mark.parametrize("service", [(1, 3 * NBYTES, [True])], indirect=True)
-def test_over_a_detour_goes_what_is_awaited_then_what_waited_and_nothing_twice(service):
+def test_over_a_reconnect_goes_what_is_awaited_then_what_waited_and_nothing_twice(service):
     dispatcher = service.dispatcher
     dispatcher.commit(tuple(range(6)), alone(6), {}, {})
     dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in (0, 1, 2, 3)])
@@ -45,12 +45,12 @@ def test_over_a_detour_goes_what_is_awaited_then_what_waited_and_nothing_twice(s
     dispatcher.stop()
     dispatcher.handle([service.event(EVENT_FORWARD, 0, 0, round_=2)])
     assert service.written(0, 1) == [0]
-    assert dispatcher.counters()["detours"] == 1
+    assert dispatcher.counters()["reconnects"] == 1
     assert service.sent(link, 5) == 5
 
 
 @pytest.mark.parametrize("service", [(1, 2 * NBYTES, [True])], indirect=True)
-def test_a_detour_that_ends_before_its_repeats_have_left_repeats_none_of_them_twice(service):
+def test_a_reconnect_that_ends_before_its_repeats_have_left_repeats_none_of_them_twice(service):
     dispatcher = service.dispatcher
     service.commit(tuple(range(4)))
     dispatcher.handle([service.event(EVENT_FORWARD, 0, part) for part in range(4)])
@@ -149,13 +149,13 @@ def test_a_running_service_hears_of_losses_and_loans_by_itself(service):
 
 
 @pytest.mark.parametrize("service", [(1, NBYTES, [True])], indirect=True)
-def test_a_detour_to_a_node_that_is_dropped_meanwhile_is_no_failure(service):
+def test_a_reconnect_to_a_node_that_is_dropped_meanwhile_is_no_failure(service):
     service.commit((0,))
     service.dispatcher.drop(0)
     service.dispatcher.handle([])
     service.dispatcher.start()
     service.dispatcher.replace_link(0, service.links[0], {0: 1})  # who asks for it does not wait for its deadline
-    assert service.dispatcher.counters()["detours"] == 0 and service.dispatcher.error is None
+    assert service.dispatcher.counters()["reconnects"] == 0 and service.dispatcher.error is None
 
 
 @pytest.mark.parametrize("service", [(1, 1 << 20, [True])], indirect=True)

@@ -76,27 +76,27 @@ class Ports:
 
 
 class Alone:
-    """A node of two that have two ranks each (A and B), or their helper (H), with its own ledger."""
+    """A node of two that have two ranks each (A and B), or their helper (H), with its own control log."""
 
     def __init__(self, sender, peers=None, welcome=None):
         found = welcome
         if found is None:
             (found,) = welcomed().got(sender, m.Welcome)
         self.welcome = found
-        self.ledger = ControlLog("1.0", {"transport": "tcp"})
+        self.control_log = ControlLog("1.0", {"transport": "tcp"})
         self.node, self.plans, self.peers = Node(), Plans(), peers if peers is not None else Peers()
-        self.scheduler_failover = SchedulerFailover(self.node, self.ledger, self.peers, self.plans, 60.0)
+        self.scheduler_failover = SchedulerFailover(self.node, self.control_log, self.peers, self.plans, 60.0)
 
     def welcomed(self):
         """Let it be admitted."""
-        self.ledger.heard(self.welcome)
+        self.control_log.heard(self.welcome)
         self.scheduler_failover.welcomed(self.welcome)
         return self
 
     def leaves(self):
         """Let all its ranks leave."""
         for rank in self.welcome.nodes[self.welcome.index].ranks:
-            self.ledger.said(m.RankLeft(rank=rank))
+            self.control_log.said(m.RankLeft(rank=rank))
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def node(sender=b"A", **options):
 def test_all_is_told_over_each_connection_that_is_made(caplog):
     caplog.set_level(logging.INFO, "bpsfast.node")
     alone = node()
-    alone.ledger.said(DECLARED)
+    alone.control_log.said(DECLARED)
     assert not alone.scheduler_failover.lasts and alone.node.told() == []
     for _ in range(2):
         alone.scheduler_failover.begin("127.0.0.1:7")
@@ -205,9 +205,9 @@ def test_leave_is_taken_once_and_when_the_last_rank_here_has_left(at_once):
     alone = node()
     alone.scheduler_failover.begin("127.0.0.1:7")
     alone.peers.peer_shutdowns = {1}
-    alone.ledger.said(m.RankLeft(rank=0))
+    alone.control_log.said(m.RankLeft(rank=0))
     assert not alone.scheduler_failover.is_over() and alone.peers.n_taken == 0, "rank 1 trains on"
-    alone.ledger.said(m.RankLeft(rank=1))
+    alone.control_log.said(m.RankLeft(rank=1))
     assert not alone.scheduler_failover.is_over() and not alone.scheduler_failover.is_over()
     assert alone.peers.n_taken == 1
     alone.peers.has_announced_shutdown = True

@@ -1,4 +1,4 @@
-"""A node's ledger: what was answered is not said again, what was not is, as it was said."""
+"""A node's control log: what was answered is not said again, what was not is, as it was said."""
 from __future__ import annotations
 
 from bpsfast.orchestration import messages as m
@@ -7,8 +7,8 @@ from bpsfast.orchestration.store import StoreSpec
 from tests.support.job_table import ALL, spec, welcomed
 
 
-def ledgers():
-    """A table and the ledger of each node: whatever is said at `hear` and `say` is in both."""
+def control_logs():
+    """A table and the control log of each node: whatever is said at `hear` and `say` is in both."""
     table, found = welcomed(), {}
     for sender in ALL:
         found[sender] = ControlLog("1.0", {"transport": "tcp"})
@@ -39,9 +39,9 @@ def commit(table, found, *specs):
     hear(table, found)
 
 
-def account(ledger, recall=0):
+def account(control_log, recall=0):
     """Return the head, the units, and what is said besides."""
-    head, *rest = ledger.account(recall)
+    head, *rest = control_log.account(recall)
     assert rest.pop() == m.RejoinComplete()
     units = [unit for each in rest if isinstance(each, m.CommittedUnits) for unit in each.units]
     assert head.n_units == len(units)
@@ -49,7 +49,7 @@ def account(ledger, recall=0):
 
 
 def test_what_is_committed_is_told_by_its_units_and_what_is_not_as_it_was_declared():
-    table, found = ledgers()
+    table, found = control_logs()
     commit(table, found, spec("a"), spec("b"))
     say(table, found, b"A", m.Declare(rank=1, tensors=(spec("c"), spec("d"))))
     head, units, rest = account(found[b"A"], 5)
@@ -65,7 +65,7 @@ def test_a_plan_is_prepared_until_it_is_committed_dropped_or_refused():
                           (m.Commit(generation=1, order=()), 0),
                           (m.DeclareFailed(names=("a",), error="CapacityError", reason="x"), 0),
                           (m.DeclareFailed(names=("z",), error="CapacityError", reason="x"), 1)):
-        table, found = ledgers()
+        table, found = control_logs()
         for sender, ranks in ((b"A", (0, 1)), (b"B", (2, 3))):
             say(table, found, sender, *(m.Declare(rank=rank, tensors=(spec("a"),)) for rank in ranks))
         hear(table, found)
@@ -76,7 +76,7 @@ def test_a_plan_is_prepared_until_it_is_committed_dropped_or_refused():
 
 
 def test_names_that_failed_are_told_and_not_declared_again():
-    table, found = ledgers()
+    table, found = control_logs()
     say(table, found, b"A", m.Declare(rank=0, tensors=(spec("a", dtype="int8"), spec("b"))))
     say(table, found, b"B", m.Declare(rank=2, tensors=(spec("a"),)))
     hear(table, found)
@@ -86,7 +86,7 @@ def test_names_that_failed_are_told_and_not_declared_again():
 
 
 def test_units_that_are_retired_are_forgotten_when_all_have_said_so():
-    table, found = ledgers()
+    table, found = control_logs()
     commit(table, found, spec("a"))
     say(table, found, b"A", m.Retire(rank=0, units=(0,)), m.Retire(rank=1, units=(0,)))
     assert account(found[b"A"])[2] == [m.Retire(rank=0, units=(0,)), m.Retire(rank=1, units=(0,))]
@@ -96,7 +96,7 @@ def test_units_that_are_retired_are_forgotten_when_all_have_said_so():
 
 
 def test_ranks_that_have_retired_theirs_of_a_store_are_remembered_while_others_have_not():
-    table, found = ledgers()
+    table, found = control_logs()
     commit(table, found, spec("a", store=StoreSpec(worker="node"), average=False))
     for rank in (0, 1):
         say(table, found, b"A", m.Retire(rank=rank, units=(0,)))
@@ -106,7 +106,7 @@ def test_ranks_that_have_retired_theirs_of_a_store_are_remembered_while_others_h
 
 
 def test_barriers_are_entered_again_unless_they_are_done():
-    table, found = ledgers()
+    table, found = control_logs()
     say(table, found, b"A", m.BarrierEnter(rank=0, sequence=1), m.BarrierEnter(rank=1, sequence=1))
     assert len(account(found[b"A"])[2]) == 2
     found[b"A"].heard(m.BarrierDone(sequence=1))
@@ -115,30 +115,30 @@ def test_barriers_are_entered_again_unless_they_are_done():
 
 
 def test_questions_are_asked_again_until_they_are_answered_and_notices_stay():
-    _, found = ledgers()
-    ledger = found[b"A"]
+    _, found = control_logs()
+    control_log = found[b"A"]
     lookup = m.Lookup(rank=0, question=1, key="k", timeout_s=3.0, who="")
     notice, refused = (m.Publish(rank=0, question=n, key=str(n), value=b"x") for n in (2, 3))
     for message in (lookup, notice, refused):
-        ledger.said(message)
-    assert account(ledger)[2] == [notice, refused, lookup]
-    ledger.heard(m.KeyValueReply(rank=0, question=1))
-    ledger.heard(m.KeyValueReply(rank=0, question=2))
-    ledger.heard(m.KeyValueReply(rank=0, question=3, error="MismatchError", reason="another's"))
-    assert account(ledger)[2] == [notice]
-    ledger.said(m.Withdraw(rank=0, prefix="2"))
-    assert account(ledger)[2] == []
+        control_log.said(message)
+    assert account(control_log)[2] == [notice, refused, lookup]
+    control_log.heard(m.KeyValueReply(rank=0, question=1))
+    control_log.heard(m.KeyValueReply(rank=0, question=2))
+    control_log.heard(m.KeyValueReply(rank=0, question=3, error="MismatchError", reason="another's"))
+    assert account(control_log)[2] == [notice]
+    control_log.said(m.Withdraw(rank=0, prefix="2"))
+    assert account(control_log)[2] == []
 
 
 def test_departures_and_losses_are_said_until_the_job_has_gone_on_without():
-    _, found = ledgers()
-    ledger = found[b"B"]
+    _, found = control_logs()
+    control_log = found[b"B"]
     left, lost = m.RankLeft(rank=2), m.Lost(who="node 2", reason="x")
-    ledger.said(left)
-    ledger.said(lost)
-    ledger.record_peer_left(0)
-    head, _, rest = account(ledger)
-    assert (rest, head.nodes_left, ledger.left) == ([left, lost], (0,), {2})
-    ledger.heard(m.Freeze(epoch=2, lost=(2,), reason="x"))
-    head, _, rest = account(ledger)
+    control_log.said(left)
+    control_log.said(lost)
+    control_log.record_peer_left(0)
+    head, _, rest = account(control_log)
+    assert (rest, head.nodes_left, control_log.left) == ([left, lost], (0,), {2})
+    control_log.heard(m.Freeze(epoch=2, lost=(2,), reason="x"))
+    head, _, rest = account(control_log)
     assert (rest, head.lost, head.frozen, head.epoch) == ([left], (2,), True, 2)

@@ -52,7 +52,7 @@ def test_shrink_goes_on_with_the_others_in_their_order():
 @pytest.mark.parametrize(("nodes", "lost", "goes_on"), [
     ("012", (0,), True), ("012", (0, 1), False), ("01", (1,), True), ("0123", (2, 3), True), ("0123", (1, 2, 3), False),
     ("000", (0, 2), True), ("0011", (0, 1), True), ("00112", (0, 2), True), ("00112", (2, 3, 4), False)])
-def test_a_majority_of_nodes_and_muster_goes_on(nodes, lost, goes_on):
+def test_a_majority_of_nodes_and_coordinator_goes_on(nodes, lost, goes_on):
     found = coordinator(n=len(nodes), nodes=nodes)
     for member in lost:
         found.ended(member, "is gone", 1.0)

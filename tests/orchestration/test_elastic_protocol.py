@@ -35,7 +35,7 @@ KEY = secrets.token_bytes(32)
 LIMIT_S = 20.0
 OF_WORKERS = [Come(member=3, node="boot net é"), Come(3, "n", True, 7, "a link\n\0"), Put(3, 2, "k", "v" * 70_000),
               Want(3, 2, "k"), Add(-9, 4), Done(3)]
-OF_THE_MUSTER = [Formed(2, 0, 3, "shrink"), Wait("worker 1 has not come"), Value(2, "ключ", ""), Void(2, "is gone"),
+OF_THE_COORDINATOR = [Formed(2, 0, 3, "shrink"), Wait("worker 1 has not come"), Value(2, "ключ", ""), Void(2, "is gone"),
                  Newcomers(2, 1), Added(0, "the training has ended"), Refused("StallError", "no quorum"), Over()]
 
 
@@ -64,13 +64,13 @@ def test_all_that_a_worker_says_arrives_as_it_was_said(lines):
     assert coordinator.present == {3, 5}
 
 
-def test_all_that_the_muster_says_arrives_and_at_nobody_elses(lines):
+def test_all_that_the_coordinator_says_arrives_and_at_nobody_elses(lines):
     coordinator, workers = lines
     greet(coordinator, workers)
-    for message in OF_THE_MUSTER:
+    for message in OF_THE_COORDINATOR:
         assert coordinator.tell(message, but={5}) == []
     coordinator.tell(Wait("for you"), but={3})
-    assert receive(workers[3], len(OF_THE_MUSTER)) == OF_THE_MUSTER
+    assert receive(workers[3], len(OF_THE_COORDINATOR)) == OF_THE_COORDINATOR
     assert receive(workers[5], 1) == [Wait("for you")]
 
 
@@ -78,7 +78,7 @@ def test_who_comes_for_the_first_time_has_no_state_and_no_complaint(lines):
     assert OF_WORKERS[0] == Come(3, "boot net é", has_state=False, n_commits=0, reason="")
 
 
-@pytest.mark.parametrize("message", OF_THE_MUSTER, ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", OF_THE_COORDINATOR, ids=lambda message: type(message).__name__)
 def test_the_musters_words_are_no_workers(lines, message):
     coordinator, workers = lines
     greet(coordinator, workers)
@@ -138,7 +138,7 @@ def test_who_has_another_key_is_not_heard(lines):
         stranger.close()
 
 
-def test_a_muster_that_is_gone_is_named_after_its_last_words(lines):
+def test_a_coordinator_that_is_gone_is_named_after_its_last_words(lines):
     coordinator, workers = lines
     greet(coordinator, workers)
     coordinator.tell(Over())

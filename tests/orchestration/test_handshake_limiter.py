@@ -26,7 +26,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"
 
 
 class Server:
-    """A CURVE server that reads what it is sent, and its doorkeeper."""
+    """A CURVE server that reads what it is sent, and its handshake limiter."""
 
     def __init__(self, context):
         self.socket = context.socket(zmq.ROUTER)

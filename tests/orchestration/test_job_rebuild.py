@@ -23,10 +23,10 @@ def accounts(n_workers, n_helpers=0):
         table.say(b"%d" % index, join(f"h{index}", int(index < n_workers)))
     said = []
     for index in range(n_nodes):
-        ledger = ControlLog("1.0", SETTINGS)
+        control_log = ControlLog("1.0", SETTINGS)
         for message in table.inbox[b"%d" % index]:
-            ledger.heard(message)
-        said.append(list(ledger.account()))
+            control_log.heard(message)
+        said.append(list(control_log.account()))
     return said
 
 

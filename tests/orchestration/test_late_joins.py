@@ -128,9 +128,9 @@ def test_a_newcomer_that_is_not_there_in_the_end_is_dropped(when, how):
         table.say(b"A", m.NewcomerReady(node=4, is_linked=True))
     if how == "late":
         table.tick(5.0)
-        (farewell,) = table.got(NEW, m.Abort)
+        (shutdown_notice,) = table.got(NEW, m.Abort)
         who = "node 1 (host b, rank 2)" if when != "at once" else "node 0 (host a, ranks 0, 1); node 1 (host b, rank 2)"
-        assert who in farewell.reason and "start_timeout_s = 5 s" in farewell.reason
+        assert who in shutdown_notice.reason and "start_timeout_s = 5 s" in shutdown_notice.reason
     elif how == "gone":
         table.lose(NEW)
     else:

@@ -1,4 +1,4 @@
-"""The scheduler is lost at any moment, or a node is cut off from it: the real decisions, old and new, and real ledgers.
+"""The scheduler is lost at any moment, or a node is cut off from it: the real decisions, old and new, and real control logs.
 
 As in `test_recovery_model` nodes do as the engine does, helpers die, and whatever is under way comes late. All that a
 node and a scheduler had said to each other and not read is lost with their connection.
@@ -25,36 +25,36 @@ class Orphans(World):
     @initialize(shape=st.sampled_from(APART + TOGETHER), policy=st.sampled_from(["optimal", "ps"]),
                 first_round=st.sampled_from([0, ROUNDS - 3]))
     def start(self, shape, policy, first_round):
-        self.ledgers, self.n_connections, self.n_first = {}, 0, len(shape)
+        self.control_logs, self.n_connections, self.n_first = {}, 0, len(shape)
         self.welcomed = set(range(len(shape)))
         super().start(shape, policy, first_round)
-        tenure = SchedulerState(self.table.job.settings, 0.0)
+        scheduler_state = SchedulerState(self.table.job.settings, 0.0)
         for index in range(len(shape)):
-            self.ledger(index)
-        tenure.job, self.table.job = self.table.job, tenure
+            self.control_log(index)
+        scheduler_state.job, self.table.job = self.table.job, scheduler_state
 
-    def ledger(self, index):
-        if index not in self.ledgers:
-            self.ledgers[index] = ControlLog("1.0", {"transport": "tcp"})
+    def control_log(self, index):
+        if index not in self.control_logs:
+            self.control_logs[index] = ControlLog("1.0", {"transport": "tcp"})
             if index < self.n_first:  # others are welcomed later
-                self.ledgers[index].heard(m.Welcome(index=index, epoch=1, nodes=self.infos))
-        return self.ledgers[index]
+                self.control_logs[index].heard(m.Welcome(index=index, epoch=1, nodes=self.infos))
+        return self.control_logs[index]
 
     @property
     def infos(self):
         return getattr(self.table.job, "job", self.table.job)._roster.nodes
 
     def tell(self, index, message):
-        self.ledger(index).said(message)
+        self.control_log(index).said(message)
         super().tell(index, message)
 
     def let_hear(self, node):
         message = self.inbox(node).pop(0)
         if isinstance(message, m.Welcome):
             self.welcomed.add(node.index)
-        self.ledger(node.index).heard(message)
+        self.control_log(node.index).heard(message)
         if isinstance(message, m.RejoinRequest):
-            self.up[node.index].extend(self.ledger(node.index).account(message.number))
+            self.up[node.index].extend(self.control_log(node.index).account(message.number))
         elif isinstance(message, m.Resume):
             node.forget()
         else:
@@ -66,7 +66,7 @@ class Orphans(World):
         self.senders[index] = b"%d over %d" % (index, self.n_connections)
         if index not in self.welcomed:  # a newcomer is given up that nobody expects yet
             self.nodes[index].alive = False
-        self.up[index] = deque(self.ledger(index).account() if self.nodes[index].alive else ())
+        self.up[index] = deque(self.control_log(index).account() if self.nodes[index].alive else ())
 
     @precondition(lambda self: not self.table.job.over)  # nobody dials after its end
     @rule()
@@ -94,7 +94,7 @@ class Orphans(World):
             self.unnoticed.discard(index)
             self.welcomed.discard(index)
             self.dialled.discard(index)
-            self.ledgers.pop(index, None)
+            self.control_logs.pop(index, None)
             for pairs in (self.expected, self.linked):
                 pairs -= {pair for pair in pairs if index in pair}
             self.parted -= {pair for pair in self.parted if index in pair}
@@ -115,7 +115,7 @@ class Orphans(World):
     def lose_sight(self, number, who):
         """As there, of who is known: a worker may not have been told of a newcomer before the scheduler was lost."""
         worker = self.members("w")[who % len(self.members("w"))]
-        if self.helper(number) < len(next(self.ledger(worker).account()).nodes):
+        if self.helper(number) < len(next(self.control_log(worker).account()).nodes):
             super().lose_sight(number, who)
 
     @rule()
@@ -146,7 +146,7 @@ class Orphans(World):
             self.table.job = self.table.job.job
         super().teardown()
         if hasattr(self, "limit") and not self.table.job.over:
-            accounts = [list(ledger.account()) for index, ledger in self.ledgers.items() if index < self.n_first
+            accounts = [list(control_log.account()) for index, control_log in self.control_logs.items() if index < self.n_first
                         and self.nodes[index].alive]
             kept = [[unit for each in said if isinstance(each, m.CommittedUnits) for unit in each.units]
                     for said in accounts]
@@ -183,10 +183,10 @@ def test_a_worker_that_was_never_told_of_a_newcomer_numbers_the_next_one_as_othe
         world.let_hear(world.nodes[0])
     world.cut_off(number=1)
     world.go_on(Random(1))
-    assert [len(next(world.ledger(worker).account()).nodes) for worker in (0, 1)] == [5, 5]
+    assert [len(next(world.control_log(worker).account()).nodes) for worker in (0, 1)] == [5, 5]
     world.come("y", seed=0, n_steps=10_000)
     for worker in (0, 1):
-        assert [node.index for node in next(world.ledger(worker).account()).nodes] == list(range(6))
+        assert [node.index for node in next(world.control_log(worker).account()).nodes] == list(range(6))
     world.lose_the_scheduler()
     world.teardown()
     assert not world.table.job.over and world.table.job.lost == {4}
@@ -207,7 +207,7 @@ def test_a_newcomer_does_not_call_one_lost_that_came_at_the_same_time():
     world.go_on(Random(1), without=5)
     assert world.table.job.job.absent == {5}
     world.go_on(Random(1))
-    assert world.table.job.job.absent == set() and next(world.ledger(5).account()).lost == ()
+    assert world.table.job.job.absent == set() and next(world.control_log(5).account()).lost == ()
     world.lose_the_scheduler()
     world.teardown()
     assert not world.table.job.over and world.table.job.absent == set()

@@ -119,7 +119,7 @@ def test_what_is_lent_already_is_not_sent_again(before, lent):
 
 
 def test_a_member_owns_only_what_all_can_read_where_they_do():
-    apart = {0: (1,), 1: (0,)}  # on one host, where each reads in its own memory what came from afar
+    apart = {0: (1,), 1: (0,)}  # on one host, where each reads in its own memory what came from on the device
     found = heir({0: (5, 5), 1: (5, 5), 2: (5, 5)}, apart)
     assert found.candidates == [2, 4]
     with pytest.raises(PeerLostError, match="nobody can go on with partition 7 of 'w'"):

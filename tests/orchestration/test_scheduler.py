@@ -74,9 +74,9 @@ def start():
     """start(**settings) -> (scheduler in a thread, function that waits for its exit code); start.node(port) -> Node."""
     running, nodes = [], []
 
-    def begin(key=KEY, farewell_s=0.1, **fields):
+    def begin(key=KEY, shutdown_notice_s=0.1, **fields):
         fields = {"num_nodes": 2, "heartbeat_s": 0.1, "start_timeout_s": LIMIT_S, **fields}
-        scheduler = Scheduler(JobSettings(**fields), key, bind_host="127.0.0.1", farewell_s=farewell_s, tick_s=0.05)
+        scheduler = Scheduler(JobSettings(**fields), key, bind_host="127.0.0.1", shutdown_notice_s=shutdown_notice_s, tick_s=0.05)
         codes = []
         thread = threading.Thread(target=lambda: codes.append(scheduler.run()), daemon=True)
         thread.start()
@@ -139,19 +139,19 @@ def test_a_node_that_has_missed_the_end_comes_back_for_it(start):
     here, away = start.node(scheduler.port), start.node(scheduler.port)
     here.send(join("a", index=0))
     away.send(join("b", index=1))
-    ledger = ControlLog("1.0", {})
-    ledger.heard(away.wait(m.Welcome))
+    control_log = ControlLog("1.0", {})
+    control_log.heard(away.wait(m.Welcome))
     here.wait(m.Welcome)
     away.send(m.RankLeft(rank=1))
     here.wait(m.FirstRankLeft)
     away.membership.close()
-    until(lambda: scheduler._doorkeeper.n_known == 1)  # whom it takes for there it tells the end, and then goes
+    until(lambda: scheduler._handshake_limiter.n_known == 1)  # whom it takes for there it tells the end, and then goes
     here.send(m.RankLeft(rank=0))
     here.wait(m.Finish)
     here.send(m.FinishAck())
     here.membership.close()
     back = start.node(scheduler.port)
-    for message in ledger.account():
+    for message in control_log.account():
         back.send(message)
     assert back.wait(m.Finish) == m.Finish()
     back.send(m.FinishAck())
@@ -164,17 +164,17 @@ def test_a_node_whose_connection_ends_with_the_last_word_on_it_comes_back_for_it
     scheduler, exit_code = start(num_nodes=1, lease_s=LIMIT_S)
     node = start.node(scheduler.port)
     node.send(join())
-    ledger = ControlLog("1.0", {})
-    ledger.heard(node.wait(m.Welcome))
+    control_log = ControlLog("1.0", {})
+    control_log.heard(node.wait(m.Welcome))
     left = m.RankLeft(rank=0)
     node.send(left)
-    ledger.said(left)
+    control_log.said(left)
     node.poller.poll(1000 * LIMIT_S)  # the last word is there, and nobody reads it
     until(lambda: scheduler._job.finished)
     node.membership.close()
-    until(lambda: scheduler._doorkeeper.n_known == 0)
+    until(lambda: scheduler._handshake_limiter.n_known == 0)
     back = start.node(scheduler.port)
-    for message in ledger.account():
+    for message in control_log.account():
         back.send(message)
     assert back.wait(m.Finish) == m.Finish()
     back.send(m.FinishAck())
@@ -428,16 +428,16 @@ def test_a_process_that_is_gone_is_noticed_long_before_the_lease(start):
 def test_a_connection_that_is_reset_has_the_lease_to_come_back(start):
     scheduler, _ = start(lease_s=LIMIT_S)
     alive, away = start.node(scheduler.port), start.node(scheduler.port)
-    ledger = ControlLog("1.0", {})
+    control_log = ControlLog("1.0", {})
     alive.send(join("alive", index=0))
     away.send(join("away", index=1))
-    ledger.heard(away.wait(m.Welcome))
+    control_log.heard(away.wait(m.Welcome))
     away.membership.close(0)
     for _ in range(5):  # longer than a process has that is dead
         assert alive.wait(m.ProbeRequest) == m.ProbeRequest(node=1)
         alive.send(m.ProbeResult(node=1, outcome="silent"))
     back = start.node(scheduler.port)
-    for message in ledger.account():
+    for message in control_log.account():
         back.send(message)
     alive.wait(m.RejoinRequest)
     assert not scheduler.aborted
@@ -453,13 +453,13 @@ def test_the_start_deadline_reaches_who_is_there(start):
 
 
 def test_a_scheduler_that_nobody_finds_says_so_itself(start, caplog):
-    _, exit_code = start(start_timeout_s=0.2, farewell_s=0.1)
+    _, exit_code = start(start_timeout_s=0.2, shutdown_notice_s=0.1)
     assert exit_code() == 1
     assert "the job is aborted: StallError: " in caplog.text and "missing node 0 (never joined)" in caplog.text
 
 
 def test_a_latecomer_hears_why(start):
-    scheduler, _ = start(start_timeout_s=0.2, farewell_s=LIMIT_S)
+    scheduler, _ = start(start_timeout_s=0.2, shutdown_notice_s=LIMIT_S)
     early = start.node(scheduler.port)
     early.send(join("early"))
     abort = early.wait(m.Abort)

@@ -21,7 +21,7 @@ def test_another_scheduler_goes_on_when_all_have_told_it(court):
     assert not any(court.inbox.values()), "nothing is decided before all have spoken"
     court.dial("H")
     assert all(court.kinds(name) == [m.Resume] for name in NODES)
-    assert court.tenure.job.name == "this job"
+    assert court.scheduler_state.job.name == "this job"
     court.read(*NODES)
     court.declare(spec("x"), only="C")
     (plan,) = court.got("A", m.Plan)
@@ -32,7 +32,7 @@ def test_another_scheduler_goes_on_when_all_have_told_it(court):
 @pytest.mark.parametrize("n_read", range(4))
 def test_of_two_connections_of_one_node_the_later_counts(court, n_read):
     """H gives up one that was not answered in time; *n_read* of its messages are read before the later one's."""
-    account = [m.Heartbeat(sequence=1), *court.ledgers["H"].account()]
+    account = [m.Heartbeat(sequence=1), *court.control_logs["H"].account()]
     court.hang_up("H")
     earlier, later = court.hang_up("H"), court.over["H"]
     court.dial("B")
@@ -40,14 +40,14 @@ def test_of_two_connections_of_one_node_the_later_counts(court, n_read):
 
     def receive(sender, *messages):
         for message in messages:
-            court.post(court.tenure.receive(court.now, sender, message))
+            court.post(court.scheduler_state.receive(court.now, sender, message))
 
     receive(earlier, *account[:n_read])
     receive(later, *account)
     receive(earlier, *account[n_read:])
     court.read("C")  # all have told
-    court.post(court.tenure.unreachable(court.now, earlier))
-    assert court.kinds("H") == [m.Resume] and not court.tenure.job.lost and not court.got("A", m.Freeze)
+    court.post(court.scheduler_state.unreachable(court.now, earlier))
+    assert court.kinds("H") == [m.Resume] and not court.scheduler_state.job.lost and not court.got("A", m.Freeze)
 
 
 def test_a_commit_that_one_has_read_is_everybodys(court):
@@ -59,8 +59,8 @@ def test_a_commit_that_one_has_read_is_everybodys(court):
     assert court.kinds("B") == [m.Resume] and all(court.kinds(name) == [m.Commit, m.Resume] for name in "ACH")
     assert court.got("A", m.Commit) == commit
     court.read(*NODES)
-    told = {tuple(unit.unit for kept in ledger.account() if isinstance(kept, m.CommittedUnits) for unit in kept.units)
-            for ledger in court.ledgers.values()}
+    told = {tuple(unit.unit for kept in control_log.account() if isinstance(kept, m.CommittedUnits) for unit in kept.units)
+            for control_log in court.control_logs.values()}
     assert len(told) == 1
 
 
@@ -80,7 +80,7 @@ def test_units_that_one_has_given_back_are_given_back_by_all(court):
         court.say(name, *(m.Retire(rank=rank, units=(0,)) for rank in ranks))
     assert [type(message) for message in court.read("C")["C"]] == [m.Retired]
     court.lose_scheduler()
-    assert court.kinds("C") == [m.Resume] and court.kinds("A") == [m.Retired, m.Resume] and not court.tenure.over
+    assert court.kinds("C") == [m.Resume] and court.kinds("A") == [m.Retired, m.Resume] and not court.scheduler_state.over
     court.read(*NODES)
     court.declare(spec("w"))
     assert court.got("A", m.Plan), "the name is free again"
@@ -101,8 +101,8 @@ def test_what_others_have_given_back_is_so_by_who_has_missed_its_commit_too(cour
 def test_what_several_have_seen_of_a_store_is_put_together(court):
     told = {"A": ((7, (0, 1)),), "B": ((7, (2,)),), "C": ()}
     for name, gone in told.items():
-        account = court.ledgers[name].account
-        court.ledgers[name].account = lambda *number, account=account, gone=gone: [
+        account = court.control_logs[name].account
+        court.control_logs[name].account = lambda *number, account=account, gone=gone: [
             msgspec.structs.replace(each, gone_from=gone) if isinstance(each, m.Rejoin) else each
             for each in account(*number)]
     seen = {}
@@ -126,7 +126,7 @@ def test_a_barrier_that_one_has_left_is_done(court):
 
 
 def test_a_recovery_that_was_under_way_begins_anew_in_a_higher_epoch(court):
-    court.post(court.tenure.job.unreachable(court.now, court.over["H"]))
+    court.post(court.scheduler_state.job.unreachable(court.now, court.over["H"]))
     assert [type(message) for message in court.read("A")["A"]] == [m.Freeze]
     court.lose_scheduler("A", "B", "C")
     for name in "ABC":
@@ -144,7 +144,7 @@ def test_a_helper_that_does_not_come_back_is_lost_and_a_node_with_ranks_ends_the
     assert court.kinds("H") == [m.Abort] and court.got("H", m.Abort)[0].goes_on
     court.lose_scheduler("A", "B", "H")
     court.tick(20.0, "ABH")
-    assert court.tenure.aborted.error == "PeerLostError"
+    assert court.scheduler_state.aborted.error == "PeerLostError"
     assert "node 2 (host c, rank 4) did not come back within lease_s = 10 s" in court.got("A", m.Abort)[0].reason
 
 
@@ -157,9 +157,9 @@ def test_a_helper_that_a_worker_has_seen_go_is_not_waited_for(court):
 def test_without_a_majority_nothing_is_decided_until_the_deadline(court):
     court.lose_scheduler("A", "H")
     court.tick(59.0, "AH")
-    assert not court.kinds("A") and not court.tenure.over
+    assert not court.kinds("A") and not court.scheduler_state.over
     court.tick(60.0, "AH")
-    assert court.tenure.aborted.error == "StallError"
+    assert court.scheduler_state.aborted.error == "StallError"
     assert "missing node 1 (host b, ranks 2, 3); node 2 (host c, rank 4)" in court.got("A", m.Abort)[0].reason
 
 
@@ -169,70 +169,70 @@ def test_a_node_that_was_cut_off_has_everybody_say_all_again(court):
     court.inbox[court.over["A"]].clear()  # its commit is lost
     cut_off = court.over["A"]
     court.dial("A")
-    court.tenure.unreachable(court.now, cut_off)
+    court.scheduler_state.unreachable(court.now, cut_off)
     assert all(court.kinds(name) == [m.Commit, m.RejoinRequest] for name in "BCH")
     court.read("B", "C", "H")
     assert court.kinds("A") == [m.Commit, m.Resume] and court.kinds("B") == [m.Resume]
     court.tick(5.0, NODES)
-    assert not court.tenure.over
+    assert not court.scheduler_state.over
 
 
 def test_who_has_closed_its_connection_has_the_lease_to_come_back(court):
-    assert not court.tenure.unreachable(court.now, court.over["C"])
+    assert not court.scheduler_state.unreachable(court.now, court.over["C"])
     court.tick(9.5, "ABH")
-    assert not court.tenure.over
+    assert not court.scheduler_state.over
     court.dial("C")
     court.read(*"ABCH")
-    assert all(court.kinds(name)[-1] is m.Resume for name in NODES) and not court.tenure.over
+    assert all(court.kinds(name)[-1] is m.Resume for name in NODES) and not court.scheduler_state.over
 
 
 def test_who_has_closed_its_connection_and_does_not_come_back_within_the_lease_is_lost(court):
-    court.tenure.unreachable(court.now, court.over["C"])
+    court.scheduler_state.unreachable(court.now, court.over["C"])
     court.tick(9.5, "ABH")
-    assert not court.tenure.over
+    assert not court.scheduler_state.over
     court.tick(10.0, "ABH")
-    assert court.tenure.aborted.error == "PeerLostError"
-    assert "node 2 (host c, rank 4) has been silent for 10.0 s (lease_s = 10)" in court.tenure.aborted.reason
+    assert court.scheduler_state.aborted.error == "PeerLostError"
+    assert "node 2 (host c, rank 4) has been silent for 10.0 s (lease_s = 10)" in court.scheduler_state.aborted.reason
 
 
 def test_a_process_is_dead_whose_connection_is_closed_and_whose_port_refuses(court):
     court.tick(0.5, NODES)
-    court.tenure.unreachable(court.now, court.over["C"])
+    court.scheduler_state.unreachable(court.now, court.over["C"])
     court.tick(1.0, "ABH")
     assert court.got("A", m.ProbeRequest) == [m.ProbeRequest(node=2)]
     court.say("A", m.ProbeResult(node=2, outcome="refused"))
     court.tick(1.5, "ABH")
     court.say("B", m.ProbeResult(node=2, outcome="refused"))
-    assert not court.tenure.over, "a firewall that is just reloaded does both"
+    assert not court.scheduler_state.over, "a firewall that is just reloaded does both"
     court.tick(2.0, "ABH")
-    assert court.tenure.aborted.error == "PeerLostError" and "closed its connection" in court.tenure.aborted.reason
+    assert court.scheduler_state.aborted.error == "PeerLostError" and "closed its connection" in court.scheduler_state.aborted.reason
 
 
 def test_who_answers_now_and_then_is_not_dead(court):
-    court.tenure.unreachable(court.now, court.over["C"])
+    court.scheduler_state.unreachable(court.now, court.over["C"])
     for now in range(1, 10):
         court.say("A", m.ProbeResult(node=2, outcome="refused"), m.ProbeResult(node=2, outcome="answers"))
         court.tick(float(now), "ABH")
-    assert not court.tenure.over
+    assert not court.scheduler_state.over
 
 
 def test_who_refuses_while_the_scheduler_hears_it_is_not_dead(court):
     for now in range(1, 30):
         court.say("A", m.ProbeResult(node=2, outcome="refused"), m.ProbeResult(node=3, outcome="refused"))
         court.tick(float(now), NODES)
-    assert not court.tenure.over and not court.got("A", m.Freeze)
+    assert not court.scheduler_state.over and not court.got("A", m.Freeze)
     assert len(court.got("C", m.Heartbeat)) > 50, "each time its connection is tried"
 
 
 def test_a_helper_is_dead_as_soon_as_both_signs_are_there(court):
     court.say("B", m.ProbeResult(node=3, outcome="refused"))
     assert not court.got("A", m.Freeze)
-    court.post(court.tenure.unreachable(court.now, court.over["H"]))
+    court.post(court.scheduler_state.unreachable(court.now, court.over["H"]))
     assert [freeze.lost for freeze in court.got("A", m.Freeze)] == [(3,)]
 
 
 def test_a_helper_that_is_only_cut_off_comes_back_within_the_lease(court):
-    court.tenure.unreachable(court.now, court.over["H"])
+    court.scheduler_state.unreachable(court.now, court.over["H"])
     court.tick(9.5, "ABC")
     court.dial("H")
     court.read(*"ABC")
@@ -251,40 +251,40 @@ def visits(court, to, names, outcome="answers"):
 
 def test_who_is_cut_off_from_the_scheduler_alone_has_as_long_as_all_have_when_it_is_lost(court):
     visits(court, 59.5, "ABH")
-    assert not court.tenure.over
+    assert not court.scheduler_state.over
     assert ["has been silent for 10.0 s (lease_s = 10), but other nodes reach it" in remark
-            for remark in court.tenure.take_remarks()] == [True]
+            for remark in court.scheduler_state.take_remarks()] == [True]
     visits(court, 60.0, "ABH")
-    assert "node 2 (host c, rank 4) has been silent for 60.0 s" in court.tenure.aborted.reason
+    assert "node 2 (host c, rank 4) has been silent for 60.0 s" in court.scheduler_state.aborted.reason
 
 
 def test_who_is_cut_off_from_the_scheduler_alone_comes_back(court):
     visits(court, 40.0, "ABH")
     court.dial("C")
     court.read(*"ABH")
-    assert all(court.kinds(name)[-1] is m.Resume for name in NODES) and not court.tenure.over
+    assert all(court.kinds(name)[-1] is m.Resume for name in NODES) and not court.scheduler_state.over
 
 
 @pytest.mark.parametrize("outcome", ["silent", "refused"])
 def test_the_lease_counts_from_the_last_sign_of_life_from_anyone(court, outcome):
     visits(court, 20.0, "ABH")
     visits(court, 29.0, "ABH", outcome)
-    assert not court.tenure.over
+    assert not court.scheduler_state.over
     visits(court, 30.0, "ABH", outcome)
-    assert court.tenure.aborted.error == "PeerLostError" and "node 2" in court.tenure.aborted.reason
+    assert court.scheduler_state.aborted.error == "PeerLostError" and "node 2" in court.scheduler_state.aborted.reason
 
 
 def test_a_scheduler_that_hears_no_majority_decides_nothing_whoever_is_vouched_for(court):
     visits(court, 10.0, "CH")
-    assert not court.tenure.over and court.got("C", m.RejoinRequest)
+    assert not court.scheduler_state.over and court.got("C", m.RejoinRequest)
 
 
 def test_another_scheduler_has_those_visited_that_it_does_not_hear(court):
     court.lose_scheduler("A", "B", "H")
     visits(court, 59.0, "ABH")
-    assert not court.tenure.over and not court.got("A", m.Resume)
+    assert not court.scheduler_state.over and not court.got("A", m.Resume)
     court.dial("C")
-    assert court.kinds("A")[-1] is m.Resume and not court.tenure.over
+    assert court.kinds("A")[-1] is m.Resume and not court.scheduler_state.over
 
 
 def test_another_scheduler_does_not_wait_for_a_helper_that_refuses(court):
@@ -297,55 +297,55 @@ def test_another_scheduler_does_not_wait_for_a_helper_that_refuses(court):
 def test_what_cannot_be_read_while_a_job_is_rebuilt_costs_as_much_as_at_any_time(court, who, freezes, ends):
     court.lose_scheduler("A", "C", "H")
     sender = court.over.get(who, b"Z")
-    court.post(court.tenure.unreadable(court.now, sender, ProtocolError("7 bytes")))
+    court.post(court.scheduler_state.unreadable(court.now, sender, ProtocolError("7 bytes")))
     court.dial("B")
-    assert bool(court.got("A", m.Freeze)) == freezes and court.tenure.over == ends
+    assert bool(court.got("A", m.Freeze)) == freezes and court.scheduler_state.over == ends
     said = court.inbox[sender][0]
     assert isinstance(said, m.Refuse) if who == "Z" else "cannot be read: 7 bytes" in said.reason
 
 
 @pytest.mark.parametrize("states", ["running", "rebuilding", "over"])
 def test_a_rejoin_or_join_of_another_version_recalls_nobody(court, states):
-    account = next(court.ledgers["A"].account())
+    account = next(court.control_logs["A"].account())
     if states == "rebuilding":
         court.lose_scheduler("A", "B")
     if states == "over":
-        court.post(court.tenure.abort(ProtocolError("over")))
+        court.post(court.scheduler_state.abort(ProtocolError("over")))
     for sender, message in ((b"Y", msgspec.structs.replace(account, version=1, index=1)),
                             (b"X", join("x", 1, version=1))):
-        court.post(court.tenure.receive(court.now, sender, message))
+        court.post(court.scheduler_state.receive(court.now, sender, message))
         assert [type(said) for said in court.inbox[sender]] == [m.Abort if states == "over" else m.Refuse]
     assert not court.got("B", m.RejoinRequest)
 
 
 def test_a_scheduler_that_hears_no_majority_waits_for_one(court):
     court.tick(10.0, "AH")
-    assert not court.tenure.over and court.got("A", m.RejoinRequest)
+    assert not court.scheduler_state.over and court.got("A", m.RejoinRequest)
     court.read("A", "H")
     court.tick(20.0, "AH")
-    assert not court.tenure.over
+    assert not court.scheduler_state.over
     court.dial("B", "C")
     assert all(court.kinds(name)[-1] is m.Resume for name in NODES)
 
 
 def test_nodes_that_were_never_welcomed_are_known_by_their_address(court):
     fresh = Court()
-    fresh.ledgers["C"] = ControlLog("1.0", {"transport": "tcp"})
-    fresh.tenure, fresh.inbox = SchedulerState(fresh.settings, 0.0), defaultdict(list)
-    fresh.post(fresh.tenure.receive(0.0, fresh.over["C"], join("c", 1)))
+    fresh.control_logs["C"] = ControlLog("1.0", {"transport": "tcp"})
+    fresh.scheduler_state, fresh.inbox = SchedulerState(fresh.settings, 0.0), defaultdict(list)
+    fresh.post(fresh.scheduler_state.receive(0.0, fresh.over["C"], join("c", 1)))
     fresh.dial("A", "B", "H")
     assert fresh.kinds("A") == [m.Resume] and fresh.kinds("C") == [m.Welcome, m.Resume]
     assert fresh.got("C", m.Welcome)[0].index == 2 and fresh.got("C", m.Welcome)[0].job == "this job"
 
 
 def test_nodes_of_another_job_are_refused(court):
-    stranger = next(court.ledgers["A"].account())
-    court.post(court.tenure.receive(0.0, b"Z", msgspec.structs.replace(stranger, job="another")))
+    stranger = next(court.control_logs["A"].account())
+    court.post(court.scheduler_state.receive(0.0, b"Z", msgspec.structs.replace(stranger, job="another")))
     assert [message.error for message in court.inbox[b"Z"]] == ["PeerLostError"]
     assert not court.kinds("A")
     court.lose_scheduler("A")
-    court.post(court.tenure.receive(0.0, b"Y", msgspec.structs.replace(stranger, job="another", index=1)))
-    court.post(court.tenure.receive(0.0, b"X", msgspec.structs.replace(stranger, version=1, index=1)))
+    court.post(court.scheduler_state.receive(0.0, b"Y", msgspec.structs.replace(stranger, job="another", index=1)))
+    court.post(court.scheduler_state.receive(0.0, b"X", msgspec.structs.replace(stranger, version=1, index=1)))
     assert [message.error for message in (*court.inbox[b"Y"], *court.inbox[b"X"])] == ["PeerLostError", "MismatchError"]
     court.dial("B", "C", "H")
     assert court.kinds("A") == [m.Resume]
@@ -354,28 +354,28 @@ def test_nodes_of_another_job_are_refused(court):
 def test_a_job_whose_ranks_have_all_left_is_finished_by_the_next_scheduler(court):
     for name in "AB":
         court.say(name, *(m.RankLeft(rank=rank) for rank in RANKS[name]))
-    court.ledgers["A"].record_peer_left(2)
+    court.control_logs["A"].record_peer_left(2)
     court.lose_scheduler("A")
-    assert not court.tenure.finished
+    assert not court.scheduler_state.finished
     court.dial("B")
-    assert court.tenure.finished and court.kinds("A") == court.kinds("B") == [m.Finish]
+    assert court.scheduler_state.finished and court.kinds("A") == court.kinds("B") == [m.Finish]
     court.dial("H")
     assert court.kinds("H") == [m.Finish]
 
 
 def test_nodes_that_contradict_each_other_end_the_job_in_words(court):
-    accounts = {name: list(ledger.account()) for name, ledger in court.ledgers.items()}
+    accounts = {name: list(control_log.account()) for name, control_log in court.control_logs.items()}
     accounts["B"] = [msgspec.structs.replace(accounts["B"][0], committed=0, n_units=0), m.RejoinComplete()]
-    court.tenure = SchedulerState(court.settings, 0.0)
+    court.scheduler_state = SchedulerState(court.settings, 0.0)
     for name, said in accounts.items():
         for message in said:
-            court.post(court.tenure.receive(0.0, court.over[name], message))
-    assert court.tenure.aborted.error == "ProtocolError" and "is not prepared for 1" in court.tenure.aborted.reason
+            court.post(court.scheduler_state.receive(0.0, court.over[name], message))
+    assert court.scheduler_state.aborted.error == "ProtocolError" and "is not prepared for 1" in court.scheduler_state.aborted.reason
 
 
 def test_a_recall_does_not_wait_for_a_helper_that_nobody_has_heard_of(court):
     """It was just coming, and is left behind."""
-    court.post(court.tenure.receive(court.now, b"J", join("j", 0)))
+    court.post(court.scheduler_state.receive(court.now, b"J", join("j", 0)))
     assert [message.node.index for message in court.got("A", m.Joined)] == [4]
     for name in NODES:
         court.inbox.pop(court.over[name], None)
@@ -387,13 +387,13 @@ def test_a_recall_does_not_wait_for_a_helper_that_nobody_has_heard_of(court):
 
 def test_a_scheduler_that_was_stopped_gives_who_is_away_the_second_that_it_had(court):
     court.tick(4.0, NODES)
-    court.tenure.tick(court.now)
-    court.tenure.unreachable(court.now, court.over["C"])
-    court.tenure.receive(court.now, court.over["A"], m.ProbeResult(node=2, outcome="refused"))
-    court.tenure.tick(court.now + 3.0)
+    court.scheduler_state.tick(court.now)
+    court.scheduler_state.unreachable(court.now, court.over["C"])
+    court.scheduler_state.receive(court.now, court.over["A"], m.ProbeResult(node=2, outcome="refused"))
+    court.scheduler_state.tick(court.now + 3.0)
     for later in (3.2, 3.6, 4.0):
-        court.tenure.receive(court.now + later, court.over["A"], m.ProbeResult(node=2, outcome="refused"))
-        court.tenure.tick(court.now + later)
-        assert not court.tenure.over
-    court.tenure.tick(court.now + 4.3)
-    assert court.tenure.aborted.error == "PeerLostError"
+        court.scheduler_state.receive(court.now + later, court.over["A"], m.ProbeResult(node=2, outcome="refused"))
+        court.scheduler_state.tick(court.now + later)
+        assert not court.scheduler_state.over
+    court.scheduler_state.tick(court.now + 4.3)
+    assert court.scheduler_state.aborted.error == "PeerLostError"

@@ -104,8 +104,8 @@ def test_merges_have_the_bits_of_the_reference(dtype, counts, average, data):
         v.close()
 
 
-def test_a_result_leaves_with_its_own_length(vertex_of):
-    v = vertex_of(frames_of(), n_after=1, to_wire=True)
+def test_a_result_leaves_with_its_own_length(node_of):
+    v = node_of(frames_of(), n_after=1, to_wire=True)
     v.push([drawn(1, "float32", 3)], [drawn(2, "float32", 4)])
     indices, _ = v.frames.read(v.result())
     nbytes = row_frame_nbytes(len(indices), ELEMENTS * 4)
@@ -117,8 +117,8 @@ def test_a_result_leaves_with_its_own_length(vertex_of):
     assert v.engine.pushed_nbytes(v.ranks[0]) == row_frame_nbytes(4, 20)
 
 
-def test_rounds_without_rows(vertex_of):
-    v = vertex_of(frames_of(), n_local=2)
+def test_rounds_without_rows(node_of):
+    v = node_of(frames_of(), n_local=2)
     for given_ in ([drawn(1, "float32", 50), None], [None, None], [None, drawn(2, "float32", 1)]):
         v.push([], given_)
         indices, _ = v.frames.read(v.result())
@@ -126,7 +126,7 @@ def test_rounds_without_rows(vertex_of):
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
-def test_a_member_forwards_the_length_of_its_partial(vertex_of, n_ranks):
+def test_a_member_forwards_the_length_of_its_partial(node_of, n_ranks):
     frames = frames_of()
     v = EngineNode(n_ranks=n_ranks, n_parts=1)
     try:
@@ -149,8 +149,8 @@ def test_a_member_forwards_the_length_of_its_partial(vertex_of, n_ranks):
         v.close()
 
 
-def test_a_sum_that_has_no_room_says_how_much_it_needs(vertex_of):
-    v = vertex_of(frames_of(frame_rows=30), n_local=2)
+def test_a_sum_that_has_no_room_says_how_much_it_needs(node_of):
+    v = node_of(frames_of(frame_rows=30), n_local=2)
     first, second = drawn(1, "float32", 25), drawn(2, "float32", 20)
     v.push([], [first, second])
     assert v.frames.needed(v.result()) == 45, "at most, since no room was left to count"
@@ -183,8 +183,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN.keys())
-def test_who_sends_what_is_no_frame_is_named_and_nothing_is_published(vertex_of, change):
-    v = vertex_of(frames_of(), n_before=1, n_local=2)
+def test_who_sends_what_is_no_frame_is_named_and_nothing_is_published(node_of, change):
+    v = node_of(frames_of(), n_before=1, n_local=2)
     frame = broken(change)
     bytes_of(v.slots[0])[:] = frame
     v.engine.arrived(v.peers[0], 0, 1, 0)
@@ -195,7 +195,7 @@ def test_who_sends_what_is_no_frame_is_named_and_nothing_is_published(vertex_of,
     assert v.ports[0].wait(0, 1, 1, 0.05) == TIMED_OUT
 
 
-def test_a_length_that_cannot_be_is_not_forwarded(vertex_of):
+def test_a_length_that_cannot_be_is_not_forwarded(node_of):
     v = EngineNode(n_ranks=1, n_parts=1)
     try:
         owner = v.engine.add_wire_peer()
@@ -240,8 +240,8 @@ def test_noise_never_leaves_the_room_of_the_output(noise, n):
         v.close()
 
 
-def test_a_part_without_room_for_its_frames_is_refused(vertex_of):
-    v = vertex_of(frames_of())
+def test_a_part_without_room_for_its_frames_is_refused(node_of):
+    v = node_of(frames_of())
     with pytest.raises(ValueError, match="no room for a frame"):
         v.own(0, nbytes=256, rows=(N_ROWS, 60, ELEMENTS, 20))
     with pytest.raises(ValueError, match="no room for a frame"):
@@ -249,7 +249,7 @@ def test_a_part_without_room_for_its_frames_is_refused(vertex_of):
 
 
 @pytest.fixture
-def vertex_of():
+def node_of():
     """Make owners that are closed at the end of the test."""
     made = []
 

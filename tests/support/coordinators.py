@@ -1,4 +1,4 @@
-"""Musters and workers' ends of them, in the process of the test: real ones, and a muster whose words are the test's."""
+"""Musters and workers' ends of them, in the process of the test: real ones, and a coordinator whose words are the test's."""
 from __future__ import annotations
 
 import contextlib
@@ -27,7 +27,7 @@ LIMIT_S = 20.0
 
 
 class Puppet:
-    """A muster whose every word is the test's."""
+    """A coordinator whose every word is the test's."""
 
     def __init__(self) -> None:
         self._line = protocol.listen(elastic_key(KEY), "127.0.0.1")
@@ -47,8 +47,8 @@ class Puppet:
         self._line.close()
 
 
-class RealMuster:
-    """A muster of *n* seats that answers, and whoever speaks to it without training."""
+class RealCoordinator:
+    """A coordinator of *n* seats that answers, and whoever speaks to it without training."""
 
     def __init__(self, n: int, **rules: Any) -> None:
         self.service = ElasticService(ElasticRules(**{"max_ranks": n, "within_s": LIMIT_S, **rules}), range(n), KEY,
@@ -71,12 +71,12 @@ class RealMuster:
 
 def settings_of(address: str, number: int = 0, **values: Any) -> Settings:
     """Return what worker *number* is told."""
-    return load({"muster": address, "job_key": KEY.hex(), "member": number, "start_timeout_s": LIMIT_S, **values}, {})
+    return load({"coordinator": address, "job_key": KEY.hex(), "member": number, "start_timeout_s": LIMIT_S, **values}, {})
 
 
 @contextlib.contextmanager
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoordinatorClient]]:
-    """Make ends of the muster; in the end they are closed, and this process has no session."""
+    """Make ends of the coordinator; in the end they are closed, and this process has no session."""
     monkeypatch.setattr(process, "_has_left", False)
     monkeypatch.setattr(client_module, "_member", None)
     made: list[CoordinatorClient] = []
@@ -105,11 +105,11 @@ def end(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
 
 @pytest.fixture
-def muster(no_leaks: None) -> Iterator[Callable[..., RealMuster]]:
+def coordinator(no_leaks: None) -> Iterator[Callable[..., RealCoordinator]]:
     """A way to make real musters."""
     with contextlib.ExitStack() as stack:
-        def make(n: int, **rules: Any) -> RealMuster:
-            made = RealMuster(n, **rules)
+        def make(n: int, **rules: Any) -> RealCoordinator:
+            made = RealCoordinator(n, **rules)
             stack.callback(made.close)
             return made
 
@@ -134,5 +134,5 @@ def until(member: CoordinatorClient, is_so: Callable[[], object]) -> None:
 
 
 def until_connected(member: CoordinatorClient) -> None:
-    """Let *member* listen until it is understood by its muster."""
+    """Let *member* listen until it is understood by its coordinator."""
     until(member, lambda: member._line.is_connected)

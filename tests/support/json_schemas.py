@@ -277,7 +277,7 @@ class Started(Exact):
 
 
 class Left(Exact):
-    class Leftover(Exact):
+    class StaleResource(Exact):
         kind: Literal["process", "namespace", "folder"]
         name: str
         owner_pid: int
@@ -285,7 +285,7 @@ class Left(Exact):
         removed: bool
         reason: str
 
-    leftovers: list[Leftover]
+    stale_resources: list[StaleResource]
 
 
 class Report(Exact):

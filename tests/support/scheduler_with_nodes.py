@@ -25,12 +25,12 @@ class Court:
     def __init__(self, deaf=""):
         self.now = 0.0
         self.settings = SETTINGS
-        self.tenure = SchedulerState(self.settings, 0.0)
+        self.scheduler_state = SchedulerState(self.settings, 0.0)
         self.over = {name: m.connection_id(name, 1) for name in NODES}
         self.inbox = defaultdict(list)
-        self.ledgers = {name: ControlLog("1.0", {"transport": "tcp"}) for name in NODES}
+        self.control_logs = {name: ControlLog("1.0", {"transport": "tcp"}) for name in NODES}
         for name, n_ranks in NODES.items():
-            self.post(self.tenure.receive(0.0, self.over[name], join(name.lower(), n_ranks)))
+            self.post(self.scheduler_state.receive(0.0, self.over[name], join(name.lower(), n_ranks)))
         self.read(*[name for name in NODES if name not in deaf])
 
     def post(self, outgoing):
@@ -39,8 +39,8 @@ class Court:
 
     def say(self, name, *spoken):
         for message in spoken:
-            self.ledgers[name].said(message)
-            self.post(self.tenure.receive(self.now, self.over[name], message))
+            self.control_logs[name].said(message)
+            self.post(self.scheduler_state.receive(self.now, self.over[name], message))
 
     def read(self, *names):
         """Let nodes read all they were sent, and answer; return what that was."""
@@ -48,12 +48,12 @@ class Court:
         for name in names:
             found[name] = self.inbox.pop(self.over[name], [])
             for message in found[name]:
-                self.ledgers[name].heard(message)
+                self.control_logs[name].heard(message)
                 if isinstance(message, m.Plan | m.Recover):
                     self.say(name, m.Ready(generation=message.generation))
                 if isinstance(message, m.RejoinRequest):
-                    for each in self.ledgers[name].account(message.number):
-                        self.post(self.tenure.receive(self.now, self.over[name], each))
+                    for each in self.control_logs[name].account(message.number):
+                        self.post(self.scheduler_state.receive(self.now, self.over[name], each))
         return found
 
     def declare(self, *tensors, only="ABC"):
@@ -69,11 +69,11 @@ class Court:
     def dial(self, *names):
         for name in names:
             self.hang_up(name)
-            for message in self.ledgers[name].account():
-                self.post(self.tenure.receive(self.now, self.over[name], message))
+            for message in self.control_logs[name].account():
+                self.post(self.scheduler_state.receive(self.now, self.over[name], message))
 
     def lose_scheduler(self, *back):
-        self.tenure = SchedulerState(self.settings, self.now)
+        self.scheduler_state = SchedulerState(self.settings, self.now)
         self.inbox.clear()
         self.dial(*(back or NODES))
 
@@ -81,8 +81,8 @@ class Court:
         while self.now < to:
             self.now += 0.5
             for name in beating:
-                self.post(self.tenure.receive(self.now, self.over[name], m.Heartbeat(sequence=1)))
-            self.post(self.tenure.tick(self.now))
+                self.post(self.scheduler_state.receive(self.now, self.over[name], m.Heartbeat(sequence=1)))
+            self.post(self.scheduler_state.tick(self.now))
 
     def kinds(self, name):
         return [type(message) for message in self.inbox[self.over[name]]

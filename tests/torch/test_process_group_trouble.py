@@ -40,7 +40,7 @@ def expected(size):
     return [float(sum(range(1, size + 1)))]
 
 
-def leftovers():
+def stale_resources():
     """What this process has open: descriptors, and threads; its daemons must come to their end."""
     import psutil
 
@@ -102,7 +102,7 @@ def again(paths):
             model = DistributedDataParallel(torch.nn.Linear(3, 3))
             model(torch.ones(2, 3)).sum().backward()
             del model
-        found.append(leftovers())
+        found.append(stale_resources())
     return found
 
 

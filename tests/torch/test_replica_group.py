@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.torch.backend import ProcessGroup, ReplicaGroup
 from tests.support.torch_ranks import LIMIT_S, Processes, keep_gloo
-from tests.torch.test_process_group_trouble import leftovers
+from tests.torch.test_process_group_trouble import stale_resources
 
 _kept = {}
 
@@ -126,7 +126,7 @@ def many_lives(addresses):
         begin(address, [0, 1])
         assert total() == [3.0]
         (_kept["group"].abort if len(found) % 2 else _kept["group"].shutdown)()
-        found.append(leftovers())
+        found.append(stale_resources())
     return found
 
 

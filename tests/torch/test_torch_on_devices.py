@@ -34,7 +34,7 @@ def shape(request):
     return {"ranks": ranks, "helpers": helpers, "transport": "tcp" if len(ranks) > 1 else "auto"}
 
 
-def went_afar():
+def went_on_device():
     """Whether this rank's session has had a line."""
     return list(process.current().devices._threads)
 
@@ -60,7 +60,7 @@ def test_the_same_comes_out(shared_job, shape, check):
     function, *arguments = CHECKS[check]
     job = shared_job(**shape, host_device=True)
     found = job.run(function, *arguments)
-    assert job.run(went_afar) == [["host"]] * job.size
+    assert job.run(went_on_device) == [["host"]] * job.size
     assert found == shared_job(**shape).run(function, *arguments)
 
 
@@ -120,9 +120,9 @@ def collectives():
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (4, 2)])
 def test_collectives(torch_ranks, size, nodes):
-    for (gloo, none), (ours, n_afar) in torch_ranks(size, nodes).compare(collectives):
+    for (gloo, none), (ours, n_on_device) in torch_ranks(size, nodes).compare(collectives):
         assert none == 0
-        assert n_afar > 50
+        assert n_on_device > 50
         for a, b in zip(gloo, ours, strict=True):
             assert a.shape == b.shape
             np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -132,7 +132,7 @@ def test_futures_asked_for_while_the_call_ends_are_complete():
 
 
 def test_a_work_that_nobody_keeps_is_carried_out_and_its_memory_kept_until_then(no_leaks):
-    conductor, go_on, done = SerialExecutor("x"), threading.Event(), threading.Event()
+    executor, go_on, done = SerialExecutor("x"), threading.Event(), threading.Event()
     tensor = torch.zeros(3)
     memory = weakref.ref(tensor)
     work = Work([tensor], 5.0, "all_reduce")
@@ -144,19 +144,19 @@ def test_a_work_that_nobody_keeps_is_carried_out_and_its_memory_kept_until_then(
         assert go_on.wait(TIMEOUT_S)
         seen.append(memory() is not None)
 
-    conductor.run(job, work.finish, inline=False)
+    executor.run(job, work.finish, inline=False)
     del work, future, tensor
     gc.collect()
     go_on.set()
     assert done.wait(TIMEOUT_S) and seen == [True]
-    assert conductor.close(TIMEOUT_S)
+    assert executor.close(TIMEOUT_S)
     del job
     gc.collect()
     assert memory() is None
 
 
 def test_what_a_callback_raises_keeps_no_other_call_from_its_end(no_leaks):
-    conductor, works = SerialExecutor("x"), [Work([], 5.0, "barrier") for _ in range(2)]
+    executor, works = SerialExecutor("x"), [Work([], 5.0, "barrier") for _ in range(2)]
 
     def fail(future):
         raise ValueError("a user's mistake")
@@ -164,8 +164,8 @@ def test_what_a_callback_raises_keeps_no_other_call_from_its_end(no_leaks):
     works[0].get_future().add_done_callback(fail)
     then = works[0].get_future().then(fail)
     for work in works:
-        conductor.run(lambda: None, work.finish, inline=False)
+        executor.run(lambda: None, work.finish, inline=False)
     assert works[1].wait(timedelta(seconds=TIMEOUT_S)) and works[0].is_success()
     with pytest.raises(RuntimeError, match="a user's mistake"):
         then.wait()
-    assert conductor.close(TIMEOUT_S)
+    assert executor.close(TIMEOUT_S)

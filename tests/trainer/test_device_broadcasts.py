@@ -130,7 +130,7 @@ def failing():
         text = str(exc)
     stream.close()
     again = float(bpsfast.broadcast(far(np.ones(2, "f4")), 0).sum())
-    return text, again, len(process.current().devices.twins._returning)
+    return text, again, len(process.current().devices.staging_buffers._returning)
 
 
 def test_a_root_that_cannot(two):

@@ -1,4 +1,4 @@
-"""Twins: shared memory in the place of a device's, for as long as a call takes."""
+"""Staging buffers: shared memory in the place of a device's, for as long as a call takes."""
 from __future__ import annotations
 
 import threading
@@ -21,9 +21,9 @@ def one(shared_job):
     return shared_job(ranks=(1,))
 
 
-def twin_of(x):
+def staging_buffer_of(x):
     memory = tensor_input(x)
-    return StagingBuffer(process.current().devices.twins, memory.place, memory.address, memory.nbytes, memory.owner)
+    return StagingBuffer(process.current().devices.staging_buffers, memory.place, memory.address, memory.nbytes, memory.owner)
 
 
 def far(value=0, n=5000, stream=None):
@@ -34,15 +34,15 @@ def far(value=0, n=5000, stream=None):
 
 def there_and_back():
     x = far(3)
-    twin = twin_of(x)
-    twin.fetch()
-    twin.wait(deadline())
-    view = twin.region.array[: x.nbytes].view("f4")
+    staging_buffer = staging_buffer_of(x)
+    staging_buffer.fetch()
+    staging_buffer.wait(deadline())
+    view = staging_buffer.region.array[: x.nbytes].view("f4")
     fetched = float(view.sum())
     view += 1
     x.fill(0)
-    event = twin.restore()
-    twin.release()
+    event = staging_buffer.restore()
+    staging_buffer.release()
     event.wait(LIMIT_S)
     return fetched, float(x.sum())
 
@@ -56,17 +56,17 @@ def written_after():
     with held(host_device()) as gate:
         x = far(stream=gate.stream)
         gate.stream.run(lambda: x.fill(9))
-        twin = twin_of(x)
-        twin.region.array[: x.nbytes].view("f4")[:] = 1
-        event = twin.restore()
+        staging_buffer = staging_buffer_of(x)
+        staging_buffer.region.array[: x.nbytes].view("f4")[:] = 1
+        event = staging_buffer.restore()
         early = event.done(), float(x.sum())
         gate.go()
         event.wait(LIMIT_S)
-        twin.release()
+        staging_buffer.release()
         return early, float(x.sum())
 
 
-def test_a_twin_is_written_in_its_owners_order(one):
+def test_a_staging_buffer_is_written_in_its_owners_order(one):
     assert one.run(written_after) == [((False, 0.0), 5000.0)]
 
 
@@ -75,18 +75,18 @@ def kept():
     session = process.current()
     with held(host_device()) as gate:
         x = far(2, stream=gate.stream)
-        twin = twin_of(x)
-        twin.fetch()
-        first = twin.region.offset
-        twin.release()
-        twin.release = None
-        others = [twin_of(far()) for _ in range(2)]
+        staging_buffer = staging_buffer_of(x)
+        staging_buffer.fetch()
+        first = staging_buffer.region.offset
+        staging_buffer.release()
+        staging_buffer.release = None
+        others = [staging_buffer_of(far()) for _ in range(2)]
         apart = first not in [each.region.offset for each in others]
-        n_kept = len(session.devices.twins._returning)
+        n_kept = len(session.devices.staging_buffers._returning)
         gate.go()
         gate.stream.record().wait(LIMIT_S)
-        eventually(lambda: session.devices.twins.reap() or not session.devices.twins._returning)
-        again = twin_of(far())
+        eventually(lambda: session.devices.staging_buffers.reap() or not session.devices.staging_buffers._returning)
+        again = staging_buffer_of(far())
         for each in (*others, again):
             each.release()
         return apart, n_kept, again.region.offset == first
@@ -99,7 +99,7 @@ def test_memory_is_kept_until_copies_are_done(one):
 def blocked():
     """Waiting has a deadline; a stream that stands still holds up copies of no other."""
     with held(host_device()) as gate:
-        slow, quick = twin_of(far(1, stream=gate.stream)), twin_of(far(1))
+        slow, quick = staging_buffer_of(far(1, stream=gate.stream)), staging_buffer_of(far(1))
         slow.fetch()
         quick.fetch()
         quick.wait(deadline())
@@ -129,17 +129,17 @@ def failed():
         raise ValueError("a bad kernel")
 
     stream.run(fail)
-    twin = twin_of(far(stream=stream))
-    twin.fetch()
+    staging_buffer = staging_buffer_of(far(stream=stream))
+    staging_buffer.fetch()
     text = ""
     try:
-        twin.wait(deadline())
+        staging_buffer.wait(deadline())
     except DeviceError as exc:
         text = str(exc)
-    twin.release()
+    staging_buffer.release()
     stream.close()
-    process.current().devices.twins.reap()
-    fine = twin_of(far(4))
+    process.current().devices.staging_buffers.reap()
+    fine = staging_buffer_of(far(4))
     fine.fetch()
     fine.wait(deadline())
     is_right = float(fine.region.array[:20000].view("f4").sum()) == 20000.0
@@ -163,7 +163,7 @@ def refused():
     for segment in session.memory.segments.values():
         device.pin(segment.address, segment.nbytes, True)
     try:
-        session.devices.twins.allocate(device.place(), 5000)
+        session.devices.staging_buffers.allocate(device.place(), 5000)
     except DeviceError:
         again = session.memory.allocate(5000)
         session.memory.release(again)
@@ -203,10 +203,10 @@ def broken():
     device = Broken()
     before = threading.active_count()
     x = np.zeros(5000, "f4")
-    twin = StagingBuffer(session.devices.twins, device.place(), x.ctypes.data, x.nbytes, x)
-    twin.fetch()
-    twin.wait(deadline())
-    twin.release()
+    staging_buffer = StagingBuffer(session.devices.staging_buffers, device.place(), x.ctypes.data, x.nbytes, x)
+    staging_buffer.fetch()
+    staging_buffer.wait(deadline())
+    staging_buffer.release()
     device.is_broken = True
     bpsfast.shutdown()
     return threading.active_count() - before
@@ -220,18 +220,18 @@ def test_a_broken_device_keeps_nobody_from_leaving(job):
 def closed():
     """The end does not come while copies go on; without them it leaves no thread."""
     session = process.current()
-    twins = session.devices.twins
+    staging_buffers = session.devices.staging_buffers
     before = threading.active_count()
     with held(host_device()) as gate:
         x = far(2, stream=gate.stream)
-        twin = twin_of(x)
-        twin.fetch()
-        early = twins.close(time.monotonic() + 0.05)
+        staging_buffer = staging_buffer_of(x)
+        staging_buffer.fetch()
+        early = staging_buffers.close(time.monotonic() + 0.05)
         gate.go()
     bpsfast.shutdown()
     text = ""
     try:
-        twin_of(far())
+        staging_buffer_of(far())
     except ClosedError as exc:
         text = str(exc)
     return early, bool(text), threading.active_count() - before

@@ -178,7 +178,7 @@ def many_rounds():
         stream.close()
         if round in (20, 59):
             lines = session.devices._threads["host"]
-            eventually(lambda: session.devices.twins.reap() or not session.devices.twins._returning)
+            eventually(lambda: session.devices.staging_buffers.reap() or not session.devices.staging_buffers._returning)
             n_readers = max(len(unit._readers) for unit in session.tensors.units())
             seen.append((len(os.listdir("/proc/self/fd")), n_readers <= 2, len(lines.to_host._copying)))
     return seen[0] == seen[1], seen[1][1:]

@@ -149,13 +149,13 @@ def test_while_nobody_has_left_nobody_is_asked_before_the_end(board):
 
 
 def chunks(*parts):
-    """Legs of these partitions, first round, that give and take nothing."""
+    """Chunks of these partitions, first round, that give and take nothing."""
     found = np.zeros(len(parts), CHUNK_DTYPE)
     found["part"], found["round"] = parts, 1
     return found
 
 
-def test_convey_names_who_is_missing_from_the_first_leg_that_is_not_out(board):
+def test_convey_names_who_is_missing_from_the_first_chunk_that_is_not_out(board):
     questions = []
     guarded = guarded_on(board, calls={"inquiry": asking(
         lambda *asked: questions.append(asked) or answer("missing: rank 0: has not pushed"))})
@@ -174,10 +174,10 @@ def test_convey_names_who_is_missing_from_the_first_leg_that_is_not_out(board):
     assert guarded.close(1)
 
 
-@pytest.mark.parametrize(("ticket", "agree"), [((7, 2**64 - 8), True), ((7, 7), False)])
-def test_convey_says_whether_tickets_agree(board, ticket, agree):
+@pytest.mark.parametrize(("fingerprint", "agree"), [((7, 2**64 - 8), True), ((7, 7), False)])
+def test_convey_says_whether_fingerprints_agree(board, fingerprint, agree):
     guarded = guarded_on(board)
-    seen = np.array(ticket, np.uint64)
+    seen = np.array(fingerprint, np.uint64)
     one = chunks(0)
     one["flags"], one["result"] = FINGERPRINT, seen.ctypes.data
     board[4096:4100] = (1).to_bytes(4, "little")

@@ -255,16 +255,16 @@ def wait_while_closing():
     return thread.is_alive(), len(errors)
 
 
-def channel_ends_after_the_farewell():
+def channel_ends_after_the_shutdown_notice():
     session = process.current()
     before = type(session._node_lost()).__name__  # the node lives: as if it had closed its channel
     session._released = True
     return before, type(session._node_lost()).__name__
 
 
-def test_the_end_of_the_channel_after_the_farewell_is_no_loss(job):
+def test_the_end_of_the_channel_after_the_shutdown_notice_is_no_loss(job):
     started = job(ranks=(1,))
-    assert started.run(channel_ends_after_the_farewell) == [("PeerLostError", "ClosedError")]
+    assert started.run(channel_ends_after_the_shutdown_notice) == [("PeerLostError", "ClosedError")]
     started.kill()
 
 

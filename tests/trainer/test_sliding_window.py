@@ -1,4 +1,4 @@
-"""The sliding window: which of its places each partition goes through, and what a round's legs say."""
+"""The sliding window: which of its places each partition goes through, and what a round's chunks say."""
 from __future__ import annotations
 
 from types import SimpleNamespace

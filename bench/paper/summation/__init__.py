@@ -81,13 +81,13 @@ def measure(n_workers: int, dtypes: Sequence[str], n_rounds: int, n_calls: int, 
     for n_threads in counts:
         mine = operations.rows(n_workers, n_threads, tuple(dtypes))
         calls = [operations.call_of(row) for row in mine]
-        with ThreadTeam(n_threads, pool_nbytes) as crew:
+        with ThreadTeam(n_threads, pool_nbytes) as worker_pool:
             for dtype in dict.fromkeys(row.dtype for row in mine):
-                crew.fill(dtype)
+                worker_pool.fill(dtype)
                 turns = [(row, call) for row, call in zip(mine, calls) if row.dtype == dtype]
                 for _ in range(n_rounds):
                     for row, call in turns:
-                        turn = crew.turn(call, row.n_arrays, row.dtype, n_calls)
+                        turn = worker_pool.turn(call, row.n_arrays, row.dtype, n_calls)
                         row.samples_s.append(turn.wall_s)
                         row.cpu_s.append(turn.cpu_s)
         rows += mine

@@ -45,7 +45,7 @@ def command(is_agreed: bool, dry_run: bool, as_json: bool) -> None:
         rows: list[dict[str, Any]] = [
             {"kind": each.kind, "name": each.name, "owner_pid": each.owner_pid, "about": each.about,
              "removed": reasons.get(each) == "", "reason": reasons.get(each, "")} for each in found]
-        output.show(output.OutputOptions(as_json=True), str, {"leftovers": rows})
+        output.show(output.OutputOptions(as_json=True), str, {"stale_resources": rows})
     elif not found:
         click.echo("no stale resources: no processes, network namespaces or temporary folders of dead jobs")
     for each, reason in reasons.items():

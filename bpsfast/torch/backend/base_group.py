@@ -125,7 +125,7 @@ class BaseGroup(NamedGroup):
         self._world: worlds.World | None = world
         self._group = group
         self._messages = Messages(group)
-        self._conductor = SerialExecutor(group.name)
+        self._executor = SerialExecutor(group.name)
         self._coalesced: list[Work] | None = None
         self._sequence = 0
         self._failure: BaseException | None = None
@@ -183,7 +183,7 @@ class BaseGroup(NamedGroup):
         if call is not None:
             call.is_under_way = True
         try:
-            self._conductor.run(job, work.finish, inline)
+            self._executor.run(job, work.finish, inline)
         except BpsError as exc:
             if call is not None:
                 call.end()
@@ -242,17 +242,17 @@ class BaseGroup(NamedGroup):
         world, self._world = self._world, None
         if world is None:
             return
-        ended = self._conductor.close(min(timeout_s, _WARN_AFTER_S))
+        ended = self._executor.close(min(timeout_s, _WARN_AFTER_S))
         if not ended and timeout_s > _WARN_AFTER_S:
             _log.warning("group %r is destroyed, and its last call waits for other members: for %g s at most",
                          self.group_name, timeout_s)
-            ended = self._conductor.close(timeout_s - _WARN_AFTER_S)
+            ended = self._executor.close(timeout_s - _WARN_AFTER_S)
         self._messages.close()
         with contextlib.suppress(BpsError):  # of a job that is over there is nothing to give back
             self._group.close()
         worlds.quit(world)
         if not ended:
-            self._conductor.close(_CLOSE_TIMEOUT_S)
+            self._executor.close(_CLOSE_TIMEOUT_S)
 
 
 def _wait_all(works: Sequence[Work]) -> None:

@@ -1,6 +1,6 @@
-"""Calls of a group with tensors on a GPU: carried out on twins in shared memory, in the order of the GPU's streams.
+"""Calls of a group with tensors on a GPU: carried out on staging buffers in shared memory, in the order of the GPU's streams.
 
-    when called    copies to the twins are enqueued, after what the caller's stream has before
+    when called    copies to the staging buffers are enqueued, after what the caller's stream has before
     in its turn    the call waits for them, and is made as of CPU tensors
     at its end     copies back are enqueued; `Work.wait` lets the stream that is current there wait for them
 
@@ -28,8 +28,8 @@ from ...trainer.session import Session
 class _StagedTensor:
     """A tensor on a device, what stands for it, and whether it is read and written."""
 
-    def __init__(self, tensor: torch.Tensor, twin: StagingBuffer | None, staging_tensor: torch.Tensor) -> None:
-        self.tensor, self.twin, self.staging_tensor = tensor, twin, staging_tensor
+    def __init__(self, tensor: torch.Tensor, staging_buffer: StagingBuffer | None, staging_tensor: torch.Tensor) -> None:
+        self.tensor, self.staging_buffer, self.staging_tensor = tensor, staging_buffer, staging_tensor
         self.is_read = self.is_written = False
 
 
@@ -66,27 +66,27 @@ class DeviceCall:
         if nbytes == 0:
             return _StagedTensor(tensor, None, torch.empty(tensor.shape, dtype=tensor.dtype))
         place = arrays.of_torch(tensor) if tensor.is_cuda else host_device().place()
-        twin = StagingBuffer(self._session.devices.twins, place, tensor.data_ptr(), nbytes, tensor)
-        flat = torch.from_numpy(twin.region.array[:nbytes])
-        return _StagedTensor(tensor, twin, flat.view(tensor.dtype).view(tensor.shape))
+        staging_buffer = StagingBuffer(self._session.devices.staging_buffers, place, tensor.data_ptr(), nbytes, tensor)
+        flat = torch.from_numpy(staging_buffer.region.array[:nbytes])
+        return _StagedTensor(tensor, staging_buffer, flat.view(tensor.dtype).view(tensor.shape))
 
     def begin(self) -> None:
         """Enqueue the copies to what stands for tensors that are read."""
         for pair in self._pairs.values():
-            if pair.twin is not None and pair.is_read:
-                pair.twin.fetch()
+            if pair.staging_buffer is not None and pair.is_read:
+                pair.staging_buffer.fetch()
 
     def arrive(self, timeout_s: float) -> None:
         """Wait for those copies, so long at most. Raises as `StagingBuffer.wait`."""
         deadline = time.monotonic() + timeout_s
         for pair in self._pairs.values():
-            if pair.twin is not None:
-                pair.twin.wait(deadline)
+            if pair.staging_buffer is not None:
+                pair.staging_buffer.wait(deadline)
 
     def leave(self) -> None:
         """Enqueue the copies back of what was written."""
-        self._done = [(pair.twin, pair.twin.restore()) for pair in self._pairs.values()
-                      if pair.twin is not None and pair.is_written]
+        self._done = [(pair.staging_buffer, pair.staging_buffer.restore()) for pair in self._pairs.values()
+                      if pair.staging_buffer is not None and pair.is_written]
 
     def originals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that *tensors* stand for."""
@@ -95,8 +95,8 @@ class DeviceCall:
 
     def join(self) -> None:
         """Let the streams that are current now find the results."""
-        for twin, event in self._done:
-            twin.place.caller().wait(event)
+        for staging_buffer, event in self._done:
+            staging_buffer.place.caller().wait(event)
 
     @contextlib.contextmanager
     def found(self) -> Iterator[None]:
@@ -116,9 +116,9 @@ class DeviceCall:
     def end(self) -> None:
         """Give the memory back. Once; the call is over."""
         for pair in self._pairs.values():
-            twin, pair.twin = pair.twin, None
-            if twin is not None:
-                twin.release()
+            staging_buffer, pair.staging_buffer = pair.staging_buffer, None
+            if staging_buffer is not None:
+                staging_buffer.release()
 
 
 _current: ContextVar[DeviceCall | None] = ContextVar("bpsfast_call", default=None)

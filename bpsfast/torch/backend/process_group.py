@@ -1,6 +1,6 @@
 """torch's process group: collectives in torch's terms, carried out by a `Group` in the order of the calls.
 
-A call checks its tensors, then goes to the group's conductor. What it returns is waited for, or followed by a future.
+A call checks its tensors, then goes to the group's executor. What it returns is waited for, or followed by a future.
 """
 from __future__ import annotations
 

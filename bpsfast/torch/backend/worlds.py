@@ -66,7 +66,7 @@ def enter(store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout
     """
     is_default = not global_ranks
     if is_default:
-        _end_leftovers()
+        _end_stale_resources()
     with _lock:
         _worlds[:] = [world for world in _worlds if world.is_open]
         ranks = range(size) if is_default else global_ranks
@@ -119,7 +119,7 @@ def _groups() -> list[Any]:
         return [group for world in _worlds if world.is_open for group in list(world.members)]
 
 
-def _end_leftovers() -> None:
+def _end_stale_resources() -> None:
     """End what older versions of torch leave behind when the default group is destroyed (`end_with_torchs_groups`)."""
     for group in _groups():
         group.shutdown()

@@ -132,7 +132,7 @@ class Devices:
 
     def __init__(self, session: DeviceSession) -> None:
         self._session = session
-        self.twins = StagingBuffers(session, self.pin)
+        self.staging_buffers = StagingBuffers(session, self.pin)
         self.direct = GpuDirectMemory(session)
         self._lock = threading.Lock()
         self._threads: dict[str, _CopyThreads] = {}
@@ -236,7 +236,7 @@ class Devices:
         for thread in threads:
             thread.close(why)
         ended = [thread.join(max(0.0, deadline - time.monotonic())) for thread in threads]
-        if not self.twins.close(deadline) or not all(ended) or not islands_ended:
+        if not self.staging_buffers.close(deadline) or not all(ended) or not islands_ended:
             return False
         with self._lock:
             for device, segment in filter(None, self._pinned.values()):

@@ -213,7 +213,7 @@ def _copy_back(buffer: StagingBuffer) -> None:
 @contextmanager
 def _staged(session: DeviceSession, memory: TensorInput) -> Iterator[StagingBuffer]:
     assert memory.place is not None, "it lies on a device"
-    buffer = StagingBuffer(session.devices.twins, memory.place, memory.address, memory.nbytes, memory.owner)
+    buffer = StagingBuffer(session.devices.staging_buffers, memory.place, memory.address, memory.nbytes, memory.owner)
     try:
         yield buffer
     finally:
