@@ -49,6 +49,6 @@ def test_only_a_node_with_ranks_can_say_that_its_own_have_left(ends, caplog):
     ends[0].peering.expect(helper)
     announce(ends[0], 2, os.getpid())
     assert not ends[0].peering.peer_shutdowns.said
-    assert caplog.text.count("and is not that node with ranks") == 5
+    assert caplog.text.count("but it is not that node with ranks") == 5
     announce(ends[0], 1, os.getpid())
     assert ends[0].peering.peer_shutdowns.said == {1}
