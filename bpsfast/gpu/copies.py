@@ -1,5 +1,4 @@
 """Copy threads of a device: one copies partitions to the host, the other copies sums back; the most urgent go first.
-first.
 
 `ToHostCopier` runs `CopyToHost`s. A hook of the backward pass only adds one, and the training's stream goes on. Copies
 are enqueued once their input is computed, so a stream that blocks (it may wait for another rank, which waits for a sum
