@@ -172,8 +172,8 @@ class CoordinatorClient:
             return StallError(f"worker {self.number}: bpsfast run, at {self._line.address}, says nothing for "
                               f"{silent_s:.0f} s: is it stopped? Its last message was: {self._awaited}")
         return StallError(f"worker {self.number}: nobody answers at {self._line.address}, where bpsfast run should "
-                          f"listen (BPSFAST_COORDINATOR), for {silent_s:.0f} s: has it ended, or is the job key another "
-                          "one?")
+                          f"listen (BPSFAST_COORDINATOR), for {silent_s:.0f} s: has it ended, or is the job key "
+                          "a different one?")
 
     def _why_void(self) -> str | None:
         """Return why the job that is being joined cannot be formed; None if no reason is known."""

@@ -42,7 +42,9 @@ class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: Mapping[str, str], coordinator: str,
          key: str) -> list[Command]:
-    """Return the first workers by rank. *coordinator* is the address of the elastic service, *key* the job's key in hex.
+    """Return the first workers by rank.
+
+    *coordinator* is the address of the elastic service, *key* the job's key in hex.
 
     Raises `ConfigError` for helpers, which cannot follow from job to job.
     """
@@ -55,7 +57,8 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
                                      local_size=-1, node_index=-1)
     workers: list[Command] = []
     for name, n_local in zip(shape.machines, shape.ranks):
-        here = msgspec.structs.replace(common, node_id=f"{name} of {coordinator}", node_host=common.node_host or _LOOPBACK)
+        here = msgspec.structs.replace(common, node_id=f"{name} of {coordinator}",
+                                       node_host=common.node_host or _LOOPBACK)
         command = Command("", Kind.RANK, tuple(program), {**base, **environment(here)})
         workers += [worker(len(workers) + i, command, {}) for i in range(n_local)]
     return workers

@@ -233,8 +233,8 @@ class Dispatcher:
                                  f"{_COMMAND_TIMEOUT_S:g} s, or failed ({self.error!r})")
 
     def counters(self) -> dict[str, int]:
-        """Return counters: events, batches and partitions handled, links replaced ("reconnects"), results resent after the
-        loss of an owner ("lent"), the queue's state, and the thread's CPU time in nanoseconds.
+        """Return counters: events, batches and partitions handled, links replaced ("reconnects"), results resent after
+        the loss of an owner ("lent"), the queue's state, and the thread's CPU time in nanoseconds.
         """
         return {
             "events": self._n_events,

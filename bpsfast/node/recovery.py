@@ -145,7 +145,8 @@ class SchedulerFailover:
     the end    all ranks have left and no scheduler can say so: the nodes tell each other over their data ports
     """
 
-    def __init__(self, node: ControlLoop, control_log: ControlLog, peers: Peers, plans: Plans, timeout_s: float) -> None:
+    def __init__(self, node: ControlLoop, control_log: ControlLog, peers: Peers, plans: Plans,
+                 timeout_s: float) -> None:
         self._node = node
         self._control_log = control_log
         self._peers = peers

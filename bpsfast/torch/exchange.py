@@ -153,7 +153,8 @@ class Exchange:
         beside = told if device is None else {}
         found = self._used_gradients = Gradients(
             {**beside, **kinds}, prefix=self.prefix, order=[*beside, *order],
-            compression={name: self.codecs.get(name) for name in (*beside, *kinds)}, tuned=self.kept.tuned, on_device=device)
+            compression={name: self.codecs.get(name) for name in (*beside,
+                                                                  *kinds)}, tuned=self.kept.tuned, on_device=device)
         weakref.finalize(self, retire_later, found, self.aliases).atexit = False
         if not beside:
             self._used_gradients = Gradients(told, prefix=self.prefix)

@@ -188,6 +188,7 @@ class LateJoins:
         del self._coming[index]
         self._roster.joining.discard(index)
         self._roster.lost.add(index)
-        shutdown_notice = m.Abort(error="PeerLostError", goes_on=True, reason=f"the job goes on without this node: {error}")
+        shutdown_notice = m.Abort(error="PeerLostError", goes_on=True,
+                                  reason=f"the job goes on without this node: {error}")
         return [(self._roster.senders[index], shutdown_notice),
                 *((self._roster.senders[worker], m.NewcomerGone(node=index)) for worker in self._roster.workers)]

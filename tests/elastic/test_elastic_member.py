@@ -1,4 +1,4 @@
-"""A worker's end of the coordinator: what it says, whom it believes, when it gives up, and whose process it belongs to."""
+"""A worker's client of the coordinator: what it sends, whom it believes, when it gives up, and its process."""
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,4 @@
-"""What an elastic program goes on from, without a coordinator: committed, restored, and given to all by who has most."""
+"""The state of an elastic program, without a coordinator: commits, restores, and who gives it to all."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,7 @@
-"""Pipes of children: what is handed on at a child's end. `test_supervisor` and `test_remote_agent` have the processes."""
+"""Pipes of children: what is handed on at a child's end.
+
+`test_supervisor` and `test_remote_agent` have the processes.
+"""
 from __future__ import annotations
 
 import contextlib

@@ -35,7 +35,8 @@ KEY = secrets.token_bytes(32)
 LIMIT_S = 20.0
 OF_WORKERS = [Come(member=3, node="boot net é"), Come(3, "n", True, 7, "a link\n\0"), Put(3, 2, "k", "v" * 70_000),
               Want(3, 2, "k"), Add(-9, 4), Done(3)]
-OF_THE_COORDINATOR = [Formed(2, 0, 3, "shrink"), Wait("worker 1 has not come"), Value(2, "ключ", ""), Void(2, "is gone"),
+OF_THE_COORDINATOR = [Formed(2, 0, 3, "shrink"), Wait("worker 1 has not come"), Value(2, "ключ", ""),
+                      Void(2, "is gone"),
                  Newcomers(2, 1), Added(0, "the training has ended"), Refused("StallError", "no quorum"), Over()]
 
 

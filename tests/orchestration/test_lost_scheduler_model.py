@@ -1,4 +1,5 @@
-"""The scheduler is lost at any moment, or a node is cut off from it: the real decisions, old and new, and real control logs.
+"""The scheduler is lost at any moment, or a node is cut off from it: the real decisions, old and new, and real control
+logs.
 
 As in `test_recovery_model` nodes do as the engine does, helpers die, and whatever is under way comes late. All that a
 node and a scheduler had said to each other and not read is lost with their connection.
@@ -146,7 +147,7 @@ class Orphans(World):
             self.table.job = self.table.job.job
         super().teardown()
         if hasattr(self, "limit") and not self.table.job.over:
-            accounts = [list(control_log.account()) for index, control_log in self.control_logs.items() if index < self.n_first
+            accounts = [list(log.account()) for index, log in self.control_logs.items() if index < self.n_first
                         and self.nodes[index].alive]
             kept = [[unit for each in said if isinstance(each, m.CommittedUnits) for unit in each.units]
                     for said in accounts]

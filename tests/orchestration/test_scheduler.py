@@ -76,7 +76,8 @@ def start():
 
     def begin(key=KEY, shutdown_notice_s=0.1, **fields):
         fields = {"num_nodes": 2, "heartbeat_s": 0.1, "start_timeout_s": LIMIT_S, **fields}
-        scheduler = Scheduler(JobSettings(**fields), key, bind_host="127.0.0.1", shutdown_notice_s=shutdown_notice_s, tick_s=0.05)
+        scheduler = Scheduler(JobSettings(**fields), key, bind_host="127.0.0.1", shutdown_notice_s=shutdown_notice_s,
+                              tick_s=0.05)
         codes = []
         thread = threading.Thread(target=lambda: codes.append(scheduler.run()), daemon=True)
         thread.start()

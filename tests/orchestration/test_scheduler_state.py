@@ -59,7 +59,8 @@ def test_a_commit_that_one_has_read_is_everybodys(court):
     assert court.kinds("B") == [m.Resume] and all(court.kinds(name) == [m.Commit, m.Resume] for name in "ACH")
     assert court.got("A", m.Commit) == commit
     court.read(*NODES)
-    told = {tuple(unit.unit for kept in control_log.account() if isinstance(kept, m.CommittedUnits) for unit in kept.units)
+    told = {tuple(unit.unit for kept in control_log.account()
+                  if isinstance(kept, m.CommittedUnits) for unit in kept.units)
             for control_log in court.control_logs.values()}
     assert len(told) == 1
 
@@ -80,7 +81,8 @@ def test_units_that_one_has_given_back_are_given_back_by_all(court):
         court.say(name, *(m.Retire(rank=rank, units=(0,)) for rank in ranks))
     assert [type(message) for message in court.read("C")["C"]] == [m.Retired]
     court.lose_scheduler()
-    assert court.kinds("C") == [m.Resume] and court.kinds("A") == [m.Retired, m.Resume] and not court.scheduler_state.over
+    assert court.kinds("C") == [m.Resume] and court.kinds("A") == [m.Retired, m.Resume]
+    assert not court.scheduler_state.over
     court.read(*NODES)
     court.declare(spec("w"))
     assert court.got("A", m.Plan), "the name is free again"
@@ -205,7 +207,8 @@ def test_a_process_is_dead_whose_connection_is_closed_and_whose_port_refuses(cou
     court.say("B", m.ProbeResult(node=2, outcome="refused"))
     assert not court.scheduler_state.over, "a firewall that is just reloaded does both"
     court.tick(2.0, "ABH")
-    assert court.scheduler_state.aborted.error == "PeerLostError" and "closed its connection" in court.scheduler_state.aborted.reason
+    assert court.scheduler_state.aborted.error == "PeerLostError"
+    assert "closed its connection" in court.scheduler_state.aborted.reason
 
 
 def test_who_answers_now_and_then_is_not_dead(court):
@@ -370,7 +373,8 @@ def test_nodes_that_contradict_each_other_end_the_job_in_words(court):
     for name, said in accounts.items():
         for message in said:
             court.post(court.scheduler_state.receive(0.0, court.over[name], message))
-    assert court.scheduler_state.aborted.error == "ProtocolError" and "is not prepared for 1" in court.scheduler_state.aborted.reason
+    assert court.scheduler_state.aborted.error == "ProtocolError"
+    assert "is not prepared for 1" in court.scheduler_state.aborted.reason
 
 
 def test_a_recall_does_not_wait_for_a_helper_that_nobody_has_heard_of(court):

@@ -96,7 +96,8 @@ def test_who_dials_anew_while_a_job_gathers_has_one_seat(court):
     scheduler_state, sent = SchedulerState(court.settings, 0.0), []
     for sender, name in ((b"A", "A"), (b"B", "B"), (b"A2", "A"), (b"C", "C"), (b"A3", "A")):
         sent += scheduler_state.receive(0.0, sender, join(name.lower(), NODES[name]))
-        sent += scheduler_state.unreachable(0.0, b"A")  # a heartbeat found nobody: also before the other connection has spoken
+        # a heartbeat found nobody: also before the other connection has spoken
+        sent += scheduler_state.unreachable(0.0, b"A")
     assert not sent and not scheduler_state.job.admitted
     scheduler_state.tick(5.0)
     assert not scheduler_state.over

@@ -1,4 +1,4 @@
-"""Musters and workers' ends of them, in the process of the test: real ones, and a coordinator whose words are the test's."""
+"""Coordinators and their workers' ends in the test's process: real ones, and one whose messages the test writes."""
 from __future__ import annotations
 
 import contextlib
@@ -71,7 +71,8 @@ class RealCoordinator:
 
 def settings_of(address: str, number: int = 0, **values: Any) -> Settings:
     """Return what worker *number* is told."""
-    return load({"coordinator": address, "job_key": KEY.hex(), "member": number, "start_timeout_s": LIMIT_S, **values}, {})
+    return load({"coordinator": address, "job_key": KEY.hex(), "member": number, "start_timeout_s": LIMIT_S,
+                 **values}, {})
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ def repack(sdist: Path, seconds: int) -> None:
 
 
 def sdist(out: Path, seconds: int) -> Path:
-    """Build the sdist of a clone of this tree's last commit, so that no time or stale resource of this folder is in it."""
+    """Build the sdist of a clone of this tree's last commit: no stale file of this folder is in it."""
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "clone"
         run("git", "clone", "--quiet", "--no-hardlinks", ROOT, clone)

@@ -54,7 +54,8 @@ def test_env_shows_every_setting_with_its_origin():
         (("node", "--helper", "--cpus", "1"), "BPSFAST_CPUS = 1 (command line)"),
         (("node", "--nic-rate", "0.0001"), "BPSFAST_NIC_LIMIT = 0.0001 (command line) is in Gbit/s and at least 0.001"),
         (("node", "--set", "nic_limit=inf"), "BPSFAST_NIC_LIMIT = 'inf' (from command line)"),
-        (("node", "--nic-rate", "5", "--set", "transport=rdma"), "BPSFAST_NIC_LIMIT = 5.0 (command line) applies to tcp"),
+        (("node", "--nic-rate", "5", "--set", "transport=rdma"),
+         "BPSFAST_NIC_LIMIT = 5.0 (command line) applies to tcp"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_2(arguments, text):

@@ -23,7 +23,8 @@ def one(shared_job):
 
 def staging_buffer_of(x):
     memory = tensor_input(x)
-    return StagingBuffer(process.current().devices.staging_buffers, memory.place, memory.address, memory.nbytes, memory.owner)
+    return StagingBuffer(process.current().devices.staging_buffers, memory.place, memory.address, memory.nbytes,
+                         memory.owner)
 
 
 def far(value=0, n=5000, stream=None):

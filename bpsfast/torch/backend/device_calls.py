@@ -1,4 +1,5 @@
-"""Calls of a group with tensors on a GPU: carried out on staging buffers in shared memory, in the order of the GPU's streams.
+"""Calls of a group with tensors on a GPU: carried out on staging buffers in shared memory, in the order of the GPU's
+streams.
 
     when called    copies to the staging buffers are enqueued, after what the caller's stream has before
     in its turn    the call waits for them, and is made as of CPU tensors
@@ -28,7 +29,8 @@ from ...trainer.session import Session
 class _StagedTensor:
     """A tensor on a device, what stands for it, and whether it is read and written."""
 
-    def __init__(self, tensor: torch.Tensor, staging_buffer: StagingBuffer | None, staging_tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, staging_buffer: StagingBuffer | None,
+                 staging_tensor: torch.Tensor) -> None:
         self.tensor, self.staging_buffer, self.staging_tensor = tensor, staging_buffer, staging_tensor
         self.is_read = self.is_written = False
 
