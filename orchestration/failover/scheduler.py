@@ -52,7 +52,8 @@ class Scheduler:
     ----------
     bind_host, port : where to listen; port 0 takes a free one, see `port`.
     shutdown_notice_s : how long to go on after an abort, so that latecomers hear the reason. After a good end
-        it goes on until all nodes have closed their connections, at most `lease_s`: a node that was cut off reconnects to hear the end.
+        it goes on until all nodes have closed their connections, at most `lease_s`: a node that was cut off
+        reconnects to hear the end.
     tick_s : longest time between two looks at the clock.
 
     Raises
