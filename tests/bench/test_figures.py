@@ -10,7 +10,7 @@ from bpsfast.bench.paper import claim_tables, expr3, osdi20
 from bpsfast.bench.paper.calibration import Fit, least, mean_error
 from bpsfast.bench.paper.figures import Constants, Row, figure_12, figure_13, figures_15_16
 
-RESULT = Path(expr3.__file__).parent / "results" / "expr3.json"
+RESULT = Path(expr3.__file__).parents[1] / "results" / "expr3.json"
 
 
 @pytest.fixture(scope="module")

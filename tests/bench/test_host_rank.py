@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 _PROGRAM = """
 import errno, os, socket
 import bpsfast
-from bpsfast.bench import host_rank
+from bpsfast.bench.push_pull import host_rank
 from bpsfast.bench.harness.peers import Gloo
 
 def is_kept():

@@ -178,7 +178,7 @@ def test_variables(assigned, found):
 
 
 @pytest.mark.parametrize(("assigned", "text"), [
-    ("NONE", "not set here"), ("BPSFAST_RANK=1", "--set"), ("WORLD_SIZE=2", "place"), ("=1", "place"),
+    ("NONE", "not set here"), ("BPSFAST_RANK=1", "--set"), ("WORLD_SIZE=2", "role"), ("=1", "role"),
 ])
 def test_variables_that_are_refused(assigned, text):
     with pytest.raises(ConfigError, match=text):

@@ -213,7 +213,7 @@ def summed_twice(op_name):
         try:
             first.step()
         except bpsfast.BusyError as exc:
-            assert "it has summed them" in str(exc)
+            assert "has summed their gradients" in str(exc)
             once = -once
     return once
 

@@ -89,7 +89,7 @@ def test_an_agent_that_goes_silent_later(script, monkeypatch, no_leaks):
     monkeypatch.setattr(fleets, "_ANSWER_TIMEOUT_S", 0.5)
     program = ("import time; from bpsfast import __version__ as v\n"
                "from bpsfast.launch import remote_protocol as m\n"
-               "a = line.Line(0, 1, m.FromLauncher, False); a.mark(); a.send(m.Here(m.VERSION, v)); time.sleep(600)")
+               "a = m.PipeConnection(0, 1, m.FromLauncher, False); a.mark(); a.send(m.Here(m.VERSION, v)); time.sleep(600)")
     monkeypatch.setattr(remote_hosts, "_END_S", 0.5)
     silent = script(f"exec {sys.executable} -c '{program}'")
     with RemoteHosts([_HERE], Ssh(python=silent), Output()) as fleet, \
@@ -104,7 +104,7 @@ def test_a_launcher_that_waits_for_a_terminal_shows_life(script, monkeypatch, no
     program = ("from bpsfast import __version__ as v\n"
                "from bpsfast.launch import remote_protocol as m\n"
                "import os\n"
-               "a = line.Line(os.dup(0), 1, m.FromLauncher, False); a.mark(); a.send(m.Here(m.VERSION, v))\n"
+               "a = m.PipeConnection(os.dup(0), 1, m.FromLauncher, False); a.mark(); a.send(m.Here(m.VERSION, v))\n"
                "os.set_blocking(a.source, True)\n"
                "came = []\n"
                "while len(came) < 3: came += [each for each in a.receive() if isinstance(each, m.Alive)]\n"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bpsfast import kernels
-from bpsfast.kernels.codecs.codec_reference import Job, decode
+from bpsfast.kernels.codecs.codec_reference import ReferenceJob, decode
 from bpsfast.node.codec_state import part_codec
 from bpsfast.orchestration.codec import CodecSpec, frame_nbytes
 from bpsfast.pyx import engine as native
@@ -68,14 +68,14 @@ def framed(data):
 def test_owner_and_member_make_the_frames_of_the_reading(coded):
     v = coded.engine_node
     mine, theirs = (np.random.default_rng(seed).standard_normal(N).astype(np.float32) for seed in range(2))
-    reading = Job(CODEC, N, "float32", 2)
+    reading = ReferenceJob(CODEC, N, "float32", 2)
     sent = framed(reading.nodes[1].push(theirs))
     coded.place(0, len(sent))[:] = sent
     v.input(0)[:] = mine
     v.ports[0].submit(0, 1, 1, 0, 0)
     v.engine.arrived(coded.peer, 0, 1, 0)
     assert v.ports[0].wait(0, 1, 1, 10) == DONE
-    expected = Job(CODEC, N, "float32", 2).round([mine, theirs], 2)
+    expected = ReferenceJob(CODEC, N, "float32", 2).round([mine, theirs], 2)
     assert coded.floats(2).tobytes() == expected.tobytes()
     [(kind, _, part, round_, _, address, nbytes)] = v.engine.events(10)
     assert (kind, part, round_, address, nbytes) == (native.EVENT_RESULT, 0, 1, coded.memory.address + (4 << 16),
@@ -84,7 +84,7 @@ def test_owner_and_member_make_the_frames_of_the_reading(coded):
     [(kind, source, part, round_, _, address, nbytes)] = v.engine.events(10)
     assert (kind, source, part, round_) == (native.EVENT_FORWARD, coded.peer, 1, 1)
     frame = coded.place(5, nbytes)
-    assert frame.tobytes() == framed(Job(CODEC, N, "float32", 1).nodes[0].push(v.input(0)[1])).tobytes()
+    assert frame.tobytes() == framed(ReferenceJob(CODEC, N, "float32", 1).nodes[0].push(v.input(0)[1])).tobytes()
     coded.place(7, nbytes)[:] = frame
     v.engine.arrived(coded.peer, 1, 1, 0)
     assert v.ports[0].wait(1, 1, 1, 10) == DONE

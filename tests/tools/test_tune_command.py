@@ -56,7 +56,7 @@ def test_apply_changes_nothing_when_nothing_was_measured(tmp_path):
     (("h", "--goal", "fame"), "'fame' is not one of"),
     (("h:x",), "expected HOST or HOST:PORT"),
     (("h", "--only", "fame"), "fame cannot be tuned; supported: partition_bytes"),
-    (("h", "--apply", "--profile", "/absent/x.toml"), "no folder that you may write"),
+    (("h", "--apply", "--profile", "/absent/x.toml"), "/absent is not a writable folder"),
 ])
 def test_options_that_cannot_be_are_usage_errors(arguments, words):
     found = run(*arguments)

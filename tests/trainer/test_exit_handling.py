@@ -63,13 +63,13 @@ def test_watches_may_end_in_any_order(first, capsys):
 
 _LINGERS = """
 import subprocess, sys
-from bpsfast.trainer.exit_handling import Watch
+from bpsfast.trainer.exit_handling import ExitWatch
 from bpsfast.launch.daemons import Daemons
 daemons = Daemons(None)
 daemons.node = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); print('the node ends')"],
                                 stdin=subprocess.PIPE)
-watch = Watch(lambda: None, daemons)
-watch.close(lingers=True)
+watch = ExitWatch(lambda: None, daemons)
+watch.close(detaches=True)
 assert daemons.node.poll() is None
 print("the program ends", flush=True)
 daemons.node.stdin.close()

@@ -8,7 +8,7 @@ import pytest
 from bpsfast.orchestration.errors import CapacityError, StallError
 from bpsfast.orchestration.messages import Allocated, Refuse, SegmentShared
 from bpsfast.pyx.pages import Segment
-from bpsfast.trainer.input_memory import Memory
+from bpsfast.trainer.input_memory import InputMemory
 
 PAGE = 4096
 
@@ -18,7 +18,7 @@ class Node:
 
     def __init__(self):
         self.segment = Segment(16 * PAGE, name="test", pool=False)
-        self.memory = Memory(0, 0.01, lambda: None, lambda: self)
+        self.memory = InputMemory(0, 0.01, lambda: None, self)
         self.asked = []
         self.answers = []
 
