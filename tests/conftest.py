@@ -92,6 +92,18 @@ def shared_job(request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
 
 
 @pytest.fixture(scope="module")
+def keras_on_tensorflow() -> Iterator[None]:
+    """Let Keras compute with TensorFlow in what this module starts, whichever backend other modules have asked for."""
+    before = os.environ.get("KERAS_BACKEND")
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    yield
+    if before is None:
+        del os.environ["KERAS_BACKEND"]
+    else:
+        os.environ["KERAS_BACKEND"] = before
+
+
+@pytest.fixture(scope="module")
 def torch_ranks() -> Iterator[Callable[..., Any]]:
     """Up to four ranks that make their groups themselves: ``torch_ranks(4, nodes=2)``; see `tests.support.torch_ranks`.
 

@@ -56,13 +56,13 @@ class Slot:
     """One gradient: its place in a unit, the memory of its input, and whether it is ready in this step.
 
     `address` is where its unit wants the input. `home` is where the trainer writes it (the same in the first layout),
-    and `array` that memory with the gradient's dtype and shape. `views` are read-only results of even and odd rounds.
+    and `array` that memory with the gradient's dtype and shape: both are those of *first*, its slot in the first layout. `views` are read-only results of even and odd rounds.
     """
 
     __slots__ = ("address", "array", "group", "home", "is_alone", "is_ready", "name", "nbytes", "offset", "shape",
                  "unit", "views", "wire_name")
 
-    def __init__(self, name: str, wire_name: str, group: UnitSlots, home: Region | None) -> None:
+    def __init__(self, name: str, wire_name: str, group: UnitSlots, first: Slot | None) -> None:
         unit = group.unit
         member = unit.members[wire_name]
         place = unit.staging.part(member.offset, member.nbytes)
@@ -70,8 +70,9 @@ class Slot:
         self.group, self.unit = group, unit
         self.offset, self.nbytes, self.shape = member.offset, member.nbytes, member.shape
         self.address = place.address
-        self.home = home or place
-        self.array: np.ndarray[Any, Any] = self.home.array.view(unit.dtype).reshape(member.shape)
+        self.home = place if first is None else first.home
+        self.array: np.ndarray[Any, Any] = (place.array.view(unit.dtype).reshape(member.shape) if first is None
+                                            else first.array)
         self.views: list[np.ndarray[Any, Any] | None] = [None, None]
         self.is_alone = len(unit.members) == 1
         self.is_ready = False
@@ -148,7 +149,7 @@ class GradientLayout:
                 unit.use_staging(memory.part(offset, nbytes))
                 offset += nbytes
         groups = {unit: UnitSlots(unit) for unit in dict.fromkeys(units.values())}
-        slots = {name: Slot(name, self.wires[name], groups[unit], None if first is None else first.slots[name].home)
+        slots = {name: Slot(name, self.wires[name], groups[unit], None if first is None else first.slots[name])
                  for name, unit in units.items()}
         self.homes = {name: Home(slot.unit.staging, slot.offset) for name, slot in slots.items()}
         self.groups, self.slots = list(groups.values()), slots

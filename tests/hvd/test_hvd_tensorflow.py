@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed: pip install bpsfast[tensorflow]")
 pytest.importorskip("torch", reason="torch is not installed: pip install bpsfast[torch]")
 
 import bpsfast.hvd.tensorflow as hvd  # noqa: E402
 from tests.support.raised import raised  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400),  # the import of TensorFlow takes its time beside others
+              pytest.mark.usefixtures("keras_on_tensorflow")]
 
 BOTH = (lambda f: f, lambda f: tf.function(f, autograph=False))
 

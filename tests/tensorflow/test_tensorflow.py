@@ -14,7 +14,8 @@ from bpsfast import compression  # noqa: E402
 from bpsfast.tensorflow.ops import reduced  # noqa: E402
 from tests.support.raised import raised  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400),  # the import of TensorFlow takes its time beside others
+              pytest.mark.usefixtures("keras_on_tensorflow")]
 
 SHAPES = [(1,), (2, 2)]
 FLOATS = ("float32", "float64", "float16", "bfloat16")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed: pip install bpsfast[tensorflow]")
 
 import bpsfast.tensorflow as bps  # noqa: E402
@@ -18,7 +17,8 @@ from bpsfast.tensorflow.ops import reduced  # noqa: E402
 from bpsfast.tensorflow.optimizer import PassAccumulator  # noqa: E402
 from tests.support.raised import raised  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the import of TensorFlow takes its time beside others
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400),  # the import of TensorFlow takes its time beside others
+              pytest.mark.usefixtures("keras_on_tensorflow")]
 
 SHAPES = [(1,), (2, 2)]
 v1 = tf.compat.v1

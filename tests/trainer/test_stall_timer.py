@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import re
 import os
 import socket
 
@@ -102,8 +103,8 @@ def test_a_warning_comes_at_doubling_intervals_and_its_end_is_told(inquiry, capl
         assert wait.patience.rest_s <= DOUBT_S
     (stall,) = wait.inspector.stalls()
     assert stall.over and stall.went_on and wait.n_stalls == 1
-    assert [record.message.split(" for ")[0] for record in caplog.records] == [
-        "rank 0 has waited 5 s", "rank 0 goes on: it has waited 5 s"]
+    told = [re.sub(r"5\.0\d s$", "5 s", record.message.split(" for ")[0]) for record in caplog.records]  # the clock runs
+    assert told == ["rank 0 has waited 5 s", "rank 0 goes on: it has waited 5 s"]
 
 
 @pytest.mark.parametrize("how", ["error", "refused"])

@@ -254,7 +254,7 @@ class Listener:
         talk.send(Told(report=PeerReport(
             version=__version__, hostname=facts.hostname, transport=facts.settings.transport, used=used, spare=spare,
             rejected=dict(facts.choice.rejected), reached=reached)))
-        told = ["told what there is here"]
+        told = ["sent the report"]
         talk.sock.settimeout(2 * self._timeout_s)  # longer than the asker's own limits
         while (offer := talk.receive(Offer)).end is not None:
             told.append(self._meet(talk, facts, offer.end, offer.place))
@@ -263,7 +263,7 @@ class Listener:
     def _meet(self, talk: _Conversation, facts: Facts, offered: QueuePairAddress, place: int) -> str:
         """Open the other end of a queue pair, and keep it until the asker is done."""
         if self._verbs is None or not 0 <= place < len(facts.choice.rails):
-            talk.send(Answer(objection="there is no such port that could be used"))
+            talk.send(Answer(objection="there is no such usable port"))
             return f"no port for a queue pair from {offered.port}"
         try:
             trial = QueuePairTest(self._verbs, facts.choice.rails[place])
