@@ -55,8 +55,9 @@ class UnitSlots:
 class Slot:
     """One gradient: its place in a unit, the memory of its input, and whether it is ready in this step.
 
-    `address` is where its unit wants the input. `home` is where the trainer writes it (the same in the first layout),
-    and `array` that memory with the gradient's dtype and shape: both are those of *first*, its slot in the first layout. `views` are read-only results of even and odd rounds.
+    `address` is where its unit wants the input. `home` is where the trainer writes it, and `array` that memory with the
+    gradient's dtype and shape: both are those of *first*, its slot in the first layout. `views` are read-only results
+    of even and odd rounds.
     """
 
     __slots__ = ("address", "array", "group", "home", "is_alone", "is_ready", "name", "nbytes", "offset", "shape",

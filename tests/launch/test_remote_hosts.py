@@ -89,7 +89,8 @@ def test_an_agent_that_goes_silent_later(script, monkeypatch, no_leaks):
     monkeypatch.setattr(fleets, "_ANSWER_TIMEOUT_S", 0.5)
     program = ("import time; from bpsfast import __version__ as v\n"
                "from bpsfast.launch import remote_protocol as m\n"
-               "a = m.PipeConnection(0, 1, m.FromLauncher, False); a.mark(); a.send(m.Here(m.VERSION, v)); time.sleep(600)")
+               "a = m.PipeConnection(0, 1, m.FromLauncher, False); a.mark(); "
+               "a.send(m.Here(m.VERSION, v)); time.sleep(600)")
     monkeypatch.setattr(remote_hosts, "_END_S", 0.5)
     silent = script(f"exec {sys.executable} -c '{program}'")
     with RemoteHosts([_HERE], Ssh(python=silent), Output()) as fleet, \

@@ -12,7 +12,8 @@ import pytest
 _loads_by_itself = pytest.mark.skipif(
     tuple(map(int, version("torch").split(".")[:2])) < (2, 5), reason="torch before 2.5 loads no backends by itself")
 #: What `import bpsfast` loads: names and functions, none of which imports anything before it is called.
-LIGHT = {"bpsfast", "bpsfast._renamed", "bpsfast._version", "bpsfast.base", "bpsfast.base.hooks", "bpsfast.torch_autoload"}
+LIGHT = {"bpsfast", "bpsfast._renamed", "bpsfast._version", "bpsfast.base", "bpsfast.base.hooks",
+         "bpsfast.torch_autoload"}
 PROGRAM = """
 import json, sys
 import torch

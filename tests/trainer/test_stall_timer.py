@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import math
-import re
 import os
+import re
 import socket
 
 import pytest
@@ -103,7 +103,7 @@ def test_a_warning_comes_at_doubling_intervals_and_its_end_is_told(inquiry, capl
         assert wait.patience.rest_s <= DOUBT_S
     (stall,) = wait.inspector.stalls()
     assert stall.over and stall.went_on and wait.n_stalls == 1
-    told = [re.sub(r"5\.0\d s$", "5 s", record.message.split(" for ")[0]) for record in caplog.records]  # the clock runs
+    told = [re.sub(r"5\.0\d s$", "5 s", record.message.split(" for ")[0]) for record in caplog.records]
     assert told == ["rank 0 has waited 5 s", "rank 0 goes on: it has waited 5 s"]
 
 
