@@ -400,8 +400,8 @@ def test_a_lost_helper_is_started_again_so_many_times(tmp_path):
     helper = program("helper 0", f"""
 import os, signal
 n = len(os.listdir({str(tmp_path)!r}))
-open({str(tmp_path / "started")!r} + str(n), "w").close()
 print("start", n, flush=True)
+open({str(tmp_path / "started")!r} + str(n), "w").close()  # from the fourth on the rank ends, and all with it
 if n >= 2:
     raise SystemExit("refused" if n == 2 else 0)
 os.kill(os.getpid(), signal.SIGKILL)
