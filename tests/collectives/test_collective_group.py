@@ -201,7 +201,7 @@ def large_pages():
         patch.setattr(chunk_stream, "TINY", ChunkSize("tiny", 256, 32))
         patch.setattr(chunk_stream, "SMALL", ChunkSize("small", 1024, 32))
         group = whole()
-        patch.setattr(group, "_chunk_sizes", (ChunkSize("wide", 2048, 32), chunk_stream.SMALL, chunk_stream.TINY))
+        patch.setattr(group, "_sizes", (ChunkSize("wide", 2048, 32), chunk_stream.SMALL, chunk_stream.TINY))
         for n in (1, 300, 700, 30_000):
             x = given(group.rank, "float32", n)
             group.all_reduce(tensor_input(x), tensor_input(x))

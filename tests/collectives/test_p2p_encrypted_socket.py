@@ -140,7 +140,7 @@ class Reader:
         self.heard = []
         self.memory = bytearray(300_000)
 
-    def hear(self, frame, payload):
+    def handle_frame(self, frame, payload):
         self.heard.append((frame.number, bytes(self.memory[:frame.nbytes])))
 
     def sink(self, frame):

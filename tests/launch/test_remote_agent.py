@@ -230,7 +230,7 @@ def test_many_addresses_that_do_not_answer_take_no_longer_than_all_may(monkeypat
         errors = remote_agent.reached(Reach([f"127.0.1.{i}" for i in range(1, 161)], silent.getsockname()[1], b""))
         assert time.monotonic() - begin < 10.0, "not a second for every eight"
     assert len(errors) == 160 and all(error.startswith("timed out") for error in errors)
-    assert errors[-1] == "timed out, as addresses before it have"
+    assert errors[-1] == "timed out, as earlier addresses did"
 
 
 def test_the_environment_of_a_process():

@@ -176,7 +176,7 @@ def test_before_a_node_knows_itself_only_those_with_the_key_wait(early, shm_endp
 
 def test_without_free_descriptors_nobody_is_let_in_for_a_while(reception, monkeypatch, caplog):
     door, loop = reception
-    monkeypatch.setattr(door_of, "_DEAF_S", 0.2)
+    monkeypatch.setattr(door_of, "_ACCEPT_RETRY_S", 0.2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with stranger(door) as sock:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))

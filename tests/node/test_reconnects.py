@@ -262,7 +262,7 @@ def test_rubbish_in_place_of_what_is_awaited_ends_the_attempt(sides, caplog):
     assert socks[0].recv(5)
     socks[0].sendall((3).to_bytes(4, "little") + b"\xc1\xc1\xc1")
     assert socks[0].recv(1) == b"" == socks[1].recv(1)
-    assert "says that it awaits cannot be read" in caplog.text
+    assert "the awaited rounds of node 1 cannot be read" in caplog.text
     for sock in socks:
         sock.close()
 
