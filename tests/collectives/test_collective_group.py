@@ -206,7 +206,7 @@ def large_pages():
             x = given(group.rank, "float32", n)
             group.all_reduce(tensor_input(x), tensor_input(x))
             assert same(x, wanted(range(group.size), "float32", n, "sum")), n
-        assert {each.unit.n_parts for each in group._pipes.values()} == {2, 8, 16, 32}
+        assert {each.unit.n_parts for each in group._streams.values()} == {2, 8, 16, 32}
         group.close()
 
 

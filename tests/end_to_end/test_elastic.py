@@ -212,7 +212,7 @@ def test_a_worker_is_added_at_a_step(elastic):
     command = [sys.executable, "-m", "bpsfast", "add", "-n", "2", str(control)]
     added = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (added.returncode, added.stdout) == (1, "1 worker is started\n")
-    assert "not 2: 2 workers run, and the job may have 3 (--max-ranks)" in added.stderr
+    assert "1 of 2 workers were started: 2 workers run, and the job may have 3 (--max-ranks)" in added.stderr
     ran = elastic.ended(process)
     check_all(ran, {0, 1, 2})
     assert [lines[-1]["sizes"] for _, lines in sorted(ran.said.items())] == [[2, 3], [2, 3], [3]]
