@@ -70,7 +70,7 @@ def test_whoever_waits_for_other_ranks_is_told_which(tmp_path):
             said.append(line)
             if "missing: rank 1" in line:
                 break
-        assert "rank 0 has left the job, and waits" in said[-1] and "has not called shutdown" in said[-1], said
+        assert "rank 0 has left the job and has waited" in said[-1] and "has not called shutdown" in said[-1], said
     finally:
         ends = [rank.communicate(timeout=60) for rank in reversed(ranks)]
     assert [rank.returncode for rank in ranks] == [0, 0], (said, ends)

@@ -17,6 +17,8 @@ from bpsfast.tools import inventory
 from bpsfast.tools.commands.info import SettingRow
 from bpsfast.tools.inventory import Inventory
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def invoke(*arguments: str, **variables: str) -> Result:
     return CliRunner(env=variables).invoke(cli, ["info", *arguments])
@@ -51,6 +53,10 @@ def test_what_a_framework_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     jax = inventory._framework("jax", ("jax",), "bpsfast.jax", ("jaxlib", "optax"))
     assert not jax.works and jax.found == "0.9" and jax.reason.endswith("pip install optax")
     assert inventory._framework("keras", ("keras",), "bpsfast.nowhere", ()).reason.endswith("lacks bpsfast.nowhere")
+
+
+def test_the_compiled_modules_are_those_of_pyx() -> None:
+    assert sorted(inventory._MODULES) == sorted(path.stem for path in ROOT.glob("pyx/*.pyx"))
 
 
 def test_a_module_that_does_not_load_is_named_and_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
