@@ -1,17 +1,19 @@
 /* Direct: the ranks of one machine sum their inputs themselves, through memory that all of them map; no node takes part.
  *
- * A channel is the memory of sums that follow each other: of one unit, or of all calls of one group. Small inputs go
- * through cells: every rank copies its input into its cell and then sums all cells. Others go through boxes, in chunks:
- * each rank owns one part of every chunk. It writes the parts of the others into its own box; the owner of a part sums it from
- * all boxes, in rank order, and writes the result back into every box; each rank copies results out of its own box. So
- * a cache line is touched by two ranks only. The chunks overlap: chunk i is copied in, i - 1 is summed, i - 2 is
- * copied out.
+ * A channel is the memory of calls that follow each other. Small inputs go through cells: every rank copies its input into its
+ * cell and then sums all cells. Others go through boxes, in chunks: each rank owns one part of every chunk. A rank
+ * writes the parts of the others into its own box; the owner of a part sums it from all boxes, in rank order, and
+ * writes the result back into every box; each rank copies results out of its own box. So a cache line is touched by two
+ * ranks only. The chunks overlap: chunk i is copied in, i - 1 is summed, i - 2 is copied out.
  *
- *   line of a rank     `published`: chunks that it has put into its cells or boxes, `reduced`: chunks of which it has
- *                      summed its part; both count modulo 2^32 for the life of the channel, and only the rank writes them
- *   cells, two a rank  call c uses cell c % 2: a rank begins call c + 2 when all have ended call c
- *   boxes, `n_slots`   chunk k uses box k % n_slots: a rank writes chunk k + 3 when it has copied chunk k out, which all
- *                      owners had read before they published the result
+ *   words of a rank    by which the others wake it
+ *   line of a rank     `published`: the last chunk that it has put into its cell or box, `reduced`: the last chunk of
+ *                      which it has summed its part, or copied it out; chunks are numbered modulo 2^32 for the life of
+ *                      the channel, alike on all ranks, and only the rank writes its line
+ *   cells, two a rank  call c uses cell c % 2: a rank begins call c + 2 when all have ended call c, because a call ends
+ *                      when all have begun it
+ *   boxes, `n_slots`   chunk k uses box k % n_slots: a rank writes chunk k + n_slots when it has copied chunk k out,
+ *                      which all owners had read before they published the result
  *
  * Nothing here is trusted with addresses: a broken rank can spoil the values of sums, which it could by its own input.
  */
@@ -38,7 +40,7 @@
 enum { BPS_DIRECT_DONE = 0, BPS_DIRECT_TIMED_OUT = 1, BPS_DIRECT_ABORTED = 2, BPS_DIRECT_NODE_DIED = 3,
        BPS_DIRECT_DIFFERENT = 5, BPS_DIRECT_RAISED = 6 };
 
-/* What a rank tells the others, whatever channel it uses. One a rank, in one page of the node's. */
+/* By which a rank is woken. */
 struct bps_direct_rank {
     uint32_t asleep; /* its threads that sleep on `bell` */
     int32_t cpu;     /* on which it published last */
@@ -58,7 +60,7 @@ struct bps_direct_line {
 
 _Static_assert(sizeof(struct bps_direct_rank) == 128 && sizeof(struct bps_direct_line) == 128, "two cache lines each");
 
-/* Who waits, and what it looks at meanwhile. One a rank; any thread. */
+/* Who waits, and what it looks at meanwhile. */
 struct bps_direct_port {
     struct bps_direct_rank *ranks;
     const void *board;
@@ -73,12 +75,13 @@ struct bps_direct_call {
     uint64_t deadline_ns;
     void *(*release)(void);
     void (*take)(void *);
-    int (*check)(void);
+    int (*check)(void *);
+    void *context; /* of `check` */
     int n_waits; /* that were not over after a few spins */
 };
 
 struct bps_channel {
-    struct bps_direct_port *port;
+    struct bps_direct_port port;
     struct bps_direct_line *lines; /* of all ranks */
     char *cells, *boxes;
     uint64_t cell_nbytes, box_nbytes; /* box: of one chunk */
@@ -87,7 +90,7 @@ struct bps_channel {
 };
 
 struct bps_channel_layout {
-    uint64_t cells, boxes, nbytes; /* offsets; in all */
+    uint64_t lines, cells, boxes, nbytes; /* offsets; in all */
     uint64_t cell_nbytes, box_nbytes;
     uint32_t n_slots;
 };
@@ -106,33 +109,38 @@ static inline struct bps_channel_layout bps_direct_layout(int n, uint64_t most)
     layout.cell_nbytes = bps_direct_up(most < small ? most : small, BPS_SUM_LINE);
     layout.n_slots = has_boxes ? (most <= BPS_DIRECT_CHUNK ? 1 : BPS_DIRECT_SLOTS) : 0;
     layout.box_nbytes = has_boxes ? bps_direct_up(most < BPS_DIRECT_CHUNK ? most : BPS_DIRECT_CHUNK, BPS_SUM_LINE) : 0;
-    layout.cells = (uint64_t)n * sizeof(struct bps_direct_line);
+    layout.lines = (uint64_t)n * sizeof(struct bps_direct_rank);
+    layout.cells = layout.lines + (uint64_t)n * sizeof(struct bps_direct_line);
     /* cells and boxes have different writers: a page apart, so that no prefetcher joins them */
     layout.boxes = bps_direct_up(layout.cells + (uint64_t)n * 2 * layout.cell_nbytes, has_boxes ? BPS_DIRECT_PAGE : 64);
     layout.nbytes = layout.boxes + (uint64_t)n * layout.n_slots * layout.box_nbytes;
     return layout;
 }
 
-/* Make zeroed memory a channel whose chunks are counted from `first` on. Once, before any rank opens it. */
+/* Bytes of the words and lines, which must be zero when a channel is formatted. */
+static inline uint64_t bps_channel_head(int n) { return bps_direct_layout(n, 1).cells; }
+
+/* Make memory a channel whose chunks are numbered from `first` + 1 on. Once, before any rank opens it. */
 static inline void bps_channel_format(void *memory, int n, uint32_t first)
 {
-    struct bps_direct_line *lines = (struct bps_direct_line *)memory;
+    memset(memory, 0, bps_channel_head(n));
+    struct bps_direct_line *lines = (struct bps_direct_line *)((char *)memory + bps_direct_layout(n, 1).lines);
     for (int r = 0; r < n; r++)
         lines[r].published = lines[r].reduced = first;
 }
 
-static inline void bps_channel_open(struct bps_channel *channel, struct bps_direct_port *port, void *memory,
-                                    uint64_t most)
+/* Open formatted memory as the rank that `port` says. */
+static inline void bps_channel_open(struct bps_channel *channel, void *memory, uint64_t most)
 {
-    struct bps_channel_layout layout = bps_direct_layout(port->n, most);
-    channel->port = port;
-    channel->lines = (struct bps_direct_line *)memory;
+    struct bps_channel_layout layout = bps_direct_layout(channel->port.n, most);
+    channel->port.ranks = (struct bps_direct_rank *)memory;
+    channel->lines = (struct bps_direct_line *)((char *)memory + layout.lines);
     channel->cells = (char *)memory + layout.cells;
     channel->boxes = (char *)memory + layout.boxes;
     channel->cell_nbytes = layout.cell_nbytes;
     channel->box_nbytes = layout.box_nbytes;
     channel->n_slots = layout.n_slots;
-    channel->chunks = channel->lines[port->me].published;
+    channel->chunks = channel->lines[channel->port.me].published;
     channel->calls = 0;
 }
 
@@ -209,7 +217,7 @@ static __attribute__((noinline)) int bps_direct_wait_long(struct bps_direct_port
         has = bps_reached(bps_load(word), want);
         if (!has && look) {
             status = bps_direct_trouble(port, 1);
-            if (status == BPS_DIRECT_DONE && call->check != NULL && call->check() != 0)
+            if (status == BPS_DIRECT_DONE && call->check != NULL && call->check(call->context) != 0)
                 status = BPS_DIRECT_RAISED;
         }
     }
@@ -289,7 +297,7 @@ struct bps_direct_sum {
 
 static inline void bps_direct_say(struct bps_channel *channel, uint64_t nbytes, uint64_t what)
 {
-    struct bps_direct_line *own = &channel->lines[channel->port->me];
+    struct bps_direct_line *own = &channel->lines[channel->port.me];
     uint32_t parity = ++channel->calls & 1;
     own->header[parity].nbytes = nbytes;
     own->header[parity].call = what;
@@ -306,13 +314,14 @@ static inline int bps_direct_agree(const struct bps_channel *channel, int r, uin
 static inline int bps_direct_sum_cells(struct bps_channel *channel, char *to, const char *from, uint64_t nbytes,
                                        const struct bps_direct_sum *sum, struct bps_direct_call *call)
 {
-    struct bps_direct_port *port = channel->port;
+    struct bps_direct_port *port = &channel->port;
     int n = port->n, me = port->me;
     uint32_t round = ++channel->chunks;
     struct bps_sum_call loop;
     bps_direct_say(channel, nbytes, sum->call);
     uint64_t parity = channel->calls & 1;
     memcpy(channel->cells + ((uint64_t)me * 2 + parity) * channel->cell_nbytes, from, nbytes);
+    bps_store(&channel->lines[me].reduced, round); /* else it would look ahead after 2^31 calls */
     bps_direct_publish(port, &channel->lines[me].published, round);
     for (int r = 0; r < n; r++) {
         loop.inputs[r] = channel->cells + ((uint64_t)r * 2 + parity) * channel->cell_nbytes;
@@ -329,7 +338,8 @@ static inline int bps_direct_sum_cells(struct bps_channel *channel, char *to, co
     loop.own = me;
     loop.back = 0;
     loop.far_nbytes = 0;
-    bps_sum_run(sum->kernel, &loop);
+    if (to != NULL)
+        bps_sum_run(sum->kernel, &loop);
     return BPS_DIRECT_DONE;
 }
 
@@ -353,7 +363,7 @@ static inline char *bps_direct_box(const struct bps_channel *channel, int r, uin
 /* Put the parts of chunk k that others own into the own box. */
 static inline void bps_direct_put(struct bps_channel *channel, const struct bps_direct_chunks *chunks, uint64_t k)
 {
-    struct bps_direct_port *port = channel->port;
+    struct bps_direct_port *port = &channel->port;
     char *box = bps_direct_box(channel, port->me, chunks->first + (uint32_t)k);
     uint64_t at, length;
     for (int r = 0; r < port->n; r++) {
@@ -368,7 +378,7 @@ static inline void bps_direct_put(struct bps_channel *channel, const struct bps_
 static inline int bps_direct_reduce(struct bps_channel *channel, const struct bps_direct_chunks *chunks, uint64_t k,
                                     const struct bps_direct_sum *sum, struct bps_direct_call *call)
 {
-    struct bps_direct_port *port = channel->port;
+    struct bps_direct_port *port = &channel->port;
     uint32_t number = chunks->first + (uint32_t)k;
     struct bps_sum_call loop;
     uint64_t at, length;
@@ -382,7 +392,8 @@ static inline int bps_direct_reduce(struct bps_channel *channel, const struct bp
         if (k == 0)
             BPS_DIRECT_TRY(bps_direct_agree(channel, r, chunks->nbytes, sum->call));
     }
-    loop.to = chunks->to + k * chunks->chunk + at;
+    /* the place of the own part in the own box is free */
+    loop.to = chunks->to != NULL ? chunks->to + k * chunks->chunk + at : bps_direct_box(channel, port->me, number) + at;
     loop.ahead = k + 1 < chunks->n ? own + chunks->chunk : NULL;
     loop.nbytes = length;
     loop.divisor = sum->divisor;
@@ -399,7 +410,7 @@ static inline int bps_direct_reduce(struct bps_channel *channel, const struct bp
 static inline int bps_direct_take(struct bps_channel *channel, const struct bps_direct_chunks *chunks, uint64_t k,
                                   struct bps_direct_call *call)
 {
-    struct bps_direct_port *port = channel->port;
+    struct bps_direct_port *port = &channel->port;
     uint32_t number = chunks->first + (uint32_t)k;
     char *box = bps_direct_box(channel, port->me, number);
     uint64_t at, length;
@@ -407,7 +418,8 @@ static inline int bps_direct_take(struct bps_channel *channel, const struct bps_
         int r = (port->me + i) % port->n;
         bps_direct_part(bps_direct_chunk(chunks, k), port->n, r, &at, &length);
         BPS_DIRECT_TRY(bps_direct_wait(port, &channel->lines[r].reduced, number, r, call));
-        memcpy(chunks->to + k * chunks->chunk + at, box + at, length);
+        if (chunks->to != NULL)
+            memcpy(chunks->to + k * chunks->chunk + at, box + at, length);
     }
     return BPS_DIRECT_DONE;
 }
@@ -416,7 +428,7 @@ static inline int bps_direct_sum_boxes(struct bps_channel *channel, char *to, co
                                        const struct bps_direct_sum *sum, struct bps_direct_call *call)
 {
     uint64_t chunk = channel->box_nbytes;
-    if (channel->port->n == 2 && nbytes > (4u << 20)) /* two of them, of both ranks, stay in L2 */
+    if (channel->port.n == 2 && nbytes > (4u << 20)) /* two of them, of both ranks, stay in L2 */
         chunk /= 2;
     struct bps_direct_chunks chunks = {from, to, nbytes, chunk, (nbytes + chunk - 1) / chunk, channel->chunks + 1};
     channel->chunks += (uint32_t)chunks.n;
@@ -432,8 +444,9 @@ static inline int bps_direct_sum_boxes(struct bps_channel *channel, char *to, co
     return BPS_DIRECT_DONE;
 }
 
-/* Sum nbytes of all ranks, at `from`, to `to`, which is the same memory or does not overlap it. One thread at a time
- * uses a channel; after anything but BPS_DIRECT_DONE it is of no use any more, and `to` is partly written. */
+/* Sum nbytes of all ranks, at `from`, to `to`, which is the same memory or does not overlap it; NULL: nowhere. One
+ * thread at a time uses a channel; after anything but BPS_DIRECT_DONE it is of no use any more, and `to` is partly
+ * written. */
 static inline int bps_direct_all_reduce(struct bps_channel *channel, char *to, const char *from, uint64_t nbytes,
                                         const struct bps_direct_sum *sum, struct bps_direct_call *call)
 {
@@ -442,6 +455,105 @@ static inline int bps_direct_all_reduce(struct bps_channel *channel, char *to, c
                                                 : bps_direct_sum_boxes(channel, to, from, nbytes, sum, call);
     bps_float_leave(own);
     return status;
+}
+
+/* -- copies ---------------------------------------------------------------------------------------------------------- */
+
+/* Wait until all ranks are in this call: `what` and `nbytes` say which. */
+static inline int bps_direct_meet(struct bps_channel *channel, uint64_t nbytes, uint64_t what,
+                                  struct bps_direct_call *call)
+{
+    struct bps_direct_port *port = &channel->port;
+    uint32_t number = ++channel->chunks;
+    bps_store(&channel->lines[port->me].reduced, number); /* else it would look ahead after 2^31 calls */
+    bps_direct_publish(port, &channel->lines[port->me].published, number);
+    for (int r = 0; r < port->n; r++) {
+        if (r == port->me)
+            continue;
+        BPS_DIRECT_TRY(bps_direct_wait(port, &channel->lines[r].published, number, r, call));
+        BPS_DIRECT_TRY(bps_direct_agree(channel, r, nbytes, what));
+    }
+    return BPS_DIRECT_DONE;
+}
+
+/* Wait until all ranks have copied chunk `number` out. */
+static inline int bps_direct_await_copies(struct bps_channel *channel, uint32_t number, struct bps_direct_call *call)
+{
+    struct bps_direct_port *port = &channel->port;
+    for (int r = 0; r < port->n; r++)
+        if (r != port->me)
+            BPS_DIRECT_TRY(bps_direct_wait(port, &channel->lines[r].reduced, number, r, call));
+    return BPS_DIRECT_DONE;
+}
+
+/* The chunks of a copy of more than a cell, which are numbered from the one after `channel->chunks` on. */
+static inline int bps_direct_copy_boxes(struct bps_channel *channel, int root, char *memory, uint64_t nbytes,
+                                        struct bps_direct_call *call)
+{
+    struct bps_direct_port *port = &channel->port;
+    struct bps_direct_line *own = &channel->lines[port->me];
+    uint32_t before = channel->chunks, number = before;
+    for (uint64_t at = 0; at < nbytes; at += channel->box_nbytes) {
+        uint64_t length = nbytes - at < channel->box_nbytes ? nbytes - at : channel->box_nbytes;
+        char *box = bps_direct_box(channel, root, ++number);
+        if (port->me == root) {
+            if (number - before > channel->n_slots)
+                BPS_DIRECT_TRY(bps_direct_await_copies(channel, number - channel->n_slots, call));
+            memcpy(box, memory + at, length);
+            bps_direct_publish(port, &own->published, number);
+        } else {
+            BPS_DIRECT_TRY(bps_direct_wait(port, &channel->lines[root].published, number, root, call));
+            if (memory != NULL)
+                memcpy(memory + at, box, length);
+            bps_direct_publish(port, &own->reduced, number);
+        }
+    }
+    channel->chunks = number;
+    return port->me == root ? bps_direct_await_copies(channel, number, call) : BPS_DIRECT_DONE;
+}
+
+/* Copy nbytes at `memory` of rank `root` to `memory` of the others (NULL: a rank that needs none). As
+ * `bps_direct_all_reduce`. */
+static inline int bps_direct_broadcast(struct bps_channel *channel, int root, char *memory, uint64_t nbytes,
+                                       uint64_t what, struct bps_direct_call *call)
+{
+    struct bps_direct_port *port = &channel->port;
+    bps_direct_say(channel, nbytes, what);
+    int is_small = nbytes <= channel->cell_nbytes;
+    char *cell = channel->cells + ((uint64_t)root * 2 + (channel->calls & 1)) * channel->cell_nbytes;
+    if (is_small && port->me == root)
+        memcpy(cell, memory, nbytes);
+    BPS_DIRECT_TRY(bps_direct_meet(channel, nbytes, what, call));
+    if (!is_small)
+        return bps_direct_copy_boxes(channel, root, memory, nbytes, call);
+    if (port->me != root && memory != NULL)
+        memcpy(memory, cell, nbytes);
+    return BPS_DIRECT_DONE;
+}
+
+/* Copy nbytes[r] at `own` of each rank r, a cell at most, to places[r] of every rank; NULL: this rank does not need
+ * them. */
+static inline int bps_direct_all_gather(struct bps_channel *channel, char *const *places, const char *own,
+                                        const uint64_t *nbytes, uint64_t what, struct bps_direct_call *call)
+{
+    struct bps_direct_port *port = &channel->port;
+    uint64_t all = 0;
+    for (int r = 0; r < port->n; r++)
+        all += nbytes[r];
+    bps_direct_say(channel, all, what);
+    char *cells = channel->cells + (channel->calls & 1) * channel->cell_nbytes;
+    memcpy(cells + (uint64_t)port->me * 2 * channel->cell_nbytes, own, nbytes[port->me]);
+    BPS_DIRECT_TRY(bps_direct_meet(channel, all, what, call));
+    for (int r = 0; r < port->n; r++)
+        if (places[r] != NULL)
+            memcpy(places[r], cells + (uint64_t)r * 2 * channel->cell_nbytes, nbytes[r]);
+    return BPS_DIRECT_DONE;
+}
+
+static inline int bps_direct_barrier(struct bps_channel *channel, uint64_t what, struct bps_direct_call *call)
+{
+    bps_direct_say(channel, 0, what);
+    return bps_direct_meet(channel, 0, what, call);
 }
 
 #endif

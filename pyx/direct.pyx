@@ -1,16 +1,13 @@
 # cython: language_level=3, binding=True
 """Direct: the ranks of one machine sum their inputs themselves, through shared memory, without their node (`direct.h`).
-
-A `DirectPort` is what a rank has in common for all its channels: words by which ranks wake each other, and how it
-waits. A `Channel` is the memory of sums that follow each other, of one tensor or of one group of ranks.
 """
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
-from libc.string cimport memcpy, memset
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memset
 
-from pyx.words cimport bps_doorbell, bps_load, bps_now_ns, bps_reached
+from pyx.words cimport bps_load, bps_now_ns, bps_reached
 
 cdef extern from "Python.h":
     ctypedef struct PyThreadState:
@@ -20,15 +17,13 @@ cdef extern from "Python.h":
 
 cdef extern from "direct.h" nogil:
     ctypedef void (*bps_sum_kernel)(void *)
-    struct bps_direct_rank:
-        uint32_t asleep
-        int32_t cpu
+    struct bps_doorbell:
+        uint64_t waiting
     struct bps_direct_line:
         uint32_t published, reduced
     struct bps_separation:
         int few
     struct bps_direct_port:
-        bps_direct_rank *ranks
         const void *board
         int n, me, node_pidfd, is_crowded
         uint64_t awake_ns
@@ -38,11 +33,13 @@ cdef extern from "direct.h" nogil:
         uint64_t deadline_ns
         void *(*release)() noexcept
         void (*take)(void *) noexcept
-        int (*check)() noexcept
+        int (*check)(void *) noexcept
+        void *context
         int n_waits
     struct bps_channel:
-        bps_direct_port *port
+        bps_direct_port port
         bps_direct_line *lines
+        uint64_t cell_nbytes
         uint32_t chunks, calls
     struct bps_channel_layout:
         uint64_t nbytes
@@ -53,9 +50,13 @@ cdef extern from "direct.h" nogil:
     enum: BPS_DIRECT_DONE, BPS_DIRECT_TIMED_OUT, BPS_DIRECT_ABORTED, BPS_DIRECT_NODE_DIED
     enum: BPS_DIRECT_DIFFERENT, BPS_DIRECT_RAISED, BPS_SUM_RANKS
     bps_channel_layout bps_direct_layout(int, uint64_t)
+    uint64_t bps_channel_head(int)
     void bps_channel_format(void *, int, uint32_t)
-    void bps_channel_open(bps_channel *, bps_direct_port *, void *, uint64_t)
+    void bps_channel_open(bps_channel *, void *, uint64_t)
     int bps_direct_all_reduce(bps_channel *, char *, const char *, uint64_t, const bps_direct_sum *, bps_direct_call *)
+    int bps_direct_broadcast(bps_channel *, int, char *, uint64_t, uint64_t, bps_direct_call *)
+    int bps_direct_all_gather(bps_channel *, char **, const char *, const uint64_t *, uint64_t, bps_direct_call *)
+    int bps_direct_barrier(bps_channel *, uint64_t, bps_direct_call *)
     int bps_sum_level()
     bps_sum_kernel bps_sum_kernel_of(int, int, int)
     void bps_look_whether_few(bps_separation *)
@@ -66,8 +67,6 @@ DONE, TIMED_OUT, ABORTED, NODE_DIED = BPS_DIRECT_DONE, BPS_DIRECT_TIMED_OUT, BPS
 DIFFERENT = BPS_DIRECT_DIFFERENT
 #: The most ranks that sum directly.
 MOST_RANKS = BPS_SUM_RANKS
-#: Bytes of the words that all ranks have in common, for each of them.
-RANK_NBYTES = sizeof(bps_direct_rank)
 #: The order of dtypes and operations in kernels' numbers.
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8")
 OPS = ("sum", "product", "min", "max", "band", "bor", "bxor")
@@ -84,17 +83,30 @@ def level():
 
 
 def channel_nbytes(int n_ranks, uint64_t most_nbytes):
-    """Return the bytes of shared memory of a channel for sums of at most *most_nbytes* among *n_ranks*."""
+    """Return the bytes of shared memory of a channel for sums of at most *most_nbytes* among *n_ranks*.
+
+    Raises
+    ------
+    ValueError
+        If so many ranks cannot sum directly.
+    """
+    _require_ranks(n_ranks)
     return bps_direct_layout(n_ranks, most_nbytes).nbytes
 
 
-def format_channel(memory not None, int n_ranks, uint32_t first=0):
-    """Make zeroed *memory* a channel of *n_ranks* whose chunks are counted from *first* on: once, before a rank uses it.
+def format_channel(uintptr_t address, int n_ranks, uint32_t first=0):
+    """Make the memory at *address* a channel of *n_ranks*, whose chunks are numbered from *first* + 1 on.
+
+    Once, before a rank opens it; `channel_nbytes` of memory lie there.
     """
-    cdef unsigned char[::1] view = memory
-    if <uint64_t>view.shape[0] < bps_direct_layout(n_ranks, 1).nbytes:
-        raise ValueError(f"{view.shape[0]} bytes for a channel of {n_ranks} ranks")
-    bps_channel_format(&view[0], n_ranks, first)
+    _require_ranks(n_ranks)
+    bps_channel_format(<void *>address, n_ranks, first)
+
+
+cdef int _require_ranks(int n_ranks) except -1:
+    if not 1 <= n_ranks <= BPS_SUM_RANKS:
+        raise ValueError(f"{n_ranks} ranks: between 1 and {BPS_SUM_RANKS} sum directly")
+    return 0
 
 
 cdef void *_release() noexcept nogil:
@@ -105,99 +117,118 @@ cdef void _take(void *state) noexcept nogil:
     PyEval_RestoreThread(<PyThreadState *>state)
 
 
-cdef int _check() noexcept with gil:
-    """Run Python's signal handlers; whether one has raised. The thread that waits does not hold the GIL."""
+cdef int _check(void *context) noexcept with gil:
+    """Run Python's signal handlers, and what the caller of the call looks at; whether one has raised."""
+    cdef Channel channel = <Channel>context
     try:
         PyErr_CheckSignals()
+        if channel.look is not None:
+            channel.look()
     except BaseException as exc:
-        _raised.append(exc)
+        channel.raised = exc
         return 1
     return 0
 
 
-cdef list _raised = []
-
-
 @cython.final
-cdef class DirectPort:
-    """What rank *me* of the *n* ranks of a machine has in common for all its channels.
+cdef class Channel:
+    """A formatted channel in shared *memory*, as rank *me* of *n_ranks* uses it, for sums of at most *most_nbytes*.
+
+    All ranks make the same calls in the same order. Any thread, one call at a time. All calls return how they ended: `DONE`,
+    `TIMED_OUT` after *timeout_s* seconds, `ABORTED` or `NODE_DIED` if the job is over, `DIFFERENT` if another rank
+    makes another call, which *what*, a number, says together with the bytes. After anything but `DONE` the
+    destination is partly written and the channel of no use any more. A call that waits calls *look* about every tenth of a
+    second, if that is not None; what it raises, or a signal handler, ends the call.
 
     Parameters
     ----------
-    ranks
-        Zeroed shared memory of `RANK_NBYTES` for each rank.
     board
-        The node's board, whose state ends waits; None: nothing does but deadlines.
+        The node's board, whose state ends waits; None: nothing but deadlines does.
+    doorbell
+        The node's doorbell, in which ranks note on which CPUs they wait awake; None: they do not move apart.
     node_pidfd
-        The node's process; -1: none.
+        The node's process; -1: none is watched.
     awake_us
         How long a wait yields the CPU before it sleeps.
+    is_crowded
+        Ranks share CPUs: nobody spins.
 
     Raises
     ------
     ValueError
-        If a buffer is too small or *me* is no rank.
+        If *memory* is too small (`channel_nbytes`), or *me* is no rank.
     """
 
-    cdef Py_buffer ranks_view, board_view, doorbell_view
-    cdef bps_direct_port port
-
-    def __cinit__(self, ranks not None, int n, int me, *, board=None, doorbell=None, int node_pidfd=-1,
-                  uint32_t awake_us=200, bint is_crowded=False):
-        if not 0 <= me < n <= BPS_SUM_RANKS:
-            raise ValueError(f"rank {me} of {n}: between 1 and {BPS_SUM_RANKS} ranks sum directly")
-        PyObject_GetBuffer(ranks, &self.ranks_view, PyBUF_WRITABLE)
-        if self.ranks_view.len < <Py_ssize_t>(n * sizeof(bps_direct_rank)):
-            raise ValueError(f"{self.ranks_view.len} bytes for {n} ranks, which need {n * sizeof(bps_direct_rank)}")
-        if board is not None:
-            PyObject_GetBuffer(board, &self.board_view, PyBUF_SIMPLE)
-        self.port.ranks = <bps_direct_rank *>self.ranks_view.buf
-        self.port.board = self.board_view.buf
-        self.port.n, self.port.me, self.port.node_pidfd = n, me, node_pidfd
-        self.port.awake_ns = <uint64_t>awake_us * 1000
-        self.port.is_crowded = is_crowded
-        bps_look_whether_few(&self.port.separation)
-
-    def __dealloc__(self):
-        PyBuffer_Release(&self.ranks_view)
-        PyBuffer_Release(&self.board_view)
-
-
-@cython.final
-cdef class Channel:
-    """The shared *memory* of sums of at most *most_nbytes* that follow each other, zeroed before its first use.
-
-    All ranks make the same calls in the same order, one thread at a time. After an error it is of no use any more.
-
-    Raises
-    ------
-    ValueError
-        If *memory* is too small (`channel_nbytes`).
-    """
-
-    cdef Py_buffer view
-    cdef DirectPort owner
+    cdef Py_buffer view, board_view, doorbell_view
     cdef bps_channel channel
     cdef uint64_t most
-    cdef bint busy
+    cdef object look, raised
+    cdef bint busy, open
+    #: Waits that were not over after a few spins.
     cdef readonly uint64_t n_waits
 
-    def __cinit__(self, DirectPort port not None, memory not None, uint64_t most_nbytes):
+    def __cinit__(self, memory not None, int n_ranks, int me, uint64_t most_nbytes, *, board=None, doorbell=None,
+                  int node_pidfd=-1, uint32_t awake_us=200, bint is_crowded=False):
+        cdef bps_direct_port *port = &self.channel.port
+        need = channel_nbytes(n_ranks, most_nbytes)
+        if not 0 <= me < n_ranks:
+            raise ValueError(f"rank {me} of {n_ranks}")
         PyObject_GetBuffer(memory, &self.view, PyBUF_WRITABLE)
-        need = channel_nbytes(port.port.n, most_nbytes)
         if <uint64_t>self.view.len < need:
-            raise ValueError(f"{self.view.len} bytes for a channel of {port.port.n} ranks, which needs {need}")
-        self.owner = port
+            raise ValueError(f"{self.view.len} bytes for a channel of {n_ranks} ranks, which needs {need}")
+        if board is not None:
+            PyObject_GetBuffer(board, &self.board_view, PyBUF_SIMPLE)
+            port.board = self.board_view.buf
+        if doorbell is not None:
+            PyObject_GetBuffer(doorbell, &self.doorbell_view, PyBUF_WRITABLE)
+            port.waiting = &(<bps_doorbell *>self.doorbell_view.buf).waiting
+        port.n, port.me, port.node_pidfd = n_ranks, me, node_pidfd
+        port.awake_ns = <uint64_t>awake_us * 1000
+        port.is_crowded = is_crowded
+        bps_look_whether_few(&port.separation)
         self.most = most_nbytes
-        bps_channel_open(&self.channel, &port.port, self.view.buf, most_nbytes)
+        bps_channel_open(&self.channel, self.view.buf, most_nbytes)
+        self.open = True
 
-    def all_reduce(self, uintptr_t destination, uintptr_t source, uint64_t nbytes, *, int dtype=0, int op=0,
-                   int64_t divisor=1, uint64_t call=0, double timeout_s=60.0):
-        """Combine *nbytes* at *source* of all ranks, and write the result to *destination*; how it ended (`DONE`, ...).
+    @property
+    def cell_nbytes(self):
+        """The most bytes of a rank that go through a cell."""
+        return self.channel.cell_nbytes
 
-        *destination* may be *source*, and overlaps it in no other way. *dtype* and *op*: their places in `DTYPES` and
-        `OPS`. *call*: a number that must be the same on all ranks. After anything but `DONE` the destination is partly
-        written.
+    cdef int _begin(self, bps_direct_call *call, double timeout_s, object look, bint keeps_gil) except -1:
+        if not self.open:
+            raise ValueError("this channel is closed")
+        if self.busy:
+            raise RuntimeError("another thread uses this channel")
+        memset(call, 0, sizeof(bps_direct_call))
+        call.deadline_ns = bps_now_ns() + <uint64_t>(timeout_s * 1e9)
+        call.check, call.context = _check, <void *>self
+        if keeps_gil:
+            call.release, call.take = _release, _take
+        self.look = look
+        self.busy = True
+        return 0
+
+    cdef int _end(self, bps_direct_call *call, int status) except -1:
+        self.busy = False
+        self.n_waits += call.n_waits
+        self.look = None
+        if status == BPS_DIRECT_RAISED:
+            raised, self.raised = self.raised, None
+            raise raised
+        return status
+
+    cdef int _require(self, uint64_t nbytes) except -1:
+        if nbytes > self.most:
+            raise ValueError(f"{nbytes} bytes in a channel for {self.most}")
+        return 0
+
+    def all_reduce(self, uintptr_t destination, uintptr_t source, uint64_t nbytes, int dtype, int op, int64_t divisor,
+                   uint64_t what, double timeout_s, look=None):
+        """Combine *nbytes* at *source* of all ranks, divide by *divisor*, and write the result to *destination*.
+
+        *destination* is *source* or does not overlap it; 0: this rank needs no result. *dtype* and *op*: their places
+        in `DTYPES` and `OPS`.
 
         Raises
         ------
@@ -205,44 +236,86 @@ cdef class Channel:
             If there is no such sum, or too many bytes.
         RuntimeError
             If another thread is in a call.
-        KeyboardInterrupt
-            Or whatever else a Python signal handler raises while the call waits.
         """
         cdef bps_direct_sum sum
-        cdef bps_direct_call how
+        cdef bps_direct_call call
         cdef int status
-        if nbytes > self.most:
-            raise ValueError(f"{nbytes} bytes in a channel for {self.most}")
-        if self.busy:
-            raise RuntimeError("another thread uses this channel")
-        sum.kernel = bps_sum_kernel_of(dtype, op, bps_sum_level())
+        cdef bint keeps_gil = nbytes <= KEEPS_GIL_NBYTES
+        self._require(nbytes)
+        sum.kernel, sum.divisor, sum.call = bps_sum_kernel_of(dtype, op, bps_sum_level()), divisor, what
         if sum.kernel == NULL:
-            raise ValueError(f"no sum of dtype {dtype} by op {op}")
-        sum.divisor = divisor
-        sum.call = call
-        memset(&how, 0, sizeof(how))
-        how.check = _check
-        how.deadline_ns = bps_now_ns() + <uint64_t>(timeout_s * 1e9)
-        self.busy = True
-        if nbytes > KEEPS_GIL_NBYTES:
+            raise ValueError(f"there is no sum of dtype {dtype} by op {op}")
+        self._begin(&call, timeout_s, look, keeps_gil)
+        if keeps_gil:
+            status = bps_direct_all_reduce(&self.channel, <char *>destination, <const char *>source, nbytes, &sum,
+                                           &call)
+        else:
             with nogil:
                 status = bps_direct_all_reduce(&self.channel, <char *>destination, <const char *>source, nbytes, &sum,
-                                               &how)
+                                               &call)
+        return self._end(&call, status)
+
+    def broadcast(self, int root, uintptr_t address, uint64_t nbytes, uint64_t what, double timeout_s, look=None):
+        """Copy *nbytes* at *address* of rank *root* to *address* of the others; 0: a rank that does not need them.
+
+        Raises as `all_reduce`.
+        """
+        cdef bps_direct_call call
+        cdef int status
+        cdef bint keeps_gil = nbytes <= KEEPS_GIL_NBYTES
+        if not 0 <= root < self.channel.port.n:
+            raise ValueError(f"root {root} of {self.channel.port.n} ranks")
+        self._begin(&call, timeout_s, look, keeps_gil)
+        if keeps_gil:
+            status = bps_direct_broadcast(&self.channel, root, <char *>address, nbytes, what, &call)
         else:
-            how.release, how.take = _release, _take
-            status = bps_direct_all_reduce(&self.channel, <char *>destination, <const char *>source, nbytes, &sum, &how)
-        self.busy = False
-        self.n_waits += how.n_waits
-        if status == BPS_DIRECT_RAISED:
-            raise _raised.pop()
-        return status
+            with nogil:
+                status = bps_direct_broadcast(&self.channel, root, <char *>address, nbytes, what, &call)
+        return self._end(&call, status)
+
+    def all_gather(self, addresses, sizes, uintptr_t own, uint64_t what, double timeout_s, look=None):
+        """Copy *sizes[r]* bytes, at most `cell_nbytes`, at *own* of each rank r to *addresses[r]* of all; 0: not needed.
+
+        Raises as `all_reduce`.
+        """
+        cdef bps_direct_call call
+        cdef char *places[64]
+        cdef uint64_t nbytes[64]
+        cdef int status, n = self.channel.port.n
+        for r in range(n):
+            places[r], nbytes[r] = <char *><uintptr_t>addresses[r], sizes[r]
+            if nbytes[r] > self.channel.cell_nbytes:
+                raise ValueError(f"{nbytes[r]} bytes in cells of {self.channel.cell_nbytes}")
+        self._begin(&call, timeout_s, look, True)
+        status = bps_direct_all_gather(&self.channel, places, <const char *>own, nbytes, what, &call)
+        return self._end(&call, status)
+
+    def barrier(self, uint64_t what, double timeout_s, look=None):
+        """Wait until all ranks call this. Raises as `all_reduce`."""
+        cdef bps_direct_call call
+        self._begin(&call, timeout_s, look, True)
+        cdef int status = bps_direct_barrier(&self.channel, what, &call)
+        return self._end(&call, status)
 
     def missing(self):
-        """Return the ranks that have not done what this rank has done in the last call."""
-        cdef uint32_t own = self.channel.lines[self.owner.port.me].published
+        """Return the ranks that are not as far as this one in the last call."""
+        cdef bps_direct_line *own
         cdef int r
-        return tuple(r for r in range(self.owner.port.n)
-                     if not bps_reached(bps_load(&self.channel.lines[r].published), own))
+        if not self.open:
+            raise ValueError("this channel is closed")
+        own = &self.channel.lines[self.channel.port.me]
+        return tuple(r for r in range(self.channel.port.n)
+                     if not bps_reached(bps_load(&self.channel.lines[r].published), own.published))
+
+    def close(self):
+        """Release the buffers. Idempotent; no thread may be in a call."""
+        if self.open:
+            self.open = False
+            PyBuffer_Release(&self.view)
+            PyBuffer_Release(&self.board_view)
+            PyBuffer_Release(&self.doorbell_view)
 
     def __dealloc__(self):
         PyBuffer_Release(&self.view)
+        PyBuffer_Release(&self.board_view)
+        PyBuffer_Release(&self.doorbell_view)
