@@ -323,7 +323,8 @@ THE_END = "shutdown:"
 class StallQuestion(Message):
     """Rank `rank` has waited too long for `round` of `part` (tensor `name`), and asks who is missing.
 
-    `question`: the rank's own number, repeated in the reply.
+    `question`: the rank's own number, repeated in the reply. `missing`: those that the rank knows to be missing; empty:
+    it does not know.
     """
 
     rank: int
@@ -331,6 +332,7 @@ class StallQuestion(Message):
     part: int
     round: int
     name: str
+    missing: tuple[int, ...] = ()
 
 
 class StallReport(Message):

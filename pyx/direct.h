@@ -31,7 +31,7 @@
 #define BPS_DIRECT_SPINS 400
 #define BPS_DIRECT_LOOK 32 /* spins before the CPU of the awaited rank is looked at */
 #define BPS_DIRECT_SLICE_NS 100000000ull
-#define BPS_DIRECT_CHUNK (256u << 10)
+#define BPS_DIRECT_CHUNK (256u << 10) /* a channel for more than that takes any number of bytes */
 #define BPS_DIRECT_SLOTS 4u
 #define BPS_DIRECT_FAR_NBYTES (1u << 20) /* larger sums fetch the lines of other ranks ahead */
 #define BPS_DIRECT_AHEAD 8192u

@@ -48,7 +48,7 @@ cdef extern from "direct.h" nogil:
         int64_t divisor
         uint64_t call
     enum: BPS_DIRECT_DONE, BPS_DIRECT_TIMED_OUT, BPS_DIRECT_ABORTED, BPS_DIRECT_NODE_DIED
-    enum: BPS_DIRECT_DIFFERENT, BPS_DIRECT_RAISED, BPS_SUM_RANKS
+    enum: BPS_DIRECT_DIFFERENT, BPS_DIRECT_RAISED, BPS_DIRECT_CHUNK, BPS_SUM_RANKS
     bps_channel_layout bps_direct_layout(int, uint64_t)
     uint64_t bps_channel_head(int)
     void bps_channel_format(void *, int, uint32_t)
@@ -67,6 +67,8 @@ DONE, TIMED_OUT, ABORTED, NODE_DIED = BPS_DIRECT_DONE, BPS_DIRECT_TIMED_OUT, BPS
 DIFFERENT = BPS_DIRECT_DIFFERENT
 #: The most ranks that sum directly.
 MOST_RANKS = BPS_SUM_RANKS
+#: A channel for so many bytes takes any number.
+ANY_NBYTES = BPS_DIRECT_CHUNK + 1
 #: The order of dtypes and operations in kernels' numbers.
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8")
 OPS = ("sum", "product", "min", "max", "band", "bor", "bxor")
@@ -219,7 +221,7 @@ cdef class Channel:
         return status
 
     cdef int _require(self, uint64_t nbytes) except -1:
-        if nbytes > self.most:
+        if nbytes > self.most and self.most <= BPS_DIRECT_CHUNK:
             raise ValueError(f"{nbytes} bytes in a channel for {self.most}")
         return 0
 

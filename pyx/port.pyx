@@ -16,7 +16,7 @@ from libc.string cimport memcpy
 from pyx.words cimport (
     BPS_ABORTED, BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DIFFERENT,
     BPS_DONE, BPS_DOORBELL_MAGIC, BPS_FINGERPRINT, BPS_FLAG_EMPTY, BPS_FLAG_FAR, BPS_FLAG_RATE, BPS_INTERRUPTED,
-    BPS_NODE_DIED, BPS_PUSH, BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_TIMED_OUT, BPS_TO_DEVICE, BPS_TO_HOST,
+    BPS_NODE_DIED, BPS_PUSH, BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_TIMED_OUT, BPS_TO_DEVICE, BPS_TO_HOST, BPS_WAIT,
     bps_board, bps_board_word, bps_chunk, bps_count, bps_counted, bps_doorbell, bps_entry, bps_lane,
     bps_lane_capacity, bps_load, bps_now_ns, bps_pipelined_transfer, bps_port, bps_port_announce,
     bps_port_stay_awake, bps_port_wait, bps_reached, bps_record_add, bps_step, bps_steps_blocked, bps_steps_next,
@@ -377,6 +377,13 @@ cdef class Port:
         if not self.open:
             raise ValueError("this port is closed")
         return _steps(&self.port.lane.tally, &self.port.steps.last)
+
+    def note_direct(self, uint32_t part, uint32_t round, uint64_t nbytes, uint64_t begin_ns):
+        """Note a call among ranks that has begun at *begin_ns* and is over: for the trace, and as blocking the trainer.
+        """
+        if self.open:
+            bps_record_add(&self.port.records, BPS_WAIT, 0, part, round, nbytes, begin_ns, bps_now_ns())
+            bps_steps_blocked(&self.port.lane.tally, begin_ns)
 
     def count_stall(self):
         """Add one stall to what the node sees of this rank; nothing once closed."""

@@ -37,7 +37,7 @@ FINGERPRINTS = ChunkSize("fingerprints", 4 << 10, 32)
 #: A tail of more tiny chunks than this takes one small chunk: a chunk costs more than its bytes.
 _MOST_TINY = 1
 #: Collectives go before gradients: their callers are blocked.
-_PRIORITY = 1 << 20
+PRIORITY = 1 << 20
 
 
 def chunk_sizes(is_within: bool) -> tuple[ChunkSize, ChunkSize, ChunkSize]:
@@ -114,5 +114,5 @@ def spec_of(name: str, ranks: tuple[int, ...], dtype: str, op: str, size: ChunkS
     """Return the declaration of the stream of this *size* for *op* ("avg": an averaged sum) of *dtype*."""
     n = size.n_chunks * size.chunk_nbytes // TABLE[dtype].itemsize
     return TensorSpec(name=f"{name}/{dtype}.{op}.{size.name}", dtype=dtype, shape=(n,), average=op == "avg",
-                      op="sum" if op == "avg" else op, ranks=ranks, priority=_PRIORITY,
+                      op="sum" if op == "avg" else op, ranks=ranks, priority=PRIORITY,
                       partition_nbytes=size.chunk_nbytes)

@@ -18,12 +18,14 @@ import numpy as np
 
 from ..orchestration.errors import BpsError, ClosedError, ConfigError, MismatchError, StallError, UnsupportedError
 from ..orchestration.placement.partition import OPS
+from ..pyx.direct import MOST_RANKS
 from ..pyx.port import copy
 from ..trainer.chunk_descriptors import CHUNK_DTYPE
 from ..trainer.session import Session
 from ..trainer.tensor_input import TensorInput, from_array
 from ..trainer.unit import Unit
-from .chunk_stream import FINGERPRINTS, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
+from .chunk_stream import FINGERPRINTS, PRIORITY, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
+from .machine_channel import Load, MachineChannel
 from .p2p import message_collectives
 from .p2p.endpoint import P2PEndpoint
 
@@ -32,14 +34,6 @@ _SAID_NBYTES = 128
 _RAW = np.dtype((np.void, CHUNK_DTYPE.itemsize))
 _FINGERPRINT = "int64", "band", FINGERPRINTS
 _BYTES = "uint8", "sum"  # of one contribution: its copy
-
-
-class _Load(NamedTuple):
-    """Bytes from address `source` (0: this member gives none) to `destination` (0: it needs none)."""
-
-    source: int
-    destination: int
-    nbytes: int
 
 
 class _Call(NamedTuple):
@@ -84,6 +78,9 @@ class Group:
         self._declared = () if self.size == session.size else tuple(sorted(self.ranks))
         self._sizes = chunk_sizes(session.n_nodes + session.n_helpers == 1)
         self._streams: dict[tuple[str, str, ChunkSize], ChunkStream] = {}
+        self._is_direct = (session.n_nodes == 1 and self.size <= MOST_RANKS and session.settings.sums == "on"
+                           and session.settings.direct_sums == "auto")
+        self._machine_channel: MachineChannel | None = None
         self._lock = threading.Lock()
         self._channel = zlib.crc32(name.encode())
         self._calls = 0
@@ -102,7 +99,7 @@ class Group:
         """Combine *x* of all members into *out* on all (it may be *x*); *op*: "avg" or one of `partition.OPS`."""
         self._check_op(op)
         _check_size(x, out)
-        self._run(f"all_reduce {op} {x.dtype} {x.shape}", x.dtype, op, [_Load(x.address, out.address, x.nbytes)])
+        self._run(f"all_reduce {op} {x.dtype} {x.shape}", x.dtype, op, [Load(x.address, out.address, x.nbytes)])
 
     def reduce(self, x: TensorInput, out: TensorInput | None, root: int, op: str = "sum") -> None:
         """Combine *x* of all members into *out* on the *root*-th member; others' is None."""
@@ -110,7 +107,7 @@ class Group:
         self._check_root(root)
         destination = out.address if out is not None and root == self.rank else 0
         self._run(f"reduce {op} {x.dtype} {x.shape} to {root}", x.dtype, op,
-                     [_Load(x.address, destination, x.nbytes)])
+                     [Load(x.address, destination, x.nbytes)])
 
     def reduce_scatter(self, xs: Sequence[TensorInput], out: TensorInput, op: str = "sum") -> None:
         """Combine the i-th of *xs* of all members into *out* on the i-th member. All of one dtype; sizes may differ."""
@@ -118,14 +115,14 @@ class Group:
         self._check_number(xs)
         _check_size(xs[self.rank], out)
         self._run(f"reduce_scatter {op} {out.dtype} {[x.nbytes for x in xs]}", out.dtype, op,
-                     [_Load(x.address, out.address if i == self.rank else 0, x.nbytes) for i, x in enumerate(xs)])
+                     [Load(x.address, out.address if i == self.rank else 0, x.nbytes) for i, x in enumerate(xs)])
 
     def broadcast(self, x: TensorInput, root: int) -> None:
         """Overwrite *x* by that of the *root*-th member."""
         self._check_root(root)
         is_root = root == self.rank
         self._run(f"broadcast {x.dtype} {x.shape} from {root}", *_BYTES,
-                     [_Load(x.address if is_root else 0, 0 if is_root else x.address, x.nbytes)])
+                     [Load(x.address if is_root else 0, 0 if is_root else x.address, x.nbytes, root)])
 
     def all_gather(self, x: TensorInput, outs: Sequence[TensorInput]) -> None:
         """Put *x* of the i-th member into the i-th of *outs*, on all members. Sizes may differ, and are known to all.
@@ -135,8 +132,8 @@ class Group:
         self._check_number(outs)
         _check_size(x, outs[self.rank])
         self._run(f"all_gather {x.dtype} {[out.nbytes for out in outs]}", *_BYTES,
-                     [_Load(x.address, 0 if out.address == x.address else out.address, out.nbytes) if i == self.rank
-                      else _Load(0, out.address, out.nbytes) for i, out in enumerate(outs)])
+                     [Load(x.address, 0 if out.address == x.address else out.address, out.nbytes, i) if i == self.rank
+                      else Load(0, out.address, out.nbytes, i) for i, out in enumerate(outs)])
 
     def gather(self, x: TensorInput, outs: Sequence[TensorInput], root: int) -> None:
         """Put *x* of the i-th member into the i-th of *outs* of the *root*-th, which knows their sizes."""
@@ -206,6 +203,9 @@ class Group:
             if self._broken is None and not self.session.closed:
                 for stream in self._streams.values():
                     stream.close()
+            if self._machine_channel is not None and not self.session.closed:
+                self._machine_channel.close(retires=self._broken is None)
+                self._machine_channel = None
             self._streams.clear()
         finally:
             self._lock.release()
@@ -216,7 +216,7 @@ class Group:
         """Exchange messages, once all members are known to make the same call."""
         self._run(text, *_BYTES, [], lambda: move(_Call(self.p2p, self._channel, self._calls, owner)))
 
-    def _run(self, text: str, dtype: str, op: str, loads: Sequence[_Load],
+    def _run(self, text: str, dtype: str, op: str, loads: Sequence[Load],
                 then: Callable[[], None] = lambda: None) -> None:
         self.session.require_open()  # before the lock, which a fork may have inherited locked
         with self._lock:
@@ -238,7 +238,10 @@ class Group:
         if self._closed:
             self.close()
 
-    def _call(self, text: str, dtype: str, op: str, loads: Sequence[_Load]) -> None:
+    def _call(self, text: str, dtype: str, op: str, loads: Sequence[Load]) -> None:
+        if self._is_direct:
+            self._check(text, self._run_directly(text, dtype, op, loads))
+            return
         words = _fingerprint(text)
         fingerprints = self._stream(*_FINGERPRINT)
         descriptors, units = [fingerprints.fingerprint(words)], [fingerprints.unit]
@@ -252,14 +255,24 @@ class Group:
             units.append(stream.unit)
         self._check(text, self._go(descriptors, units))
 
+    def _run_directly(self, text: str, dtype: str, op: str, loads: Sequence[Load]) -> bool:
+        if self._machine_channel is None:
+            self._machine_channel = MachineChannel(self.session, f"{self.name}/channel", self.ranks, self._declared,
+                                                   PRIORITY, self._limit_s)
+        return self._machine_channel.run(int(_fingerprint(text)[0]), self._calls, dtype, op, loads, self._limit_s,
+                                         self._require_open)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"group {self.name!r} was closed while a call was under way")
+
     def _check(self, text: str, do_agree: bool) -> None:
         if not do_agree:
             raise MismatchError(f"members of group {self.name!r} called different collectives: {self._who_said(text)}")
 
     def _go(self, chunks: list[np.ndarray[Any, Any]], units: list[Unit]) -> bool:
         def subject_of(i: int) -> tuple[Unit, int, int]:
-            if self._closed:
-                raise ClosedError(f"group {self.name!r} was closed while a call was under way")
+            self._require_open()
             for some, unit in zip(chunks, units):
                 if i < len(some):
                     return unit, int(some["part"][i]), int(some["round"][i])
@@ -286,7 +299,7 @@ class Group:
         said[self.rank * _SAID_NBYTES:][:_SAID_NBYTES] = mine
         stream = self._stream(*_FINGERPRINT)
         chunks = stream.chunks(-(-said.nbytes // FINGERPRINTS.chunk_nbytes))
-        load = _Load(said.ctypes.data, said.ctypes.data, said.nbytes)
+        load = Load(said.ctypes.data, said.ctypes.data, said.nbytes)
         self._go([_filled(chunks, load, FINGERPRINTS.chunk_nbytes)], [stream.unit])
         who: dict[str, list[int]] = {}
         for rank, row in zip(self.ranks, said.reshape(self.size, _SAID_NBYTES)):
@@ -322,19 +335,19 @@ class Group:
             raise ConfigError(f"{len(memories)} tensors for the {self.size} members of group {self.name!r}")
 
 
-def _pieces(load: _Load, wide: ChunkSize) -> list[tuple[ChunkSize, int, _Load]]:
+def _pieces(load: Load, wide: ChunkSize) -> list[tuple[ChunkSize, int, Load]]:
     """Return (chunk size, number of chunks, their bytes) of *load*."""
     found = []
     at = 0
     for size, n in cut(load.nbytes, wide):
         nbytes = min(n * size.chunk_nbytes, load.nbytes - at)
-        found.append((size, n, _Load(load.source and load.source + at, load.destination and load.destination + at,
+        found.append((size, n, Load(load.source and load.source + at, load.destination and load.destination + at,
                                      nbytes)))
         at += nbytes
     return found
 
 
-def _filled(chunks: np.ndarray[Any, Any], load: _Load, chunk_nbytes: int) -> np.ndarray[Any, Any]:
+def _filled(chunks: np.ndarray[Any, Any], load: Load, chunk_nbytes: int) -> np.ndarray[Any, Any]:
     """Fill in source, destination and size of *chunks* that carry *load*; return them."""
     at = np.arange(len(chunks), dtype=np.uint64) * np.uint64(chunk_nbytes)
     chunks["nbytes"] = np.minimum(np.uint64(load.nbytes) - at, np.uint64(chunk_nbytes))
@@ -345,7 +358,7 @@ def _filled(chunks: np.ndarray[Any, Any], load: _Load, chunk_nbytes: int) -> np.
     return chunks
 
 
-def _alone(loads: Sequence[_Load]) -> None:
+def _alone(loads: Sequence[Load]) -> None:
     for load in loads:
         if load.source and load.destination and load.source != load.destination:
             copy(load.destination, load.source, load.nbytes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..orchestration.codec import width_of
 from ..orchestration.messages import NodeInfo, PartPlan, Plan, UnitPlan
-from ..orchestration.placement.partition import ITEM_NBYTES
+from ..orchestration.placement.partition import CHANNEL, ITEM_NBYTES
 from .generation import kept_nbytes
 from .gpu_direct import GpuDirect
 from .regions import page_round
@@ -88,7 +88,7 @@ class PartitionRole:
                 is_owner = part.owner == self._me.index
                 wire_nbytes = page_round(part.wire_nbytes if coded else part.nbytes)
                 in_memory = self.appears_here(unit, part) and not self.is_direct(unit, part)
-                room["result"] += 2 * page_round(part.nbytes) * in_memory
+                room["result"] += (1 if unit.op == CHANNEL else 2) * page_round(part.nbytes) * in_memory
                 room["partial"] += page_round(self.partial_nbytes(unit, part))
                 room["slot"] += wire_nbytes * len(members.wired) * is_owner
                 if coded and is_owner:

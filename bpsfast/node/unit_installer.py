@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from .. import kernels
 from ..orchestration.messages import Extent, NodeInfo, PartPlan, UnitPlan
-from ..orchestration.placement.partition import ITEM_NBYTES, ROWS, part_rows
+from ..orchestration.placement.partition import CHANNEL, ITEM_NBYTES, ROWS, part_rows
+from ..pyx import direct
 from ..pyx.engine import Engine
 from .codec_state import CodedPart, PartCodec, part_codec
 from .generation import Generation, ParameterStore, ParameterStores, UnitResources
@@ -73,6 +74,8 @@ class UnitInstaller:
         places = self._place_on_device(resources, [part for part in here if self._role.is_direct(unit, part)])
         straight = set(places)
         self._role.count_direct(unit, here, straight)
+        if unit.op == CHANNEL:
+            places |= {part.part: (self._channel(unit, part, resources),) * 2 for part in here}
         places |= self._side_by_side(resources, self._regions.results,
                                      [part for part in here if part.part not in places])
         for part in unit.parts:
@@ -209,6 +212,12 @@ class UnitInstaller:
             offset += page_round(part.nbytes)
         return found
 
+    def _channel(self, unit: UnitPlan, part: PartPlan, resources: UnitResources) -> Place:
+        """Return the memory of a channel for the ranks of *unit*, which all run here."""
+        place = self._allocate(resources, self._regions.results, part.nbytes)
+        direct.format_channel(place.address, len(self._role.members_of(unit.ranks).local), unit.first_round - 1 & 0xffffffff)
+        return place
+
     def _place_on_device(self, resources: UnitResources, parts: Sequence[PartPlan]) -> dict[int, tuple[Place, Place]]:
         """Do as `_side_by_side`, in memory of a rank's device; return nothing if that has no room in one piece."""
         nbytes = 2 * sum(page_round(part.nbytes) for part in parts)
@@ -230,7 +239,7 @@ class UnitInstaller:
 
 def kernel(dtype: str, op: str, sums: bool) -> int:
     """Return the address of what adds up inputs of *dtype* by *op*; not *sums*: of what does nothing."""
-    return kernels.address(dtype, "sum" if op == ROWS else op) if sums else kernels.no_sum_address()
+    return kernels.address(dtype, "sum" if op in (ROWS, CHANNEL) else op) if sums else kernels.no_sum_address()
 
 
 def bind(resources: UnitResources, link: WireLink, unit: UnitPlan, part: PartPlan, at: tuple[int, int], coded: bool,

@@ -5,10 +5,11 @@ pushes, for which another rank may be waiting.
 """
 from __future__ import annotations
 
+import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import numpy as np
 from ..base.end_reports import report
 from ..orchestration.errors import BpsError, StallError, error_of
 from ..orchestration.messages import StallAnswer
+from ..pyx.direct import DIFFERENT as OTHER_CALL, Channel
 from ..pyx.port import ABORTED, DIFFERENT, DONE, NODE_DIED, TIMED_OUT, LaneFull, Port
 from .stall_inspector import StallInspector, StallQuery, StallTimer, Subject
 
@@ -24,6 +26,8 @@ from .stall_inspector import StallInspector, StallQuery, StallTimer, Subject
 _SLICE_S = 0.5
 #: The same while pushes are deferred: commits arrive by socket, which does not wake a futex.
 _DEFERRED_SLICE_S = 0.002
+#: A direct call gives up so much later than its deadline, which is looked at before.
+_LATER_S = 0.01
 
 
 class WaitedUnit(Protocol):
@@ -71,12 +75,16 @@ class GuardedPort:
         Starts deferred pushes that can be; returns whether some are left.
     node_lost
         Returns what to raise when the node has ended and no abort says why.
+    make_channel
+        Opens the channel in some memory, for so many ranks, as one of them, for so many bytes.
     """
 
     def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None], inquiry: StallQuery,
                  inspector: StallInspector, start_deferred: Callable[[], bool],
-                 node_lost: Callable[[], BpsError]) -> None:
+                 node_lost: Callable[[], BpsError], make_channel: Callable[[mmap.mmap, int, int, int], Channel]) -> None:
         self._port = port
+        self._make_channel = make_channel
+        self._channels: list[Channel] = []
         self._me = me
         self._node = node
         self._require_open = require_open
@@ -212,6 +220,54 @@ class GuardedPort:
                               lambda: self.done(part, 1, round))  # noqa: B023
                 deferred = self._start_deferred()
 
+    def open_channel(self, memory: mmap.mmap, n_ranks: int, me: int, most_nbytes: int) -> Channel:
+        """Return the channel in *memory* as rank *me* of the *n_ranks* that use it (`pyx.direct.Channel`). It is closed
+        with the port.
+        """
+        with self._entrance:
+            channel = self._make_channel(memory, n_ranks, me, most_nbytes)
+            self._channels.append(channel)
+        return channel
+
+    def close_channel(self, channel: Channel) -> None:
+        """Close what `open_channel` returned; no thread is in a call of it."""
+        if channel in self._channels:
+            self._channels.remove(channel)
+        channel.close()
+
+    def call_directly(self, channel: Channel, call: Callable[[float, Callable[[], None]], int], unit: WaitedUnit,
+                      ranks: Sequence[int], number: int, timeout_s: float, check: Callable[[], None]) -> bool:
+        """Do *call*, number *number* of *channel*, whose memory is *unit*; return whether all ranks make the same call.
+
+        It is called with the seconds that it may take, and with what it has to look at meanwhile. *ranks*: those of the
+        job that use the channel, in its order. *check* is called while it waits, and may raise. Raises as `wait`.
+        """
+        begin_ns = time.monotonic_ns()
+        self._start_deferred()
+
+        def ask() -> tuple[Subject, StallAnswer]:
+            missing = tuple(ranks[index] for index in channel.missing())
+            subject = Subject.of(unit.name, list(unit.members), 0, 1, number)
+            return subject, self._inquiry.ask(unit.first_part, number, unit.name, missing)
+
+        def look() -> None:
+            if self._is_closing:
+                self._require_open()
+            check()
+            self._start_deferred()
+            patience.look(ask, lambda: not channel.missing())
+
+        with StallTimer(self._me, timeout_s, self._inquiry, self._inspector) as patience:
+            with self._entrance as port:
+                outcome = call(timeout_s + _LATER_S, look)
+                port.note_direct(unit.first_part, number & 0xffffffff, unit.nbytes, begin_ns)
+            if outcome in (DONE, OTHER_CALL):
+                return outcome == DONE
+            if outcome in (ABORTED, NODE_DIED):
+                raise self._over()
+            patience.look(ask, lambda: False)
+        raise AssertionError("the time was not up")
+
     def check(self) -> None:
         """Raise the error that the job was aborted with, if it was."""
         with self._entrance as port:
@@ -237,6 +293,8 @@ class GuardedPort:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.01)
+        for channel in self._channels:
+            channel.close()
         self._port.close()
         return True
 

@@ -8,6 +8,7 @@ process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import threading
@@ -46,6 +47,7 @@ from ..orchestration.messages import (
     StateDone,
     UnitReady,
 )
+from ..pyx.direct import Channel
 from ..pyx.port import Port
 from .codec_state import States
 from .gpu.devices import Devices
@@ -104,7 +106,9 @@ class Session:
         self.tensors = TensorRegistry(self.rank, self.size, settings.timeout_s, self.require_open, mailbox,
                                       self.stall_query, self.inspector)
         self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.stall_query,
-                                self.inspector, self.tensors.start_committed, self._node_lost)
+                                self.inspector, self.tensors.start_committed, self._node_lost,
+                                functools.partial(Channel, board=attachment.board, doorbell=attachment.doorbell,
+                                                  node_pidfd=attachment.node_pidfd, awake_us=4 * settings.awake_us))
         self.devices = Devices(self)
         self._lock = threading.RLock()
         self._extensions: dict[Callable[..., Any], _Extension] = {}

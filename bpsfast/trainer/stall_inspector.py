@@ -190,11 +190,15 @@ class StallQuery:
             self._requests.mailbox.pump()
         return self._departed
 
-    def ask(self, part: int, round: int, name: str) -> StallAnswer:
-        """Ask which ranks are missing in *round* of *part* of tensor *name*, and whether they can still come."""
+    def ask(self, part: int, round: int, name: str, missing: tuple[int, ...] = ()) -> StallAnswer:
+        """Ask which ranks are missing in *round* of *part* of tensor *name*, and whether they can still come.
+
+        *missing*: which ones, if this rank knows.
+        """
         try:
             answer = self._requests.ask(
-                lambda question: StallQuestion(rank=self._rank, question=question, part=part, round=round, name=name),
+                lambda question: StallQuestion(rank=self._rank, question=question, part=part, round=round, name=name,
+                                               missing=missing),
                 "neither node nor scheduler told which rank is missing", _ANSWER_S)
         except StallError as exc:  # the caller decides whether to wait on
             return StallAnswer(rank=self._rank, question=0, stage="unknown", missing=str(exc))

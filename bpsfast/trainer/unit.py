@@ -6,6 +6,7 @@ over the network: `extents` tell where, run by run.
 """
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from bisect import bisect_right
@@ -410,6 +411,12 @@ class Unit:
         window = Window([(run.segment.fileno(), run.offsets[parity], run.end - run.begin) for run in self._runs
                          if isinstance(run.segment, Segment)])
         return np.frombuffer(window, np.uint8, self.nbytes)  # type: ignore[call-overload]
+
+    def map_channel(self) -> mmap.mmap:
+        """Map the memory of a unit whose op is "channel", writable. The caller closes it."""
+        run = self._run_at(0)
+        assert isinstance(run.segment, Segment), "a channel is no device's"
+        return mmap.mmap(run.segment.fileno(), self.nbytes, offset=run.offsets[0])
 
     def member_view(self, member: MemberPlan, round: int) -> np.ndarray[Any, Any]:
         """Return the result of one member as a read-only array of its dtype and shape (lifetime as `view`)."""

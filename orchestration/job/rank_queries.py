@@ -281,6 +281,9 @@ class RankQueries:
     # -- what comes in ------------------------------------------------------------------------------------
 
     def _stalled(self, now: float, sender: bytes, message: m.StallQuestion) -> m.Outgoing:
+        if message.missing:
+            return self._answers([self._stalls.answer(message, self._stalls.without(
+                message.missing, "push", "has not pushed"))])
         if message.part >= 0:
             if not self._stalls.ask(now, message):
                 return []

@@ -1,0 +1,234 @@
+"""All interleavings of the protocols of `pyx/direct.h`, of 2 and 3 ranks: nothing is read before it is written, or after it was overwritten.
+
+A rank's part of some calls is a list of steps: write a place, publish a word, wait for a word, read a place and find there
+what the protocol says. Every order of the steps of all ranks is walked through. Each rule of the protocol that is left
+out must be noticed: a model that finds nothing proves nothing.
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import pytest
+
+
+class Rules(NamedTuple):
+    """What the protocol relies on; each can be broken."""
+
+    n_cells: int = 2
+    n_slots: int = 4
+    waits_for_inputs: bool = True
+    waits_for_results: bool = True
+    waits_for_copies: bool = True
+    waits_at_the_end: bool = True
+    publishes_last: bool = True
+
+
+class Step(NamedTuple):
+    """`kind`: "write" or "read" (a place and a value), "publish" or "await" (a word and a number)."""
+
+    kind: str
+    at: tuple[object, ...]
+    value: object
+
+
+class Rank:
+    """The steps of rank *me* of *n*."""
+
+    def __init__(self, me: int, n: int, rules: Rules) -> None:
+        self.me, self.n, self.rules = me, n, rules
+        self.steps: list[Step] = []
+        self.chunks = self.calls = 0
+
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.n) if rank != self.me]
+
+    def write(self, *at: object, value: object) -> None:
+        self.steps.append(Step("write", at, value))
+
+    def read(self, *at: object, value: object) -> None:
+        self.steps.append(Step("read", at, value))
+
+    def publish(self, word: str, number: int) -> None:
+        self.steps.append(Step("publish", (word, self.me), number))
+
+    def wait(self, word: str, rank: int, number: int) -> None:
+        self.steps.append(Step("await", (word, rank), number))
+
+    def filled(self, write: Sequence[Step], number: int) -> None:
+        """Write, then publish; or, broken, the other way round."""
+        if not self.rules.publishes_last:
+            self.publish("published", number)
+        self.steps += write
+        if self.rules.publishes_last:
+            self.publish("published", number)
+
+    # -- the calls, as in direct.h -------------------------------------------------------------------------------
+
+    def cells(self) -> None:
+        self.calls += 1
+        self.chunks += 1
+        cell = self.calls % self.rules.n_cells
+        self.filled([Step("write", ("cell", self.me, cell), (self.me, self.calls))], self.chunks)
+        for rank in self.others():
+            if self.rules.waits_for_inputs:
+                self.wait("published", rank, self.chunks)
+        for rank in range(self.n):
+            self.read("cell", rank, cell, value=(rank, self.calls))
+
+    def boxes(self, n_chunks: int) -> None:
+        self.calls += 1
+        first = self.chunks + 1
+        self.chunks += n_chunks
+        for i in range(n_chunks + 2):
+            if i < n_chunks:
+                self._put(first + i)
+            if 1 <= i <= n_chunks:
+                self._reduce(first + i - 1)
+            if i >= 2:
+                self._take(first + i - 2)
+
+    def _slot(self, number: int) -> int:
+        return number % self.rules.n_slots
+
+    def _put(self, number: int) -> None:
+        self.filled([Step("write", ("box", self.me, self._slot(number), owner), ("input", self.me, number))
+                     for owner in self.others()], number)
+
+    def _reduce(self, number: int) -> None:
+        boxes = [("box", rank, self._slot(number), self.me) for rank in self.others()]
+        for rank in self.others():
+            if self.rules.waits_for_inputs:
+                self.wait("published", rank, number)
+        for rank, box in zip(self.others(), boxes):
+            self.read(*box, value=("input", rank, number))
+        for box in boxes:
+            self.write(*box, value=("result", number))
+        self.publish("reduced", number)
+
+    def _take(self, number: int) -> None:
+        for owner in self.others():
+            if self.rules.waits_for_results:
+                self.wait("reduced", owner, number)
+            self.read("box", self.me, self._slot(number), owner, value=("result", number))
+
+    def broadcast(self, root: int, n_chunks: int) -> None:
+        """Of nothing that fits a cell: `bps_direct_meet`, then `bps_direct_copy_boxes`."""
+        self.calls += 1
+        self.chunks += 1
+        self.publish("reduced", self.chunks)
+        self.publish("published", self.chunks)
+        for rank in self.others():
+            self.wait("published", rank, self.chunks)
+        before = self.chunks
+        for number in range(before + 1, before + n_chunks + 1):
+            # a part for each owner, as in sums: the whole of a box
+            places = [("box", root, self._slot(number), owner) for owner in range(self.n) if owner != root]
+            if self.me == root:
+                if number - before > self.rules.n_slots and self.rules.waits_for_copies:
+                    self._await_copies(number - self.rules.n_slots)
+                self.filled([Step("write", place, ("copy", number)) for place in places], number)
+            else:
+                self.wait("published", root, number)
+                for place in places:
+                    self.read(*place, value=("copy", number))
+                self.publish("reduced", number)
+        self.chunks = before + n_chunks
+        if self.me == root and self.rules.waits_at_the_end:
+            self._await_copies(self.chunks)
+
+    def _await_copies(self, number: int) -> None:
+        for rank in self.others():
+            self.wait("reduced", rank, number)
+
+
+def fault(n: int, calls: Sequence[tuple[object, ...]], rules: Rules = Rules()) -> str:
+    """Walk through all orders; return the first fault, "" if there is none."""
+    programs = []
+    for me in range(n):
+        rank = Rank(me, n, rules)
+        for name, *arguments in calls:
+            getattr(rank, str(name))(*arguments)
+        programs.append(rank.steps)
+    start = (0,) * n
+    seen = {(start, frozenset())}
+    todo = [(start, dict[tuple[object, ...], object]())]
+    while todo:
+        at, memory = todo.pop()
+        moved = False
+        for rank in range(n):
+            if at[rank] == len(programs[rank]):
+                continue
+            step = programs[rank][at[rank]]
+            if step.kind == "await" and memory.get(step.at, 0) < step.value:  # type: ignore[operator]
+                continue
+            moved = True
+            if step.kind == "read" and memory.get(step.at) != step.value:
+                return f"rank {rank} finds {memory.get(step.at)} in {step.at}, not {step.value}"
+            after = memory if step.kind in ("await", "read") else memory | {step.at: step.value}
+            following = (*at[:rank], at[rank] + 1, *at[rank + 1:])
+            key = following, frozenset(after.items())
+            if key not in seen:
+                seen.add(key)
+                todo.append((following, after))
+        if not moved and any(at[rank] < len(program) for rank, program in enumerate(programs)):
+            return f"all wait: {[program[i] for program, i in zip(programs, at) if i < len(program)]}"
+    return ""
+
+
+def mixes(n: int) -> Iterator[tuple[tuple[object, ...], ...]]:
+    """Every sequence of three kinds of calls."""
+    kinds: list[tuple[object, ...]] = [("cells",), ("boxes", 1), ("broadcast", 0, 1), ("broadcast", n - 1, 1)]
+    yield from itertools.product(kinds, repeat=3)
+
+
+def test_cells_of_two_ranks():
+    assert fault(2, [("cells",)] * 4) == ""
+
+
+def test_cells_of_three_ranks():
+    assert fault(3, [("cells",)] * 4) == ""
+
+
+@pytest.mark.parametrize("n_slots", [3, 4])
+def test_boxes_of_two_ranks(n_slots):
+    assert fault(2, [("boxes", 4), ("boxes", 1)], Rules(n_slots=n_slots)) == ""
+
+
+def test_boxes_of_three_ranks():
+    assert fault(3, [("boxes", 1)] * 2) == ""
+
+
+@pytest.mark.thorough
+def test_chunks_of_three_ranks():
+    assert fault(3, [("boxes", 4)]) == ""
+
+
+def test_one_box_serves_calls_of_one_chunk():
+    assert fault(2, [("boxes", 1)] * 4, Rules(n_slots=1)) == ""
+
+
+def test_copies_of_two_ranks():
+    assert fault(2, [("broadcast", 0, 6), ("broadcast", 1, 2), ("broadcast", 0, 1)]) == ""
+
+
+@pytest.mark.parametrize("calls", list(mixes(2)), ids=str)
+def test_calls_of_all_kinds_follow_each_other(calls):
+    assert fault(2, calls) == ""
+
+
+@pytest.mark.parametrize("n, calls, broken", [
+    (2, [("cells",)] * 4, Rules(n_cells=1)),
+    (2, [("cells",)] * 4, Rules(waits_for_inputs=False)),
+    (2, [("cells",)] * 4, Rules(publishes_last=False)),
+    (2, [("boxes", 4)], Rules(n_slots=2)),
+    (2, [("boxes", 4)], Rules(waits_for_inputs=False)),
+    (2, [("boxes", 4)], Rules(waits_for_results=False)),
+    (2, [("boxes", 4)], Rules(publishes_last=False)),
+    (2, [("broadcast", 0, 6)], Rules(waits_for_copies=False)),
+    (2, [("broadcast", 0, 2), ("boxes", 1)], Rules(n_slots=1, waits_at_the_end=False)),
+    (3, [("cells",)] * 3, Rules(n_cells=1)),
+], ids=lambda value: str(value)[:60])
+def test_a_rule_that_is_left_out_is_noticed(n, calls, broken):
+    assert fault(n, calls, broken) != ""
