@@ -152,6 +152,14 @@ def test_groups_of_some_ranks_beside_a_helper(job, values):
     job(ranks=(2, 1), helpers=1, **values).run(subgroups)
 
 
+def test_groups_of_one_machine_whose_node_sums(job):
+    job(ranks=(3,), direct_sums="off").run(subgroups)
+
+
+def test_groups_of_one_machine_beside_a_helper(job):
+    """The memory of their channels is never the helper's."""
+    job(ranks=(3,), helpers=1, transport="tcp", placement="ps").run(subgroups)
+
 
 def different():
     group = whole()

@@ -11,6 +11,7 @@ import pytest
 from bpsfast.orchestration.errors import ClosedError, PeerLostError, StallError
 from bpsfast.orchestration.messages import StallAnswer
 from bpsfast.pyx import ring
+from bpsfast.pyx.direct import Channel
 from bpsfast.pyx.port import FINGERPRINT, Port
 from bpsfast.trainer.chunk_descriptors import CHUNK_DTYPE
 from bpsfast.trainer.guarded_port import GuardedPort
@@ -43,7 +44,7 @@ def guarded_on(board, require_open=lambda: None, calls=None, **options):
     ring.format_doorbell(bell)
     return GuardedPort(Port(lane, board, bell, -1, **options), "rank 3", "node 1 (pid 77)", require_open,
                        **{"inquiry": asking(), "inspector": StallInspector("rank 3", 0, lambda: None),
-                          "start_deferred": lambda: False,
+                          "start_deferred": lambda: False, "make_channel": Channel,
                           "node_lost": lambda: PeerLostError("the node is gone")} | (calls or {}))
 
 
