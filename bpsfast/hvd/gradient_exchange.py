@@ -61,7 +61,7 @@ class StepProxy:
         kinds, codecs = exchange.kinds, exchange.codecs
         self._title = f"DistributedOptimizer.{self.number}"
         self._names = sorted(exchange.parameters)
-        self._places = dict(exchange.used.places)
+        self._places = dict(exchange.used.index_of)
         self._frozen = set(exchange.used.frozen)
         self._present = exchange.used.title
         #: The number's name among those of the gradients; like `Presence.title` that of no other optimizer's.

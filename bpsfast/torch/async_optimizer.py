@@ -1,7 +1,7 @@
-"""AsyncOptimizer: each worker steps by itself, and pushes how its parameters have changed instead of its gradients.
+"""AsyncOptimizer: each worker steps by itself, and pushes the changes of its parameters instead of gradients.
 
-What BytePS's DistributedOptimizer does with BYTEPS_ENABLE_ASYNC: step, push new - old, take over the newest weights,
-which have the others' changes in them.
+BytePS's DistributedOptimizer with BYTEPS_ENABLE_ASYNC: step, push new - old, take over the newest weights, which
+contain the changes of all workers.
 """
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from ..orchestration.errors import MismatchError, UnsupportedError
+from ..orchestration.errors import MismatchError
 from ..orchestration.store import Worker
 from ..trainer import process
 from ..trainer.async_weights import AsyncWeights
 from .exchange import tensor_over
-from .optimizer_wrapper import derive, members_of, refuse_unknown, trained_parameters, user_step
+from .optimizer_wrapper import derive, local_step, trained_parameters
 
 
 class _AsyncOptimizer(torch.optim.Optimizer):
-    """What is mixed into the user's optimizer class (see `AsyncOptimizer`)."""
+    """The methods that `AsyncOptimizer` adds to the user's optimizer class."""
 
     _base: type[torch.optim.Optimizer]
     _weights: AsyncWeights
@@ -35,12 +35,8 @@ class _AsyncOptimizer(torch.optim.Optimizer):
         StallError, PeerLostError
             As `AsyncWeights.pull`.
         """
-        def check() -> None:
-            refuse_unknown(self, self._named.values())
-
-        check()
         before = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in self._named.items()}
-        result = user_step(self, closure, check)
+        result = local_step(self, closure, self._named.values())
         with torch.no_grad():
             for name, p in self._named.items():
                 self._weights.push(name, torch.sub(p, before[name], out=before[name]))
@@ -50,15 +46,15 @@ class _AsyncOptimizer(torch.optim.Optimizer):
         return result
 
     def synchronize(self) -> None:
-        """Do nothing: gradients stay each rank's own."""
+        """Do nothing: each rank steps with its own gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and under "async" the weights as this rank has seen them last."""
+        """Return the optimizer's state, and under "async" the weights that this rank received last."""
         weights = {name: p.detach().clone() for name, p in self._named.items()}
         return {**self._base.state_dict(self), "async": weights}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, on all ranks together: with the weights that the root loads.
+        """Continue from what `state_dict` returned, on all ranks together: with the weights that the root loads.
 
         Raises
         ------
@@ -76,16 +72,8 @@ class _AsyncOptimizer(torch.optim.Optimizer):
         _take(self._weights, self._named)
 
     def close(self) -> None:
-        """Push no more: others do not wait for this rank any longer. Its parameters stay as they are."""
+        """Push no more: other workers do not wait for this rank any longer. Its parameters stay as they are."""
         self._weights.close()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: all ranks agreed on the parameters when the optimizer was wrapped."""
-        raise UnsupportedError("add the parameter group before the optimizer is wrapped")
-
-
-_MEMBERS = members_of(_AsyncOptimizer, "step", "synchronize", "state_dict", "load_state_dict", "close",
-                      "add_param_group")
 
 
 def AsyncOptimizer(
@@ -94,7 +82,7 @@ def AsyncOptimizer(
 ) -> torch.optim.Optimizer:
     """Return *optimizer* as one that trains asynchronously: no step waits for another worker's.
 
-    Waits until all ranks have come here, and gives all of them rank *root_rank*'s parameters. The result is of a class
+    Blocks until all ranks have called it, and gives all of them rank *root_rank*'s parameters. The result is of a class
     derived from the optimizer's own; the original must not be used any more.
 
     Parameters
@@ -102,18 +90,17 @@ def AsyncOptimizer(
     named_parameters
         (name, parameter) of at least all parameters of the optimizer, in forward order.
     worker, staleness, backups
-        As `AsyncWeights`: ranks of one node add their changes up (with *backups*: average them), and so take their
-        steps together.
+        As `AsyncWeights`: ranks of one node sum their changes (with *backups*: average them), and so step together.
 
     Raises
     ------
     ConfigError
         If an argument is not possible, or names are missing.
     StallError
-        If a rank does not come.
+        If a rank does not call it in time.
     """
     named = dict(trained_parameters(optimizer, named_parameters))
-    wrapped = derive(optimizer, _MEMBERS)
+    wrapped = derive(optimizer, _AsyncOptimizer)
     edition = process.current().tensors.edition(f"AsyncParam.{name}" for name in named)
     wrapped._named = named
     wrapped._weights = AsyncWeights({name: p.detach().contiguous() for name, p in named.items()}, worker=worker,
@@ -124,7 +111,7 @@ def AsyncOptimizer(
 
 
 def _take(weights: AsyncWeights, named: dict[str, torch.Tensor]) -> None:
-    """Write the last answers into the parameters."""
+    """Copy the last answers into the parameters."""
     with torch.no_grad():
         for name, p in named.items():
             p.copy_(tensor_over(weights[name], p.dtype))

@@ -212,7 +212,7 @@ def refused():
 def test_what_cannot_be_is_refused_in_words(shared_job):
     words = ["this optimizer's parameters make", "not an OuterOptimizer's", "sync_every=9", "has 0 fragments",
              "has [] of outer steps", "has [], not what", "Parameter among", "NoneType among",
-             "before OuterOptimizer wraps", "already", "sync_every=0", "overlap=3", "n_fragments=4", "momentum=1",
+             "before the optimizer is wrapped", "already", "sync_every=0", "overlap=3", "n_fragments=4", "momentum=1",
              "4 of 5 parameters", "sync_every=2.5: expected int, got float", "overlap=1.5", "outer_lr='fast'"]
     for errors in shared_job(ranks=(2, 1), helpers=1, transport="tcp").run(refused):
         assert len(errors) == len(words) and all(word in error for word, error in zip(words, errors)), errors
