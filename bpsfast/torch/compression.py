@@ -101,4 +101,7 @@ def cast_dtype(compression: Any, dtype: torch.dtype) -> torch.dtype | None:
     """
     if compression in (Compressor, NoneCompressor):
         return dtype
-    return compression.wire_dtype(dtype) if compression in (FP16Compressor, BF16Compressor) else None
+    wire: torch.dtype | None = None
+    if compression in (FP16Compressor, BF16Compressor):
+        wire = compression.wire_dtype(dtype)
+    return wire

@@ -250,8 +250,8 @@ class Exchange:
                 self.of(name).fill_from(name, memory, memory)
                 self._device_copies[name] = sent
             elif sent.dtype != self._wire[name]:
-                own = torch.from_numpy(self.of(name).region(name).array).view(self._wire[name])  # casts into the segment
-                own.view(self.parameters[name].shape).copy_(sent)
+                own = torch.from_numpy(self.of(name).region(name).array).view(self._wire[name])
+                own.view(self.parameters[name].shape).copy_(sent)  # casts into the segment
                 self.of(name).ready(name)
             else:
                 self.of(name).fill(name, sent.data_ptr(), sent.numel() * sent.element_size())
