@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import bpsfast.torch as bps
 import bpsfast.torch.backend  # noqa: F401
 from bpsfast.base import reference_sum
+from bpsfast.compression import formats
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.torch import hooks
 from bpsfast.torch.compression_state import CompressionState, gradients_of
@@ -66,7 +67,7 @@ def path():
 
 
 def spied(state, hook, seen):
-    """*hook*, with what goes in and comes out noted in *seen*: for each call, (pack, place) -> (before, after)."""
+    """*hook*, which records its inputs and outputs in *seen*: for each call, (pack, position) -> (before, after)."""
     def spy(state, bucket):
         before = bucket.buffer().clone().numpy()
         gradients = [(id(each.parameter), each.offset, each.offset + each.n_elements) for each in gradients_of(bucket)]
@@ -76,8 +77,8 @@ def spied(state, hook, seen):
         def note(done):
             after = done.value().clone().numpy()
             for parameter, begin, end in gradients:
-                _, pack, place = state._packs._places[parameter]
-                call[state._packs.packs.index(pack), place] = before[begin:end], after[begin:end]
+                _, pack, position = state._packs._pack_of[parameter]
+                call[state._packs.packs.index(pack), position] = before[begin:end], after[begin:end]
             return done.value()
 
         return future.then(note)
@@ -110,7 +111,7 @@ def packs_of(state):
 
 
 def codec_of(kind):
-    return hooks._codec(CompressionState(k=0.05, name="-"), kind, **{
+    return getattr(formats, kind)(error_feedback=True, momentum=0.0, **{
         "topk": {"k": 0.05}, "randomk": {"k": 0.05}, "dithering": {"levels": 4}}.get(kind, {}))
 
 
