@@ -29,7 +29,7 @@ from .broadcast import broadcast_buffers, broadcast_parameters
 from .compression import Compression, CompressionLike, check_compression
 from .exchange import Exchange
 from .ops import REACHED
-from .optimizer_extras import is_exchanged, warn_of_momentum
+from .optimizer_extras import has_momentum, warn_of_momentum
 
 _queue_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
@@ -185,7 +185,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._exchange.abandon()
             self._exchange = None
         named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
-        if process.size() == 1 and not is_exchanged(named, compression):
+        if process.size() == 1 and not has_momentum(compression, named):
             self._lost = ""
             return
         exchange = _ModuleExchange(named, compression)
