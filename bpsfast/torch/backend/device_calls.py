@@ -26,7 +26,7 @@ from ...trainer.gpu.staging_buffers import StagingBuffer
 from ...trainer.session import Session
 
 
-@dataclass
+@dataclass(eq=False)
 class _StagedTensor:
     """A tensor on a device, its staging buffer (None: it is empty), and a CPU tensor over that."""
 

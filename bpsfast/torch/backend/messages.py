@@ -70,7 +70,7 @@ class MessageWork(Work):
 
     @eager
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the message has come, or left; the waiting thread moves messages on itself."""
+        """Wait until the message was received or sent; the waiting thread itself makes progress on messages."""
         given_s = timeout.total_seconds() if timeout is not None else 0.0
         if not self.is_completed():
             try:
