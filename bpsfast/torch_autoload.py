@@ -50,7 +50,7 @@ def _env(torchs: Any, url: str, **more: Any) -> Any:
         return torchs(url, **more)
     from .torch.backend.worlds import env
 
-    return env(torchs)(url, **more)
+    return env(torchs, url, **more)
 
 
 def _are_of_bpsfast_run() -> bool:

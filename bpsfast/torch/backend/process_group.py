@@ -377,7 +377,7 @@ def group_in(world: worlds.World, ranks: Sequence[int], rank: int, timeout_s: fl
     try:
         group = make_group(world.session, [world.ranks.index(each) for each in ranks], timeout_s)
         made = ProcessGroup(world, group, rank, len(ranks))
-        world.members.add(made)
+        world.groups.add(made)
         return made
     except BaseException:
         worlds.quit(world)
