@@ -121,7 +121,7 @@ class StepProxy:
         """Give back the memory: no rank has the optimizer any more."""
         for each in dict.fromkeys((self.gradients, *self.admitted.values())):
             if each is not None:
-                retire_later(each, self._homes)
+                retire_later(each.retire, self._homes)
 
     def count_step(self) -> None:
         """Count a step in which this rank took part with gradients of its own."""

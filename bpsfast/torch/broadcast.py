@@ -105,15 +105,8 @@ def share_optimizer_state(optimizer: torch.optim.Optimizer, rank: int, root_rank
 
 def broadcast_buffers(named: list[tuple[str, torch.Tensor]], root_rank: int, title: str) -> None:
     """As `broadcast_parameters`, in one message, for every forward pass. *title* must be the same on all ranks."""
-    session = process.current()
     kinds = hashlib.sha256(repr(_manifest(named)).encode()).hexdigest()[:16]
-    text = f"{title}, {len(named)} tensors, whose names, dtypes and shapes have the digest {kinds}"
-    dense = _dense(named)
-    if session.rank == root_rank:
-        session.extension(Broadcaster).send(text, _pieces(dense))
-    else:
-        session.extension(Broadcaster).receive(root_rank, text, lambda nbytes: _pieces(dense))
-        _copy_back(dense)
+    _stream(named, root_rank, f"{title}, {len(named)} tensors, whose names, dtypes and shapes have the digest {kinds}")
 
 
 def _broadcast_tensors(named: list[tuple[str, torch.Tensor]], root_rank: int) -> None:
@@ -121,21 +114,27 @@ def _broadcast_tensors(named: list[tuple[str, torch.Tensor]], root_rank: int) ->
     session = process.current()
     check_root(session, root_rank)
     mine = _manifest(named)
-    is_root = session.rank == root_rank
     theirs: Manifest = broadcast_object(mine, root_rank, "list of tensors")
-    dense = _dense(named)
-    text = f"{len(theirs)} tensors"
-    if session.size == 1:
+    if session.size > 1:
+        wrong = difference(mine, theirs, "tensor", session.rank, root_rank)
+        _stream(named, root_rank, f"{len(theirs)} tensors", wrong)
+
+
+def _stream(named: list[tuple[str, torch.Tensor]], root_rank: int, text: str, wrong: str = "") -> None:
+    """Send all tensors in one message, or receive it, even if it is *wrong*: the next broadcast must not find it."""
+    session = process.current()
+    dense = [(tensor, tensor.detach().contiguous().cpu()) for _, tensor in named]  # itself, or a copy
+    pieces = [(copy.data_ptr(), copy.numel() * copy.element_size()) for _, copy in dense]
+    if session.rank == root_rank:
+        session.extension(Broadcaster).send(text, pieces)
         return
-    if is_root:
-        session.extension(Broadcaster).send(text, _pieces(dense))
-        return
-    wrong = difference(mine, theirs, "tensor", session.rank, root_rank)
-    # The message is received even if the tensors differ: the next broadcast must not find it.
-    session.extension(Broadcaster).receive(root_rank, text, lambda nbytes: [] if wrong else _pieces(dense))
+    session.extension(Broadcaster).receive(root_rank, text, lambda nbytes: [] if wrong else pieces)
     if wrong:
         raise MismatchError(wrong)
-    _copy_back(dense)
+    with torch.no_grad():
+        for tensor, copy in dense:
+            if copy.data_ptr() != tensor.data_ptr():
+                tensor.copy_(copy)
 
 
 def _manifest(named: list[tuple[str, torch.Tensor]]) -> Manifest:
@@ -144,22 +143,6 @@ def _manifest(named: list[tuple[str, torch.Tensor]]) -> Manifest:
             raise UnsupportedError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only dense tensors of the "
                                    "CPU and of GPUs can be broadcast")
     return [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
-
-
-def _dense(named: list[tuple[str, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each tensor together with a contiguous one on the CPU: itself or a copy."""
-    return [(tensor, tensor.detach().contiguous().cpu()) for _, tensor in named]
-
-
-def _pieces(dense: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, int]]:
-    return [(copy.data_ptr(), copy.numel() * copy.element_size()) for _, copy in dense]
-
-
-def _copy_back(dense: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    with torch.no_grad():
-        for tensor, copy in dense:
-            if copy.data_ptr() != tensor.data_ptr():
-                tensor.copy_(copy)
 
 
 def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -20,10 +19,10 @@ from ..orchestration.messages import TensorSpec
 from ..pyx.port import copy
 from ..trainer import process
 from ..trainer.session import Session
-from ..trainer.tensor_input import TensorInput
 from ..trainer.unit import Unit
 from .ops import tensor_memory
 from .optimizer_extras import LearningRates
+from .partwise_future import PartwiseFuture, raising
 
 #: Maximum time to close a state's thread; its jobs have deadlines of their own.
 _CLOSE_TIMEOUT_S = 5.0
@@ -200,10 +199,9 @@ class CompressionState:
         if self._executor is None:
             self._executor = SerialExecutor(f"bpsfast-{self.name}")
             weakref.finalize(self, self._executor.close, _CLOSE_TIMEOUT_S)
-        completion = BucketCompletion(memory, tensor, len(gradients))
+        completion = PartwiseFuture(tensor, len(gradients))
         packs.push(gradients, itemsize, rates, completion, self._executor)
-        # The reducer's C++ reads an error that Python has set as a value, a tensor; an error raised here it recognizes.
-        return completion.future.then(lambda done: done.value())
+        return raising(completion.future)
 
     def _present(self) -> Packs:
         """Return the packs in the process's present job, and drop those of an earlier one."""
@@ -231,35 +229,10 @@ class Gradient(NamedTuple):
     offset: int
 
 
-class BucketCompletion:
-    """Collects the sums of one bucket of one backward pass, which are written to `address`, and completes its future.
-    """
-
-    def __init__(self, memory: TensorInput, tensor: torch.Tensor, n_missing: int) -> None:
-        self.address = memory.address
-        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self._tensor = tensor  # owns the memory at `address`
-        self._n_missing = n_missing
-        self._is_over = False
-        self._lock = threading.Lock()
-
-    def part_done(self, error: BaseException | None) -> None:
-        """Count one more sum, or *error*. The last sum or the first error completes the future."""
-        with self._lock:
-            self._n_missing -= 1
-            if self._is_over or (error is None and self._n_missing):
-                return
-            self._is_over = True
-        if error is None:
-            self.future.set_result(self._tensor)
-        else:
-            self.future.set_exception(error)  # type: ignore[arg-type]  # torch's hint is wrong
-
-
 class _Arrival(NamedTuple):
     """A gradient that waits for the rest of its pack: its bucket, and its byte offset there."""
 
-    completion: BucketCompletion
+    completion: PartwiseFuture
     offset: int
 
 
@@ -285,7 +258,7 @@ class Pack:
         _part_done(arrived, BusyError(f"another backward pass began before all gradients of {self.unit.name!r} had "
                                       "come"))
 
-    def put(self, index: int, completion: BucketCompletion, offset: int,
+    def put(self, index: int, completion: PartwiseFuture, offset: int,
             timeout_s: float) -> dict[int, _Arrival] | None:
         """Copy the *index*-th gradient from byte *offset* of a bucket; if it was the last one, return all arrivals.
 
@@ -294,7 +267,7 @@ class Pack:
         if self.unit.in_flight:
             self.unit.wait(self.unit.round, timeout_s)
         staging = self.unit.staging  # held while it is written: another thread may close the session
-        copy(staging.address + self.offset_of[index], completion.address + offset, self.nbytes_of[index])
+        copy(staging.address + self.offset_of[index], completion.tensor.data_ptr() + offset, self.nbytes_of[index])
         self._arrived[index] = _Arrival(completion, offset)
         if len(self._arrived) < len(self.nbytes_of):
             return None
@@ -305,8 +278,8 @@ class Pack:
         """Wait for the sum of *round* and copy it to where its gradients came from; raises as `Unit.wait`."""
         self.unit.wait(round, timeout_s)
         for index, (completion, offset) in arrived.items():
-            self.unit.deliver(round, completion.address + offset, self.offset_of[index], self.nbytes_of[index],
-                              timeout_s)
+            self.unit.deliver(round, completion.tensor.data_ptr() + offset, self.offset_of[index],
+                              self.nbytes_of[index], timeout_s)
 
 
 class Packs:
@@ -370,7 +343,7 @@ class Packs:
         return found[1:] if found is not None and found[0]() is gradient.parameter else None
 
     def push(self, gradients: Sequence[Gradient], itemsize: int, rates: Sequence[float | None],
-             completion: BucketCompletion, executor: SerialExecutor) -> None:
+             completion: PartwiseFuture, executor: SerialExecutor) -> None:
         """Copy the *gradients* of a bucket into their packs and push complete packs; *executor* waits for the sums.
 
         A pack's learning rate is that of its first parameter, of *rates*; None: unchanged.

@@ -83,6 +83,11 @@ def _make_current(parameter: torch.Tensor) -> None:
     parameter.__class__ = torch.nn.Parameter
 
 
+def _restore_class(parameter: torch.Tensor) -> None:
+    if type(parameter) is DueParameter:
+        parameter.__class__ = torch.nn.Parameter
+
+
 def settle_all_updates() -> None:
     """Make all updates that are due in this process; raises as `bpsfast.push_pull`."""
     for exchange in dict.fromkeys(exchange for exchange, _ in list(_due.values())):
@@ -240,8 +245,7 @@ class CrossBarrierExchange(Exchange):
         if self._sent[name] is None or self._is_doubtful:
             self.receive_used()
         shown, mine, its_class = parameter.grad, self._sent[name], type(parameter)
-        if its_class is DueParameter:
-            parameter.__class__ = torch.nn.Parameter
+        _restore_class(parameter)
         try:
             self._receive(name, parameter)
             self.gradients.finish(name)
@@ -271,9 +275,7 @@ class CrossBarrierExchange(Exchange):
         for name in self._pending:
             parameter = self.parameters[name]
             del _due[id(parameter)]
-            its_class = type(parameter)
-            if its_class is DueParameter:
-                parameter.__class__ = torch.nn.Parameter
+            _restore_class(parameter)
             if isinstance(parameter.grad, _PendingGradient):
                 parameter.grad = self._sent[name]
         self._pending.clear()

@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -140,15 +140,15 @@ class Exchange:
         found = self._used_gradients = Gradients(
             kinds, prefix=self.prefix, order=order, compression={name: self.codecs.get(name) for name in kinds},
             tuned=self.extras.tuned, on_device=device)
-        self._retire_at_end(found, self.aliases)
+        self._retire_at_end(found.retire, self.aliases)
         if device is not None:
             self._used_gradients = Gradients(flags, prefix=self.prefix)
-            self._retire_at_end(self._used_gradients, [])
+            self._retire_at_end(self._used_gradients.retire, [])
         return found
 
-    def _retire_at_end(self, owner: Retirable, aliases: GradientAliases) -> None:
-        """Let `retire_unused` retire *owner* once this exchange is gone."""
-        weakref.finalize(self, retire_later, owner, aliases).atexit = False
+    def _retire_at_end(self, retire: Callable[[], bool], aliases: GradientAliases) -> None:
+        """Call `retire_later` once this exchange is gone."""
+        weakref.finalize(self, retire_later, retire, aliases).atexit = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Use the learning rates of the groups of *optimizer* at each backward pass for error feedback."""
@@ -347,7 +347,7 @@ class Exchange:
                 self._note_kind(name, self.used.frozen[name])
         kinds = {name: self.kinds[name] for name in names}
         added = Gradients(kinds, prefix=self.prefix, on_device=self._device(self.used.frozen[name] for name in names))
-        self._retire_at_end(added, self.aliases)
+        self._retire_at_end(added.retire, self.aliases)
         return added
 
     def _require_known(self) -> None:
@@ -478,33 +478,29 @@ class Exchange:
                 parameter.grad = gradient.clone()  # the later exchange would overwrite input that is being summed
 
 
-class Retirable(Protocol):
-    """`Gradients` or `SparseTable`: an object with memory in the job."""
-
-    def retire(self) -> bool:
-        """Release the memory and return True, if that is possible now; see `Gradients.retire`."""
-
-
 GradientAliases = list[weakref.ref[np.ndarray[Any, Any]]]
-#: Objects that no exchange uses any more and that were not retired yet.
-_to_retire: deque[tuple[Retirable, GradientAliases]] = deque()
+#: Arguments of `retire_later`, until they were retired.
+_to_retire: deque[tuple[Callable[[], bool], GradientAliases]] = deque()
 
 
-def retire_later(owner: Retirable, aliases: GradientAliases) -> None:
-    """Make `retire_unused` retire *owner* when no array of *aliases* is left. Any thread, also in a finalizer."""
-    _to_retire.append((owner, aliases))
+def retire_later(retire: Callable[[], bool], aliases: GradientAliases) -> None:
+    """Make `retire_unused` call *retire* when no array of *aliases* is left. Any thread, also in a finalizer.
+
+    *retire* releases memory in the job, if that is possible at the time, and returns whether it was (`Gradients`).
+    """
+    _to_retire.append((retire, aliases))
 
 
 def retire_unused() -> None:
-    """Retire the objects of `retire_later` whose arrays are not used any more. Not in finalizers: it sends messages."""
+    """Retire what was given to `retire_later`, as far as possible now. Not in finalizers: it sends messages."""
     for _ in range(len(_to_retire)):
         try:
-            owner, aliases = _to_retire.popleft()
+            retire, aliases = _to_retire.popleft()
         except IndexError:  # another thread retires them
             return
         try:
-            if any(alias() is not None for alias in aliases) or not owner.retire():
-                _to_retire.append((owner, aliases))
+            if any(alias() is not None for alias in aliases) or not retire():
+                _to_retire.append((retire, aliases))
         except BpsError:
             pass  # the job is over, or has refused the gradients
 
@@ -569,7 +565,7 @@ class SparseExchange(Exchange):
             for name in by_rows:
                 shape, dtype = self.kinds[name]
                 table = self._tables[name] = SparseTable(process.current(), self.prefix + name, shape, dtype)
-                self._retire_at_end(table, [])
+                self._retire_at_end(table.retire, [])
         return self._gradients
 
     def _sparse_anywhere(self) -> list[str]:

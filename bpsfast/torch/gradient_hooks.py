@@ -86,7 +86,14 @@ class UsedParameters:
                             "they were computed again after they were sent: the step is refused on all ranks. Between "
                             "two backward passes, call synchronize() or step() of one of the optimizers only")
         if self._sums[-1]:
-            raise _unknown_error(self._unknown())
+            shapes = [str(tuple(p.shape)) for p in self._unknown()]
+            more = f" and {len(shapes) - _N_SHOWN} more" if len(shapes) > _N_SHOWN else ""
+            where = f"this rank has gradients of parameters of shape {', '.join(shapes[:_N_SHOWN])}{more}" if shapes \
+                else "another rank has gradients of parameters"
+            raise UnsupportedError(
+                f"{where} that were added, or have taken another's place, after all ranks agreed on what is averaged: "
+                "the update of this step is refused on all ranks. Make the optimizer anew with the parameters as they "
+                "are now, and wrap it again (DistributedDataParallel: the module)")
 
     def _unknown(self) -> list[torch.Tensor]:
         return [p for p in self.members() if p.grad is not None and id(p) not in self._known]
@@ -95,18 +102,6 @@ class UsedParameters:
 def unfrozen(frozen: Iterable[str], index_of: Mapping[str, int], flags: np.ndarray[Any, Any]) -> list[str]:
     """Return which names of *frozen* have a gradient by the summed *flags*."""
     return [name for name in sorted(frozen) if flags[index_of[name]]]
-
-
-def _unknown_error(unknown: Sequence[torch.Tensor]) -> UnsupportedError:
-    """Return the error for gradients of parameters that were not wrapped; *unknown* are those of this rank."""
-    shapes = [str(tuple(p.shape)) for p in unknown]
-    more = f" and {len(shapes) - _N_SHOWN} more" if len(shapes) > _N_SHOWN else ""
-    where = f"this rank has gradients of parameters of shape {', '.join(shapes[:_N_SHOWN])}{more}" if shapes else (
-        "another rank has gradients of parameters")
-    return UnsupportedError(
-        f"{where} that were added, or have taken another's place, after all ranks agreed on what is averaged: the "
-        "update of this step is refused on all ranks. Make the optimizer anew with the parameters as they are now, and "
-        "wrap it again (DistributedDataParallel: the module)")
 
 
 class GradientObserver(Protocol):

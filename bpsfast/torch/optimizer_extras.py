@@ -54,7 +54,7 @@ class OptimizerExtras:
             raise MismatchError(f"state_dict[{KEY!r}] has {sorted(parts)}, not what DistributedOptimizer saves: "
                                 "remove it to begin with nothing kept")
         for name in parts["momentum"]:
-            if not self._momentum.has(name):
+            if name not in self._momentum.factors:
                 raise MismatchError(f"there is a momentum of gradient {name!r}, which has none here")
         self._momentum.sums.clear()
         self._momentum.sums.update({name: each.clone() for name, each in parts["momentum"].items()})
@@ -106,17 +106,13 @@ class LocalMomentum:
     """
 
     def __init__(self, factors: Mapping[str, float]) -> None:
-        self._factors = factors
+        self.factors = factors
         #: By name: m = factor * m + gradient, in float32 at least.
         self.sums: dict[str, torch.Tensor] = {}
 
-    def has(self, name: str) -> bool:
-        """Whether the momentum of *name* is computed here."""
-        return name in self._factors
-
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Add the momentum of *name* to its new *gradient*, in place. Call it once a step, under no_grad."""
-        factor = self._factors[name]
+        factor = self.factors[name]
         wide = torch.promote_types(gradient.dtype, torch.float32)
         if name not in self.sums:
             self.sums[name] = torch.zeros_like(gradient, dtype=wide)

@@ -28,6 +28,7 @@ from ..collectives.turn_service import Finish, TurnService
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..orchestration.priority.turns import Entry
 from ..orchestration.security import job_key
+from .partwise_future import PartwiseFuture, raising
 
 
 def schedule(group: dist.ProcessGroup | None = None, *, partition_nbytes: int = 4 << 20, credit_nbytes: int = 16 << 20,
@@ -117,16 +118,23 @@ class Schedule:
                 raise BusyError(f"{name!r} was given twice before its first sum was complete: wait for its future, or "
                                 "use another name")
             self._names.add(name)
-        whole = _PartitionedReduction(tensor, len(pieces), self.size if average else 1, partial(self._forget, name))
+
+        def at_end(error: BaseException | None) -> BaseException | None:
+            if error is None and average and self.size > 1:
+                try:
+                    tensor.detach().div_(self.size)
+                except Exception as exc:
+                    error = exc
+            with self._lock:
+                self._names.discard(name)
+            return error
+
+        whole = PartwiseFuture(tensor, len(pieces), at_end)
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         for part, piece in enumerate(pieces):
             entry = Entry(name=name, part=part, nbytes=piece.numel() * piece.element_size(), kind=kind)
-            self._turns.submit(entry, partial(self._begin, piece, op, stream), whole.done, priority)
+            self._turns.submit(entry, partial(self._begin, piece, op, stream), whole.part_done, priority)
         return whole.future
-
-    def _forget(self, name: str) -> None:
-        with self._lock:
-            self._names.discard(name)
 
     def _begin(self, piece: torch.Tensor, op: Any, stream: Any, finish: Finish) -> None:
         with torch.cuda.stream(stream) if stream is not None else nullcontext():  # after the work that fills the tensor
@@ -155,39 +163,7 @@ def bucket_hook(schedule, bucket):  # type: ignore[no-untyped-def]  # torch refu
     another group than the model's, which uses its group for barriers and broadcasts.
     """
     index = bucket.index()
-    future = schedule.all_reduce(bucket.buffer(), name=f"bucket {index}", priority=index, average=True)
-    # The reducer's C++ reads an error that Python has set as a value, a tensor; an error raised here it recognizes.
-    return future.then(lambda done: done.value())
-
-
-class _PartitionedReduction:
-    """A tensor whose *n_parts* partitions are reduced one by one; *on_end* is called just before its future is done."""
-
-    def __init__(self, tensor: torch.Tensor, n_parts: int, divisor: int, on_end: Callable[[], None]) -> None:
-        devices: list[Any] = [tensor.device] if tensor.is_cuda else []
-        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        self._tensor = tensor
-        self._n_left = n_parts
-        self._divisor = divisor
-        self._on_end = on_end
-
-    def done(self, error: BaseException | None) -> None:
-        """Count the end of one partition; always called from one thread."""
-        if self._n_left == 0:
-            return
-        self._n_left = self._n_left - 1 if error is None else 0
-        if self._n_left:
-            return
-        if error is None and self._divisor > 1:
-            try:
-                self._tensor.detach().div_(self._divisor)
-            except Exception as exc:
-                error = exc
-        self._on_end()
-        if error is None:
-            self.future.set_result(self._tensor)
-        else:
-            self.future.set_exception(error)  # type: ignore[arg-type]  # torch's hint is wrong
+    return raising(schedule.all_reduce(bucket.buffer(), name=f"bucket {index}", priority=index, average=True))
 
 
 def _finish(finish: Finish, result: Callable[[], Any]) -> None:

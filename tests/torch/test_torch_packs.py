@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import bpsfast.torch as bps
 import bpsfast.torch.backend  # noqa: F401
 from bpsfast.orchestration.errors import MismatchError
-from bpsfast.torch.compression_state import BucketCompletion, Gradient, _split_bucket
+from bpsfast.torch.compression_state import Gradient, _split_bucket
 from bpsfast.torch.hooks import CompressionState, int8_hook, onebit_hook
-from bpsfast.trainer.tensor_input import TensorInput
+from bpsfast.torch.partwise_future import PartwiseFuture
 from tests.support.packed_training import SHAPE, again, group, made, train, weights
 
 _kept = {}
@@ -35,14 +35,9 @@ def test_packs_are_whole_and_no_larger_than_they_must_be(sizes, most):
             assert sum(each.n_elements for each in pack) + following[0].n_elements > most, "there was room"
 
 
-def landing(n_missing):
+def test_a_bucket_is_complete_with_its_last_gradient():
     tensor = torch.zeros(4)
-    memory = TensorInput(tensor.data_ptr(), (4,), "float32", 16, True, tensor)
-    return BucketCompletion(memory, tensor, n_missing), tensor
-
-
-def test_a_bucket_lands_with_its_last_gradient():
-    completion, tensor = landing(2)
+    completion = PartwiseFuture(tensor, 2)
     completion.part_done(None)
     assert not completion.future.done()
     completion.part_done(None)
@@ -50,7 +45,7 @@ def test_a_bucket_lands_with_its_last_gradient():
 
 
 def test_the_first_error_counts():
-    completion, _ = landing(3)
+    completion = PartwiseFuture(torch.zeros(4), 3)
     completion.part_done(ValueError("one"))
     completion.part_done(ValueError("two"))
     completion.part_done(None)
@@ -60,7 +55,7 @@ def test_the_first_error_counts():
 
 def test_many_threads_land_one_bucket_once():
     for _ in range(50):
-        completion, _ = landing(8)
+        completion = PartwiseFuture(torch.zeros(4), 8)
         threads = [threading.Thread(target=completion.part_done, args=(None,)) for _ in range(8)]
         for each in threads:
             each.start()

@@ -34,7 +34,7 @@ _DEVICE_TYPES = ("cuda", "cpu")
 
 
 class NamedGroup(dist.ProcessGroup):
-    """What torch asks a group about itself: rank, size, names, devices, abilities. *name* holds until torch sets one."""
+    """A group's answers to torch about itself: rank, size, names, devices, abilities. torch may change *name*."""
 
     # torch asks its backends for these; calls may be collected and waited for together.
     supports_splitting = supports_time_estimate = supports_shrinking = False

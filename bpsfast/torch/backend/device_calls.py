@@ -128,9 +128,9 @@ def current() -> DeviceCall | None:
 
 
 def on_device(reads: tuple[int, ...], writes: tuple[int, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a method of a group accept tensors on devices, in the arguments number *reads* (read) and *writes* (written).
+    """Make a method of a group accept tensors on devices: it reads arguments number *reads* and writes *writes*.
 
-    These are tensors or (nested) sequences of tensors.
+    These arguments are tensors or (nested) sequences of tensors.
     """
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

@@ -168,9 +168,9 @@ class Messages:
             raise StallError("Rank 0 failed to pass monitoredBarrier, or has not said within "
                              f"{limit_s:g} s who is missing") from exc
         assert answer.data is not None, "it has come"
-        reason = answer.data.tobytes().strip(b"\0").decode()
-        if reason:
-            raise StallError(f"Rank {self._group.rank} successfully reached monitoredBarrier, but rank 0 says: {reason}")
+        text = answer.data.tobytes().strip(b"\0").decode()
+        if text:
+            raise StallError(f"Rank {self._group.rank} successfully reached monitoredBarrier, but rank 0 says: {text}")
 
     def close(self) -> None:
         """Cancel receives that no message has matched."""

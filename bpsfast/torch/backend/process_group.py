@@ -17,7 +17,6 @@ from ...collectives.group import make_group
 from ...orchestration.errors import BpsError, ConfigError, UnsupportedError
 from . import torch_compat, worlds
 from .base_group import BaseGroup
-from .device_calls import on_device
 from .operands import (
     Operand,
     Reduction,
@@ -52,7 +51,6 @@ class ProcessGroup(BaseGroup):
 
     @overloads(dist.AllreduceOptions, {"tensors": 1},
            ({"tensors": 1}, "[op] [timeout]"), ({"tensors": 0}, "[op] [timeout]"))
-    @on_device(reads=(0,), writes=(0,))
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine all of *tensors* (usually one) and those of the other members; each becomes the result."""
         if len(tensors) < 2 or any(tensor.is_sparse for tensor in tensors):
@@ -71,13 +69,11 @@ class ProcessGroup(BaseGroup):
         return self._start("all_reduce", tensors, opts, run_all, each)
 
     @overloads(dist.AllreduceCoalescedOptions, {"tensors": 1})
-    @on_device(reads=(0,), writes=(0,))
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine each of *tensors* with the other members', in place."""
         return self._all_reduced(tensors, opts)
 
     @overloads(dist.ReduceOptions, {"tensors": 1}, ({"tensors": 0}, "root [op] [timeout]"))
-    @on_device(reads=(0,), writes=(0,))
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Combine the one of *tensors* into the root's; the other members' do not change."""
         reduction, root = torch_compat.reduction(opts), self._root(opts, "reduce")
@@ -87,7 +83,6 @@ class ProcessGroup(BaseGroup):
         return self._start("reduce", tensors, opts, lambda: self._group.reduce(x.made(), out, root, x.op), [one])
 
     @overloads(dist.ReduceScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "[op] [timeout]"))
-    @on_device(reads=(1,), writes=(0,))
     def reduce_scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
                        opts: Any = None) -> Work:
         """Combine the i-th input of all members into the i-th member's output."""
@@ -96,7 +91,6 @@ class ProcessGroup(BaseGroup):
         return self._start("reduce_scatter", [output], opts, *self._scattered(output, operands(inputs), opts))
 
     @overloads(dist.ReduceScatterOptions, {"outputs": 0, "inputs": 0})
-    @on_device(reads=(1,), writes=(0,))
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `reduce_scatter`, with all inputs in one tensor."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -104,7 +98,6 @@ class ProcessGroup(BaseGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     @overloads(dist.ReduceScatterOptions, {"outputs": 1, "inputs": 1})
-    @on_device(reads=(1,), writes=(0,))
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                         opts: Any = None) -> Work:
         """`reduce_scatter_single` of each pair."""
@@ -119,7 +112,6 @@ class ProcessGroup(BaseGroup):
     # -- copies ----------------------------------------------------------------------------------------------------
 
     @overloads(dist.BroadcastOptions, {"tensors": 1}, ({"tensors": 0}, "root [timeout]"))
-    @on_device(reads=(0,), writes=(0,))
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Overwrite *tensors* (usually one) with the root's tensor that the options select."""
         each, root = operands(tensors), self._root(opts, "broadcast")
@@ -137,7 +129,6 @@ class ProcessGroup(BaseGroup):
         return self._start("broadcast", tensors, opts, run, each)
 
     @overloads(AllgatherOptions, {"outputs": 2, "inputs": 1}, ({"outputs": 1, "inputs": 0}, "[timeout]"))
-    @on_device(reads=(1,), writes=(0,))
     def allgather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                   opts: Any = None) -> Work:
         """Put the i-th member's input into the i-th output, on all members.
@@ -154,7 +145,6 @@ class ProcessGroup(BaseGroup):
         return self._all_gathered(pairs, opts)
 
     @overloads(AllgatherOptions, {"outputs": 2, "inputs": 1})
-    @on_device(reads=(1,), writes=(0,))
     def allgather_coalesced(self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor],
                             opts: Any = None) -> Work:
         """`allgather` of each of *input_list*: ``output_lists[i][j]`` is the j-th of member i."""
@@ -164,7 +154,6 @@ class ProcessGroup(BaseGroup):
         return self._all_gathered(list(zip(zip(*output_lists), input_list)), opts)
 
     @overloads(AllgatherOptions, {"outputs": 0, "inputs": 0})
-    @on_device(reads=(1,), writes=(0,))
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `allgather`, with all outputs in one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -172,7 +161,6 @@ class ProcessGroup(BaseGroup):
     _allgather_base = all_gather_single
 
     @overloads(AllgatherOptions, {"outputs": 1, "inputs": 1})
-    @on_device(reads=(1,), writes=(0,))
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
                                     opts: Any = None) -> Work:
         """`all_gather_single` of each pair."""
@@ -193,7 +181,6 @@ class ProcessGroup(BaseGroup):
     # -- messages --------------------------------------------------------------------------------------------------
 
     @overloads(dist.GatherOptions, {"outputs": 2, "inputs": 1}, ({"outputs": 1, "inputs": 0}, "root [timeout]"))
-    @on_device(reads=(1,), writes=(0,))
     def gather(self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor],
                opts: Any = None) -> Work:
         """Put the i-th member's input into the root's i-th output."""
@@ -207,7 +194,6 @@ class ProcessGroup(BaseGroup):
             one.memory, [out.memory for out in each], root), each)
 
     @overloads(dist.GatherOptions, {"outputs": 0, "inputs": 0})
-    @on_device(reads=(1,), writes=(0,))
     def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """As `gather`, with all outputs in one tensor."""
         root, whole, one = self._root(opts, "gather"), operand(output), operand(input)
@@ -225,7 +211,6 @@ class ProcessGroup(BaseGroup):
             "makes it a group of other ranks, or bpsfast.elastic"))
 
     @overloads(dist.ScatterOptions, {"outputs": 1, "inputs": 2}, ({"outputs": 0, "inputs": 1}, "root [timeout]"))
-    @on_device(reads=(1,), writes=(0,))
     def scatter(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Sequence[Tensor]],
                 opts: Any = None) -> Work:
         """Put the root's i-th input into the i-th member's output."""
@@ -239,7 +224,6 @@ class ProcessGroup(BaseGroup):
             [x.memory for x in each], one.memory, root), [one])
 
     @overloads(dist.AllToAllOptions, {"outputs": 1, "inputs": 1}, ({"outputs": 1, "inputs": 1}, "[timeout]"))
-    @on_device(reads=(1,), writes=(0,))
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
         """Put this member's i-th input into the i-th member's output for this one. Sizes may differ."""
         check_number(input_tensors, self.size(), "all_to_all")
@@ -251,7 +235,6 @@ class ProcessGroup(BaseGroup):
 
     @overloads(dist.AllToAllOptions, {"outputs": 0, "inputs": 0}, ({"outputs": 0, "inputs": 0}, "[timeout]"),
            needs=("output_splits", "input_splits"))
-    @on_device(reads=(1,), writes=(0,))
     def all_to_all_single(self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None,
                           input_split_sizes: Sequence[int] | None, opts: Any = None) -> Work:
         """As `alltoall`, with inputs and outputs in one tensor each, split along the first dimension."""
@@ -264,24 +247,21 @@ class ProcessGroup(BaseGroup):
 
     alltoall_base = all_to_all_single
 
-    @overloads(None, {"tensors": 1}, needs=("peer",), accepts=("tag",))
-    @on_device(reads=(0,), writes=())
+    @overloads(None, {"tensors": 1}, needs=("peer",), accepts=("tag",), writes=())
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> Work:
         """Send the one of *tensors* to member *dstRank*."""
         (one,) = operands(tensors)
         self._check_peer(dstRank, "send")
         return self._message(lambda: self._messages.send(one, dstRank, tag))
 
-    @overloads(None, {"tensors": 1}, needs=("peer",), accepts=("tag",))
-    @on_device(reads=(), writes=(0,))
+    @overloads(None, {"tensors": 1}, needs=("peer",), accepts=("tag",), reads=())
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int = 0) -> Work:
         """Receive the one of *tensors* from member *srcRank*."""
         (one,) = operands(tensors)
         self._check_peer(srcRank, "recv")
         return self._message(lambda: self._messages.receive(one, srcRank, tag))
 
-    @overloads(None, {"tensors": 1}, accepts=("tag",))
-    @on_device(reads=(), writes=(0,))
+    @overloads(None, {"tensors": 1}, accepts=("tag",), reads=())
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         """Receive the one of *tensors* from whoever sends with *tag*."""
         (one,) = operands(tensors)

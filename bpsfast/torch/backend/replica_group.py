@@ -52,7 +52,7 @@ class ReplicaGroup(NamedGroup):
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, quorum_id: int | None = None,
                   group_rank: int | None = None, group_world_size: int | None = None,
                   global_ranks: Sequence[int] | None = None) -> None:
-        """Become member *rank* of *world_size*, which all call this; the former group is aborted. Blocks until all have.
+        """Become member *rank* of *world_size*, which all call this; blocks until they have. Aborts the former group.
 
         Parameters
         ----------

@@ -18,6 +18,7 @@ from torch._C import _distributed_c10d
 from torch._C._dynamo import eval_frame
 
 from ...orchestration.errors import UnsupportedError
+from .device_calls import on_device
 from .operands import Reduction
 
 NAME = "bpsfast"
@@ -134,16 +135,8 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _are_tensors(value: Any) -> bool:
     return _is_sequence(value) and all(isinstance(each, torch.Tensor) for each in value)
-
-
-def _are_lists(value: Any) -> bool:
-    return _is_sequence(value) and all(map(_are_tensors, value))
 
 
 def _are_numbers(value: Any) -> bool:
@@ -152,7 +145,10 @@ def _are_numbers(value: Any) -> bool:
 
 #: By the depth of tensors in lists: a check of the value, and its type in error messages.
 _TENSORS: tuple[tuple[_Check, str], ...] = (
-    (_is_tensor, "Tensor"), (_are_tensors, "list of Tensor"), (_are_lists, "list of lists of Tensor"))
+    (lambda value: isinstance(value, torch.Tensor), "Tensor"),
+    (_are_tensors, "list of Tensor"),
+    (lambda value: _is_sequence(value) and all(map(_are_tensors, value)), "list of lists of Tensor"),
+)
 #: The same of other arguments.
 _OTHERS: dict[str, tuple[_Check, str]] = {
     "op": (lambda value: isinstance(value, dist.ReduceOp | dist.ReduceOp.RedOpType), "ReduceOp"),
@@ -202,9 +198,12 @@ class _Overload:
 
 
 def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Mapping[str, int], str],
-          needs: Sequence[str] = (), accepts: Sequence[str] = ("opts",)) -> Callable[[Callable[..., Any]],
-                                                                                   Callable[..., Any]]:
+              needs: Sequence[str] = (), accepts: Sequence[str] = ("opts",),
+              reads: Sequence[str] = ("inputs", "tensors"), writes: Sequence[str] = ("outputs", "tensors"),
+              ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Accept all of torch's overloads of a method of a group, which gets the arguments of the first one, positional.
+
+    Tensors may lie on devices (`device_calls.on_device`).
 
     Parameters
     ----------
@@ -216,6 +215,8 @@ def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Ma
         Further overloads: the depths of the same tensors, and the names that follow; names in brackets are optional.
     needs, accepts
         The required and the optional arguments that follow the tensors in the first overload.
+    reads, writes
+        Which of the tensors the method reads, and which it writes.
 
     For other arguments the decorated method raises TypeError, as torch's own does.
     """
@@ -227,12 +228,15 @@ def overloads(options: type | None, tensors: Mapping[str, int], *short: tuple[Ma
                           [name.strip("[]") for name in names if name[0] == "["], None))
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        numbers = [tuple(i for i, name in enumerate(tensors) if name in names) for names in (reads, writes)]
+        staged = on_device(*numbers)(method)
+
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
             for form in made:
                 found = form.bind(arguments, keywords)
                 if found is not None:
-                    return method(self, *_as_first_overload(first, form, options, found))
+                    return staged(self, *_as_first_overload(first, form, options, found))
             raise TypeError(f"{method.__name__}(): incompatible function arguments; it takes "
                             f"{' or '.join(map(str, made))}. Invoked with "
                             f"{', '.join([*map(_kind, arguments), *(f'{k}={_kind(v)}' for k, v in keywords.items())])}")
