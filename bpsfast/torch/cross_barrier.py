@@ -205,9 +205,10 @@ class CrossBarrierExchange(Exchange):
 
     def settle(self, names: Iterable[str]) -> None:
         """Wait for the sums of those of *names* whose update is due, and update them. Raises as `bpsfast.push_pull`."""
-        for name in names:
-            if name in self._pending:
-                with _outside():
+        # A surrounding forward pass may have switched on other modes.
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for name in names:
+                if name in self._pending:
                     self._settle(name, self.parameters[name])
 
     def receive_used(self) -> None:
@@ -349,13 +350,6 @@ def _shared_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _same(a: object, b: object) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
-
-
-@contextmanager
-def _outside() -> Iterator[None]:
-    """Switch off the modes (inference, autocast, ...) in which a surrounding forward pass may run."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        yield
 
 
 def __getattr__(name: str) -> Any:

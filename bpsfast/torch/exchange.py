@@ -599,7 +599,6 @@ class SparseExchange(Exchange):
 
     @property
     def busy(self) -> bool:
-        """Whether gradients were sent and not received: after backward, before the step."""
         return super().busy or any(table.busy for table in self._tables.values())
 
     def send_rest(self) -> None:

@@ -31,24 +31,12 @@ from .compression import Compression, CompressionLike, parted
 REACHED = ("cpu", "cuda")
 
 
-def tensor_memory(tensor: torch.Tensor) -> TensorInput:
-    """Return the memory of *tensor* on the CPU.
+def tensor_memory(tensor: torch.Tensor, reached: tuple[str, ...] = ("cpu",)) -> TensorInput:
+    """Return the memory of *tensor*.
 
-    Raises
-    ------
-    UnsupportedError
-        If it is sparse, not on the CPU, not contiguous, or of a dtype that is not summed.
+    Raises `UnsupportedError` if it is sparse, on a device other than those *reached*, not contiguous, or of a dtype
+    that is not summed.
     """
-    return _memory(tensor, ("cpu",))
-
-
-def device_tensor_memory(tensor: torch.Tensor) -> TensorInput:
-    """As `tensor_memory`, but it may be on a GPU that CuPy finds: then as it is after torch's current stream."""
-    memory = _memory(tensor, REACHED)
-    return replace(memory, place=arrays.of_torch(tensor)) if tensor.is_cuda else memory
-
-
-def _memory(tensor: torch.Tensor, reached: tuple[str, ...]) -> TensorInput:
     require_dense(tensor, "a torch.Tensor (bpsfast.push_pull takes others)",
                   "tensor.to_dense() (or sparse=False in the embedding)", "tensor.cpu()", reached)
     dtype = wire_dtype_name(tensor.dtype)
@@ -57,6 +45,12 @@ def _memory(tensor: torch.Tensor, reached: tuple[str, ...]) -> TensorInput:
                                "contiguous: use tensor.contiguous()")
     nbytes = tensor.numel() * tensor.element_size()
     return TensorInput(tensor.data_ptr(), tuple(tensor.shape), dtype, nbytes, True, tensor)
+
+
+def device_tensor_memory(tensor: torch.Tensor) -> TensorInput:
+    """As `tensor_memory`, but it may be on a GPU that CuPy finds: then as it is after torch's current stream."""
+    memory = tensor_memory(tensor, REACHED)
+    return replace(memory, place=arrays.of_torch(tensor)) if tensor.is_cuda else memory
 
 
 def require_dense(tensor: object, wanted: str, if_sparse: str, if_elsewhere: str,

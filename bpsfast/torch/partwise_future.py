@@ -38,5 +38,6 @@ class PartwiseFuture:
 
 
 def raising(future: torch.futures.Future[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
-    """Return *future* for DistributedDataParallel, whose C++ takes an error for a tensor unless a callback raises it."""
+    """Return *future* for DistributedDataParallel's C++, which takes an error for a tensor unless a callback raises it.
+    """
     return future.then(lambda done: done.value())

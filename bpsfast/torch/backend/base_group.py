@@ -46,7 +46,6 @@ class NamedGroup(dist.ProcessGroup):
         self.store: Any = None  # with which torch has made the group
 
     def getBackendName(self) -> str:
-        """Return the name under which the backend is registered."""
         return torch_compat.NAME
 
     name = _get_backend_name = getBackendName
@@ -58,15 +57,12 @@ class NamedGroup(dist.ProcessGroup):
         self._names["desc"] = text
 
     def getGroupName(self) -> str:
-        """Return torch's name of the group."""
         return self._names["name"]
 
     def getGroupDesc(self) -> str:
-        """Return the user's description of the group."""
         return self._names["desc"]
 
     def get_group_store(self) -> Any:
-        """Return the store with which torch has made the group."""
         return self.store
 
     @property
@@ -104,7 +100,6 @@ class BaseGroup(NamedGroup):
 
     @property
     def session(self) -> Session:
-        """The job's session on this rank."""
         return self._group.session
 
     # -- what torch asks it ----------------------------------------------------------------------------------------
@@ -137,7 +132,7 @@ class BaseGroup(NamedGroup):
         self._sequence += 1
         timeout_s = torch_compat.timeout_of(opts, self._group.timeout_s)
         call = current()
-        work = Work(results if call is None else call.originals(results), timeout_s, text, call)
+        work = Work(results, timeout_s, text, call)
         work.tell_failure(self._failed)
 
         def job() -> None:

@@ -27,8 +27,7 @@ class MessageWork(Work):
     def __init__(self, transfer: Transfer, one: Operand, members: tuple[int, ...], timeout_s: float,
                  text: str) -> None:
         self._call = current()
-        super().__init__([one.tensor] if self._call is None else self._call.originals([one.tensor]), timeout_s, text,
-                         self._call)
+        super().__init__([one.tensor], timeout_s, text, self._call)
         if self._call is not None:
             self._call.is_under_way = True
         self._transfer = transfer

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from types import CodeType
 from typing import Any
 
 import torch
@@ -74,17 +73,13 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = "it talks to other processes"  # type: ignore[attr-defined]
     call._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
-    _skip(call.__code__)  # type: ignore[attr-defined]
-    return call
-
-
-def _skip(code: CodeType) -> None:
-    """Make the compiler run frames of *code* unchanged."""
+    code = call.__code__  # type: ignore[attr-defined]
     if hasattr(eval_frame, "skip_code"):  # up to torch 2.6
         eval_frame.skip_code(code)
     else:
         actions = eval_frame._FrameAction
         eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT))
+    return call
 
 
 @functools.cache

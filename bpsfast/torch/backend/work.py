@@ -44,7 +44,7 @@ class Work(dist.Work):
                  call: DeviceCall | None = None) -> None:
         super().__init__()
         self._calls = [] if call is None else [call]
-        self._tensors = list(tensors)
+        self._tensors = list(tensors) if call is None else call.originals(tensors)
         self._timeout_s = timeout_s
         self._text = text
         self._event = threading.Event()
@@ -93,7 +93,6 @@ class Work(dist.Work):
 
     @property
     def is_on_device(self) -> bool:
-        """Whether results are on devices."""
         return bool(self._calls)
 
     def includes(self, works: Sequence[Work]) -> None:

@@ -41,7 +41,6 @@ class World:
 
     @property
     def is_open(self) -> bool:
-        """Whether groups can be made here."""
         return not self.session.closed and self.session.pid == os.getpid()
 
     def close(self) -> None:
