@@ -279,7 +279,7 @@ class Exchange:
     def begin(self) -> None:
         """Declare the gradients and send the copies of the first step, which waits until all ranks have declared."""
         is_first = self._gradients is None
-        self.extras.settle(self.declare())
+        self.extras.restore(self.declare())
         if is_first:
             self._direct = self._direct_paths()
         copies, self._copies = self._copies, {}

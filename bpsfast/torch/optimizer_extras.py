@@ -39,7 +39,7 @@ class OptimizerExtras:
         """Return the states and momenta, {} if there are none. *gradients* None: they were not declared yet."""
         nodes = dict(self._loaded)
         if gradients is not None:
-            self.settle(gradients)
+            self.restore(gradients)
             nodes = {name: torch.from_numpy(state) for name, state in gradients.states().items() if state.nbytes}
         parts = {"nodes": nodes, "momentum": {name: each.clone() for name, each in self._momentum.sums.items()}}
         return parts if any(parts.values()) else {}
@@ -60,9 +60,9 @@ class OptimizerExtras:
         self._momentum.sums.update({name: each.clone() for name, each in parts["momentum"].items()})
         self._loaded = dict(parts["nodes"])
         if gradients is not None:
-            self.settle(gradients)
+            self.restore(gradients)
 
-    def settle(self, gradients: Gradients) -> None:
+    def restore(self, gradients: Gradients) -> None:
         """Send the nodes the states that were loaded before *gradients* were declared; call it before the first push.
         """
         loaded, self._loaded = self._loaded, {}
