@@ -1,4 +1,4 @@
-"""AsyncWeights and AsyncOptimizer with backups on real ranks: who is late is not waited for, left out, and named."""
+"""AsyncWeights and AsyncOptimizer with backups on real ranks: steps leave late workers out and name them."""
 from __future__ import annotations
 
 import numpy as np

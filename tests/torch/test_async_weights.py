@@ -1,4 +1,4 @@
-"""Asynchronous weights on real ranks: what a replay of the recorded order gives, staleness, state, and who is lost."""
+"""Asynchronous weights on real ranks, against a replay of the recorded order; staleness, state, and lost workers."""
 from __future__ import annotations
 
 import itertools

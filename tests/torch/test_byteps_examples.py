@@ -1,6 +1,7 @@
-"""What BytePS's own example programs for PyTorch import and call (example/pytorch of version 0.2.5), on the CPU.
+"""BytePS's own example programs for PyTorch (version 0.2.5) find what they import and call, on the CPU.
 
-Each test names the programs whose calls it makes, with their arguments, in their order; the models are small.
+Each test names the programs of example/pytorch whose calls it makes, with their arguments, in their order; the models
+are small.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile over the backend "bpsfast": what the graph takes is right, and what it does not take breaks it only."""
+"""torch.compile over the backend "bpsfast": traced calls give right results, others only break the graph."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Steps that the next forward pass overlaps: the same bits as with a barrier, nothing waited for that is not needed."""
+"""Steps that overlap the next forward pass: the same bits as with a barrier, and no needless waiting."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""DistributedDataParallel of torch over the backend "bpsfast": what gloo makes of the same program, it makes, too."""
+"""DistributedDataParallel of torch over the backend "bpsfast" gives the results that gloo gives."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""A sampler for any number of ranks: what was used is used once, whatever the number of ranks becomes."""
+"""ElasticSampler uses every sample once in an epoch, however the number of ranks changes."""
 from __future__ import annotations
 
 import copy

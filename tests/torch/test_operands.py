@@ -1,4 +1,4 @@
-"""Operands: every tensor becomes contiguous memory of a dtype that is combined, and what was written goes back."""
+"""Operands: every tensor becomes contiguous memory of a dtype that is combined, and results are copied back."""
 from __future__ import annotations
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Every form of a call that torch's process group takes, as torch's own signatures say, beside gloo's results."""
+"""Every overload of every call of torch's process group, by torch's own signatures, against gloo's results."""
 from __future__ import annotations
 
 import datetime

@@ -1,5 +1,5 @@
-"""How process groups of the backend "bpsfast" begin and end: by all of torch's ways to meet, again and again in one
-process, by `abort`, and when a rank raises or is killed in the middle of a backward pass.
+"""How process groups of the backend "bpsfast" begin and end: by every init_method of torch, repeatedly in one process,
+by `abort`, and when a rank raises or is killed in the middle of a backward pass.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The setting scheduling, and crossing the barrier: after many steps the weights are the same, bit for bit."""
+"""The setting scheduling, and cross_barrier: after many steps the weights are the same, bit for bit."""
 from __future__ import annotations
 
 import hashlib

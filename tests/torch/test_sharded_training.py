@@ -1,5 +1,4 @@
-"""What torch builds on process groups beside DDP: FSDP2, HSDP, DTensor, checkpoints, pipelines, local SGD. Each program
-comes to the same over gloo and over the backend "bpsfast".
+"""FSDP2, HSDP, DTensor, checkpoints, pipelines and local SGD give the same results over gloo and over "bpsfast".
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BytePS's operations and optimizers in jobs of every shape: all dtypes by definition, gradients by differences too."""
+"""BytePS's operations and optimizers in jobs of every shape: all dtypes, and gradients by finite differences."""
 from __future__ import annotations
 
 import itertools

@@ -1,4 +1,4 @@
-"""Compressors of the user's that break their word are named, and nothing is summed wrong."""
+"""Errors name a user's compressor that breaks its contract, and no wrong sum is formed."""
 from __future__ import annotations
 
 import pytest

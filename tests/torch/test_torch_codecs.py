@@ -1,4 +1,4 @@
-"""Codecs from every API of bpsfast.torch: the bits of the NumPy reading, learning rates included."""
+"""Codecs from every API of bpsfast.torch give the bits of the NumPy reference, learning rates included."""
 from __future__ import annotations
 
 import msgspec

@@ -1,4 +1,4 @@
-"""TorchState and ElasticSampler in real elastic jobs: no bit and no sample is lost with a worker."""
+"""TorchState and ElasticSampler in real elastic jobs: a lost worker costs no bit and no sample."""
 from __future__ import annotations
 
 import collections

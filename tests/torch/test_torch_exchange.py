@@ -1,4 +1,4 @@
-"""Gradients on their way out of torch: they travel in the order of the forward pass, whatever their names' order."""
+"""Gradients leave torch in the order of the forward pass, whatever the order of their names."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Hooks of torch's DistributedDataParallel that compress between nodes, over gloo and over the backend "bpsfast"."""
+"""Compressing hooks of torch's DistributedDataParallel, over gloo and over the backend "bpsfast"."""
 from __future__ import annotations
 
 import copy

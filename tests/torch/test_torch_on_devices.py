@@ -1,4 +1,4 @@
-"""torch over a device: checks of other files whose tensors go the way of a GPU's here (host_device)."""
+"""Checks of other files with tensors that take the path of a GPU's (setting host_device)."""
 from __future__ import annotations
 
 import threading
@@ -35,7 +35,7 @@ def shape(request):
 
 
 def went_on_device():
-    """Whether this rank's session has had a line."""
+    """Return the names of the device threads of this rank's session."""
     return list(process.current().devices._threads)
 
 

@@ -1,4 +1,4 @@
-"""OuterOptimizer on real ranks, beside all ranks computed one after the other in this process."""
+"""OuterOptimizer on real ranks, against all ranks computed one after the other in this process."""
 from __future__ import annotations
 
 import copy

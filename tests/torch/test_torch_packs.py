@@ -1,4 +1,4 @@
-"""Packs of parameters: how buckets are cut, what is saved of them, ranks that are done early, passes that fail."""
+"""Packs of parameters: how buckets are cut, saved states, ranks that finish early, failing passes."""
 from __future__ import annotations
 
 import io
@@ -21,7 +21,7 @@ from bpsfast.torch.hooks import CompressionState, int8_hook, onebit_hook
 from bpsfast.torch.partwise_future import PartwiseFuture
 from tests.support.packed_training import SHAPE, again, group, made, train, weights
 
-_kept = {}
+_state = {}
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 60))
@@ -74,7 +74,7 @@ def path():
 
 
 def begin(name, path):
-    _kept[name] = model, optimizer, state = made(name, path, momentum=0.5)
+    _state[name] = model, optimizer, state = made(name, path, momentum=0.5)
     assert state.state_dict() == {"packs": [], "nodes": {}}
     train(model, optimizer, range(4))
     file = io.BytesIO()
@@ -83,21 +83,21 @@ def begin(name, path):
 
 
 def resume(name, path, files, without=False):
-    _kept[name] = model, _, state = made(f"{name} again", path, momentum=0.5)
+    _state[name] = model, _, state = made(f"{name} again", path, momentum=0.5)
     saved = torch.load(io.BytesIO(files[bps.rank()]), weights_only=True)
     model.load_state_dict(saved["model"])
     if not without:
         state.load_state_dict(saved["state"])
         before = state.state_dict()
         assert before == saved["state"], "not taken over yet"
-        _kept["before"] = before, saved["state"]
+        _state["before"] = before, saved["state"]
 
 
 def go_on(name):
-    model, optimizer, state = _kept.pop(name)
+    model, optimizer, state = _state.pop(name)
     train(model, optimizer, range(4, 8))
     assert state.state_dict()["nodes"]
-    before, saved = _kept.pop("before", (0, 0))
+    before, saved = _state.pop("before", (0, 0))
     assert before == saved, "a state that was given away does not change"
     dist.destroy_process_group()
     return weights(model)

@@ -1,4 +1,4 @@
-"""What goes wrong with packs of parameters: passes that fail, parameters that change, states of jobs that are over."""
+"""Errors with packs of parameters: failing passes, parameters that change, states of ended jobs."""
 from __future__ import annotations
 
 import subprocess

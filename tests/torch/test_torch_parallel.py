@@ -1,4 +1,4 @@
-"""DistributedDataParallel: backward returns with the averages of the gradients by which they are defined."""
+"""DistributedDataParallel: when backward returns, the gradients are their averages over the ranks."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""DistributedDataParallel of modules of all kinds: branches, several models, recomputed, compiled, any output."""
+"""DistributedDataParallel of all kinds of modules: branches, several models, recomputed, compiled, any output."""
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple

@@ -1,4 +1,4 @@
-"""DistributedDataParallel where something goes wrong: named on all ranks, and mended where it can be."""
+"""DistributedDataParallel with errors: all ranks name them, and recover where possible."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""All-reduces of a gloo group in one order on all ranks, in real processes: the sums are those of torch alone."""
+"""All-reduces of a gloo group in one order on all ranks, in real processes: the sums are torch's own."""
 from __future__ import annotations
 
 import os

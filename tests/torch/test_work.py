@@ -1,4 +1,4 @@
-"""torch's Work: waited for, asked about, followed by a future; errors as torch's own, whoever looks first."""
+"""torch's Work: waiting, status, futures, and errors of torch's own class, in any order."""
 from __future__ import annotations
 
 import gc
