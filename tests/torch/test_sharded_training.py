@@ -1,5 +1,4 @@
-"""FSDP2, HSDP, DTensor, checkpoints, pipelines and local SGD give the same results over gloo and over "bpsfast".
-"""
+"""FSDP2, HSDP, DTensor, checkpoints, pipelines and local SGD give the same results over gloo and over "bpsfast"."""
 from __future__ import annotations
 
 import copy
