@@ -28,12 +28,8 @@ class _AsyncOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a local step, push the changes, and take over the newest weights.
 
-        Raises
-        ------
-        UnsupportedError
-            On this rank, if a parameter has a gradient that did not require one, or was not there, when this was made.
-        StallError, PeerLostError
-            As `AsyncWeights.pull`.
+        Raises as `AsyncWeights.pull`; and `UnsupportedError` on this rank, if a parameter has a gradient that did not
+        require one, or was not there, when this was made.
         """
         before = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in self._named.items()}
         result = local_step(self, closure, self._named.values())
@@ -56,12 +52,8 @@ class _AsyncOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned, on all ranks together: with the weights that the root loads.
 
-        Raises
-        ------
-        MismatchError
-            If it has no such weights; nothing has changed.
-        ValueError
-            From the inner optimizer, if its part of the state is of other groups; nothing has changed.
+        Raises `MismatchError` if it has no such weights, and the inner optimizer's ValueError if its part of the state
+        is of other groups; then nothing has changed.
         """
         if "async" not in state_dict:
             raise MismatchError("the saved state has no asynchronous weights: it is not an AsyncOptimizer's")

@@ -11,6 +11,7 @@ from ..orchestration.errors import MismatchError, UnsupportedError
 from ..trainer import process
 from ..trainer.broadcaster import Broadcaster, check_root
 from ..trainer.object_broadcast import Manifest, broadcast_object, difference
+from .gradient_hooks import Named
 from .ops import REACHED
 from .optimizer_extras import load_user_state_dict, user_state_dict
 
@@ -51,14 +52,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter.") -> None:
     """Overwrite the state and the options of *optimizer* on all ranks with those of rank *root_rank*.
 
-    A rank whose optimizer has no state yet gets it, without a step.
-
-    Raises
-    ------
-    UnsupportedError
-        For LBFGS, whose state is a history of closures.
-    MismatchError
-        If the optimizers have different parameter groups.
+    A rank whose optimizer has no state yet gets it, without a step. Raises `UnsupportedError` for LBFGS, whose state is
+    a history of closures, and `MismatchError` if the optimizers have different parameter groups.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError("the state of torch.optim.LBFGS cannot be broadcast: make it after broadcast_parameters")
@@ -103,13 +98,13 @@ def share_optimizer_state(optimizer: torch.optim.Optimizer, rank: int, root_rank
                             f"{exc}") from exc
 
 
-def broadcast_buffers(named: list[tuple[str, torch.Tensor]], root_rank: int, title: str) -> None:
+def broadcast_buffers(named: list[Named], root_rank: int, title: str) -> None:
     """As `broadcast_parameters`, in one message, for every forward pass. *title* must be the same on all ranks."""
     kinds = hashlib.sha256(repr(_manifest(named)).encode()).hexdigest()[:16]
     _stream(named, root_rank, f"{title}, {len(named)} tensors, whose names, dtypes and shapes have the digest {kinds}")
 
 
-def _broadcast_tensors(named: list[tuple[str, torch.Tensor]], root_rank: int) -> None:
+def _broadcast_tensors(named: list[Named], root_rank: int) -> None:
     """Send all tensors as one stream, after a list of their names, dtypes and shapes."""
     session = process.current()
     check_root(session, root_rank)
@@ -120,7 +115,7 @@ def _broadcast_tensors(named: list[tuple[str, torch.Tensor]], root_rank: int) ->
         _stream(named, root_rank, f"{len(theirs)} tensors", wrong)
 
 
-def _stream(named: list[tuple[str, torch.Tensor]], root_rank: int, text: str, wrong: str = "") -> None:
+def _stream(named: list[Named], root_rank: int, text: str, wrong: str = "") -> None:
     """Send all tensors in one message, or receive it, even if it is *wrong*: the next broadcast must not find it."""
     session = process.current()
     dense = [(tensor, tensor.detach().contiguous().cpu()) for _, tensor in named]  # itself, or a copy
@@ -137,7 +132,7 @@ def _stream(named: list[tuple[str, torch.Tensor]], root_rank: int, text: str, wr
                 tensor.copy_(copy)
 
 
-def _manifest(named: list[tuple[str, torch.Tensor]]) -> Manifest:
+def _manifest(named: list[Named]) -> Manifest:
     for name, tensor in named:
         if tensor.device.type not in REACHED or tensor.layout != torch.strided:
             raise UnsupportedError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only dense tensors of the "

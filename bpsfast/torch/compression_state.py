@@ -104,12 +104,7 @@ class CompressionState:
         """Return the codec states of this rank's node, to be saved with the model between steps.
 
         Every node has its own, so one rank of each saves it (each rank may), and it is loaded on that node of a job of
-        the same shape, settings and model.
-
-        Raises
-        ------
-        BusyError
-            During a backward pass.
+        the same shape, settings and model. Raises `BusyError` during a backward pass.
         """
         if self._n_restored and self._loaded is not None:
             raise BusyError(f"the state of {self.name!r} is asked for during its first backward pass, when "
@@ -125,11 +120,8 @@ class CompressionState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned on this node; on all its ranks, before the first backward pass.
 
-        Raises
-        ------
-        MismatchError
-            If *state* is something else, or training has begun in this job. If it is of another model, node or
-            compression, the first backward pass raises the error.
+        Raises `MismatchError` if *state* is something else, or training has begun in this job. If it is of another
+        model, node or compression, the first backward pass raises it.
         """
         if set(state) != {"packs", "nodes"} or not {*map(str, range(len(state["packs"])))}.issuperset(state["nodes"]):
             raise MismatchError(f"a state of {sorted(state)} is loaded, not one that CompressionState.state_dict made")
@@ -173,16 +165,9 @@ class CompressionState:
         the same order, as torch requires anyway. The future may depend on later buckets of the same backward pass, so
         do not wait for it before these have come.
 
-        Raises
-        ------
-        ConfigError
-            If the ranks of the group are not those of the job, or another model or hook has used this state.
-        MismatchError
-            If what was loaded is of another model, node or compression, or parameters have changed their dtype.
-        ClosedError
-            Without a job: see `bpsfast.init`.
-        StallError
-            If a rank does not declare its gradients.
+        Raises `ConfigError` if the ranks of the group are not those of the job, or another model or hook has used this
+        state; `MismatchError` if the loaded state is of another model, node or compression, or parameters have changed
+        their dtype; `ClosedError` without a job; `StallError` if a rank does not declare its gradients.
         """
         packs = self._present()
         if self._codec is not None and codec != self._codec:

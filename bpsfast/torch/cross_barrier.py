@@ -23,6 +23,7 @@ import torch
 from ..orchestration.errors import BusyError, UnsupportedError
 from .compression import CompressionLike
 from .exchange import Exchange
+from .gradient_hooks import Named
 from .ops import before_shutdown
 
 _GRAD: Any = torch.Tensor.grad  # on the class it is a descriptor, which torch's stubs do not say
@@ -116,8 +117,8 @@ class CrossBarrierExchange(Exchange):
     makes the updates again.
     """
 
-    def __init__(self, base: type[torch.optim.Optimizer], named: list[tuple[str, torch.Tensor]],
-                 compression: CompressionLike, n_passes: int, n_steps: int) -> None:
+    def __init__(self, base: type[torch.optim.Optimizer], named: list[Named], compression: CompressionLike,
+                 n_passes: int, n_steps: int) -> None:
         if issubclass(base, torch.optim.LBFGS):
             raise UnsupportedError(f"cross_barrier updates one parameter at a time, which {base.__name__} cannot do: "
                                    "its step depends on all parameters. Use it without cross_barrier")

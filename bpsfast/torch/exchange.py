@@ -31,7 +31,7 @@ from ..trainer.gradients import Gradients
 from ..trainer.sparse_table import SparseTable
 from ..trainer.tensor_input import TensorInput
 from .compression import CompressionLike, cast_dtype, parted
-from .gradient_hooks import UsedParameters, is_shared, note_reduced, observe_gradients, observer_numbers
+from .gradient_hooks import Named, UsedParameters, is_shared, note_reduced, observe_gradients, observer_numbers
 from .ops import REACHED, device_tensor_memory, wire_dtype_name
 from .optimizer_extras import KEY, TUNED, LearningRates, LocalMomentum, OptimizerExtras, momenta, point_of_state
 
@@ -51,7 +51,7 @@ class Exchange:
     A parameter that is frozen now takes part from the first step on in which it has a gradient on any rank.
     """
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int) -> None:
+    def __init__(self, named: list[Named], compression: CompressionLike, n_passes: int) -> None:
         compression, self._choice = parted(compression)
         retire_unused()
         self.number = next(observer_numbers)
@@ -547,8 +547,7 @@ class SparseExchange(Exchange):
     *sparse_as_dense*: sparse gradients travel as dense ones.
     """
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int,
-                 sparse_as_dense: bool) -> None:
+    def __init__(self, named: list[Named], compression: CompressionLike, n_passes: int, sparse_as_dense: bool) -> None:
         super().__init__(named, compression, n_passes)
         self._sparse_as_dense = sparse_as_dense
         self._sparse: list[str] = []  # on some rank, in the first step

@@ -20,6 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..orchestration.errors import BusyError, UnsupportedError
 
+#: A parameter with its name.
+Named = tuple[str, torch.Tensor]
+
 #: Maximum number of shapes in an error message.
 _N_SHOWN = 4
 
@@ -30,7 +33,7 @@ class UsedParameters:
     Those that do not require gradients now are *frozen*; the others are *trained*.
     """
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, named: Sequence[Named]) -> None:
         self.trained = {name: p for name, p in named if p.requires_grad}
         self.frozen = {name: p for name, p in named if not p.requires_grad}
         #: The tensor's name among those of gradients; other parameters give another name.
@@ -126,7 +129,7 @@ _last_observers: Any = WeakIdKeyDictionary()
 _reduced_by: Any = WeakIdKeyDictionary()
 
 
-def observe_gradients(observer: GradientObserver, named: list[tuple[str, torch.Tensor]]) -> list[RemovableHandle]:
+def observe_gradients(observer: GradientObserver, named: list[Named]) -> list[RemovableHandle]:
     """Call *observer* for each gradient of *named* parameters that require one, while it exists; return the hooks.
 
     If two observers share a parameter, frozen ones included, the earlier one is superseded and sends nothing before its

@@ -16,6 +16,7 @@ from .async_optimizer import AsyncOptimizer
 from .compression import Compression, CompressionLike, check_compression
 from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange, SparseExchange
+from .gradient_hooks import Named
 from .optimizer_extras import is_exchanged, warn_of_momentum
 from .optimizer_wrapper import OptimizerWrapper, check_idle, check_passes, owned, parameters_of, user_step, wrap
 
@@ -43,14 +44,9 @@ class _DistributedOptimizer(OptimizerWrapper):
         """Wait until all gradients are averaged over all ranks and in place; before clipping them, for example.
 
         A parameter without a gradient contributes zeros and gets the average; without one on any rank it gets none. The
-        next `step` does not average again, unless a backward pass or `zero_grad` comes before.
-
-        Raises
-        ------
-        UnsupportedError
-            On all ranks, if a parameter has a gradient that was not the optimizer's when it was wrapped.
-        StallError, PeerLostError
-            As `bpsfast.push_pull`.
+        next `step` does not average again, unless a backward pass or `zero_grad` comes before. Raises as
+        `bpsfast.push_pull`; and `UnsupportedError` on all ranks, if a parameter has a gradient that was not the
+        optimizer's when it was wrapped.
         """
         if self._exchange is not None:
             self._exchange.synchronize()
@@ -66,11 +62,8 @@ class _DistributedOptimizer(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned on this node.
 
-        Raises
-        ------
-        MismatchError
-            If the codec states are of another node, or of other gradients or codecs: remove "compression" from the
-            state to begin without. If it is loaded before the first step, that step raises the error.
+        Raises `MismatchError` (in the first step if it is loaded before that) if the codec states are of another node,
+        or of other gradients or codecs: remove "compression" from the state to begin without.
         """
         _load_with_extras(self, state_dict)
 
@@ -111,12 +104,9 @@ class _CrossBarrierOptimizer(OptimizerWrapper):
         self._exchange.synchronize()
 
     def settle(self) -> None:
-        """Make the due updates now, instead of when the parameters are used. Other ranks need not do so.
+        """Make the due updates now, instead of when the parameters are used; raises as `bpsfast.push_pull`.
 
-        Raises
-        ------
-        StallError, PeerLostError
-            As `bpsfast.push_pull`.
+        Other ranks need not do so.
         """
         self._exchange.settle_all()
 
@@ -267,8 +257,7 @@ def CrossBarrier(
                                 num_steps=num_steps)
 
 
-def _named(optimizer: torch.optim.Optimizer,
-           named_parameters: Iterable[tuple[str, torch.Tensor]] | None) -> list[tuple[str, torch.Tensor]]:
+def _named(optimizer: torch.optim.Optimizer, named_parameters: Iterable[Named] | None) -> list[Named]:
     """Return (name, parameter) of every parameter of *optimizer*, in the order given."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:

@@ -21,6 +21,7 @@ from ..trainer import process
 from ..trainer.gradients import Gradients
 from ..trainer.tuning_search import TuningPoint
 from .compression import CompressionLike, parted
+from .gradient_hooks import Named
 
 #: Their names in a state_dict, beside "state" and "param_groups".
 KEY, TUNED = "compression", "tuned"
@@ -125,13 +126,13 @@ def momenta(choice: Choice | None, kinds: Mapping[str, tuple[tuple[int, ...], st
     return {name: codec.momentum for name, codec in chosen_among(choice, kinds, 0).items() if codec.momentum}
 
 
-def has_momentum(compression: CompressionLike, named: Iterable[tuple[str, torch.Tensor]]) -> bool:
+def has_momentum(compression: CompressionLike, named: Iterable[Named]) -> bool:
     """Whether *compression* gives any of the *named* tensors momentum, which a single rank has to compute too."""
     kinds = {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named}
     return bool(momenta(parted(compression)[1], kinds))
 
 
-def is_exchanged(named: list[tuple[str, torch.Tensor]], compression: CompressionLike) -> bool:
+def is_exchanged(named: list[Named], compression: CompressionLike) -> bool:
     """Whether gradients of the *named* parameters need an `Exchange`: there are other ranks, or momentum to compute."""
     return bool(named) and (process.size() > 1 or has_momentum(compression, named))
 

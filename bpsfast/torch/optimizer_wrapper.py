@@ -12,6 +12,7 @@ import torch
 
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..trainer import process
+from .gradient_hooks import Named
 from .ops import REACHED
 
 
@@ -47,10 +48,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. With ``set_to_none=False`` they live in shared memory from the second step on: no copy.
 
-        Raises
-        ------
-        UnderWayError
-            If gradients are being averaged: between backward and step (or synchronize).
+        Raises `UnderWayError` if gradients are being averaged: between backward and step (or synchronize).
         """
         check_idle(self._exchange)
         self._base.zero_grad(self, set_to_none)
@@ -183,8 +181,7 @@ def _all_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def trained_parameters(optimizer: torch.optim.Optimizer,
-                       named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+def trained_parameters(optimizer: torch.optim.Optimizer, named: Iterable[Named]) -> list[Named]:
     """Return (name, parameter) of every trained parameter of *optimizer* once, in the order of *named*.
 
     Raises as `owned`; and `ConfigError` if one has no name of its own.
@@ -209,8 +206,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Callable[[], list[torch.T
     return parameters
 
 
-def owned(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]],
-          reached: tuple[str, ...] = REACHED) -> list[tuple[str, torch.Tensor]]:
+def owned(optimizer: torch.optim.Optimizer, named: Iterable[Named], reached: tuple[str, ...] = REACHED) -> list[Named]:
     """Return (name, parameter) of every parameter of *optimizer* once, in the order of *named*.
 
     Raises `ConfigError` if *named* is not such pairs, and `UnsupportedError` if a trained parameter is on another kind
@@ -222,7 +218,7 @@ def owned(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Ten
             raise ConfigError(f"{type(pair).__name__} among the parameters: expected pairs of name and parameter, as "
                               "model.named_parameters() gives them")
     wanted = {id(p) for p in _all_parameters(optimizer)}
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    found: dict[int, Named] = {}
     for name, p in pairs:
         if id(p) in wanted:
             found.setdefault(id(p), (name, p))

@@ -17,6 +17,7 @@ from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ..orchestration.store import StoreSpec, check
 from ..trainer import process
 from ..trainer.async_weights import StoredTensor
+from .gradient_hooks import Named
 from .ops import wire_dtype_name
 from .optimizer_wrapper import derive, local_step, trained_parameters
 
@@ -90,13 +91,8 @@ class _OuterOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a local step; after every *sync_every* of them, an outer one with all ranks.
 
-        Raises
-        ------
-        UnsupportedError
-            On this rank, if a parameter has a gradient that did not require one, or was not there, when this was made;
-            or requires none any more.
-        StallError, PeerLostError
-            As `bpsfast.push_pull`, if an outer step is due.
+        Raises as `bpsfast.push_pull` if an outer step is due; and `UnsupportedError` on this rank, if a parameter has a
+        gradient that did not require one, or was not there, when this was made; or requires none any more.
         """
         parameters = self._outer.parameters
         frozen = [name for name, p in parameters.items() if not p.requires_grad]
@@ -118,12 +114,8 @@ class _OuterOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned on this rank, on all ranks together; the model's parameters too.
 
-        Raises
-        ------
-        MismatchError
-            If there is no outer state in it, or one of other parameters; nothing has changed.
-        ValueError
-            From the inner optimizer, if its part of the state is of other groups; nothing has changed.
+        Raises `MismatchError` if it has no outer state, or one of other parameters, and the inner optimizer's
+        ValueError if its part of the state is of other groups; then nothing has changed.
         """
         if "outer" not in state_dict:
             raise MismatchError("the saved state has no outer weights: it is not an OuterOptimizer's")
@@ -192,9 +184,6 @@ def OuterOptimizer(
 
 def _is_double(named: Named) -> bool:
     return named[1].dtype == torch.float64
-
-
-Named = tuple[str, torch.Tensor]
 
 
 def split_parameters(named: Sequence[Named], n_fragments: int) -> list[list[Named]]:

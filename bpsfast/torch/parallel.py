@@ -28,6 +28,7 @@ from ..trainer import process
 from .broadcast import broadcast_buffers, broadcast_parameters
 from .compression import Compression, CompressionLike, check_compression
 from .exchange import Exchange
+from .gradient_hooks import Named
 from .ops import REACHED
 from .optimizer_extras import has_momentum, warn_of_momentum
 
@@ -40,7 +41,7 @@ _to_end: dict[int, set[_ModuleExchange]] = {}
 class _ModuleExchange(Exchange):
     """Averages the gradients of one module. They are sent while `sends` is true; otherwise they accumulate."""
 
-    def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike) -> None:
+    def __init__(self, named: list[Named], compression: CompressionLike) -> None:
         super().__init__(named, compression, n_passes=1)
         self.sends = True
         self.is_used = False  # by a forward pass, since the last step
@@ -184,7 +185,7 @@ class DistributedDataParallel(torch.nn.Module):
             _forget_passes_of(self._exchange)
             self._exchange.abandon()
             self._exchange = None
-        named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
+        named: list[Named] = list(module.named_parameters())
         if process.size() == 1 and not has_momentum(compression, named):
             self._lost = ""
             return

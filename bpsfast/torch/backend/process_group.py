@@ -367,10 +367,7 @@ def group_in(world: worlds.World, ranks: Sequence[int], rank: int, timeout_s: fl
 def create(options: Any, _: Any = None) -> ProcessGroup:
     """Make a group from torch's *options* (`DistributedBackendOptions`); all its members call this, in one order.
 
-    Raises
-    ------
-    DistBackendError
-        If the job cannot start; the text names the missing rank, or what differs.
+    Raises DistBackendError if the job cannot start; the text names the missing rank, or what differs.
     """
     timeout_s = options.timeout.total_seconds()
     try:
@@ -389,13 +386,8 @@ def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta
                       wait_all_ranks: bool = False) -> None:
     """As `torch.distributed.monitored_barrier`, for groups of bpsfast (None: the default one).
 
-    Raises
-    ------
-    DistBackendError
-        Names the first member that did not come within *timeout* (None: the group's), or, with *wait_all_ranks*, all
-        such members. The group stays usable.
-    ConfigError
-        If *group* is another backend's.
+    Raises DistBackendError that names the first member that did not come within *timeout* (None: the group's), or, with
+    *wait_all_ranks*, all such members; the group stays usable. Raises `ConfigError` if *group* is another backend's.
     """
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, ProcessGroup):
