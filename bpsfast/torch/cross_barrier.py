@@ -104,7 +104,7 @@ class _PendingGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise BusyError(
-            "a gradient is used that is on its way to be averaged (cross_barrier): clipping by norm, unscaling and "
+            "a gradient is used that is not averaged yet (cross_barrier): clipping by norm, unscaling and "
             "logging of gradients need the averages. Before step(): call optimizer.synchronize(), and step() inside "
             "`with optimizer.skip_synchronize():` (that step waits for all, as without cross_barrier). After step(): "
             "call optimizer.settle(), or clear gradients by optimizer.zero_grad()")
@@ -141,8 +141,8 @@ class CrossBarrierExchange(Exchange):
         """As `Exchange.accumulated`; raises `BusyError` if the parameter was used before its update."""
         if name in self._pending and not self.is_superseded:
             raise BusyError(
-                f"the forward pass has used {name!r} before its update of the last step: compiled code reads it, of "
-                "which Python is told nothing. Call optimizer.settle() after step(), or do without cross_barrier")
+                f"the forward pass has used {name!r} before its update of the last step, as compiled code does, which "
+                "Python cannot notice. Call optimizer.settle() after step(), or do without cross_barrier")
         super().accumulated(name)
 
     def _direct_paths(self) -> dict[str, Any]:
@@ -186,16 +186,16 @@ class CrossBarrierExchange(Exchange):
         for group in optimizer.param_groups:
             options = _options(group)
             for parameter in group["params"]:
-                ours = self._name_of.get(id(parameter))
-                if ours is not None:
-                    self._pending[ours] = optimizer, options
-                    _due[id(parameter)] = self, ours
+                known = self._name_of.get(id(parameter))
+                if known is not None:
+                    self._pending[known] = optimizer, options
+                    _due[id(parameter)] = self, known
                     if type(parameter) is torch.nn.Parameter:
                         parameter.__class__ = DueParameter
         for name in [name for name in self._sent if name not in self._pending]:  # the optimizer has dropped it
-            parameter, mine = self.parameters[name], self._sent.pop(name)
+            parameter, own = self.parameters[name], self._sent.pop(name)
             if isinstance(parameter.grad, _PendingGradient):
-                parameter.grad = mine
+                parameter.grad = own
             self.gradients.finish(name)
         self._is_checked = False
         self._is_doubtful = self.is_superseded or self.used.refuses or bool(self.used.frozen)
@@ -246,7 +246,7 @@ class CrossBarrierExchange(Exchange):
         # with a gradient here does not wait for that, unless this rank knows a reason to refuse the step.
         if self._sent[name] is None or self._is_doubtful:
             self.receive_used()
-        shown, mine, its_class = parameter.grad, self._sent[name], type(parameter)
+        shown, own, its_class = parameter.grad, self._sent[name], type(parameter)
         _restore_class(parameter)
         try:
             self._receive(name, parameter)
@@ -254,7 +254,7 @@ class CrossBarrierExchange(Exchange):
             if parameter.grad is not None:
                 self._update(parameter, *self._pending[name])
         except BaseException:  # restore everything for a second try
-            self._sent[name], parameter.grad, parameter.__class__ = mine, shown, its_class
+            self._sent[name], parameter.grad, parameter.__class__ = own, shown, its_class
             raise
         if not isinstance(shown, _PendingGradient):  # cleared, or replaced, since it was sent
             parameter.grad = shown
@@ -323,12 +323,12 @@ class CrossBarrierExchange(Exchange):
             if set_to_none:
                 parameter.grad = None
                 continue
-            mine = self._sent.get(name)
-            if isinstance(parameter.grad, _PendingGradient) and mine is None:
+            own = self._sent.get(name)
+            if isinstance(parameter.grad, _PendingGradient) and own is None:
                 self.settle((name,))  # only the average shows whether there is a gradient to clear
             if isinstance(parameter.grad, _PendingGradient):
-                assert mine is not None, "otherwise it was settled"
-                parameter.grad = torch.zeros_like(mine)
+                assert own is not None, "otherwise it was settled"
+                parameter.grad = torch.zeros_like(own)
             elif parameter.grad is not None:
                 parameter.grad.detach_().zero_()
 

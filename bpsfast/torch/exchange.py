@@ -420,8 +420,8 @@ class Exchange:
         """Return *gradient* compressed by the user's compressor, and the context for decompressing it."""
         small, context = self._compression.compress(gradient)
         if not isinstance(small, torch.Tensor) or small.layout != torch.strided or small.device.type not in REACHED:
-            raise UnsupportedError(f"{_title(self._compression)}.compress has made of the gradient of {name!r} what is "
-                                   f"no dense tensor on the CPU or a GPU: {type(small).__name__}")
+            raise UnsupportedError(f"{_title(self._compression)}.compress has returned a {type(small).__name__} for the "
+                                   f"gradient of {name!r}, which is no dense tensor on the CPU or a GPU")
         kind = tuple(small.shape), wire_dtype_name(small.dtype)
         if kind != self.kinds.get(name, kind):
             raise MismatchError(f"{_title(self._compression)}.compress has made a tensor of shape {kind[0]} and dtype "
@@ -594,7 +594,7 @@ class SparseExchange(Exchange):
             if name in self.momenta:
                 raise UnsupportedError(f"the gradient of {name!r} is sparse, to which no codec's momentum applies: "
                                        "use sparse_as_dense=True, or no codec for it")
-            self.codecs.pop(name, None)  # rows that nobody has used are not sent as it is
+            self.codecs.pop(name, None)  # rows are not compressed: unused ones are not sent anyway
 
     @property
     def busy(self) -> bool:

@@ -108,7 +108,7 @@ def unfrozen(frozen: Iterable[str], index_of: Mapping[str, int], flags: np.ndarr
 
 
 class GradientObserver(Protocol):
-    """An exchange, as `observe_gradients` sees it."""
+    """What `observe_gradients` needs of an exchange."""
 
     number: int  # in the order in which observers are made
     parameters: dict[str, torch.Tensor]  # the trained ones, by name

@@ -1,6 +1,6 @@
 """Communication hooks for torch's DistributedDataParallel that sum its buckets by bpsfast, compressed between nodes.
 
-    state = CompressionState(k=0.01)                  # error feedback is on unless told otherwise
+    state = CompressionState(k=0.01)                  # error feedback is on by default
     state.follow(optimizer)
     model.register_comm_hook(state, topk_hook)
 

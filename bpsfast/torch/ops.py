@@ -55,8 +55,9 @@ def device_tensor_memory(tensor: torch.Tensor) -> TensorInput:
 
 def require_dense(tensor: object, wanted: str, if_sparse: str, if_elsewhere: str,
                   reached: tuple[str, ...] = ("cpu",)) -> None:
-    """Raise `UnsupportedError` unless *tensor* is a dense one on one of the devices *reached*; the text says what is
-    *wanted*, and to use *if_sparse* or *if_elsewhere*.
+    """Raise `UnsupportedError` unless *tensor* is a dense tensor on one of the devices *reached*.
+
+    The text says what is *wanted*, and to use *if_sparse* or *if_elsewhere*.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedError(f"expected {wanted}, got {type(tensor).__name__}")

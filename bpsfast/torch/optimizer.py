@@ -227,8 +227,8 @@ def rejoin(optimizer: torch.optim.Optimizer) -> None:
     """
     wrapped: Any = optimizer
     if not hasattr(wrapped, "_make_exchange"):
-        raise UnsupportedError(f"{type(optimizer).__name__} is no DistributedOptimizer that could go on in another "
-                               "job: make it anew, in a reset callback of the state")
+        raise UnsupportedError(f"{type(optimizer).__name__} is no DistributedOptimizer, and cannot join another job: "
+                               "make it anew, in a reset callback of the state")
     abandon(wrapped)
     wrapped._exchange = wrapped._make_exchange(wrapped.backward_passes_per_step)
     if wrapped._exchange is not None:

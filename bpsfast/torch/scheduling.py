@@ -102,7 +102,7 @@ class Schedule:
             raise UnsupportedError(f"{name!r}, {tensor.layout} of shape {tuple(tensor.shape)} with strides "
                                    f"{tensor.stride() if tensor.layout == torch.strided else '-'}, is not contiguous")
         if average and (op is not None and op != dist.ReduceOp.SUM):
-            raise UnsupportedError(f"{name!r}: an average is a sum's, and op is {op!r}")
+            raise UnsupportedError(f"{name!r}: only sums can be averaged, and op is {op!r}")
         if average and not (tensor.is_floating_point() or tensor.is_complex()):
             raise UnsupportedError(f"{name!r} is {tensor.dtype}: only floating point is averaged")
         op = dist.ReduceOp.SUM if op is None else op

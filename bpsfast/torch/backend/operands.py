@@ -91,8 +91,8 @@ def reducible(dense: torch.Tensor, op: str) -> tuple[TensorInput, str]:
         return _memory(dense.view(torch.uint8)), _OF_BOOLS[op]
     if dtype.is_complex:
         if op not in ("sum", "avg"):
-            raise UnsupportedError(f"{dtype} is not combined by {op}: numbers of the plane have no order, and products "
-                                   "mix their parts")
+            raise UnsupportedError(f"{dtype} is not combined by {op}: complex numbers have no order, and products mix "
+                                   "their parts")
         return _memory(torch.view_as_real(dense)), op
     if dtype in _SIGNED:
         if op not in _SIGNLESS:
@@ -168,7 +168,7 @@ def split(whole: torch.Tensor, sizes: Sequence[int] | None, size: int, what: str
         sizes = [length // size] * size
     check_number(sizes, size, f"all_to_all: {what} splits")
     if sum(sizes) != length:
-        raise ConfigError(f"all_to_all: the {what} has length {length}, its splits {list(sizes)} say {sum(sizes)}")
+        raise ConfigError(f"all_to_all: the {what} has length {length}, its splits {list(sizes)} give {sum(sizes)}")
     row = whole.numel() // length if length else 0
     return flat(whole, [n * row for n in sizes])
 

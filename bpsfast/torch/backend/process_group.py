@@ -117,7 +117,7 @@ class ProcessGroup(BaseGroup):
         each, root = operands(tensors), self._root(opts, "broadcast")
         check_same(tensors, "broadcast")
         if not 0 <= opts.rootTensor < len(each):
-            raise ConfigError(f"broadcast: tensor {opts.rootTensor} of {len(each)} is asked for")
+            raise ConfigError(f"broadcast: there is no tensor {opts.rootTensor} among the {len(each)} given")
         first = each[opts.rootTensor]
 
         def run() -> None:
@@ -263,7 +263,7 @@ class ProcessGroup(BaseGroup):
 
     @overloads(None, {"tensors": 1}, accepts=("tag",), reads=())
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
-        """Receive the one of *tensors* from whoever sends with *tag*."""
+        """Receive the one of *tensors* from any member that sends with *tag*."""
         (one,) = operands(tensors)
         return self._message(lambda: self._messages.receive(one, None, tag))
 
@@ -291,8 +291,8 @@ class ProcessGroup(BaseGroup):
 
     def _check_peer(self, member: int, what: str) -> None:
         if not 0 <= member < self.size() or member == self.rank():
-            raise ConfigError(f"{what}: member {member} is asked for by member {self.rank()} of the {self.size()} of "
-                              "the group: messages are for another one of them")
+            raise ConfigError(f"{what}: member {self.rank()} names member {member}, but must name another one of the "
+                              f"{self.size()} members of the group")
 
     def _root(self, opts: Any, what: str) -> int:
         root = int(opts.rootRank)

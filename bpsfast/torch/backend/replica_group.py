@@ -163,8 +163,8 @@ class ReplicaGroup(NamedGroup):
             return inner
         if self._why_none is not None:
             raise self._why_none.with_traceback(None)  # its traceback would keep earlier callers' frames alive
-        raise torch_error(ClosedError("this process group has no members yet: configure(store_addr, replica_id, rank, "
-                                      "world_size) says who they are"))
+        raise torch_error(ClosedError("this process group has no members yet: call configure(store_addr, replica_id, "
+                                      "rank, world_size) first"))
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
