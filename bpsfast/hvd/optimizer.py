@@ -142,7 +142,7 @@ def DistributedOptimizer(
     if has_momentum(compression, named):
         raise UnsupportedError("codecs with momentum are for bpsfast.torch.DistributedOptimizer: use momentum=0 in the "
                                "codec, and the optimizer's own")
-    wrapped = wrap(optimizer, _DistributedOptimizer, backward_passes_per_step)
+    wrapped = wrap(optimizer, backward_passes_per_step, _DistributedOptimizer)
     wrapped.op, wrapped.process_set = reduction, process_set
     wrapped._parameter_names = {p: name for name, p in sorted(every, key=lambda item: item[0])}
     if runtime.current().size == 1 or not named or not process_set.included():

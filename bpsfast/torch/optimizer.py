@@ -17,12 +17,36 @@ from .compression import Compression, CompressionLike, check_compression
 from .cross_barrier import CrossBarrierExchange
 from .exchange import Exchange, SparseExchange
 from .gradient_hooks import Named
-from .optimizer_extras import is_exchanged, warn_of_momentum
+from .optimizer_extras import is_exchanged, settled_base, user_state_dict, warn_of_momentum
 from .optimizer_wrapper import OptimizerWrapper, check_idle, check_passes, owned, parameters_of, user_step, wrap
 
 
+class _SavesExtras(OptimizerWrapper):
+    """The methods that `DistributedOptimizer` adds to the user's optimizer class, with and without *cross_barrier*."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's own state, codec states under "compression", the result of autotune under "tuned".
+
+        Each node has its own codec states: for identical bits after a restart save those of every node
+        (`optimizer_extras`). Call it between steps. With *cross_barrier* it makes the due updates first.
+        """
+        state = user_state_dict(self)
+        return {**state, **self._exchange.state()} if self._exchange is not None else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned on this node. With *cross_barrier* it makes the due updates first.
+
+        Raises `MismatchError` (in the first step if it is loaded before that) if the codec states are of another node,
+        or of other gradients or codecs: remove "compression" from the state to begin without.
+        """
+        base, state = settled_base(self), dict(state_dict)
+        if self._exchange is not None:
+            self._exchange.load(state)
+        base.load_state_dict(self, state)
+
+
 class _DistributedOptimizer(OptimizerWrapper):
-    """The methods that `DistributedOptimizer` adds to the user's optimizer class."""
+    """The methods that `DistributedOptimizer` adds to the user's optimizer class without *cross_barrier*."""
 
     _exchange: Exchange | None
 
@@ -50,22 +74,6 @@ class _DistributedOptimizer(OptimizerWrapper):
         """
         if self._exchange is not None:
             self._exchange.synchronize()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's own state, codec states under "compression", the result of autotune under "tuned".
-
-        Each node has its own codec states: for identical bits after a restart save those of every node
-        (`optimizer_extras`). Call it between steps.
-        """
-        return _state_with_extras(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned on this node.
-
-        Raises `MismatchError` (in the first step if it is loaded before that) if the codec states are of another node,
-        or of other gradients or codecs: remove "compression" from the state to begin without.
-        """
-        _load_with_extras(self, state_dict)
 
 
 class _CrossBarrierOptimizer(OptimizerWrapper):
@@ -115,28 +123,6 @@ class _CrossBarrierOptimizer(OptimizerWrapper):
         check_idle(self._exchange)
         self._exchange.zero(set_to_none)
         self._exchange.forget_passes()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Make the due updates, then as without cross_barrier."""
-        self._exchange.settle_all()
-        return _state_with_extras(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the due updates, then as without cross_barrier."""
-        self._exchange.settle_all()
-        _load_with_extras(self, state_dict)
-
-
-def _state_with_extras(optimizer: OptimizerWrapper) -> dict[str, Any]:
-    state: dict[str, Any] = optimizer._base.state_dict(optimizer)
-    return {**state, **optimizer._exchange.state()} if optimizer._exchange is not None else state
-
-
-def _load_with_extras(optimizer: OptimizerWrapper, state_dict: dict[str, Any]) -> None:
-    state = dict(state_dict)
-    if optimizer._exchange is not None:
-        optimizer._exchange.load(state)
-    optimizer._base.load_state_dict(optimizer, state)
 
 
 def DistributedOptimizer(
@@ -203,7 +189,8 @@ def DistributedOptimizer(
         backups = None if settings.async_backups < 0 else settings.async_backups
         return AsyncOptimizer(optimizer, named, staleness=staleness, backups=backups)
     crosses = cross_barrier and is_exchanged(named, compression)
-    wrapped = wrap(optimizer, _CrossBarrierOptimizer if crosses else _DistributedOptimizer, backward_passes_per_step)
+    wrapped = wrap(optimizer, backward_passes_per_step, _SavesExtras,
+                   _CrossBarrierOptimizer if crosses else _DistributedOptimizer)
 
     def exchange(n_passes: int) -> Exchange | None:
         if crosses:

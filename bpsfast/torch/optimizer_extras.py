@@ -81,16 +81,16 @@ def point_of_state(state: dict[str, int]) -> TuningPoint:
 
 def user_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state of the user's optimizer alone, which is the same on all ranks."""
-    state: dict[str, Any] = _settled_base(optimizer).state_dict(optimizer)
+    state: dict[str, Any] = settled_base(optimizer).state_dict(optimizer)
     return state
 
 
 def load_user_state_dict(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load what `user_state_dict` returned into the user's optimizer."""
-    _settled_base(optimizer).load_state_dict(optimizer, state)
+    settled_base(optimizer).load_state_dict(optimizer, state)
 
 
-def _settled_base(optimizer: Any) -> Any:
+def settled_base(optimizer: Any) -> Any:
     """Return the user's class of *optimizer*, after the due updates of one with cross_barrier."""
     settle_all = getattr(getattr(optimizer, "_exchange", None), "settle_all", None)
     if settle_all is not None:

@@ -58,9 +58,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
                 self._exchange.alias_gradients()
 
 
-def wrap(optimizer: torch.optim.Optimizer, mixin: type, passes: int) -> Any:
+def wrap(optimizer: torch.optim.Optimizer, passes: int, *mixins: type) -> Any:
     """Return *optimizer* as `derive` does, with the methods of `OptimizerWrapper` too, and without an exchange yet."""
-    wrapped = derive(optimizer, OptimizerWrapper, mixin)
+    wrapped = derive(optimizer, OptimizerWrapper, *mixins)
     wrapped._skips, wrapped._exchange, wrapped.backward_passes_per_step = False, None, passes
     return wrapped
 
