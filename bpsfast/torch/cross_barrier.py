@@ -85,7 +85,8 @@ def _make_current(parameter: torch.Tensor) -> None:
 
 
 def _restore_class(parameter: torch.Tensor) -> None:
-    if type(parameter) is DueParameter:
+    its_class = type(parameter)
+    if its_class is DueParameter:
         parameter.__class__ = torch.nn.Parameter
 
 

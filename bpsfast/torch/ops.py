@@ -85,7 +85,7 @@ def declare(name: str) -> int:
 
 
 def _arguments(tensor: torch.Tensor, average: bool, name: str | None, priority: int, choice: Choice | None,
-               learning_rate: float | None, in_place: bool = False) -> tuple[Any, ...]:
+               learning_rate: float | None = None, in_place: bool = False) -> tuple[Any, ...]:
     """Return the arguments of `handle.start` and `handle.run`, which sum *tensor* into itself or into a new tensor."""
     memory = device_tensor_memory(tensor)
     output = tensor if in_place else torch.empty_like(tensor, requires_grad=False)
@@ -159,7 +159,7 @@ class _PushPull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total = handle.run(*_arguments(gradients[0].contiguous(), *ctx.arguments, None))
+        total = handle.run(*_arguments(gradients[0].contiguous(), *ctx.arguments))
         return total, None, None, None, None, None
 
 
