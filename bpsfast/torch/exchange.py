@@ -420,8 +420,8 @@ class Exchange:
         """Return *gradient* compressed by the user's compressor, and the context for decompressing it."""
         small, context = self._compression.compress(gradient)
         if not isinstance(small, torch.Tensor) or small.layout != torch.strided or small.device.type not in REACHED:
-            raise UnsupportedError(f"{_title(self._compression)}.compress has returned a {type(small).__name__} for the "
-                                   f"gradient of {name!r}, which is no dense tensor on the CPU or a GPU")
+            raise UnsupportedError(f"{_title(self._compression)}.compress has returned for the gradient of {name!r} a "
+                                   f"{type(small).__name__}, which is no dense tensor on the CPU or a GPU")
         kind = tuple(small.shape), wire_dtype_name(small.dtype)
         if kind != self.kinds.get(name, kind):
             raise MismatchError(f"{_title(self._compression)}.compress has made a tensor of shape {kind[0]} and dtype "
