@@ -69,7 +69,7 @@ def test_signatures(name):
 
 
 class Net(torch.nn.Module):
-    """Convolution, normalisation, a layer: what the programs' models consist of."""
+    """Convolution, normalisation and a layer, as in the programs' models."""
 
     def __init__(self):
         super().__init__()

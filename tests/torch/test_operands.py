@@ -16,7 +16,7 @@ BITWISE = ("band", "bor", "bxor")
 
 
 def raw(memory):
-    """Return the bytes that *memory* says."""
+    """Return the bytes in *memory*."""
     return ctypes.string_at(memory.address, memory.nbytes) if memory.nbytes else b""
 
 

@@ -21,7 +21,7 @@ _state = {}
 
 @pytest.fixture
 def store():
-    """Return a function that gives each life of a group an address of its own."""
+    """Return a function that gives each configuration of a group an address of its own."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return lambda life: f"127.0.0.1:{server.port}/quorum/{life}"
 
@@ -40,7 +40,7 @@ def processes():
 
 
 def on(processes, ranks, function, *arguments):
-    """Run *function* on some of *processes* only; return what each returned, or how it failed."""
+    """Run *function* on some of *processes* only; return each result or failure."""
     processes.begin(function, *arguments, only=ranks)
     return [outcome.value if not outcome.error else f"{outcome.error}: {outcome.text}"
             for outcome in processes.outcomes(LIMIT_S + 20, only=ranks)]
@@ -106,7 +106,7 @@ def test_who_does_not_come_is_named_and_the_next_life_is_a_good_one(processes, s
 
 
 def waits_in_vain():
-    """Nobody sends; return what the wait says, and what `errored` does."""
+    """No member sends; return the errors of the wait and of `errored`."""
     try:
         _state["group"].recv([torch.ones(3)], 1, 0).wait()
     except dist.DistBackendError as exc:
@@ -146,7 +146,7 @@ def default_group_of_one(path):
 
 
 def called_by_name(address, path):
-    """Have torch find the group by name, beside a default group that is gloo's of this rank alone."""
+    """Let torch find the group by name, beside a default group of gloo with this rank alone."""
     from torch.distributed import _functional_collectives as functional
 
     with default_group_of_one(f"{path}-{os.environ['RANK']}"):

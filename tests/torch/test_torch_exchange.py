@@ -18,7 +18,7 @@ def test_the_forward_pass_is_backward_backwards(seen, expected):
 
 
 class Scrambled(torch.nn.Module):
-    """Declares its layers in another order than it uses them in; one is used twice, one never, one by its weight."""
+    """Uses its layers in another order than it declares them; one is used twice, one never, one by its weight."""
 
     def __init__(self):
         super().__init__()

@@ -106,7 +106,7 @@ def hooked(kind, backend, path, options):
 
 
 def packs_of(state):
-    """What the job knows of each pack: name, codec, stride, number of parameters."""
+    """Return for each pack: name, codec, stride, number of parameters."""
     return [(pack.unit.name, pack.unit.codec, pack.unit.stride, len(pack.nbytes_of)) for pack in state._packs.packs]
 
 
@@ -174,7 +174,7 @@ def test_buckets_that_are_not_made_anew(shared_job, path):
 
 
 def inside_the_backend_alone(kind):
-    """The job is the process group's own: nobody has called init."""
+    """The job is the process group's own: init was not called."""
     model = DistributedDataParallel(Backwards())
     state, seen = CompressionState(k=0.05, name=f"alone {kind}"), []
     model.register_comm_hook(state, spied(state, getattr(hooks, f"{kind}_hook"), seen))
@@ -247,7 +247,7 @@ def test_learning_rates_are_those_of_the_optimizer(shared_job, path):
 
 
 def ended(path):
-    """What states leave behind: threads."""
+    """States must not leave threads behind."""
     with Group("gloo", path):
         model = DistributedDataParallel(Backwards(), bucket_cap_mb=0.35)
         state = CompressionState(name="ended")
@@ -294,7 +294,7 @@ def test_without_a_job_it_says_what_to_call(path):
 
 
 def dying(path):
-    """Rank 1 does not come to the third backward pass: the other one's ends with who is missing."""
+    """Rank 1 does not begin the third backward pass: the other rank's error names it."""
     with Group("gloo", path):
         model = DistributedDataParallel(Backwards())
         model.register_comm_hook(CompressionState(name="dying"), hooks.onebit_hook)

@@ -38,7 +38,7 @@ def train(model, optimizer, steps):
 
 
 def begin(name, crossing=False):
-    """Train four steps; return all that is to be saved, as a file's bytes."""
+    """Train four steps; return the saved file's bytes."""
     _state[name] = model, optimizer = made(name, **({"cross_barrier": True} if crossing else {}))
     train(model, optimizer, range(4))
     file = io.BytesIO()
@@ -54,7 +54,7 @@ def go_on(name):
 
 
 def resume(name, files, crossing=False, after=0, without=False):
-    """As `begin`, but go on from a file; *after* so many steps that it undoes, *without* what nodes keep."""
+    """As `begin`, but continue from a file; *after* that many steps, which loading undoes; *without* codec states."""
     _state[name] = model, optimizer = made(name, **({"cross_barrier": True} if crossing else {}))
     train(model, optimizer, range(50, 50 + after))
     saved = torch.load(io.BytesIO(files[bps.rank()]), weights_only=True)
@@ -68,7 +68,7 @@ def resume(name, files, crossing=False, after=0, without=False):
 
 @pytest.fixture
 def jobs(shared_job):
-    """Three jobs alike, which know nothing of each other."""
+    """Three jobs of the same shape, independent of each other."""
     return [shared_job(**SHAPE, stall_warn_s=50.0 + i) for i in range(3)]
 
 
@@ -108,7 +108,7 @@ def test_what_another_node_kept_is_refused(job):
 
 
 def broadcast():
-    """What nodes keep is theirs: only the optimizer's own state is broadcast."""
+    """Codec states stay with their nodes: only the optimizer's own state is broadcast."""
     model, optimizer = made("cast")
     train(model, optimizer, range(2))
     before = {name: each.clone() for name, each in optimizer.state_dict()["compression"]["nodes"].items()}

@@ -59,7 +59,7 @@ def on_ranks(n_steps, halves, options):
 
 
 def reference(n_ranks, n_steps, halves, sync_every, n_fragments=1, overlap=0, mix=0.5):
-    """Compute what each rank's parameters are after each step: the outer step by torch.optim.SGD itself."""
+    """Compute each rank's parameters after each step; torch.optim.SGD itself makes the outer steps."""
     root = model(0, halves)
     nets = [copy.deepcopy(root) for _ in range(n_ranks)]
     fixed = {r: model(r, halves)[0].bias for r in range(n_ranks)}
@@ -221,7 +221,7 @@ def test_what_cannot_be_is_refused_in_words(shared_job):
 # -- bytes, and who is lost -------------------------------------------------------------------------------
 
 def bytes_sent(sync_every, n_steps):
-    """Return the bytes that this machine's node has sent over wires in *n_steps*."""
+    """Return the bytes that this machine's node has sent over the network in *n_steps*."""
     net = model(0)
     optimizer = bps.OuterOptimizer(inner(net.parameters()), net, sync_every)
     bpsfast.barrier()

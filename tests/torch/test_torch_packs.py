@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(shared_job, path):
 
 
 def uneven(path):
-    """Rank r has 2 + r batches; those that are done shadow the others."""
+    """Rank r has 2 + r batches; finished ranks take part in the others' calls (join)."""
     model, optimizer, state = made("uneven", path, int8_hook)
     n_steps = 0
     with model.join():
