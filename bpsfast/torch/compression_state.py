@@ -243,8 +243,7 @@ class Pack:
         _part_done(arrived, BusyError(f"another backward pass began before all gradients of {self.unit.name!r} had "
                                       "come"))
 
-    def put(self, index: int, completion: PartwiseFuture, offset: int,
-            timeout_s: float) -> dict[int, _Arrival] | None:
+    def put(self, index: int, completion: PartwiseFuture, offset: int, timeout_s: float) -> dict[int, _Arrival] | None:
         """Copy the *index*-th gradient from byte *offset* of a bucket; if it was the last one, return all arrivals.
 
         Waits for the pack's last sum if a backward pass failed while it was under way; raises as `Unit.wait`.

@@ -118,7 +118,7 @@ class GradientObserver(Protocol):
         """Stop sending before a step: a later observer has some of the same parameters."""
 
     def accumulated(self, name: str) -> None:
-        """Called when backward has accumulated the gradient of *name*."""
+        """Handle the gradient of *name*, which backward has accumulated."""
 
 
 #: The next observer's number.

@@ -71,8 +71,9 @@ class Schedule:
         self.size = dist.get_world_size(group)
         self._lock = threading.Lock()
         self._names: set[str] = set()  # under way, until all partitions are done
+        given = given_key(load_with_origins()[0])  # torch's group is not encrypted; a rank may have no key
         self._turns = TurnService(rank, self.size, self._agree, host=_own_host, credit_nbytes=credit_nbytes,
-                                  timeout_s=timeout_s, secret=_secret())
+                                  timeout_s=timeout_s, secret=job_key(given, "") if given else b"")
 
     def _agree(self, message: bytes | None) -> bytes:
         """Return the message of the group's first rank."""
@@ -182,12 +183,6 @@ def _wait_for_card(work: Any, device: Any) -> None:
     with torch.cuda.stream(stream):
         work.wait()
     stream.synchronize()
-
-
-def _secret() -> bytes:
-    """Return the job's key, or nothing if this rank was given none: torch's group is not encrypted."""
-    given = given_key(load_with_origins()[0])
-    return job_key(given, "") if given else b""
 
 
 def _own_host() -> str:

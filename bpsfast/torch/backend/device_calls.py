@@ -120,11 +120,8 @@ class DeviceCall:
 
 
 _current: ContextVar[DeviceCall | None] = ContextVar("bpsfast_call", default=None)
-
-
-def current() -> DeviceCall | None:
-    """Return this thread's present call if its tensors are on a device."""
-    return _current.get()
+#: Returns this thread's present call if its tensors are on a device.
+current = _current.get
 
 
 def on_device(reads: tuple[int, ...], writes: tuple[int, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

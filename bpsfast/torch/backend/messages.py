@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class MessageWork(Work):
     """A message under way: sent from *one*, or received into it."""
 
-    def __init__(self, transfer: Transfer, one: Operand, members: tuple[int, ...], timeout_s: float,
-                 text: str) -> None:
+    def __init__(self, transfer: Transfer, one: Operand, members: tuple[int, ...], timeout_s: float, text: str) -> None:
         self._call = current()
         super().__init__([one.tensor], timeout_s, text, self._call)
         if self._call is not None:

@@ -230,8 +230,7 @@ class ProcessGroup(BaseGroup):
         check_number(output_tensors, self.size(), "all_to_all")
         outs, xs = operands(output_tensors), operands(input_tensors)
         return self._start("all_to_all", output_tensors, opts,
-                           lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]),
-                           outs)
+                           lambda: self._group.all_to_all([x.memory for x in xs], [out.memory for out in outs]), outs)
 
     @overloads(dist.AllToAllOptions, {"outputs": 0, "inputs": 0}, ({"outputs": 0, "inputs": 0}, "[timeout]"),
            needs=("output_splits", "input_splits"))

@@ -178,16 +178,9 @@ def env(torchs: Callable[..., Any], url: str, timeout: timedelta = timedelta(min
     raise RuntimeError("the ranks of a job of bpsfast do not change: env:// cannot be asked again")
 
 
-def _is_served_by_torch(given: dict[str, str]) -> bool:
-    """Whether torch's variables are set, and agree with the world_size that is *given*, if any."""
-    size = os.environ.get("WORLD_SIZE", "")
-    return given.get("world_size", size) == size and all(
-        os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
 def _is_in_job(given: dict[str, str]) -> bool:
     """Join the job of another launcher, as its variables say; return False if there is none, or if this process has
-    left it and torch's variables are set. Raises as `bpsfast.init`.
+    left it and torch's variables are set and agree with the *given* world_size. Raises as `bpsfast.init`.
     """
     if process.session() is None:
         settings = load({})
@@ -198,7 +191,8 @@ def _is_in_job(given: dict[str, str]) -> bool:
         try:
             process.begin(role, settings)
         except ClosedError:
-            if _is_served_by_torch(given):
+            names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            if all(map(os.environ.get, names)) and given.get("world_size") in (None, os.environ["WORLD_SIZE"]):
                 return False
             raise
     return True
