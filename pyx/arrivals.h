@@ -1,6 +1,5 @@
 /* Arrivals: what transports report to an engine, and what happens to it while the engine is frozen. */
-#ifndef BPS_ARRIVALS_H
-#define BPS_ARRIVALS_H
+#pragma once
 
 #include "core.h"
 
@@ -56,5 +55,3 @@ static void bps_on_notify(void *engine, uint32_t kind, uint32_t source, uint32_t
 {
     bps_event_out(engine, kind, source, part, round, code, 0, nbytes);
 }
-
-#endif

@@ -10,8 +10,7 @@
  * waited for, by a thread that takes one of the waiting parts). Memory and version number change under the store's lock
  * only, so a thread that copies an answer knows its version.
  */
-#ifndef BPS_BACKUPS_H
-#define BPS_BACKUPS_H
+#pragma once
 
 #include "store.h"
 
@@ -133,5 +132,3 @@ static inline void bps_run_backups(struct bps_core *core, struct bps_worker *wor
     }
     bps_ran(core, word);
 }
-
-#endif

@@ -11,8 +11,7 @@
  * Words are a cache line apart. Ranks sleep on the word itself (a read-only mapping suffices for FUTEX_WAIT)
  * and say so in their lane's `sleepers`, so an uncontended publication makes no system call.
  */
-#ifndef BPS_BOARD_H
-#define BPS_BOARD_H
+#pragma once
 
 #include "futex.h"
 
@@ -39,5 +38,3 @@ static inline uint64_t *bps_board_time(uint32_t *word) { return (uint64_t *)(wor
 
 /* Rounds are compared as a signed difference, so they may wrap. */
 static inline int bps_reached(uint32_t have, uint32_t want) { return (int32_t)(have - want) >= 0; }
-
-#endif

@@ -7,8 +7,7 @@
  * checksum fits. If a payload does not fit, its slot holds garbage, but the write is not reported as arrived, and comes
  * again over another connection, as with encryption (`seal.h`).
  */
-#ifndef BPS_CHECKED_H
-#define BPS_CHECKED_H
+#pragma once
 
 #include "crc32c.h"
 #include "sockets.h"
@@ -84,5 +83,3 @@ static inline int bps_checked_receive_payload(int fd, uint32_t crc, void *payloa
         rc = bps_receive_all(fd, &said, BPS_CHECKSUM_NBYTES);
     return rc != 0 ? rc : said == crc ? 0 : EBADMSG;
 }
-
-#endif

@@ -8,8 +8,7 @@
  * A frame is its length (8 bytes), then the codec's format. Computation is in T, float or double; the tensor's elements
  * D may be narrower. The thread that runs the part owns all fields; `rate` is guarded by the engine's lock.
  */
-#ifndef BPS_CODEC_H
-#define BPS_CODEC_H
+#pragma once
 
 #include "part.h"
 
@@ -211,5 +210,3 @@ static inline int bps_decode_result(const struct bps_part *part, uint32_t round,
         codec->narrow(output, result, (int64_t)part->n_elements);
     return BPS_CODED;
 }
-
-#endif

@@ -5,8 +5,7 @@
  *       member part  bps_forward:  lane of an owner on this host, or FORWARD event
  *   result of a member part --bps_arrive--> board word
  */
-#ifndef BPS_CORE_H
-#define BPS_CORE_H
+#pragma once
 
 #include <math.h>
 
@@ -394,5 +393,3 @@ static inline void bps_ran(struct bps_core *core, uint32_t *word)
         pthread_mutex_lock(&core->lock);
     }
 }
-
-#endif

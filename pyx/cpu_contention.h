@@ -4,8 +4,7 @@
  * awake since the last slow yield, waits sleep at once for the least pause only; each further slow yield doubles it.
  * BPS_MANY_MET waits save more than a slow yield costs: 30 to 60 us each, against one or a few ms.
  */
-#ifndef BPS_CONTENTION_H
-#define BPS_CONTENTION_H
+#pragma once
 
 #include <stdint.h>
 
@@ -44,5 +43,3 @@ static inline int bps_contention_met(struct bps_contention *contention)
         __atomic_store_n(&contention->n_met, n + 1, __ATOMIC_RELAXED);
     return 1;
 }
-
-#endif

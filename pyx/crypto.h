@@ -1,6 +1,5 @@
 /* Crypto: the functions of OpenSSL's libcrypto that encryption needs, loaded at run time, and only if it is used. */
-#ifndef BPS_CRYPTO_H
-#define BPS_CRYPTO_H
+#pragma once
 
 #include <dlfcn.h>
 #include <stddef.h>
@@ -46,5 +45,3 @@ static inline const char *bps_crypto_load(struct bps_crypto *crypto, const char 
 #undef BPS_FIND
     return NULL;
 }
-
-#endif

@@ -6,8 +6,7 @@
  *   LOST       the connection to `source` is gone or broke the protocol; code is an errno, 0 an orderly end;
  *              `source` BPS_NOBODY: the engine itself has failed, and the board says how
  */
-#ifndef BPS_EVENTS_H
-#define BPS_EVENTS_H
+#pragma once
 
 #include <stdlib.h>
 
@@ -94,5 +93,3 @@ static inline void bps_events_wake(struct bps_events *events)
     bps_add(&events->word, 1);
     bps_wake(&events->word, 1);
 }
-
-#endif

@@ -2,8 +2,7 @@
  *
  * Futexes are not PRIVATE: the words lie in memfd segments that several processes map.
  */
-#ifndef BPS_FUTEX_H
-#define BPS_FUTEX_H
+#pragma once
 
 #include <errno.h>
 #include <limits.h>
@@ -140,5 +139,3 @@ static inline void bps_await_doorbell(struct bps_doorbell *bell, uint32_t seen, 
     if (bps_await_doorbell_awake(bell, 0, seen, awake_ns, timeout_ns))
         __atomic_store_n(&bell->awake, 0, __ATOMIC_SEQ_CST);
 }
-
-#endif

@@ -2,8 +2,7 @@
  *
  * It is measured because a virtual machine's kernel does not know where the host runs its CPUs.
  */
-#ifndef BPS_HANDOVER_H
-#define BPS_HANDOVER_H
+#pragma once
 
 #include <errno.h>
 #include <sched.h>
@@ -95,5 +94,3 @@ static inline int bps_handover(int first, int second, uint64_t timeout_ns, doubl
     *ns = (double)h.least_ns / (2.0 * BPS_HANDOVER_TURNS);
     return rc;
 }
-
-#endif

@@ -14,8 +14,7 @@
  * The consumer trusts nothing but its own copy of the capacity: a broken producer can only announce rubbish,
  * which the engine checks entry by entry.
  */
-#ifndef BPS_LANE_H
-#define BPS_LANE_H
+#pragma once
 
 #include <string.h>
 
@@ -103,5 +102,3 @@ static inline void bps_count(uint64_t *counter, uint64_t amount)
 }
 
 static inline uint64_t bps_counted(const uint64_t *counter) { return __atomic_load_n(counter, __ATOMIC_RELAXED); }
-
-#endif

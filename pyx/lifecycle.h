@@ -1,6 +1,5 @@
 /* Lifecycle: an engine's core from its tables and threads to its end, and the freeze before a commit. */
-#ifndef BPS_LIFECYCLE_H
-#define BPS_LIFECYCLE_H
+#pragma once
 
 #include "arrivals.h"
 #include "workers.h"
@@ -144,5 +143,3 @@ static inline int bps_map_segment(struct bps_core *core, uint32_t source, uint32
     bps_ring_doorbell(core->doorbell, INT_MAX);
     return rc;
 }
-
-#endif

@@ -5,8 +5,7 @@
  * it from a keeper. If the next round has begun, it is pushed again to the new owner, from where its inputs still are:
  * a rank writes the next inputs only once all of this round is complete (docs/design/recovery.md).
  */
-#ifndef BPS_OWNER_CHANGE_H
-#define BPS_OWNER_CHANGE_H
+#pragma once
 
 #include "table.h"
 
@@ -188,5 +187,3 @@ static inline int bps_give_up(struct bps_core *core, uint32_t index, struct bps_
     pthread_mutex_unlock(&core->lock);
     return status;
 }
-
-#endif

@@ -3,8 +3,7 @@
  * A thread that wants to move bytes reserves the next stretch of time in which they fit, and sleeps until it begins.
  * Unused time can be made up for, up to burst_ns, because sleeps end late and bytes come in bursts.
  */
-#ifndef BPS_PACE_H
-#define BPS_PACE_H
+#pragma once
 
 #include "futex.h"
 
@@ -39,5 +38,3 @@ static inline int bps_await_turn(struct bps_pace *pace, uint64_t nbytes, const u
     __atomic_fetch_add(&pace->waited_ns, now_ns - begin_ns, __ATOMIC_RELAXED);
     return 0;
 }
-
-#endif

@@ -4,8 +4,7 @@
  * (only the local ranks' inputs meet here; their partial is forwarded to the owner, whose result comes back).
  * All functions run under the engine's lock.
  */
-#ifndef BPS_PART_H
-#define BPS_PART_H
+#pragma once
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -196,5 +195,3 @@ static inline uint32_t bps_heap_pop(struct bps_heap *heap, const struct bps_part
     heap->index[i] = last;
     return top;
 }
-
-#endif

@@ -4,8 +4,7 @@
  * `failed`, `failed_pair`, `failed_receive` and `vendor_error` say which), EPROTO (the peer's data is not what it
  * should be), or that of a verb.
  */
-#ifndef BPS_PERF_H
-#define BPS_PERF_H
+#pragma once
 
 #include "perf_idle.h"
 #include "perf_queues.h"
@@ -148,5 +147,3 @@ static inline int bps_perf_latency(struct bps_perf *p, uint64_t n, int first, ui
     p->ended_ns = now_ns;
     return p->receives && owed ? bps_perf_post_receives(p, 0, owed) : 0;
 }
-
-#endif

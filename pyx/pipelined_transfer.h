@@ -4,8 +4,7 @@
  * it is put in again. A chunk with BPS_FINGERPRINT carries two words, one the complement of the other on every rank; the
  * bitwise and of all ranks shows whether all ranks gave the same.
  */
-#ifndef BPS_PIPELINED_TRANSFER_H
-#define BPS_PIPELINED_TRANSFER_H
+#pragma once
 
 #include "copy.h"
 #include "port.h"
@@ -89,5 +88,3 @@ static inline int bps_pipelined_transfer(struct bps_port *port, const struct bps
     }
     return status;
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* Port: a rank's end of its node: puts one entry onto the lane, waits for one word of the board. Any thread, no lock
  * held.
  */
-#ifndef BPS_PORT_H
-#define BPS_PORT_H
+#pragma once
 
 #include <errno.h>
 #include <poll.h>
@@ -168,5 +167,3 @@ static inline int bps_port_wait(struct bps_port *port, uint32_t part, uint32_t r
         }
     }
 }
-
-#endif

@@ -7,8 +7,7 @@
  * often for queue pairs that are not answered. Locks: `lanes_lock` is held around each batch, then a lane's own lock,
  * then that of the regions.
  */
-#ifndef BPS_RAIL_H
-#define BPS_RAIL_H
+#pragma once
 
 #include <sys/eventfd.h>
 
@@ -239,5 +238,3 @@ static inline void bps_rail_remove_lane(struct bps_rail *rail, struct bps_rdma_l
     rail->lanes[lane->number] = NULL;
     pthread_mutex_unlock(&rail->lanes_lock);
 }
-
-#endif

@@ -5,8 +5,7 @@
  * so one request for each bound slot is always enough. Slots are bound after the proof has come, which takes a request
  * of its own.
  */
-#ifndef BPS_RDMA_ARRIVALS_H
-#define BPS_RDMA_ARRIVALS_H
+#pragma once
 
 #include "rdma_lane.h"
 
@@ -96,5 +95,3 @@ static inline void bps_lane_arrived(struct bps_rdma_lane *lane, const struct bps
     bps_record_add(&lane->records, BPS_RECEIVE, (int)lane->peer, slot, round, wc->byte_len, now_ns, now_ns);
     lane->arrived(lane->engine, lane->peer, slot, round, flags);
 }
-
-#endif

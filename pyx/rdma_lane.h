@@ -7,8 +7,7 @@
  * `lock` guards queue, slots, failure and every post; the arrived hook is called without it. Completions are handled by
  * the rail's thread.
  */
-#ifndef BPS_RDMA_LANE_H
-#define BPS_RDMA_LANE_H
+#pragma once
 
 #include "futex.h"
 #include "hooks.h"
@@ -117,5 +116,3 @@ static inline void bps_lane_start(struct bps_rdma_lane *lane, uint32_t peer, voi
         bps_lane_fail(lane, lane->failure);
     pthread_mutex_unlock(&lane->lock);
 }
-
-#endif

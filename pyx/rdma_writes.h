@@ -1,6 +1,5 @@
 /* RDMA writes: what a lane sends. post -> ring -> WRITE_WITH_IMM -> send completion -> EVENT_DELIVERED (credit). */
-#ifndef BPS_RDMA_WRITES_H
-#define BPS_RDMA_WRITES_H
+#pragma once
 
 #include "rdma_lane.h"
 
@@ -110,5 +109,3 @@ static inline void bps_lane_delivered(struct bps_rdma_lane *lane, uint32_t index
         lane->notify(lane->engine, BPS_EVENT_DELIVERED, lane->peer, write.slot, write.round, 0, write.nbytes);
     }
 }
-
-#endif

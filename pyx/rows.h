@@ -14,8 +14,7 @@
  * Frames come from other processes. Their headers are read once, and the caller reports what is wrong with one; later
  * changes can only spoil values, because an index is compared, never used as an address.
  */
-#ifndef BPS_ROWS_H
-#define BPS_ROWS_H
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -169,5 +168,3 @@ static inline int64_t bps_rows_merge(const struct bps_rows *shape, bps_kernel ke
     }
     return -1;
 }
-
-#endif

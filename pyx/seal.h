@@ -11,8 +11,7 @@
  * the write is not reported as arrived, and comes again over another connection. A seal that has failed once cannot be
  * used any more.
  */
-#ifndef BPS_SEAL_H
-#define BPS_SEAL_H
+#pragma once
 
 #include <errno.h>
 #include <stdint.h>
@@ -148,5 +147,3 @@ static inline int bps_seal_receive_payload(struct bps_seal *seal, int fd, void *
     }
     return rc;
 }
-
-#endif

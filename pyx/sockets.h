@@ -1,6 +1,5 @@
 /* Sockets: the options and queries of a connected TCP socket that a stream needs. */
-#ifndef BPS_SOCKETS_H
-#define BPS_SOCKETS_H
+#pragma once
 
 #include <errno.h>
 #include <stdint.h>
@@ -120,5 +119,3 @@ static inline int bps_receive_paced(int fd, void *buffer, size_t nbytes, struct 
     }
     return rc;
 }
-
-#endif

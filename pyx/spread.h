@@ -4,8 +4,7 @@
  * thread that wakes, because those of waiting ranks count as busy. There the second sum would begin only after the
  * first. A CPU of a rank that waits awake may be used (futex.h).
  */
-#ifndef BPS_SPREAD_H
-#define BPS_SPREAD_H
+#pragma once
 
 #include <pthread.h>
 #include <sched.h>
@@ -50,5 +49,3 @@ static inline void bps_leave_seat(struct bps_seat *seat)
     seat->cpu = -1;
     seat->sleeps = 1;
 }
-
-#endif

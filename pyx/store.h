@@ -16,8 +16,7 @@
  *
  * The lists are guarded by the engine's lock, the memory by the store's own, which is held around kernels only.
  */
-#ifndef BPS_STORE_H
-#define BPS_STORE_H
+#pragma once
 
 #include "core.h"
 
@@ -227,5 +226,3 @@ static inline void bps_run_store(struct bps_core *core, struct bps_worker *worke
         part->held = 1;
     bps_ran(core, word);
 }
-
-#endif

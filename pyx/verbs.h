@@ -9,8 +9,7 @@
  * of ours, allocate nothing and return 0 or a positive errno. Immediates are in host order here, big endian on the
  * wire. Any thread: providers lock each queue themselves.
  */
-#ifndef BPS_VERBS_H
-#define BPS_VERBS_H
+#pragma once
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* ppoll */
@@ -223,5 +222,3 @@ static inline int bps_take_cq_event(struct bps_ibv_comp_channel *channel)
     bps_verbs.ack_cq_events(cq, 1);
     return 1;
 }
-
-#endif

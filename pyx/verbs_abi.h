@@ -8,8 +8,7 @@
  * by tests/pyx/test_verbs_header.py against <infiniband/verbs.h> where that is installed. Names begin with bps_ or BPS_,
  * so both may be included in one file.
  */
-#ifndef BPS_VERBS_ABI_H
-#define BPS_VERBS_ABI_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -254,5 +253,3 @@ BPS_SIZE(qp_attr, 144);
 BPS_SIZE(device_attr, 232);
 BPS_SIZE(port_attr, 52);
 BPS_SIZE(async_event, 16);
-
-#endif

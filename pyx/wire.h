@@ -14,8 +14,7 @@
  * length of their own, it checks also that afterwards. With checksums (setting checksum) four bytes more follow header
  * and payload (`checked.h`), with seals sixteen (`seal.h`).
  */
-#ifndef BPS_WIRE_H
-#define BPS_WIRE_H
+#pragma once
 
 #include <stdint.h>
 
@@ -43,5 +42,3 @@ static inline uint32_t bps_immediate(uint32_t slot, uint32_t round, uint32_t epo
 {
     return (slot & 0xfffffu) | (round & 0xfu) << 20 | (epoch & 0xffu) << 24;
 }
-
-#endif

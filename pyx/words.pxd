@@ -46,7 +46,6 @@ cdef extern from "board.h" nogil:
         uint32_t magic, state, n_words
     enum: BPS_BOARD_MAGIC, BPS_BOARD_HEADER, BPS_BOARD_STRIDE, BPS_REASON_OFFSET, BPS_REASON_NBYTES, BPS_MAX_PARTS
     uint32_t *bps_board_word(void *, uint32_t)
-    uint64_t *bps_board_time(uint32_t *)
     int bps_reached(uint32_t, uint32_t)
 
 cdef extern from "record.h" nogil:
@@ -55,7 +54,7 @@ cdef extern from "record.h" nogil:
     struct bps_trace:
         bps_record *records
         uint64_t capacity, used
-    enum: BPS_COPY_IN, BPS_WAIT, BPS_DELIVER, BPS_WIRE, BPS_RECEIVE, BPS_PUSH, BPS_TO_DEVICE, BPS_TO_HOST
+    enum: BPS_COPY_IN, BPS_DELIVER, BPS_WIRE, BPS_RECEIVE, BPS_PUSH, BPS_TO_DEVICE, BPS_TO_HOST
     int bps_trace_open(bps_trace *, uint64_t, uint32_t, uint32_t)
     void bps_record_add(bps_trace *, int, int, uint32_t, uint32_t, uint64_t, uint64_t, uint64_t)
 

@@ -1,7 +1,6 @@
 /* Workers: the engine's threads, which sum, compress or decode a part that is complete. Kernels run outside the lock.
  */
-#ifndef BPS_WORKERS_H
-#define BPS_WORKERS_H
+#pragma once
 
 #include <stdio.h>
 
@@ -165,5 +164,3 @@ static void *bps_work(void *argument)
         is_awake = bps_await_doorbell_awake(core->doorbell, is_awake, seen, core->awake_ns, BPS_SLEEP_NS);
     }
 }
-
-#endif
