@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from ...orchestration.messages import NodeInfo
-from .links import Link
+from .peering import Link
 from .tcp import PAYLOAD_SHARE, TcpLink
 
 log = logging.getLogger("bpsfast.node")

@@ -20,7 +20,7 @@ from ...orchestration.messages import NodeInfo, Outcome
 from ...orchestration.security import HandshakeResult, StreamHello
 from ...pyx.ring import MAX_PARTS
 from . import rdma, shm, tcp
-from .links import Link
+from .links import WireLink
 from .rdma import handshake
 from .rdma.rails import Rail
 from .reconnector import PROBE_STREAM, RECONNECT_STREAM, SHUTDOWN_STREAM, Reconnector
@@ -28,10 +28,24 @@ from .tcp import DataPort, Epochs
 
 log = logging.getLogger("bpsfast.node")
 
+Link = shm.ShmLink | tcp.TcpLink | rdma.RdmaLink
+#: Links with a channel for messages of the control loops.
+TalkingLink = shm.ShmLink | rdma.RdmaLink
+
 #: How long `close` waits for each thread: an aborted job does not wait for a peer that does not answer.
 _JOIN_S = 1.0
 #: After this share of `start_timeout_s` a helper that has not connected is lost, while the job can begin without it.
 _HELPERS_WAIT = 0.5
+
+
+def wire(link: Link | None) -> WireLink | None:
+    """Return *link* if bytes are written over it, None if memory is shared or there is none."""
+    return link if isinstance(link, WireLink) else None
+
+
+def talking(link: Link) -> TalkingLink | None:
+    """Return *link* if it has a channel."""
+    return link if not isinstance(link, tcp.TcpLink) else None
 
 
 def check(settings: Settings) -> None:

@@ -28,6 +28,7 @@ from ...pyx.engine import Engine
 from ...pyx.pace import Pace
 from ...pyx.ring import MAX_PARTS
 from ...pyx.tcp import Stream
+from .links import WireLink
 
 log = logging.getLogger("bpsfast.node")
 
@@ -130,13 +131,13 @@ _UNTRACED = Limits()
 
 
 @dataclass
-class TcpLink:
+class TcpLink(WireLink):
     """The connections to one peer of a job of *n_nodes*, by stream number; native streams once `start` was called.
 
-    *n_streams*: how many of them partitions take turns on by default (0: all). *bound*: see `RdmaLink`.
-    *send_buffer_nbytes* 0: the size that measured best. *number*: which of the pair's links this is; *awaited_there*:
-    what the peer has not received over earlier ones. *seals*: keys of encrypted connections. *checks*: writes over the
-    other connections have checksums. *epoch*: that of the dialler.
+    *n_streams*: how many of them partitions take turns on by default (0: all). *send_buffer_nbytes* 0: the size that
+    measured best. *number*: which of the pair's links this is; *awaited_there*: what the peer has not received over
+    earlier ones. *seals*: keys of encrypted connections. *checks*: writes over the other connections have checksums.
+    *epoch*: that of the dialler.
     """
 
     index: int
@@ -170,7 +171,6 @@ class TcpLink:
             self.is_encrypted = True
 
     def start(self, engine: Engine, source: int) -> None:
-        """Hand the connections over to native streams, which report arrivals to *engine* as those of *source*."""
         for number in sorted(self.sockets):
             sock = self.sockets[number]
             nbytes = self.send_buffer_nbytes or (_NEAR_BUFFER_NBYTES if _is_near(sock) else _FAR_BUFFER_NBYTES)
@@ -199,11 +199,6 @@ class TcpLink:
 
     def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
              first_round: int = 1) -> None:
-        """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; *framed*: see `WireLink`.
-
-        *first_round* comes next, and is awaited if the link ends before. From now on *part* uses one of the first
-        *n_streams* streams, on both sides.
-        """
         self.expect(part, even, odd, nbytes, n_streams, framed, first_round)
         if not self.fenced:
             self._bind(part, even, odd, nbytes, n_streams, framed, first_round)
@@ -215,7 +210,6 @@ class TcpLink:
         self.stream_of(part).bind(part, even, odd, nbytes, framed, next_round)
 
     def unbind(self, part: int) -> None:
-        """Expect nothing more of *part*: it was refused, or is retired. Writes to it are errors."""
         self.bound.pop(part, None)
         self._rounds.pop(part, None)
         if self.streams and not self.fenced:
@@ -223,7 +217,6 @@ class TcpLink:
         self._n_streams_of.pop(part, None)
 
     def fence(self) -> None:
-        """End the link for good: nothing more arrives, and `awaited` is final. One thread, idempotent."""
         if not self.fenced:
             self._close_streams()
             if self.streams:
@@ -232,49 +225,24 @@ class TcpLink:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether `fence` was called."""
         return self.fenced
 
     def next_round(self, part: int) -> int:
-        """Return the round of *part*, which is bound, that has not arrived whole."""
         if self.fenced or not self.streams:
             return self._rounds.get(part, 1)
         return self.stream_of(part).next_round(part)
 
-    def awaited(self) -> dict[int, int]:
-        """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
-        return {part: self._rounds.get(part, 1) for part in tuple(self.bound)}
-
     def why(self, code: int) -> str:
-        """Return why a stream was lost, as text; *code* is the event's."""
         if code == errno.EBADMSG:
             return ("data arrived damaged: it was changed in the peer's memory, by a card, in the network or by an "
                     "attacker")
         return os.strerror(code) if code else "closed"
 
     def stream_of(self, part: int) -> Stream:
-        """Return the stream of *part*, the same one in both directions and on both sides.
-
-        Neighbouring parts have different owners and share a stream, so that each stream carries partials and results
-        in both directions.
-        """
         n = self._n_streams_of.get(part) or self.n_streams or len(self.streams)
         return self.streams[part // self.n_nodes % min(n, len(self.streams))]
 
-    def counters(self) -> dict[str, int]:
-        """Return the sum of the streams' counters."""
-        total: dict[str, int] = {}
-        for stream in self.streams:
-            for name, value in stream.counters().items():
-                total[name] = total.get(name, 0) + value
-        return total
-
-    def traces(self) -> list[bytes]:
-        """Return the trace records of each stream."""
-        return [stream.trace() for stream in self.streams]
-
     def close(self) -> None:
-        """Close all connections. Idempotent."""
         self._close_streams()
         for sock in self.sockets.values():
             sock.close()

@@ -21,6 +21,7 @@ from ....base.trace_records import Limits
 from ....orchestration.errors import CapacityError, PeerLostError, ProtocolError
 from ....pyx import rdma as native
 from ....pyx.engine import Engine
+from ..links import WireLink
 from . import failures
 from .rails import Rail
 from .rdma_messages import PeerSlots, Slot
@@ -76,11 +77,10 @@ class RailPath:
                 self.rail.leave()
 
 
-class RdmaLink:
+class RdmaLink(WireLink):
     """An established pair of nodes. For the control loop's thread; `stream_of` also for the dispatcher's."""
 
     kind = "rdma"
-    is_encrypted = False
     gone = "the connection of its rendezvous ended"
 
     def __init__(self, index: int, n_nodes: int, ways: Sequence[RailPath], channel: MessageSocket) -> None:
@@ -88,16 +88,14 @@ class RdmaLink:
         self.channel = channel
         self._n_nodes = n_nodes
         self._ways = list(ways)
+        self.streams = [way.lane for way in ways]
         self._fresh: dict[int, Slot] = {}
         self._n_exchanges = 0
-        #: What is expected from the peer: part -> address of even rounds, of odd rounds, bytes, n_streams if tcp
-        #: replaces this link, whether they are frames.
-        self.bound: dict[int, tuple[int, int, int, int, bool]] = {}
+        self.bound = {}  # n_streams counts if tcp replaces this link
         self._anew: dict[int, int] = {}  # parts bound after the end, and their next round
         self.fenced = False
 
     def start(self, engine: Engine, source: int) -> None:
-        """Report arrivals to *engine* as those of *source*. Before anything is bound."""
         for way in self._ways:
             way.lane.start(peer=source, engine=engine.handle, arrived=engine.arrived_address,
                            notify=engine.notify_address, keep=engine)
@@ -105,14 +103,11 @@ class RdmaLink:
     # -- slots --------------------------------------------------------------------------------------------
 
     def stream_of(self, part: int) -> native.Lane:
-        """Return the lane of *part*. Neighbouring parts have different owners and share a lane."""
         return self._way(part).lane
 
     def bind(self, part: int, even: int, odd: int, nbytes: int, n_streams: int = 0, framed: bool = False,
              first_round: int = 1) -> None:
-        """Expect *nbytes* of *part* from the peer, at addresses by the round's parity; `announce` tells it.
-
-        *framed*, *first_round*: see `WireLink`.
+        """Do as `WireLink.bind`; `announce` sends the addresses to the peer.
 
         Raises
         ------
@@ -146,7 +141,6 @@ class RdmaLink:
         self.bound[part] = even, odd, nbytes, n_streams, framed
 
     def unbind(self, part: int) -> None:
-        """Expect nothing more of *part*: it was refused, or is retired and nothing of it is under way."""
         self._fresh.pop(part, None)
         self.bound.pop(part, None)
         self._anew.pop(part, None)
@@ -180,17 +174,13 @@ class RdmaLink:
     # -- the end of the link ------------------------------------------------------------------------------
 
     def why(self, code: int) -> str:
-        """Return why a lane was lost, as text; *code* is the event's."""
         who = f"node {self.index}"
         found = [(way.describe(who), what) for way in self._ways if (what := way.lane.failure()) is not None]
         found.sort(key=lambda each: failures.is_consequence(each[1]))  # the cause before its consequences
         return found[0][0] if found else f"closed (code {code})"
 
     def fence(self) -> None:
-        """Cut the peer off for good: nothing that it has under way arrives, even if its process is stopped.
-
-        What waits to be sent is dropped. Any thread; idempotent.
-        """
+        """Do as `WireLink.fence`: nothing that the peer has under way arrives, even if it is stopped. Any thread."""
         self.fenced = True
         for way in self._ways:
             try:
@@ -200,35 +190,22 @@ class RdmaLink:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether `fence` was called and every queue pair is destroyed: only then the peer cannot write any more."""
+        # Only once every queue pair is destroyed, the peer cannot write any more.
         return self.fenced and all(way.pair.closed for way in self._ways)
 
     def next_round(self, part: int) -> int:
-        """Return the round of *part*, which is bound, that has not arrived whole."""
         anew = self._anew.get(part)
         return self.stream_of(part).next_round(part) if anew is None else anew
-
-    def awaited(self) -> dict[int, int]:
-        """Return, of each part that is bound, the round that has not arrived, once fenced. Any thread."""
-        return {part: self.next_round(part) for part in tuple(self.bound)}
 
     def counters(self) -> dict[str, int]:
         """Return the sum of the lanes' counters; `address_exchanges`: messages about slots, both ways.
 
         There are no damaged writes: cards check what they receive, and request it again.
         """
-        total = {"address_exchanges": self._n_exchanges, "queue_pairs": len(self._ways), "writes_damaged": 0}
-        for way in self._ways:
-            for name, value in way.lane.counters().items():
-                total[name] = total.get(name, 0) + value
-        return total
-
-    def traces(self) -> list[bytes]:
-        """Return the trace records of each lane."""
-        return [way.lane.trace() for way in self._ways]
+        return {"address_exchanges": self._n_exchanges, "queue_pairs": len(self._ways), "writes_damaged": 0,
+                **super().counters()}
 
     def close(self) -> None:
-        """Close queue pairs and channel. Idempotent."""
         self.fence()
         self.channel.close()
 
