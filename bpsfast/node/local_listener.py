@@ -125,7 +125,7 @@ class LocalListener:
         self._guard(link, self._admit, link)
 
     def _admit(self, link: MessageSocket) -> None:
-        check_user(link)  # first: other users must not use up the room of this user's processes
+        shm.check_user(link)  # first: other users must not use up the room of this user's processes
         self._strangers.add(link, f"process {link.peer[0]}", time.monotonic())
         self._loop.watch(link.fileno(), lambda: self._guard(link, self._read, link))
         self._listen()
@@ -197,7 +197,7 @@ class LocalListener:
     def _authenticate(self, link: MessageSocket, message: messages.Message, fds: list[int]) -> None:
         """Handle the first message of a connection; descriptors that are kept are taken out of *fds*."""
         if isinstance(message, messages.Attach):
-            check_user(link)
+            shm.check_user(link)
             check_proof(self._job_key, message.pid, message.local_rank, message.proof)
             if len(fds) != 1:
                 raise ProtocolError(f"process {message.pid} attached with {len(fds)} descriptors, expected its pidfd")
@@ -205,7 +205,7 @@ class LocalListener:
             self._on_rank(link, message, fds[0])
             fds.clear()
         elif isinstance(message, messages.AttachServer):
-            check_user(link)
+            shm.check_user(link)
             check_proof(self._job_key, message.pid, -1, message.proof)
             self._once(message.proof, f"server process {message.pid}")
             self._hand_over(link)
@@ -262,13 +262,6 @@ class LocalListener:
         if lane is not None:
             lane.close()
         link.close()
-
-
-def check_user(link: MessageSocket) -> None:
-    """Raise `ConfigError` unless the other end runs as this process's user, or as root."""
-    pid, uid = link.peer
-    if uid not in (os.getuid(), 0):
-        raise ConfigError(f"process {pid} runs as user {uid}, this node as user {os.getuid()}: start both as one user")
 
 
 def check_proof(job_key: bytes, pid: int, local_rank: int, proof: bytes) -> None:

@@ -46,7 +46,7 @@ from ..orchestration.failover.control_log import ControlLog
 from ..orchestration.scheduler_client import SchedulerClient
 from . import capacity, cpu_quota, local_listener, metrics, transport
 from .affinity import NodeAffinity
-from .event_loop import EventLoop, StopSignals
+from .event_loop import EventLoop, stop_signals
 from .local_ranks import LocalRanks
 from .metrics import Reading, Status
 from .peers import GRACE_S, Peers
@@ -115,7 +115,10 @@ def main(settings: Settings, host: Host | None = None, is_awaited: bool = False,
 
 
 class Node:
-    """The control loop; implements `ControlLoop`. Made and run by one thread; owns everything it makes."""
+    """The control loop of a node. Implements `ControlLoop`, which describes what the other parts call.
+
+    Made and run by one thread; owns everything it makes.
+    """
 
     def __init__(self, settings: Settings, key: bytes, listener: socket.socket, host: Host | None = None,
                  is_awaited: bool = False, awaits_ranks: bool = False) -> None:
@@ -184,7 +187,7 @@ class Node:
         if not self._awaits_ranks:
             self._gather()
         self._export()
-        with StopSignals(lambda name: self._loop.call_soon(lambda: self._stopped(name))):
+        with stop_signals(lambda name: self._loop.call_soon(lambda: self._stopped(name))):
             try:
                 if self._settings.local_size <= 0:
                     self.join()
@@ -202,13 +205,11 @@ class Node:
         self._loop.call_at(time.monotonic() + self._settings.start_timeout_s, self._check_gathered)
 
     def first_rank_came(self) -> None:
-        """Note that the first rank has attached."""
         report("attached")
         if self._awaits_ranks:
             self._gather()
 
     def join(self) -> None:
-        """Ask to be admitted with the ranks that have attached; asking again replaces the earlier request."""
         if self._membership is None:
             host, port = self._scheduler
             self._membership = SchedulerClient(
@@ -238,31 +239,25 @@ class Node:
 
     @property
     def admitted(self) -> bool:
-        """Whether the scheduler has closed the job's list of members."""
         return self._welcome is not None
 
     @property
     def ending(self) -> bool:
-        """Whether the job is over for this node, well or not."""
         return self._exit_code is not None
 
     @property
     def is_without_scheduler(self) -> bool:
-        """Whether the scheduler is lost, and no other one has yet taken over."""
         return self._scheduler_failover.lasts
 
     @property
     def runtime(self) -> NodeRuntime:
-        """The engine and what it needs."""
         return self._runtime
 
     def send(self, message: messages.Message) -> None:
-        """Send *message* to the scheduler; while there is none, it is kept for the next one if it still matters."""
         self._control_log.said(message)
         self.say(message)
 
     def say(self, message: messages.Message) -> None:
-        """Send *message* to the present scheduler; it may be lost with that."""
         self._n_control += 1
         if self._membership is not None:
             self._membership.send(message)
@@ -313,22 +308,23 @@ class Node:
         self._local_listener.close()
 
     def starter_left(self, rank: int) -> None:
-        """Note that *rank*, whose process started this one, has left: if it waits long for others, log for which."""
         self._starter_left_at = time.monotonic()
         if self._is_awaited:
-            self._loop.call_at(self._starter_left_at + self._settings.stall_warn_s, lambda: self._ask_who_remains(rank))
+            self._ask_later_who_remains(rank)
+
+    def _ask_later_who_remains(self, rank: int) -> None:
+        """Ask the scheduler, after a while, for which ranks *rank* waits; the answer is logged."""
+        self._loop.call_at(time.monotonic() + self._settings.stall_warn_s, lambda: self._ask_who_remains(rank))
 
     def _ask_who_remains(self, rank: int) -> None:
         if self._exit_code is None:
             self.say(messages.StallQuestion(rank=rank, question=_OWN_QUESTION, part=-1, round=0, name=messages.THE_END))
-            self._loop.call_at(time.monotonic() + self._settings.stall_warn_s, lambda: self._ask_who_remains(rank))
+            self._ask_later_who_remains(rank)
 
     def count_message(self) -> None:
-        """Count a message of a peer."""
         self._n_control += 1
 
     def counters(self) -> dict[str, int]:
-        """Return everything that is counted here."""
         return self._runtime.flat_counters(self._n_control) | {
             "recoveries": self._recovery.count, "joined": self._recovery.n_joined}
 
@@ -353,7 +349,6 @@ class Node:
         return future.result()
 
     def leave_rdma(self, index: int, reason: str) -> bool:
-        """Reach node *index* by tcp from now on because of *reason*, not by RDMA; return whether that is possible."""
         return self._peers.leave_rdma(index, reason)
 
     def _send_heartbeat(self) -> None:
@@ -380,7 +375,6 @@ class Node:
         self._scheduler_failover.begin(self._membership.address)
 
     def catch_up(self) -> None:
-        """Handle everything that the scheduler has sent until now."""
         self._send_heartbeat()
         while self._unread:
             message = self._unread.pop(0)
@@ -423,7 +417,6 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The node's name in messages."""
         return f"node {self._welcome.index}" if self._welcome else f"the node on {socket.gethostname()}"
 
     def _role(self, welcome: messages.Welcome) -> str:

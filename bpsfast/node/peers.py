@@ -108,10 +108,10 @@ class Reconnects:
 
     def connected(self) -> None:
         """Handle what `Peering` has found meanwhile: new links, peers that ask for one, peers that are gone."""
-        for index in self._peering.called():
+        for index in self._peering.reconnector.called():
             if index not in self._forgotten:
                 self._called(index)
-        for index, why in self._peering.gone().items():
+        for index, why in self._peering.reconnector.gone().items():
             if index in self._under_way:
                 self._on_lost(index, f"{self._under_way.pop(index).reason}; {why}")
         for index, reconnect in list(self._under_way.items()):
@@ -130,7 +130,7 @@ class Reconnects:
         """Stop seeking a link to node *index*: it is lost, and the job goes on without it."""
         self._forgotten.add(index)
         self._under_way.pop(index, None)
-        self._peering.give_up(index, "the job goes on without it")
+        self._peering.reconnector.give_up(index, "the job goes on without it")
 
     def channel_ended(self, index: int) -> bool:
         """Return whether the end of the channel to node *index* is expected, since another link is sought."""
@@ -152,7 +152,7 @@ class Reconnects:
         if self._under_way.get(index) is reconnect:
             del self._under_way[index]
             why = f"there was no other link within {self._timeout_s:g} s"
-            self._peering.give_up(index, why)
+            self._peering.reconnector.give_up(index, why)
             self._on_lost(index, f"{reconnect.reason}; and {why}")
 
 
@@ -229,7 +229,7 @@ class Peers:
         self._dropped.add(message.node)
         self._late.discard(message.node)
         self._connector.forget(message.node)
-        self._connector.give_up(message.node, "the job goes on without it")
+        self._connector.reconnector.give_up(message.node, "the job goes on without it")
 
     def add_peer(self, index: int) -> None:
         """Make node *index*, which has joined the running job, a peer, if it is connected and not a peer yet."""
@@ -309,7 +309,7 @@ class Peers:
             self._lost(index, why)
         if self._reconnects is not None and not self._node.ending:
             self._reconnects.connected()
-            for index in sorted(self._connector.refused() - self._dropped - self.peer_shutdowns):
+            for index in sorted(self._connector.reconnector.refused() - self._dropped - self.peer_shutdowns):
                 self._node.say(messages.ProbeResult(node=index, outcome="refused"))
         if self._node.runtime.connected and not self._node.ending:
             self._meet()

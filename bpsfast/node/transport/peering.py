@@ -200,9 +200,10 @@ class Peering:
         self._threads: list[threading.Thread] = []
         self._port = DataPort(listener, key, me.index, epochs, self._came, len(self._peers) * settings.n_connections,
                               self._encryption)
-        self._reconnector = Reconnector(me, self._peers, key, epochs, settings.n_connections, settings.lease_s,
-                                  settings.start_timeout_s, self._offer_again, self._drop, notify, self._encryption,
-                                  self._checks)
+        #: Replaces links that end; `seek` is the way to ask for that.
+        self.reconnector = Reconnector(me, self._peers, key, epochs, settings.n_connections, settings.lease_s,
+                                       settings.start_timeout_s, self._offer_again, self._drop, notify,
+                                       self._encryption, self._checks)
         #: The nodes that have announced that all their ranks have left.
         self.peer_shutdowns = PeerShutdowns(me, self._peers, key, epochs, settings.lease_s, self._encryption,
                                             self._begin, notify)
@@ -234,7 +235,7 @@ class Peering:
         with self._lock:
             self._deadline = time.monotonic() + self._settings.start_timeout_s
             self._peers[peer.index] = peer
-        self._reconnector.expect(peer.index)
+        self.reconnector.expect(peer.index)
 
     def unreached(self) -> dict[int, str]:
         """Return the helpers of the start that cannot be connected, and why: the job may go on without them."""
@@ -246,7 +247,7 @@ class Peering:
         with self._lock:
             self._first -= {index}
         self.forget(index)
-        self.give_up(index, "the job goes on without it")
+        self.reconnector.give_up(index, "the job goes on without it")
         self._tell_all()
 
     def forget(self, index: int) -> None:
@@ -269,16 +270,12 @@ class Peering:
         """Seek another link to node *index*, by tcp, in place of one that was taken and is closed now.
 
         *awaited* (called from any thread) returns what has not arrived over it, by part; *reason*: why tcp is used, if
-        it was not before. When there is one, `notify` is called and `links` has it, to be taken. `gone` tells if there
-        will be none; `called`, which peers have closed their side of a link that is open here.
+        it was not before. When there is one, `notify` is called and `links` has it, to be taken. `Reconnector.gone`
+        tells if there will be none; `Reconnector.called`, which peers have closed their side of a link that is open.
         """
         with self._lock:
             self.reasons[index] = reason or self.reasons[index]
-        self._reconnector.seek(index, awaited)
-
-    def give_up(self, index: int, why: str) -> None:
-        """Refuse all connections of node *index* from now on: it is lost."""
-        self._reconnector.give_up(index, why)
+        self.reconnector.seek(index, awaited)
 
     def visit(self, index: int, tell: Callable[[int, Outcome], None]) -> None:
         """Test whether node *index* answers at its data port; a thread calls *tell* with the outcome."""
@@ -301,18 +298,6 @@ class Peering:
             return "silent"
         return "answers"
 
-    def refused(self) -> set[int]:
-        """Return the nodes that have refused connections since the last call."""
-        return self._reconnector.refused()
-
-    def called(self) -> list[int]:
-        """Return the nodes that ask for another link while this node still uses the present one."""
-        return self._reconnector.called()
-
-    def gone(self) -> dict[int, str]:
-        """Return the nodes to which there will be no other link, with the reason."""
-        return self._reconnector.gone()
-
     def offer(self, link: Link, reason: str) -> None:
         """Take an established link (the control loop passes on those of the local socket)."""
         with self._lock:
@@ -332,7 +317,7 @@ class Peering:
         with self._lock:
             self._closed = True
             self._gathered.notify_all()
-        self._reconnector.close()
+        self.reconnector.close()
         self._port.close()
         for thread in self._threads:
             if thread.is_alive():
@@ -491,7 +476,7 @@ class Peering:
             sock.close()
             return
         if hello.link > 0 or hello.stream == RECONNECT_STREAM:
-            self._reconnector.came(sock, greeted)
+            self.reconnector.came(sock, greeted)
             return
         if hello.stream == handshake.STREAM:
             self._accept_rdma(sock, hello.peer, hello.epoch)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ...base.encryption import Encryption, seals_of
-from ...orchestration.errors import BpsError, PeerLostError, ProtocolError, StallError
+from ...orchestration.errors import BpsError, ProtocolError, StallError
 from ...orchestration.messages import NodeInfo
 from ...orchestration.security import HandshakeResult, StreamHello
 from ...pyx.ring import MAX_PARTS
@@ -388,22 +388,12 @@ def _received(link: tcp.TcpLink, sock: socket.socket, nbytes: int) -> bytes:
     """Receive *nbytes* that the peer has packed by `_packed`; `ProtocolError` if they were changed."""
     seals = link.seals.get(0)
     if seals is None:
-        data = _receive(sock, nbytes)
-        if link.checks and crc32c(data) != int.from_bytes(_receive(sock, 4), "little"):
+        data = tcp.receive(sock, nbytes)
+        if link.checks and crc32c(data) != int.from_bytes(tcp.receive(sock, 4), "little"):
             raise ProtocolError(f"a message of node {link.index} arrived damaged: its checksum is wrong")
         return data
     try:
-        return b"".join(seals.incoming.open(_receive(sock, min(RECORD_NBYTES, nbytes - begin) + TAG_NBYTES))
+        return b"".join(seals.incoming.open(tcp.receive(sock, min(RECORD_NBYTES, nbytes - begin) + TAG_NBYTES))
                         for begin in range(0, nbytes, RECORD_NBYTES))
     except ValueError as exc:
         raise ProtocolError(f"a message of node {link.index} cannot be authenticated: {exc}") from exc
-
-
-def _receive(sock: socket.socket, nbytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < nbytes:
-        piece = sock.recv(nbytes - len(data))
-        if not piece:
-            raise PeerLostError("the peer has closed the connection")
-        data += piece
-    return bytes(data)

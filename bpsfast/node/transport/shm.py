@@ -26,7 +26,7 @@ import msgspec
 from ...base import message_socket as channel
 from ...base.message_socket import MessageSocket
 from ...orchestration import messages, security
-from ...orchestration.errors import DECODE_ERRORS, BpsError, PeerLostError, ProtocolError
+from ...orchestration.errors import DECODE_ERRORS, ConfigError, PeerLostError, ProtocolError
 from ...pyx import ring
 from ...pyx.pages import Segment
 from .tcp import Epochs
@@ -191,7 +191,7 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, shm_e
     lane = None
     fds: list[int] = []
     try:
-        _check_user(link)
+        check_user(link)
         link.send(PeerHello(version=messages.VERSION, source=mine, target=peer, epoch=epoch, pid=pid,
                             proof=security.prove(job_key, *_hello(mine, peer, epoch, pid))), timeout_s=timeout_s)
         answer, received = link.recv(timeout_s)
@@ -216,7 +216,7 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, shm_e
 
 def check(job_key: bytes, hello: PeerHello, link: MessageSocket) -> None:
     """Raise `BpsError` unless *hello* comes from a process of this user that has the job's key."""
-    _check_user(link)
+    check_user(link)
     if not security.verify(job_key, hello.proof, *_hello(hello.source, hello.target, hello.epoch, hello.pid)):
         raise ProtocolError(f"process {link.peer[0]} has another job key")
 
@@ -281,7 +281,8 @@ def _close(fds: list[int]) -> None:
         os.close(fds.pop())
 
 
-def _check_user(link: MessageSocket) -> None:
+def check_user(link: MessageSocket) -> None:
+    """Raise `ConfigError` unless the other end runs as this process's user, or as root."""
     pid, uid = link.peer
     if uid not in (os.getuid(), 0):
-        raise BpsError(f"process {pid} runs as user {uid}, this node as user {os.getuid()}: memory is not shared")
+        raise ConfigError(f"process {pid} runs as user {uid}, this node as user {os.getuid()}: start both as one user")

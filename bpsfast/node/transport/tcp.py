@@ -370,6 +370,17 @@ def _reach(address: str, peer: int, deadline: float) -> socket.socket:
                      "does BPSFAST_NODE_HOST there name an address that this machine cannot reach?")
 
 
+def receive(sock: socket.socket, nbytes: int) -> bytes:
+    """Receive *nbytes*; ConnectionResetError if the peer ends the connection before."""
+    data = bytearray()
+    while len(data) < nbytes:
+        piece = sock.recv(nbytes - len(data))
+        if not piece:
+            raise ConnectionResetError("the peer has closed the connection")
+        data += piece
+    return bytes(data)
+
+
 class TcpPacing:
     """The rate limit that all tcp connections of a node share, one for each direction (setting nic_limit).
 
