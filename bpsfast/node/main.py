@@ -225,10 +225,8 @@ class Node:
             index=self._settings.node_index, ranks=ranks,
             server_processes=self._local_ranks.n_servers + (self._settings.local_size <= 0), address=f"{host}:{port}",
             shm_name=self._local_listener.name.lstrip(b"\0").decode(), settings=self._fingerprint,
-            page_nbytes=PAGE_NBYTES, nic_rate_bytes=self._capacity.nic_rate_bytes,
-            nic_limit_bytes=self._capacity.nic_limit_bytes, sum_rate_bytes=self._capacity.sum_rate_bytes,
-            probes=self._capacity.probes, copy_rate_bytes=self._capacity.copy_rate_bytes,
-            room_nbytes=-1 if ranks else self._runtime.regions.room_nbytes))
+            page_nbytes=PAGE_NBYTES, room_nbytes=-1 if ranks else self._runtime.regions.room_nbytes,
+            **self._capacity._asdict()))
 
     def _watch(self, *sockets: zmq.Socket[bytes]) -> None:
         for sock in self._dialled:

@@ -135,7 +135,6 @@ class Recovery:
         return True
 
 
-
 class SchedulerFailover:
     """Keeps the job going while *node*, which has joined it, has no scheduler. Used by the control loop's thread.
 
