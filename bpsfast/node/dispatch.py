@@ -320,9 +320,9 @@ class Dispatcher:
             if self._sends is not None:
                 self._sends.add(write.since_ns, time.monotonic_ns(), source, write.part, write.round, write.nbytes,
                                 write.place.order or self._urgent_order(write))
-            lane = destination.link.stream_of(write.part)
+            stream = destination.link.stream_of(write.part)
             try:
-                lane.post(write.part, write.round, write.flags, write.address, write.nbytes)
+                stream.post(write.part, write.round, write.flags, write.address, write.nbytes)
             except ValueError:
                 if not (self._abandoned or self._card.is_held(source)):  # else it was cut after the check
                     raise

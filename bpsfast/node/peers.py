@@ -52,7 +52,7 @@ class Reconnect:
 class Reconnects:
     """Replaces links that end in the middle of a job, without any effect on sums. Used by the control loop's thread.
 
-    begin      a connection or lane failed here, or the peer asks for another link: this node closes its own for good,
+    begin      a connection or queue pair failed here, or the peer asks for another link: this node closes its own for good,
                so what has arrived over it is known; `Peering.seek` looks for another link, by tcp
     called     the peer has closed a link that seems whole here
     connected  both sides have closed it and told each other what they await: all partitions are bound to the new link,
@@ -250,7 +250,7 @@ class Peers:
                                   for node, rate in zip(self._job.nodes, message.nic_rate_bytes)])
 
     def source_lost_soon(self, source: int, code: int) -> None:
-        """Handle the loss of *source*, of which the engine or a lane has told; *code* is an errno. Any thread."""
+        """Handle the loss of *source*, of which the engine or a stream has told; *code* is an errno. Any thread."""
         self._loop.call_soon(lambda: self._source_lost(source, code))
 
     def drop_peer(self, index: int) -> None:

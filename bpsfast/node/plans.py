@@ -15,7 +15,7 @@ from .local_ranks import LocalRanks
 from .owner_changes import OwnerTransfer
 from .runtime import NodeRuntime
 from .transport import TalkingLink
-from .transport.rdma import LaneFullError
+from .transport.rdma import QueuePairFullError
 
 log = logging.getLogger("bpsfast.node")
 
@@ -69,7 +69,7 @@ class Plans:
         while True:
             try:
                 return self._node.run_with_heartbeats(work)
-            except LaneFullError as exc:
+            except QueuePairFullError as exc:
                 if not self._node.leave_rdma(exc.index, str(exc)):
                     raise
 

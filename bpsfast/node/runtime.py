@@ -50,7 +50,7 @@ class NodeRuntime:
     Parameters
     ----------
     on_lost
-        Called from the service's thread with (source, errno) when the engine or a lane gives up a source.
+        Called from the service's thread with (source, errno) when the engine or a stream gives up a source.
     affinity
         On which NUMA nodes memory is allocated; None: anywhere.
     run_with_heartbeats

@@ -9,7 +9,7 @@ import pytest
 from bpsfast.node.event_loop import EventLoop
 from bpsfast.node.generation import Generation
 from bpsfast.node.plans import Plans
-from bpsfast.node.transport.rdma import LaneFullError
+from bpsfast.node.transport.rdma import QueuePairFullError
 from bpsfast.orchestration.messages import Plan, PrepareFailed, Ready
 
 TIMEOUT_S = 0.2
@@ -110,7 +110,7 @@ def full(side, *peers):
     def prepare(plan):
         for index in peers:
             if index not in [each for each, _ in side.left]:
-                raise LaneFullError(index, f"one too many for its queue pair to node {index}")
+                raise QueuePairFullError(index, f"one too many for its queue pair to node {index}")
         return Generation(plan)
 
     side.runtime.installer.prepare = prepare

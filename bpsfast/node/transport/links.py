@@ -10,7 +10,7 @@ from ...pyx.engine import Engine
 
 
 class WireStream(Protocol):
-    """One queue of writes to a peer (`bpsfast.pyx.tcp.Stream`, `bpsfast.pyx.rdma.Lane`). `post`: any thread."""
+    """One queue of writes to a peer (`bpsfast.pyx.tcp.Stream`, `bpsfast.pyx.rdma.Stream`). `post`: any thread."""
 
     def post(self, slot: int, round: int, flags: int, address: int, nbytes: int) -> None:
         """Write into the peer's *slot*; the bytes stay where they are until EVENT_DELIVERED."""
