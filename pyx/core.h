@@ -41,7 +41,7 @@ struct bps_worker {
     struct bps_core *core;
     int index;
     pthread_t thread;
-    struct bps_seat seat;
+    struct bps_thread_cpu cpu_use;
     struct bps_workspace space;
     void *pointers[BPS_MAX_SOURCES];
     void *found[BPS_MAX_SOURCES]; /* of rows: where the inputs have the one that is summed */
@@ -267,7 +267,7 @@ static inline int bps_arrive(struct bps_core *core, uint32_t source, uint32_t in
                              uint16_t segment, uint64_t offset, uint64_t time_ns)
 {
     int is_wire = core->sources[source].kind == BPS_WIRE_PEER;
-    if (index < BPS_MAX_PARTS && is_wire && bps_part_is_for_heir(&core->parts[index], source, round)) {
+    if (index < BPS_MAX_PARTS && is_wire && bps_part_is_for_new_owner(&core->parts[index], source, round)) {
         core->stale++;
         return 0;
     }

@@ -52,7 +52,7 @@ static inline void bps_wake(uint32_t *word, int n) { syscall(SYS_futex, word, FU
  * unless the process's cores are crowded. */
 static struct bps_contention bps_contention __attribute__((unused));
 
-static inline int bps_linger(const uint32_t *word, uint32_t seen, uint64_t awake_ns)
+static inline int bps_wait_awake(const uint32_t *word, uint32_t seen, uint64_t awake_ns)
 {
     for (int i = 0; i < 48; i++) {
         if (bps_load(word) != seen)
@@ -113,7 +113,7 @@ static inline int bps_await_doorbell_awake(struct bps_doorbell *bell, int is_awa
     uint32_t nobody = 0;
     if (is_awake
         || __atomic_compare_exchange_n(&bell->awake, &nobody, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-        if (bps_linger(&bell->rings, seen, awake_ns))
+        if (bps_wait_awake(&bell->rings, seen, awake_ns))
             return 1;
         __atomic_store_n(&bell->awake, 0, __ATOMIC_SEQ_CST);
     }

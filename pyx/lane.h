@@ -24,7 +24,7 @@
 #define BPS_LANE_HEADER 256
 #define BPS_FLAG_EMPTY 1u
 #define BPS_FLAG_RATE 2u /* no input: from the next round on the learning rate is `offset`, the bits of a double */
-#define BPS_FLAG_FAR 4u  /* this rank reads the sum late, when caches have lost it: it may go past them */
+#define BPS_FLAG_NONTEMPORAL 4u  /* this rank reads the sum late, when caches have lost it: it may go past them */
 
 struct bps_entry {
     uint32_t part;

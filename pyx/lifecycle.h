@@ -92,8 +92,8 @@ static inline int bps_start(struct bps_core *core, int n_workers)
 {
     bps_look_for_cpus(&core->cpus, n_workers);
     for (int i = 0; i < n_workers; i++) {
-        core->workers[i].seat.cpu = -1;
-        core->workers[i].seat.allowed = core->cpus.all;
+        core->workers[i].cpu_use.cpu = -1;
+        core->workers[i].cpu_use.allowed = core->cpus.all;
         core->workers[i].core = core;
         core->workers[i].index = i;
         int rc = bps_start_thread(&core->workers[i].thread, bps_work, &core->workers[i]);

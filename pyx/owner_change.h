@@ -79,7 +79,7 @@ static inline int bps_is_at(const struct bps_part *part, uint32_t after)
 /* Whether the result of `after` lies here whole, and only was not decoded yet: `keeper` has sent it after an earlier
  * loss, and sends it no second time. (One that the lost owner has sent is dropped: a copy comes, which is waited for
  * before anything else may be written there.) */
-static inline int bps_has_loan(const struct bps_part *part, uint32_t after, uint32_t keeper)
+static inline int bps_has_kept_result(const struct bps_part *part, uint32_t after, uint32_t keeper)
 {
     return part->codec != NULL && part->codec->has_result && part->codec->result_round == after && !part->is_kept &&
            part->kept_round == after && part->keeper == keeper;
@@ -98,13 +98,13 @@ static inline int bps_follow(struct bps_core *core, uint32_t index, uint32_t own
                                                                                  : BPS_OWNER_CHANGED;
     if (status == BPS_OWNER_CHANGED) {
         part->owner = owner;
-        int has_loan = bps_has_loan(part, after, keeper);
-        if (part->codec != NULL && part->codec->has_result && !has_loan) { /* not decoded yet: as if not arrived */
+        int has_kept = bps_has_kept_result(part, after, keeper);
+        if (part->codec != NULL && part->codec->has_result && !has_kept) { /* not decoded yet: as if not arrived */
             part->codec->has_result = 0;
             part->codec->result_round--;
         }
         part->is_kept = part->was_given = 0;
-        if (!has_loan && !bps_reached(bps_load(bps_board_word(core->board, index)), after)) {
+        if (!has_kept && !bps_reached(bps_load(bps_board_word(core->board, index)), after)) {
             part->is_kept = keeper != BPS_NOBODY;
             part->keeper = keeper;
             part->kept_round = after;

@@ -147,7 +147,7 @@ static inline int bps_port_wait(struct bps_port *port, uint32_t part, uint32_t r
     int cpu = -1;
     if (!bps_is_contended(&bps_contention, begin_ns))
         cpu = bps_separation_enter(&port->separation, &port->doorbell->waiting, begin_ns);
-    int rang = bps_linger(word, seen, bps_port_patience(port));
+    int rang = bps_wait_awake(word, seen, bps_port_patience(port));
     bps_separation_leave(&port->doorbell->waiting, cpu);
     if (rang && bps_reached(bps_load(word), round))
         return bps_port_complete(port, word, part, round, begin_ns);

@@ -15,7 +15,7 @@ from libc.string cimport memcpy
 
 from pyx.words cimport (
     BPS_ABORTED, BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_COPY_IN, BPS_DELIVER, BPS_DIFFERENT,
-    BPS_DONE, BPS_DOORBELL_MAGIC, BPS_FINGERPRINT, BPS_FLAG_EMPTY, BPS_FLAG_FAR, BPS_FLAG_RATE, BPS_INTERRUPTED,
+    BPS_DONE, BPS_DOORBELL_MAGIC, BPS_FINGERPRINT, BPS_FLAG_EMPTY, BPS_FLAG_NONTEMPORAL, BPS_FLAG_RATE, BPS_INTERRUPTED,
     BPS_NODE_DIED, BPS_PUSH, BPS_REASON_NBYTES, BPS_REASON_OFFSET, BPS_TIMED_OUT, BPS_TO_DEVICE, BPS_TO_HOST,
     bps_board, bps_board_word, bps_chunk, bps_count, bps_counted, bps_doorbell, bps_entry, bps_lane,
     bps_lane_capacity, bps_load, bps_now_ns, bps_pipelined_transfer, bps_port, bps_port_announce,
@@ -33,7 +33,7 @@ FINGERPRINT = BPS_FINGERPRINT
 
 #: Copies of tensors of at least this many bytes bypass the caches; the parts of smaller ones are still there when the
 #: engine, or the rank, reads them (plain against streaming: 1 MB 0.68, 4 MB 0.6, 16 MB up to 1.9 of the time).
-cdef uint64_t FAR_NBYTES = 16 << 20
+cdef uint64_t NONTEMPORAL_NBYTES = 16 << 20
 cdef uint64_t NEVER = <uint64_t>-1
 
 
@@ -130,7 +130,8 @@ cdef class Port:
         """
         cdef int status = BPS_INTERRUPTED
         cdef uint64_t begin_ns = bps_now_ns()
-        cdef uint16_t flags = (BPS_FLAG_EMPTY if empty else 0) | (BPS_FLAG_FAR if nbytes >= FAR_NBYTES else 0)
+        cdef uint16_t flags = BPS_FLAG_EMPTY if empty else 0
+        flags |= BPS_FLAG_NONTEMPORAL if nbytes >= NONTEMPORAL_NBYTES else 0
         self._check(part, n_parts)
         try:
             while status == BPS_INTERRUPTED:
@@ -181,7 +182,7 @@ cdef class Port:
         cdef uint64_t at = 0, piece, begin_ns = 0, entered_ns = bps_now_ns()
         cdef uint32_t i = 0
         cdef int status = BPS_DONE
-        cdef bint is_far = nbytes >= FAR_NBYTES
+        cdef bint is_nontemporal = nbytes >= NONTEMPORAL_NBYTES
         self._check(part, <uint32_t>((nbytes + stride - 1) // stride))
         try:
             while at < nbytes:
@@ -191,11 +192,11 @@ cdef class Port:
                         if status == BPS_DONE:
                             begin_ns = bps_now_ns()
                             bps_copy(<void *>(destination + at), <void *>(source + at), piece,
-                                     0 if is_far else NEVER)
+                                     0 if is_nontemporal else NEVER)
                             bps_record_add(&self.port.records, BPS_COPY_IN, 0, part + i, round, piece, begin_ns,
                                            bps_now_ns())
                         status = self._announce(part + i, 1, round, segment, offset + at,
-                                                BPS_FLAG_FAR if is_far else 0)
+                                                BPS_FLAG_NONTEMPORAL if is_nontemporal else 0)
                         if status != BPS_DONE:
                             break
                         at += piece
@@ -299,7 +300,7 @@ cdef class Port:
                         piece = min(stride, nbytes - at)
                         begin_ns = bps_now_ns()
                         bps_copy(<void *>(destination + at), <void *>(source + at), piece,
-                                 0 if nbytes >= FAR_NBYTES else NEVER)
+                                 0 if nbytes >= NONTEMPORAL_NBYTES else NEVER)
                         bps_record_add(&self.port.records, BPS_DELIVER, 0, i, round, piece, begin_ns, bps_now_ns())
                         at += piece
                         i += 1

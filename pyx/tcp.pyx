@@ -71,7 +71,7 @@ cdef extern from "acks.h" nogil:
 cdef enum:
     IDLE_NS = 1000000000
 
-cdef struct Post:
+cdef struct Write:
     bps_header header
     uint64_t address, end, posted_ns, sent_ns
 
@@ -88,7 +88,7 @@ cdef struct Link:
     bint checks                 # unsealed writes have checksums
     bps_slots slots
     pthread_mutex_t lock        # the queue
-    Post *queue                 # a ring: unsent from `sent`, unacknowledged from `delivered`, up to `posted`
+    Write *queue                 # a ring: unsent from `sent`, unacknowledged from `delivered`, up to `posted`
     uint64_t capacity, posted, sent, delivered
     uint32_t word, closing, lost
     uint64_t bytes_sent, bytes_received, writes_sent, writes_received, writes_damaged
@@ -119,7 +119,7 @@ cdef uint64_t _wire_nbytes(const Link *link, uint64_t nbytes) noexcept nogil:
 cdef void _deliver(Link *link) noexcept nogil:
     """Report the writes whose last byte the peer's kernel has acknowledged. Sender thread only."""
     cdef uint64_t acknowledged = link.bytes_sent - bps_unacknowledged(link.fd)
-    cdef Post post
+    cdef Write post
     while link.delivered < link.sent:
         pthread_mutex_lock(&link.lock)  # `post` may be moving the queue
         post = link.queue[link.delivered % link.capacity]
@@ -137,7 +137,7 @@ cdef void _deliver(Link *link) noexcept nogil:
 
 cdef void *_send(void *argument) noexcept nogil:
     cdef Link *link = <Link *>argument
-    cdef Post post
+    cdef Write post
     cdef uint32_t seen
     cdef uint64_t sent_ns = 0
     cdef bint has_work
@@ -256,7 +256,7 @@ cdef class Stream:
         link.seal_out, link.seal_in = <bps_seal *>seal_out, <bps_seal *>seal_in
         link.checks = checks
         link.capacity = 1024
-        link.queue = <Post *>calloc(link.capacity, sizeof(Post))
+        link.queue = <Write *>calloc(link.capacity, sizeof(Write))
         without_slots = bps_slots_init(&link.slots, n_slots, epoch)
         rc = bps_trace_open(&link.records, trace_capacity, trace_first_round, trace_last_round)
         if rc or without_slots or link.queue == NULL:
@@ -318,14 +318,14 @@ cdef class Stream:
     def post(self, uint32_t slot, uint32_t round, uint32_t flags, uint64_t address, uint64_t nbytes):
         """Queue a write of *nbytes* at *address* into the peer's *slot*; the bytes stay until EVENT_DELIVERED."""
         cdef Link *link = self._open()
-        cdef Post *grown
-        cdef Post *post
+        cdef Write *grown
+        cdef Write *post
         cdef uint64_t i
         if slot >= link.slots.n:
             raise ValueError(f"slot {slot} of {link.slots.n}")
         pthread_mutex_lock(&link.lock)
         if link.posted - link.delivered == link.capacity:
-            grown = <Post *>calloc(2 * link.capacity, sizeof(Post))
+            grown = <Write *>calloc(2 * link.capacity, sizeof(Write))
             if grown == NULL:
                 pthread_mutex_unlock(&link.lock)
                 raise MemoryError("stream queue")

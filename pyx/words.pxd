@@ -13,7 +13,7 @@ cdef extern from "futex.h" nogil:
     int bps_wait(uint32_t *, uint32_t, uint64_t)
     void bps_wake(uint32_t *, int)
     void bps_ring_doorbell(bps_doorbell *, int)
-    int bps_linger(const uint32_t *, uint32_t, uint64_t)
+    int bps_wait_awake(const uint32_t *, uint32_t, uint64_t)
     void bps_await_doorbell(bps_doorbell *, uint32_t, uint64_t, uint64_t)
 
 cdef extern from "lane.h" nogil:
@@ -28,7 +28,7 @@ cdef extern from "lane.h" nogil:
         bps_tally tally
     void bps_count(uint64_t *, uint64_t)
     uint64_t bps_counted(uint64_t *)
-    enum: BPS_LANE_MAGIC, BPS_LANE_HEADER, BPS_FLAG_EMPTY, BPS_FLAG_FAR, BPS_FLAG_RATE
+    enum: BPS_LANE_MAGIC, BPS_LANE_HEADER, BPS_FLAG_EMPTY, BPS_FLAG_NONTEMPORAL, BPS_FLAG_RATE
     int bps_lane_push(bps_lane *, uint32_t, bps_entry *)
     int bps_lane_pop(bps_lane *, uint32_t, bps_entry *)
     uint32_t bps_lane_capacity(bps_lane *, uint64_t)
