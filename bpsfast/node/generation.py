@@ -54,7 +54,7 @@ class ParameterStores:
 
         spec = unit.store
         assert spec is not None, "only called for units with a store"
-        kernel, nbytes = stores.address(unit.dtype), kept_nbytes(unit, part)
+        kernel, nbytes = stores.address(unit.dtype), stored_nbytes(unit, part)
         place, _ = self._arena.allocate(nbytes, coming_nbytes)
         half = nbytes // 2 if has_momentum(spec) else 0
         try:
@@ -78,7 +78,7 @@ class ParameterStores:
         self._stores = {key: other for key, other in self._stores.items() if other is not store}
 
 
-def kept_nbytes(unit: UnitPlan, part: PartPlan) -> int:
+def stored_nbytes(unit: UnitPlan, part: PartPlan) -> int:
     """Return the bytes of weights and momentum that the owner of *part* keeps."""
     if unit.store is None:
         return 0

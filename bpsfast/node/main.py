@@ -131,8 +131,8 @@ class Node:
         self._loop = EventLoop(self._broken)
         self._local_ranks = LocalRanks(self, self._loop, settings, __version__, self._fingerprint)
         self._local_listener = local_listener.LocalListener(
-            self._loop, listener, key, self._local_ranks.rank_came, self._local_ranks.server_came,
-            lambda link: self._peers.came(link))
+            self._loop, listener, key, self._local_ranks.attach_rank, self._local_ranks.attach_server,
+            lambda link: self._peers.add_shm_link(link))
         self._scheduler = parse_address(settings.scheduler)
         self._data_listener = tcp.listen(local_host(settings, self._scheduler[0]))
         address = self._data_listener.getsockname()[0]
@@ -164,7 +164,7 @@ class Node:
         self._leave_at = 0.0
         self._handlers: dict[type, Callable[..., None]] = {
             messages.Welcome: self._on_welcome, messages.Joined: self._peers.expect,
-            messages.NewcomerGone: self._peers.not_coming, messages.ProbeRequest: self._peers.visit,
+            messages.NewcomerGone: self._peers.not_coming, messages.ProbeRequest: self._peers.probe,
             messages.RejoinRequest: self._scheduler_failover.recalled,
             messages.Resume: self._scheduler_failover.resumed,
             messages.Rates: self._peers.rates_known,
@@ -176,7 +176,7 @@ class Node:
             messages.BarrierDone: self._local_ranks.tell_all, messages.StallReportRequest: self._on_stall_ask,
             messages.StallAnswer: self._on_answer, messages.LagReportRequest: self._on_lag_ask,
             messages.LagAnswer: self._on_answer, messages.KeyValueReply: self._on_answer,
-            messages.FirstRankLeft: self._local_ranks.departed, messages.Abort: self._on_abort,
+            messages.FirstRankLeft: self._local_ranks.first_rank_left, messages.Abort: self._on_abort,
             messages.Finish: self._on_finish,
         }
 
@@ -204,7 +204,7 @@ class Node:
         """Start the timeout of the ranks of this machine to attach."""
         self._loop.call_at(time.monotonic() + self._settings.start_timeout_s, self._check_gathered)
 
-    def first_rank_came(self) -> None:
+    def first_rank_attached(self) -> None:
         report("attached")
         if self._awaits_ranks:
             self._gather()
@@ -218,7 +218,7 @@ class Node:
                 pulse_s=self._settings.helper_lease_s / 4, asks_time=bool(self._settings.trace_dir))
             self._watch(*self._membership.sockets)
         host, port = self._data_listener.getsockname()[:2]
-        ranks = self._local_ranks.wished_ranks()
+        ranks = self._local_ranks.requested_ranks()
         self._local_ranks.set_affinity(self._affinity)
         self._membership.send(messages.Join(
             version=messages.VERSION, package=__version__, host=socket.gethostname(), pid=os.getpid(),
@@ -253,9 +253,9 @@ class Node:
 
     def send(self, message: messages.Message) -> None:
         self._control_log.said(message)
-        self.say(message)
+        self.send_unrecorded(message)
 
-    def say(self, message: messages.Message) -> None:
+    def send_unrecorded(self, message: messages.Message) -> None:
         self._n_control += 1
         if self._membership is not None:
             self._membership.send(message)
@@ -316,7 +316,8 @@ class Node:
 
     def _ask_who_remains(self, rank: int) -> None:
         if self._exit_code is None:
-            self.say(messages.StallQuestion(rank=rank, question=_OWN_QUESTION, part=-1, round=0, name=messages.THE_END))
+            self.send_unrecorded(messages.StallQuestion(rank=rank, question=_OWN_QUESTION, part=-1, round=0,
+                                                        name=messages.THE_END))
             self._ask_later_who_remains(rank)
 
     def count_message(self) -> None:
@@ -495,7 +496,7 @@ class Node:
         self._local_ranks.admitted(message.nodes[message.index])
         self._epochs.begin(message.epoch)
         self._peers.welcomed(message)
-        self._local_listener.know(message.index, self._epochs, self._runtime.shm_endpoint)
+        self._local_listener.set_node(message.index, self._epochs, self._runtime.shm_endpoint)
         if self._exporter is not None:
             me = message.nodes[message.index]
             self._exporter.welcomed(message.index, sum(node.host == me.host for node in message.nodes[:message.index]))
@@ -522,7 +523,7 @@ class Node:
         self.fail(error, tell=False, level=logging.INFO if quiet else logging.WARNING, code=ABORTED)
 
     def _on_finish(self, message: messages.Finish) -> None:
-        self.say(messages.FinishAck())
+        self.send_unrecorded(messages.FinishAck())
         self._finish()
 
     def _finish(self) -> None:

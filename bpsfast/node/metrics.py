@@ -48,7 +48,7 @@ _LOOK_S = 0.5
 #: A port that stays in use for this long is reported: another node of this host may still have to release it.
 _TAKEN_S = 5.0
 #: Timeout of a client that sends nothing.
-_PATIENCE_S = 10.0
+_CLIENT_TIMEOUT_S = 10.0
 _NS = 1e-9
 
 
@@ -99,7 +99,7 @@ class Exporter:
         self._warned = self._closed = False
         collector = Collector(status, self._reading)
         self._metrics = _Metrics(collector) if _has_library() else None
-        self._look()
+        self._check_progress()
 
     def welcomed(self, index: int, n_before: int) -> None:
         """The node is number *index* of the job: listen, and write, where that one does.
@@ -113,7 +113,7 @@ class Exporter:
             raise ConfigError(f"BPSFAST_METRICS_TEXTFILE = {self._textfile!r}: several nodes of this host "
                               "would write it; put {node} into the name, which becomes the node's number")
         if self._first_port + n_before != self._port:
-            self._hang_up()
+            self._stop_server()
             self._port = self._first_port + n_before
             self._listen()
         if self._textfile:
@@ -122,12 +122,12 @@ class Exporter:
 
     # -- in the control loop ---------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         if self._closed:
             return
         self._listen()
         self._note()
-        self._loop.call_at(time.monotonic() + _LOOK_S, self._look)
+        self._loop.call_at(time.monotonic() + _LOOK_S, self._check_progress)
 
     def _listen(self) -> None:
         if not self._first_port or self._server is not None:
@@ -177,7 +177,7 @@ class Exporter:
                             type(exc).__name__, exc)
             self._warned = True
 
-    def _hang_up(self) -> None:
+    def _stop_server(self) -> None:
         if self._server is not None:
             self._server.end()
             self._server = None
@@ -189,7 +189,7 @@ class Exporter:
         self._closed = True
         if self._path:
             self._write()
-        self._hang_up()
+        self._stop_server()
 
     # -- in threads of the HTTP server -----------------------------------------------------------------------------
 
@@ -222,14 +222,14 @@ class Exporter:
         """Return status, content type and body."""
         if path == "/healthz":
             age_s = self._status().loop_age_s
-            return _words(200 if age_s < _LIVE_S else 503, f"the control loop ran {age_s:.1f} s ago")
+            return _plain_text(200 if age_s < _LIVE_S else 503, f"the control loop ran {age_s:.1f} s ago")
         if path == "/readyz":
             why_not = self._status().why_not_ready
-            return _words(503 if why_not else 200, why_not or "in the job, and connected")
+            return _plain_text(503 if why_not else 200, why_not or "in the job, and connected")
         if path not in ("/metrics", "/"):
-            return _words(404, "there are /metrics, /healthz and /readyz")
+            return _plain_text(404, "there are /metrics, /healthz and /readyz")
         if self._metrics is None:
-            return _words(501, "the library prometheus_client is not installed: pip install 'bpsfast[metrics]'")
+            return _plain_text(501, "the library prometheus_client is not installed: pip install 'bpsfast[metrics]'")
         return 200, *self._metrics.text(accept)
 
 
@@ -253,7 +253,7 @@ class _Metrics:
         return kind, encode(self._with_process)
 
 
-def _words(code: int, text: str) -> tuple[int, str, bytes]:
+def _plain_text(code: int, text: str) -> tuple[int, str, bytes]:
     return code, "text/plain; charset=utf-8", f"{text}\n".encode()
 
 
@@ -284,7 +284,7 @@ class _Server(ThreadingMixIn, TCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _PATIENCE_S
+    timeout = _CLIENT_TIMEOUT_S
     server: _Server
 
     def do_GET(self) -> None:
@@ -292,7 +292,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             code, kind, body = self.server.answer(self.path.partition("?")[0], self.headers.get("Accept", ""))
         except Exception as exc:  # it is the scrape that fails, not the job
-            code, kind, body = _words(500, f"{type(exc).__name__}: {exc}")
+            code, kind, body = _plain_text(500, f"{type(exc).__name__}: {exc}")
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

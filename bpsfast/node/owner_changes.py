@@ -80,7 +80,7 @@ class OwnerTransfer:
                             f"the change of owners in epoch {self._message.epoch}")
         for unit, part, change in changed:
             here = bool(self._role.members_of(unit.ranks).local)
-            self._part_from(unit, part, change, here)
+            self._plan_release(unit, part, change, here)
             if change.giver == self._me.index and not here:
                 self._given_up.append((change, None))
             if part.owner != self._me.index and not here:
@@ -164,7 +164,7 @@ class OwnerTransfer:
         assert link is not None, "an owner that gives up shares no memory with nodes that push"
         return link
 
-    def _part_from(self, unit: UnitPlan, part: PartPlan, change: messages.OwnerChange, here: bool) -> None:
+    def _plan_release(self, unit: UnitPlan, part: PartPlan, change: messages.OwnerChange, here: bool) -> None:
         """Record what has to arrive until nothing of *part* is under way, and which nodes are unbound then."""
         if change.giver == self._me.index:
             nodes = [node for node in self._role.members_of(unit.ranks).nodes if node != self._me.index]

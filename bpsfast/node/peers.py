@@ -52,12 +52,12 @@ class Reconnect:
 class Reconnects:
     """Replaces links that end in the middle of a job, without any effect on sums. Used by the control loop's thread.
 
-    begin      a connection or queue pair failed here, or the peer asks for another link: this node closes its own for good,
-               so what has arrived over it is known; `Peering.seek` looks for another link, by tcp
-    called     the peer has closed a link that seems whole here
+    begin      a connection or queue pair failed here, or the peer asks for another link: this node closes its own for
+               good, so what has arrived over it is known; `Peering.seek` looks for another link, by tcp
+    requested  the peer has closed a link that seems whole here
     connected  both sides have closed it and told each other what they await: all partitions are bound to the new link,
                what has not arrived is written again, then what waited
-    gone       there was no new link in time: the peer is lost
+    failed     there was no new link in time: the peer is lost
 
     A write is repeated if and only if the peer awaits it, and its bytes are still in place (`Dispatcher.replace_link`).
     With transport=rdma there is no other link: the peer is lost at once.
@@ -108,10 +108,10 @@ class Reconnects:
 
     def connected(self) -> None:
         """Handle what `Peering` has found meanwhile: new links, peers that ask for one, peers that are gone."""
-        for index in self._peering.reconnector.called():
+        for index in self._peering.reconnector.requested():
             if index not in self._forgotten:
-                self._called(index)
-        for index, why in self._peering.reconnector.gone().items():
+                self._on_request(index)
+        for index, why in self._peering.reconnector.failed().items():
             if index in self._under_way:
                 self._on_lost(index, f"{self._under_way.pop(index).reason}; {why}")
         for index, reconnect in list(self._under_way.items()):
@@ -136,7 +136,7 @@ class Reconnects:
         """Return whether the end of the channel to node *index* is expected, since another link is sought."""
         return index in self._under_way
 
-    def _called(self, index: int) -> None:
+    def _on_request(self, index: int) -> None:
         reconnect = self._under_way.get(index)
         if reconnect is not None:  # the replacement has ended already
             self._seek(index, reconnect)
@@ -207,12 +207,12 @@ class Peers:
         assert self._welcome is not None
         return self._welcome
 
-    def visit(self, message: messages.ProbeRequest) -> None:
+    def probe(self, message: messages.ProbeRequest) -> None:
         """Test for the scheduler whether a node answers at its data port."""
-        self._connector.visit(message.node, lambda index, outcome: self._loop.call_soon(
-            lambda: self._node.say(messages.ProbeResult(node=index, outcome=outcome))))
+        self._connector.probe(message.node, lambda index, outcome: self._loop.call_soon(
+            lambda: self._node.send_unrecorded(messages.ProbeResult(node=index, outcome=outcome))))
 
-    def came(self, link: shm.ShmLink) -> None:
+    def add_shm_link(self, link: shm.ShmLink) -> None:
         """Take the link to a node of this host that connected to the local socket."""
         self._connector.offer(link, "a memfd exchange over this node's local socket worked")
 
@@ -281,7 +281,7 @@ class Peers:
     @property
     def peer_shutdowns(self) -> set[int]:
         """The peers that have announced that all their ranks have left."""
-        return self._peering.peer_shutdowns.said if self._peering is not None else set()
+        return self._peering.peer_shutdowns.announced if self._peering is not None else set()
 
     @property
     def has_announced_shutdown(self) -> bool:
@@ -310,9 +310,9 @@ class Peers:
         if self._reconnects is not None and not self._node.ending:
             self._reconnects.connected()
             for index in sorted(self._connector.reconnector.refused() - self._dropped - self.peer_shutdowns):
-                self._node.say(messages.ProbeResult(node=index, outcome="refused"))
+                self._node.send_unrecorded(messages.ProbeResult(node=index, outcome="refused"))
         if self._node.runtime.connected and not self._node.ending:
-            self._meet()
+            self._report_connected()
         if not self._connector.done or self._node.runtime.connected or self._node.ending:
             return
         for name, choice in self._connector.describe().items():
@@ -334,14 +334,14 @@ class Peers:
         self._local_ranks.connected(me, self._job, self._connector.describe())
         self._plans.connected()
         self._reconnects.connected()  # a link may have ended before it could be replaced
-        self._meet()
+        self._report_connected()
         self.on_connected()
         if self._job.is_late:
             installer, welcome = self._node.runtime.installer, self._job
             self._node.run_with_heartbeats(lambda: installer.warm(welcome.kinds, welcome.share_nbytes))
             self._node.send(messages.NewcomerReady(node=me.index, is_linked=True))
 
-    def _meet(self) -> None:
+    def _report_connected(self) -> None:
         """Tell the scheduler which joining nodes are connected."""
         for index in sorted(self._late & self._connector.links.keys()):
             self._late.discard(index)
@@ -351,7 +351,7 @@ class Peers:
         if (talking_link := talking(link)) is not None:
             self._loop.watch(talking_link.channel.fileno(), partial(self._read, talking_link))
         if isinstance(link, shm.ShmLink):
-            self._loop.watch(link.pidfd, partial(self._lost, link.index, link.gone))
+            self._loop.watch(link.pidfd, partial(self._lost, link.index, link.end_reason))
 
     def _log_forecast(self, nodes: Sequence[messages.NodeInfo]) -> None:
         """Log on one node of the job what speed the placement promises, and why it may bring nothing."""
@@ -373,11 +373,11 @@ class Peers:
         except PeerLostError:
             self._loop.forget(link.channel.fileno())
             if not self._reconnects.channel_ended(link.index):
-                self._lost(link.index, link.gone)
+                self._lost(link.index, link.end_reason)
             return
         for message, fds in received:
             self._node.count_message()
-            self._plans.peer_said(link, message, fds)
+            self._plans.peer_message(link, message, fds)
 
     def _source_lost(self, source: int, code: int) -> None:
         """Handle a broken connection, or an announcement that makes no sense."""

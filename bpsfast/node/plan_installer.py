@@ -134,7 +134,7 @@ class PlanInstaller:
         for arena, place, size in made:
             arena.release(place, size)
 
-    def peer_said(self, generation: Generation | None, index: int, message: PeerExtents | PeerSlots) -> None:
+    def peer_message(self, generation: Generation | None, index: int, message: PeerExtents | PeerSlots) -> None:
         """Record the addresses of node *index*'s results or slots; they may come before this node's own plan."""
         if generation is not None and generation.plan.generation == message.generation:
             self._take(generation, index, message)

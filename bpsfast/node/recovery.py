@@ -120,7 +120,7 @@ class Recovery:
         self._epochs.commit()
         self._plans.forget()
         self._runtime.succeed(generation, transfer, message.order)
-        self._plans.say_room()
+        self._plans.report_room()
         self.epoch = frozen.epoch
         self.count += bool(frozen.lost)
         self.n_joined += len(frozen.joined)
@@ -204,7 +204,7 @@ class SchedulerFailover:
 
     def _send_account(self, recall: int) -> None:
         for message in self._control_log.account(recall):
-            self._node.say(message)
+            self._node.send_unrecorded(message)
 
     def _log(self, words: str, *values: object) -> None:
         is_first = self._welcome is not None and self._welcome.index == 0

@@ -71,8 +71,8 @@ class UnitInstaller:
             resources.codec, resources.dtype = unit.codec, unit.dtype
         here = [part for part in unit.parts if self._role.appears_here(unit, part)]
         places = self._place_on_device(resources, [part for part in here if self._role.is_direct(unit, part)])
-        straight = set(places)
-        self._role.count_direct(unit, here, straight)
+        direct = set(places)
+        self._role.count_direct(unit, here, direct)
         places |= self._side_by_side(resources, self._regions.results,
                                      [part for part in here if part.part not in places])
         for part in unit.parts:
@@ -82,7 +82,7 @@ class UnitInstaller:
                 outputs = even.address, odd.address
                 generation.extents[part.part] = Extent(node=self._me.index, segment=even.segment,
                                                        offset_even=even.offset, offset_odd=odd.offset,
-                                                       nbytes=part.nbytes, on_device=part.part in straight)
+                                                       nbytes=part.nbytes, on_device=part.part in direct)
             if part.owner != self._me.index and not self._role.members_of(unit.ranks).local:
                 continue
             if part.owner == self._me.index:

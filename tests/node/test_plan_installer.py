@@ -32,7 +32,7 @@ def installer(engine_node):
 @pytest.mark.parametrize("is_owner_change", [False, True])
 def test_what_was_said_of_a_generation_that_was_withdrawn_goes_with_the_next_commit(installer, is_owner_change):
     for number in (3, 4, 5, 6):
-        installer.peer_said(None, 1, PeerExtents(generation=number, extents=()))
+        installer.peer_message(None, 1, PeerExtents(generation=number, extents=()))
     generation = Generation(Plan(generation=5, units=()), is_owner_change=is_owner_change)
     (installer.succeeded if is_owner_change else installer.committed)(generation)
     assert set(installer._early) == {6}, "the others were not, and will not be"

@@ -132,7 +132,7 @@ class ShmLink:
 
     kind = "shm"
     is_encrypted = False
-    gone = "its process is gone"
+    end_reason = "its process is gone"
 
     def tell(self, message: messages.Message, fds: Sequence[int] = ()) -> None:
         """Post *message*, if the peer is still there; its pidfd tells when it has ended."""

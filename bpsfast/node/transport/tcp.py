@@ -37,8 +37,8 @@ CONTEXT = "bpsfast data"
 CHALLENGE_TIMEOUT_S = 5.0
 #: Send buffers small enough for the cache; urgent bytes wait behind their contents. Between machines they also have to
 #: cover the round trip.
-_NEAR_BUFFER_NBYTES = 128 << 10
-_FAR_BUFFER_NBYTES = 512 << 10
+_LOCAL_BUFFER_NBYTES = 128 << 10
+_REMOTE_BUFFER_NBYTES = 512 << 10
 #: The longest intervals that Linux allows (MAX_TCP_KEEPIDLE, MAX_TCP_KEEPINTVL).
 _MOST_KEEPALIVE_S = 32_767
 #: The share of a link's bytes that is payload: without headers of Ethernet, IP and TCP (1448 of 1514) and without
@@ -119,7 +119,7 @@ def listen(host: str) -> socket.socket:
     return listener
 
 
-def _is_near(sock: socket.socket) -> bool:
+def _is_local(sock: socket.socket) -> bool:
     """Whether the peer's address is one of this host; False if the connection has ended meanwhile."""
     try:
         return sock.family == socket.AF_INET and sock.getsockname()[0] == sock.getpeername()[0]
@@ -173,7 +173,7 @@ class TcpLink(WireLink):
     def start(self, engine: Engine, source: int) -> None:
         for number in sorted(self.sockets):
             sock = self.sockets[number]
-            nbytes = self.send_buffer_nbytes or (_NEAR_BUFFER_NBYTES if _is_near(sock) else _FAR_BUFFER_NBYTES)
+            nbytes = self.send_buffer_nbytes or (_LOCAL_BUFFER_NBYTES if _is_local(sock) else _REMOTE_BUFFER_NBYTES)
             pace_out, pace_in = (self.paces.out.address, self.paces.incoming.address) if self.paces else (0, 0)
             seals = self.seals.pop(number, None)
             seal_out, seal_in = (seals.out.address, seals.incoming.address) if seals else (0, 0)
@@ -420,7 +420,7 @@ class DataPort:
     ----------
     mine, epochs
         This node's index, and the epochs that diallers have to know.
-    came
+    on_connection
         Called with (socket, greeted), in a thread of its own, once a connection is authenticated; it owns the socket.
     n_expected
         Connections that the job itself may open at the same time.
@@ -429,10 +429,10 @@ class DataPort:
     """
 
     def __init__(self, listener: socket.socket, key: bytes, mine: int, epochs: Epochs,
-                 came: Callable[[socket.socket, HandshakeResult], None], n_expected: int,
+                 on_connection: Callable[[socket.socket, HandshakeResult], None], n_expected: int,
                  encryption: Encryption = Encryption.NONE) -> None:
         self._acceptor = HandshakeAcceptor(
-            listener, lambda sock: accept(sock, key, mine=mine, epochs=epochs, encryption=encryption), came,
+            listener, lambda sock: accept(sock, key, mine=mine, epochs=epochs, encryption=encryption), on_connection,
             self._refused, lambda words: log.warning("data port: %s", words), n_expected,
             "bpsfast-data-port")
         self._lock = threading.Lock()

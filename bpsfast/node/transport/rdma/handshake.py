@@ -36,7 +36,7 @@ _MIN_RNR_TIMER, _RNR_RETRY = 12, 6
 M = TypeVar("M", RdmaOffer, RdmaPairs, RdmaStep)
 
 
-def meet(
+def make_link(
     sock: socket.socket, peer: int, find: Callable[[], list[Rail]], *, n_pairs: int, n_nodes: int, epoch: int,
     n_slots: int, limits: Limits, deadline: float,
 ) -> RdmaLink:

@@ -81,7 +81,7 @@ class RdmaLink(WireLink):
     """An established pair of nodes. For the control loop's thread; `stream_of` also for the dispatcher's."""
 
     kind = "rdma"
-    gone = "the connection of its rendezvous ended"
+    end_reason = "the connection of its rendezvous ended"
 
     def __init__(self, index: int, n_nodes: int, paths: Sequence[RailPath], channel: MessageSocket) -> None:
         self.index = index
