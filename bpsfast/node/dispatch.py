@@ -109,7 +109,7 @@ class Dispatcher:
         self._thread.start()
 
     def add(self, source: int, link: WireLink, turn: int = 0) -> None:
-        """Add the node that the engine knows as *source*; *turn*: the *place* of `NicQueue.add`. Returns when that is done.
+        """Add the node that the engine knows as *source*; return when that is done. *turn*: `place` of `NicQueue.add`.
 
         Raises `StallError` as `replace_link` does.
         """
