@@ -3,7 +3,8 @@
 
 #include "core.h"
 
-/* Keep an arrival for the thaw: a peer that has committed before us may write for what is to be a part's owner here. */
+/* Keep an arrival until the thaw: a peer that commits earlier may already write to the part that this node is to
+ * own. */
 static inline void bps_keep_early(struct bps_core *core, struct bps_early early)
 {
     static const char reason[] = "CapacityError: the node of this machine ran out of memory for what arrived before a "

@@ -24,7 +24,8 @@ static inline uint64_t bps_backups_came_ns(const struct bps_part *part)
 }
 
 /* Count how late a push was, compared with the first one for the same version. */
-static inline void bps_backups_count_lag(struct bps_core *core, const struct bps_part *part, uint64_t begun_ns, int is_last)
+static inline void bps_backups_count_lag(struct bps_core *core, const struct bps_part *part, uint64_t begun_ns,
+                                         int is_last)
 {
     uint64_t came_ns = bps_backups_came_ns(part);
     if (part->unit_offset != 0)

@@ -5,8 +5,8 @@
  *        4      4  state: 0 running, 1 aborted (reason below)
  *        8      4  number of words
  *       64   4032  reason, UTF-8, NUL-terminated; complete before state becomes 1
- *     4096   64*n  word of partition i at 4096 + 64*i: the last complete round (0: none yet); 8 bytes on, the time in ns
- *                  of CLOCK_MONOTONIC at which it was published, complete before the word
+ *     4096   64*n  word of partition i at 4096 + 64*i: the last complete round (0: none yet); 8 bytes on, when it was
+ *                  published, in ns of CLOCK_MONOTONIC, complete before the word
  *
  * Words are a cache line apart. Ranks sleep on the word itself (a read-only mapping suffices for FUTEX_WAIT)
  * and say so in their lane's `sleepers`, so an uncontended publication makes no system call.

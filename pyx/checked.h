@@ -1,4 +1,4 @@
-/* Checked writes: with checksums (CRC32C), on connections that are not encrypted.
+/* Checked writes: sends and receives writes with checksums (CRC32C), on connections that are not encrypted.
  *
  *   header 32 | checksum of the header 4 | payload | checksum of header and payload 4, if there is a payload
  *

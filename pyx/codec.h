@@ -55,7 +55,7 @@ struct bps_codec_buffers {
 
 enum { BPS_CODED = 0, BPS_CODE_MALFORMED = 1, BPS_CODE_MEMORY = 2, BPS_CODE_ROOM = 3 };
 
-/* The bytes that follow, read once: a frame of another process may say something else the next time. */
+/* The bytes that follow the length, read once: the frame is another process's, which may change it. */
 static inline uint64_t bps_frame_following(const char *frame)
 {
     return __atomic_load_n((const uint64_t *)frame, __ATOMIC_RELAXED);
@@ -108,7 +108,7 @@ static inline int bps_pack(struct bps_codec *codec, char *frame, const void *val
     return 1;
 }
 
-/* What is left from before counts as much as it did when it was computed, whatever the learning rate is now. */
+/* The factor by which an earlier error counts now, so that a changed learning rate does not change its effect. */
 static inline double bps_codec_ratio(const struct bps_codec *codec, double last_rate)
 {
     return codec->rate > 0 && last_rate > 0 ? last_rate / codec->rate : 1.0;

@@ -1,4 +1,4 @@
-/* CPU contention: whether other processes want the cores of this one, so that each yield costs one of their time slices.
+/* CPU contention: whether other processes want this one's cores, so that each yield costs one of their time slices.
  *
  * One slow yield proves nothing, because a virtual machine may not have run for a moment. If BPS_MANY_MET waits ended
  * awake since the last slow yield, waits sleep at once for the least pause only; each further slow yield doubles it.

@@ -147,7 +147,7 @@ cdef class Engine:
         return self._add_source(BPS_WIRE_PEER, None, None, None)
 
     def map_segment(self, uint32_t source, uint32_t segment, uint64_t address, uint64_t nbytes):
-        """Say where *segment* of *source* is mapped in this process; parts that waited for it go on."""
+        """Set where *segment* of *source* is mapped in this process; parts that waited for it go on."""
         cdef bps_core *core = self._open()
         if source >= core.n_sources or segment >= BPS_MAX_SEGMENTS:
             raise ValueError(f"segment {segment} of source {source}: there are {core.n_sources} sources, "
@@ -246,7 +246,7 @@ cdef class Engine:
                    "elsewhere")
 
     def detach(self, uint32_t source):
-        """Hear nothing more of *source*, which is gone, and tell it nothing. Only while frozen (else ValueError)."""
+        """Close *source*, which is gone: ignore it, and send it nothing. Only while frozen (else ValueError)."""
         _check_owner_change(bps_detach(self._open(), source), f"source {source}")
 
     def progress(self, uint32_t part):
@@ -257,7 +257,7 @@ cdef class Engine:
         return passed_on, complete
 
     def was_told(self, uint32_t part, uint32_t source, uint32_t round):
-        """Whether a transport has said that *source* has delivered its bytes of *round* of *part*, and all is in place.
+        """Whether a transport has reported that the bytes of *source* for *round* of *part* have arrived whole.
 
         That is its input, if this node owns the part, else the result. A frozen engine keeps it for the commit.
         """
@@ -383,7 +383,7 @@ cdef class Engine:
                              f"{len(ranks)} ranks for {core.n_parts} parts")
 
     def arrived(self, uint32_t source, uint32_t part, uint32_t round, uint32_t flags):
-        """Say that a wire peer's bytes have arrived: what a transport does through `arrived_address`."""
+        """Report that a wire peer's bytes have arrived, as a transport does through `arrived_address`."""
         with nogil:
             bps_on_arrived(self.core, source, part, round, flags)
 
@@ -412,7 +412,7 @@ cdef class Engine:
     def abort(self, str reason):
         """Write *reason* on the board and wake every rank: all waits end with it. The first reason stays.
 
-        Nothing happens after `close`, which has let go of the board.
+        Does nothing after `close`, which has released the board.
         """
         cdef bps_core *core = self.core
         cdef bytes text = reason.encode()[:BPS_REASON_NBYTES - 1] + b"\0"
@@ -489,7 +489,7 @@ cdef class Engine:
         return PyBytes_FromStringAndSize(<char *>trace.records, <Py_ssize_t>(32 * min(trace.used, trace.capacity)))
 
     def close(self):
-        """Stop the threads and let go of all buffers. Idempotent. Close every transport first."""
+        """Stop the threads and release all buffers. Idempotent. Close every transport first."""
         if self.core.stopping:
             return
         with nogil:

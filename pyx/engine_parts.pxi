@@ -1,4 +1,4 @@
-# Helpers of engine.pyx, included by it: limits, buffers, parts and their codecs.
+# Helpers of engine.pyx: limits, buffers, parts and their codecs.
 
 cdef enum:
     MAX_THREADS = 64

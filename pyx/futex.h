@@ -78,9 +78,8 @@ static inline int bps_wait_awake(const uint32_t *word, uint32_t seen, uint64_t a
     return 0;
 }
 
-/* Doorbell: one word that many ring and the engine's threads of one node wait on.
- * One of them stays awake for a while; a ring is a few instructions while it does, or nobody sleeps, and one system
- * call otherwise. */
+/* Doorbell: one word that many ring and the engine's threads of one node wait on. One of them stays awake for a while.
+ * While it does, or while nobody sleeps, a ring costs a few instructions, otherwise one system call. */
 #define BPS_DOORBELL_MAGIC 0x42504442u /* "BDPB" */
 
 struct bps_doorbell {
@@ -123,7 +122,7 @@ static inline int bps_await_doorbell_awake(struct bps_doorbell *bell, int is_awa
     return 0;
 }
 
-/* Who was awake is busy from now on: another one takes what was rung for since `seen` was read. */
+/* The waiter that was awake has work: wake another one if the bell was rung since `seen` was read. */
 static inline void bps_leave_doorbell(struct bps_doorbell *bell, uint32_t seen)
 {
     __atomic_store_n(&bell->awake, 0, __ATOMIC_SEQ_CST);

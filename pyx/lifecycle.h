@@ -1,4 +1,4 @@
-/* Lifecycle: an engine's core from its tables and threads to its end, and the freeze before a commit. */
+/* Lifecycle: makes, starts, freezes, stops and frees the core of an engine. */
 #pragma once
 
 #include "arrivals.h"
@@ -78,8 +78,8 @@ static inline struct bps_core *bps_core_make(int n_workers, uint64_t trace_capac
     core->local_lags = calloc(BPS_MAX_SOURCES, sizeof *core->local_lags);
     core->owner_lags = calloc(BPS_MAX_SOURCES, sizeof *core->owner_lags);
     core->workers = calloc((size_t)n_workers, sizeof *core->workers);
-    if (bps_events_init(&core->events, 4096) != 0 || !core->parts || !core->heap.index || !core->parked || !core->sources
-        || !core->local_lags || !core->owner_lags || !core->workers
+    if (bps_events_init(&core->events, 4096) != 0 || !core->parts || !core->heap.index || !core->parked
+        || !core->sources || !core->local_lags || !core->owner_lags || !core->workers
         || bps_trace_open(&core->trace, trace_capacity, first_round, last_round) != 0) {
         bps_core_free(core);
         return NULL;

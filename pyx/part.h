@@ -15,7 +15,7 @@
 #include "rows.h"
 
 struct bps_input {
-    uint32_t source;  /* who delivers it */
+    uint32_t source;  /* the engine's number of the rank or node that delivers it */
     uint16_t segment; /* where it lies: the source's segment and offset, */
     uint8_t arrived, empty;
     uint64_t offset;
@@ -48,7 +48,7 @@ struct bps_part {
     uint8_t is_backed;       /* its store has versions (backups.h): */
     uint8_t is_given, is_taken; /* there was a push; the next version has it; */
     uint32_t seen;           /* which version its worker was answered with */
-    uint8_t is_kept;         /* member: the result of kept_round comes from `keeper`; its owner is gone (owner_change.h) */
+    uint8_t is_kept;         /* member: its owner is gone, and `keeper` sends the result of kept_round */
     uint32_t keeper, kept_round;
     uint8_t was_given;       /* owned until round given_round, whose inputs go to a new owner: late ones are dropped */
     uint32_t given_round;
@@ -112,7 +112,7 @@ static inline void bps_count_lags(const struct bps_input *inputs, uint32_t n, st
     for (uint32_t i = 0; i < n; i++) {
         uint64_t time_ns = inputs[i].time_ns;
         if (inputs[i].empty)
-            return; /* a broadcast: who has nothing to give is not early */
+            return; /* in a broadcast, a rank that has no data is not early */
         first_ns = time_ns < first_ns ? time_ns : first_ns;
         last_ns = time_ns > last_ns ? time_ns : last_ns;
     }

@@ -1,4 +1,4 @@
-# Mailbox; included by perf.pyx.
+# The class Mailbox of perf.pyx.
 
 
 cdef struct _Box:

@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True
-"""Port: a rank's end of its node: announces inputs, waits for rounds, copies in and out, all without the GIL.
+"""Port: a rank's connection to its node: announces inputs, waits for rounds, copies in and out, all without the GIL.
 
 A rank has one port. It announces by a ring entry and a doorbell, and waits by a futex on the board word of the
 partition, in slices of at most 100 ms, after which it checks the node's process, the job's state, the deadline and
@@ -118,8 +118,8 @@ cdef class Port:
                bint empty=False, uint64_t nbytes=0):
         """Announce that partitions *part* to *part* + *n_parts* lie in *segment* at *offset*, or contribute nothing.
 
-        The bytes must not change until the round is complete. Where they are many, *nbytes* together, sums go past
-        the caches: who pushes them at once reads none of them soon.
+        The bytes must not change until the round is complete. *nbytes*: of all that is pushed at once; from 16 MiB on,
+        sums bypass the caches, which would lose them before the rank reads them.
 
         Raises
         ------
@@ -225,7 +225,7 @@ cdef class Port:
         return 0
 
     def set_rate(self, uint32_t part, uint32_t n_parts, uint32_t round, double rate):
-        """Say that inputs of these partitions are computed for learning rate *rate* from *round* on, the next one.
+        """Announce that inputs of these partitions are computed for learning rate *rate* from *round* on, the next one.
 
         Raises as `submit`.
         """
@@ -390,7 +390,7 @@ cdef class Port:
                                          <Py_ssize_t>(32 * min(self.port.records.used, self.port.records.capacity)))
 
     def close(self):
-        """Let go of the three buffers. Idempotent; no thread may be inside another method."""
+        """Release the three buffers. Idempotent; no thread may be inside another method."""
         if self.open:
             self.open = False
             PyBuffer_Release(&self.lane_view)

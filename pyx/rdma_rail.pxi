@@ -1,4 +1,4 @@
-# Rail; included by rdma.pyx.
+# The class Rail of rdma.pyx.
 
 
 @cython.final

@@ -1,4 +1,4 @@
-# Stream; included by rdma.pyx.
+# The class Stream of rdma.pyx.
 
 
 @cython.final

@@ -123,8 +123,8 @@ static inline struct bps_ibv_mr *bps_reg_dmabuf_mr(struct bps_ibv_pd *pd, uint64
 static inline int bps_positive(int rc) { return rc < 0 ? -rc : rc; }
 
 /* Whether the verb that was to destroy an object failed with rc because the kernel has taken the device from this
- * process (unplugged, reset, its driver unbound): it has destroyed all objects itself then, and every call ends so. What
- * the provider has of the object in this process is lost: no call can free it any more. libibverbs would, if
+ * process (unplugged, reset, its driver unbound): it has destroyed all objects itself then, and every call ends so.
+ * What the provider has of the object in this process is lost: no call can free it any more. libibverbs would, if
  * RDMAV_ALLOW_DISASSOC_DESTROY were set, but only in programs that read no events meanwhile. */
 static inline int bps_device_is_gone(int rc) { return bps_positive(rc) == EIO || bps_positive(rc) == ENODEV; }
 

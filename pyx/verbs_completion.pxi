@@ -1,4 +1,4 @@
-# CompletionQueue; included by verbs.pyx.
+# The class CompletionQueue of verbs.pyx.
 
 cdef enum:
     _BATCH = 32  # completions taken at once without the GIL

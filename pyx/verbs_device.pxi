@@ -1,4 +1,4 @@
-# Device and ProtectionDomain; included by verbs.pyx.
+# The classes Device and ProtectionDomain of verbs.pyx.
 
 #: What `Device.port` calls a port's state and link layer.
 _PORT_STATES = ("NOP", "DOWN", "INIT", "ARMED", "ACTIVE", "ACTIVE_DEFER")

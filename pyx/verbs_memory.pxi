@@ -1,4 +1,4 @@
-# MemoryRegion; included by verbs.pyx.
+# The class MemoryRegion of verbs.pyx.
 
 
 cdef str _why_not_registered(int rc, uintptr_t address, size_t nbytes, attributes):
@@ -93,8 +93,8 @@ cdef class MemoryRegion(_VerbsObject):
                   bint remote_write=True, bint remote_read=False, bint relaxed_ordering=False):
         """Register *nbytes* from *offset* on of the dma-buf *fd*, memory of another device (``ibv_reg_dmabuf_mr``).
 
-        Whoever posts, or is told the rkey, calls its first byte *iova*; both have the same offset in a page. The
-        descriptor may be closed afterwards: the region keeps the memory.
+        *iova* is the address of its first byte for posts, and for peers that have the rkey; it has the same offset in a
+        page as *offset*. The descriptor may be closed afterwards: the region keeps the memory.
 
         Raises
         ------

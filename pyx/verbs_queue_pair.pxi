@@ -1,4 +1,4 @@
-# QueuePair; included by verbs.pyx.
+# The class QueuePair of verbs.pyx.
 
 _STATES = ("RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR")
 _MTU_CODES = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}
