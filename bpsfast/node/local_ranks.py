@@ -41,7 +41,6 @@ class LocalRanks:
         self._fingerprint = dict(fingerprint)
         self._expected = settings.local_size
         self._servers: list[MessageSocket] = []
-        self._writing: set[int] = set()
         self._attached = False
         self._has_affinity = False
         self._first_left: messages.FirstRankLeft | None = None

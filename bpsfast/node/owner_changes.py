@@ -90,7 +90,8 @@ class OwnerTransfer:
             if coded:
                 resources.codec, resources.dtype = unit.codec, unit.dtype
             if part.owner == self._me.index:
-                outputs = self._results_at(unit, part) if here else made.results(part, resources)
+                outputs = (self._results_at(unit, part) if here
+                           else made.by_parity(resources, self._regions.results, part.nbytes))
                 arguments, _ = made.owned(unit, part, outputs, resources, round_after(change.kept_round))
                 self._owned.append((change, arguments))
                 resources.parts.append(part)

@@ -111,9 +111,7 @@ class PlanInstaller:
         if generation.concerns(self._me.ranks):
             generation.awaited = {part.owner for unit in plan.units for part in unit.parts
                                   if isinstance(self._links.get(part.owner), ShmLink)}
-        generation.awaited |= {link.index for link in self._rdma_links()}
-        for index, message in self._early.pop(plan.generation, ()):
-            self._take(generation, index, message)
+        self._exchange_slots(generation)
         return generation
 
     def warm(self, kinds: Iterable[tuple[str, str]], owned_nbytes: int) -> None:
@@ -254,11 +252,7 @@ class PlanInstaller:
             raise
         for chunk in self._regions.partials.chunks:
             self.share_chunk(chunk, "partial")
-        for wired in self._rdma_links():
-            wired.announce(message.generation)
-        generation.awaited = {link.index for link in self._rdma_links()}
-        for index, said in self._early.pop(message.generation, ()):
-            self._take(generation, index, said)
+        self._exchange_slots(generation)
         return generation, transfer
 
     def succeeded(self, generation: Generation) -> None:
@@ -348,7 +342,7 @@ class PlanInstaller:
         return tuple(self._sources[index] for index in self._role.written_to(ranks, part))
 
     def _share(self, generation: Generation) -> None:
-        """Share partials and results with peers of this host, and send all peers the addresses of this generation."""
+        """Share partials and results with peers of this host, and tell them where this generation's results appear."""
         for kind, arena in (("partial", self._regions.partials), ("result", self._regions.results)):
             for chunk in arena.chunks:
                 self.share_chunk(chunk, kind)
@@ -360,8 +354,15 @@ class PlanInstaller:
         )
         for link in self._shm_links():
             link.tell(PeerExtents(generation=generation.plan.generation, extents=owned))
+
+    def _exchange_slots(self, generation: Generation) -> None:
+        """Send peers the addresses to which they write by RDMA, and await theirs; take what came early of any peer."""
+        number = generation.plan.generation
         for wired in self._rdma_links():
-            wired.announce(generation.plan.generation)
+            wired.announce(number)
+            generation.awaited.add(wired.index)
+        for index, message in self._early.pop(number, ()):
+            self._take(generation, index, message)
 
     def _take(self, generation: Generation, index: int, message: PeerExtents | PeerSlots) -> None:
         link = self._links[index]

@@ -115,7 +115,7 @@ class UnitInstaller:
         """
         codec = self._codec(unit, part, resources) if self._role.is_coded(unit) else None
         if codec is not None:
-            codec = codec._replace(frames=self._frames(part, self._regions.frames, resources))
+            codec = codec._replace(frames=self.by_parity(resources, self._regions.frames, part.wire_nbytes))
         members = self._role.members_of(unit.ranks)
         before: list[tuple[int, int]] = []
         after: list[tuple[int, int]] = []
@@ -149,12 +149,6 @@ class UnitInstaller:
             first_round=unit.first_round,
         ), store
 
-    def results(self, part: PartPlan, resources: UnitResources) -> tuple[int, int]:
-        """Return addresses of new memory for the result of *part*, by parity."""
-        nbytes = page_round(part.nbytes)
-        at = self._allocate(resources, self._regions.results, 2 * nbytes).address
-        return at, at + nbytes
-
     def member(self, unit: UnitPlan, part: PartPlan, outputs: tuple[int, int], resources: UnitResources,
                first_round: int, partial: Place | None = None) -> dict[str, Any]:
         """Return the arguments of `Engine.add_member` for *part*, whose result is read at *outputs*.
@@ -166,7 +160,7 @@ class UnitInstaller:
         link = wire(self._links[part.owner])
         arriving = outputs
         if codec is not None and link is not None:
-            arriving = self._frames(part, self._regions.slots, resources)
+            arriving = self.by_parity(resources, self._regions.slots, part.wire_nbytes)
             codec = codec._replace(frames=arriving, results=outputs)
         if link is not None:
             bind(resources, link, unit, part, arriving, codec is not None, first_round)
@@ -218,11 +212,10 @@ class UnitInstaller:
         resources.places.append((self._regions.direct, at, nbytes))
         return self._side_by_side(resources, self._regions.direct, parts, at)
 
-    def _frames(self, part: PartPlan, arena: Arena, resources: UnitResources) -> tuple[int, int]:
-        """Return addresses of memory for frames of the result of *part*, by parity."""
-        nbytes = page_round(part.wire_nbytes)
-        at = self._allocate(resources, arena, 2 * nbytes).address
-        return at, at + nbytes
+    def by_parity(self, resources: UnitResources, arena: Arena, nbytes: int) -> tuple[int, int]:
+        """Return addresses of new memory for *nbytes* of even and of odd rounds."""
+        at = self._allocate(resources, arena, 2 * page_round(nbytes)).address
+        return at, at + page_round(nbytes)
 
     def _kernel(self, unit: UnitPlan) -> int:
         return kernel(unit.dtype, unit.op, self._sums)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from ...orchestration.messages import NodeInfo
 from .peering import Link
@@ -75,25 +75,12 @@ def _exchange(socks: Sequence[socket.socket], deadline: float) -> float:
     socks[0].sendall(b"\1")
     receive(socks[0], 1)
     begin = time.monotonic()
-    counts = [0] * len(socks)
-    faults: list[OSError] = []
-
-    def guarded(function, *arguments) -> None:  # type: ignore[no-untyped-def]
-        try:
-            function(*arguments)
-        except OSError as exc:
-            faults.append(exc)
-
-    threads = [threading.Thread(target=guarded, args=arguments, name="bpsfast-probe", daemon=True)
-               for number, sock in enumerate(socks)
-               for arguments in ((_send, sock, begin), (_count, sock, begin, counts, number))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise faults[0]
-    received = sum(counts) / (_DURATION_S * (1 - 2 * _EDGE_SHARE))
+    with ThreadPoolExecutor(2 * len(socks), thread_name_prefix="bpsfast-probe") as executor:
+        sends = [executor.submit(_send, sock, begin) for sock in socks]
+        counts = [executor.submit(_count, sock, begin) for sock in socks]
+    for send in sends:
+        send.result()
+    received = sum(count.result() for count in counts) / (_DURATION_S * (1 - 2 * _EDGE_SHARE))
     socks[0].sendall(int(received).to_bytes(8, "little"))
     theirs = int.from_bytes(receive(socks[0], 8), "little")
     for sock in socks:
@@ -108,10 +95,10 @@ def _send(sock: socket.socket, begin: float) -> None:
     sock.sendall(_END)
 
 
-def _count(sock: socket.socket, begin: float, counts: list[int], number: int) -> None:
-    """Receive until the other end stops; count what arrives in the middle of the time."""
+def _count(sock: socket.socket, begin: float) -> int:
+    """Receive until the other end stops; return the bytes that arrive in the middle of the time."""
     first, last = begin + _DURATION_S * _EDGE_SHARE, begin + _DURATION_S * (1 - _EDGE_SHARE)
-    view = memoryview(bytearray(_CHUNK_NBYTES))
+    view, count = memoryview(bytearray(_CHUNK_NBYTES)), 0
     while left := int.from_bytes(receive(sock, 8), "little"):
         while left:
             n = sock.recv_into(view[:left])
@@ -119,4 +106,5 @@ def _count(sock: socket.socket, begin: float, counts: list[int], number: int) ->
                 raise ConnectionResetError("the connection ended")
             left -= n
             if first <= time.monotonic() < last:
-                counts[number] += n
+                count += n
+    return count

@@ -192,14 +192,15 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, shm_e
     fds: list[int] = []
     try:
         check_user(link)
-        link.send(PeerHello(version=messages.VERSION, source=mine, target=peer, epoch=epoch, pid=pid,
-                            proof=security.prove(job_key, *_hello(mine, peer, epoch, pid))), timeout_s=timeout_s)
+        proof = security.prove(job_key, *_proof_words("hello", mine, peer, epoch, pid))
+        link.send(PeerHello(version=messages.VERSION, source=mine, target=peer, epoch=epoch, pid=pid, proof=proof),
+                  timeout_s=timeout_s)
         answer, received = link.recv(timeout_s)
         fds += received
         if isinstance(answer, messages.Refuse):
             raise ProtocolError(answer.reason)
         if not isinstance(answer, PeerWelcome) or len(fds) != 3 or not security.verify(
-            job_key, answer.proof, *_answer(peer, mine, epoch, answer.pid, pid)
+            job_key, answer.proof, *_proof_words("welcome", peer, mine, epoch, answer.pid, pid)
         ):
             raise ProtocolError(f"process {link.peer[0]} behind node {peer}'s local socket did not prove the job key")
         link.frame_max_nbytes = channel.MAX_NBYTES
@@ -217,7 +218,8 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, shm_e
 def check(job_key: bytes, hello: PeerHello, link: MessageSocket) -> None:
     """Raise `BpsError` unless *hello* comes from a process of this user that has the job's key."""
     check_user(link)
-    if not security.verify(job_key, hello.proof, *_hello(hello.source, hello.target, hello.epoch, hello.pid)):
+    words = _proof_words("hello", hello.source, hello.target, hello.epoch, hello.pid)
+    if not security.verify(job_key, hello.proof, *words):
         raise ProtocolError(f"process {link.peer[0]} has another job key")
 
 
@@ -234,9 +236,8 @@ def welcome(job_key: bytes, hello: PeerHello, link: MessageSocket, mine: int, ep
                             f"{hello.target} (version {hello.version}, epoch {hello.epoch})")
     lane = shm_endpoint.lane()
     pid = os.getpid()
-    answer = PeerWelcome(pid=pid, proof=security.prove(job_key, *_answer(mine, hello.source, hello.epoch, pid,
-                                                                    hello.pid)))
-    link.post(answer, shm_endpoint.fds(lane))
+    words = _proof_words("welcome", mine, hello.source, hello.epoch, pid, hello.pid)
+    link.post(PeerWelcome(pid=pid, proof=security.prove(job_key, *words)), shm_endpoint.fds(lane))
     return lane
 
 
@@ -250,12 +251,9 @@ def complete(index: int, link: MessageSocket, lane: Segment, fds: list[int]) -> 
     return _assemble(index, link, lane, fds)
 
 
-def _hello(*numbers: int) -> list[str]:
-    return ["shm hello", *map(str, numbers)]
-
-
-def _answer(*numbers: int) -> list[str]:
-    return ["shm welcome", *map(str, numbers)]
+def _proof_words(kind: str, *numbers: int) -> list[str]:
+    """Return what a proof of the job's key signs in a message of *kind*."""
+    return [f"shm {kind}", *map(str, numbers)]
 
 
 def _assemble(index: int, link: MessageSocket, incoming: Segment, fds: list[int]) -> ShmLink:
