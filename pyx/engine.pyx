@@ -14,7 +14,6 @@ written. What the methods do is in the headers.
 """
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
@@ -35,7 +34,7 @@ from pyx.words cimport (
     BPS_BOARD_HEADER, BPS_BOARD_MAGIC, BPS_BOARD_STRIDE, BPS_DOORBELL_MAGIC, BPS_EVENT_DELIVERED, BPS_EVENT_FORWARD,
     BPS_EVENT_LOST, BPS_EVENT_RESULT, BPS_FLAG_EMPTY, BPS_MAX_PARTS, BPS_REASON_NBYTES, BPS_REASON_OFFSET,
     bps_board, bps_board_word, bps_counted, bps_doorbell, bps_lane, bps_lane_capacity, bps_load,
-    bps_trace, bps_wake, pthread_mutex_lock, pthread_mutex_unlock,
+    bps_wake, pthread_mutex_lock, pthread_mutex_unlock, trace_bytes,
 )
 
 
@@ -485,8 +484,7 @@ cdef class Engine:
 
     def trace(self):
         """Return the records so far (`record.h`)."""
-        cdef bps_trace *trace = &self.core.trace
-        return PyBytes_FromStringAndSize(<char *>trace.records, <Py_ssize_t>(32 * min(trace.used, trace.capacity)))
+        return trace_bytes(&self.core.trace)
 
     def close(self):
         """Stop the threads and release all buffers. Idempotent. Close every transport first."""

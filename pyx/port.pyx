@@ -20,7 +20,7 @@ from pyx.words cimport (
     bps_board, bps_board_word, bps_chunk, bps_count, bps_counted, bps_doorbell, bps_entry, bps_lane,
     bps_lane_capacity, bps_load, bps_now_ns, bps_pipelined_transfer, bps_port, bps_port_announce,
     bps_port_stay_awake, bps_port_wait, bps_reached, bps_record_add, bps_step, bps_steps_blocked, bps_steps_next,
-    bps_tally, bps_trace_open, pthread_mutex_destroy, pthread_mutex_init,
+    bps_tally, bps_trace_open, pthread_mutex_destroy, pthread_mutex_init, trace_bytes,
 )
 
 
@@ -386,8 +386,7 @@ cdef class Port:
 
     def trace(self):
         """Return the records so far (`record.h`)."""
-        return PyBytes_FromStringAndSize(<char *>self.port.records.records,
-                                         <Py_ssize_t>(32 * min(self.port.records.used, self.port.records.capacity)))
+        return trace_bytes(&self.port.records)
 
     def close(self):
         """Release the three buffers. Idempotent; no thread may be inside another method."""

@@ -13,7 +13,6 @@ sight: they must not refer to the stream or rail that keeps them. After a fork t
 (ValueError) and release nothing.
 """
 cimport cython
-from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.errno cimport EAGAIN, EDESTADDRREQ, EFAULT, EMSGSIZE, ENOMEM, ENOSPC, ESHUTDOWN, errno
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
@@ -24,7 +23,7 @@ from pyx.ibverbs cimport BPS_VERBS_LIBRARY, bps_ibv_cq, bps_ibv_qp, bps_unblock,
 from pyx.words cimport (
     bps_arrived_fn, bps_load, bps_notify_fn, bps_now_ns, bps_start_thread, bps_store, bps_trace, bps_trace_open,
     bps_wait, pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
-    pthread_mutex_unlock, pthread_t,
+    pthread_mutex_unlock, pthread_t, trace_bytes,
 )
 
 

@@ -200,9 +200,7 @@ cdef class Stream:
 
     def trace(self):
         """Return the records so far (`record.h`)."""
-        cdef bps_rdma_stream *stream = self.stream
-        return PyBytes_FromStringAndSize(<char *>stream.records.records,
-                                         <Py_ssize_t>(32 * min(stream.records.used, stream.records.capacity)))
+        return trace_bytes(&self.stream.records)
 
     def close(self):
         """Stop using the queue pair, which the caller then closes. Idempotent; undelivered writes are dropped."""

@@ -1,4 +1,5 @@
 """Extern declarations of the shared-memory words: futex.h, lane.h, steps.h, board.h, record.h, hooks.h."""
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport uint16_t, uint32_t, uint64_t
 
 
@@ -94,3 +95,8 @@ cdef extern from "pipelined_transfer.h" nogil:
         uint32_t part
     enum: BPS_DIFFERENT, BPS_FINGERPRINT
     int bps_pipelined_transfer(bps_port *, const bps_chunk *, uint32_t, uint32_t, uint32_t *, uint32_t *, uint64_t)
+
+
+cdef inline bytes trace_bytes(const bps_trace *trace):
+    """Return the records so far (`record.h`)."""
+    return PyBytes_FromStringAndSize(<char *>trace.records, <Py_ssize_t>(32 * min(trace.used, trace.capacity)))
