@@ -1,4 +1,4 @@
-"""What a node tells the scheduler of its own capacity when it joins: rates of its NIC, of sums and of copies."""
+"""Finds the rates of a node's NIC, of its sums and of its copies, which it reports to the scheduler when it joins."""
 from __future__ import annotations
 
 import logging
@@ -46,10 +46,10 @@ class NodeCapacity(NamedTuple):
 
 
 def of(settings: Settings, address: str) -> NodeCapacity:
-    """Return the strength of this machine, whose peers connect to *address*.
+    """Return the capacity of this machine, whose peers connect to *address*.
 
-    Sums are measured, for a fraction of a second, where the node has only some CPUs of its machine; else it is taken
-    to sum faster than its NIC brings anything (three cores keep up with 100 Gbit/s).
+    Sums are measured, for a fraction of a second, where the node has only some CPUs of its machine. Other nodes are
+    assumed to sum faster than their NIC delivers: three cores keep up with 100 Gbit/s.
     """
     host = Host()
     by_rdma, ports = 0.0, ""
@@ -141,7 +141,7 @@ def measure_sum_rate(n_threads: int, duration_s: float = 0.15, by_tcp: bool = Tr
 
 
 class _Loop:
-    """Pieces to sum, and a connection of one thread to itself. A context manager."""
+    """One thread's work of a helper: pieces to sum, and a connection to itself. A context manager."""
 
     def __init__(self, by_tcp: bool) -> None:
         self._by_tcp = by_tcp

@@ -1,4 +1,4 @@
-"""Compressed partitions: what the engine is told of them, and their state from round to round, to save and load.
+"""Describes compressed partitions to the engine, and saves and loads the state that they keep between rounds.
 
 A saved state: a fingerprint of what it belongs to (node, layout, codec), then for each partition the six words of
 `Engine.codec_words` and the arrays of `CodedPart`.

@@ -1,4 +1,4 @@
-"""What the parts of a node need of its control loop, as a Protocol; `main.Node` is the only implementation."""
+"""The interface of a node's control loop for its other parts; `main.Node` implements it."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class ControlLoop(Protocol):
         """Send *message* to the scheduler; while there is none, it is kept for the next one if it still matters."""
 
     def send_unrecorded(self, message: Message) -> None:
-        """Send *message* to the present scheduler; it may be lost with that."""
+        """Send *message* to the present scheduler; it is lost if that dies."""
 
     def fail(self, error: BpsError, who: str = "", reason: str = "", tell: bool = True) -> None:
         """End the job with *error*; see `main.Node.fail`."""

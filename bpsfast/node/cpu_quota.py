@@ -124,7 +124,7 @@ def _yield_to_all(thread: int) -> None:
 
 
 def _yield_as_group(tree: Tree) -> None:
-    """Do the same for the session, where the kernel shares CPUs out among sessions first (sched_autogroup)."""
+    """Lower the weight of the session, where the kernel divides CPUs among sessions first (sched_autogroup)."""
     if not tree.number("proc/sys/kernel/sched_autogroup_enabled"):
         return
     if os.getsid(0) != os.getpid():

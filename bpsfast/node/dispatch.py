@@ -167,7 +167,7 @@ class Dispatcher:
     def hold(self, source: int) -> None:
         """Post nothing more to *source* until `replace_link`: its link is about to be closed. Takes effect at once."""
         self._nic_queue.hold(source)
-        self._engine.wake()  # others may have its turn
+        self._engine.wake()  # the next write may be another node's
 
     def replace_link(self, source: int, link: WireLink, awaited: Mapping[int, int]) -> None:
         """Go on writing to *source* over *link*, which is started here; its predecessor is held and closed.
@@ -329,7 +329,7 @@ class Dispatcher:
         self._peak_queued = max(self._peak_queued, self._nic_queue.queued)
 
     def _replace_link(self, source: int, link: WireLink, awaited: Mapping[int, int]) -> None:
-        self._events += self._engine.events(0.0)  # all that the old link, which is closed, had still to say
+        self._events += self._engine.events(0.0)  # the last events of the old link, which is closed
         self._run_commands()  # those that came before these events: partitions of a commit, others that are retired
         self._handle_events()
         destination = self._destinations.get(source)
@@ -341,7 +341,7 @@ class Dispatcher:
         for part, round_ in awaited.items():
             write = destination.posted.get(part)
             if write is not None and write.round == round_:
-                del destination.posted[part]  # it waits: should this link end before its turn, that is once enough
+                del destination.posted[part]  # queued below: a link that ends before must not queue it once more
                 self._put(source, write)
         self._pump()
         self._n_reconnects += 1

@@ -1,4 +1,4 @@
-"""A plan as this node has prepared it: what each unit uses, where results appear, which peers it still waits for."""
+"""Records a plan that this node has prepared: what each unit uses, where results appear, which peers are awaited."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -142,7 +142,7 @@ class Generation:
     extents: dict[int, Extent] = field(default_factory=dict)
     awaited: set[int] = field(default_factory=set)
     announced: bool = False
-    is_owner_change: bool = False  # of committed units: their owners change (`succession`)
+    is_owner_change: bool = False  # its units are committed, and only their owners change
 
     @property
     def names(self) -> set[str]:

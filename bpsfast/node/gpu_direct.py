@@ -1,4 +1,4 @@
-"""GPUDirect: which partitions network cards read and write in the memory of a rank's device, and why others not.
+"""Decides which partitions network cards read and write directly in a rank's device memory (GPUDirect).
 
 A rank shares memory of its device, which is registered with all cards in use; the node has addresses for it (`Shadow`)
 but cannot read it. So a partition can be sent from there if this node need not read it: another node, reached by RDMA,

@@ -73,10 +73,10 @@ def _has_library() -> bool:
 
 
 class Exporter:
-    """Serves what *read* returns, None while there is nothing to read. Owned by the control loop's thread.
+    """Serves a node's metrics and health over HTTP, and writes metrics to a file. Owned by the control loop's thread.
 
-    That thread alone calls *read* and *progress*, which returns partitions summed and bytes published: they change with
-    each round. Any thread calls *status*. *n_before*: other nodes of the job that are taken to be on this host, before
+    That thread alone calls *read*, which returns None while there is nothing to read, and *progress*, which returns
+    partitions summed and bytes published: they change with each round. Any thread calls *status*. *n_before*: other nodes of the job that are taken to be on this host, before
     this one; the port is so much higher. A port that is taken is tried again.
     """
 
@@ -273,7 +273,7 @@ class _Server(ThreadingMixIn, TCPServer):
         self._thread.start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing aloud of a client that went away amid its answer."""
+        """Log only for debugging: a client may close its connection before it has its answer."""
         log.debug("a question for numbers failed", exc_info=True)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Executes changes of owners on this node: who sums a partition from now on, and what is still owed of its last round.
+"""Executes changes of owners on this node: which node sums a partition, and which nodes still need its last result.
 
 Everything is prepared while the engine is frozen, before `Ready`; `begin` takes effect at the commit. The place where
 ranks read results does not change: a new owner behind a wire writes them into this node's memory, as the lost one did;
@@ -27,7 +27,7 @@ from .transport import WireLink, wire
 from .transport.shm import ShmLink
 from .unit_installer import NodeParts, UnitInstaller, bind
 
-#: Of what has not come an error names so many.
+#: How many missing rounds an error lists.
 _N_NAMED = 4
 
 
@@ -103,7 +103,7 @@ class OwnerTransfer:
                 self._followed.append(change)
                 if change.keeper != part.owner or not lacks:
                     self._expect(unit, part, part.owner, resources, coded, round_after(change.kept_round))
-            if lacks and not change.lent:  # else it may write already, and maybe has
+            if lacks and not change.lent:  # else it was told before, and may write already
                 self._expect(unit, part, change.keeper, resources, coded, change.kept_round)
             if self._me.index == change.keeper and not change.lent:
                 self._plan_resends(unit, part, change, coded)

@@ -1,4 +1,4 @@
-"""Connects a node to all its peers: dials those before it, accepts those after it, chooses a transport for each.
+"""Connects a node to all its peers: dials those of lower index, accepts those of higher, chooses each transport.
 
 A link that ends later is replaced by tcp (`seek`, `reconnector`). A node that joins the running job dials all others,
 which `expect` it.

@@ -92,7 +92,7 @@ class RdmaLink(WireLink):
         self._fresh: dict[int, Slot] = {}
         self._n_exchanges = 0
         self.bound = {}  # n_streams counts if tcp replaces this link
-        self._anew: dict[int, int] = {}  # parts bound after the end, and their next round
+        self._anew: dict[int, int] = {}  # parts bound after the link has ended -> their next round
         self.fenced = False
 
     def start(self, engine: Engine, source: int) -> None:
