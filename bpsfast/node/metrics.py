@@ -76,8 +76,9 @@ class Exporter:
     """Serves a node's metrics and health over HTTP, and writes metrics to a file. Owned by the control loop's thread.
 
     That thread alone calls *read*, which returns None while there is nothing to read, and *progress*, which returns
-    partitions summed and bytes published: they change with each round. Any thread calls *status*. *n_before*: other nodes of the job that are taken to be on this host, before
-    this one; the port is so much higher. A port that is taken is tried again.
+    partitions summed and bytes published: they change with each round. Any thread calls *status*. *n_before*: other
+    nodes of the job that are taken to be on this host, before this one; the port is so much higher. A port that is
+    taken is tried again.
     """
 
     def __init__(self, settings: Settings, loop: EventLoop, status: Callable[[], Status],
