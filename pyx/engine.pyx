@@ -278,11 +278,8 @@ cdef class Engine:
     def retire(self, parts):
         """Forget committed *parts* that nobody pushes or waits for any more, and clear their words for others.
 
-        Raises
-        ------
-        ValueError
-            If one is not there, or something of it is under way: an input has come, or its result has not. None is
-            then forgotten.
+        Raises `ValueError` if one is not there, or something of it is under way: an input has come, or its result has
+        not. None is then forgotten.
         """
         numbers = _array("I", parts)
         cdef uint32_t[::1] index = numbers if numbers else _array("I", [0])
@@ -329,10 +326,7 @@ cdef class Engine:
     def freeze(self, double timeout_s):
         """Start no kernel any more; return once none runs. `commit` ends it.
 
-        Raises
-        ------
-        TimeoutError
-            If a kernel still runs after *timeout_s*; the engine is then not frozen.
+        Raises `TimeoutError` if a kernel still runs after *timeout_s*; the engine is then not frozen.
         """
         cdef uint64_t timeout_ns = <uint64_t>(timeout_s * 1e9)
         cdef int running
@@ -369,10 +363,7 @@ cdef class Engine:
     def commit(self, uint32_t generation, order):
         """Activate what was added, give each part its integer rank ``order[part]`` (0 is most urgent), go on.
 
-        Raises
-        ------
-        ValueError
-            If the engine is not frozen, the generation is not the next, or a part has no rank.
+        Raises `ValueError` if the engine is not frozen, the generation is not the next, or a part has no rank.
         """
         cdef bps_core *core = self._open()
         ranks = _array("I", order)

@@ -147,10 +147,7 @@ cdef class _Mapping:
     def close(self):
         """Unmap, and close the descriptor. Idempotent.
 
-        Raises
-        ------
-        BufferError
-            While exports live: something still points into the memory.
+        Raises `BufferError` while exports live: something still points into the memory.
         """
         if self.exports:
             raise BufferError(f"{type(self).__name__.lower()} of {self.nbytes} bytes has {self.exports} live exports")
@@ -245,10 +242,7 @@ cdef class Segment(_Mapping):
 
         *populate* enters all its pages into this process's page table now, so that the first step does not.
 
-        Raises
-        ------
-        OSError
-            If the descriptor cannot be mapped; it is then still the caller's.
+        Raises `OSError` if the descriptor cannot be mapped; it is then still the caller's.
         """
         cdef Segment self = cls.__new__(cls)
         status = os.fstat(fd)

@@ -71,10 +71,7 @@ cdef class Port:
     after *awake_us*, or four times that while waits are short. A node that takes nothing from a full lane for
     *patience_s* is given up.
 
-    Raises
-    ------
-    ValueError
-        If a buffer is not formatted.
+    Raises `ValueError` if a buffer is not formatted.
     """
 
     cdef Py_buffer lane_view, board_view, doorbell_view
@@ -250,10 +247,7 @@ cdef class Port:
     def wait(self, uint32_t part, uint32_t n_parts, uint32_t round, double timeout_s):
         """Wait until *round* of all these partitions is complete; return DONE, TIMED_OUT, ABORTED or NODE_DIED.
 
-        Raises
-        ------
-        KeyboardInterrupt
-            Or whatever else a Python signal handler raises, within 100 ms of the signal.
+        Raises KeyboardInterrupt, or whatever else a Python signal handler raises, within 100 ms of the signal.
         """
         cdef int status = BPS_DONE
         cdef uint64_t entered_ns = bps_now_ns()
@@ -319,10 +313,7 @@ cdef class Port:
         Returns (status, n_in, n_out), the status as `wait` does, or DIFFERENT. Addresses in *chunks* stay valid
         meanwhile, and are not checked.
 
-        Raises
-        ------
-        ConnectionError, LaneFull
-            As `submit`; KeyboardInterrupt as `wait`.
+        Raises `ConnectionError` and `LaneFull` as `submit`; KeyboardInterrupt as `wait`.
         """
         cdef const bps_chunk *first
         cdef uint32_t n = <uint32_t>(chunks.shape[0] // <Py_ssize_t>sizeof(bps_chunk))

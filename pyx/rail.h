@@ -207,8 +207,6 @@ static void *bps_rail_run(void *argument)
     return NULL;
 }
 
-/* -- making and ending --------------------------------------------------------------------------------------- */
-
 /* Give a stream its number: completions reach it from now on. 0 or ENOMEM. */
 static inline int bps_rail_add_stream(struct bps_rail *rail, struct bps_rdma_stream *stream)
 {

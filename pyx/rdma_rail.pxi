@@ -10,10 +10,7 @@ cdef class Rail:
     yielding, before it sleeps.
     Nobody else may poll the queue. Any thread; `close` by the owner, once all streams are closed.
 
-    Raises
-    ------
-    OSError
-        When the library, the wake-up descriptor or the thread cannot be had.
+    Raises `OSError` when the library, the wake-up descriptor or the thread cannot be had.
     """
 
     cdef bps_rail *rail
@@ -86,10 +83,7 @@ cdef class Rail:
     def close(self):
         """End the thread. Idempotent; after a fork the child's copy is only forgotten.
 
-        Raises
-        ------
-        BufferError
-            While streams are open.
+        Raises `BufferError` while streams are open.
         """
         cdef bps_rail *rail = self.rail
         if rail == NULL or rail.wake_fd < 0:

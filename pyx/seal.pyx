@@ -55,10 +55,7 @@ cdef class Seal:
     closes
         Whether it closes records, else it opens them.
 
-    Raises
-    ------
-    OSError
-        Without libcrypto.
+    Raises `OSError` without libcrypto.
     """
 
     cdef bps_seal *seal

@@ -109,10 +109,7 @@ class VerbsMissing(OSError):
 def load(library=None):
     """Load libibverbs (*library*: instead of libibverbs.so.1); whatever needs it does so by itself. Idempotent.
 
-    Raises
-    ------
-    VerbsMissing
-        With what the loader said and what to install.
+    Raises `VerbsMissing` with what the loader said and what to install.
     """
     cdef char why[512]
     if bps_verbs.library != NULL:

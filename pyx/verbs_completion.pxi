@@ -12,10 +12,7 @@ cdef class CompletionQueue(_VerbsObject):
     *events*: with an event channel, so that `wait` can sleep. It cannot overrun: each post of a queue pair takes one of
     its places until its completion is polled, and a post that finds none is refused.
 
-    Raises
-    ------
-    OSError
-        With the errno of the verb and the device's limits.
+    Raises `OSError` with the errno of the verb and the device's limits.
     """
 
     cdef bps_ibv_comp_channel *channel
@@ -75,10 +72,7 @@ cdef class CompletionQueue(_VerbsObject):
         Never waits. *status* 0 is success, `bpsfast.hardware.verbs.completions` explains the others; *opcode* 0 send, 1
         write, 2 read, 128 receive, 129 receive of a write with immediate, valid for bad completions too.
 
-        Raises
-        ------
-        OSError
-            When the queue itself is broken.
+        Raises `OSError` when the queue itself is broken.
         """
         self._open()
         if n < 1:
@@ -161,10 +155,7 @@ cdef class CompletionQueue(_VerbsObject):
     def close(self):
         """Destroy the queue. Idempotent.
 
-        Raises
-        ------
-        BufferError
-            While queue pairs complete into it, or a thread is in `wait` or `poll`.
+        Raises `BufferError` while queue pairs complete into it, or a thread is in `wait` or `poll`.
         """
         if self._is_ours():
             if self.children:

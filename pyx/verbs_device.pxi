@@ -44,10 +44,8 @@ cdef str _why_no_device(str name, list known):
 cdef class Device(_VerbsObject):
     """Open the RDMA device *name* (``ibv_open_device``).
 
-    Raises
-    ------
-    OSError
-        ENODEV when there is no such device; the errno of the open (EACCES, EPERM: /dev/infiniband) otherwise.
+    Raises `OSError`: ENODEV when there is no such device; the errno of the open (EACCES, EPERM: /dev/infiniband)
+    otherwise.
     """
 
     cdef int users  # threads inside `events`
@@ -180,10 +178,7 @@ cdef class Device(_VerbsObject):
     def close(self):
         """Close the device. Idempotent.
 
-        Raises
-        ------
-        BufferError
-            While protection domains or completion queues of it are open.
+        Raises `BufferError` while protection domains or completion queues of it are open.
         """
         if self.children and self._is_ours():
             raise BufferError(f"device {self.name} has {self.children} open protection domains and completion queues")
@@ -250,10 +245,7 @@ cdef class ProtectionDomain(_VerbsObject):
     def close(self):
         """Free the domain. Idempotent.
 
-        Raises
-        ------
-        BufferError
-            While memory regions or queue pairs of it are open.
+        Raises `BufferError` while memory regions or queue pairs of it are open.
         """
         if self.children and self._is_ours():
             raise BufferError(f"protection domain of {self.device.name} has {self.children} open memory regions and "

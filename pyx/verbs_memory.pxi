@@ -96,10 +96,7 @@ cdef class MemoryRegion(_VerbsObject):
         *iova* is the address of its first byte for posts, and for peers that have the rkey; it has the same offset in a
         page as *offset*. The descriptor may be closed afterwards: the region keeps the memory.
 
-        Raises
-        ------
-        OSError
-            With the errno: EOPNOTSUPP where the driver cannot, ENOSYS where the library cannot.
+        Raises `OSError` with the errno: EOPNOTSUPP where the driver cannot, ENOSYS where the library cannot.
         """
         cdef MemoryRegion self = cls.__new__(cls)
         self._register(domain, iova, nbytes, remote_write, remote_read, relaxed_ordering, True, fd, offset)

@@ -21,10 +21,7 @@ cdef class QueuePair(_VerbsObject):
 
     Memory that was posted belongs to the device until its completion was polled; this object does not hold it.
 
-    Raises
-    ------
-    OSError
-        With the errno of the verb and the device's limits.
+    Raises `OSError` with the errno of the verb and the device's limits.
     """
 
     cdef bps_pair pair  # its `qp` is `raw`
@@ -141,8 +138,6 @@ cdef class QueuePair(_VerbsObject):
         if rc:
             raise OSError(rc, f"ibv_query_qp({self.domain.device.name}, queue pair {self.number}): {_words(rc)}")
         return _STATES[attr.qp_state] if 0 <= attr.qp_state < 7 else str(attr.qp_state)
-
-    # -- transitions ----------------------------------------------------------------------------------------
 
     cdef int _modify(self, bps_ibv_qp_attr *attr, int mask, str transition, dict shown) except -1:
         """Ask for a transition; *shown* goes into the error."""
@@ -264,8 +259,6 @@ cdef class QueuePair(_VerbsObject):
         attr.qp_state = BPS_QPS_ERR
         self._modify(&attr, BPS_QP_STATE, "any -> ERR", {})
 
-    # -- posting --------------------------------------------------------------------------------------------
-
     cdef int _post(self, int opcode, uint64_t wr_id, uint64_t address, uint32_t nbytes, uint32_t lkey,
                    uint64_t remote_address, uint32_t rkey, immediate, bint signaled, bint inline) except -1:
         cdef bps_work work
@@ -301,10 +294,8 @@ cdef class QueuePair(_VerbsObject):
         nbytes 0 writes nothing (the immediate arrives). The source stays untouched until the completion; *inline*
         copies it now and needs no lkey. Not *signaled*: no completion of its own, retired by the next one that is.
 
-        Raises
-        ------
-        OSError
-            ENOBUFS when max_send posts are outstanding, EOVERFLOW when the completion queue could overrun.
+        Raises `OSError`: ENOBUFS when max_send posts are outstanding, EOVERFLOW when the completion queue could
+        overrun.
         """
         self._post(BPS_WR_RDMA_WRITE if immediate is None else BPS_WR_RDMA_WRITE_WITH_IMM, wr_id, address, nbytes, lkey,
                    remote_address, rkey, immediate, signaled, inline)
@@ -323,22 +314,15 @@ cdef class QueuePair(_VerbsObject):
     def post_recv(self, uint64_t wr_id, uint64_t address, uint32_t nbytes, uint32_t lkey):
         """Offer *nbytes* at *address* to the peer's next send, or nothing (nbytes 0) to its next write with immediate.
 
-        Raises
-        ------
-        OSError
-            ENOBUFS when max_recv posts are outstanding, EOVERFLOW when the completion queue could overrun.
+        Raises `OSError`: ENOBUFS when max_recv posts are outstanding, EOVERFLOW when the completion queue could
+        overrun.
         """
         self._post(BPS_WORK_RECV, wr_id, address, nbytes, lkey, 0, 0, None, True, False)
-
-    # -- end ------------------------------------------------------------------------------------------------
 
     def close(self):
         """Destroy the queue pair. Idempotent. What was outstanding is forgotten, its completions are dropped.
 
-        Raises
-        ------
-        BufferError
-            While another thread is in a call of it.
+        Raises `BufferError` while another thread is in a call of it.
         """
         if self._is_ours() and self.users:
             raise BufferError(f"queue pair {self.number}: another thread is in a call of it")

@@ -36,10 +36,7 @@ class NodeAffinity:
     host
         The machine; a recorded one in tests.
 
-    Raises
-    ------
-    ConfigError
-        If no CPU is left for the node.
+    Raises `ConfigError` if no CPU is left for the node.
     """
 
     def __init__(self, settings: Settings, address: str, host: Host | None = None) -> None:
@@ -73,10 +70,7 @@ class NodeAffinity:
     def of(self, ranks: Sequence[Attach]) -> tuple[CpuAffinity, ...]:
         """Return CPUs and memory of all local *ranks*, in their order.
 
-        Raises
-        ------
-        ConfigError
-            If BPSFAST_RANK_CPUS does not fit them.
+        Raises `ConfigError` if BPSFAST_RANK_CPUS does not fit them.
         """
         if not self._is_on:
             return (CpuAffinity(),) * len(ranks)

@@ -97,10 +97,7 @@ def measure_sum_rate(n_threads: int, duration_s: float = 0.15, by_tcp: bool = Tr
     through a connection to itself, which costs what receiving and sending cost together; with RDMA the card does that.
     Takes *duration_s*; longer, up to some seconds, if other programs leave no CPU time.
 
-    Raises
-    ------
-    ConfigError
-        If the loopback interface does not work.
+    Raises `ConfigError` if the loopback interface does not work.
     """
     kernels.warm(["float32"])
     begin = threading.Barrier(n_threads + 1)

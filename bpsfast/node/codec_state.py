@@ -69,10 +69,8 @@ class CodedState:
     def load(self, address: int, nbytes: int) -> None:
         """Load the state from *nbytes* at *address*.
 
-        Raises
-        ------
-        MismatchError
-            If it is not the state of this unit with its present partitions, codec and owners; nothing has changed.
+        Raises `MismatchError` if it is not the state of this unit with its present partitions, codec and owners;
+        nothing has changed.
         """
         if nbytes != self.nbytes:
             raise MismatchError(f"the state has {nbytes} bytes, but {self.nbytes} on node {self._node}: it belongs to "

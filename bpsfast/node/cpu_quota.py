@@ -34,10 +34,7 @@ def take(settings: Settings) -> Settings:
 
     Call it before anything else runs, and only in the node's own process: it cannot be undone.
 
-    Raises
-    ------
-    ConfigError
-        If this process may not run on as many CPUs as it is to keep to, or not on those.
+    Raises `ConfigError` if this process may not run on as many CPUs as it is to keep to, or not on those.
     """
     tree = Tree()
     changes: dict[str, int] = {}
@@ -69,10 +66,7 @@ def choose(tree: Tree, n: int, text: str = "", idle: Mapping[int, float] | None 
     avoid
         CPUs that are not taken.
 
-    Raises
-    ------
-    ConfigError
-        If there are not so many.
+    Raises `ConfigError` if there are not so many.
     """
     allowed = numa.allowed_cpus(tree)
     named = parse_cpus(text)

@@ -176,10 +176,7 @@ class Dispatcher:
         before. Its bytes are still in place: a partial until its result is published, a result until the round after
         the next, and both need what was not delivered. Returns when that is done.
 
-        Raises
-        ------
-        StallError
-            If the service does not answer.
+        Raises `StallError` if the service does not answer.
         """
         self._do_now(partial(self._replace_link, source, link, awaited))
 

@@ -37,10 +37,7 @@ class ParameterStores:
     def take(self, unit: UnitPlan, part: PartPlan, coming_nbytes: int) -> ParameterStore:
         """Return the store of *part*, which this node owns, for one more worker; *coming_nbytes*: see `Arena.allocate`.
 
-        Raises
-        ------
-        CapacityError
-            If there is no memory for it.
+        Raises `CapacityError` if there is no memory for it.
         """
         key = unit.store_unit, part.offset
         if key not in self._stores:

@@ -57,10 +57,7 @@ class GpuDirect:
     def register(self, local_rank: int, message: ShareDevice, fd: int) -> Chunk:
         """Register the memory behind *fd*, which this object closes in any case, and return its chunk.
 
-        Raises
-        ------
-        ConfigError, UnsupportedError, CapacityError
-            With the reason; nothing was registered.
+        Raises `ConfigError`, `UnsupportedError` or `CapacityError` with the reason; nothing was registered.
         """
         shadow = None
         try:

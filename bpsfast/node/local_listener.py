@@ -180,8 +180,6 @@ class LocalListener:
             raise ProtocolError(f"{who} has connected before: a proof of the job's key counts once")
         self._proofs.add(proof)
 
-    # -- internal -----------------------------------------------------------------------------------------
-
     def _read(self, link: MessageSocket) -> None:
         received = [(message, list(fds)) for message, fds in link.recv_nowait()]
         try:

@@ -66,8 +66,6 @@ class LocalRanks:
         here = {rank.local_rank for rank in self.ranks}
         return "local rank " + ", ".join(str(number) for number in range(max(1, self._expected)) if number not in here)
 
-    # -- attaching ----------------------------------------------------------------------------------------
-
     def attach_rank(self, link: MessageSocket, message: messages.Attach, pidfd: int) -> None:
         """Attach a rank, or raise the reason against it. When the last one has attached, the node joins the job."""
         check_attach(message, self._package, self._fingerprint)

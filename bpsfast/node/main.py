@@ -180,8 +180,6 @@ class Node:
             messages.Finish: self._on_finish,
         }
 
-    # -- life ---------------------------------------------------------------------------------------------
-
     def run(self) -> int:
         """Serve until the job ends; return the exit code."""
         if not self._awaits_ranks:

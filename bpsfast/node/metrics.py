@@ -105,10 +105,7 @@ class Exporter:
     def welcomed(self, index: int, n_before: int) -> None:
         """The node is number *index* of the job: listen, and write, where that one does.
 
-        Raises
-        ------
-        ConfigError
-            If two nodes would write one file.
+        Raises `ConfigError` if two nodes would write one file.
         """
         if n_before and self._textfile and "{node}" not in self._textfile:
             raise ConfigError(f"BPSFAST_METRICS_TEXTFILE = {self._textfile!r}: several nodes of this host "

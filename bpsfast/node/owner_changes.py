@@ -158,8 +158,6 @@ class OwnerTransfer:
             keeper = self._sources[change.keeper] if self._me.index in change.lacking else NOBODY
             self._engine.follow(change.part, self._sources[change.owner], change.kept_round, keeper)
 
-    # -- internal -----------------------------------------------------------------------------------------
-
     def _wire(self, node: int) -> WireLink:
         link = wire(self._links[node])
         assert link is not None, "an owner that gives up shares no memory with nodes that push"

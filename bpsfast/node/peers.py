@@ -299,8 +299,6 @@ class Peers:
         if self._peering is not None:
             self._connector.close()
 
-    # -- internal -----------------------------------------------------------------------------------------
-
     def _changed(self) -> None:
         """Handle news of `Peering`; once every peer is connected, tell the engine and the ranks, and do what waited."""
         if self._connector.error is not None:

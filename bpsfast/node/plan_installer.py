@@ -88,15 +88,10 @@ class PlanInstaller:
         """About how many bytes of partitions of lost nodes this node has memory for."""
         return self._regions.takeable_nbytes(len(self._role.members_of(()).wired), has_results=bool(self._me.ranks))
 
-    # -- preparing ----------------------------------------------------------------------------------------
-
     def prepare(self, plan: Plan) -> Generation:
         """Allocate, bind, install and share everything of *plan*; `Generation.awaited` names peers that have not.
 
-        Raises
-        ------
-        CapacityError
-            If the machine cannot hold it; nothing of it was kept.
+        Raises `CapacityError` if the machine cannot hold it; nothing of it was kept.
         """
         unit_installer = UnitInstaller(self._parts, self._role.room(plan), f"generation {plan.generation}")
         generation = Generation(plan)
@@ -298,8 +293,6 @@ class PlanInstaller:
         """Share with a peer of this host that has joined late what all others have mapped."""
         for chunk, kind in self._shared.values():
             _share_with(link, chunk, kind)
-
-    # -- internal -----------------------------------------------------------------------------------------
 
     def _require_reach(self, message: Recover) -> None:
         changed = {each.part for each in message.owner_changes}

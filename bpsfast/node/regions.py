@@ -109,10 +109,7 @@ class Arena:
 
         *coming_nbytes* is what the caller is about to allocate, including this: a new segment is large enough for all.
 
-        Raises
-        ------
-        CapacityError
-            Before any page is touched, if the machine cannot hold a new segment.
+        Raises `CapacityError` before any page is touched, if the machine cannot hold a new segment.
         """
         rounded = page_round(max(1, nbytes))
         for chunk in self.chunks:
@@ -229,10 +226,7 @@ class Regions:
     def add_device_memory(self, shadow: Shadow, result_nbytes: int) -> Chunk:
         """Register memory of a rank's device as part of `direct`; results may use its first *result_nbytes*.
 
-        Raises
-        ------
-        CapacityError
-            If a card refuses it; the caller still owns it then.
+        Raises `CapacityError` if a card refuses it; the caller still owns it then.
         """
         self._require_number()
         if self._registrar is not None:
@@ -260,10 +254,7 @@ class Regions:
     def require(self, wanted: Sequence[tuple[Arena, int]], purpose: str) -> None:
         """Return if *wanted*, tuples of (arena, nbytes), can be allocated together for *purpose*.
 
-        Raises
-        ------
-        CapacityError
-            With what is needed and what there is; nothing was allocated.
+        Raises `CapacityError` with what is needed and what there is; nothing was allocated.
         """
         needed = ordinary = pooled = 0
         for arena, nbytes in wanted:
@@ -302,10 +293,7 @@ class Regions:
     def close(self) -> None:
         """Unmap everything. Only when engine, transports and registrar are closed.
 
-        Raises
-        ------
-        BufferError
-            Some memory is still exported; everything else is unmapped.
+        Raises `BufferError`: some memory is still exported; everything else is unmapped.
         """
         with contextlib.ExitStack() as last:
             for segment in (*(chunk.segment for chunk in self._chunks), *self._adopted):
@@ -372,10 +360,7 @@ def free_memory_nbytes() -> int:
 def require_memory(nbytes: int, purpose: str, root: Path = Path("/")) -> None:
     """Return if *nbytes* more may be taken for *purpose*.
 
-    Raises
-    ------
-    CapacityError
-        Naming the tightest bound, what is needed and what is free, both in bytes.
+    Raises `CapacityError` naming the tightest bound, what is needed and what is free, both in bytes.
     """
     tightest = min(memory_limits(root), key=lambda limit: limit.free_nbytes)
     free = max(0, tightest.free_nbytes - RESERVE_NBYTES)

@@ -124,10 +124,7 @@ class NodeRuntime:
 
         This object closes *links* from now on.
 
-        Raises
-        ------
-        CapacityError
-            If memory that ranks have already cannot be registered for RDMA.
+        Raises `CapacityError` if memory that ranks have already cannot be registered for RDMA.
         """
         self.links.update(links)
         engine = self.engine
@@ -289,10 +286,7 @@ class NodeRuntime:
     def exclude(self, index: int) -> None:
         """Cut off node *index*, which is lost: nothing of it reaches this node any more. While frozen.
 
-        Raises
-        ------
-        PeerLostError
-            If that is not certain: it may still write into memory here.
+        Raises `PeerLostError` if that is not certain: it may still write into memory here.
         """
         link = self.links.get(index)
         if link is None:

@@ -43,10 +43,7 @@ class UnitInstaller:
 
     *room*: bytes by kind of arena that will be allocated; *purpose*: for errors.
 
-    Raises
-    ------
-    CapacityError
-        If the machine cannot hold so much; nothing was allocated.
+    Raises `CapacityError` if the machine cannot hold so much; nothing was allocated.
     """
 
     def __init__(self, parts: NodeParts, room: dict[str, int], purpose: str) -> None:
@@ -178,8 +175,6 @@ class UnitInstaller:
             owner=self._sources[part.owner], partial=(partial.address, partial.segment, partial.offset), codec=codec,
             rows=_rows(unit, part), first_round=unit.first_round,
         )
-
-    # -- memory ----------------------------------------------------------------------------------------------------
 
     def _allocate(self, resources: UnitResources, arena: Arena, nbytes: int) -> Place:
         place, _ = arena.allocate(nbytes, self._room[arena.kind])

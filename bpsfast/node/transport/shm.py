@@ -159,10 +159,7 @@ class ShmLink:
     def end_process(self, timeout_s: float) -> None:
         """Kill the peer's process, if it is alive, and wait until it has ended: then it writes nothing any more.
 
-        Raises
-        ------
-        PeerLostError
-            If it does not end within *timeout_s*.
+        Raises `PeerLostError` if it does not end within *timeout_s*.
         """
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)

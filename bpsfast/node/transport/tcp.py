@@ -257,11 +257,8 @@ def dial(address: str, key: bytes, *, mine: int, peer: int, n_streams: int, epoc
          encryption: Encryption = Encryption.NONE) -> TcpLink:
     """Open *n_streams* authenticated connections to node *peer* at *address* ("host:port").
 
-    Raises
-    ------
-    BpsError
-        `StallError` if it cannot be reached until *deadline* (monotonic seconds); `MismatchError` for another job key,
-        or an epoch that is over.
+    Raises `BpsError`: `StallError` if it cannot be reached until *deadline* (monotonic seconds); `MismatchError` for
+    another job key, or an epoch that is over.
     """
     epoch = epochs.known
     link = TcpLink(peer, epoch=epoch)
@@ -298,11 +295,8 @@ def prove_to(sock: socket.socket, key: bytes, hello: security.StreamHello, peer:
 
     The peer has to know *least_epoch* or a later one.
 
-    Raises
-    ------
-    BpsError
-        `MismatchError` for another job key, node or `encrypted`, or an epoch that is over; `StallError` after
-        *timeout_s*. *sock* is closed then.
+    Raises `BpsError`: `MismatchError` for another job key, node or `encrypted`, or an epoch that is over; `StallError`
+    after *timeout_s*. *sock* is closed then.
     """
     try:
         answer, secret = security.handshake_as_dialer(sock, key, CONTEXT, hello, timeout_s)

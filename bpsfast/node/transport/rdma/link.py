@@ -100,8 +100,6 @@ class RdmaLink(WireLink):
             path.stream.start(peer=source, engine=engine.handle, arrived=engine.arrived_address,
                            notify=engine.notify_address, keep=engine)
 
-    # -- slots --------------------------------------------------------------------------------------------
-
     def stream_of(self, part: int) -> native.Stream:
         return self._path(part).stream
 
@@ -109,10 +107,8 @@ class RdmaLink(WireLink):
              first_round: int = 1) -> None:
         """Do as `WireLink.bind`; `announce` sends the addresses to the peer.
 
-        Raises
-        ------
-        CapacityError
-            If the device sends no message of this size; `QueuePairFullError` if the queue pair holds no more slots.
+        Raises `CapacityError` if the device sends no message of this size; `QueuePairFullError` if the queue pair holds
+        no more slots.
         """
         if self.fenced:
             self._anew[part] = first_round
@@ -170,8 +166,6 @@ class RdmaLink(WireLink):
             self.channel.post(message)
         except PeerLostError:
             log.debug("node %d had ended before it could be sent %s", self.index, type(message).__name__)
-
-    # -- the end of the link ------------------------------------------------------------------------------
 
     def why(self, code: int) -> str:
         who = f"node {self.index}"

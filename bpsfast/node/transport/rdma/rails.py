@@ -60,10 +60,7 @@ class Depths(NamedTuple):
 def queue_depths(device: str, attributes: Mapping[str, Any], n_peers: int, n_pairs: int, n_sends: int) -> Depths:
     """Return the queue lengths for *n_pairs* streams, of *n_sends* writes, to each of *n_peers* peers over *device*.
 
-    Raises
-    ------
-    CapacityError
-        If the device cannot hold them; with what is needed and what there is.
+    Raises `CapacityError` if the device cannot hold them; with what is needed and what there is.
     """
     n_streams = max(1, n_peers * n_pairs)
     if n_streams > attributes["max_qp"]:
@@ -98,10 +95,7 @@ def least_lockable_nbytes(transport: str, segment_nbytes: int) -> int:
 def require_lockable(wanted: int, locked: int, n_devices: int, purpose: str, limit: int | None) -> None:
     """Return if *wanted* more bytes can be locked in addition to *locked*, once for each of *n_devices*.
 
-    Raises
-    ------
-    CapacityError
-        With what is needed and what *limit* (bytes; None: no limit) leaves.
+    Raises `CapacityError` with what is needed and what *limit* (bytes; None: no limit) leaves.
     """
     if limit is None:
         return
@@ -147,10 +141,8 @@ class Rail:
 
     Its thread runs on *cores* only, if there are any.
 
-    Raises
-    ------
-    OSError, CapacityError
-        If the device cannot be opened, or its queues are too short for *n_peers* peers with *settings*.
+    Raises `OSError` or `CapacityError` if the device cannot be opened, or its queues are too short for *n_peers* peers
+    with *settings*.
     """
 
     def __init__(self, verbs: ModuleType, chosen: rdma_route.Rail, n_peers: int, settings: Settings,
@@ -282,11 +274,8 @@ class Rails:
         Not *opens*: only rails that are in use. Memory is already registered with each, possibly more than could be
         registered with another one, and running transfers cannot wait for that.
 
-        Raises
-        ------
-        NoRdmaError
-            With the reason: no device, no usable port, a setting that names none, no library, no room in the device's
-            queues or in the memory that may be locked.
+        Raises `NoRdmaError` with the reason: no device, no usable port, a setting that names none, no library, no room
+        in the device's queues or in the memory that may be locked.
         """
         settings = self._settings
         try:
@@ -323,8 +312,6 @@ class Rails:
                 except (OSError, BufferError) as exc:  # it is not needed any more
                     log.warning("rail %s stays open: %s", name, exc)
 
-    # -- memory -------------------------------------------------------------------------------------------
-
     def require(self, nbytes: int, purpose: str) -> None:
         """Return if *nbytes* more in one segment can be registered; raises `CapacityError` with both numbers."""
         if self._open:
@@ -338,10 +325,7 @@ class Rails:
         After that no code in this process can read or write a device's memory, not even the host device's, so that
         bugs that try are detected.
 
-        Raises
-        ------
-        CapacityError
-            If a device refuses; it is then registered with none.
+        Raises `CapacityError` if a device refuses; it is then registered with none.
         """
         made: list[Any] = []
         try:
