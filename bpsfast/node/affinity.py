@@ -29,12 +29,7 @@ log = logging.getLogger("bpsfast.node")
 class NodeAffinity:
     """Binds this process to the CPUs chosen for the node. Make it before any thread that has to follow. One thread.
 
-    Parameters
-    ----------
-    address
-        The address to which peers connect, hence the card in use.
-    host
-        The machine; a recorded one in tests.
+    *address*: the address to which peers connect, hence the card in use. *host*: the machine; a recorded one in tests.
 
     Raises `ConfigError` if no CPU is left for the node.
     """

@@ -59,12 +59,7 @@ def choose(tree: Tree, n: int, text: str = "", idle: Mapping[int, float] | None 
     Those of *text* ("4-7"), where that names more the idlest; else the idlest of the NUMA node that has most idle time
     for *n*: memory of another node is slow, and slows those who use it. A CPU is as idle as the busiest of its core.
 
-    Parameters
-    ----------
-    idle
-        Idle share of each CPU; None: they are watched for a moment.
-    avoid
-        CPUs that are not taken.
+    *idle*: idle share of each CPU; None: they are watched for a moment. *avoid*: CPUs that are not taken.
 
     Raises `ConfigError` if there are not so many.
     """

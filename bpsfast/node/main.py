@@ -87,15 +87,9 @@ def main(settings: Settings, host: Host | None = None, is_awaited: bool = False,
     If the machine already has a node, a BytePS-style server process (local_size unknown) waits beside it, and any other
     process returns 0 at once: the ranks attach to the existing node.
 
-    Parameters
-    ----------
-    host
-        The machine; a recorded one in tests.
-    is_awaited
-        A rank started this process, and cannot end before it does: log for which ranks it waits.
-    awaits_ranks
-        `start_timeout_s` begins when the first rank attaches, not now. The launcher that started this process ends it
-        if no rank attaches.
+    *host*: the machine; a recorded one in tests. *is_awaited*: a rank started this process, and cannot end before it
+    does: log for which ranks it waits. *awaits_ranks*: `start_timeout_s` begins when the first rank attaches, not now.
+    The launcher that started this process ends it if no rank attaches.
     """
     logs.configure(settings.log_level, "node" if settings.local_size else "helper")
     key = bytes.fromhex(settings.job_key)
@@ -262,14 +256,9 @@ class Node:
              level: int | None = None, code: int | None = None) -> None:
         """End the job with *error* on all ranks.
 
-        Parameters
-        ----------
-        who, reason, tell
-            The scheduler is told that *who* (default: this node) is lost for *reason*; not *tell*: it knows.
-        level
-            Of the log line; by default an error if no other process reports it.
-        code
-            The exit code, by default that of `code_of_daemon`.
+        *who*, *reason*, *tell*: the scheduler is told that *who* (default: this node) is lost for *reason*; not *tell*:
+        it knows. *level*: of the log line; by default an error if no other process reports it. *code*: the exit code,
+        by default that of `code_of_daemon`.
         """
         if self._exit_code is not None:
             return

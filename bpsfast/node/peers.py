@@ -62,14 +62,8 @@ class Reconnects:
     A write is repeated if and only if the peer awaits it, and its bytes are still in place (`Dispatcher.replace_link`).
     With transport=rdma there is no other link: the peer is lost at once.
 
-    Parameters
-    ----------
-    run_with_heartbeats
-        See `ControlLoop`.
-    on_fenced
-        Called with a node's index when nothing more comes over the channel to it.
-    on_lost
-        Called with a node's index and the reason when a reconnect has failed.
+    *run_with_heartbeats*: see `ControlLoop`. *on_fenced*: called with a node's index when nothing more comes over the
+    channel to it. *on_lost*: called with a node's index and the reason when a reconnect has failed.
     """
 
     def __init__(self, settings: Settings, loop: EventLoop, runtime: NodeRuntime, peering: Peering,
@@ -159,10 +153,7 @@ class Reconnects:
 class Peers:
     """All peers of *node*. For the control loop's thread, except `source_lost_soon`.
 
-    Parameters
-    ----------
-    listener
-        Where other nodes' data connections come in; `close` closes it, if the job has begun.
+    *listener*: where other nodes' data connections come in; `close` closes it, if the job has begun.
     """
 
     def __init__(self, node: ControlLoop, loop: EventLoop, settings: Settings, key: bytes, listener: socket.socket,

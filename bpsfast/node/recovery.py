@@ -37,14 +37,9 @@ _LAST_WAIT_S = 2.0
 class Recovery:
     """Executes changes of epoch on *node*, one after the other. For the control loop's thread.
 
-    Parameters
-    ----------
-    drop_peer
-        Called with the index of each lost node before its connection is closed: stop watching it.
-    add_peer
-        Called with the index of each node that has joined: make it a peer, unless it is one.
-    epochs
-        The epochs that this node knows: each change begins one, and its commit ends the earlier ones.
+    *drop_peer*: called with the index of each lost node before its connection is closed: stop watching it. *add_peer*:
+    called with the index of each node that has joined: make it a peer, unless it is one. *epochs*: the epochs that this
+    node knows: each change begins one, and its commit ends the earlier ones.
     """
 
     def __init__(self, node: ControlLoop, runtime: NodeRuntime, plans: Plans, drop_peer: Callable[[int], None],

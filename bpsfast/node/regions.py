@@ -142,15 +142,9 @@ def _take(chunk: Chunk, rounded: int) -> Place | None:
 class Regions:
     """All segments of one node; refuses what the machine cannot hold.
 
-    Parameters
-    ----------
-    max_bytes
-        Upper bound of all segments together; 0: only the machine's limits count.
-    huge_pages
-        Try 2 MiB pages. Results do not use those of the pool: ranks map runs of results side by side at the
-        granularity of ordinary pages.
-    homes, home
-        Makes segments on NUMA nodes, and the default NUMA node of all arenas.
+    *max_bytes*: upper bound of all segments together; 0: only the machine's limits count. *huge_pages*: try 2 MiB
+    pages. Results do not use those of the pool: ranks map runs of results side by side at the granularity of ordinary
+    pages. *homes*, *home*: makes segments on NUMA nodes, and the default NUMA node of all arenas.
     """
 
     def __init__(self, max_bytes: int = 0, huge_pages: bool = False, homes: NumaMemory | None = None,

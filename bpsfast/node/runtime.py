@@ -47,14 +47,8 @@ _CUMULATIVE = ("bytes_sent", "bytes_received", "writes_sent", "writes_received",
 class NodeRuntime:
     """The engine of this node and what it needs. For the control loop's thread.
 
-    Parameters
-    ----------
-    on_lost
-        Called from the service's thread with (source, errno) when the engine or a stream gives up a source.
-    affinity
-        On which NUMA nodes memory is allocated; None: anywhere.
-    run_with_heartbeats
-        See `ControlLoop`.
+    *on_lost*: called from the service's thread with (source, errno) when the engine or a stream gives up a source.
+    *affinity*: on which NUMA nodes memory is allocated; None: anywhere. *run_with_heartbeats*: see `ControlLoop`.
     """
 
     def __init__(self, settings: Settings, on_lost: Callable[[int, int], None], affinity: NodeAffinity | None = None,

@@ -81,16 +81,9 @@ def peers_of(me: NodeInfo, nodes: Sequence[NodeInfo], lost: Collection[int] = ()
 class PeerShutdowns:
     """Which nodes have announced that all their ranks have left; without a scheduler peers tell each other. Any thread.
 
-    Parameters
-    ----------
-    me, peers
-        This node, and its peers, which may change.
-    lease_s
-        How long a peer may take to hear ours.
-    begin
-        Runs what it is given in a thread of its own.
-    notify
-        Called when `announced` or `are_announced` may have changed.
+    *me*, *peers*: this node, and its peers, which may change. *lease_s*: how long a peer may take to hear ours.
+    *begin*: runs what it is given in a thread of its own. *notify*: called when `announced` or `are_announced` may have
+    changed.
     """
 
     def __init__(self, me: NodeInfo, peers: Mapping[int, NodeInfo], key: bytes, epochs: Epochs, lease_s: float,

@@ -410,16 +410,10 @@ class DataPort:
 
     Each connection has a thread and a few seconds to prove the job's key (`handshakes.HandshakeAcceptor`).
 
-    Parameters
-    ----------
-    mine, epochs
-        This node's index, and the epochs that diallers have to know.
-    on_connection
-        Called with (socket, greeted), in a thread of its own, once a connection is authenticated; it owns the socket.
-    n_expected
-        Connections that the job itself may open at the same time.
-    encryption
-        Which of this job's connections are encrypted.
+    *mine*, *epochs*: this node's index, and the epochs that diallers have to know. *on_connection*: called with
+    (socket, greeted), in a thread of its own, once a connection is authenticated; it owns the socket. *n_expected*:
+    connections that the job itself may open at the same time. *encryption*: which of this job's connections are
+    encrypted.
     """
 
     def __init__(self, listener: socket.socket, key: bytes, mine: int, epochs: Epochs,

@@ -238,12 +238,8 @@ class Rail:
 class Rails:
     """All rails of one node. Peers connect from several threads; `settle` and everything after it is for one thread.
 
-    Parameters
-    ----------
-    least_nbytes
-        Bytes that a node locks at least, before any model is known.
-    allowed
-        CPUs that the rails' threads may run on, even if this process is bound to fewer.
+    *least_nbytes*: bytes that a node locks at least, before any model is known. *allowed*: CPUs that the rails' threads
+    may run on, even if this process is bound to fewer.
     """
 
     def __init__(self, settings: Settings, least_nbytes: int, allowed: frozenset[int] = frozenset()) -> None:
