@@ -12,7 +12,7 @@ import numpy as np
 from bpsfast.pyx import ring, verbs
 from bpsfast.pyx.engine import Engine
 from bpsfast.pyx.pages import Segment
-from bpsfast.pyx.rdma import Stream, Rail
+from bpsfast.pyx.rdma import Rail, Stream
 
 EPOCH = 5
 NBYTES = 1 << 16

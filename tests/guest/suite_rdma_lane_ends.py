@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bpsfast.pyx import engine as native
-from bpsfast.pyx.rdma import Stream, Rail
+from bpsfast.pyx.rdma import Rail, Stream
 from tests.guest.lane_side import MAX_RECEIVE, MAX_SEND, NBYTES, Side, aim, connected, prove, wait_for
 from tests.guest.verbs_end import kernel_objects
 
