@@ -49,7 +49,7 @@ static inline void bps_wake(uint32_t *word, int n) { syscall(SYS_futex, word, FU
  *
  * A core that went idle takes tens of microseconds to come back, more in a virtual machine. But a thread that merely
  * spins takes its core from whoever is to change the word (1 ms at p99 once cores are over-committed), so it yields,
- * unless the process's cores are crowded. */
+ * unless other processes want its cores. */
 static struct bps_contention bps_contention __attribute__((unused));
 
 static inline int bps_wait_awake(const uint32_t *word, uint32_t seen, uint64_t awake_ns)

@@ -38,9 +38,9 @@ def move(ends, plan, part, to, round_):
     for end in ends:
         end.runtime.freeze("a test")
     prepared = [end.runtime.installer.prepare_owner_change(recover) for end in ends]
-    assert all(succession.arrived for _, succession in prepared)
-    for end, (generation, succession) in zip(ends, prepared):
-        end.runtime.succeed(generation, succession, tuple(order_of(plan)))
+    assert all(transfer.arrived for _, transfer in prepared)
+    for end, (generation, transfer) in zip(ends, prepared):
+        end.runtime.succeed(generation, transfer, tuple(order_of(plan)))
 
 
 def test_what_was_written_of_a_partition_that_moves_is_forgotten(ends):

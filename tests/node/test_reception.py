@@ -38,12 +38,12 @@ def early(no_leaks):
     """A node's that does not know yet which one it is, on a loop that the test turns. Strangers have half a second."""
     listener = bind(KEY, f"test-{os.getpid()}")
     assert listener is not None
-    guests = []
-    with contextlib.closing(EventLoop(guests.append)) as loop:
-        with contextlib.closing(LocalListener(loop, listener, KEY, guests.append, guests.append, guests.append,
+    clients = []
+    with contextlib.closing(EventLoop(clients.append)) as loop:
+        with contextlib.closing(LocalListener(loop, listener, KEY, clients.append, clients.append, clients.append,
                                           timeout_s=0.5)) as made:
             yield made, loop
-    assert guests == [], "nobody was let in, and nothing failed"
+    assert clients == [], "nobody was let in, and nothing failed"
 
 
 @pytest.fixture
