@@ -55,8 +55,7 @@ class NodeAffinity:
         if settings.cores:  # it keeps to its quota already
             beside, options = frozenset(), AffinityOptions()
         planned = plan_node(self._cores, self.allowed, beside, max(0, settings.local_size), options)
-        self.affinity = with_allowed_memory(planned,
-                            self._mems)
+        self.affinity = with_allowed_memory(planned, self._mems)
         if not ThreadBinding(self.affinity.cpus).cpus:  # nothing to do, or refused
             self.affinity = CpuAffinity(home=self.affinity.home)
         log.info("CPU affinity: %s%s", _words("this node", self.affinity),

@@ -57,14 +57,6 @@ class ResultResend(NamedTuple):
     nbytes: int
 
 
-class Destination:
-    """A node behind a wire: its link, and the last write of each part, in case it has to be repeated."""
-
-    def __init__(self, link: WireLink) -> None:
-        self.link = link
-        self.posted: dict[int, Write] = {}
-
-
 class Dispatcher:
     """Runs the communication service of one node.
 
@@ -89,7 +81,8 @@ class Dispatcher:
         self._sends = sends
         self._nic_queue: NicQueue[Write] = NicQueue(credit_nbytes)
         self._credit_nbytes = credit_nbytes
-        self._destinations: dict[int, Destination] = {}
+        self._links: dict[int, WireLink] = {}  # by source
+        self._posted: dict[int, dict[int, Write]] = {}  # by source: the last write of each part, to be repeated if lost
         self._write_order: WriteOrder | ArrivalOrder = ArrivalOrder() if fifo else WriteOrder()
         self._order: tuple[int, ...] = ()
         self._first_parts: Mapping[int, int] = {}
@@ -114,7 +107,7 @@ class Dispatcher:
         Raises `StallError` as `replace_link` does.
         """
         def add() -> None:
-            self._destinations[source] = Destination(link)
+            self._links[source], self._posted[source] = link, {}
             self._nic_queue.add(source, turn)
 
         if self._thread.is_alive():
@@ -151,8 +144,8 @@ class Dispatcher:
         def forget() -> None:
             for part in parts:
                 self._write_order.forget(part)
-                for destination in self._destinations.values():
-                    destination.posted.pop(part, None)
+                for posted in self._posted.values():
+                    posted.pop(part, None)
 
         self._do(forget)
 
@@ -182,9 +175,10 @@ class Dispatcher:
 
     def drop(self, source: int) -> None:
         """Post nothing more to *source*, which is lost, and forget what waits for it."""
-        if source in self._destinations:
+        if source in self._links:
             def drop() -> None:
-                self._destinations.pop(source, None)
+                self._links.pop(source, None)
+                self._posted.pop(source, None)
                 self._nic_queue.remove(source)
 
             self._nic_queue.hold(source)
@@ -279,7 +273,7 @@ class Dispatcher:
         batch, self._events = self._events, []
         now_ns = time.monotonic_ns() if self._sends is not None else 0
         for kind, source, part, round_, code, address, nbytes in batch:
-            if kind in (EVENT_DELIVERED, EVENT_FORWARD) and source not in self._destinations:
+            if kind in (EVENT_DELIVERED, EVENT_FORWARD) and source not in self._links:
                 continue  # it is lost; the new owner gets the write
             if kind == EVENT_DELIVERED:
                 self._nic_queue.release(source, nbytes)
@@ -312,12 +306,11 @@ class Dispatcher:
         """Post what credit allows."""
         while not self._abandoned and (found := self._nic_queue.pop()) is not None:
             source, write = found
-            destination = self._destinations[source]
-            destination.posted[write.part] = write
+            self._posted[source][write.part] = write
             if self._sends is not None:
                 self._sends.add(write.since_ns, time.monotonic_ns(), source, write.part, write.round, write.nbytes,
                                 write.send_key.order or self._urgent_order(write))
-            stream = destination.link.stream_of(write.part)
+            stream = self._links[source].stream_of(write.part)
             try:
                 stream.post(write.part, write.round, write.flags, write.address, write.nbytes)
             except ValueError:
@@ -329,22 +322,21 @@ class Dispatcher:
         self._events += self._engine.events(0.0)  # the last events of the old link, which is closed
         self._run_commands()  # those that came before these events: partitions of a commit, others that are retired
         self._handle_events()
-        destination = self._destinations.get(source)
-        if destination is None:
+        if source not in self._links:
             return  # it was lost meanwhile: there is nothing to write
-        destination.link = link
+        self._links[source], posted = link, self._posted[source]
         link.start(self._engine, source)
         self._nic_queue.resume(source)
         for part, round_ in awaited.items():
-            write = destination.posted.get(part)
+            write = posted.get(part)
             if write is not None and write.round == round_:
-                del destination.posted[part]  # queued below: a link that ends before must not queue it once more
+                del posted[part]  # queued below: a link that ends before must not queue it once more
                 self._put(source, write)
         self._pump()
         self._n_reconnects += 1
 
     def _lose(self, source: int, code: int) -> None:
-        if source in self._destinations:
+        if source in self._links:
             if self._nic_queue.is_held(source):
                 return  # it is being replaced or dropped, or this comes from another of its streams
             self._nic_queue.hold(source)

@@ -138,8 +138,8 @@ class UnitInstaller:
                 self._room["store"] -= page_round(store.nbytes)
         return dict(
             nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=self._kernel(unit), divisor=members.n_ranks if unit.average else 1, before=before,
-            local=list(members.local), after=after, outputs=outputs, to_wire=bool(members.wired),
+            kernel=kernel(unit.dtype, unit.op, self._sums), divisor=members.n_ranks if unit.average else 1,
+            before=before, local=list(members.local), after=after, outputs=outputs, to_wire=bool(members.wired),
             shm_peers=[self._sources[index] for index, link in sorted(self._links.items())
                        if isinstance(link, ShmLink) and index in members.nodes],
             codec=codec, rows=_rows(unit, part), store=store.handle if store is not None else 0,
@@ -171,7 +171,7 @@ class UnitInstaller:
             codec = codec._replace(frame=partial.address)
         return dict(
             nbytes=part.nbytes, n_elements=part.nbytes // ITEM_NBYTES[unit.dtype], unit_offset=part.offset,
-            kernel=self._kernel(unit), local=list(self._role.members_of(unit.ranks).local),
+            kernel=kernel(unit.dtype, unit.op, self._sums), local=list(self._role.members_of(unit.ranks).local),
             owner=self._sources[part.owner], partial=(partial.address, partial.segment, partial.offset), codec=codec,
             rows=_rows(unit, part), first_round=unit.first_round,
         )
@@ -211,9 +211,6 @@ class UnitInstaller:
         """Return addresses of new memory for *nbytes* of even and of odd rounds."""
         at = self._allocate(resources, arena, 2 * page_round(nbytes)).address
         return at, at + page_round(nbytes)
-
-    def _kernel(self, unit: UnitPlan) -> int:
-        return kernel(unit.dtype, unit.op, self._sums)
 
 
 def kernel(dtype: str, op: str, sums: bool) -> int:

@@ -203,7 +203,7 @@ def connect(job_key: bytes, name: bytes, mine: int, peer: int, epoch: int, shm_e
         link.frame_max_nbytes = channel.MAX_NBYTES
         lane = shm_endpoint.lane()
         link.send(PeerLane(), shm_endpoint.fds(lane), timeout_s)
-        return _assemble(peer, link, lane, fds)
+        return complete(peer, link, lane, fds)
     except BaseException:
         _close(fds)
         if lane is not None:
@@ -245,20 +245,16 @@ def complete(index: int, link: MessageSocket, lane: Segment, fds: list[int]) -> 
     """
     if len(fds) != 3:
         raise ProtocolError(f"node {index} passed {len(fds)} descriptors instead of lane, doorbell and pidfd")
-    return _assemble(index, link, lane, fds)
+    with contextlib.ExitStack() as undo:
+        outgoing = undo.enter_context(_attach(index, fds, writable=True))
+        doorbell = undo.enter_context(_attach(index, fds, writable=True))
+        undo.pop_all()
+    return ShmLink(index, link, lane, outgoing, doorbell, fds.pop())
 
 
 def _proof_words(kind: str, *numbers: int) -> list[str]:
     """Return what a proof of the job's key signs in a message of *kind*."""
     return [f"shm {kind}", *map(str, numbers)]
-
-
-def _assemble(index: int, link: MessageSocket, incoming: Segment, fds: list[int]) -> ShmLink:
-    with contextlib.ExitStack() as undo:
-        outgoing = undo.enter_context(_attach(index, fds, writable=True))
-        doorbell = undo.enter_context(_attach(index, fds, writable=True))
-        undo.pop_all()
-    return ShmLink(index, link, incoming, outgoing, doorbell, fds.pop())
 
 
 def _attach(index: int, fds: list[int], writable: bool) -> Segment:
