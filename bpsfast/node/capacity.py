@@ -1,6 +1,7 @@
 """Finds the rates of a node's NIC, of its sums and of its copies, which it reports to the scheduler when it joins."""
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -107,7 +108,7 @@ def measure_sum_rate(n_threads: int, duration_s: float = 0.15, by_tcp: bool = Tr
 
     def work(number: int) -> None:
         try:
-            with _Loop(by_tcp) as loop:
+            with contextlib.closing(_Loop(by_tcp)) as loop:
                 begin.wait(_TIMEOUT_S)
                 while not end.is_set():
                     counts[number] += loop.turn()
@@ -138,7 +139,7 @@ def measure_sum_rate(n_threads: int, duration_s: float = 0.15, by_tcp: bool = Tr
 
 
 class _Loop:
-    """One thread's work of a helper: pieces to sum, and a connection to itself. A context manager."""
+    """One thread's work of a helper: pieces to sum, and a connection to itself."""
 
     def __init__(self, by_tcp: bool) -> None:
         self._by_tcp = by_tcp
@@ -155,10 +156,7 @@ class _Loop:
         self._in.settimeout(_TIMEOUT_S)
         self._out.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _SEND_NBYTES)
 
-    def __enter__(self) -> _Loop:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
+    def close(self) -> None:
         self._out.close()
         self._in.close()
 

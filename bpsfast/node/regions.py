@@ -22,7 +22,7 @@ import contextlib
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import psutil
 
@@ -30,6 +30,7 @@ from ..base.free_list import FreeList
 from ..hardware.affinity.binding import NumaMemory
 from ..orchestration.errors import CapacityError
 from ..pyx.pages import Segment, Shadow, pool_nbytes
+from .transport.rdma import Rails
 
 #: Partitions are cut at the largest page size in the job, and results lie at multiples of this machine's: so ranks can
 #: map runs of them side by side.
@@ -56,16 +57,6 @@ class Place(NamedTuple):
     def beyond(self, nbytes: int) -> Place:
         """Return the place *nbytes* further on."""
         return Place(self.segment, self.offset + nbytes, self.address + nbytes)
-
-
-class Registrar(Protocol):
-    """Registers every segment before it is used, or refuses it (`transport.rdma.Rails`)."""
-
-    def require(self, nbytes: int, purpose: str) -> None:
-        """Return if *nbytes* more can be registered; raise `CapacityError` with both numbers."""
-
-    def register(self, kind: str, segment: Segment | Shadow) -> None:
-        """Register a segment until the end of the job; `CapacityError` if that is impossible."""
 
 
 class Chunk:
@@ -157,7 +148,7 @@ class Regions:
         self._nbytes: dict[str, int] = {}
         self._arenas: list[Arena] = []
         self._kinds: list[str] = []
-        self._registrar: Registrar | None = None
+        self._registrar: Rails | None = None
         self._adopted: list[Segment] = []
         self.partials = self.arena("partial")
         self.slots = self.arena("slot")
@@ -210,7 +201,7 @@ class Regions:
         """Number of segments ever made."""
         return len(self._chunks)
 
-    def register_with(self, registrar: Registrar) -> None:
+    def register_with(self, registrar: Rails) -> None:
         """Register all present and future segments with *registrar*; raises `CapacityError` as it does."""
         for chunk, kind in zip(self._chunks, self._kinds):
             if kind not in _UNSENT:

@@ -4,22 +4,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TypeAlias
 
+from ...pyx import rdma, tcp
 from ...pyx.engine import Engine
 
-
-class WireStream(Protocol):
-    """One queue of writes to a peer (`bpsfast.pyx.tcp.Stream`, `bpsfast.pyx.rdma.Stream`). `post`: any thread."""
-
-    def post(self, slot: int, round: int, flags: int, address: int, nbytes: int) -> None:
-        """Write into the peer's *slot*; the bytes stay where they are until EVENT_DELIVERED."""
-
-    def counters(self) -> dict[str, int]:
-        """Return what was written and received."""
-
-    def trace(self) -> bytes:
-        """Return the trace records (`record.h`)."""
+#: One queue of writes to a peer. Any thread may call `post`; the bytes stay where they are until EVENT_DELIVERED.
+WireStream: TypeAlias = "tcp.Stream | rdma.Stream"
 
 
 class WireLink(ABC):

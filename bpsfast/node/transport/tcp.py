@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import socket
@@ -405,10 +406,10 @@ def pacing_of(settings: Settings, n_peers: int) -> TcpPacing | None:
     return TcpPacing(settings.nic_limit * 1e9 / 8, n_peers * settings.tcp_streams)
 
 
-class DataPort:
+class DataPort(HandshakeAcceptor[HandshakeResult]):
     """Accepts data connections of other nodes on *listener*, which it closes, from `start` until `close`.
 
-    Each connection has a thread and a few seconds to prove the job's key (`handshakes.HandshakeAcceptor`).
+    Each connection has a thread and a few seconds to prove the job's key.
 
     *mine*, *epochs*: this node's index, and the epochs that diallers have to know. *on_connection*: called with
     (socket, greeted), in a thread of its own, once a connection is authenticated; it owns the socket. *n_expected*:
@@ -419,26 +420,13 @@ class DataPort:
     def __init__(self, listener: socket.socket, key: bytes, mine: int, epochs: Epochs,
                  on_connection: Callable[[socket.socket, HandshakeResult], None], n_expected: int,
                  encryption: Encryption = Encryption.NONE) -> None:
-        self._acceptor = HandshakeAcceptor(
+        super().__init__(
             listener, lambda sock: accept(sock, key, mine=mine, epochs=epochs, encryption=encryption), on_connection,
-            self._refused, lambda words: log.warning("data port: %s", words), n_expected,
-            "bpsfast-data-port")
-        self._lock = threading.Lock()
-        self._n_refused = 0
+            self._log_refusal, lambda words: log.warning("data port: %s", words), n_expected, "bpsfast-data-port")
+        self._refusals = itertools.count(1)
 
-    def start(self) -> None:
-        """Start to accept."""
-        self._acceptor.start()
-
-    def close(self) -> None:
-        """Stop accepting, and cut off connections that are not authenticated. Idempotent."""
-        self._acceptor.close()
-
-    def _refused(self, why: Exception) -> None:
-        with self._lock:
-            self._n_refused += 1
-            number = self._n_refused
+    def _log_refusal(self, why: Exception) -> None:
+        number = next(self._refusals)
         if number <= 8 or number & (number - 1) == 0:  # a flood would fill the disk
-            level = logging.DEBUG if self._acceptor.is_closed else logging.WARNING
-            log.log(level, "refused a data connection: %s%s", why,
+            log.log(logging.DEBUG if self.is_closed else logging.WARNING, "refused a data connection: %s%s", why,
                     f" ({number} so far)" if number > 8 else "")
