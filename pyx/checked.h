@@ -24,8 +24,7 @@ static inline uint64_t bps_checked_wire_nbytes(uint64_t nbytes)
 
 static inline size_t bps_checked_piece(size_t left, const struct bps_pace *pace)
 {
-    size_t most = pace != NULL && pace->piece_nbytes < BPS_CHECKED_PIECE ? pace->piece_nbytes : BPS_CHECKED_PIECE;
-    return left < most ? left : most;
+    return bps_piece(left < BPS_CHECKED_PIECE ? left : BPS_CHECKED_PIECE, pace);
 }
 
 /* Send header and payload whole, with their checksums. As `bps_send_paced`. */

@@ -16,7 +16,7 @@ from bpsfast.base.settings import Settings
 from bpsfast.node import transport
 from bpsfast.orchestration.errors import ConfigError, MismatchError, PeerLostError, StallError
 from bpsfast.pyx.port import DONE
-from tests.guest.lane_side import wait_for
+from tests.guest.stream_side import wait_for
 from tests.guest.suite_rdma_trouble import port_down
 from tests.node.test_transport import (  # noqa: F401  the contract's tests, collected here with our `ends`
     SIZES,

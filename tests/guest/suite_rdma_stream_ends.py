@@ -18,7 +18,7 @@ import pytest
 
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.rdma import Rail, Stream
-from tests.guest.lane_side import MAX_RECEIVE, MAX_SEND, NBYTES, Side, aim, connected, prove, wait_for
+from tests.guest.stream_side import MAX_RECEIVE, MAX_SEND, NBYTES, Side, aim, connected, prove, wait_for
 from tests.guest.verbs_end import kernel_objects
 
 
@@ -82,7 +82,7 @@ def write_and_wait_for_the_end() -> None:
 
 
 def test_a_stopped_peer_that_was_cut_off_writes_nothing_when_it_goes_on():
-    program = "from tests.guest.suite_rdma_lane_ends import *; write_and_wait_for_the_end()"
+    program = "from tests.guest.suite_rdma_stream_ends import *; write_and_wait_for_the_end()"
     left = Side("rxe0")
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as child:
@@ -169,8 +169,8 @@ class Job:
         self.__dict__ |= parts
 
 
-def test_of_a_dropped_job_the_collector_ends_lane_and_rail_before_what_they_use(verbs):
-    def open_lanes() -> str:
+def test_of_a_dropped_job_the_collector_ends_stream_and_rail_before_what_they_use(verbs):
+    def open_streams() -> str:
         try:
             rail.close()
         except BufferError as exc:
@@ -189,7 +189,7 @@ def test_of_a_dropped_job_the_collector_ends_lane_and_rail_before_what_they_use(
     rail = Rail(queue.handle, keep=queue)
     said: list[object] = []
     stream = Stream(rail, pair.handle, epoch=1, n_slots=1, max_send=8, max_receive=8,
-                keep=(pair, Witness(open_lanes, said)))
+                keep=(pair, Witness(open_streams, said)))
     Job(stream=stream, pair=pair)
     del stream, pair
     gc.collect()
@@ -206,7 +206,7 @@ def test_of_a_dropped_job_the_collector_ends_lane_and_rail_before_what_they_use(
     assert kernel_objects() == objects
 
 
-def test_a_lane_with_writes_outstanding_closes_and_nothing_of_it_arrives_afterwards(proven):
+def test_a_stream_with_writes_outstanding_closes_and_nothing_of_it_arrives_afterwards(proven):
     left, right = proven
     right.expect(1, 0, 0)
     aim(left, right, 1, 0, 0)
@@ -250,7 +250,7 @@ def test_a_post_that_meets_the_close_is_refused_and_touches_nothing(proven):
         assert sum(future.result(20) for future in posting) > 0
 
 
-def test_a_rail_with_open_lanes_does_not_close(sides):
+def test_a_rail_with_open_streams_does_not_close(sides):
     with pytest.raises(BufferError, match="1 open streams"):
         sides[0].rail.close()
 

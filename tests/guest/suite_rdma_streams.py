@@ -12,7 +12,7 @@ import pytest
 from bpsfast.node.transport.rdma.failures import PortNow, describe
 from bpsfast.pyx import engine as native
 from bpsfast.pyx.rdma import Stream
-from tests.guest.lane_side import EPOCH, MAX_RECEIVE, N_SLOTS, NBYTES, aim, connected, prove, wait_for
+from tests.guest.stream_side import EPOCH, MAX_RECEIVE, N_SLOTS, NBYTES, aim, connected, prove, wait_for
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_a_small_write_that_travels_inline_has_left_its_source_when_it_is_posted
         assert (right.bytes[:256] == round_).all()
 
 
-def test_a_lane_that_never_asks_for_completions_is_no_lane(sides):
+def test_a_stream_that_never_asks_for_completions_is_no_stream(sides):
     with pytest.raises(ValueError, match="signal_every=0"):
         Stream(sides[0].rail, sides[0].pair.handle, epoch=1, n_slots=1, max_send=1, max_receive=1, signal_every=0)
 
@@ -154,7 +154,7 @@ def test_frames_have_any_length_that_fits(proven):
 
 
 @pytest.mark.parametrize(("nbytes", "said"), [(7, 0), (50, 41), (50, 43)])
-def test_a_frame_that_lies_about_its_length_ends_the_lane(proven, nbytes, said):
+def test_a_frame_that_lies_about_its_length_ends_the_stream(proven, nbytes, said):
     left, right = proven
     right.expect(1, 0, 0, framed=True)
     aim(left, right, 1, 0, 0, framed=True)
@@ -167,7 +167,7 @@ def test_a_frame_that_lies_about_its_length_ends_the_lane(proven, nbytes, said):
 @pytest.mark.parametrize(("slot", "round_", "nbytes"), [(2, 1, NBYTES), (1, 2, NBYTES), (1, 17 + 1, NBYTES),
                                                        (1, 1, NBYTES - 1), (70, 1, NBYTES)],
                          ids=["unbound", "round ahead", "round ahead by 17", "too short", "beyond the table"])
-def test_what_fits_no_slot_ends_the_lane_in_words(proven, slot, round_, nbytes):
+def test_what_fits_no_slot_ends_the_stream_in_words(proven, slot, round_, nbytes):
     left, right = proven
     right.expect(1, 0, 0)
     if slot >= N_SLOTS:
