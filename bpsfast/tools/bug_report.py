@@ -227,12 +227,8 @@ def readme(files: Sequence[File], left_out: Sequence[Omission]) -> File:
 def write(path: Path, files: Sequence[File]) -> int:
     """Write the archive, readable by this user only; return its size in bytes. Never overwrites a file.
 
-    Raises
-    ------
-    ConfigError
-        The file exists, or cannot be created.
-    OSError
-        There is no space or no permission; no partial file is left.
+    Raises `ConfigError` if the file exists, or cannot be created; `OSError` if there is no space or no permission; no
+    partial file is left.
     """
     packed = io.BytesIO()
     with gzip.GzipFile("", "wb", fileobj=packed, mtime=0) as zipped, tarfile.open(

@@ -189,10 +189,7 @@ class Redactor:
     def text(self, text: str, addresses: bool = True) -> str:
         """Return *text* with placeholders. *addresses* False: numbers with dots are versions.
 
-        Raises
-        ------
-        Leak
-            A secret is left, as a placeholder and its surroundings spell it.
+        Raises `Leak` if a secret is left, as a placeholder and its surroundings spell it.
         """
         done = self._lines(self._without_secrets(text), addresses)
         for _ in range(_MOST_ROUNDS):

@@ -74,10 +74,7 @@ class Explanation:
 def explain(text: str) -> list[Explanation]:
     """Return every meaning of a code, or of what is recognized in a pasted line, the most likely first.
 
-    Raises
-    ------
-    ConfigError
-        Nothing is recognized; the message suggests similar names.
+    Raises `ConfigError` if nothing is recognized; the message suggests similar names.
     """
     text = error_texts.plain(text).strip()
     found = _named(text) or _numbered(text) or _recognised(text)

@@ -108,10 +108,7 @@ def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.SshP
 
     *simulated*: names of the options for simulated machines, which exclude hosts. ``n_ranks`` stays in *options*.
 
-    Raises
-    ------
-    ConfigError
-        The options contradict each other.
+    Raises `ConfigError` if the options contradict each other.
     """
     from ...launch import host_list, ssh_job
 
@@ -153,10 +150,7 @@ def given_ssh_options(options: Mapping[str, Any]) -> list[str]:
 def hosts_of(text: str | None, hostfile: Path | None) -> list[Host]:
     """Return the hosts that -H or --hostfile name, with this machine marked; none if neither is given.
 
-    Raises
-    ------
-    ConfigError
-        Both are given, or the list of hosts cannot be parsed.
+    Raises `ConfigError` if both are given, or the list of hosts cannot be parsed.
     """
     from ...launch import host_list
 

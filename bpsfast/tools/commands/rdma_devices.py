@@ -253,10 +253,7 @@ def _mark(gid: Gid, choice: RailChoice) -> str:
 def asked(verbs: str | None, root: str | None) -> Any:
     """Return the implementation that ``--verbs`` names, None without the option.
 
-    Raises
-    ------
-    VerbsMissing
-        It cannot be used here (an OSError).
+    Raises `VerbsMissing` if it cannot be used here (an OSError).
     """
     if verbs is None:
         return None

@@ -189,10 +189,7 @@ class AffinityTable:
     *n_ranks*: number of local ranks (0: one for each GPU, or for each NUMA node). *names*: network cards of the job;
     none: those that settings and routes choose, or the fastest one. Uses the settings of this process.
 
-    Raises
-    ------
-    ConfigError
-        A card does not exist, or settings do not suit the machine.
+    Raises `ConfigError` if a card does not exist, or settings do not suit the machine.
     """
 
     def __init__(self, root: str | None, n_ranks: int, names: tuple[str, ...]) -> None:

@@ -118,10 +118,7 @@ def ask_verbs(provider: str = "native") -> VerbsReport:
 def recorded_verbs(answer: Any) -> VerbsReport | None:
     """Return the report of a recorded machine, None if it has none.
 
-    Raises
-    ------
-    ConfigError
-        *answer* is not such a report.
+    Raises `ConfigError` if *answer* is not such a report.
     """
     if answer is None:
         return None

@@ -53,10 +53,7 @@ class QueuePairAddress(msgspec.Struct, frozen=True, kw_only=True):
 class QueuePairTest:
     """A queue pair on *rail* with `NBYTES` of registered memory. Owner thread only; a context manager.
 
-    Raises
-    ------
-    OSError
-        A verb failed; the text says which one, with which arguments.
+    Raises `OSError` if a verb failed; the text says which one, with which arguments.
     """
 
     def __init__(self, verbs: Any, rail: Rail) -> None:
@@ -226,10 +223,7 @@ class Listener:
     def serve(self, timeout_s: float | None = None) -> str:
         """Answer one asker; return its address and the result as text.
 
-        Raises
-        ------
-        TimeoutError
-            Nobody asked within *timeout_s* (None: no limit).
+        Raises `TimeoutError` if nobody asked within *timeout_s* (None: no limit).
         """
         try:
             visit = self._visits.get(timeout=timeout_s)

@@ -134,10 +134,7 @@ def secret_for(loaded: Settings, hosts: Sequence[str]) -> Secret:
     This is the job key if one is given. Without one, processes on this machine use the key of jobs on it; with other
     machines ``BPSFAST_INSECURE=1`` is required, and the key is public.
 
-    Raises
-    ------
-    ConfigError
-        A key is required and there is none.
+    Raises `ConfigError` if a key is required and there is none.
     """
     if given_key(loaded) or all(map(is_loopback, hosts)):
         return Secret(job_key(msgspec.structs.replace(loaded, encryption="off"), "127.0.0.1:0"))
@@ -201,14 +198,8 @@ class Control:
         `Alive` restarts the deadline, and is sent at each pulse. With *fd* there is no deadline, because a local run
         has its own. *what* names the expected message in errors.
 
-        Raises
-        ------
-        StallError, PeerLostError
-            The peer is silent for `timeout_s`; the peer is gone.
-        BpsError
-            The peer stopped; with its reason.
-        ProtocolError
-            Another message arrived.
+        Raises `StallError` if the peer is silent for `timeout_s`; `PeerLostError` if the peer is gone; `BpsError` if
+        the peer stopped; with its reason; `ProtocolError` if another message arrived.
         """
         began = time.monotonic()
         pulse = None if pulse_s is None else began + pulse_s
@@ -349,10 +340,8 @@ def greet(sock: socket.socket, key: bytes, silence_s: float) -> Control:
 def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float) -> Control:
     """Connect to the server, retrying for *timeout_s* while nobody listens.
 
-    Raises
-    ------
-    StallError, ConfigError, MismatchError
-        Nobody answers; the name cannot be resolved; the keys differ.
+    Raises `StallError` if nobody answers; `ConfigError` if the name cannot be resolved; `MismatchError` if the keys
+    differ.
     """
     deadline = time.monotonic() + timeout_s
     while True:

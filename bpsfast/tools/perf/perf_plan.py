@@ -101,10 +101,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make(verb: str, given: Mapping[str, Any]) -> Plan:
     """Return the plan for *verb* with the options *given* (fields of `Plan`) and defaults.
 
-    Raises
-    ------
-    ConfigError
-        Options contradict each other, or the transport does not support one.
+    Raises `ConfigError` if options contradict each other, or the transport does not support one.
     """
     transport = given.get("transport", "rdma")
     defaults: dict[str, Any] = {"depth": 128 if transport == "rdma" else 16}

@@ -74,10 +74,7 @@ class PerfRun:
 
         *device*: the server's port as "device:port", "" for its own choice.
 
-        Raises
-        ------
-        BpsError, OSError
-            After the peer has been told.
+        Raises `BpsError` or `OSError` if after the peer has been told.
         """
         with self._telling():
             self.plan = plan

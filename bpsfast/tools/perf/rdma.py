@@ -98,14 +98,8 @@ class RdmaEnd:
     def connect(self, peer: dict[str, Any]) -> None:
         """Connect the queue pairs to those that the peer offered (INIT -> RTR -> RTS).
 
-        Raises
-        ------
-        UnsupportedError
-            One port is InfiniBand, the other one Ethernet.
-        ConfigError
-            The requested MTU is larger than that of a port.
-        OSError
-            The device refuses.
+        Raises `UnsupportedError` if one port is InfiniBand, the other one Ethernet; `ConfigError` if the requested MTU
+        is larger than that of a port; `OSError` if the device refuses.
         """
         if peer["link_layer"] != self.port["link_layer"]:
             raise UnsupportedError(f"{self.rail.name} is {self.port['link_layer']}, the peer's port "

@@ -45,10 +45,7 @@ class ShmEnd:
     def connect(self, peer: dict[str, Any]) -> None:
         """Map the peer's memory.
 
-        Raises
-        ------
-        UnsupportedError
-            The peer is on another machine, or this process may not open its memory.
+        Raises `UnsupportedError` if the peer is on another machine, or this process may not open its memory.
         """
         if peer["boot"] != boot_id():
             raise UnsupportedError(f"--transport shm: the peer runs on another machine, {peer['host']}; shared memory "

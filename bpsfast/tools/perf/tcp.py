@@ -68,10 +68,8 @@ class TcpEnd:
     def connect(self, peer: dict[str, Any]) -> None:
         """Open the streams.
 
-        Raises
-        ------
-        StallError, PeerLostError, MismatchError
-            Nobody answers; the peer is gone; the job keys differ.
+        Raises `StallError` if nobody answers; `PeerLostError` if the peer is gone; `MismatchError` if the job keys
+        differ.
         """
         for number in range(self.plan.pairs):
             sock = self._accept(number) if self._listener else self._dial(peer["port"], number)

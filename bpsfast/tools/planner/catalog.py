@@ -94,13 +94,7 @@ MODELS: Mapping[str, Callable[[], Shapes]] = {name: entry.shapes for name, entry
 
 
 def load(name: str) -> Model:
-    """Return the built-in model *name*.
-
-    Raises
-    ------
-    ConfigError
-        There is no such model.
-    """
+    """Return the built-in model *name*; raise `ConfigError` if there is no such model."""
     if name not in _ENTRIES:
         raise ConfigError(f"model {name!r} is not built in; there are {', '.join(_ENTRIES)}")
     title, shapes, dtype, compute = _ENTRIES[name]
@@ -127,10 +121,7 @@ _MOST_NBYTES = 64 << 20
 def named(name: str, dtype: str | None = None) -> Model:
     """Return the built-in model *name* or, if there is none, the model in the file *name*; *dtype* overrides its dtype.
 
-    Raises
-    ------
-    ConfigError
-        There is neither, the file cannot be read or parsed, or the dtype has no kernel.
+    Raises `ConfigError` if there is neither, the file cannot be read or parsed, or the dtype has no kernel.
     """
     if name in MODELS:
         return _with_dtype(load(name), dtype)

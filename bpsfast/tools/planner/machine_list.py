@@ -21,10 +21,7 @@ def parse(text: str, has_ranks: bool, nic_gbps: float) -> list[Machine]:
 
     ``/RATE`` after a rate limits the input that the machine sums (for a helper on a busy machine).
 
-    Raises
-    ------
-    ConfigError
-        *text* cannot be parsed, or numbers are not positive or too large.
+    Raises `ConfigError` if *text* cannot be parsed, or numbers are not positive or too large.
     """
     option = "--workers" if has_ranks else "--helpers"
     check_gbps(nic_gbps, "--nic")

@@ -42,10 +42,7 @@ class Compression(NamedTuple):
 def parse(text: str) -> CodecSpec:
     """Parse ``KIND[:NAME=VALUE,...]``, such as ``topk:k=0.01,error_feedback``; a name alone means yes.
 
-    Raises
-    ------
-    ConfigError
-        The kind or an option is unknown, or a value is invalid.
+    Raises `ConfigError` if the kind or an option is unknown, or a value is invalid.
     """
     kind, _, options = text.partition(":")
     values: dict[str, str] = {"kind": kind.strip()}
@@ -77,10 +74,7 @@ def predict(model: Model, machines: Sequence[Machine], codec: CodecSpec, copy_ra
             fusion_nbytes: int) -> Compression:
     """Return which tensors of *model* gain by *codec* on *machines*, each of which copies *copy_rate* bytes/s.
 
-    Raises
-    ------
-    UnsupportedError
-        Tensors of the model's dtype cannot be compressed.
+    Raises `UnsupportedError` if tensors of the model's dtype cannot be compressed.
     """
     codecs.width_of(model.dtype)
     if sum(machine.has_ranks for machine in machines) == 1:
@@ -156,12 +150,8 @@ def make(model: Model, machines: Sequence[Machine], *, compute: Compute | None =
     With *codec*, also predict which tensors gain by it, for the optimal placement and machines whose summing threads
     together copy *copy_rate* bytes/s.
 
-    Raises
-    ------
-    ConfigError
-        There are more machines than partitions, or a helper is too slow to sum one partition within the step.
-    UnsupportedError
-        The model's tensors cannot be compressed.
+    Raises `ConfigError` if there are more machines than partitions, or a helper is too slow to sum one partition within
+    the step; `UnsupportedError` if the model's tensors cannot be compressed.
     """
     k = sum(not machine.has_ranks for machine in machines)
     n = len(machines) - k

@@ -116,10 +116,7 @@ class Cluster(NamedTuple):
 def cluster(worker_rates: Sequence[float], helper_rates: Sequence[float] = (), costs: Costs = FREE) -> Cluster:
     """Return a checked cluster; rates in bytes/s.
 
-    Raises
-    ------
-    ConfigError
-        There is no worker, there are too many machines, or a rate or cost is not positive.
+    Raises `ConfigError` if there is no worker, there are too many machines, or a rate or cost is not positive.
     """
     if not worker_rates:
         raise ConfigError("a cluster needs at least one machine with ranks, got none")

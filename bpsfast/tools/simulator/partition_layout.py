@@ -89,10 +89,7 @@ def _interleaved(sizes: Sequence[int], machines: Sequence[Machine], policy: str,
 def folded(cluster: Cluster, plan: PartitionedWorkload, policy: str) -> Layout:
     """Spread every partition over all owners, with one machine for each role.
 
-    Raises
-    ------
-    ConfigError
-        Cards differ within a role, or the policy does not spread bytes by shares.
+    Raises `ConfigError` if cards differ within a role, or the policy does not spread bytes by shares.
     """
     if not cluster.is_uniform:
         raise ConfigError("only a cluster whose workers are all alike, and its helpers too, can be folded; "

@@ -50,10 +50,7 @@ def workload(name: str, layers: Sequence[Layer], shapes: Mapping[str, tuple[int,
              dtype: str = "float32") -> Workload:
     """Return a checked workload.
 
-    Raises
-    ------
-    ConfigError
-        There is no layer, a time is invalid, or a tensor has no shape or two layers.
+    Raises `ConfigError` if there is no layer, a time is invalid, or a tensor has no shape or two layers.
     """
     if not layers:
         raise ConfigError(f"workload {name!r} has no layers: there is nothing to compute")
@@ -137,10 +134,7 @@ def shapes_of(model: str) -> Shapes:
 def build(model: str, compute_s: float, backward_share: float = 2 / 3) -> Workload:
     """Return *model* with *compute_s* of computing per step, *backward_share* of it in the backward pass.
 
-    Raises
-    ------
-    ConfigError
-        The model is unknown or a time is invalid.
+    Raises `ConfigError` if the model is unknown or a time is invalid.
     """
     if model not in MODELS:
         raise ConfigError(f"model {model!r} is unknown to the simulator; known: {', '.join(sorted(MODELS))}")

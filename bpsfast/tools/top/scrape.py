@@ -68,14 +68,9 @@ def check() -> None:
 def scrape(host: str, port: int, timeout_s: float) -> Scrape:
     """Scrape a node, without any proxy.
 
-    Raises
-    ------
-    ConnectionError
-        Nobody listens, or the connection ended: the node is gone. `NotBpsfastError`: another program answers.
-    TimeoutError
-        No answer in time: the node is busy or stopped, or packets are dropped.
-    OSError
-        The host is unknown or cannot be reached.
+    Raises `ConnectionError` if nobody listens, or the connection ended: the node is gone. `NotBpsfastError`: another
+    program answers; `TimeoutError` if no answer in time: the node is busy or stopped, or packets are dropped; `OSError`
+    if the host is unknown or cannot be reached.
     """
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:

@@ -66,12 +66,8 @@ class Watch:
     def find(self, wait_s: float = 0.0) -> None:
         """Scrape all places until a node answers, for *wait_s* seconds.
 
-        Raises
-        ------
-        PeerLostError
-            Nobody listens; the message names the settings for it.
-        StallError
-            A node listens but does not answer.
+        Raises `PeerLostError` if nobody listens; the message names the settings for it; `StallError` if a node listens
+        but does not answer.
         """
         deadline = time.monotonic() + wait_s
         while True:

@@ -104,10 +104,7 @@ def merge(folder: str | Path, out_path: str | Path) -> int:
 
     The first moment of the job is time 0. All spans are held in memory at once.
 
-    Raises
-    ------
-    ConfigError
-        *folder* has no trace, or a file that cannot be read or is not a bpsfast trace.
+    Raises `ConfigError` if *folder* has no trace, or a file that cannot be read or is not a bpsfast trace.
     """
     return dump(load(folder), out_path)
 
@@ -180,10 +177,7 @@ def _marks(job: Job, inversions: list[urgency.Inversion], base_ns: int) -> Itera
 def reload(path: Path) -> Job:
     """Return the job that `dump` wrote to *path*.
 
-    Raises
-    ------
-    ConfigError
-        The file is not a complete trace of bpsfast.
+    Raises `ConfigError` if the file is not a complete trace of bpsfast.
     """
     document = trace_file.decode(path)
     try:

@@ -152,12 +152,8 @@ class Search:
     def run(self) -> Outcome:
         """Search, and return the result.
 
-        Raises
-        ------
-        ConfigError
-            The budget does not suffice to measure the initial settings.
-        Exception
-            Any error of *measure* but `ConfigRefusedError`; also that one for the initial settings.
+        Raises `ConfigError` if the budget does not suffice to measure the initial settings; `Exception` if any error of
+        *measure* but `ConfigRefusedError`; also that one for the initial settings.
         """
         self._began = self._clock()
         for load in self._loads:

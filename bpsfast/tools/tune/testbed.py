@@ -58,10 +58,7 @@ class TuneTestbed:
     def ask(self, what: str) -> list[HostCapabilities]:
         """Ask every machine for its "facts", or tell it the "end"; return the answers.
 
-        Raises
-        ------
-        BpsError
-            A machine does not answer or reports an error.
+        Raises `BpsError` if a machine does not answer or reports an error.
         """
         found = []
         for host, port in self._where:
@@ -78,12 +75,8 @@ class TuneTestbed:
     def measure(self, plan: Plan, ways: Sequence[RailPair]) -> list[dict[str, Any]]:
         """Run *plan* on all *ways* at once; return the row of each.
 
-        Raises
-        ------
-        ConfigRefusedError
-            These settings cannot be measured; every machine still answers.
-        PeerLostError
-            A machine is gone.
+        Raises `ConfigRefusedError` if these settings cannot be measured; every machine still answers; `PeerLostError`
+        if a machine is gone.
         """
         controls: list[Control] = []
         try:
@@ -194,12 +187,8 @@ class TuneServer:
     def serve(self, wait_s: float) -> None:
         """Serve until the other side is done; refuse strangers.
 
-        Raises
-        ------
-        StallError
-            Nobody connected within *wait_s* seconds.
-        PeerLostError
-            A client connected, and then nobody for *wait_s* seconds.
+        Raises `StallError` if nobody connected within *wait_s* seconds; `PeerLostError` if a client connected, and then
+        nobody for *wait_s* seconds.
         """
         self._heard_s = time.monotonic()
         door = handshake_acceptor(self._listener.dup(), self._key, _SILENCE_S, self._client,

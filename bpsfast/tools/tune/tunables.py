@@ -63,10 +63,8 @@ class HostCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 def gather(host: Host, loaded: Settings, peer_host: str) -> HostCapabilities:
     """Return the capabilities of this machine, *host*, towards *peer_host*.
 
-    Raises
-    ------
-    ConfigError, OSError
-        The settings name a device that does not exist; libibverbs or a device cannot be opened.
+    Raises `ConfigError` if the settings name a device that does not exist; `OSError` if libibverbs or a device cannot
+    be opened.
     """
     rails, rejected = ping.rails(host, loaded, peer_host)
     allowed = numa.allowed_cpus(host.tree)
@@ -101,10 +99,7 @@ NAMES = ("partition_bytes", "credit_bytes", "rdma_devices", "rdma_queue_pairs", 
 def rails_of(side: HostCapabilities, devices: str) -> list[RailCapabilities]:
     """Return the rails that *side* would use with the setting rdma_devices, ordered to pair with the peer's.
 
-    Raises
-    ------
-    ConfigError
-        The setting names none of them.
+    Raises `ConfigError` if the setting names none of them.
     """
     if not devices:
         return list(side.require()[:side.n_used])

@@ -30,10 +30,7 @@ _SHORTEST_S, _LONGEST_S = 0.1, 1.0
 class TuningRun:
     """The capabilities of the machines, and the measurements. One thread.
 
-    Raises
-    ------
-    BpsError, OSError
-        A machine cannot be reached, or has no usable port.
+    Raises `BpsError` or `OSError` if a machine cannot be reached, or has no usable port.
     """
 
     def __init__(self, field: TuneTestbed, towards: str, loaded: Settings, goal: str | None, budget_s: float,
@@ -66,10 +63,7 @@ class TuningRun:
     def search(self, report: Callable[[TuneStep], None], seed: int) -> Outcome:
         """Search for better settings; *report* is called with each step.
 
-        Raises
-        ------
-        BpsError
-            A machine is gone, or the current settings cannot be measured.
+        Raises `BpsError` if a machine is gone, or the current settings cannot be measured.
         """
         search = Search(self.start, self.choice.knobs, self.loads, self.measure, clock=time.monotonic,
                         budget_s=self.budget_s, rng=random.Random(seed), effective=self.effective, report=report)
