@@ -134,8 +134,7 @@ def _recognised(text: str) -> list[Explanation]:
     meanings += [of_class(name, kind) for name, kind in _CLASSES.items() if re.search(rf"\b{name}\b", text)]
     spelled = {int(number) for match in _ERRNO.findall(text) for number in match if number}
     for words in error_texts.every():
-        if (words.number in spelled or words.text.lower() in text.lower()
-                or re.search(rf"\b{words.name}\b", text)):
+        if (words.number in spelled or words.text.lower() in text.lower() or re.search(rf"\b{words.name}\b", text)):
             meanings.append(of_errno(words))
     meanings += [of_check(check) for check in CHECKS if re.search(rf"\b{check.code}\b", text, re.I)
                  or any(_is_symptom(symptom, text) for symptom in check.symptoms)]
@@ -181,8 +180,7 @@ def of_completion(words: Completion) -> Explanation:
 
 def of_message(words: str, message: LogMessage) -> Explanation:
     """Return the meaning of a *message* of a tool, of which *words* were found."""
-    return Explanation(f'"{words}" ({message.source})',
-                       (("means", message.means), ("do", message.advice)))
+    return Explanation(f'"{words}" ({message.source})', (("means", message.means), ("do", message.advice)))
 
 
 def of_errno(words: ErrnoMeaning) -> Explanation:

@@ -53,8 +53,7 @@ def command(paths: tuple[Path, ...], path: Path | None, n_lines: int, words: tup
 
 def text(told: dict[str, Any]) -> str:
     """Return the contents of the archive as text."""
-    rows = [("FILE", "BYTES", "WHAT"),
-            *((each["name"], str(each["nbytes"]), each["about"]) for each in told["files"])]
+    rows = [("FILE", "BYTES", "WHAT"), *((each["name"], str(each["nbytes"]), each["about"]) for each in told["files"])]
     lines = [output.table(rows, right=(1,))]
     lines += [f"omitted: {each['name']}: {each['reason']}" for each in told["left_out"]]
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(told["replaced"].items()) if number)

@@ -18,7 +18,7 @@ _OPEN_PORTS = "TCP: the scheduler's port and ports above 1024 between all nodes;
 def port_state(facts: Facts) -> Outcome:
     """RD13: check that the ports are up."""
     if not facts.host.ports:
-        return skipped("no RDMA device" if not facts.host.devices else "the device has no ports")
+        return skipped("the device has no ports")
     down = [(device, port) for device, port in facts.host.ports if not port.is_active]
     shown = "\n".join(_shown(device, port) for device, port in facts.host.ports)
     if not down:
@@ -34,8 +34,6 @@ def port_state(facts: Facts) -> Outcome:
 
 def rails(facts: Facts) -> Outcome:
     """RD06: check that each of our ports reaches its counterpart and the other ports of the peer."""
-    if not facts.host.devices:
-        return skipped("no RDMA device")
     if facts.peer_report is None:
         return skipped(facts.peer_silence or "needs --peer HOST, with `bpsfast doctor --listen` running there")
     ours, theirs = facts.choice.rails, facts.peer_report.used
@@ -70,18 +68,15 @@ def rails(facts: Facts) -> Outcome:
 
 def filters(facts: Facts) -> Outcome:
     """RD14: check that no filter blocks RDMA between the machines, and that rdma_cm is available."""
-    if not facts.host.devices:
-        return skipped("no RDMA device")
     cm = facts.host.tree.exists("dev/infiniband/rdma_cm")
     local = "/dev/infiniband/rdma_cm is there" if cm else (
         "no /dev/infiniband/rdma_cm: bpsfast does not need it, perftest -R and UCX do")
     load = {} if cm else facts.variants("sudo modprobe rdma_ucm", "docker run --device=/dev/infiniband/rdma_cm ...",
                                         "on the node: modprobe rdma_ucm")
+    if facts.peer_report is None and facts.peer_silence:
+        return warned(f"{local}; {facts.peer_silence}", peer="bpsfast doctor --listen", **load)
     if facts.peer_report is None:
-        silence = f"; {facts.peer_silence}" if facts.peer_silence else "; the way to a peer needs --peer HOST"
-        if facts.peer_silence:
-            return warned(local + silence, peer="bpsfast doctor --listen", **load)
-        return (passed if cm else told)(local + silence, **load)
+        return (passed if cm else told)(f"{local}; the way to a peer needs --peer HOST", **load)
     if facts.peer_report.reached not in ("", "open"):
         return failed(f"{facts.peer_name} is reachable, but cannot connect back to this machine: "
                       f"{facts.peer_report.reached}", host=f"open in the firewall: {_OPEN_PORTS}")
@@ -169,13 +164,10 @@ class FlowControl:
 
 def loss(facts: Facts) -> Outcome:
     """RD09: check that no packets were lost, and that the network is set up to prevent loss."""
-    ports = facts.usable
-    if not ports:
-        return skipped("no RDMA device" if not facts.host.devices else "no port can be used")
-    if all(device.driver in ("rxe", "siw") for device, _ in ports):
+    if facts.is_software:
         return skipped("the device is software and has no flow control")
     lines, lossy, unprotected = [], [], []
-    for device, port in ports:
+    for device, port in facts.usable:
         counted = _counted(facts, device, port)
         if counted is not None:
             bad = _troubles(counted)
@@ -206,13 +198,14 @@ def flow_control(facts: Facts, device: RdmaDevice, port: Port) -> FlowControl:
     """Read flow control: DCB over netlink, mlx5's /sys/class/net/IFACE/ecn and, for root, mlx5's debugfs."""
     tree, netdev = facts.host.tree, port.netdev or ""
     ecn = f"sys/class/net/{netdev}/ecn"
-    parameters = {name: value for name in ("cnp_dscp", "cnp_802p_prio", "min_time_between_cnps")
-                  if (value := tree.number(ecn, "roce_np", name)) is not None}
-    address = device.pcie.address if device.pcie else ""
-    for name in ("np_cnp_dscp", "np_cnp_prio", "np_cnp_prio_mode", "np_min_time_between_cnps"):
-        value = tree.number("sys/kernel/debug/mlx5", address, "cc_params", name) if address else None
-        if value is not None:
-            parameters.setdefault(name.removeprefix("np_"), value)
+    places = [(name, (ecn, "roce_np", name)) for name in ("cnp_dscp", "cnp_802p_prio", "min_time_between_cnps")]
+    if device.pcie and device.pcie.address:
+        places += [(name, ("sys/kernel/debug/mlx5", device.pcie.address, "cc_params", f"np_{name}"))
+                   for name in ("cnp_dscp", "cnp_prio", "cnp_prio_mode", "min_time_between_cnps")]
+    parameters: dict[str, int] = {}
+    for name, place in places:
+        if (value := tree.number(*place)) is not None:
+            parameters.setdefault(name, value)
     return FlowControl(facts.host.kernel.pause_priorities(netdev), _enabled(facts, f"{ecn}/roce_np/enable"),
                        _enabled(facts, f"{ecn}/roce_rp/enable"), parameters)
 
@@ -263,20 +256,21 @@ CHECKS = (
           ("only some pairs of ranks fail to connect", "works with one NIC, hangs with all"),
           "Card k of one machine reaches only card k of another (rail-only fabric), or cards are numbered otherwise.",
           "Pairs of ports that do not share a network cannot connect.", "NVIDIA/nccl#2013", rails,
-          advice(job="BPSFAST_RDMA_DEVICES in the same order on all machines", check="bpsfast doctor --peer HOST")),
+          advice(job="BPSFAST_RDMA_DEVICES in the same order on all machines", check="bpsfast doctor --peer HOST"),
+          "device"),
     Check("RD13", "port state", Severity.BLOCKS,
           ("PORT_DOWN", "PORT_INIT", "phys_state: POLLING"),
           "The cable or the switch's port is off; the interface is down; on InfiniBand no subnet manager runs.",
           "A port that is not ACTIVE carries no data.", "the documentation of ibv_devinfo", port_state,
           advice(host="sudo ip link set IFACE up; InfiniBand: sudo systemctl start opensm   # on one machine",
                  switch="check that the port is enabled and the cable has the right kind and rate",
-                 check="bpsfast devices")),
+                 check="bpsfast devices"), "device"),
     Check("RD14", "filters", Severity.BLOCKS,
           ("works without -R, fails with it", "rdma_create_event_channel: No such device",
            "TCP connects, RDMA times out"),
           "A firewall drops UDP 4791 (RoCE v2) or the TCP ports; or the module rdma_ucm is not loaded.",
           "Queue pairs connect formally, but every packet is lost.", "linux-rdma/perftest#132", filters,
-          advice(host=f"open in the firewall: {_OPEN_PORTS}", check="bpsfast doctor --peer HOST")),
+          advice(host=f"open in the firewall: {_OPEN_PORTS}", check="bpsfast doctor --peer HOST"), "device"),
     Check("RD09", "loss and congestion", Severity.SLOW,
           ("throughput falls to 0.x GB/s", "transport retry count exceeded", "local_ack_timeout_err grows"),
           "RoCE on a network without PFC and ECN, or with a traffic class that they do not cover.",
@@ -285,5 +279,5 @@ CHECKS = (
           advice(host=f"sudo dcb pfc set dev IFACE prio-pfc all:off {_PRIORITY}:on   # or: mlnx_qos -i IFACE "
                       "--pfc 0,0,0,1,0,0,0,0 --trust dscp",
                  switch=_SWITCH, job="give RoCE the class that the network protects (DSCP 26: traffic class 106)",
-                 check="ethtool -S IFACE | grep -E 'pause|discard'")),
+                 check="ethtool -S IFACE | grep -E 'pause|discard'"), "port"),
 )

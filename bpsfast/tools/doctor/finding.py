@@ -4,6 +4,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from .facts import Facts
 
@@ -53,7 +54,7 @@ class Check:
 
     `symptoms` are texts that users paste; `cause` is the cause behind them; `why` is the effect if nothing is done;
     `seen` names public reports; `advice` has commands for any machine, with names in capitals to fill in (the actions
-    of an outcome are for this machine).
+    of an outcome are for this machine). Without what it `needs`, an RDMA "device" or a usable "port", it is skipped.
     """
 
     code: str
@@ -65,6 +66,7 @@ class Check:
     seen: str
     run: Callable[[Facts], Outcome]
     advice: tuple[Action, ...] = ()
+    needs: Literal["", "device", "port"] = ""
 
 
 @dataclass(frozen=True)

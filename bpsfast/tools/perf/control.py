@@ -328,8 +328,7 @@ def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float
                                  "`bpsfast` listens there with the same -p and that the port is open") from exc
             time.sleep(_RETRY_S)
     hello = security.StreamHello(peer=0, stream=0, epoch=VERSION)
-    return _control(sock, silence_s,
-                    lambda: security.plain_handshake_dialer(sock, key, _CONTEXT, hello, _HANDSHAKE_S))
+    return _control(sock, silence_s, lambda: security.plain_handshake_dialer(sock, key, _CONTEXT, hello, _HANDSHAKE_S))
 
 
 def _control(sock: socket.socket, silence_s: float, shake_hands: Callable[[], security.StreamHello]) -> Control:

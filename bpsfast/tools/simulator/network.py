@@ -71,8 +71,7 @@ class Costs(NamedTuple):
         the pipeline, one partition at a time, most urgent first. For BytePS's layouts see `bench.paper.intra_machine`.
     queued_answers
         Answers wait behind the bytes of the other direction at both cards, as TCP acknowledgements do on a card with
-        one
-        queue; else they take `latency_s`.
+        one queue; else they take `latency_s`.
     burst_nbytes
         Bytes that an idle direction of a card may send at once, if a shaper (tbf) is the limit.
     """

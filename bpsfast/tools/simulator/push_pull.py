@@ -180,8 +180,7 @@ class SimulatedPushPull:
     def _pump(self, sender: int) -> None:
         while (found := self._cards[sender].pop()) is not None:
             receiver, write = found
-            self.network.post(sender, receiver, write.load,
-                              functools.partial(self._delivered, sender, receiver, write))
+            self.network.post(sender, receiver, write.load, functools.partial(self._delivered, sender, receiver, write))
 
     def _delivered(self, sender: int, receiver: int, write: _Write) -> None:
         self.network.answer(receiver, sender, functools.partial(self._acknowledged, sender, receiver, write))

@@ -116,8 +116,7 @@ class Options(NamedTuple):
         Send gradients as they are made; else (accelerators that cannot overlap) after the backward pass.
     interleave
         Place partition by partition in forward order, not the largest first, so that owners of any part of the
-        gradients
-        are mixed.
+        gradients are mixed.
     credit_nbytes, partition_nbytes, fusion_nbytes
         As the settings of these names; fusion 0: every tensor alone. "ring" has its own.
     optimizer_s
@@ -126,8 +125,7 @@ class Options(NamedTuple):
         The ring of "ring"; for "all-reduce" its members, slices and links.
     fold
         Let one machine stand for its role (`partition_layout.folded`). None: if it saves much time and only the grain
-        is
-        lost.
+        is lost.
     """
 
     priority: bool = True

@@ -192,8 +192,7 @@ def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabili
     offer("rdma_service_level", service_levels,
           "the fabric defines the levels: name those to try with --service-level 0,3")
     ignoring = sorted({rail.driver for rail in rails} - _ORDERING_DRIVERS)
-    offer("rdma_relaxed_ordering", () if ignoring else (False, True),
-          f"the driver {', '.join(ignoring)} ignores it")
+    offer("rdma_relaxed_ordering", () if ignoring else (False, True), f"the driver {', '.join(ignoring)} ignores it")
     poor = [side.host for side in sides if side.huge_page_nbytes < _LEAST_POOL_NBYTES]
     offer("huge_pages", () if poor else ("auto", "off"),
           f"no pool of 2 MiB pages on {', '.join(dict.fromkeys(poor))}: sysctl vm.nr_hugepages=512 makes one of 1 GiB")
