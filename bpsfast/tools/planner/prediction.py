@@ -42,7 +42,7 @@ class Compression(NamedTuple):
 def parse(text: str) -> CodecSpec:
     """Parse ``KIND[:NAME=VALUE,...]``, such as ``topk:k=0.01,error_feedback``; a name alone means yes.
 
-    Raises `ConfigError` if the kind or an option is unknown, or a value is invalid.
+    Raises `ConfigError` for an unknown kind or option and an invalid value.
     """
     kind, _, options = text.partition(":")
     values: dict[str, str] = {"kind": kind.strip()}
@@ -74,10 +74,10 @@ def predict(model: Model, machines: Sequence[Machine], codec: CodecSpec, copy_ra
             fusion_nbytes: int) -> Compression:
     """Return which tensors of *model* gain by *codec* on *machines*, each of which copies *copy_rate* bytes/s.
 
-    Raises `UnsupportedError` if tensors of the model's dtype cannot be compressed.
+    Raises `UnsupportedError` if the model's dtype cannot be compressed.
     """
     codecs.width_of(model.dtype)
-    if sum(machine.has_ranks for machine in machines) == 1:
+    if _n_workers(machines) == 1:
         return Compression(codec, None, tuple(model.shapes))
     optional = msgspec.structs.replace(codec, auto=True)
     specs = [msgspec.structs.replace(spec, codec=optional) for spec in model.specs()]
@@ -140,7 +140,11 @@ class Plan(NamedTuple):
     @property
     def n_workers(self) -> int:
         """Number of machines with ranks."""
-        return sum(machine.has_ranks for machine in self.machines)
+        return _n_workers(self.machines)
+
+
+def _n_workers(machines: Sequence[Machine]) -> int:
+    return sum(machine.has_ranks for machine in machines)
 
 
 def make(model: Model, machines: Sequence[Machine], *, compute: Compute | None = None, partition_nbytes: int = 4096000,
@@ -148,15 +152,13 @@ def make(model: Model, machines: Sequence[Machine], *, compute: Compute | None =
     """Predict a step of *model* on *machines*, those with ranks first, all with known rates.
 
     With *codec*, also predict which tensors gain by it, for the optimal placement and machines whose summing threads
-    together copy *copy_rate* bytes/s.
-
-    Raises `ConfigError` if there are more machines than partitions, or a helper is too slow to sum one partition within
-    the step; `UnsupportedError` if the model's tensors cannot be compressed.
+    together copy *copy_rate* bytes/s. Raises `ConfigError` if there are more machines than partitions, or a helper is
+    too slow to sum one partition within the step; `UnsupportedError` if the model's tensors cannot be compressed.
     """
-    k = sum(not machine.has_ranks for machine in machines)
-    n = len(machines) - k
-    found = [Prediction("ring", ring_s := forecast.ring_s(machines, model.nbytes), None, None,
-                        step_s(model, compute, ring_s))]
+    n = _n_workers(machines)
+    k = len(machines) - n
+    ring_s = forecast.ring_s(machines, model.nbytes)
+    found = [Prediction("ring", ring_s, None, None, step_s(model, compute, ring_s))]
     bottleneck = loss = None
     for layout in LAYOUTS[1:]:
         if layout == "ps" and not k:
@@ -205,11 +207,10 @@ def _check_grain(parts: Sequence[tuple[int, int]], machines: Sequence[Machine], 
                           f"would own none; take fewer helpers, or smaller --partition-bytes (now {partition_nbytes})")
     least = min(size for size, _ in parts)
     time_s = least_time_s(machines, nbytes)
-    n = sum(machine.has_ranks for machine in machines)
     for m, most in enumerate(capacities(machines, nbytes, time_s)):
         if not machines[m].has_ranks and most < least:
             raise ConfigError(
-                f"helper {m - n} ({machine_list.rate_of(machines[m])}) is slower than its share: in a step of "
+                f"{_name(m, machines)} ({machine_list.rate_of(machines[m])}) is slower than its share: in a step of "
                 f"{time_s * 1e3:.4g} ms it can sum {most:.0f} bytes, the smallest partition has {least}; omit it")
 
 
@@ -235,12 +236,12 @@ def _loss(parts: Sequence[tuple[int, int]], machines: Sequence[Machine]) -> Loss
 
 
 def _name(machine: int, machines: Sequence[Machine]) -> str:
-    n = sum(each.has_ranks for each in machines)
+    n = _n_workers(machines)
     return f"worker {machine}" if machine < n else f"helper {machine - n}"
 
 
 def _curve(model: Model, machines: Sequence[Machine], compute: Compute | None) -> HelperCurve:
-    k = sum(not machine.has_ranks for machine in machines)
+    k = len(machines) - _n_workers(machines)
     last = forecast.last_helper_that_pays(machines, machine_list.MOST_MACHINES)
 
     def time_s(k: int) -> float:
