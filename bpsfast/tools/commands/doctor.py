@@ -38,7 +38,7 @@ _PING_S = 1.0
 @output.options()
 @exit_codes.exit_on_error
 def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s: float, verbs: str | None,
-            root: str | None, assignments: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
+            root: str | None, assignments: tuple[str, ...], form: output.OutputOptions) -> None:
     """Find out why RDMA does not work, and print the commands that fix it.
 
     Every check reports PASS, FAIL, WARN, INFO or SKIP with its reason; the commands that fix a problem follow the list.
@@ -53,16 +53,15 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
 
     With --peer, both machines need the same BPSFAST_JOB_KEY, or BPSFAST_INSECURE=1.
     """
-    chosen = output.form(as_json, path, no_color)
     machine = open_host(root)
     loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs), machine.kernel.environ)
     if port is not None:
-        if peer or root or as_json:
+        if peer or root or form.as_json:
             raise click.UsageError("--listen cannot be combined with --peer, --root or --json")
         return listen(loaded, origins, bind, port, once, timeout_s)
     facts = gather_facts(machine, loaded, origins, peer, timeout_s)
     findings = examination.examine(facts)
-    output.show(chosen, lambda: examination.text(facts, findings, output.terminal_width()),
+    output.show(form, lambda: examination.text(facts, findings, output.terminal_width()),
                 examination.data(facts, findings))
     code = examination.exit_code(facts, findings)
     if code:

@@ -23,7 +23,7 @@ from ..doctor.finding import Check
 @click.argument("code", nargs=-1, required=True)
 @output.options()
 @exit_codes.exit_on_error
-def command(code: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
+def command(code: tuple[str, ...], form: output.OutputOptions) -> None:
     """Explain what CODE means and what to do about it.
 
     CODE is a check of `bpsfast doctor`, the status of an RDMA completion (with the vendor error after a slash), an
@@ -37,11 +37,8 @@ def command(code: tuple[str, ...], as_json: bool, path: str | None, no_color: bo
     bpsfast explain exit 3
     bpsfast explain "Got completion with error 12, opcode 1, vendor err 129"
     """
-    from . import explain
-
-    chosen = output.form(as_json, path, no_color)
-    found = explain.explain(" ".join(code))
-    output.show(chosen, lambda: "\n\n".join(map(str, found)),
+    found = explain(" ".join(code))
+    output.show(form, lambda: "\n\n".join(map(str, found)),
                 [{"head": each.head, "lines": [{"label": label, "text": words} for label, words in each.lines]}
                  for each in found])
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 @set_option
 @output.options()
 @exit_codes.exit_on_error
-def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], as_json: bool, path: str | None,
-            no_color: bool) -> None:
+def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], form: output.OutputOptions) -> None:
     """Show what is installed and works, and why the rest does not.
 
     [X] works; [ ] does not, with the reason. Frameworks are found by package metadata and are not imported. Exit code
@@ -37,14 +36,12 @@ def command(as_settings: bool, verbs: str | None, assignments: tuple[str, ...], 
     bpsfast info --json | jq '.transports[] | select(.works | not)'
     bpsfast info --effective
     """
-    chosen = output.form(as_json, path, no_color)
     loaded, origins = settings.load_with_origins(overrides(assignments, verbs=verbs))
     if as_settings:
         found = setting_rows(loaded, origins)
-        output.show(chosen, lambda: settings_text(found), found)
-        return
+        return output.show(form, lambda: settings_text(found), found)
     here = taken(loaded, origins)
-    output.show(chosen, lambda: text(here), here)
+    output.show(form, lambda: text(here), here)
     if not here.is_whole:
         sys.exit(exit_codes.ENVIRONMENT)
 

@@ -139,8 +139,7 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
     from ..perf import control, perf_plan, results
     from ..perf.perf_run import PerfRun
 
-    host, wait_s = options.pop("host"), options.pop("wait_s")
-    form = output.form(options.pop("as_json"), options.pop("path"), options.pop("no_color"), options.pop("as_csv"))
+    host, wait_s, form = options.pop("host"), options.pop("wait_s"), options.pop("form")
     control_port = options.pop("control_port") or control.DEFAULT_PORT
     chosen = overrides(options.pop("assignments"), rdma_devices=_device(options),
                        rdma_gid_index=options.pop("gid_index"))

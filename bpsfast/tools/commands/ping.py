@@ -42,7 +42,7 @@ from .options import (
 @exit_codes.exit_on_error
 def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path | None, port: int | None,
             device: str | None, gid_index: int | None, wait_s: float, verbs: str | None, assignments: tuple[str, ...],
-            as_json: bool, path: str | None, no_color: bool, hosts_text: str | None, **ssh_options: Any) -> None:
+            form: output.OutputOptions, hosts_text: str | None, **ssh_options: Any) -> None:
     """Test whether hosts can be reached over TCP, and from every RDMA port of this host to every port of theirs.
 
     Exit code 1 if a host cannot be reached, or if none of its RDMA ports can.
@@ -59,7 +59,6 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     from ...orchestration import security
     from ..perf import control, ping
 
-    form = output.form(as_json, path, no_color)
     loaded = settings.load(overrides(assignments, rdma_devices=f"={device}" if device else None,
                                      rdma_gid_index=gid_index, verbs=verbs))
     there = hosts_of(hosts_text, None)

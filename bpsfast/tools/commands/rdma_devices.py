@@ -28,8 +28,8 @@ _CARD_HEAD = ("NETDEV", "STATE", "SPEED", "MTU", "NUMA", "PCIE", "DRIVER", "ADDR
 @set_option
 @output.options(tabular=True)
 @exit_codes.exit_on_error
-def devices(peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...], as_json: bool,
-            as_csv: bool, path: str | None, no_color: bool) -> None:
+def devices(peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...],
+            form: output.OutputOptions) -> None:
     """List RDMA devices and network cards: state, rate, MTU, NUMA node, PCIe link.
 
     MTU is that of the interface, with the RoCE path MTU that fits it in brackets. With --verbs, ACTIVE_MTU is the path
@@ -40,12 +40,11 @@ def devices(peer: str | None, verbs: str | None, root: str | None, assignments: 
     bpsfast devices --peer gpu08
     bpsfast devices --json | jq '.devices[].ports[].state'
     """
-    chosen = output.form(as_json, path, no_color, as_csv)
     host = open_host(root)
     choice = _choose(host, assignments, peer)
     library = asked(verbs, root)
     mtus = None if library is None else active_mtus(library, host)
-    output.show(chosen, lambda: device_text(host, choice, mtus), device_data(host, choice, mtus),
+    output.show(form, lambda: device_text(host, choice, mtus), device_data(host, choice, mtus),
                 device_rows(host, choice, mtus))
     _require_devices(host)
 
@@ -186,7 +185,7 @@ _GID_HEAD = ("DEV", "PORT", "INDEX", "GID", "IPv4", "VER", "DEV", "USE")
 @output.options(tabular=True)
 @exit_codes.exit_on_error
 def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None, assignments: tuple[str, ...],
-            as_json: bool, as_csv: bool, path: str | None, no_color: bool) -> None:
+         form: output.OutputOptions) -> None:
     """List the GID table and the GID that would be used.
 
     "*" marks the row that would be used, "+" the best row of an unused port. With --verbs, VERBS shows whether
@@ -196,14 +195,13 @@ def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None
     bpsfast gids
     bpsfast gids -d mlx5_0 --peer gpu08
     """
-    chosen = output.form(as_json, path, no_color, as_csv)
     host = open_host(root)
     check_device(host, name)
     choice = _choose(host, assignments, peer)
     found = gid_table(host, name)
     library = asked(verbs, root)
     said = None if library is None else verdicts(library, found)
-    output.show(chosen, lambda: gid_text(found, choice, said), gid_data(found, choice, said),
+    output.show(form, lambda: gid_text(found, choice, said), gid_data(found, choice, said),
                 gid_rows(found, choice, said))
     _require_devices(host)
 

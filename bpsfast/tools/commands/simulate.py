@@ -55,9 +55,8 @@ _EXAMPLES = """
 @click.option("--steps", "n_steps", type=int, default=4, show_default=True)
 @output.options(tabular=True)
 @exit_codes.exit_on_error
-def command(as_json: bool, as_csv: bool, path: str | None, no_color: bool, **asked: Any) -> None:
+def command(form: output.OutputOptions, **asked: Any) -> None:
     """Simulate and show."""
-    form = output.form(as_json, path, no_color, as_csv)
     rate = _bytes(asked["nic_gbits"], "--nic")
     inside = _bytes(asked["inside_gbits"], "--inside-rate")
     costs = Costs(asked["overhead_us"] / 1e6, asked["latency_us"] / 1e6, _bytes(asked["sum_gbits"], "--sum-rate"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from ...base import exit_codes, output, settings
 from ...base.value_formats import format_cpus
@@ -49,8 +50,8 @@ _HEAD = ("PART", "GB/s UP", "WIRE GB/s", "DEVICE", "ADDRESS", "MODEL", "CPUS")
 @output.options()
 @exit_codes.exit_on_error
 def command(source: str | None, picture_path: str | None, as_strategy: bool, service: float, as_seats: bool,
-            n_ranks: int | None, nics: tuple[str, ...], root: str | None, assignments: tuple[str, ...], as_json: bool,
-            path: str | None, no_color: bool) -> None:
+            n_ranks: int | None, nics: tuple[str, ...], root: str | None, assignments: tuple[str, ...],
+            form: output.OutputOptions) -> None:
     """Show what is inside a machine: GPUs, PCIe switches, sockets, network cards, and how fast each link is.
 
     Rates are in GB/s per direction, as the kernel and NVML tell them; none is measured. NVLinks need the package
@@ -66,9 +67,6 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     bpsfast topo --cores --ranks 4
     bpsfast topo --strategy --set reduce_roots=2,3   the forced beside the best
     """
-    import msgspec
-
-    from ...base import settings
     from ...hardware.topology import discovery
 
     if source is not None and root is not None:
@@ -81,11 +79,9 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
         raise click.UsageError("--cores can be combined only with --root, --ranks and --nic")
     if assignments and not as_strategy:
         raise click.UsageError("--set needs --strategy")
-    chosen = output.form(as_json, path, no_color)
     if as_seats:
-        seating = AffinityTable(root, n_ranks or 0, nics)
-        output.show(chosen, seating.text, seating.as_dict())
-        return
+        table = AffinityTable(root, n_ranks or 0, nics)
+        return output.show(form, table.text, table.as_dict())
     topology = discovery.discover(root) if source is None else read(source)
     if picture_path is not None:
         from ...hardware.topology import display
@@ -95,15 +91,14 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
         from ...hardware.topology.decision import report_strategy
 
         advice = report_strategy(topology, service, settings.load(overrides(assignments)))
-        output.show(chosen, lambda: "\n".join(output.fitting(advice.lines())), advice.as_dict())
+        output.show(form, lambda: "\n".join(output.fitting(advice.lines())), advice.as_dict())
     else:
-        output.show(chosen, lambda: text(topology), msgspec.to_builtins(topology))
+        output.show(form, lambda: text(topology), msgspec.to_builtins(topology))
 
 
 def read(source: str) -> Topology:
     """Return the machine that the file *source* describes; raise `ConfigError` if it cannot be parsed."""
     from ...hardware.topology import graph
-    from ...orchestration.errors import ConfigError
 
     with open(source, "rb") as file:
         content = file.read()

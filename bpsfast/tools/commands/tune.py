@@ -41,7 +41,7 @@ def command() -> None:
 @output.options()
 @click.argument("program", required=True, nargs=-1, type=click.UNPROCESSED)
 @exit_codes.exit_on_error
-def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: bool) -> None:
+def job(program: tuple[str, ...], form: output.OutputOptions) -> None:
     """Run PROGRAM, which starts a job, and tune partition, fusion, credit and streams while it trains.
 
     No step is wasted: the weights are bitwise those of a run without tuning. Later jobs with the same model and cluster
@@ -55,7 +55,6 @@ def job(program: tuple[str, ...], as_json: bool, path: str | None, no_color: boo
     from ...base.process_identity import folder_prefix
     from ...trainer import tuning_trials
 
-    form = output.form(as_json, path, no_color)
     with tempfile.TemporaryDirectory(prefix=folder_prefix("tune")) as folder:
         report = Path(folder) / "report.json"
         variables = {"BPSFAST_AUTOTUNE": "1", "BPSFAST_AUTOTUNE_REPORT": str(report)}
@@ -140,8 +139,8 @@ class _Numbers(click.ParamType):
 @set_option
 @output.options()
 @exit_codes.exit_on_error
-def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, profile: str | None, **options: Any) \
-        -> None:
+def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, profile: str | None,
+         form: output.OutputOptions, **options: Any) -> None:
     """Tune RDMA settings between this machine and HOSTs; without HOST, wait to be measured by another machine.
 
     Trials alternate with the current settings. Settings that are better by more than the noise are shown, and written
@@ -157,7 +156,6 @@ def rdma(hosts: tuple[str, ...], port: int | None, applies: bool, undoes: bool, 
     from ..perf import control
     from ..tune import testbed
 
-    form = output.form(options.pop("as_json"), options.pop("path"), options.pop("no_color"))
     device = options.pop("device")
     chosen = overrides(options.pop("assignments"), rdma_devices=f"={device}" if device else None,
                        rdma_gid_index=options.pop("gid_index"),
