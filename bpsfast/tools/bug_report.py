@@ -101,13 +101,13 @@ def named(paths: Sequence[Path]) -> tuple[list[Path], list[Omission]]:
         for each in found[:_MOST_FILES]:
             try:
                 with each.open("rb") as file:
-                    if b"\0" in file.read(8192):
-                        left_out.append(Omission(str(each), "it holds no text"))
-                        continue
+                    reason = "it holds no text" if b"\0" in file.read(8192) else ""
             except OSError as exc:
-                left_out.append(Omission(str(each), exc.strerror or str(exc)))
-                continue
-            files.append(each)
+                reason = exc.strerror or str(exc)
+            if reason:
+                left_out.append(Omission(str(each), reason))
+            else:
+                files.append(each)
     return files, left_out
 
 
@@ -163,11 +163,6 @@ def last_lines(path: Path, n_lines: int) -> str:
     return f"(the rest of a private key)\n{text[key.end():].lstrip()}" if key and key[1] == "END" else text
 
 
-def as_text(found: Any) -> str:
-    """Return an entry as text for the archive."""
-    return found if isinstance(found, str) else json.dumps(found, indent=1, ensure_ascii=False) + "\n"
-
-
 def _command(*arguments: str) -> Any:
     """Return the JSON of one of our commands, run in a process of its own because a driver library may crash it."""
     done = subprocess.run([sys.executable, "-m", "bpsfast", *arguments, "--json"], capture_output=True,
@@ -206,8 +201,8 @@ def gather(entries: Iterable[Entry], scrubber: Redactor) -> tuple[list[File], li
                 if reason:
                     left_out.append(Omission(name, scrubber.text(reason)))
                     continue
-                shown = scrubber.text(found, not entry.has_versions) if isinstance(found, str) else as_text(
-                    scrubber.data(found, not entry.has_versions))
+                shown = scrubber.text(found, not entry.has_versions) if isinstance(found, str) else json.dumps(
+                    scrubber.data(found, not entry.has_versions), indent=1, ensure_ascii=False) + "\n"
                 scrubber.check(shown)
             except Leak as exc:
                 left_out.append(Omission(f"entry {len(files) + len(left_out) + 1}", str(exc)))
@@ -227,8 +222,8 @@ def readme(files: Sequence[File], left_out: Sequence[Omission]) -> File:
 def write(path: Path, files: Sequence[File]) -> int:
     """Write the archive, readable by this user only; return its size in bytes. Never overwrites a file.
 
-    Raises `ConfigError` if the file exists, or cannot be created; `OSError` if there is no space or no permission; no
-    partial file is left.
+    Raises `ConfigError` if the file exists or cannot be created, `OSError` if there is no space or no permission.
+    No partial file is left.
     """
     packed = io.BytesIO()
     with gzip.GzipFile("", "wb", fileobj=packed, mtime=0) as zipped, tarfile.open(

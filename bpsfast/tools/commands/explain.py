@@ -71,7 +71,7 @@ class Explanation:
 def explain(text: str) -> list[Explanation]:
     """Return every meaning of a code, or of what is recognized in a pasted line, the most likely first.
 
-    Raises `ConfigError` if nothing is recognized; the message suggests similar names.
+    Raises `ConfigError`, which suggests similar names, if nothing is recognized.
     """
     text = error_texts.plain(text).strip()
     found = _named(text) or _numbered(text) or _recognised(text)
@@ -83,19 +83,13 @@ def explain(text: str) -> list[Explanation]:
 def _named(text: str) -> list[Explanation]:
     """Return the meanings of a name."""
     text = re.sub(r"(?i)^(rd)(\d)$", r"\g<1>0\2", text)
-    for check in CHECKS:
-        if text.upper() in (check.code, check.title.upper()):
-            return [of_check(check)]
     status = completions.by_name(text)
-    if status is not None:
-        return [of_completion(status)]
-    for words in error_texts.every():
-        if text.upper() == words.name:
-            return [of_errno(words)]
-    for name, kind in _CLASSES.items():
-        if text.rpartition(".")[2].lower() == name.lower():
-            return [of_class(name, kind)]
-    return []
+    found = [of_check(check) for check in CHECKS if text.upper() in (check.code, check.title.upper())]
+    found += [of_completion(status)] if status is not None else []
+    found += [of_errno(words) for words in error_texts.every() if text.upper() == words.name]
+    found += [of_class(name, kind) for name, kind in _CLASSES.items()
+              if text.rpartition(".")[2].lower() == name.lower()]
+    return found[:1]
 
 
 def _numbered(text: str) -> list[Explanation]:
@@ -167,12 +161,10 @@ def of_check(check: Check) -> Explanation:
 def of_completion(words: Completion) -> Explanation:
     """Return the meaning of a completion status."""
     vendor = f", vendor error {words.vendor_error} ({words.vendor_error:#x})" if words.vendor_error else ""
-    lines = [("means", words.happened), ("usually", words.usually), ("do", words.advice)]
-    if words.vendor:
-        lines.insert(1, ("vendor", words.vendor))
-    elif words.vendor_error:
-        lines.insert(1, ("vendor", "not known beside this status; such codes are known only to the card's vendor"))
-    return Explanation(f"completion status {words.status}{vendor}: {words.name}", tuple(lines))
+    meaning = words.vendor or "not known beside this status; such codes are known only to the card's vendor"
+    return Explanation(f"completion status {words.status}{vendor}: {words.name}", (
+        ("means", words.happened), *((("vendor", meaning),) if words.vendor or words.vendor_error else ()),
+        ("usually", words.usually), ("do", words.advice)))
 
 
 def of_message(words: str, message: LogMessage) -> Explanation:

@@ -99,8 +99,7 @@ def device_data(host: Host, choice: RailChoice, mtus: dict[str, str] | None = No
                 "rate_bits_per_s": None if port.rate_gbps is None else port.rate_gbps * 1e9,
                 "link_layer": port.link_layer, "lid": port.lid, "sm_lid": port.sm_lid, "netdev": port.netdev,
                 "netdev_mtu": _mtu(host, port), "roce_mtu": _roce_mtu(host, port),
-                "use": uses.get(f"{device.name}/{port.number}", ("rejected", ""))[0],
-                "reason": uses.get(f"{device.name}/{port.number}", ("", ""))[1],
+                **dict(zip(("use", "reason"), uses.get(f"{device.name}/{port.number}", ("rejected", "")))),
                 **({} if mtus is None else {"active_mtu": _number(mtus[f"{device.name}/{port.number}"])}),
             } for port in device.ports],
         } for device in host.devices],
@@ -249,33 +248,24 @@ def _mark(gid: Gid, choice: RailChoice) -> str:
 
 
 def asked(verbs: str | None, root: str | None) -> Any:
-    """Return the implementation that ``--verbs`` names, None without the option.
-
-    Raises `VerbsMissing` if it cannot be used here (an OSError).
-    """
-    if verbs is None:
-        return None
-    if root is not None:
+    """Return the implementation that ``--verbs`` names, None without it; raise `VerbsMissing` if it does not work."""
+    if verbs is not None and root is not None:
         raise click.UsageError("--verbs queries libibverbs of this machine, --root examines another machine: choose "
                                "one")
-    return provider(verbs)
+    return None if verbs is None else provider(verbs)
 
 
 def active_mtus(verbs: Any, host: Host) -> dict[str, str]:
     """Return the active path MTU of each port by "device/port", or the reason why there is none."""
     listed = verbs.devices()
-    return {f"{device.name}/{port.number}": _ask(verbs, listed, device.name, partial(_active_mtu, port.number))
-            for device, port in host.ports}
+    return {f"{device.name}/{port.number}": _ask(verbs, listed, device.name, lambda opened, n=port.number: str(
+        opened.port(n)["active_mtu"])) for device, port in host.ports}
 
 
 def verdicts(verbs: Any, rows: list[Gid]) -> dict[Gid, str]:
     """Return libibverbs's GID for each row of the kernel's table: "same", the other GID, or the error."""
     listed = verbs.devices()
     return {row: _ask(verbs, listed, row.device, partial(_verdict, row)) for row in rows}
-
-
-def _active_mtu(number: int, opened: Any) -> str:
-    return str(opened.port(number)["active_mtu"])
 
 
 def _verdict(row: Gid, opened: Any) -> str:
