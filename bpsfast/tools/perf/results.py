@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -145,13 +146,11 @@ def trouble(row: dict[str, Any]) -> list[str]:
 
 def counted(rows: list[dict[str, Any]]) -> list[str]:
     """Return the counters of the whole run, one line for each port of each side."""
-    totals: dict[tuple[str, str, int], dict[str, int]] = {}
+    totals: dict[tuple[str, str, int], Counter[str]] = defaultdict(Counter)
     for row in rows:
         for side, found in row["counters"].items():
             for delta in found:
-                into = totals.setdefault((side, delta["device"], delta["port"]), {})
-                for name, value in delta["changes"].items():
-                    into[name] = into.get(name, 0) + value
+                totals[side, delta["device"], delta["port"]].update(delta["changes"])
     return [CounterDelta(f"{side} {device}", port, 0.0, changes, False, False).line()
             for (side, device, port), changes in totals.items()]
 

@@ -58,7 +58,7 @@ class TuneTestbed:
     def ask(self, what: str) -> list[HostCapabilities]:
         """Ask every machine for its "facts", or tell it the "end"; return the answers.
 
-        Raises `BpsError` if a machine does not answer or reports an error.
+        Raises `BpsError` if one does not answer or reports an error.
         """
         found = []
         for host, port in self._where:
@@ -75,17 +75,12 @@ class TuneTestbed:
     def measure(self, plan: Plan, ways: Sequence[RailPair]) -> list[dict[str, Any]]:
         """Run *plan* on all *ways* at once; return the row of each.
 
-        Raises `ConfigRefusedError` if these settings cannot be measured; every machine still answers; `PeerLostError`
-        if a machine is gone.
+        Raises `ConfigRefusedError` if these settings cannot be measured but every machine still answers, and
+        `PeerLostError` if one is gone.
         """
-        controls: list[Control] = []
-        try:
-            for way in ways:
-                controls.append(self._connect(way.partner, self._wait_s))
+        with contextlib.ExitStack() as stack:
+            controls = [stack.enter_context(self._connect(way.partner, self._wait_s)) for way in ways]
             return self._together(plan, ways, controls)
-        finally:
-            for control in controls:
-                control.close()
 
     def _connect(self, partner: int, wait_s: float) -> Control:
         host, port = self._where[partner]
@@ -109,9 +104,9 @@ class TuneTestbed:
             way = ways[number]
             own = msgspec.structs.replace(self._settings, rdma_devices=f"={way.own.name}")
             try:
-                visit = PerfRun(controls[number], self._key, own, lambda row: None, meet, self.own)
-                visit.as_client(plan, lambda: None, way.their.name)
-                rows[number] = visit.rows[0]
+                measured = PerfRun(controls[number], self._key, own, lambda row: None, meet, self.own)
+                measured.as_client(plan, lambda: None, way.their.name)
+                rows[number] = measured.rows[0]
             except Exception as exc:  # reported below, in the calling thread
                 errors.append((number, exc))
                 barrier.abort()
@@ -132,7 +127,7 @@ class TuneTestbed:
                                          "was changed")
         except BaseException as exc:
             for control in controls:
-                control.cut(f"it was interrupted ({exc})" if str(exc) else "it was interrupted (Ctrl-C)")
+                control.abort(f"it was interrupted ({exc})" if str(exc) else "it was interrupted (Ctrl-C)")
             for thread in threads:
                 thread.join(_LAST_WORDS_S)
             raise
@@ -187,15 +182,15 @@ class TuneServer:
     def serve(self, wait_s: float) -> None:
         """Serve until the other side is done; refuse strangers.
 
-        Raises `StallError` if nobody connected within *wait_s* seconds; `PeerLostError` if a client connected, and then
-        nobody for *wait_s* seconds.
+        Raises `StallError` if no client came within *wait_s* seconds; `PeerLostError` if one came, and then none for
+        *wait_s* seconds.
         """
         self._heard_s = time.monotonic()
-        door = handshake_acceptor(self._listener.dup(), self._key, _SILENCE_S, self._client,
-                             lambda exc: _log.info("tune: %s", exc), lambda words: _log.warning("tune: %s", words),
-                             "bpsfast-tune")
-        with contextlib.closing(door):
-            door.start()
+        acceptor = handshake_acceptor(self._listener.dup(), self._key, _SILENCE_S, self._client,
+                                      lambda exc: _log.info("tune: %s", exc),
+                                      lambda words: _log.warning("tune: %s", words), "bpsfast-tune")
+        with contextlib.closing(acceptor):
+            acceptor.start()
             while not self._ended.wait(_LOOK_S):
                 self._check_silence(wait_s)
 
@@ -208,8 +203,7 @@ class TuneServer:
             raise PeerLostError(f"{self._driver} has measured nothing for {wait_s:g} s without ending the run: its "
                                 "process is gone, and its own output says why. Nothing was changed here")
         raise StallError(f"nobody connected within {wait_s:g} s to port {self._listener.getsockname()[1]}: start "
-                         "`bpsfast "
-                         "tune rdma` with this host's name on the other one")
+                         "`bpsfast tune rdma` with this host's name on the other one")
 
     def _client(self, control: Control) -> None:
         with control:
@@ -234,8 +228,8 @@ class TuneServer:
     def _answer(self, control: Control) -> None:
         asked = control.receive((Ask, Propose), "a question or a measurement")
         if isinstance(asked, Propose):
-            visit = PerfRun(control, self._key, self._settings, lambda row: None, host=self._host)
-            visit.serve(asked, {}, lambda: None)
+            run = PerfRun(control, self._key, self._settings, lambda row: None, host=self._host)
+            run.serve(asked, {}, lambda: None)
         elif asked.what == "facts":
             try:
                 fields = msgspec.to_builtins(tunables.gather(self._host, self._settings, control.peer_host))

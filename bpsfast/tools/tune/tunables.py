@@ -147,7 +147,7 @@ _LEAST_POOL_NBYTES = 64 * _MIB
 class Choice(NamedTuple):
     """Tunables to try, and the reason against each other setting."""
 
-    knobs: list[Tunable]
+    tunables: list[Tunable]
     untried: dict[str, str]
 
 
@@ -160,7 +160,7 @@ def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabili
     """
     sides = [own, *partners]
     rails = [rail for side in sides for rail in rails_of(side, start["rdma_devices"] if side is own else "")]
-    knobs: list[Tunable] = []
+    found: list[Tunable] = []
     untried: dict[str, str] = {}
 
     def offer(name: str, values: Sequence[Any], otherwise: str, load: str = goal) -> None:
@@ -168,7 +168,7 @@ def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabili
         if only and name not in only:
             untried[name] = "--only does not name it"
         elif values:
-            knobs.append(Tunable(name, values, load))
+            found.append(Tunable(name, values, load))
         else:
             untried[name] = otherwise
 
@@ -197,7 +197,7 @@ def choose(start: Config, own: HostCapabilities, partners: Sequence[HostCapabili
     offer("huge_pages", () if poor else ("auto", "off"),
           f"no pool of 2 MiB pages on {', '.join(dict.fromkeys(poor))}: sysctl vm.nr_hugepages=512 makes one of 1 GiB")
     offer("rdma_cores", *_cores(sides, rails))
-    return Choice(knobs, untried)
+    return Choice(found, untried)
 
 
 def _rails(own: HostCapabilities, partners: Sequence[HostCapabilities]) -> tuple[list[str], str]:
