@@ -107,7 +107,6 @@ def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.SshP
     """Pop the options of `job_options` from *options*; return what runs on which host, None if no host is named.
 
     *simulated*: names of the options for simulated machines, which exclude hosts. ``n_ranks`` stays in *options*.
-
     Raises `ConfigError` if the options contradict each other.
     """
     from ...launch import host_list, ssh_job

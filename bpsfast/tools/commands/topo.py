@@ -182,9 +182,8 @@ class AffinityTable:
     """The CPU affinity of a job on this machine or a recorded one.
 
     *n_ranks*: number of local ranks (0: one for each GPU, or for each NUMA node). *names*: network cards of the job;
-    none: those that settings and routes choose, or the fastest one. Uses the settings of this process.
-
-    Raises `ConfigError` if a card does not exist, or settings do not suit the machine.
+    none: those that settings and routes choose, or the fastest one. Uses the settings of this process. Raises
+    `ConfigError` if a card does not exist, or settings do not suit the machine.
     """
 
     def __init__(self, root: str | None, n_ranks: int, names: tuple[str, ...]) -> None:

@@ -182,10 +182,9 @@ class Control:
         """Return the next message, which must be a *kind*; None if *fd* became readable first, or *pulse_s* passed.
 
         `Alive` restarts the deadline, and is sent at each pulse. With *fd* there is no deadline, because a local run
-        has its own. *what* names the expected message in errors.
-
-        Raises `StallError` if the peer is silent for `timeout_s`, `PeerLostError` if it is gone, `BpsError` with its
-        reason if it stopped, and `ProtocolError` if it sent another message.
+        has its own. *what* names the expected message in errors. Raises `StallError` if the peer is silent for
+        `timeout_s`, `PeerLostError` if it is gone, `BpsError` with its reason if it stopped, and `ProtocolError` if it
+        sent another message.
         """
         began = time.monotonic()
         pulse = None if pulse_s is None else began + pulse_s

@@ -149,9 +149,8 @@ def simulate(job: Workload, cluster: Cluster, strategy: str = "optimal", options
     priority), or a placement of summation services.
 
     `Outcome.step_s` is the mean over all steps but the first and the last, if there are four or more: the first starts
-    with an idle network, and no forward pass follows the last.
-
-    Raises `ConfigError` if the strategy is unknown or does not suit the cluster, or an option is invalid.
+    with an idle network, and no forward pass follows the last. Raises `ConfigError` if the strategy is unknown or does
+    not suit the cluster, or an option is invalid.
     """
     if n_steps < 1:
         raise ConfigError(f"a simulation needs one step or more, got {n_steps}")
