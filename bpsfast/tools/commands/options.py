@@ -114,9 +114,9 @@ def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.SshP
     hosts = hosts_of(options.pop("hosts_text"), options.pop("hostfile"))
     typed = given_ssh_options(options)
     ssh = take_ssh(options)
-    helpers_on, scheduler_host, assigned = (options.pop(name) for name in _JOB)
+    given = {name: options.pop(name) for name in _JOB}
     if not hosts:
-        wrong = [*(_JOB[name] for name, value in zip(_JOB, (helpers_on, scheduler_host, assigned)) if value), *typed]
+        wrong = [*(_JOB[name] for name, value in given.items() if value), *typed]
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: there are no hosts; name them with -H or --hostfile")
         return None
@@ -125,9 +125,9 @@ def take_plan(options: dict[str, Any], simulated: Sequence[str]) -> ssh_job.SshP
         raise ConfigError(f"{', '.join(wrong)} simulates machines on this host, but -H or --hostfile name real hosts: "
                           "use only one of them (for helpers on hosts use --helpers-on)")
     ranks_on = host_list.assign(hosts, options["n_ranks"])
-    helpers = host_list.helpers(helpers_on, ranks_on) if helpers_on else []
-    return ssh_job.SshPlan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=scheduler_host or "",
-                         variables=ssh_job.variables(assigned))
+    helpers = host_list.helpers(given["helpers_on"], ranks_on) if given["helpers_on"] else []
+    return ssh_job.SshPlan(hosts=ranks_on, helpers=helpers, ssh=ssh, scheduler_host=given["scheduler_host"] or "",
+                           variables=ssh_job.variables(given["assigned"]))
 
 
 def take_ssh(options: dict[str, Any]) -> Ssh:
@@ -135,9 +135,9 @@ def take_ssh(options: dict[str, Any]) -> Ssh:
     from ...launch.ssh import Ssh
 
     port, identity_file, more, python, directory = (options.pop(name) for name in _SSH)
+    path = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     return Ssh(port=port, identity_file=identity_file and os.path.abspath(identity_file), options=more,
-               python=python or sys.executable, directory=directory or os.getcwd(),
-               python_path=_absolute(os.environ.get("PYTHONPATH", "")))
+               python=python or sys.executable, directory=directory or os.getcwd(), python_path=os.pathsep.join(path))
 
 
 def given_ssh_options(options: Mapping[str, Any]) -> list[str]:
@@ -149,7 +149,7 @@ def given_ssh_options(options: Mapping[str, Any]) -> list[str]:
 def hosts_of(text: str | None, hostfile: Path | None) -> list[Host]:
     """Return the hosts that -H or --hostfile name, with this machine marked; none if neither is given.
 
-    Raises `ConfigError` if both are given, or the list of hosts cannot be parsed.
+    Raises `ConfigError` if both are given, or the list is invalid.
     """
     from ...launch import host_list
 
@@ -158,11 +158,6 @@ def hosts_of(text: str | None, hostfile: Path | None) -> list[Host]:
     if text is not None:
         return host_list.with_own(host_list.parse(text))
     return [] if hostfile is None else host_list.with_own(host_list.read(hostfile))
-
-
-def _absolute(path: str) -> str:
-    """Return *path*, a PYTHONPATH, with absolute folders."""
-    return os.pathsep.join(os.path.abspath(part) for part in path.split(os.pathsep) if part)
 
 
 class FullHelpGroup(click.Group):

@@ -55,6 +55,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     """
     from ...base import settings
     from ...base.job_key import given_key
+    from ...launch import host_list
     from ...launch.remote_listeners import RemoteListeners
     from ...orchestration import security
     from ..perf import control, ping
@@ -65,7 +66,10 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     typed = given_ssh_options(ssh_options)
     if typed and not there:
         raise click.UsageError(f"{', '.join(typed)}: there are no hosts; name them with -H")
-    names = [*hosts, *_names(hostfile)]
+    names = [*hosts]
+    if hostfile is not None:  # as for `bpsfast run`, without slots and users
+        listed = [host.name.rpartition("@")[2] for host in host_list.read(hostfile)]
+        names += [f"[{name}]" if ":" in name else name for name in listed]
     if listen + bool(names) + bool(there) != 1:
         raise click.UsageError("give hosts to ping, or --listen, or -H for hosts on which to start the other side")
     default_port = port or ping.DEFAULT_PORT
@@ -115,7 +119,10 @@ def text(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
             lines.append(f"{name}  NOT REACHED  {each['error']}")
             continue
         lines.append(f"{name}  tcp {_time(each['tcp']['median_s'])}")
-        lines += [f"  {_rail(pair['own'])} -> {_rail(pair['peer'])}  {_verdict(pair)}" for pair in each["pairs"]]
+        for pair in each["pairs"]:
+            verdict = f"NO  {pair['error']}" if pair["error"] else (
+                f"ok  MTU {pair['mtu']}  {_time(pair['median_s'])} (least {_time(pair['min_s'])})")
+            lines.append(f"  {_rail(pair['own'])} -> {_rail(pair['peer'])}  {verdict}")
         for side, rejected in each["rejected"].items():
             lines += [f"  {port} {side} is not tried: {reason}" for port, reason in rejected.items()]
         if not each["pairs"]:
@@ -134,12 +141,10 @@ def matrix_of(found: list[dict[str, Any]], where: list[tuple[str, int]]) -> str:
 def _summary(found: dict[str, Any]) -> str:
     if found["error"]:
         return "NO"
-    good = [pair for pair in found["pairs"] if not pair["error"]]
-    if not found["pairs"]:
-        return f"tcp {_time(found['tcp']['median_s'])}"
-    if not good:
-        return f"tcp {_time(found['tcp']['median_s'])}, NO rdma"
-    return f"rdma {_time(min(pair['median_s'] for pair in good))} ({len(good)}/{len(found['pairs'])})"
+    good = [pair["median_s"] for pair in found["pairs"] if not pair["error"]]
+    if good:
+        return f"rdma {_time(min(good))} ({len(good)}/{len(found['pairs'])})"
+    return f"tcp {_time(found['tcp']['median_s'])}{', NO rdma' if found['pairs'] else ''}"
 
 
 def _rail(rail: dict[str, Any]) -> str:
@@ -147,19 +152,5 @@ def _rail(rail: dict[str, Any]) -> str:
     return f"{rail['device']}/{rail['port']}{gid}"
 
 
-def _verdict(pair: dict[str, Any]) -> str:
-    if pair["error"]:
-        return f"NO  {pair['error']}"
-    return f"ok  MTU {pair['mtu']}  {_time(pair['median_s'])} (least {_time(pair['min_s'])})"
-
-
 def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
-
-
-def _names(hostfile: Path | None) -> list[str]:
-    """Return the host names of a hostfile of `bpsfast run`, without slots and users."""
-    from ...launch import host_list as hosts
-
-    return [] if hostfile is None else [f"[{name}]" if ":" in name else name for name in (
-        host.name.rpartition("@")[2] for host in hosts.read(hostfile))]

@@ -12,7 +12,7 @@ from ...base import exit_codes, output, settings
 from ...hardware.host import Host, open_host
 from ...hardware.interfaces import Netdev, PcieLink
 from ...hardware.rdma_devices import Gid, Port, RdmaDevice, roce_mtu
-from ...hardware.rdma_route import Rail, RailChoice, choose, peer_address
+from ...hardware.rdma_route import RailChoice, choose, peer_address
 from ...hardware.verbs import provider
 from ...orchestration.errors import ConfigError
 from .options import overrides, root_option, set_option, verbs_option
@@ -72,9 +72,11 @@ def device_text(host: Host, choice: RailChoice, mtus: dict[str, str] | None = No
         parts += [line for head, words in said for line in output.hanging(head, words)]
     else:
         parts.append("No RDMA device.")
-    others = _other_cards(host)
+    others = [(card.name, card.state, f"{card.speed_mbps / 1000:g} Gb/s" if card.speed_mbps else "-", str(card.mtu),
+               "-" if card.numa_node is None else str(card.numa_node), _pcie(card.pcie), card.driver or "-",
+               " ".join(map(str, card.ips)) or "-") for card in _other_cards(host)]
     if others:
-        parts += ["", "Network cards without an RDMA device:", output.table([_CARD_HEAD, *map(_card_row, others)])]
+        parts += ["", "Network cards without an RDMA device:", output.table([_CARD_HEAD, *others])]
     return "\n".join(parts)
 
 
@@ -150,12 +152,6 @@ def _other_cards(host: Host) -> list[Netdev]:
     return [netdev for netdev in host.netdevs.values() if netdev.is_card and netdev.name not in shared]
 
 
-def _card_row(card: Netdev) -> tuple[str, ...]:
-    return (card.name, card.state, f"{card.speed_mbps / 1000:g} Gb/s" if card.speed_mbps else "-", str(card.mtu),
-            "-" if card.numa_node is None else str(card.numa_node), _pcie(card.pcie), card.driver or "-",
-            " ".join(map(str, card.ips)) or "-")
-
-
 def _pcie(link: PcieLink | None) -> str:
     """Return the link as "16 GT/s x8 of x16": current values, and the maximum if it is larger."""
     if link is None:
@@ -195,7 +191,9 @@ def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None
     bpsfast gids -d mlx5_0 --peer gpu08
     """
     host = open_host(root)
-    check_device(host, name)
+    names = [device.name for device in host.devices]
+    if name is not None and names and name not in names:
+        raise ConfigError(f"there is no RDMA device {name!r}; there are {', '.join(names)}")
     choice = _choose(host, assignments, peer)
     found = gid_table(host, name)
     library = asked(verbs, root)
@@ -203,13 +201,6 @@ def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None
     output.show(form, lambda: gid_text(found, choice, said), gid_data(found, choice, said),
                 gid_rows(found, choice, said))
     _require_devices(host)
-
-
-def check_device(host: Host, name: str | None) -> None:
-    """Raise `ConfigError` if there are devices, but none is called *name*."""
-    names = [device.name for device in host.devices]
-    if name is not None and names and name not in names:
-        raise ConfigError(f"there is no RDMA device {name!r}; there are {', '.join(names)}")
 
 
 def gid_table(host: Host, name: str | None = None) -> list[Gid]:
@@ -241,10 +232,8 @@ def gid_data(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None =
 
 
 def _mark(gid: Gid, choice: RailChoice) -> str:
-    def holds(rails: tuple[Rail, ...]) -> bool:
-        return any(rail.gid == gid for rail in rails)
-
-    return "*" if holds(choice.rails) else "+" if holds(choice.spare) else ""
+    return next((mark for mark, rails in (("*", choice.rails), ("+", choice.spare))
+                 if any(rail.gid == gid for rail in rails)), "")
 
 
 def asked(verbs: str | None, root: str | None) -> Any:
@@ -265,12 +254,12 @@ def active_mtus(verbs: Any, host: Host) -> dict[str, str]:
 def verdicts(verbs: Any, rows: list[Gid]) -> dict[Gid, str]:
     """Return libibverbs's GID for each row of the kernel's table: "same", the other GID, or the error."""
     listed = verbs.devices()
-    return {row: _ask(verbs, listed, row.device, partial(_verdict, row)) for row in rows}
 
+    def compare(row: Gid, opened: Any) -> str:
+        found = opened.gid(row.port, row.index)
+        return "same" if found == row.value else found.hex(":", 2)
 
-def _verdict(row: Gid, opened: Any) -> str:
-    found = opened.gid(row.port, row.index)
-    return "same" if found == row.value else found.hex(":", 2)
+    return {row: _ask(verbs, listed, row.device, partial(compare, row)) for row in rows}
 
 
 def _ask(verbs: Any, listed: list[str], name: str, question: Callable[[Any], str]) -> str:

@@ -168,9 +168,9 @@ def loss(facts: Facts) -> Outcome:
         return skipped("the device is software and has no flow control")
     lines, lossy, unprotected = [], [], []
     for device, port in facts.usable:
-        counted = _counted(facts, device, port)
-        if counted is not None:
-            bad = _troubles(counted)
+        now = snapshot(facts.host.tree, device.name, port.number, netdev=port.netdev, kernel=facts.host.kernel)
+        if now.values:
+            bad = _troubles(difference(CounterSnapshot(device.name, port.number, 0.0, 0.0, {}), now))
             lines.append(f"{device.name}/{port.number} since its driver was loaded: "
                          + ("; ".join(bad) if bad else "nothing lost"))
             lossy += [port] if bad else []
@@ -208,12 +208,6 @@ def flow_control(facts: Facts, device: RdmaDevice, port: Port) -> FlowControl:
             parameters.setdefault(name, value)
     return FlowControl(facts.host.kernel.pause_priorities(netdev), _enabled(facts, f"{ecn}/roce_np/enable"),
                        _enabled(facts, f"{ecn}/roce_rp/enable"), parameters)
-
-
-def _counted(facts: Facts, device: RdmaDevice, port: Port) -> CounterDelta | None:
-    """Return the counters since the driver was loaded, None if there are none."""
-    now = snapshot(facts.host.tree, device.name, port.number, netdev=port.netdev, kernel=facts.host.kernel)
-    return difference(CounterSnapshot(device.name, port.number, 0.0, 0.0, {}), now) if now.values else None
 
 
 def _troubles(counted: CounterDelta) -> list[str]:

@@ -106,7 +106,8 @@ def differ(first_ns: float, second_ns: float) -> bool:
 def sharers(host: Host, usable: frozenset[int]) -> list[int]:
     """Return one CPU of each core in the largest subset of *usable* that shares the last level of cache, or []."""
     groups = dict.fromkeys(parse_cpus(_last_cache(host, cpu, "shared_cpu_list")) & usable for cpu in sorted(usable))
-    return max((_cores(host, cpus) for cpus in groups), key=len, default=[])
+    return max((sorted({min(siblings(host.tree, cpu) & cpus, default=cpu) for cpu in cpus}) for cpus in groups),
+               key=len, default=[])
 
 
 def shared_cache(facts: Facts) -> Outcome:
@@ -125,11 +126,6 @@ def shared_cache(facts: Facts) -> Outcome:
                   "machine now runs them on different chips, and sums of local ranks take twice as long",
                   host="on the host of the virtual machine: virsh vcpupin NAME 0 CPU   # all to cores of one L3",
                   check="bpsfast doctor   # again in a minute: where CPUs are not pinned it changes")
-
-
-def _cores(host: Host, cpus: frozenset[int]) -> list[int]:
-    """Return the first CPU of each core of *cpus*."""
-    return sorted({min(siblings(host.tree, cpu) & cpus, default=cpu) for cpu in cpus})
 
 
 def _last_cache(host: Host, cpu: int, name: str) -> str:

@@ -13,7 +13,7 @@ import os
 import queue
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -149,11 +149,12 @@ def ask(facts: Facts, address: Address, port: int, secret: bytes, timeout_s: flo
     """
     where = f"{facts.peer_name or address} port {port}"
     try:
-        with socket.create_connection((str(address), port), timeout_s) as sock, _callback_listener(sock) as back_port:
+        with (socket.create_connection((str(address), port), timeout_s) as sock,
+              socket.create_server((sock.getsockname()[0], 0), family=sock.family) as back):
             security.plain_handshake_dialer(sock, secret, _CONTEXT, _HELLO, timeout_s)
             sock.settimeout(timeout_s)
             talk = _Conversation(sock)
-            talk.send(Ask(version=__version__, back_port=back_port))
+            talk.send(Ask(version=__version__, back_port=back.getsockname()[1]))
             facts.peer_report = talk.receive(Report).report
             theirs = facts.peer_report.used
             if verbs is not None and facts.choice.rails and theirs:
@@ -292,13 +293,6 @@ def _test_queue_pair(rail: Rail, place: int, talk: _Conversation, verbs: Any, ti
             error = str(exc)
         talk.send(Done())
         return f"{rail.name} to {answer.end.port}: {error}" if error else ""
-
-
-@contextlib.contextmanager
-def _callback_listener(sock: socket.socket) -> Iterator[int]:
-    """Listen on the local address of *sock*; yield the port."""
-    with socket.create_server((sock.getsockname()[0], 0), family=sock.family) as listener:
-        yield listener.getsockname()[1]
 
 
 class _Conversation:

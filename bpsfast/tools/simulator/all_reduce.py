@@ -94,9 +94,6 @@ class RingAllReduce:
 
     def _cycle(self) -> None:
         self._awake = False
-        self._reduce_next()
-
-    def _reduce_next(self) -> None:
         fused: list[int] = []
         nbytes = 0
         while self._ready:

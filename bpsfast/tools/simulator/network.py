@@ -209,14 +209,12 @@ class Network:
         """Notify *receiver* of something without bytes; call *heard* when it arrives."""
         now, latency_s = self._clock.now, self._costs.latency_s
         if self._costs.queued_answers:
-            self._clock.at(self.cards[sender].queue.passed(now), self._arrive, receiver, heard)
+            self._clock.at(self.cards[sender].queue.passed(now), lambda: self._clock.at(
+                self.cards[receiver].rx.passed(self._clock.now + latency_s), heard))
         elif latency_s:
             self._clock.at(now + latency_s, heard)
         else:
             heard()
-
-    def _arrive(self, receiver: int, heard: Delivered) -> None:
-        self._clock.at(self.cards[receiver].rx.passed(self._clock.now + self._costs.latency_s), heard)
 
     def _send(self, card: SimulatedNic) -> None:
         if not card.turns:
