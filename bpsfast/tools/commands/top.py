@@ -116,7 +116,8 @@ def _live(samples: Iterator[Sample], out: TextIO) -> tuple[int, Sample | None]:
     number, sample = 0, None
     remarks: deque[str] = deque(maxlen=_N_REMARKS)
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        for number, sample in enumerate(samples, start=1):
+        for sample in samples:
+            number += 1
             remarks += sample.remarks
             size = console.size
             live.update(screen.picture(sample, size.width, size.height, remarks), refresh=True)
