@@ -10,17 +10,7 @@ import click
 
 from ...base import exit_codes, output
 from ...orchestration.errors import BpsError
-from .options import (
-    FullHelpGroup,
-    given_ssh_options,
-    hosts_of,
-    hosts_option,
-    overrides,
-    set_option,
-    ssh_options,
-    take_ssh,
-    with_options,
-)
+from . import options as shared
 
 _SERVER_WAIT_S, _CLIENT_WAIT_S = 300.0, 10.0
 
@@ -36,7 +26,7 @@ _EXAMPLES = """
 """
 
 
-@click.group(cls=FullHelpGroup)
+@click.group(cls=shared.FullHelpGroup)
 def command() -> None:
     """Measure bandwidth or latency between two machines, with the options and columns of perftest.
 
@@ -49,10 +39,10 @@ def command() -> None:
 
 def _options(function: Callable) -> Callable:
     """Add the options that both commands share."""
-    return exit_codes.exit_on_error(with_options(function, [
+    return exit_codes.exit_on_error(shared.with_options(function, [
         click.argument("host", required=False),
-        hosts_option,
-        ssh_options,
+        shared.hosts_option,
+        shared.ssh_options,
         click.option("-p", "--port", "control_port", type=click.IntRange(1, 65535), help="TCP port of the server "
                      "[default: 18515; with -H a free port]."),
         click.option("--transport", type=click.Choice(["rdma", "tcp", "shm"]), help="[default: rdma]"),
@@ -81,7 +71,7 @@ def _options(function: Callable) -> Callable:
                      "side to connect [default: server 300, client 10]."),
         click.option("--timeout", "timeout_s", type=click.FloatRange(0, min_open=True), help="Give up after this many "
                      "seconds without progress [default: 30]."),
-        set_option,
+        shared.set_option,
         output.options(tabular=True),
     ]))
 
@@ -114,15 +104,15 @@ def _run(verb: str, options: dict[str, Any]) -> None:
     from ...base.job_key import given_key
     from ...launch.remote_listeners import RemoteListeners
 
-    there, typed = hosts_of(options.pop("hosts_text"), None), given_ssh_options(options)
-    ssh = take_ssh(options)
+    there, typed = shared.hosts_of(options.pop("hosts_text"), None), shared.given_ssh_options(options)
+    ssh = shared.take_ssh(options)
     if not there:
         if typed:
             raise click.UsageError(f"{', '.join(typed)}: there is no host; name it with -H")
         return _measure(verb, options)
     if len(there) > 1 or options["host"] is not None:
         raise click.UsageError("-H: expected one host; the measurement is between this host and that one")
-    secret = given_key(settings.load(overrides(options["assignments"]))) or secrets.token_hex(32)
+    secret = given_key(settings.load(shared.overrides(options["assignments"]))) or secrets.token_hex(32)
     with RemoteListeners(there, ssh, ["perf", verb], secret, options["control_port"]) as started:
         address, options["control_port"] = started.addresses[0]
         try:
@@ -141,8 +131,8 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
 
     host, wait_s, form = options.pop("host"), options.pop("wait_s"), options.pop("form")
     control_port = options.pop("control_port") or control.DEFAULT_PORT
-    chosen = overrides(options.pop("assignments"), rdma_devices=_device(options),
-                       rdma_gid_index=options.pop("gid_index"))
+    chosen = shared.overrides(options.pop("assignments"), rdma_devices=_device(options),
+                              rdma_gid_index=options.pop("gid_index"))
     loaded = settings.load(chosen)
     given = _given(options)
     if host is not None and given.get("transport", "rdma") == "rdma":

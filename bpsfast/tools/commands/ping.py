@@ -10,16 +10,7 @@ from typing import Any
 import click
 
 from ...base import exit_codes, output
-from .options import (
-    given_ssh_options,
-    hosts_of,
-    hosts_option,
-    overrides,
-    set_option,
-    ssh_options,
-    take_ssh,
-    verbs_option,
-)
+from . import options as shared
 
 
 @click.command()
@@ -28,16 +19,16 @@ from .options import (
 @click.option("--all", "matrix", is_flag=True, help="Let each host ping every other one, and show the matrix.")
 @click.option("--hostfile", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
               help="More hosts, one per line, as the hostfile of `bpsfast run`.")
-@hosts_option
-@ssh_options
+@shared.hosts_option
+@shared.ssh_options
 @click.option("-p", "--port", type=click.IntRange(1, 65535), help="TCP port of the other side [default: 18520; with -H "
               "a free port].")
 @click.option("-d", "--ib-dev", "device", metavar="DEV", help="Use only this RDMA device of this host.")
 @click.option("-x", "--gid-index", type=click.IntRange(0), help="Use this row of the GID table.")
 @click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True,
               help="Seconds to wait for a host to answer.")
-@verbs_option
-@set_option
+@shared.verbs_option
+@shared.set_option
 @output.options()
 @exit_codes.exit_on_error
 def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path | None, port: int | None,
@@ -60,10 +51,10 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
     from ...orchestration import security
     from ..perf import control, ping
 
-    loaded = settings.load(overrides(assignments, rdma_devices=f"={device}" if device else None,
-                                     rdma_gid_index=gid_index, verbs=verbs))
-    there = hosts_of(hosts_text, None)
-    typed = given_ssh_options(ssh_options)
+    loaded = settings.load(shared.overrides(assignments, rdma_devices=f"={device}" if device else None,
+                                            rdma_gid_index=gid_index, verbs=verbs))
+    there = shared.hosts_of(hosts_text, None)
+    typed = shared.given_ssh_options(ssh_options)
     if typed and not there:
         raise click.UsageError(f"{', '.join(typed)}: there are no hosts; name them with -H")
     names = [*hosts]
@@ -87,7 +78,7 @@ def command(hosts: tuple[str, ...], listen: bool, matrix: bool, hostfile: Path |
         if there:
             drawn = given_key(loaded) or secrets.token_hex(32)
             key = security.job_key(drawn, "")
-            ssh = take_ssh(ssh_options)
+            ssh = shared.take_ssh(ssh_options)
             started = stack.enter_context(RemoteListeners(there, ssh, ["ping", "--listen"], drawn, port))
             where = started.addresses
         else:
