@@ -104,7 +104,6 @@ def _show(samples: Iterator[Sample], as_json: bool, plain: bool) -> tuple[int, S
     for number, sample in enumerate(samples, start=1):
         click.echo(msgspec.json.encode(sample).decode() if as_json else ("\n" if number > 1 else "") + screen.text(
             sample, shutil.get_terminal_size((120, 24)).columns))
-        sys.stdout.flush()
     return number, sample
 
 
