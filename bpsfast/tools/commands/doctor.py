@@ -15,6 +15,7 @@ from ...hardware.rdma_route import peer_address
 from ...hardware.verbs import provider
 from ..doctor import examination, hardware, peer as peer_doctor
 from ..doctor.facts import Facts, PeerReport, ask_verbs, recorded_verbs
+from ..doctor.peer import DEFAULT_PORT
 from ..perf.control import host_and_port, listen_address, secret_for
 from .options import overrides, root_option, set_option, verbs_option
 
@@ -24,8 +25,8 @@ _PING_S = 1.0
 
 @click.command()
 @click.option("--peer", metavar="HOST[:PORT]", help="Also check the path to HOST, and compare both ends.")
-@click.option("--listen", "port", type=click.IntRange(0, 65535), is_flag=False, flag_value=peer_doctor.DEFAULT_PORT,
-              metavar="[PORT]", help=f"Answer `bpsfast doctor --peer` of other machines on PORT ({peer_doctor.DEFAULT_PORT}).")
+@click.option("--listen", "port", type=click.IntRange(0, 65535), is_flag=False, flag_value=DEFAULT_PORT,
+              metavar="[PORT]", help=f"Answer `bpsfast doctor --peer` of other machines on PORT ({DEFAULT_PORT}).")
 @click.option("--host", "bind", default="", metavar="ADDRESS",
               help="With --listen: address to listen on.  [default: all; without a job key 127.0.0.1]")
 @click.option("--once", is_flag=True, help="With --listen: exit after the first answer.")
@@ -67,7 +68,7 @@ def command(peer: str | None, port: int | None, bind: str, once: bool, timeout_s
 
 def gather_facts(host: Any, loaded: Settings, origins: dict[str, str], peer: str | None, timeout_s: float) -> Facts:
     """Return the facts about *host* and, if *peer* is given, about the other end."""
-    name, port = host_and_port(peer, peer_doctor.DEFAULT_PORT) if peer else ("", peer_doctor.DEFAULT_PORT)
+    name, port = host_and_port(peer, DEFAULT_PORT) if peer else ("", DEFAULT_PORT)
     address = peer_address(host, name) if peer else None
     answers = host.kernel.answers if isinstance(host.kernel, RecordedKernel) else None
     report = recorded_verbs(answers.verbs) if answers else ask_verbs(loaded.verbs)
@@ -93,7 +94,7 @@ def listen(loaded: Settings, origins: dict[str, str], bind: str, port: int, once
 
     with peer_doctor.Listener(host, port, where.secret, examine, _provider(report), timeout_s) as listener:
         click.echo(f"listening on {host} port {listener.port}{where.remark}; on the other machine: "
-                   f"bpsfast doctor --peer HOST{'' if listener.port == peer_doctor.DEFAULT_PORT else f':{listener.port}'}")
+                   f"bpsfast doctor --peer HOST{'' if listener.port == DEFAULT_PORT else f':{listener.port}'}")
         click.echo(listener.serve())
         while not once:
             click.echo(listener.serve())
