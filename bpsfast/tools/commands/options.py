@@ -24,7 +24,6 @@ def set_option(function: Callable) -> Callable:
 
 
 def _names(context: click.Context, option: click.Parameter, incomplete: str) -> list[str]:
-    """Return the settings that start with *incomplete*."""
     from ...base.settings import table
 
     return [f"{row.name}=" for row in table() if row.name.startswith(incomplete.replace("-", "_"))]

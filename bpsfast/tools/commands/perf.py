@@ -137,28 +137,29 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
     given = _given(options)
     if host is not None and given.get("transport", "rdma") == "rdma":
         given = {"providers": (loaded.verbs,), **_set(verb, loaded, settings.load_with_origins(chosen)[1]), **given}
-    streams = not (form.as_json or form.as_csv or form.path)
+    shows_at_once = not (form.as_json or form.as_csv or form.path)
+    lines: list[str] = []
 
     def say(text: str) -> None:
-        if streams:
+        lines.append(text)
+        if shows_at_once:
             click.echo(text)
 
     def began() -> None:
-        assert visit.plan is not None
-        say(results.block(visit.plan, visit.places))
-        say(results.head(visit.plan))
+        assert run.plan is not None
+        say(f"{results.block(run.plan, run.places)}\n{results.head(run.plan)}")
 
     def show(row: dict[str, Any]) -> None:
-        assert visit.plan is not None
-        say(results.line(visit.plan, row))
+        assert run.plan is not None
+        say(results.line(run.plan, row))
 
     if host is None:
         # the client decides what the server's options leave open; those options must be valid
         perf_plan.make(verb, given)
-        place = control.listen_address(loaded, loaded.node_host)
-        key = place.secret.key
-        with control.listen(control_port, place.host) as listener:
-            click.echo(f"bpsfast perf {verb}: waiting for a client on port {control_port}{place.remark}", err=True)
+        where = control.listen_address(loaded, loaded.node_host)
+        key = where.secret.key
+        with control.listen(control_port, where.host) as listener:
+            click.echo(f"bpsfast perf {verb}: waiting for a client on port {control_port}{where.remark}", err=True)
             accepted = control.accept(listener, key, wait_s or _SERVER_WAIT_S, given.get("timeout_s", 30.0))
         given["verb"] = verb
         given.pop("timeout_s", None)
@@ -170,11 +171,11 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
         accepted = control.connect(name, port, key, wait_s or _CLIENT_WAIT_S, plan.timeout_s)
     try:
         with accepted:
-            visit = PerfRun(accepted, key, loaded, show)
+            run = PerfRun(accepted, key, loaded, show)
             if plan is None:
-                visit.as_server(given, began)
+                run.as_server(given, began)
             else:
-                visit.as_client(plan, began)
+                run.as_client(plan, began)
     except KeyboardInterrupt:
         click.echo("bpsfast: interrupted; the other side has been told", err=True)
         sys.exit(130)
@@ -182,15 +183,12 @@ def _measure(verb: str, options: dict[str, Any], secret: str = "") -> None:
         if isinstance(exc, ConfigError):
             raise
         raise ConfigError(str(exc)) from exc
-    assert visit.plan is not None
-    for text in results.counted(visit.rows):
+    assert run.plan is not None
+    for text in results.counted(run.rows):
         say(text)
-    if not streams:
-        final = visit.plan
-        output.show(form, lambda: "\n".join([results.block(final, visit.places), results.head(final),
-                                             *(results.line(final, row) for row in visit.rows),
-                                             *results.counted(visit.rows)]),
-                    results.data(final, visit.places, visit.rows), results.table(final, visit.rows))
+    if not shows_at_once:
+        output.show(form, lambda: "\n".join(lines), results.data(run.plan, run.places, run.rows),
+                    results.table(run.plan, run.rows))
 
 
 def _set(verb: str, loaded: Any, origins: dict[str, str]) -> dict[str, Any]:

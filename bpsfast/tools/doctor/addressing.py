@@ -96,7 +96,6 @@ def _roce_gid(rail: Rail) -> Gid | None:
 
 
 def _rows(facts: Facts, rail: Rail) -> Sequence[Gid]:
-    """Return the GID table of a port."""
     port = next(port for device, port in facts.host.ports if f"{device.name}/{port.number}" == rail.name)
     return facts.host.gids(rail.device, port)
 

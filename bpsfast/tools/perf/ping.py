@@ -117,7 +117,6 @@ def _measure(control: Control, loaded: Settings, found: dict[str, Any]) -> None:
 
 
 def _pair(control: Control, rail: Rail, number: int, host: Host, verbs: str) -> dict[str, Any]:
-    """Try one pair of ports."""
     with contextlib.closing(open_end(rail, host, verbs)) as end:
         answer = _ask(control, "open", {"rail": number, "offer": end.offer()})
         if answer.get("error"):

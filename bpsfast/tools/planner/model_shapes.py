@@ -31,7 +31,6 @@ def _affine(shapes: Shapes, name: str, shape: tuple[int, ...], n_out: int) -> No
 
 
 def _norm(shapes: Shapes, name: str, width: int) -> None:
-    """Add a normalization of *width* channels."""
     shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (width,)
 
 

@@ -146,7 +146,6 @@ class SimulatedPushPull:
                    _Write(part, is_result=True))
 
     def _result(self, worker: int, part: LayoutPart) -> None:
-        """Take a result on a worker's machine."""
         self._broadcast[worker].put(self._on_machine(part), self._urgency(part), part.key,
                                     functools.partial(self._complete, worker, part.unit))
 

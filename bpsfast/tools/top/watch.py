@@ -184,7 +184,6 @@ class Watch:
         return tuple(node for _, node in sorted(found.items()))
 
     def _remarks(self, nodes: Sequence[NodeSample]) -> tuple[str, ...]:
-        """Return the changes of nodes as text."""
         words = {"up": "is there", "silent": "does not answer", "gone": "does not listen any more",
                  "lost": "is lost: the job goes on without it",
                  "unseen": "is in the job, but serves no metrics at these addresses"}

@@ -168,7 +168,6 @@ def _concerns(process: Process, job: Job, node: int, span: Span) -> bool:
 
 
 def _rounds(job: Job) -> dict[tuple[int, int], list[tuple[int, Span]]]:
-    """Return the spans of nodes by partition and round."""
     found: dict[tuple[int, int], list[tuple[int, Span]]] = defaultdict(list)
     for process in job.processes:
         if process.rank < 0:
@@ -191,7 +190,6 @@ def _traced_steps(job: Job) -> float:
 
 
 def _works(job: Job, steps: float) -> tuple[list[Work], list[Work]]:
-    """Return links and nodes, busiest first."""
     links: list[Work] = []
     nodes: list[Work] = []
     for process in job.processes:
