@@ -22,7 +22,7 @@ _EXAMPLES = """
     bpsfast perf {verb} -H HOST                      the other started over ssh
     bpsfast perf {verb} HOST -d mlx5_0 -x 3 -a       this device, GID; all sizes
     bpsfast perf {verb} HOST --op write              as ib_write_{verb}
-    bpsfast perf {verb} HOST --transport tcp --json  our own streams
+    bpsfast perf {verb} HOST --transport tcp --json  the TCP streams of jobs
 """
 
 
@@ -45,7 +45,7 @@ def _options(function: Callable) -> Callable:
         shared.ssh_options,
         click.option("-p", "--port", "control_port", type=click.IntRange(1, 65535), help="TCP port of the server "
                      "[default: 18515; with -H a free port]."),
-        click.option("--transport", type=click.Choice(["rdma", "tcp", "shm"]), help="[default: rdma]"),
+        click.option("--transport", type=click.Choice(["rdma", "tcp", "shm"]), help="Transport [default: rdma]."),
         click.option("--op", "operation", type=click.Choice(["write_imm", "write", "send", "read"]),
                      help="RDMA operation; jobs use write_imm [default: write_imm]."),
         click.option("--verbs", "providers", metavar="NAME[,NAME]", help="Implementation of RDMA verbs; "

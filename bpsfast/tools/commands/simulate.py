@@ -52,7 +52,7 @@ _EXAMPLES = """
 @click.option("--interleave", is_flag=True, help="Place partitions in forward order instead of largest first.")
 @click.option("--fold/--full", default=None, help="Simulate one machine for each role, or every machine.  "
               "[default: fold if a full simulation would take minutes]")
-@click.option("--steps", "n_steps", type=int, default=4, show_default=True)
+@click.option("--steps", "n_steps", type=int, default=4, show_default=True, help="Number of steps to simulate.")
 @output.options(tabular=True)
 @exit_codes.exit_on_error
 def command(form: output.OutputOptions, **asked: Any) -> None:

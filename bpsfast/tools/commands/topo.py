@@ -44,8 +44,8 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
             form: output.OutputOptions) -> None:
     """Show what is inside a machine: GPUs, PCIe switches, sockets, network cards, and how fast each link is.
 
-    Rates are in GB/s per direction, as the kernel and NVML tell them; none is measured. NVLinks need the package
-    nvidia-ml-py. A file of --json may be changed by hand before it is read: a machine that you do not have.
+    Rates are in GB/s per direction, as the kernel and NVML report them; none is measured. NVLinks need the package
+    nvidia-ml-py. A file written by --json may be edited before --read, to describe a machine that you do not have.
     Settings that force a strategy (pcie_switch_size, reduce_roots; BytePS's variables, too) or allow GPUs to send
     straight to network cards (gpu_direct) are obeyed by --strategy.
 
@@ -55,7 +55,7 @@ def command(source: str | None, picture_path: str | None, as_strategy: bool, ser
     bpsfast topo --read machine.json --svg machine.svg
     bpsfast topo --strategy --service 0.75
     bpsfast topo --cores --ranks 4
-    bpsfast topo --strategy --set reduce_roots=2,3   the forced beside the best
+    bpsfast topo --strategy --set reduce_roots=2,3   a forced strategy beside the best
     """
     from ...hardware.topology import discovery
 
