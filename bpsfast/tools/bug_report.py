@@ -54,10 +54,7 @@ _COMMAND_S = 60.0
 
 
 class Entry(NamedTuple):
-    """One file of the report: name, description, and a function that returns its text, or data for JSON.
-
-    `has_versions`: numbers with dots in it are versions, not addresses.
-    """
+    """One file of the report: name, description, function for its text or JSON data, whether 1.2.3.4 is a version."""
 
     name: str
     about: str

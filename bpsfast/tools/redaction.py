@@ -156,10 +156,7 @@ class Leak(Exception):
 
 
 class Redactor:
-    """Replaces what *hidden* names, and anything like a token, an address or a home folder. One thread.
-
-    `counts` has the number of replacements of each kind.
-    """
+    """Replaces what *hidden* names and tokens, addresses and home folders; `counts` them by kind. One thread."""
 
     def __init__(self, hidden: RedactionRules) -> None:
         self._secrets = _longest_first({form for secret in hidden.secrets for form in _forms(secret)})
@@ -178,10 +175,7 @@ class Redactor:
         self.counts: Counter[str] = Counter()
 
     def text(self, text: str, addresses: bool = True) -> str:
-        """Return *text* with placeholders. *addresses* False: numbers with dots are versions.
-
-        Raises `Leak` if a placeholder and its surroundings spell a secret.
-        """
+        """Return *text* with placeholders (no *addresses*: 1.2.3.4 is a version); raise `Leak` if a secret is left."""
         done = self._redact(self._without_secrets(text), addresses)
         for _ in range(_MOST_ROUNDS):
             if not any(secret in done for secret in self._secrets):

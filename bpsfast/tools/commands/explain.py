@@ -114,10 +114,7 @@ def _numbered(text: str) -> list[Explanation]:
 
 
 def _recognised(text: str) -> list[Explanation]:
-    """Return the meanings of a pasted text: completions, messages of tools, errnos, known symptoms.
-
-    Flushed requests follow the completions that caused them.
-    """
+    """Return the meanings of a pasted text: completions (flushed requests last), messages, errnos, known symptoms."""
     found = sorted(dict.fromkeys([*map(_completion_in, text.splitlines()), *error_texts.mlx5_completions(text)]),
                    key=lambda each: each is not None and each[0] == completions.WR_FLUSH_ERR)
     meanings = [of_completion(completions.explain(*each)) for each in found if each is not None]

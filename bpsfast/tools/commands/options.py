@@ -146,10 +146,7 @@ def given_ssh_options(options: Mapping[str, Any]) -> list[str]:
 
 
 def hosts_of(text: str | None, hostfile: Path | None) -> list[Host]:
-    """Return the hosts that -H or --hostfile name, with this machine marked; none if neither is given.
-
-    Raises `ConfigError` if both are given, or the list is invalid.
-    """
+    """Return the hosts of -H or --hostfile, this one marked; raise `ConfigError` for both or an invalid list."""
     from ...launch import host_list
 
     if text is not None and hostfile is not None:

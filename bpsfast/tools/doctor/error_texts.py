@@ -381,10 +381,7 @@ def plain(text: str) -> str:
 
 
 def find(text: str) -> Iterator[tuple[str, LogMessage]]:
-    """Yield each kind of message in *text* (from `plain`) with the matched words, once and in order.
-
-    Lines that a terminal has wrapped match as well.
-    """
+    """Yield each kind of message in *text* (from `plain`) with the matched words, once, also from wrapped lines."""
     seen: set[LogMessage] = set()
     lines = text.splitlines()
     for line in [*lines, " ".join(line.strip() for line in lines)] if len(lines) > 1 else lines:

@@ -59,10 +59,7 @@ _TITLE_WIDTH = 20
 
 
 def text(facts: Facts, findings: Sequence[Finding], width: int | None = None) -> str:
-    """Return the report as text with colors (click strips them without a terminal).
-
-    Lines are at most *width* wide, except commands to type.
-    """
+    """Return the report as colored text; its lines are at most *width* wide, except commands to type."""
     lines = _wrapped("", head(facts), width)
     for finding in findings:
         status = click.style(finding.status.value, fg=_COLOURS[finding.status])

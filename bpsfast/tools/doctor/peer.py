@@ -143,10 +143,7 @@ Message = TypeVar("Message", Ask, Report, Offer, Answer, Done)
 
 
 def ask(facts: Facts, address: Address, port: int, secret: bytes, timeout_s: float, verbs: Any = None) -> None:
-    """Ask the doctor at *address* and store its report in *facts*, or why it does not answer.
-
-    *verbs* is the provider for a test queue pair; None: do not test one.
-    """
+    """Ask the doctor at *address*; store its report or silence in *facts*; with *verbs* also test queue pairs."""
     where = f"{facts.peer_name or address} port {port}"
     try:
         with (socket.create_connection((str(address), port), timeout_s) as sock,
@@ -209,10 +206,7 @@ class Listener:
             raise
 
     def serve(self, timeout_s: float | None = None) -> str:
-        """Answer one asker; return its address and the result as text.
-
-        Raises `TimeoutError` if no doctor asked within *timeout_s* (None: no limit).
-        """
+        """Answer one asker; return its address and the result; raise `TimeoutError` after *timeout_s* (None: never)."""
         try:
             asker = self._askers.get(timeout=timeout_s)
         except queue.Empty:

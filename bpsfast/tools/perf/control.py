@@ -152,10 +152,7 @@ def listen_address(loaded: Settings, host: str) -> ListenAddress:
 
 
 class Control:
-    """One end of the control connection. Owns the socket. One thread.
-
-    *timeout_s*: silence after which the peer counts as stalled.
-    """
+    """One end of the control connection; owns the socket. One thread. A peer silent for *timeout_s* is stalled."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock = sock

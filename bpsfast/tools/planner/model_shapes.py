@@ -57,10 +57,7 @@ def _vgg(channels: tuple[int, ...]) -> Shapes:
 
 
 def resnet18() -> Shapes:
-    """Return ResNet-18 (arXiv:1512.03385), of which most tensors are tiny.
-
-    11,689,512 parameters in 62 tensors, as torchvision's ``resnet18`` has.
-    """
+    """Return ResNet-18 (arXiv:1512.03385): 11,689,512 parameters in 62 mostly tiny tensors, as torchvision's."""
     return _resnet(_BASIC_BLOCKS, (3, 3), 1)
 
 

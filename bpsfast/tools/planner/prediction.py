@@ -29,10 +29,7 @@ _OPTIONS = tuple(name for name in CodecSpec.__struct_fields__ if name not in ("k
 
 
 class Compression(NamedTuple):
-    """The `choice` for the tensors of one model, with `codec`; None if a machine has no peer.
-
-    `left`: names of the uncompressed tensors, in forward order.
-    """
+    """The `choice` of tensors for `codec` (None: a machine has no peer), and names `left` out, in forward order."""
 
     codec: CodecSpec
     choice: Choice | None
@@ -40,10 +37,7 @@ class Compression(NamedTuple):
 
 
 def parse(text: str) -> CodecSpec:
-    """Parse ``KIND[:NAME=VALUE,...]``, such as ``topk:k=0.01,error_feedback``; a name alone means yes.
-
-    Raises `ConfigError` for an unknown kind or option and an invalid value.
-    """
+    """Parse ``KIND[:NAME=VALUE,...]``, such as ``topk:k=0.01,error_feedback``; raise `ConfigError` if invalid."""
     kind, _, options = text.partition(":")
     values: dict[str, str] = {"kind": kind.strip()}
     for word in filter(None, options.split(",")):

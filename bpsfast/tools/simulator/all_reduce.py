@@ -66,10 +66,7 @@ def wire_nbytes(nbytes: float, cluster: Cluster, ring: Ring) -> float:
 
 
 class RingAllReduce:
-    """The all-reduce of one representative worker; lock-steps keep all workers at the same point.
-
-    *done* is called with (worker, unit), as by `SimulatedPushPull`.
-    """
+    """The all-reduce of one worker, which stands for all: they run in lock-step. Calls *done* with (worker, unit)."""
 
     def __init__(self, clock: Clock, cluster: Cluster, ring: Ring, nbytes_of_unit: Sequence[int],
                  done: Callable[[int, int], None]) -> None:

@@ -24,10 +24,7 @@ from ...orchestration.placement.shares import Machine
 
 
 class Clock:
-    """Simulated time: `now` in seconds, and planned events. Owner thread only.
-
-    Runs are deterministic: nothing depends on hashes, threads or real time.
-    """
+    """Simulated time (`now`, seconds) and planned events, without hashes, threads or real time. Owner thread only."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -107,10 +104,7 @@ class Cluster(NamedTuple):
 
 
 def cluster(worker_rates: Sequence[float], helper_rates: Sequence[float] = (), costs: Costs = FREE) -> Cluster:
-    """Return a checked cluster; rates in bytes/s.
-
-    Raises `ConfigError` if there is no worker, there are too many machines, or a rate or cost is not positive.
-    """
+    """Return a cluster (rates in bytes/s); raise `ConfigError` for no worker, too many machines, invalid numbers."""
     if not worker_rates:
         raise ConfigError("a cluster needs at least one machine with ranks, got none")
     n = len(worker_rates) + len(helper_rates)
@@ -163,10 +157,7 @@ class _Direction:
         self.nbytes = 0.0
 
     def take(self, at_s: float, nbytes: float, overhead_s: float) -> float:
-        """Process *nbytes* that start to arrive at *at_s*; return the time of completion.
-
-        After an idle time a shaper allows a burst.
-        """
+        """Process *nbytes* that start to arrive at *at_s*, after idle time in a burst; return the time of the end."""
         self._done_s = max(at_s - self._burst_s, self._done_s) + overhead_s + nbytes / self._rate
         self.nbytes += nbytes
         return max(at_s, self._done_s)

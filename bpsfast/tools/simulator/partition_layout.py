@@ -57,10 +57,7 @@ class Layout(NamedTuple):
 
 
 def full(cluster: Cluster, plan: PartitionedWorkload, policy: str, interleave: bool = False) -> Layout:
-    """Place every partition on one machine with `placement.assign`, as the job's scheduler does.
-
-    *interleave*: partition by partition, as for a job that declares them one after another.
-    """
+    """Place every partition on one machine, as the scheduler does; *interleave*: as if declared one by one."""
     n = cluster.n_workers
     planned = [(part, unit) for unit in plan.units for part in unit.parts]
     keys = [(unit.unit << 16) | index for unit in plan.units for index in range(len(unit.parts))]

@@ -127,10 +127,7 @@ def shapes_of(model: str) -> Shapes:
 
 
 def build(model: str, compute_s: float, backward_share: float = 2 / 3) -> Workload:
-    """Return *model* with *compute_s* of computing per step, *backward_share* of it in the backward pass.
-
-    Raises `ConfigError` if the model is unknown or a time is invalid.
-    """
+    """Return *model* with *compute_s* per step, *backward_share* of it backward; raise `ConfigError` if invalid."""
     if model not in MODELS:
         raise ConfigError(f"model {model!r} is unknown to the simulator; known: {', '.join(sorted(MODELS))}")
     if not compute_s >= 0 or not 0 <= backward_share <= 1:

@@ -37,10 +37,7 @@ class _Seen(NamedTuple):
 
 
 class Watch:
-    """Scrapes the nodes of the job at *places*. Owner thread only; worker threads do the requests. `close` it.
-
-    If nodes of several jobs answer, the first job counts.
-    """
+    """Scrapes the nodes of the first job at *places*. Owner thread only; threads do the requests. `close` it."""
 
     def __init__(self, places: Sequence[MetricsAddress], timeout_s: float = 2.0) -> None:
         self._places = places
@@ -64,10 +61,7 @@ class Watch:
         self._executor.shutdown()
 
     def find(self, wait_s: float = 0.0) -> None:
-        """Scrape all places until a node answers, for *wait_s* seconds.
-
-        Raises `PeerLostError`, which names the settings, if no node listens; `StallError` if one does not answer.
-        """
+        """Scrape for *wait_s* until a node answers; raise `PeerLostError` if none listens, `StallError` if silent."""
         deadline = time.monotonic() + wait_s
         while True:
             failures = self._scan()

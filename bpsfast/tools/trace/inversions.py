@@ -36,10 +36,7 @@ class Write(NamedTuple):
 
 
 class Inversion(NamedTuple):
-    """From `node` to `peer`, `by` left at `at_ns` while `urgent` waited behind `ahead_nbytes`, including `by`.
-
-    Each urgent write has at most one.
-    """
+    """From `node` to `peer`, `by` left at `at_ns` while `urgent` (in one only) waited behind `ahead_nbytes`."""
 
     node: int
     peer: int

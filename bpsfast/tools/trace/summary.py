@@ -143,10 +143,7 @@ def _of_rank(process: Process, job: Job, rounds: Mapping[tuple[int, int], list[t
 
 
 def _window(spans: list[Span]) -> tuple[int, int, int]:
-    """Return begin, end and number of whole steps: from the first to the last input of the most pushed partition.
-
-    With a single step, from the first moment to the last.
-    """
+    """Return begin, end and number of steps between inputs of the most pushed partition; of one step, all time."""
     given: dict[int, dict[int, int]] = defaultdict(dict)
     for span in spans:
         if span.kind in ("copy", "push"):

@@ -43,10 +43,7 @@ class RailPair(NamedTuple):
 
 
 class TuneTestbed:
-    """The other machines, each of which listens. One thread.
-
-    *wait_s*: longest wait for one to listen; *timeout_s*: silence after which one counts as stalled.
-    """
+    """The other machines, which listen: waits *wait_s* for one, and calls it stalled after *timeout_s*. One thread."""
 
     def __init__(self, where: Sequence[tuple[str, int]], key: bytes, loaded: Settings, wait_s: float,
                  timeout_s: float) -> None:
@@ -56,10 +53,7 @@ class TuneTestbed:
         self.own = Host()
 
     def ask(self, what: str) -> list[HostCapabilities]:
-        """Ask every machine for its "facts", or tell it the "end"; return the answers.
-
-        Raises `BpsError` if one does not answer or reports an error.
-        """
+        """Ask every machine for its "facts", or tell it the "end"; raise `BpsError` if one fails or does not answer."""
         found = []
         for host, port in self._where:
             with connect(host, port, self._key, self._wait_s, self._timeout_s) as control:

@@ -97,10 +97,7 @@ NAMES = ("partition_bytes", "credit_bytes", "rdma_devices", "rdma_queue_pairs", 
 
 
 def rails_of(side: HostCapabilities, devices: str) -> list[RailCapabilities]:
-    """Return the rails that *side* would use with the setting rdma_devices, ordered to pair with the peer's.
-
-    Raises `ConfigError` if the setting names none of them.
-    """
+    """Return the rails of *side* by rdma_devices, in the order of pairs; raise `ConfigError` if there are none."""
     if not devices:
         return list(side.require()[:side.n_used])
     wanted = parse_rdma_devices(devices)

@@ -28,10 +28,7 @@ _SHORTEST_S, _LONGEST_S = 0.1, 1.0
 
 
 class TuningRun:
-    """The capabilities of the machines, and the measurements. One thread.
-
-    Raises `BpsError` or `OSError` for a machine that cannot be reached or has no usable port.
-    """
+    """Machines and measurements. One thread. Raises `BpsError` or `OSError` for an unusable machine."""
 
     def __init__(self, testbed: TuneTestbed, towards: str, loaded: Settings, goal: str | None, budget_s: float,
                  timeout_s: float, traffic_classes: Sequence[int] = (), service_levels: Sequence[int] = (),
@@ -61,10 +58,7 @@ class TuningRun:
     # -- measuring ------------------------------------------------------------------------------------------
 
     def search(self, report: Callable[[TuneStep], None], seed: int) -> Outcome:
-        """Search for better settings; *report* is called with each step.
-
-        Raises `BpsError` if a machine is gone, or the current settings cannot be measured.
-        """
+        """Search, with *report* of each step; raise `BpsError` if a machine is gone or current settings fail."""
         search = Search(self.start, self.choice.knobs, self.loads, self.measure, clock=time.monotonic,
                         budget_s=self.budget_s, rng=random.Random(seed), effective=self.effective, report=report)
         try:
