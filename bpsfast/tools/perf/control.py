@@ -6,12 +6,14 @@ frames of `base.framing`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import select
 import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Union
 
 import msgspec
@@ -110,6 +112,7 @@ _RETRY_S = 0.1
 #: Longest wait for the last message of a peer that is gone.
 REASON_S = 1.0
 _DECODER = msgspec.msgpack.Decoder(Message)
+_log = logging.getLogger("bpsfast")
 
 
 class Secret(NamedTuple):
@@ -303,6 +306,31 @@ def handshake_acceptor(listener: socket.socket, key: bytes, silence_s: float, se
         listener, lambda sock: _control(sock, silence_s, lambda: security.plain_handshake_acceptor(
             sock, key, _CONTEXT, peer=0, epoch=VERSION, timeout_s=_HANDSHAKE_S)),
         lambda sock, control: serve(control), refused, warn, name=name)
+
+
+@contextlib.contextmanager
+def serving(listener: socket.socket, key: bytes, silence_s: float, most: int, what: str,
+            answer: Callable[[Control], None]) -> Iterator[HandshakeAcceptor[Control]]:
+    """Call *answer* with each of at most *most* clients at a time, in a thread of its own; log errors as *what*."""
+    places = threading.BoundedSemaphore(most)
+
+    def serve(control: Control) -> None:
+        with control:
+            if not places.acquire(blocking=False):
+                return control.stop(f"it already has {most} clients, the most it accepts")
+            try:
+                answer(control)
+            except (BpsError, OSError, ValueError) as exc:
+                _log.info("%s: %s", what, exc)
+            finally:
+                places.release()
+
+    acceptor = handshake_acceptor(
+        listener.dup(), key, silence_s, serve, lambda exc: _log.info("%s: %s", what, exc),
+        lambda words: _log.warning("%s: %s", what, words), f"bpsfast-{what}")
+    with contextlib.closing(acceptor):
+        acceptor.start()
+        yield acceptor
 
 
 def connect(host: str, port: int, key: bytes, timeout_s: float, silence_s: float) -> Control:

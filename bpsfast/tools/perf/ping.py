@@ -7,7 +7,6 @@ GIDs and too large MTUs apart.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import statistics
@@ -21,7 +20,7 @@ from ...hardware.host import Host
 from ...hardware.rdma_route import Rail, choose, peer_address
 from ...orchestration.errors import BpsError, ConfigError
 from . import perf_plan
-from .control import Alive, Answer, Ask, Control, Secret, connect, handshake_acceptor
+from .control import Alive, Answer, Ask, Control, Secret, connect, serving
 from .rdma import RdmaEnd, described
 
 DEFAULT_PORT = 18520
@@ -133,7 +132,6 @@ def _pair(control: Control, rail: Rail, number: int, host: Host, verbs: str) -> 
         return {"mtu": end.mtu, "min_s": min(samples[1:]) / 1e9, "median_s": statistics.median(samples[1:]) / 1e9}
 
 
-_log = logging.getLogger("bpsfast")
 _CLIENT_SILENCE_S = 60.0
 _ALIVE_S = 1.0
 _MOST_CLIENTS = 32
@@ -141,24 +139,8 @@ _MOST_CLIENTS = 32
 
 def serve(listener: socket.socket, secret: Secret, loaded: Settings) -> None:
     """Answer clients until the socket is shut down or the process is interrupted; refuse strangers."""
-    places = threading.BoundedSemaphore(_MOST_CLIENTS)
-
-    def answer(control: Control) -> None:
-        with control:
-            if not places.acquire(blocking=False):
-                return control.stop(f"it already has {_MOST_CLIENTS} clients, the most it accepts")
-            try:
-                _Client(control, secret, loaded).run()
-            except BpsError as exc:
-                _log.info("ping: %s", exc)
-            finally:
-                places.release()
-
-    acceptor = handshake_acceptor(listener.dup(), secret.key, _CLIENT_SILENCE_S, answer,
-                                  lambda exc: _log.info("ping: %s", exc),
-                                  lambda words: _log.warning("ping: %s", words), "bpsfast-ping")
-    with contextlib.closing(acceptor):
-        acceptor.start()
+    with serving(listener, secret.key, _CLIENT_SILENCE_S, _MOST_CLIENTS, "ping",
+                 lambda control: _Client(control, secret, loaded).run()) as acceptor:
         acceptor.wait()
 
 

@@ -6,7 +6,6 @@ between measurements, so the next one notices a dead machine.
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 import time
@@ -18,7 +17,7 @@ import msgspec
 from ...base.settings import Settings
 from ...hardware.host import Host
 from ...orchestration.errors import BpsError, PeerLostError, StallError
-from ..perf.control import Answer, Ask, Control, Propose, connect, handshake_acceptor
+from ..perf.control import Answer, Ask, Control, Propose, connect, serving
 from ..perf.perf_plan import Plan
 from ..perf.perf_run import PerfRun
 from . import tunables
@@ -151,7 +150,6 @@ class TuneTestbed:
 class _OthersError(BpsError):
     """A perf run that ended because another one of the same measurement failed."""
 
-_log = logging.getLogger("bpsfast")
 _SILENCE_S = 60.0
 _MOST_AT_ONCE = 64
 
@@ -167,7 +165,6 @@ class TuneServer:
         self._listener, self._key, self._settings, self._say = listener, key, loaded, say
         self._host = Host()
         self._ended = threading.Event()
-        self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._heard_s = time.monotonic()
         self._driver = ""
         self._at_work = 0
@@ -180,11 +177,7 @@ class TuneServer:
         *wait_s* seconds.
         """
         self._heard_s = time.monotonic()
-        acceptor = handshake_acceptor(self._listener.dup(), self._key, _SILENCE_S, self._client,
-                                      lambda exc: _log.info("tune: %s", exc),
-                                      lambda words: _log.warning("tune: %s", words), "bpsfast-tune")
-        with contextlib.closing(acceptor):
-            acceptor.start()
+        with serving(self._listener, self._key, _SILENCE_S, _MOST_AT_ONCE, "tune", self._client):
             while not self._ended.wait(_LOOK_S):
                 self._check_silence(wait_s)
 
@@ -200,24 +193,17 @@ class TuneServer:
                          "`bpsfast tune rdma` with this host's name on the other one")
 
     def _client(self, control: Control) -> None:
-        with control:
-            if not self._places.acquire(blocking=False):
-                return control.stop(f"{_MOST_AT_ONCE} measurements are already running")
+        with self._lock:
+            self._at_work += 1
+        try:
+            if not self._driver:
+                self._say(f"measured from {control.peer_host}")
+            self._driver = control.peer_host
+            self._answer(control)  # impossible values are part of the search; the other side tells its user
+        finally:
             with self._lock:
-                self._at_work += 1
-            try:
-                if not self._driver:
-                    self._say(f"measured from {control.peer_host}")
-                self._driver = control.peer_host
-                self._answer(control)
-            except (BpsError, OSError, ValueError) as exc:
-                # impossible values are part of the search; the other side tells its user
-                _log.info("tune: %s", exc)
-            finally:
-                with self._lock:
-                    self._at_work -= 1
-                    self._heard_s = time.monotonic()
-                self._places.release()
+                self._at_work -= 1
+                self._heard_s = time.monotonic()
 
     def _answer(self, control: Control) -> None:
         asked = control.receive((Ask, Propose), "a question or a measurement")
