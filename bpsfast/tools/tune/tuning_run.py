@@ -49,7 +49,7 @@ class TuningRun:
             raise ConfigError(f"--goal {self.goal} needs several sending hosts; name two or more")
         self.choice = tunables.choose(self.start, self.own, self.partners, self.goal, traffic_classes, service_levels,
                                       only)
-        if not self.choice.knobs:
+        if not self.choice.tunables:
             raise ConfigError("there is nothing to try: " + "; ".join(
                 f"{name}: {reason}" for name, reason in self.choice.untried.items()))
         #: (settings, load, {(host, device/port): counters}) of every measurement
@@ -59,7 +59,7 @@ class TuningRun:
 
     def search(self, report: Callable[[TuneStep], None], seed: int) -> Outcome:
         """Search, with *report* of each step; raise `BpsError` if a machine is gone or current settings fail."""
-        search = Search(self.start, self.choice.knobs, self.loads, self.measure, clock=time.monotonic,
+        search = Search(self.start, self.choice.tunables, self.loads, self.measure, clock=time.monotonic,
                         budget_s=self.budget_s, rng=random.Random(seed), effective=self.effective, report=report)
         try:
             return search.run()
@@ -135,7 +135,7 @@ def head(session: TuningRun) -> str:
     for way in session.ways(session.start, session.loads[-2]):
         their = session.partners[way.partner]
         lines.append(f"  {session.own.host} {way.own.name} -> {their.host} {way.their.name}: {way.own.reason}")
-    lines.append("to try: " + ", ".join(knob.name for knob in session.choice.knobs))
+    lines.append("to try: " + ", ".join(tunable.name for tunable in session.choice.tunables))
     lines += [f"not tried: {name}: {reason}" for name, reason in session.choice.untried.items()]
     return "\n".join(lines)
 
