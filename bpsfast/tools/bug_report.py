@@ -108,7 +108,7 @@ def named(paths: Sequence[Path]) -> tuple[list[Path], list[Omission]]:
     return files, left_out
 
 
-def had(entry: Entry) -> tuple[Any, str]:
+def read(entry: Entry) -> tuple[Any, str]:
     """Return the content of *entry*, and "" or why it could not be read; the report goes on without it."""
     try:
         return entry.get(), ""
@@ -192,7 +192,7 @@ def gather(entries: Iterable[Entry], scrubber: Redactor) -> tuple[list[File], li
     left_out: list[Omission] = []
     chosen = list(entries)
     with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="bpsfast-report") as executor:
-        for entry, (found, reason) in zip(chosen, executor.map(had, chosen)):
+        for entry, (found, reason) in zip(chosen, executor.map(read, chosen)):
             try:
                 name, about = scrubber.text(entry.name), scrubber.text(entry.about)
                 if reason:

@@ -67,9 +67,9 @@ def device_text(host: Host, choice: RailChoice, mtus: dict[str, str] | None = No
     parts = []
     if host.devices:
         parts.append(output.table(device_rows(host, choice, mtus)))
-        said = [(f"{rail.name} is used: ", rail.reason) for rail in choice.rails]
-        said += [(f"{name} is not: ", reason) for name, reason in choice.rejected.items()]
-        parts += [line for head, words in said for line in output.hanging(head, words)]
+        reasons = [(f"{rail.name} is used: ", rail.reason) for rail in choice.rails]
+        reasons += [(f"{name} is not: ", reason) for name, reason in choice.rejected.items()]
+        parts += [line for head, words in reasons for line in output.hanging(head, words)]
     else:
         parts.append("No RDMA device.")
     others = [(card.name, card.state, f"{card.speed_mbps / 1000:g} Gb/s" if card.speed_mbps else "-", str(card.mtu),
@@ -197,9 +197,9 @@ def gids(name: str | None, peer: str | None, verbs: str | None, root: str | None
     choice = _choose(host, assignments, peer)
     found = gid_table(host, name)
     library = asked(verbs, root)
-    said = None if library is None else verdicts(library, found)
-    output.show(form, lambda: gid_text(found, choice, said), gid_data(found, choice, said),
-                gid_rows(found, choice, said))
+    lib = None if library is None else verdicts(library, found)
+    output.show(form, lambda: gid_text(found, choice, lib), gid_data(found, choice, lib),
+                gid_rows(found, choice, lib))
     _require_devices(host)
 
 
@@ -208,27 +208,27 @@ def gid_table(host: Host, name: str | None = None) -> list[Gid]:
     return [gid for device, port in host.ports if name in (None, device.name) for gid in host.gids(device.name, port)]
 
 
-def gid_text(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> str:
-    """Return the table as text; *said*: libibverbs's verdict on each row, None without them."""
+def gid_text(found: list[Gid], choice: RailChoice, lib: dict[Gid, str] | None = None) -> str:
+    """Return the table as text; *lib*: libibverbs's verdict on each row, None without them."""
     if not found:
         return "No GID in use."
-    lines = [output.table(gid_rows(found, choice, said))]
+    lines = [output.table(gid_rows(found, choice, lib))]
     lines += [line for rail in choice.rails for line in output.hanging(f"{rail.name}: ", rail.reason)]
     return "\n".join(lines)
 
 
-def gid_rows(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[tuple[str, ...]]:
+def gid_rows(found: list[Gid], choice: RailChoice, lib: dict[Gid, str] | None = None) -> list[tuple[str, ...]]:
     """Return the head and one row for each GID, as show_gids does."""
-    head = _GID_HEAD if said is None else (*_GID_HEAD, "VERBS")
+    head = _GID_HEAD if lib is None else (*_GID_HEAD, "VERBS")
     return [head, *((gid.device, str(gid.port), str(gid.index), gid.text, str(gid.ipv4 or "-"), gid.version,
-                     gid.netdev or "-", _mark(gid, choice), *(() if said is None else (said[gid],))) for gid in found)]
+                     gid.netdev or "-", _mark(gid, choice), *(() if lib is None else (lib[gid],))) for gid in found)]
 
 
-def gid_data(found: list[Gid], choice: RailChoice, said: dict[Gid, str] | None = None) -> list[dict[str, Any]]:
+def gid_data(found: list[Gid], choice: RailChoice, lib: dict[Gid, str] | None = None) -> list[dict[str, Any]]:
     """Return the JSON data."""
     return [{"device": gid.device, "port": gid.port, "index": gid.index, "gid": gid.text,
              "ipv4": str(gid.ipv4) if gid.ipv4 else None, "version": gid.version, "netdev": gid.netdev,
-             "used": _mark(gid, choice) == "*", **({} if said is None else {"verbs": said[gid]})} for gid in found]
+             "used": _mark(gid, choice) == "*", **({} if lib is None else {"verbs": lib[gid]})} for gid in found]
 
 
 def _mark(gid: Gid, choice: RailChoice) -> str:

@@ -9,7 +9,7 @@ from ...hardware.kernel import Address, PingResult
 from ...hardware.rdma_devices import ROCE_OVERHEAD_NBYTES, Gid, best_gid, roce_mtu
 from ...hardware.rdma_route import Rail, on_route
 from .facts import Facts, PeerPort
-from .finding import Check, Outcome, Severity, Status, advice, failed, passed, skipped, told, warned
+from .finding import Check, Outcome, Severity, Status, advice, failed, info, passed, skipped, warned
 
 
 def gid(facts: Facts) -> Outcome:
@@ -47,7 +47,7 @@ def route(facts: Facts) -> Outcome:
     if facts.route is None:
         return failed(f"there is no route to {facts.peer_name} ({facts.peer})", check=f"ip route get {facts.peer}")
     if facts.route.local:
-        return told(f"{facts.peer_name} ({facts.peer}) is this machine itself: nodes here share memory")
+        return info(f"{facts.peer_name} ({facts.peer}) is this machine itself: nodes here share memory")
     rail = facts.choice.rails[0]
     if on_route(facts.host, rail.netdev, facts.route):
         return passed(f"{facts.peer_name} ({facts.peer}) is reached by {facts.route.netdev}, the wire of {rail.name}")
@@ -81,11 +81,11 @@ def hostname(facts: Facts) -> Outcome:
     except OSError:
         addresses = []
     if any(ipaddress.ip_address(each).is_loopback for each in addresses):
-        return told(f"{facts.hostname} resolves to {addresses[0]}; bpsfast tells peers the address on the route to the "
+        return info(f"{facts.hostname} resolves to {addresses[0]}; bpsfast tells peers the address on the route to the "
                     "scheduler, but gloo and torch.distributed may advertise the loopback",
                     host=f"remove the line `{addresses[0]} {facts.hostname}` from /etc/hosts")
     if not addresses:
-        return told(f"{facts.hostname} does not resolve; bpsfast does not need it, gloo and MPI do",
+        return info(f"{facts.hostname} does not resolve; bpsfast does not need it, gloo and MPI do",
                     host=f"add a line `ADDRESS {facts.hostname}` to /etc/hosts")
     return passed(f"{facts.hostname} is {', '.join(addresses)}")
 

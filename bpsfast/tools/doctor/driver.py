@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from ...hardware.interfaces import Netdev
 from .facts import Facts
-from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, told, warned
+from .finding import Check, Outcome, Severity, advice, failed, info, passed, skipped, warned
 
 #: driver of a network card -> the kernel module that provides its RDMA device
 _MODULES = {"mlx5_core": "mlx5_ib", "mlx4_en": "mlx4_ib", "mlx4_core": "mlx4_ib", "bnxt_en": "bnxt_re", "ice": "irdma",
@@ -73,7 +73,7 @@ def kind(facts: Facts) -> Outcome:
         if device.driver in _KINDS:
             special.setdefault(_KINDS[device.driver], []).append(device.name)
     if special:
-        return told("\n".join(f"{', '.join(names)}: {words}" for words, names in special.items()))
+        return info("\n".join(f"{', '.join(names)}: {words}" for words, names in special.items()))
     return passed(", ".join(
         f"{device.name} ({device.driver}{', firmware ' + device.firmware if device.firmware else ''})"
         for device in facts.host.devices))
@@ -89,7 +89,7 @@ def usability(facts: Facts) -> Outcome:
     if not names:
         return warned(f"no port can be used: {reasons}")
     usable = f"{', '.join(names)} can be used"
-    return told(f"{usable}; not: {reasons}") if reasons else passed(usable)
+    return info(f"{usable}; not: {reasons}") if reasons else passed(usable)
 
 
 CHECKS = (
@@ -139,7 +139,7 @@ def _without_device(facts: Facts) -> Outcome:
                       **facts.variants(f"sudo modprobe -a {modules}", f"on the host: modprobe -a {modules}",
                                        f"on the node: modprobe -a {modules}"), check="bpsfast devices")
     cards = ", ".join(f"{card.name} ({card.driver})" for card in facts.host.netdevs.values() if card.is_card)
-    return told(f"no RDMA device here, so the transport is tcp; network cards: {cards or 'none'}")
+    return info(f"no RDMA device here, so the transport is tcp; network cards: {cards or 'none'}")
 
 
 def _in_image(facts: Facts) -> str:

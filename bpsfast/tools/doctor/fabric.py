@@ -9,7 +9,7 @@ from ...hardware.nic_counters import CounterDelta, CounterMeaning, CounterSnapsh
 from ...hardware.rdma_devices import Port, RdmaDevice
 from ...hardware.rdma_route import Rail
 from .facts import Facts, PeerPort
-from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, told, warned
+from .finding import Check, Outcome, Severity, advice, failed, info, passed, skipped, warned
 
 _PING_NBYTES = 64
 _OPEN_PORTS = "TCP: the scheduler's port and ports above 1024 between all nodes; UDP 4791 (RoCE v2) between all cards"
@@ -29,7 +29,7 @@ def port_state(facts: Facts) -> Outcome:
         return failed(f"{shown}\nno port is ACTIVE: {'; '.join(sorted(causes))}", **actions)
     named = {rail.name for rail in facts.choice.rails}
     wanted = facts.settings.rdma_devices and any(f"{device.name}/{port.number}" not in named for device, port in down)
-    return (warned if wanted else told)(f"{shown}\n{'; '.join(sorted(causes))}", **actions)
+    return (warned if wanted else info)(f"{shown}\n{'; '.join(sorted(causes))}", **actions)
 
 
 def rails(facts: Facts) -> Outcome:
@@ -61,7 +61,7 @@ def rails(facts: Facts) -> Outcome:
         return failed(f"no answer over {pairs}: the ports of one position are not on one network",
                       job="set BPSFAST_RDMA_DEVICES so that position by position the ports share a network")
     if not all(reached.values()):
-        return told(f"rail-only network: each of {_names(ours)} reaches its counterpart only; bpsfast sends so",
+        return info(f"rail-only network: each of {_names(ours)} reaches its counterpart only; bpsfast sends so",
                     job="keep BPSFAST_RDMA_DEVICES in the same order everywhere (for NCCL: NCCL_CROSS_NIC=0)")
     return passed(f"each of {_names(ours)} reaches each of {_names(theirs)}")
 
@@ -76,7 +76,7 @@ def filters(facts: Facts) -> Outcome:
     if facts.peer_report is None and facts.peer_silence:
         return warned(f"{local}; {facts.peer_silence}", peer="bpsfast doctor --listen", **load)
     if facts.peer_report is None:
-        return (passed if cm else told)(f"{local}; the way to a peer needs --peer HOST", **load)
+        return (passed if cm else info)(f"{local}; the way to a peer needs --peer HOST", **load)
     if facts.peer_report.reached not in ("", "open"):
         return failed(f"{facts.peer_name} is reachable, but cannot connect back to this machine: "
                       f"{facts.peer_report.reached}", host=f"open in the firewall: {_OPEN_PORTS}")
@@ -87,7 +87,7 @@ def filters(facts: Facts) -> Outcome:
                             "nothing")
     proven = "; a queue pair to it carried data and was acknowledged" if facts.trial_error == "" else ""
     ways = "to and from" if facts.peer_report.reached else "to"  # without a key a doctor connects to no asker
-    return (passed if cm else told)(f"TCP {ways} {facts.peer_name} works{proven}; {local}", **load)
+    return (passed if cm else info)(f"TCP {ways} {facts.peer_name} works{proven}; {local}", **load)
 
 
 def _shown(device: RdmaDevice, port: Port) -> str:
@@ -189,7 +189,7 @@ def loss(facts: Facts) -> Outcome:
         return warned(found, **(_congestion_remedy(netdev) if netdev else {
             "host": "check cables and transceivers: ibqueryerrors; ibdiagnet", "check": "perfquery -x"}))
     if unprotected:
-        return told(f"{found}\nnothing was lost so far, but nothing protects RoCE from loss either",
+        return info(f"{found}\nnothing was lost so far, but nothing protects RoCE from loss either",
                     **_congestion_remedy(netdev))
     return passed(found)
 

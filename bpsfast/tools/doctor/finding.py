@@ -92,6 +92,6 @@ def _outcome(status: Status) -> Callable[..., Outcome]:
 
 
 #: Functions that return the outcome of a check from what was found (or why it cannot run) and, by where to type them,
-#: commands: it passed, was skipped, informs (`told`), found something slow or fragile, or something that prevents RDMA.
-passed, skipped, told, warned, failed = map(
+#: commands: it passed, was skipped, informs (`info`), found something slow or fragile, or something that prevents RDMA.
+passed, skipped, info, warned, failed = map(
     _outcome, (Status.PASS, Status.SKIP, Status.INFO, Status.WARN, Status.FAIL))

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from ...base.output import size
 from .facts import Facts
-from .finding import Check, Outcome, Severity, advice, failed, passed, skipped, told, warned
+from .finding import Check, Outcome, Severity, advice, failed, info, passed, skipped, warned
 
 _MIB = 1 << 20
 #: The least that any job needs; a smaller limit is a distribution's default.
@@ -33,7 +33,7 @@ def locked_memory(facts: Facts) -> Outcome:
         own = "unlimited" if soft is None else f"{size(soft)}, lifted by CAP_IPC_LOCK"
         others = _of_others(facts)
         found = "; ".join([f"{own} for root, but {others}" if others else own, *_registered(facts)])
-        return told(found, **actions) if others else passed(found)
+        return info(found, **actions) if others else passed(found)
     if not facts.capable:
         less = ", less than RDMA needs (bpsfast explain RD01)" if soft < _LEAST_LOCKED_NBYTES else ""
         return skipped(f"no RDMA device; the limit would be {size(soft)}{less}")
@@ -82,11 +82,11 @@ def shared_memory(facts: Facts) -> Outcome:
     """RD20: check the size of /dev/shm."""
     nbytes = facts.host.kernel.shm_nbytes()
     if nbytes is None:
-        return told("there is no /dev/shm; bpsfast shares memory without it, torch's data loaders do not",
+        return info("there is no /dev/shm; bpsfast shares memory without it, torch's data loaders do not",
                     **facts.variants("sudo mount -t tmpfs shm /dev/shm", "docker run --ipc=host ...",
                                      "mount an emptyDir with medium: Memory at /dev/shm"))
     if nbytes < _LEAST_SHM_NBYTES:
-        return told(f"/dev/shm has {size(nbytes)}: enough for bpsfast, which shares memory by memfd; "
+        return info(f"/dev/shm has {size(nbytes)}: enough for bpsfast, which shares memory by memfd; "
                     "torch's data loaders and NCCL want more",
                     **facts.variants("sudo mount -o remount,size=50% /dev/shm",
                                      "docker run --shm-size=8g ...   # or --ipc=host",
@@ -146,7 +146,7 @@ def gpu_memory(facts: Facts) -> Outcome:
     if "nvidia" in facts.modules and not facts.modules & {"nvidia_peermem", "nv_peer_mem"}:
         dma_buf = (", dma-buf may do (kernel " + facts.kernel_release + ")" if facts.kernel_version >= _DMA_BUF
                    else f", nor has kernel {facts.kernel_release} dma-buf for it")
-        return told(f"nvidia_peermem is not loaded{dma_buf}; {ours}, but NCCL and perftest --use_cuda want it",
+        return info(f"nvidia_peermem is not loaded{dma_buf}; {ours}, but NCCL and perftest --use_cuda want it",
                     **facts.variants("sudo modprobe nvidia-peermem", "on the host: modprobe nvidia-peermem",
                                      "on the node: modprobe nvidia-peermem, or the GPU operator with rdma.enabled"))
     return passed(f"the modules for it are loaded; {ours}")

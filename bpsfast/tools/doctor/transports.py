@@ -5,7 +5,7 @@ from ..._version import __version__
 from ...base.encryption import check_library
 from ...orchestration.errors import ConfigError
 from .facts import Facts
-from .finding import Check, Outcome, Severity, advice, failed, passed, told, warned
+from .finding import Check, Outcome, Severity, advice, failed, info, passed, warned
 
 _GOOD_BUFFER_NBYTES = 4 << 20
 #: Rate (Mbit/s) from which the kernel's defaults are too small for one connection.
@@ -38,7 +38,7 @@ def setting(facts: Facts) -> Outcome:
         return passed(f"rdma (by {origin}) over {names}")
     if wanted == "auto" and names:
         return passed(f"auto ({origin}): rdma over {names} where the peer can, else tcp")
-    return told(f"{wanted} ({origin}): tcp between machines") if wanted == "auto" else passed(f"{wanted} (by {origin})")
+    return info(f"{wanted} ({origin}): tcp between machines") if wanted == "auto" else passed(f"{wanted} (by {origin})")
 
 
 def tcp(facts: Facts) -> Outcome:
@@ -77,7 +77,7 @@ def protection(facts: Facts) -> Outcome:
     has_key = "a job key is given" if settings.job_key or settings.job_key_file else (
         "no job key here (bpsfast run draws one)")
     if settings.encryption == "off":
-        return told(f"encryption=off (by {origins.get('encryption', 'the settings')}): anyone on the network between "
+        return info(f"encryption=off (by {origins.get('encryption', 'the settings')}): anyone on the network between "
                     f"machines can read and change gradients; {has_key}",
                     job="unset BPSFAST_ENCRYPTION   # auto: on over tcp")
     try:

@@ -57,10 +57,10 @@ def parse(text: str) -> CodecSpec:
 
 def describe(codec: CodecSpec) -> str:
     """Return *codec* in the form that `parse` reads."""
-    said = {field.name: getattr(codec, field.name) for field in msgspec.structs.fields(CodecSpec)
+    values = {field.name: getattr(codec, field.name) for field in msgspec.structs.fields(CodecSpec)
             if field.name in _OPTIONS and getattr(codec, field.name) != field.default}
     options = ",".join(name if value is True else f"{name}={'false' if value is False else value}"
-                       for name, value in said.items())
+                       for name, value in values.items())
     return f"{codec.kind}:{options}" if options else codec.kind
 
 
