@@ -7,6 +7,7 @@ product is ever added to anything, so LLVM may contract nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -45,6 +46,24 @@ def shape(element: ir.Type, n_lanes: int) -> ir.Type:
 def constant(element: ir.Type, value: float, n_lanes: int) -> ir.Constant:
     """Return *value* in every lane."""
     return ir.Constant(shape(element, n_lanes), value if n_lanes == 1 else [value] * n_lanes)
+
+
+def emits(signature: Any, emit: Callable[..., ir.Value | None]) -> tuple[Any, Any]:
+    """Return what an intrinsic has to: its *signature*, and what emits its code by emit(builder, *arguments)."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        value = emit(builder, *args)
+        return context.get_dummy_value() if value is None else value
+
+    return signature, codegen
+
+
+def emit_both(builder: ir.IRBuilder, condition: ir.Value, emit: Callable[[bool], None]) -> None:
+    """Emit emit(True) for calls in which *condition* holds, and emit(False) for the others."""
+    with builder.if_else(condition) as (then, otherwise):
+        for branch, holds in ((then, True), (otherwise, False)):
+            with branch:
+                emit(holds)
 
 
 class Element:

@@ -1,7 +1,6 @@
 """The kernels of `stores` as LLVM IR, and the numba cfunc that holds each."""
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +27,25 @@ def compile_kernel(name: str, cache: bool) -> Any:
     def kernel(values, weights, momentum, n_elements, what, learning_rate, mu):  # type: ignore[no-untyped-def]
         _step(values, weights, momentum, n_elements, what, learning_rate, mu)  # type: ignore[call-arg]
 
-    kernel.__qualname__ = f"store_{name}" + (f"_{_fingerprint()}" if cache else "")
+    files = [__file__, element_ir.__file__, elements.__file__, sum_ir.__file__]
+    kernel.__qualname__ = f"store_{name}" + (f"_{sum_ir.fingerprint(files)}" if cache else "")
     signature = types.void(pointer_to(name), types.voidptr, types.voidptr, types.int64, types.int64, types.float64,
                            types.float64)
     return cfunc(signature, cache=cache)(kernel)
-
-
-def _fingerprint() -> str:
-    """Return what the cache's file name must tell apart: as `sum_ir` does, and for its reasons."""
-    files = [Path(__file__), *(Path(str(module.__file__)) for module in (element_ir, elements, sum_ir))]
-    parts = [*sum_ir.target(), *(path.read_text() for path in files)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 @intrinsic
 def _step(typing, values, weights, momentum, n_elements, what, learning_rate, mu):  # type: ignore[no-untyped-def]
     name = name_of(values)
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def emit(builder: ir.IRBuilder, *args: ir.Value) -> None:
         step = _Step(builder, name, args)
-        for number, emit in ((READ, step.read), (SET, step.set), (ADD, step.add), (NESTEROV, step.nesterov),
-                             (SHARE, step.share)):
+        for number, emit_step in ((READ, step.read), (SET, step.set), (ADD, step.add), (NESTEROV, step.nesterov),
+                                  (SHARE, step.share)):
             with builder.if_then(builder.icmp_signed("==", args[4], I64(number))):
-                step.elements.each(args[3], emit)
-        return context.get_dummy_value()
+                step.elements.each(args[3], emit_step)
 
-    return types.void(values, weights, momentum, n_elements, what, learning_rate, mu), codegen
+    return element_ir.emits(types.void(values, weights, momentum, n_elements, what, learning_rate, mu), emit)
 
 
 class _Step:

@@ -21,10 +21,9 @@ no input: 5 to 8 % less time from DRAM than the nest above, which serves any num
 from __future__ import annotations
 
 import hashlib
-import inspect
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -34,7 +33,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from bpsfast.kernels import element_ir
-from bpsfast.kernels.element_ir import I32, I64, Element
+from bpsfast.kernels.element_ir import I32, I64, Element, emit_both, emits
 
 
 class Tuning(NamedTuple):
@@ -116,32 +115,28 @@ def compile_kernel(name: str, cache: bool, op: str = "sum") -> Any:
     def kernel(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal):  # type: ignore[no-untyped-def]
         _fused_sum(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal)  # type: ignore[call-arg]
 
-    kernel.__qualname__ = f"fused_{op}_{name}" + (f"_{_fingerprint()}" if cache else "")
+    kernel.__qualname__ = f"fused_{op}_{name}" + (f"_{fingerprint([element_ir.__file__, __file__])}" if cache else "")
     pointer = types.CPointer(types.Opaque(f"bpsfast.{name}.{op}"))
     signature = types.void(pointer, types.CPointer(types.voidptr), *[types.int64] * 6)
     return cfunc(signature, cache=cache)(kernel)
 
 
-def _fingerprint() -> str:
-    """Return what the cache's file name must tell apart, as a short hash: CPU and source.
+def fingerprint(files: Iterable[str | Path]) -> str:
+    """Return a short hash of the CPU and of the source *files* of a kernel, for the name of its cache file.
 
     CPU: numba keeps one index file per name and numbers its data files. Two processes that fill one index with
     different entries at the same time can make one entry point at the other's code; so no two entries share a name.
-    Source: numba hashes only the file of the compiled function, and the code comes from two.
+    Source: numba hashes only the file of the compiled function, and the code comes from several.
     """
-    parts = [*target(), inspect.getsource(element_ir), inspect.getsource(sys.modules[__name__])]
+    parts = [*target(), *(Path(file).read_text() for file in files)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 @intrinsic
 def _fused_sum(typing, dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal):  # type: ignore
     name, op = dst.dtype.name.removeprefix("bpsfast.").split(".")
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        SumLoop(builder, name, target(), args, op).build()
-        return context.get_dummy_value()
-
-    return types.void(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal), codegen
+    return emits(types.void(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal),
+                 lambda builder, *args: SumLoop(builder, name, target(), args, op).build())
 
 
 def vector_nbytes(features: str) -> int:
@@ -319,12 +314,8 @@ class SumLoop:
         """Store one chunk at element *index* of dst, past the caches if asked for."""
         if n_lanes == 1:
             self.store(values, index, n_lanes, streams=False)
-            return
-        with self.b.if_else(self.streams) as (then, otherwise):
-            with then:
-                self.store(values, index, n_lanes, streams=True)
-            with otherwise:
-                self.store(values, index, n_lanes, streams=False)
+        else:
+            emit_both(self.b, self.streams, lambda streams: self.store(values, index, n_lanes, streams))
 
     def store(self, values: list[ir.Value], index: ir.Value, n_lanes: int, streams: bool) -> None:
         """Store *values*; non-temporal stores rely on the 64-byte alignment that `streams` implies."""

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 from bpsfast.kernels.codecs.elements import Elements, wide_name
 from bpsfast.kernels.codecs.intrinsics import bytes_at, finite, floats_at, helper, is_null, nbytes_of, quiet, values_at
 from bpsfast.kernels.codecs.reductions import largest
-from bpsfast.kernels.element_ir import constant, nbytes_of as width_of, shape
+from bpsfast.kernels.element_ir import constant, emit_both, emits, nbytes_of as width_of, shape
 from bpsfast.orchestration.codec import INT8_BLOCK
 
 
@@ -54,27 +54,20 @@ def _writer(name: str) -> Any:
     def write(typing, wire, x, n, error):  # type: ignore[no-untyped-def]
         wide = wide_name(x)
 
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            wire, x, n, error = args
+        def emit(builder: ir.IRBuilder, wire: ir.Value, x: ir.Value, n: ir.Value, error: ir.Value) -> None:
             elements = Elements(builder, wide)
 
-            def round_only(index: Any, n_lanes: int) -> None:
-                elements.store(elements.load(x, wide, index, n_lanes), wire, name, index, n_lanes)
-
-            def keep_error(index: Any, n_lanes: int) -> None:
+            def put(index: ir.Value, n_lanes: int, keeps_error: bool) -> None:
                 value = elements.load(x, wide, index, n_lanes)
                 elements.store(value, wire, name, index, n_lanes)
-                lost = builder.fsub(value, elements.load(wire, name, index, n_lanes))
-                elements.store(elements.finite(lost, n_lanes), error, wide, index, n_lanes)
+                if keeps_error:
+                    lost = builder.fsub(value, elements.load(wire, name, index, n_lanes))
+                    elements.store(elements.finite(lost, n_lanes), error, wide, index, n_lanes)
 
-            with builder.if_else(elements.is_given(error)) as (then, otherwise):
-                with then:
-                    elements.each(n, keep_error)
-                with otherwise:
-                    elements.each(n, round_only)
-            return context.get_dummy_value()
+            emit_both(builder, elements.is_given(error),
+                      lambda keeps: elements.each(n, lambda index, n_lanes: put(index, n_lanes, keeps)))
 
-        return types.void(wire, x, n, error), codegen
+        return emits(types.void(wire, x, n, error), emit)
 
     return write
 
@@ -84,26 +77,19 @@ def _reader(name: str) -> Any:
     def read(typing, out, n, wire, add):  # type: ignore[no-untyped-def]
         wide = wide_name(out)
 
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            out, n, wire, add = args
+        def emit(builder: ir.IRBuilder, out: ir.Value, n: ir.Value, wire: ir.Value, add: ir.Value) -> None:
             elements = Elements(builder, wide)
 
-            def put(index: Any, n_lanes: int) -> None:
-                elements.store(elements.load(wire, name, index, n_lanes), out, wide, index, n_lanes)
-
-            def put_sum(index: Any, n_lanes: int) -> None:
+            def put(index: ir.Value, n_lanes: int, adds: bool) -> None:
                 value = elements.load(wire, name, index, n_lanes)
-                total = builder.fadd(elements.load(out, wide, index, n_lanes), value)
-                elements.store(total, out, wide, index, n_lanes)
+                if adds:
+                    value = builder.fadd(elements.load(out, wide, index, n_lanes), value)
+                elements.store(value, out, wide, index, n_lanes)
 
-            with builder.if_else(cgutils.is_not_null(builder, add)) as (then, otherwise):
-                with then:
-                    elements.each(n, put_sum)
-                with otherwise:
-                    elements.each(n, put)
-            return context.get_dummy_value()
+            emit_both(builder, cgutils.is_not_null(builder, add),
+                      lambda adds: elements.each(n, lambda index, n_lanes: put(index, n_lanes, adds)))
 
-        return types.void(out, n, wire, add), codegen
+        return emits(types.void(out, n, wire, add), emit)
 
     return read
 
@@ -162,12 +148,7 @@ def _block_scale(x, n):  # type: ignore[no-untyped-def]
 def _quantise(typing, numbers, x, n, error, scale):  # type: ignore[no-untyped-def]
     """Write each of *n* elements as an integer multiple of *scale*, from -127 to 127, and the error if it is kept."""
     wide = wide_name(x)
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        Int8BlockLoops(builder, wide, *args).write()
-        return context.get_dummy_value()
-
-    return types.void(numbers, x, n, error, scale), codegen
+    return emits(types.void(numbers, x, n, error, scale), lambda b, *args: Int8BlockLoops(b, wide, *args).write())
 
 
 class Int8BlockLoops:
@@ -183,11 +164,8 @@ class Int8BlockLoops:
 
     def write(self) -> None:
         """Emit both loops: with and without the error."""
-        with self.b.if_else(self.elements.is_given(self.error)) as (then, otherwise):
-            with then:
-                self.elements.each(self.n, lambda index, n_lanes: self._emit(index, n_lanes, keeps=True))
-            with otherwise:
-                self.elements.each(self.n, lambda index, n_lanes: self._emit(index, n_lanes, keeps=False))
+        emit_both(self.b, self.elements.is_given(self.error), lambda keeps: self.elements.each(
+            self.n, lambda index, n_lanes: self._emit(index, n_lanes, keeps)))
 
     def _emit(self, index: Any, n_lanes: int, keeps: bool) -> None:
         b, elements = self.b, self.elements

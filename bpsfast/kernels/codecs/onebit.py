@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from bpsfast.kernels.codecs.elements import Elements, wide_name
 from bpsfast.kernels.codecs.intrinsics import floats_at, is_null, nbytes_of, quiet
 from bpsfast.kernels.codecs.reductions import N_LANES, LaneSum, largest
-from bpsfast.kernels.element_ir import I64, constant, shape
+from bpsfast.kernels.element_ir import I64, constant, emit_both, emits, shape
 from bpsfast.orchestration.codec import SCALED
 
 
@@ -51,33 +51,20 @@ def decode(out, n, wire, nbytes, k, flags, add, scratch):  # type: ignore[no-unt
 @intrinsic
 def _write_signs(typing, wire, x, n):  # type: ignore[no-untyped-def]
     """Write the words of signs; return the sum of the magnitudes."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return OnebitLoops(builder, wide_name(x)).write(*args)
-
-    return types.float64(wire, x, n), codegen
+    return emits(types.float64(wire, x, n), lambda b, *args: OnebitLoops(b, wide_name(x)).write(*args))
 
 
 @intrinsic
 def _write_error(typing, error, x, n, scale):  # type: ignore[no-untyped-def]
     """Write the error that the signs and *scale* leave of each element."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        OnebitLoops(builder, wide_name(x)).write_error(*args)
-        return context.get_dummy_value()
-
-    return types.void(error, x, n, scale), codegen
+    return emits(types.void(error, x, n, scale), lambda b, *args: OnebitLoops(b, wide_name(x)).write_error(*args))
 
 
 @intrinsic
 def _spread(typing, out, n, wire, above, below, add):  # type: ignore[no-untyped-def]
     """Write *above* where the sign is 0 and *below* where it is 1, or add them."""
-
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        OnebitLoops(builder, wide_name(out)).spread(*args)
-        return context.get_dummy_value()
-
-    return types.void(out, n, wire, above, below, add), codegen
+    return emits(types.void(out, n, wire, above, below, add),
+                 lambda b, *args: OnebitLoops(b, wide_name(out)).spread(*args))
 
 
 class OnebitLoops:
@@ -130,11 +117,8 @@ class OnebitLoops:
     def spread(self, out: ir.Value, n: ir.Value, wire: ir.Value, above: ir.Value, below: ir.Value,
                add: ir.Value) -> None:
         """Emit both loops: with and without adding."""
-        with self.b.if_else(cgutils.is_not_null(self.b, add)) as (then, otherwise):
-            with then:
-                self._spread(out, n, wire, self._widen(above), self._widen(below), True)
-            with otherwise:
-                self._spread(out, n, wire, self._widen(above), self._widen(below), False)
+        emit_both(self.b, cgutils.is_not_null(self.b, add),
+                  lambda adds: self._spread(out, n, wire, self._widen(above), self._widen(below), adds))
 
     def _spread(self, out: ir.Value, n: ir.Value, wire: ir.Value, above: ir.Value, below: ir.Value,
                 adds: bool) -> None:

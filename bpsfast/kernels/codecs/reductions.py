@@ -5,8 +5,6 @@ Magnitudes are compared by their bits, which order as the magnitudes do, with Na
 """
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -15,33 +13,20 @@ from numba.extending import intrinsic
 
 from bpsfast.kernels.codecs.elements import Elements, wide_name
 from bpsfast.kernels.codecs.intrinsics import helper, nbytes_of as width_of
-from bpsfast.kernels.element_ir import F64, I64, constant, nbytes_of, shape
+from bpsfast.kernels.element_ir import F64, I64, constant, emits, nbytes_of, shape
 
 #: Enough for the adders of the widest vectors; part of the arithmetic (`codec_reference`).
 N_LANES = 32
 
 
 @intrinsic
-def sum_of_magnitudes(typing, x, n):  # type: ignore[no-untyped-def]
-    """Return the sum of the magnitudes of *n* elements of T at *x*."""
-    return types.float64(x, n), _codegen(x, squares=False)
-
-
-@intrinsic
 def sum_of_squares(typing, x, n):  # type: ignore[no-untyped-def]
     """Return the sum of the squares of *n* elements of T at *x*."""
-    return types.float64(x, n), _codegen(x, squares=True)
-
-
-def _codegen(pointer: Any, squares: bool) -> Any:
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return LaneSum(builder, wide_name(pointer), squares).of(*args)
-
-    return codegen
+    return emits(types.float64(x, n), lambda b, *args: LaneSum(b, wide_name(x), squares=True).of(*args))
 
 
 class LaneSum:
-    """Emits IR for a sum in lanes."""
+    """Emits IR for a sum of magnitudes, or of squares, in lanes."""
 
     def __init__(self, builder: ir.IRBuilder, wide: str, squares: bool = False) -> None:
         self.b = builder
@@ -108,8 +93,7 @@ def largest(typing, x, n):  # type: ignore[no-untyped-def]
     """Return the largest of *n* magnitudes at *x*: NaN if one is NaN, 0 if n is 0."""
     wide = wide_name(x)
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        x, n = args
+    def emit(builder: ir.IRBuilder, x: ir.Value, n: ir.Value) -> ir.Value:
         elements = Elements(builder, wide)
         word = ir.IntType(8 * nbytes_of(elements.wide))
         kind = shape(word, N_TOGETHER)
@@ -127,7 +111,7 @@ def largest(typing, x, n):  # type: ignore[no-untyped-def]
         return builder.bitcast(_larger(builder, builder.call(reduce, [builder.load(most)]), builder.load(last)),
                                elements.wide)
 
-    return x.dtype(x, n), codegen
+    return emits(x.dtype(x, n), emit)
 
 
 def _larger(builder: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
@@ -142,12 +126,11 @@ def reaching(typing, x, index, bound):  # type: ignore[no-untyped-def]
     """
     wide = wide_name(x)
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        x, index, bound = args
+    def emit(builder: ir.IRBuilder, x: ir.Value, index: ir.Value, bound: ir.Value) -> ir.Value:
         elements = Elements(builder, wide)
         values = elements.magnitude(elements.load(x, wide, index, N_TOGETHER))
         word = bound if wide == "float64" else builder.trunc(bound, ir.IntType(32))
         least = elements.splat(builder.bitcast(word, elements.wide), N_TOGETHER)
         return builder.bitcast(builder.fcmp_unordered(">=", values, least), I64)
 
-    return types.uint64(x, index, bound), codegen
+    return emits(types.uint64(x, index, bound), emit)
