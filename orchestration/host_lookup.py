@@ -23,10 +23,7 @@ class Lookup:
     def address(self, timeout_s: float) -> str:
         """Return the address, an IPv4 one if there is one, after at most *timeout_s*.
 
-        Raises
-        ------
-        OSError
-            The resolver's error, or `TimeoutError` if it has not answered.
+        Raises the resolver's `OSError`, or `TimeoutError` if it has not answered.
         """
         if not self.wait(timeout_s):
             raise TimeoutError(f"the resolver has not answered within {max(0.0, timeout_s):.3g} s")

@@ -932,10 +932,7 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes, sender: str) -> Message:
     """Return the message in *data* as *sender* ("node", "scheduler" or "local") may have sent it.
 
-    Raises
-    ------
-    ProtocolError
-        If the bytes are no such message.
+    Raises `ProtocolError` if the bytes are no such message.
     """
     try:
         return _DECODERS[sender].decode(data)

@@ -56,12 +56,8 @@ NAMES = (*HASHES, "mixed")
 def mixed(key: int, n_workers: int, n_helpers: int, bound: int = MIXED_BOUND) -> int:
     """Return the server number of *key* by the mixed rule: helpers are 0..k-1, colocated servers k..k+n-1.
 
-    The optimal share of the *buckets* goes to helpers: ratio 2k(n-1) / (n(n+k) - 2k), defined for k <= n only.
-
-    Raises
-    ------
-    ConfigError
-        If there are more helpers than workers, or fewer buckets than servers.
+    The optimal share of the *buckets* goes to helpers: ratio 2k(n-1) / (n(n+k) - 2k), defined for k <= n only. Raises
+    `ConfigError` if there are more helpers than workers, or fewer buckets than servers.
     """
     if n_helpers > n_workers:
         raise ConfigError(

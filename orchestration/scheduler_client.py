@@ -167,14 +167,9 @@ class SchedulerClient:
         """Send a heartbeat if it is due; reconnect if the scheduler is gone. Call `recv_nowait` before.
 
         Returns whether it has reconnected: then `sockets` are others, messages in flight in both directions are lost,
-        and the scheduler that answers may know nothing of this node.
-
-        Raises
-        ------
-        PeerLostError
-            If no scheduler has answered for `start_timeout_s`. Never after its last message.
-        StallError
-            If none has answered since the start for as long.
+        and the scheduler that answers may know nothing of this node. Raises `PeerLostError` if no scheduler has
+        answered for `start_timeout_s` (never after its last message); `StallError` if none has answered since the start
+        for as long.
         """
         slept_s, self._last_tick = now - self._last_tick, now
         if self._ended:

@@ -60,10 +60,8 @@ class HandshakeResult(NamedTuple):
 def job_key(text_hex: str | None, fallback_text: str) -> bytes:
     """Return the job's key from hexadecimal *text_hex*, else one derived from *fallback_text*, which others may guess.
 
-    Raises
-    ------
-    ConfigError
-        If the text is not hexadecimal, or has fewer than 16 bytes. The error does not repeat the text, which is secret.
+    Raises `ConfigError` if the text is not hexadecimal, or has fewer than 16 bytes; the error does not repeat the text,
+    which is secret.
     """
     if not text_hex:
         return hashlib.sha256(b"bpsfast job key|" + fallback_text.encode()).digest()
@@ -119,14 +117,9 @@ def handshake_as_dialer(sock: socket.socket, key: bytes, context: str, hello: St
                         timeout_s: float) -> HandshakeResult:
     """Prove to the acceptor of *sock* that we hold *key*, make it prove the same, exchange hellos.
 
-    Reads exactly the handshake's bytes and restores the socket's time-out. Blocks up to *timeout_s*.
-
-    Raises
-    ------
-    StallError, PeerLostError
-        If the deadline passed, or the peer closed.
-    ProtocolError, MismatchError
-        If the peer is no bpsfast of this version; if it has another key, or another setting of encryption.
+    Reads exactly the handshake's bytes and restores the socket's time-out. Blocks up to *timeout_s*. Raises
+    `StallError` if the deadline passed; `PeerLostError` if the peer closed; `ProtocolError` if it is no bpsfast of this
+    version; `MismatchError` if it has another key, or another setting of encryption.
     """
     with _Line(sock, timeout_s) as line:
         theirs = line.nonce()

@@ -166,10 +166,7 @@ class RecordedKernel(Kernel):
 def open_host(root: str | None = None) -> Host:
     """Return this machine, or the one recorded below *root*.
 
-    Raises
-    ------
-    ConfigError
-        *root* is not a folder, or its answers.json does not have the fields of `KernelAnswers`.
+    Raises `ConfigError` if *root* is not a folder, or its answers.json does not have the fields of `KernelAnswers`.
     """
     if root is None:
         return Host()

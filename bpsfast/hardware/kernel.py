@@ -58,10 +58,7 @@ class Route:
 def route_to(destination: Address) -> Route:
     """Return the kernel's route to *destination*.
 
-    Raises
-    ------
-    OSError
-        ENETUNREACH or EHOSTUNREACH if there is none, with the address in the text.
+    Raises `OSError` with ENETUNREACH or EHOSTUNREACH if there is none; the text has the address.
     """
     family = socket.AF_INET if destination.version == 4 else socket.AF_INET6
     message = struct.pack("=BBBBBBBBI", family, destination.max_prefixlen, 0, 0, 0, 0, 0, 0, 0)
@@ -264,10 +261,7 @@ def header_nbytes(address: Address) -> int:
 def ping(address: Address, nbytes: int, netdev: str | None = None, timeout_s: float = 1.0) -> PingResult:
     """Send up to three echo requests of *nbytes* (whole IP packets) to *address*, over *netdev* if given.
 
-    Raises
-    ------
-    OSError
-        The kernel refuses, for example because there is no route.
+    Raises `OSError` if the kernel refuses, for example because there is no route.
     """
     token = os.urandom(8)
     payload = token.ljust(max(8, nbytes - header_nbytes(address)), b"\0")

@@ -72,10 +72,7 @@ class RailChoice:
     def require(self) -> tuple[Rail, ...]:
         """Return the rails.
 
-        Raises
-        ------
-        UnsupportedError
-            There is none; the text has the reason for every port.
+        Raises `UnsupportedError` if there is none; the text has the reason for every port.
         """
         if not self.rails:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.rejected.items())

@@ -231,12 +231,8 @@ class JobRebuild:
     def past(self, now: float) -> JobSnapshot | None:
         """Return the job's state once all nodes have reported or are lost; None before.
 
-        Raises
-        ------
-        PeerLostError
-            If a node is lost that the job cannot go on without.
-        ProtocolError
-            If reports contradict what schedulers do.
+        Raises `PeerLostError` if a node is lost that the job cannot go on without; `ProtocolError` if reports
+        contradict what schedulers do.
         """
         if self._first is None:
             return None

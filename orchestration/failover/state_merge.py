@@ -169,12 +169,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], accounts: Mapping[int, NodeReport
     """Return the state in which the job of *nodes* continues.
 
     *accounts* and *senders* are those of all nodes that take part, by index; *lost* were lost before, *absent* are by
-    now.
-
-    Raises
-    ------
-    ProtocolError
-        If the reports contradict what schedulers do.
+    now. Raises `ProtocolError` if the reports contradict what schedulers do.
     """
     rejoins = {index: account.rejoin for index, account in accounts.items()}
     latest = max(each.committed for each in rejoins.values())

@@ -167,10 +167,7 @@ class Admission:
     def roster(self) -> list[tuple[bytes, NodeInfo]]:
         """Return all nodes in node order: machines with ranks, then helpers.
 
-        Raises
-        ------
-        ConfigError
-            If the ranks are no permutation, or not as many as the promised size.
+        Raises `ConfigError` if the ranks are no permutation, or not as many as the promised size.
         """
         workers, helpers = self._split()
         seats = _seats(workers, self._expected.num_nodes)

@@ -278,12 +278,8 @@ class Generations:
         """Begin a generation in which partitions of lost nodes change owners; return the units concerned and the
         changes.
 
-        What survivors own stays.
-
-        Raises
-        ------
-        CapacityError
-            If the nodes that could own them have refused too much for want of memory.
+        What survivors own stays. Raises `CapacityError` if the nodes that could own them have refused too much for want
+        of memory.
         """
         self.number += 1
         owned = [0 if node in self._absent else nbytes for node, nbytes in enumerate(self._owned)]

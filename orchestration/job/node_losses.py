@@ -132,10 +132,7 @@ class NodeLosses:
     def frozen(self, node: int, message: m.FreezeReport) -> m.Outgoing:
         """Note that *node* has stopped; after the last one, tell all nodes which partitions change owners.
 
-        Raises
-        ------
-        BpsError
-            If the job cannot go on without what was lost, or nodes contradict each other.
+        Raises `BpsError` if the job cannot go on without what was lost, or nodes contradict each other.
         """
         recovery = self.recovery
         if recovery is None or not recovery.frozen(node, message):

@@ -59,12 +59,7 @@ class GenerationPlanner:
 
     def prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> m.Outgoing:
         """Give up what a node cannot prepare, and tell all ranks why. If it was to own partitions of lost nodes and
-        lacks memory, others get more of them.
-
-        Raises
-        ------
-        CapacityError
-            If partitions of lost nodes have no other owner.
+        lacks memory, others get more of them. Raises `CapacityError` if partitions of lost nodes have no other owner.
         """
         index = self._roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
@@ -85,10 +80,7 @@ class GenerationPlanner:
     def retire(self, message: m.Retire) -> m.Outgoing:
         """Once all ranks have retired units, let all nodes free them, before any later plan.
 
-        Raises
-        ------
-        ProtocolError
-            If there is no such unit.
+        Raises `ProtocolError` if there is no such unit.
         """
         over, unknown = self._generations.retire(message.rank, message.units, self._roster.size)
         if unknown:

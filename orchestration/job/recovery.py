@@ -76,14 +76,8 @@ class EpochChange:
                       ) -> list[PartitionMove]:
         """Return the move of each partition of *units* that a lost node owned.
 
-        *lent*, by partition: of the last owner changes those with a round that some nodes lacked.
-
-        Raises
-        ------
-        PeerLostError
-            If no node can own one of them.
-        ProtocolError
-            If reports contradict what nodes can have done.
+        *lent*, by partition: of the last owner changes those with a round that some nodes lacked. Raises
+        `PeerLostError` if no node can own one of them; `ProtocolError` if reports contradict what nodes can have done.
         """
         helpers = [node.index for node in nodes if not node.ranks and node.index in self._survivors]
         near = self._near
@@ -96,12 +90,8 @@ class EpochChange:
 
         Partitions whose owners keep more than sums stay, and compressed ones; also those whose results other nodes read
         in the owner's memory, or would read in the new owner's; and those that a node still expects from another node
-        than the owner, by *lent* (as in `moves_of_lost`).
-
-        Raises
-        ------
-        ProtocolError
-            If reports contradict what nodes can have done.
+        than the owner, by *lent* (as in `moves_of_lost`). Raises `ProtocolError` if reports contradict what nodes can
+        have done.
         """
         near = self._near
         found = [_move_to_joined(part.owner, unit, part, done, sorted(self.joined), near, lent.get(part.part))

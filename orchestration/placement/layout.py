@@ -103,16 +103,9 @@ def lay_out(specs: Sequence[TensorSpec], machines: Sequence[Machine], *, policy:
 
     With policy "optimal" the largest partitions are cut finer where the placement would else miss the optimum by more
     than `TOLERANCE`. *owned* are the bytes that each machine owns already, *more* those that its memory lets it own
-    besides (-1: any). *is_within*: there is only one machine (`plan_units`).
-
-    Raises
-    ------
-    UnsupportedError
-        If a dtype or shape cannot be summed.
-    CapacityError
-        If the job would have more partitions than one can have.
-    ConfigError
-        If *policy* is unknown or cannot place anything on *machines*.
+    besides (-1: any). *is_within*: there is only one machine (`plan_units`). Raises `UnsupportedError` if a dtype or
+    shape cannot be summed; `CapacityError` if the job would have more partitions than one can have; `ConfigError` if
+    *policy* is unknown or cannot place anything on *machines*.
     """
     units = plan_units(specs, first_unit, first_part, partition_nbytes, fusion_nbytes, page_nbytes, is_within)
     if more is not None:

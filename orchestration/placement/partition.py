@@ -64,12 +64,8 @@ N_ROUNDS = 1 << 32
 def nbytes_of(spec: TensorSpec) -> int:
     """Return the bytes of *spec*; of a table that is summed by rows those of the whole table.
 
-    Raises
-    ------
-    UnsupportedError
-        If no kernel does that with that dtype, or a dimension is negative.
-    ConfigError
-        If a table is not declared correctly.
+    Raises `UnsupportedError` if no kernel does that with that dtype, or a dimension is negative; `ConfigError` if a
+    table is not declared correctly.
     """
     if spec.op == ROWS:
         check_rows(spec.name, spec.shape, spec.max_rows, spec.group)
@@ -143,14 +139,8 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
     Partitions of a unit are even, the last is short; of at most *partition_nbytes* rounded down to pages, one at least.
     If the job *is_within* one machine, lone tensors that the CPU copies have smaller ones (`CACHED_NBYTES`), while
     there are few. *page_nbytes* is the largest page of any machine of the job: each maps results of several owners side
-    by side.
-
-    Raises
-    ------
-    UnsupportedError
-        If a dtype or shape cannot be summed.
-    CapacityError
-        If the job would have more than `MAX_PARTS` partitions.
+    by side. Raises `UnsupportedError` if a dtype or shape cannot be summed; `CapacityError` if the job would have more
+    than `MAX_PARTS` partitions.
     """
     units = _cut(specs, first_unit, first_part, partition_nbytes, fusion_nbytes, page_nbytes, is_within)
     part = first_part + sum(len(unit.parts) for unit in units)

@@ -115,12 +115,8 @@ def reassign(parts: Sequence[tuple[int, int]], machines: Sequence[Machine], lost
     optimum by more than `layout.TOLERANCE`: a machine that owns more than it can carry in the new optimum's time gives
     up whole partitions, the largest first, and never more bytes than it has too many. So at most the lost machine's
     bytes and those that the new optimum forces are moved, and a machine stays above the optimum by less than one
-    partition.
-
-    Raises
-    ------
-    ConfigError
-        If no machine with ranks is left, *lost* is none of *machines*, or *policy* cannot place anything on the rest.
+    partition. Raises `ConfigError` if no machine with ranks is left, *lost* is none of *machines*, or *policy* cannot
+    place anything on the rest.
     """
     if not 0 <= lost < len(machines):
         raise ConfigError(f"machine {lost} cannot be lost: there are {len(machines)}, numbered from 0")

@@ -67,14 +67,8 @@ def optimal_shares(machines: Sequence[Machine], nbytes: float) -> Shares:
     """Return the shortest step for *nbytes* and the bytes that each machine should own.
 
     When the slowest machine with ranks sets the time there is slack: then each machine owns bytes in proportion to its
-    rate, up to what it can carry within t*. So the slowest owns least (nothing, for n > 2).
-
-    Raises
-    ------
-    ConfigError
-        If no machine has ranks.
-    CapacityError
-        If all machines together may not own so much.
+    rate, up to what it can carry within t*. So the slowest owns least (nothing, for n > 2). Raises `ConfigError` if no
+    machine has ranks; `CapacityError` if all machines together may not own so much.
     """
     time_s = least_time_s(machines, nbytes)
     return Shares(time_s, _fill(capacities(machines, nbytes, time_s), rates_of(machines), nbytes))

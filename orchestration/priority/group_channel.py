@@ -82,12 +82,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
 class LeaderChannel:
     """The leader's end, at *host* alone if that is an address of this machine. Owner thread only.
 
-    Only `wait` and `close` block. *decoder*: of the messages of the followers, `Hello` among them.
-
-    Raises
-    ------
-    ConfigError
-        If there is no free port.
+    Only `wait` and `close` block. *decoder*: of the messages of the followers, `Hello` among them. Raises `ConfigError`
+    if there is no free port.
     """
 
     def __init__(self, key: bytes, host: str = "", decoder: msgspec.msgpack.Decoder[Any] = _decoder) -> None:
@@ -190,12 +186,7 @@ class LeaderChannel:
 class FollowerChannel:
     """A follower's end, connected to *host*:*port*. Owner thread only; only `wait` and `close` block.
 
-    *leader*: who listens there, for errors.
-
-    Raises
-    ------
-    ConfigError
-        If that is not an address.
+    *leader*: who listens there, for errors. Raises `ConfigError` if that is not an address.
     """
 
     def __init__(self, host: str, port: int, key: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder,
@@ -231,12 +222,8 @@ class FollowerChannel:
     def recv_nowait(self) -> list[Any]:
         """Return all messages that have arrived.
 
-        Raises
-        ------
-        PeerLostError
-            If the connection to the leader is gone and all it sent has been returned.
-        ProtocolError
-            If it sent no message, once what came before it was returned.
+        Raises `PeerLostError` if the connection to the leader is gone and all it sent has been returned;
+        `ProtocolError` if it sent no message, once what came before it was returned.
         """
         if self._wrong is not None:
             wrong, self._wrong = self._wrong, None

@@ -124,10 +124,7 @@ class Follower:
     def turns(self) -> list[Entry]:
         """Take what begins here now, in rank 0's order.
 
-        Raises
-        ------
-        MismatchError
-            If this rank was given something else under the same name.
+        Raises `MismatchError` if this rank was given something else under the same name.
         """
         taken: list[Entry] = []
         while self._told and self._told[0].key in self._given:

@@ -156,12 +156,8 @@ def plan_ranks(cores: Cores, ranks: Sequence[Rank], options: AffinityOptions,
                taken: Set[int] = frozenset()) -> tuple[CpuAffinity, ...]:
     """Return the affinity of each of *ranks*, in local-rank order. *taken*: CPUs that only the node uses.
 
-    Ranks with different CPUs have been bound on purpose and keep them.
-
-    Raises
-    ------
-    ConfigError
-        `AffinityOptions.rank_cpus` does not have usable CPUs for each rank.
+    Ranks with different CPUs have been bound on purpose and keep them. Raises `ConfigError` if
+    `AffinityOptions.rank_cpus` does not have usable CPUs for each rank.
     """
     shares = _given(ranks, options) if options.rank_cpus else _shares(cores, ranks, options, taken)
     cpus = [frozenset() if rank.stays or share >= rank.cpus else share for rank, share in zip(ranks, shares)]

@@ -147,10 +147,7 @@ def direct_pairs(topology: Topology) -> tuple[GpuNicPair, ...]:
 def enabled_pairs(topology: Topology, settings: Settings) -> tuple[GpuNicPair, ...]:
     """Return the pairs that the setting gpu_direct enables, () if it is off or there are no GPUs.
 
-    Raises
-    ------
-    ConfigError
-        It is on, and no GPU of this machine can copy directly.
+    Raises `ConfigError` if it is on, and no GPU of this machine can copy directly.
     """
     if not settings.gpu_direct or not topology.of(PartKind.GPU):
         return ()

@@ -45,10 +45,7 @@ class _Device(NamedTuple):
 def discover(root: str | None = None) -> Topology:
     """Return the graph of this machine, or of the one recorded below *root*.
 
-    Raises
-    ------
-    ConfigError
-        *root* is not a folder, or its answers.json does not fit `KernelAnswers` and `NvmlAnswer`.
+    Raises `ConfigError` if *root* is not a folder, or its answers.json does not fit `KernelAnswers` and `NvmlAnswer`.
     """
     host = open_host(root)
     if isinstance(host.kernel, RecordedKernel):

@@ -56,10 +56,7 @@ _COLUMN, _ROW = 1.25, 1.4
 def draw(topology: Topology, path: str) -> None:
     """Write a drawing of *topology* to *path*, as SVG: sockets on top, devices below, NVLinks as arcs at the bottom.
 
-    Raises
-    ------
-    LackingError
-        matplotlib is not installed.
+    Raises `LackingError` if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

@@ -66,10 +66,7 @@ class NvmlAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def recorded_answer(answer: Any) -> NvmlAnswer:
     """Return the answer of a recorded machine, an empty one if none was recorded.
 
-    Raises
-    ------
-    ConfigError
-        *answer* does not fit `NvmlAnswer`.
+    Raises `ConfigError` if *answer* does not fit `NvmlAnswer`.
     """
     if answer is None:
         return NvmlAnswer("not recorded")

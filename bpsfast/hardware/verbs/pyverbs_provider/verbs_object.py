@@ -32,12 +32,7 @@ SYSTEM_FOLDER = Path("/usr/lib/python3/dist-packages")
 def load() -> None:
     """Import pyverbs of this interpreter, else Debian's if it was built for this version of Python. Idempotent.
 
-    Only the package pyverbs of Debian's folder is used.
-
-    Raises
-    ------
-    VerbsMissing
-        With what to install.
+    Only the package pyverbs of Debian's folder is used. Raises `VerbsMissing`, whose text says what to install.
     """
     native.load()  # prepares for forks, so it must precede any registration
     if "pyverbs" in sys.modules:
@@ -250,10 +245,7 @@ class VerbsResource:
     def close(self) -> None:
         """Release it. Idempotent.
 
-        Raises
-        ------
-        BufferError
-            While what belongs to it is open, or another thread is in a call of it.
+        Raises `BufferError` while what belongs to it is open, or another thread is in a call of it.
         """
         if self._raw is None:
             return
