@@ -76,8 +76,7 @@ def width_of(dtype: str) -> int:
 
 
 def count(codec: CodecSpec, n_elements: int) -> int:
-    """Return the number of *n_elements* that "topk" or "randomk" sends, at least 1; of "dithering" the number of
-    levels.
+    """Return how many of *n_elements* "topk" or "randomk" sends, at least 1; of "dithering" the number of levels.
 
     At most half of the elements of a partition are sent, because more would take more bytes than all of them.
     """

@@ -87,8 +87,7 @@ class HandshakeLimiter(Generic[Connection]):
         return [connection for connection, (_, since) in self._held.items() if now - since >= patience_s]
 
     def one_to_go(self, now: float) -> Connection | None:
-        """Return the connection to be cut off to make room for another; None if there is room, or none may be cut off
-        yet.
+        """Return the connection to cut off to make room for another; None if there is room, or none may be cut off yet.
 
         It is the oldest one of the source with the most; of two such sources, of the one whose oldest came first.
         """

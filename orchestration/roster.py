@@ -1,6 +1,4 @@
-"""The admitted nodes: which connection belongs to which node, which node has which rank, and their names in messages.
-Pure.
-"""
+"""The admitted nodes of a job: their connections, their ranks, and their names in messages. Pure."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -91,8 +89,7 @@ class Roster:
 
 
 def is_majority(heard: Collection[int], workers: Collection[int]) -> bool:
-    """Whether a scheduler that hears nodes *heard* may decide: they are more than half of *workers*, all nodes with
-    ranks.
+    """Whether a scheduler that hears nodes *heard* may decide: more than half of *workers*, all nodes with ranks.
 
     Or exactly half of them, with the first one, which only one of two halves has. The scheduler itself has no vote,
     because there may be one on each side of a network partition.

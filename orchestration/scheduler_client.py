@@ -32,15 +32,15 @@ _LOOK_AGAIN_S = 1.0
 
 
 class SchedulerClient:
-    """One node's connection to the scheduler at *host*:*port*. Owner thread only. Only `close` blocks, and the
-    constructor for at most 0.2 s if *host* is a name.
+    """One node's connection to the scheduler at *host*:*port*. Owner thread only.
 
-    Put `sockets` into a `zmq.Poller`; whenever it fires, and several times a heartbeat, call `recv_nowait` and then
-    `tick`. The scheduler need not run yet: connecting is retried until `start_timeout_s` after *now*. If it is lost
-    later, it has as long to come back, and `tick` reconnects. A thread looks up a name again and again while the
-    scheduler does not answer; until the resolver answers, its last answer counts. *pulse_s*: interval of the heartbeats
-    of libzmq's own thread, which do not depend on this one; 0: none. *asks_time*: heartbeats ask for the scheduler's
-    monotonic clock, and `clock` estimates how far it is ahead of ours.
+    Only `close` blocks, and the constructor for at most 0.2 s if *host* is a name. Put `sockets` into a `zmq.Poller`;
+    whenever it fires, and several times a heartbeat, call `recv_nowait` and then `tick`. The scheduler need not run
+    yet: connecting is retried until `start_timeout_s` after *now*. If it is lost later, it has as long to come back,
+    and `tick` reconnects. A thread looks up a name again and again while the scheduler does not answer; until the
+    resolver answers, its last answer counts. *pulse_s*: interval of the heartbeats of libzmq's own thread, which do not
+    depend on this one; 0: none. *asks_time*: heartbeats ask for the scheduler's monotonic clock, and `clock` estimates
+    how far it is ahead of ours.
     """
 
     def __init__(self, host: str, port: int, key: bytes, *, now: float, heartbeat_s: float = 1.0, lease_s: float = 10.0,

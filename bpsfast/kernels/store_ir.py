@@ -18,12 +18,7 @@ READ, SET, ADD, NESTEROV, SHARE = range(5)
 
 
 def compile_kernel(name: str, cache: bool) -> Any:
-    """Compile the kernel of the wire dtype *name* and return numba's cfunc object (keep it: it owns the code).
-
-    With *cache* the machine code is looked up in and saved to numba's disk cache; raises whatever numba raises where
-    that cannot be used.
-    """
-
+    """Compile the kernel of the wire dtype *name*; return numba's cfunc, its owner. *cache*: as in `sum_ir`."""
     def kernel(values, weights, momentum, n_elements, what, learning_rate, mu):  # type: ignore[no-untyped-def]
         _step(values, weights, momentum, n_elements, what, learning_rate, mu)  # type: ignore[call-arg]
 

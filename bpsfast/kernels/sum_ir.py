@@ -105,13 +105,11 @@ def target() -> tuple[str, str, str]:
 
 
 def compile_kernel(name: str, cache: bool, op: str = "sum") -> Any:
-    """Compile the kernel of the wire dtype *name* that combines by *op* (`partition.OPS`) and return numba's cfunc
-    object (keep it: it owns the code).
+    """Compile the kernel of a wire dtype *name* and *op* (`partition.OPS`); return numba's cfunc, which owns the code.
 
     With *cache* the machine code is looked up in and saved to numba's disk cache. Raises whatever numba raises
     where that cache cannot be used (`RuntimeError`, `OSError`, unpickling errors).
     """
-
     def kernel(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal):  # type: ignore[no-untyped-def]
         _fused_sum(dst, inputs, n_before, n_local, n_after, n_elements, divisor, nontemporal)  # type: ignore[call-arg]
 

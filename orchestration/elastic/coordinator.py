@@ -70,13 +70,9 @@ class Exclude(NamedTuple):
 
 
 class ElasticCoordinator:
-    """Which members have come and which are lost, and who comes next. Times are seconds of one clock, given by the
-    caller.
+    """Records which members have come or are lost, and decides who forms the next job.
 
-    Parameters
-    ----------
-    members
-        Those of the first job, by rank.
+    *members*: those of the first job, by rank. Times are seconds of one clock, given by the caller.
     """
 
     def __init__(self, rules: ElasticRules, members: Sequence[int]) -> None:
@@ -138,9 +134,7 @@ class ElasticCoordinator:
             self.is_over = self.is_over or all(seat.member in self._left for seat in self.seats)
 
     def done(self) -> None:
-        """Note that the training has ended, on all ranks together: there is no next job, and no member is missed any
-        more.
-        """
+        """Note that the training has ended on all ranks: there is no next job, and no member is missed any more."""
         self.is_over = True
 
     def replaced(self, member: int, by: int, now_s: float) -> None:

@@ -123,9 +123,7 @@ _to_member = msgspec.msgpack.Decoder(Formed | Refused | Over | Wait | Void | New
 
 
 def stored_nbytes(key: str, value: str) -> int:
-    """Return the bytes that count against `MOST_STORED_NBYTES` and `MOST_VALUE_NBYTES`: UTF-8, and the cost of an
-    entry.
-    """
+    """Return the bytes that count against the limits of the store: UTF-8, and the cost of an entry."""
     return len(key.encode()) + len(value.encode()) + 256
 
 

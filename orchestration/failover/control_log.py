@@ -1,9 +1,8 @@
-"""What one node knows of its job, so that a scheduler that has lost its memory, or another one, learns it from all
-nodes.
+"""Records what one node knows of its job, from which a restarted scheduler, or another one, learns it again. Pure.
 
-The node records what it hears from the scheduler and what it says to it, and `account` repeats it: what was committed
-by its outcome, unanswered messages as they were sent. So the scheduler has no state that is not also at the nodes.
-Pure.
+The node records what it receives from the scheduler and what it sends to it, and `account` repeats it: what was
+committed by its outcome, unanswered messages as they were sent. So the scheduler has no state that is not also at the
+nodes.
 """
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ _UNITS_AT_ONCE = 256
 
 @dataclass
 class _Declaration:
-    """A declaration of a rank that was not answered; `first`: the position of its first tensor in all that it declared.
-    """
+    """An unanswered declaration; `first`: the position of its first tensor in all that the rank has declared."""
 
     rank: int
     first: int
@@ -30,9 +28,7 @@ class _Declaration:
 
 
 class ControlLog:
-    """Records one node's messages to and from the scheduler. *package* and *settings*: as in its `Join`. Owner thread
-    only.
-    """
+    """Records one node's messages to and from the scheduler; *package*, *settings*: as in `Join`. Owner thread only."""
 
     def __init__(self, package: str, settings: Mapping[str, str]) -> None:
         self._package = package

@@ -183,8 +183,7 @@ class Scheduler:
         return self._job.aborted is not None or not self._job.is_known_to_be_over or self._handshake_limiter.n_known > 0
 
     def _turn(self) -> None:
-        """Wait for at most one tick, then read all messages before looking at the clock, so that what was sent in time
-        counts.
+        """Wait for at most one tick, then read all messages, and only then the clock: what was sent in time counts.
 
         But read for at most a tick, so that a node that never stops sending does not delay heartbeats and deadlines.
         All nodes are read in turn, so none seems silent.

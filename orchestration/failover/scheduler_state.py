@@ -20,9 +20,7 @@ from .job_rebuild import JobRebuild
 
 
 class SchedulerState:
-    """Decides for one scheduler; see the module, and `Job` for its methods. Owner thread only; *now* is a monotonic
-    clock.
-    """
+    """Decides for one scheduler; methods are as those of `Job`. Owner thread only; *now* is a monotonic clock."""
 
     def __init__(self, settings: JobSettings, now: float) -> None:
         self.job = Job(settings, now)

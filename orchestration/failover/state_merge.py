@@ -97,9 +97,7 @@ class NodeReports:
         self._count(account)
 
     def drop(self, sender: bytes) -> None:
-        """Forget *sender*, but not what it has reported of others: that stays true, except for nodes that were still to
-        come.
-        """
+        """Forget *sender*, but not what it has reported of others, which stays true except for nodes still to come."""
         account = self._by_sender.pop(sender, None)
         if account is None:
             return

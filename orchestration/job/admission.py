@@ -1,6 +1,4 @@
-"""Who is in the job: collects joins until all nodes are there, then fixes node order and ranks; and the rates of NICs.
-Pure.
-"""
+"""Admits nodes to a job: collects joins until all are there, then fixes node order and ranks; rates of NICs. Pure."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -181,8 +179,7 @@ class Admission:
         ]
 
     def describe(self) -> str:
-        """Describe who is here and who is not: "have node 0 (a, 2 ranks), helper 0 (c); missing node 1 (never joined)".
-        """
+        """Describe who is here and who is not: "have node 0 (a, 2 ranks), ...; missing node 1 (never joined)"."""
         workers, helpers = self._split()
         seats = _seats(workers, self._expected.num_nodes)
         have = sorted(zip(seats, (join for _, join in workers)), key=lambda pair: pair[0])

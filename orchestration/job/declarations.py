@@ -163,8 +163,7 @@ class Declarations:
         return Failed(tuple(dict.fromkeys(doomed)), error, tuple(sorted(ranks)))
 
     def take_complete(self) -> list[TensorSpec]:
-        """Return, once, what all of its ranks have declared, in the order and with the priorities of the first of these
-        ranks.
+        """Return, once, what all of its ranks have declared, in the order and with the priorities of the first rank.
 
         Editions are planned alone, one family at a time, so that one that no memory is left for can be refused without
         harm to anything else. So are tensors of other ranks, which are placed among their machines, and those whose

@@ -1,5 +1,4 @@
-"""Placement, partitions and order change in generations only: each is planned, prepared by all, committed by all. Pure.
-"""
+"""Plans generations: placement, partitions and order, which all nodes prepare and then commit together. Pure."""
 from __future__ import annotations
 
 from collections.abc import Container, Sequence, Set as AbstractSet
@@ -83,12 +82,11 @@ class Generations:
         self._page_nbytes = max(node.page_nbytes for node in nodes)
 
     def propose(self, specs: Sequence[TensorSpec]) -> Plan:
-        """Begin the next generation with *specs*, which carry their priorities, are all of the same ranks and all of
-        one family of editions, or of none. No generation may be in flight.
+        """Begin the next generation with *specs*, which have priorities, the same ranks and the same `edition_of`.
 
-        What is not of all ranks is placed among the nodes of its ranks and the helpers. What is to be compressed only
-        where that pays is settled now. What owners keep state of is never a helper's: only nodes with ranks can save
-        it with the model.
+        No generation may be in flight. Tensors of some ranks only are placed among their nodes and the helpers. What
+        is to be compressed only where that pays is settled now. What owners keep state of is never a helper's: only
+        nodes with ranks can save it with the model.
 
         Raises CapacityError, UnsupportedError, or ConfigError (if the policy cannot place anything on the machines of
         these ranks), and then nothing has begun.
@@ -133,8 +131,7 @@ class Generations:
         return [all_ - theirs for all_, theirs in zip(self._owned, _and([0] * len(self._owned), others))]
 
     def _candidates(self, ranks: Sequence[int], helpers: bool) -> list[tuple[int, Machine]]:
-        """Return (node, machine) of those that may own tensors of *ranks* (empty: all): their machines, and *helpers*.
-        """
+        """Return (node, machine) of those that may own tensors of *ranks* (empty: all): their nodes, and *helpers*."""
         return [(node.index, machine) for node, machine in zip(self._nodes, self._machines)
                 if node.index not in self._absent
                 and ((helpers and not node.ranks) or (node.ranks and (not ranks or set(node.ranks) & set(ranks))))]
@@ -228,8 +225,7 @@ class Generations:
         self._more[node] = more_nbytes
 
     def ready(self, node: int, generation: int) -> Commit | None:
-        """Note that *node* has prepared *generation*; return the commit if it was the last. Late messages are ignored.
-        """
+        """Note that *node* has prepared *generation*; return the commit if it was the last. Ignores late messages."""
         if self.in_flight is None or generation != self.number:
             return None
         self._ready.add(node)
@@ -275,8 +271,7 @@ class Generations:
         return withdrawn
 
     def replace_lost(self, moves: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[OwnerChange]]:
-        """Begin a generation in which partitions of lost nodes change owners; return the units concerned and the
-        changes.
+        """Begin a generation in which partitions of lost nodes change owners; return units concerned and changes.
 
         What survivors own stays. Raises `CapacityError` if the nodes that could own them have refused too much for want
         of memory.

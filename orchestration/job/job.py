@@ -266,9 +266,7 @@ class Job:
         return out
 
     def _is_vouched_for(self, now: float, sender: bytes, words: str) -> bool:
-        """Whether other nodes reach the node behind *sender*, which has ranks and is silent here for too long
-        (*words*).
-        """
+        """Whether other nodes reach the node behind *sender*, which has ranks and is silent here (*words*)."""
         if not self._admitted or self._only_sums(sender):
             return False
         if not self._probes.lives(now, self._roster.index_of(sender), self._heartbeats.seen[sender]):

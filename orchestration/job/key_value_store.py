@@ -1,5 +1,4 @@
-"""A key-value store at the scheduler, by which ranks exchange small values: addresses, names, agreements of a group.
-Pure.
+"""A key-value store at the scheduler, by which ranks exchange small values such as addresses. Pure.
 
 A lookup waits until the value is there, its own time is up, or the rank that should store it has called shutdown.
 """
@@ -52,8 +51,7 @@ class KeyValueStore:
         self._waiting: dict[str, list[_Question]] = {}
 
     def publish(self, message: Publish) -> list[KeyValueReply]:
-        """Store a value, in place of the same rank's earlier one; return the replies, also to lookups that waited for
-        it.
+        """Store a value, in place of the same rank's earlier one; return the replies, also to lookups that waited.
 
         A key belongs to the rank that published it first, until that rank withdraws it.
         """

@@ -58,8 +58,10 @@ class GenerationPlanner:
         return [] if commit is None else self._roster.to_all(commit) + self.plan()
 
     def prepare_failed(self, now: float, sender: bytes, message: m.PrepareFailed) -> m.Outgoing:
-        """Give up what a node cannot prepare, and tell all ranks why. If it was to own partitions of lost nodes and
-        lacks memory, others get more of them. Raises `CapacityError` if partitions of lost nodes have no other owner.
+        """Give up what a node cannot prepare, and tell all ranks why.
+
+        If it was to own partitions of lost nodes and lacks memory, others get more of them. Raises `CapacityError` if
+        partitions of lost nodes have no other owner.
         """
         index = self._roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)

@@ -248,8 +248,9 @@ _MOST_NAMED = 8
 
 
 class RankQueries:
-    """All questions of one job. Parameters are the `Job`'s own objects, which change; *left*: ranks that have left,
-    *unmeasured*: nodes that still measure their NIC.
+    """Answers the questions of all ranks of one job. Parameters are the `Job`'s own objects, which change.
+
+    *left*: ranks that have left. *unmeasured*: nodes that still measure their NIC.
     """
 
     def __init__(self, roster: Roster, left: AbstractSet[int], barriers: Barriers, declarations: Declarations,
@@ -288,9 +289,7 @@ class RankQueries:
         return self._answers([self._stalls.answer(message, self._why_waiting(message.name))])
 
     def _why_waiting(self, name: str) -> StallFinding:
-        """Explain what a declaration, a barrier ("barrier:<sequence>") or the job's end (`m.THE_END`) still waits for,
-        and whether that is hopeless.
-        """
+        """Find what a declaration, a barrier ("barrier:<sequence>") or the job's end (`m.THE_END`) still waits for."""
         kind, _, sequence = name.partition(":")
         if name == m.THE_END:
             ranks = [rank for rank in range(self._roster.size) if rank not in self._left]

@@ -158,9 +158,7 @@ class _Progress(NamedTuple):
 
 def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
           near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
-    """Return who can own *part*, of which *done* tells by member; *before*: the owner change before, if some nodes
-    lacked a round then.
-    """
+    """Return who can own *part*; *done*: progress by member; *before*: the change before, if some lacked a round."""
     kept = next(iter(done.values())).complete
     for each in done.values():
         kept = each.complete if rounds_ahead(each.complete, kept) > 0 else kept
@@ -190,9 +188,7 @@ def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress],
 
 def _move_to_joined(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
           near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
-    """Return which of *joined* can own *part*, owned by *giver*, which lives; *done*: by member, and of *giver*;
-    *before*: as in `_move_of_lost`.
-    """
+    """Return which of *joined* can own *part* of *giver*, which lives; *done* includes it; rest as `_move_of_lost`."""
     kept = done[giver].complete
     _check(unit, part, done, kept)
     members = {node: each for node, each in done.items() if each.place >= 0}

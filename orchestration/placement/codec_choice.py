@@ -1,5 +1,4 @@
-"""Chooses which tensors are compressed, where a codec is optional: those whose saved bytes are worth the CPU time.
-Pure.
+"""Chooses which tensors with an optional codec are compressed: where saved bytes are worth the CPU time. Pure.
 
 Of B bytes of tensors with a codec, s of them owned by one machine of n with ranks, that machine encodes its own partial
 and decodes the result of all; as an owner it also decodes n partials and encodes the result. With E and D, the seconds
@@ -63,8 +62,7 @@ class Load(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which of `n_tensors` tensors are compressed, by name, and what a step's communication takes then, alone, in
-    seconds.
+    """Which of `n_tensors` tensors are compressed, by name, and the seconds that a step's communication takes then.
 
     `wire_s` and `kernels_s`: the two that overlap. `plain_s`: without any codec; `all_s`: with every codec. Bytes are
     those of all gradients as they travel: `plain_nbytes` without a codec, `wire_nbytes` as chosen.
@@ -97,8 +95,7 @@ class Choice(NamedTuple):
 
 def settled(specs: Sequence[TensorSpec], machines: Sequence[Machine], copy_rates: Sequence[float], policy: str,
             partition_nbytes: int, fusion_nbytes: int) -> tuple[list[TensorSpec], str, str]:
-    """Return *specs* with each optional codec used or removed; the reason in words, if there was a choice; and why
-    there was none.
+    """Return *specs* with each optional codec used or removed; the reason for the choice; and why there was none.
 
     *machines* and *copy_rates* as for `choose`; if one of their rates is unknown, optional codecs are not used. Nor are
     they if there is only one machine with ranks, which has nobody to send anything to.
@@ -172,8 +169,7 @@ def choose(loads: Sequence[Load], machines: Sequence[Machine], copy_rates: Seque
 
 
 class _Ground:
-    """Machines for which times are linear in bytes. *keeps_state*: helpers own nothing, as with codecs that have state.
-    """
+    """Machines for which times are linear in bytes; *keeps_state*: helpers own nothing, as with codecs with state."""
 
     def __init__(self, machines: Sequence[Machine], copy_rates: Sequence[float], policy: str, keeps_state: bool
                  ) -> None:
@@ -193,8 +189,7 @@ class _Ground:
         return self._byte_s * nbytes
 
     def kernels_s(self, encoded: float, decoded: float) -> float:
-        """Return the time of the busiest machine: bytes copied meanwhile, by encoding and by decoding everything once.
-        """
+        """Return the busiest machine's time, from the bytes copied while everything is encoded, and decoded, once."""
         return max(encode_s * encoded + decode_s * decoded for encode_s, decode_s in self._kinds)
 
     def cost(self, load: Load) -> float:

@@ -1,5 +1,4 @@
-"""Lays out tensors: units and partitions with owners, from which generations are planned and the planner predicts.
-Pure.
+"""Lays out tensors as units and partitions with owners, for generations and for the planner's predictions. Pure.
 
 With many machines a share is a few partitions, and one more or less is many per cent of it: VGG-16 in partitions of 4
 MB is 9.5 % above the optimum on 32 machines and 16 helpers. Smaller partitions everywhere would cost a message each

@@ -70,9 +70,7 @@ class _Sharing:
         self._kinds[owner][nbytes, self._candidates_of[position]].remove(position)
 
     def balance(self, until_last: bool) -> None:
-        """Move partitions while the machine that is done last, or (not *until_last*) any machine that gives, is done
-        sooner.
-        """
+        """Move partitions while that makes the last machine (or, not *until_last*, any that gives) faster."""
         givers = {owner for owner, kinds in self._kinds.items() if any(kinds.values())}
         while givers:
             among = range(len(self._own)) if until_last else sorted(givers)

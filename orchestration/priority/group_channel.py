@@ -159,8 +159,7 @@ class LeaderChannel:
 
     def send_to_late_joiners(self, message: msgspec.Struct, told: Collection[int], n_others: int,
                              deadline: float) -> None:
-        """Send *message*, the last one, to followers that still connect, which would otherwise wait for a leader that
-        is gone.
+        """Send *message*, the last one, to followers that still connect, and would wait for a leader that is gone.
 
         Blocks until *n_others* ranks have been *told*, or `time.monotonic` reaches *deadline*. Their messages are
         ignored.

@@ -102,8 +102,9 @@ class AffinityOptions:
 
 @dataclass(frozen=True)
 class Rank:
-    """A local rank before planning: the CPUs that it may use; `stays`: whether it keeps them in any case; `beside`: the
-    NUMA node of its GPU, None if unknown.
+    """A local rank before planning: the CPUs that it may use.
+
+    `stays`: whether it keeps them in any case. `beside`: the NUMA node of its GPU, None if unknown.
     """
 
     cpus: frozenset[int]
