@@ -142,7 +142,7 @@ class NodeProbes:
         return now - self._answered.get(index, _NEVER) < self._lease_s and now - seen < self._timeout_s
 
     def ask(self, now: float, index: int, seen: float, others: Callable[[], Sequence[tuple[int, bytes]]]) -> m.Outgoing:
-        """Return the probes of node *index*, last heard at *seen*, that are due now; *others*: (index, sender) to ask."""
+        """Return the probes of node *index*, last heard at *seen*, that are due now; *others*: who is to ask."""
         is_closed = index in self._closed
         if not is_closed and now - seen < self._lease_s / 2:
             return []
