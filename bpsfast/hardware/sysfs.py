@@ -33,6 +33,11 @@ class Tree:
         found = re.match(r"-?(0x[0-9a-fA-F]+|\d+)", self.text(*parts) or "")
         return int(found[0], 0 if "x" in found[0] else 10) if found else None
 
+    def numa_node(self, *parts: str) -> int | None:
+        """Return the NUMA node of the device in a folder, None if firmware reports none (-1)."""
+        node = self.number(*parts, "numa_node")
+        return node if node is not None and node >= 0 else None
+
     def names(self, *parts: str) -> list[str]:
         """Return the entries of a folder in natural order; empty if it does not exist."""
         try:

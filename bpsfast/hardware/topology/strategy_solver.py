@@ -57,15 +57,12 @@ class Strategy:
         lines = []
         for way in self.ways:
             joined = [island for island in way.islands if len(island) > 1]
-            how = f"summed in {' and in '.join(map(_listed, joined))}" if joined else "by each for itself"
+            groups = " and in ".join(f"{{{', '.join(island)}}}" for island in joined)
+            how = f"summed in {groups}" if joined else "by each for itself"
             copied = ", ".join(f"{part:.0%} from {root} {'directly ' if end in self.loads.cards else ''}to {end}"
                                for (root, end), part in way.copied.items() if root != end)
             lines.append(f"{way.share:.1%} of the gradient: {how}; {copied or 'added in memory, where it is'}")
         return lines
-
-
-def _listed(names: Sequence[str]) -> str:
-    return "{" + ", ".join(names) + "}"
 
 
 Islands = tuple[tuple[str, ...], ...]

@@ -19,6 +19,7 @@ class CompletionQueue(VerbsResource):
     """A completion queue; with *events*, `wait` can sleep. A post that could overrun it is refused."""
 
     _verb = "ibv_destroy_cq"
+    _kinds_of_children = "queue pairs"
 
     def __init__(self, device: Device, depth: int, *, events: bool = False) -> None:
         context = device._open()
@@ -47,7 +48,7 @@ class CompletionQueue(VerbsResource):
     @property
     def handle(self) -> int:
         """Address of the ``ibv_cq``. If native code polls it, do not use `poll`, `wait` and `pending`."""
-        return verbs_object.completion_queue_pointer(self._open(), self.device.handle)
+        return verbs_object.object_pointer(self._open(), self.device.handle)
 
     @property
     def depth(self) -> int:
@@ -115,9 +116,7 @@ class CompletionQueue(VerbsResource):
         self._ready = deque(completion for completion in found if completion[5] != number)
 
     def _busy(self) -> str:
-        if self.children:
-            return f"has {self.children} open queue pairs"
-        return "is in use: another thread is in wait or poll" if self._users else ""
+        return super()._busy() or ("is in use: another thread is in wait or poll" if self._users else "")
 
     def _abandon(self) -> None:
         super()._abandon()

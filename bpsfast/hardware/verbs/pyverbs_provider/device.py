@@ -26,6 +26,7 @@ class Device(VerbsResource):
     """An opened RDMA device."""
 
     _verb = "ibv_close_device"
+    _kinds_of_children = "protection domains and completion queues"
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str):
@@ -102,14 +103,12 @@ class Device(VerbsResource):
             found.append((_event_words(kind), about))
         return found
 
-    def _busy(self) -> str:
-        return f"has {self.children} open protection domains and completion queues" if self.children else ""
-
 
 class ProtectionDomain(VerbsResource):
     """A protection domain: only memory and queue pairs of the same domain work together."""
 
     _verb = "ibv_dealloc_pd"
+    _kinds_of_children = "memory regions and queue pairs"
 
     def __init__(self, device: Device) -> None:
         context = device._open()
@@ -121,10 +120,7 @@ class ProtectionDomain(VerbsResource):
     @property
     def handle(self) -> int:
         """Address of the ``ibv_pd``."""
-        return verbs_object.domain_pointer(self._open(), self.device.handle)
-
-    def _busy(self) -> str:
-        return f"has {self.children} open memory regions and queue pairs" if self.children else ""
+        return verbs_object.object_pointer(self._open(), self.device.handle)
 
 
 def readable(fd: int, timeout_s: float | None) -> bool:
@@ -198,7 +194,7 @@ class MemoryRegion(VerbsResource):
     @property
     def handle(self) -> int:
         """Address of the ``ibv_mr``."""
-        return verbs_object.region_pointer(self._open(), self.domain.device.handle)
+        return verbs_object.object_pointer(self._open(), self.domain.device.handle)
 
     def _released(self) -> None:
         self._keep = None

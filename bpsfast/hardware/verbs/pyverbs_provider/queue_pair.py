@@ -59,7 +59,7 @@ class QueuePair(VerbsResource):
     @property
     def handle(self) -> int:
         """Address of the ``ibv_qp``. Native code that posts to it keeps its own account."""
-        return verbs_object.queue_pair_pointer(self._open(), self.domain.device.handle)
+        return verbs_object.object_pointer(self._open(), self.domain.device.handle)
 
     @property
     def outstanding(self) -> tuple[int, int]:
