@@ -84,15 +84,8 @@ class RailChoice:
 def choose(host: Host, *, devices: str = "", gid_index: int = -1, peer: Address | None = None) -> RailChoice:
     """Choose the ports and GIDs for *peer* (None: for any peer).
 
-    Parameters
-    ----------
-    devices, gid_index
-        The settings rdma_devices and rdma_gid_index.
-
-    Raises
-    ------
-    ConfigError
-        *devices* names a device that does not exist, or *gid_index* an empty row; the text lists those that exist.
+    *devices*, *gid_index*: the settings rdma_devices and rdma_gid_index. Raises `ConfigError` if *devices* names a
+    device that does not exist, or *gid_index* an empty row; the text lists those that exist.
     """
     allowed = parse_rdma_devices(devices)
     _check_names(host, allowed, devices)

@@ -29,14 +29,8 @@ from ..roster import Roster
 class EpochChange:
     """One change of epoch in progress: first which nodes have stopped, then which are ready for the new owners.
 
-    Parameters
-    ----------
-    lost, survivors
-        Node indices: lost since the last epoch; those that take part from now on.
-    deadline
-        When to give up, on the job's clock.
-    joined
-        Survivors that are to get their share; then no node is lost.
+    *lost*, *survivors*: node indices: lost since the last epoch; those that take part from now on. *deadline*: when to
+    give up, on the job's clock. *joined*: survivors that are to get their share; then no node is lost.
     """
 
     def __init__(self, epoch: int, lost: Collection[int], survivors: Collection[int], reason: str, deadline: float,

@@ -18,12 +18,8 @@ def shared(sizes: Sequence[int], owners: Sequence[int], candidates_of: Sequence[
     because then the step is not shorter; else until no machine has one. With "ps" machines with ranks first give away
     all that they own; with "colocated" nothing moves.
 
-    Parameters
-    ----------
-    sizes, owners, candidates_of
-        Of each partition that can move: its bytes, its owner, the newcomers that can own it.
-    machines, owned
-        All nodes in node order, and the bytes that each owns, these partitions included.
+    *sizes*, *owners*, *candidates_of*: of each partition that can move: its bytes, its owner, the newcomers that can
+    own it. *machines*, *owned*: all nodes in node order, and the bytes that each owns, these partitions included.
     """
     found = list(owners)
     if policy == "colocated":

@@ -98,14 +98,9 @@ class _Pending:
 class Coordinator:
     """Decides for the set of job ranks *ranks*. One thread at a time; *now* is any clock, in seconds.
 
-    Parameters
-    ----------
-    fusion_nbytes
-        Allreduces that follow each other and differ in name and shape only are executed as one up to this size.
-    warn_s
-        How long a name may wait before `warning` tells of it; 0: never. Again at doubling intervals.
-    timeout_s
-        How long a name may wait before the set fails.
+    *fusion_nbytes*: allreduces that follow each other and differ in name and shape only are executed as one up to this
+    size. *warn_s*: how long a name may wait before `warning` tells of it; 0: never. Again at doubling intervals.
+    *timeout_s*: how long a name may wait before the set fails.
     """
 
     def __init__(self, ranks: Sequence[int], fusion_nbytes: int, warn_s: float, timeout_s: float) -> None:

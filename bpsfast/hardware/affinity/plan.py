@@ -127,19 +127,9 @@ class CpuAffinity:
 def plan_node(cores: Cores, allowed: Set[int], cards: Set[int], n_ranks: int, options: AffinityOptions) -> CpuAffinity:
     """Return the affinity of the node's threads.
 
-    Parameters
-    ----------
-    allowed
-        CPUs that its process may use.
-    cards
-        The NUMA nodes of the cards that carry its traffic; empty if unknown.
-    n_ranks
-        Ranks, for each of which a core is left if the node gets cores of its own.
-
-    Raises
-    ------
-    ConfigError
-        `AffinityOptions.avoid` leaves no CPU.
+    *allowed*: CPUs that its process may use. *cards*: the NUMA nodes of the cards that carry its traffic; empty if
+    unknown. *n_ranks*: ranks, for each of which a core is left if the node gets cores of its own. Raises `ConfigError`
+    if `AffinityOptions.avoid` leaves no CPU.
     """
     own = cores.within(allowed - options.avoid)
     if options.avoid >= allowed and allowed:

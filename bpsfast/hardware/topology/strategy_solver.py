@@ -80,20 +80,11 @@ def choose(topology: Topology, traffic: Traffic = OWN_GRADIENTS, islands: Sequen
            roots: Collection[str] = (), direct: Collection[GpuNicPair] = ()) -> Strategy:
     """Return the fastest strategy, of these the one that loads links least.
 
-    Parameters
-    ----------
-    islands
-        Groupings to choose from; by default each GPU alone, by PCIe switch, and by NVLink.
-    roots
-        GPUs that equally share each island's copies to memory; an island without any of them uses all of its GPUs.
-        By default each GPU copies as much as is best.
-    direct
-        Which roots may send directly to which cards, if all GPUs are one island; otherwise memory has to sum.
-
-    Raises
-    ------
-    ConfigError
-        SciPy is missing; *islands* or *roots* name unknown GPUs; a GPU has no path to memory.
+    *islands*: groupings to choose from; by default each GPU alone, by PCIe switch, and by NVLink. *roots*: GPUs that
+    equally share each island's copies to memory; an island without any of them uses all of its GPUs. By default each
+    GPU copies as much as is best. *direct*: which roots may send directly to which cards, if all GPUs are one island;
+    otherwise memory has to sum. Raises `ConfigError` if SciPy is missing; *islands* or *roots* name unknown GPUs; a GPU
+    has no path to memory.
     """
     _check(topology, islands, roots)
     program = LinearProgram()
