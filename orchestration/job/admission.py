@@ -15,6 +15,9 @@ from ..messages import VERSION, Join, NodeInfo
 class JobSettings:
     """The settings that the scheduler needs. `fingerprint` None: all nodes must agree with the first node's settings.
 
+    `num_nodes` (machines with ranks) and `size` (ranks): -1: not known, but one of them must be. If only `size` is
+    known, the machines are complete when all ranks are there. `num_server_processes` >= 0 counts as BytePS does: server
+    processes on machines with ranks are those machines' nodes, the others are helpers, and `num_helpers` is ignored.
     `awaits_ranks`: the deadline of the start counts from the first node with ranks, because the launcher stops the
     scheduler if none comes.
     """
@@ -46,28 +49,13 @@ class JobSettings:
         return max(self.num_helpers, self.num_server_processes, self.max_helpers)
 
 
-@dataclass(frozen=True)
-class ExpectedNodes:
-    """What makes the job complete. -1: not known; one of `num_nodes` and `size` must be known.
-
-    If the number of machines with ranks is not known, they are complete when all ranks are there.
-    `num_server_processes` >= 0 counts as BytePS does: server processes on machines with ranks are those machines'
-    nodes, the others are helpers, and `num_helpers` is ignored.
-    """
-
-    num_nodes: int
-    num_helpers: int = 0
-    num_server_processes: int = -1
-    size: int = -1
-
-
 class Admission:
     """The joins so far, by sender, in the order of their first arrival."""
 
-    def __init__(self, expected: ExpectedNodes, package: str, fingerprint: Mapping[str, str] | None) -> None:
-        self._expected = expected
-        self._package = package
-        self._fingerprint = fingerprint
+    def __init__(self, settings: JobSettings) -> None:
+        self._expected = settings
+        self._package = settings.package
+        self._fingerprint = settings.fingerprint
         self._whose = "the scheduler"
         self.joins: dict[bytes, Join] = {}
         self._sender_of: dict[tuple[str, int, str], bytes] = {}  # by the process's place

@@ -19,7 +19,7 @@ from .. import messages as m
 from ..errors import BpsError, ConfigError, PeerLostError, ProtocolError, StallError
 from ..placement_policy import check_policy
 from ..roster import Roster
-from .admission import Admission, ExpectedNodes, JobSettings as JobSettings, NicRates
+from .admission import Admission, JobSettings as JobSettings, NicRates
 from .declarations import Declarations
 from .generations import Generations
 from .late_joins import LateJoins
@@ -50,9 +50,7 @@ class Job:
         self.name = settings.name
         #: Texts that the scheduler logs as warnings.
         self.remarks: list[str] = []
-        self._admission = Admission(
-            ExpectedNodes(settings.num_nodes, settings.num_helpers, settings.num_server_processes, settings.size),
-            settings.package, settings.fingerprint)
+        self._admission = Admission(settings)
         self._waits_since = None if settings.awaits_ranks else now  # for all to be there
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0

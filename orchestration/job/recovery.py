@@ -121,20 +121,19 @@ def is_plain(unit: UnitPlan) -> bool:
     return unit.codec is None and unit.store is None
 
 
+@dataclass(frozen=True)
 class PartitionMove:
     """A partition that needs a new owner: the `candidates`, and the other fields of its `OwnerChange`."""
 
-    def __init__(self, unit: UnitPlan, part: PartPlan, candidates: Sequence[int], kept_round: int, keeper: int,
-                 lacking: Sequence[int], lent: bool, giver: int = -1, pushed: Sequence[int] = ()) -> None:
-        self.unit = unit
-        self.part = part
-        self.candidates = list(candidates)
-        self.kept_round = kept_round
-        self.keeper = keeper
-        self.lacking = tuple(lacking)
-        self.lent = lent
-        self.giver = giver
-        self.pushed = tuple(pushed)
+    unit: UnitPlan
+    part: PartPlan
+    candidates: list[int]
+    kept_round: int
+    keeper: int
+    lacking: tuple[int, ...]
+    lent: bool
+    giver: int = -1
+    pushed: tuple[int, ...] = ()
 
     def owner_change(self, owner: int) -> OwnerChange:
         """Return the change to *owner*."""
@@ -177,7 +176,7 @@ def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress],
                else " (some nodes read results where the lost one has put them, others do not)")
         raise PeerLostError(f"nobody can go on with partition {part.part} of {unit.name!r}{why}")
     return PartitionMove(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1,
-                         lacking, lent)
+                         tuple(lacking), lent)
 
 
 def _move_to_joined(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
@@ -189,12 +188,12 @@ def _move_to_joined(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[in
     others = {node: each for node, each in members.items() if node != giver}
     is_read_there = any(each.place == giver or giver in near[node] for node, each in others.items())
     candidates = [node for node in joined if not any(node in near[member] for member in members)]
-    lacking = [node for node, each in others.items() if each.complete != kept]
-    pushed = [node for node, each in others.items() if each.passed_on != kept]
+    lacking = tuple(node for node, each in others.items() if each.complete != kept)
+    pushed = tuple(node for node, each in others.items() if each.passed_on != kept)
     # The giver never had to send that round: who awaits it has its place bound to the keeper.
-    is_on_loan = before is not None and before.kept_round == kept and before.keeper != giver and lacking != []
-    return PartitionMove(unit, part, candidates if others and not is_read_there and not is_on_loan else [], kept,
-                giver if lacking else -1, lacking, bool(lacking), giver, pushed)
+    has_other_keeper = before is not None and before.kept_round == kept and before.keeper != giver and lacking != ()
+    return PartitionMove(unit, part, candidates if others and not is_read_there and not has_other_keeper else [], kept,
+                         giver if lacking else -1, lacking, bool(lacking), giver, pushed)
 
 
 def _check(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], kept: int) -> None:
