@@ -1,6 +1,6 @@
 """Records what one node knows of its job, from which a restarted scheduler, or another one, learns it again. Pure.
 
-The node records what it receives from the scheduler and what it sends to it, and `account` repeats it: what was
+The node records what it receives from the scheduler and what it sends to it, and `report` repeats it: what was
 committed by its outcome, unanswered messages as they were sent. So the scheduler has no state that is not also at the
 nodes.
 """
@@ -140,7 +140,7 @@ class ControlLog:
         """Record that all ranks of *node* have left, as it says itself."""
         self._nodes_left.add(node)
 
-    def account(self, recall: int = 0) -> Iterator[m.Message]:
+    def report(self, recall: int = 0) -> Iterator[m.Message]:
         """Yield the messages for a scheduler that asks by *recall* (0: it has not asked). Call it after `Welcome`."""
         assert self._welcome is not None
         plan = self._prepared

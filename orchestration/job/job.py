@@ -84,7 +84,7 @@ class Job:
             m.BarrierEnter: lambda now, sender, message: self._to_all(m.BarrierDone(sequence=message.sequence))
             if self._barriers.enter(message.rank, message.sequence) else [],
             m.Credit: self._set_credit, m.ProbeResult: self._probed,
-            # Of an account that this scheduler has not asked for, or asks for no more.
+            # Of a report that this scheduler has not asked for, or asks for no more.
             m.CommittedUnits: lambda now, sender, message: [], m.RejoinComplete: lambda now, sender, message: [],
         }
 

@@ -152,7 +152,7 @@ def test_a_node_that_has_missed_the_end_comes_back_for_it(start):
     here.send(m.FinishAck())
     here.membership.close()
     back = start.node(scheduler.port)
-    for message in control_log.account():
+    for message in control_log.report():
         back.send(message)
     assert back.wait(m.Finish) == m.Finish()
     back.send(m.FinishAck())
@@ -175,7 +175,7 @@ def test_a_node_whose_connection_ends_with_the_last_word_on_it_comes_back_for_it
     node.membership.close()
     until(lambda: scheduler._handshake_limiter.n_known == 0)
     back = start.node(scheduler.port)
-    for message in control_log.account():
+    for message in control_log.report():
         back.send(message)
     assert back.wait(m.Finish) == m.Finish()
     back.send(m.FinishAck())
@@ -438,7 +438,7 @@ def test_a_connection_that_is_reset_has_the_lease_to_come_back(start):
         assert alive.wait(m.ProbeRequest) == m.ProbeRequest(node=1)
         alive.send(m.ProbeResult(node=1, outcome="silent"))
     back = start.node(scheduler.port)
-    for message in control_log.account():
+    for message in control_log.report():
         back.send(message)
     alive.wait(m.RejoinRequest)
     assert not scheduler.aborted

@@ -32,7 +32,7 @@ def test_another_scheduler_goes_on_when_all_have_told_it(court):
 @pytest.mark.parametrize("n_read", range(4))
 def test_of_two_connections_of_one_node_the_later_counts(court, n_read):
     """H gives up one that was not answered in time; *n_read* of its messages are read before the later one's."""
-    account = [m.Heartbeat(sequence=1), *court.control_logs["H"].account()]
+    report = [m.Heartbeat(sequence=1), *court.control_logs["H"].report()]
     court.hang_up("H")
     earlier, later = court.hang_up("H"), court.over["H"]
     court.dial("B")
@@ -42,9 +42,9 @@ def test_of_two_connections_of_one_node_the_later_counts(court, n_read):
         for message in messages:
             court.post(court.scheduler_state.receive(court.now, sender, message))
 
-    receive(earlier, *account[:n_read])
-    receive(later, *account)
-    receive(earlier, *account[n_read:])
+    receive(earlier, *report[:n_read])
+    receive(later, *report)
+    receive(earlier, *report[n_read:])
     court.read("C")  # all have told
     court.post(court.scheduler_state.unreachable(court.now, earlier))
     assert court.kinds("H") == [m.Resume] and not court.scheduler_state.job.lost and not court.got("A", m.Freeze)
@@ -59,7 +59,7 @@ def test_a_commit_that_one_has_read_is_everybodys(court):
     assert court.kinds("B") == [m.Resume] and all(court.kinds(name) == [m.Commit, m.Resume] for name in "ACH")
     assert court.got("A", m.Commit) == commit
     court.read(*NODES)
-    told = {tuple(unit.unit for kept in control_log.account()
+    told = {tuple(unit.unit for kept in control_log.report()
                   if isinstance(kept, m.CommittedUnits) for unit in kept.units)
             for control_log in court.control_logs.values()}
     assert len(told) == 1
@@ -103,10 +103,10 @@ def test_what_others_have_given_back_is_so_by_who_has_missed_its_commit_too(cour
 def test_what_several_have_seen_of_a_store_is_put_together(court):
     told = {"A": ((7, (0, 1)),), "B": ((7, (2,)),), "C": ()}
     for name, gone in told.items():
-        account = court.control_logs[name].account
-        court.control_logs[name].account = lambda *number, account=account, gone=gone: [
+        report = court.control_logs[name].report
+        court.control_logs[name].report = lambda *number, report=report, gone=gone: [
             msgspec.structs.replace(each, gone_from=gone) if isinstance(each, m.Rejoin) else each
-            for each in account(*number)]
+            for each in report(*number)]
     seen = {}
     resume = Generations.resume
     with pytest.MonkeyPatch.context() as patch:
@@ -309,12 +309,12 @@ def test_what_cannot_be_read_while_a_job_is_rebuilt_costs_as_much_as_at_any_time
 
 @pytest.mark.parametrize("states", ["running", "rebuilding", "over"])
 def test_a_rejoin_or_join_of_another_version_recalls_nobody(court, states):
-    account = next(court.control_logs["A"].account())
+    report = next(court.control_logs["A"].report())
     if states == "rebuilding":
         court.lose_scheduler("A", "B")
     if states == "over":
         court.post(court.scheduler_state.abort(ProtocolError("over")))
-    for sender, message in ((b"Y", msgspec.structs.replace(account, version=1, index=1)),
+    for sender, message in ((b"Y", msgspec.structs.replace(report, version=1, index=1)),
                             (b"X", join("x", 1, version=1))):
         court.post(court.scheduler_state.receive(court.now, sender, message))
         assert [type(said) for said in court.inbox[sender]] == [m.Abort if states == "over" else m.Refuse]
@@ -342,7 +342,7 @@ def test_nodes_that_were_never_welcomed_are_known_by_their_address(court):
 
 
 def test_nodes_of_another_job_are_refused(court):
-    stranger = next(court.control_logs["A"].account())
+    stranger = next(court.control_logs["A"].report())
     court.post(court.scheduler_state.receive(0.0, b"Z", msgspec.structs.replace(stranger, job="another")))
     assert [message.error for message in court.inbox[b"Z"]] == ["PeerLostError"]
     assert not court.kinds("A")
@@ -367,10 +367,10 @@ def test_a_job_whose_ranks_have_all_left_is_finished_by_the_next_scheduler(court
 
 
 def test_nodes_that_contradict_each_other_end_the_job_in_words(court):
-    accounts = {name: list(control_log.account()) for name, control_log in court.control_logs.items()}
-    accounts["B"] = [msgspec.structs.replace(accounts["B"][0], committed=0, n_units=0), m.RejoinComplete()]
+    reports = {name: list(control_log.report()) for name, control_log in court.control_logs.items()}
+    reports["B"] = [msgspec.structs.replace(reports["B"][0], committed=0, n_units=0), m.RejoinComplete()]
     court.scheduler_state = SchedulerState(court.settings, 0.0)
-    for name, said in accounts.items():
+    for name, said in reports.items():
         for message in said:
             court.post(court.scheduler_state.receive(0.0, court.over[name], message))
     assert court.scheduler_state.aborted.error == "ProtocolError"
