@@ -19,7 +19,7 @@ from ..roster import describe_node, is_majority
 from .state_merge import NodeReport, NodeReports, merge_reports
 
 #: Only these messages can complete a rebuild.
-_MATTERS = (m.Join, m.Rejoin, m.RejoinComplete, m.RankLeft, m.Lost, m.ProbeResult)
+_DECISIVE = (m.Join, m.Rejoin, m.RejoinComplete, m.RankLeft, m.Lost, m.ProbeResult)
 
 
 class JobRebuild:
@@ -66,7 +66,7 @@ class JobRebuild:
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Take one message; return what is to be answered."""
         report = self._reports.by_sender.get(sender)
-        self.is_due |= isinstance(message, _MATTERS)
+        self.is_due |= isinstance(message, _DECISIVE)
         if isinstance(message, m.Heartbeat):
             if sender in self._heard:
                 self._heard[sender] = now
@@ -106,7 +106,7 @@ class JobRebuild:
             self.aborted = ProtocolError(words)
             return []
         self.unreachable(sender)
-        self._reports.called.add(index)
+        self._reports.called_lost.add(index)
         return [(sender, m.Abort(error="PeerLostError", goes_on=True, reason=words))]
 
     def unreachable(self, sender: bytes) -> None:
@@ -179,14 +179,14 @@ class JobRebuild:
             self.aborted = StallError(f"the scheduler was lost, and {self._timeout_s:g} s (start_timeout_s) after "
                                       f"another one began too few nodes have told it what they know: "
                                       f"{self._describe()}")
-        out = self._look_for(now)
+        out = self._probe_silent(now)
         if now < self._next_heartbeat:
             return out
         self._next_heartbeat = now + self._heartbeat_s
         self._n_heartbeats += 1
         return out + [(sender, m.Heartbeat(sequence=self._n_heartbeats)) for sender in self.senders]
 
-    def _look_for(self, now: float) -> m.Outgoing:
+    def _probe_silent(self, now: float) -> m.Outgoing:
         """Have the nodes with ranks that have reported probe those that are not heard."""
         if self._majority_since is None:
             return []
@@ -199,7 +199,7 @@ class JobRebuild:
     @property
     def senders(self) -> list[bytes]:
         """The connections that must hear how it ends."""
-        return list(dict.fromkeys([*self.speakers, *self._joins, *self._heard]))
+        return list(dict.fromkeys([*self.reporting, *self._joins, *self._heard]))
 
     @property
     def newcomers(self) -> list[tuple[bytes, m.Join]]:
@@ -207,7 +207,7 @@ class JobRebuild:
         return list(self._joins.items())
 
     @property
-    def speakers(self) -> list[bytes]:
+    def reporting(self) -> list[bytes]:
         """The connections that have begun to report."""
         return list(self._reports.by_sender)
 
@@ -260,22 +260,22 @@ class JobRebuild:
     def _is_given_up(self, now: float, index: int) -> bool:
         """Whether node *index*, which has not reported all, is lost: called lost by one with ranks, or silent."""
         only_sums = not self._nodes[index].ranks
-        called = index in self._reports.called or self._probes.is_refused(now, index)
-        if only_sums and called and not self._speakers_of(index):
+        called = index in self._reports.called_lost or self._probes.is_refused(now, index)
+        if only_sums and called and not self._open_connections_of(index):
             return True
         heard = self._heard_at(index)
         return now - heard >= self._lease_s and (only_sums or not self._probes.lives(now, index, heard))
 
-    def _speakers_of(self, index: int) -> list[bytes]:
+    def _open_connections_of(self, index: int) -> list[bytes]:
         """Return the connections of node *index* that have not closed."""
-        speaker = self._reports.sender_of.get(index)
-        return ([] if speaker is None else [speaker]) + [
+        own = self._reports.sender_of.get(index)
+        return ([] if own is None else [own]) + [
             sender for sender in self._known.get(index, ()) if sender in self._heard]
 
     def _heard_at(self, index: int) -> float:
         """Return when node *index* was heard last, but not before there was a majority."""
         return max([self._majority_since or self._began,
-                    *(self._heard.get(sender, 0.0) for sender in self._speakers_of(index))])
+                    *(self._heard.get(sender, 0.0) for sender in self._open_connections_of(index))])
 
     def _describe(self) -> str:
         if self._first is None:

@@ -88,7 +88,7 @@ class SchedulerState:
             return []
         if self._rebuilding is not None:
             self._rebuilding.unreachable(sender)
-            is_over = not self._rebuilding.speakers and not self.job.admitted
+            is_over = not self._rebuilding.reporting and not self.job.admitted
             return self._gather(now, None) if is_over else []
         return self.job.closed(now, sender)
 
@@ -129,7 +129,7 @@ class SchedulerState:
                 "the scheduler of this node's job is gone: at its address is that of another job")))]
         strangers = [join for join in self.job.joins.values() if join.ranks and find_node(join, rejoin.nodes) is None]
         if strangers:
-            return [(sender, m.refusal(_another(strangers[0])))]
+            return [(sender, m.refusal(_other_job(strangers[0])))]
         if rejoin.version != m.VERSION:
             return [(sender, m.refusal(MismatchError(f"protocol version differs: {rejoin.version} on a node, "
                                                     f"{m.VERSION} on the scheduler")))]
@@ -183,7 +183,7 @@ class SchedulerState:
         if past is None:
             if another is None or rebuilding.is_alive:
                 return []
-            return self._gather(now, m.refusal(_another(another)))
+            return self._gather(now, m.refusal(_other_job(another)))
         self._rebuilding = None
         newcomers = rebuilding.newcomers
         known = {*past.roster.senders, *(sender for sender, _ in newcomers)}
@@ -199,13 +199,13 @@ class SchedulerState:
         rebuilding, self._rebuilding = self._rebuilding, None
         assert rebuilding is not None
         self.job = Job(self._settings, now)
-        out: m.Outgoing = [(sender, last_word) for sender in rebuilding.speakers] if last_word is not None else []
+        out: m.Outgoing = [(sender, last_word) for sender in rebuilding.reporting] if last_word is not None else []
         for sender, join in rebuilding.newcomers:
             out += self.job.receive(now, sender, join)
         return out
 
 
-def _another(join: m.Join) -> PeerLostError:
+def _other_job(join: m.Join) -> PeerLostError:
     return PeerLostError(f"the scheduler of this node's job is gone: at its address another job gathers, of which the "
                          f"node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks) has come")
 

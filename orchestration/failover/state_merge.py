@@ -61,9 +61,9 @@ class NodeReports:
         self.joining: set[int] = set()
         self.nodes_left: set[int] = set()
         #: Helpers that a node with ranks calls lost.
-        self.called: set[int] = set()
+        self.called_lost: set[int] = set()
         self._index_of: dict[tuple[str, int, str], int] = {}
-        self._know(nodes)
+        self._add_nodes(nodes)
 
     def find_node(self, join: m.Join) -> int | None:
         """Return the index of the node that has sent *join*, if some node knows it."""
@@ -98,11 +98,11 @@ class NodeReports:
             report.is_complete = True
         else:
             report.later.append(message)
-        self._note(report, message)
+        self._apply(report, message)
 
     def _count(self, report: NodeReport) -> None:
         rejoin = report.rejoin
-        self._know(rejoin.nodes)
+        self._add_nodes(rejoin.nodes)
         self.lost.update(rejoin.lost)
         self.joining.update(rejoin.joining)
         self.nodes_left.update(rejoin.nodes_left)
@@ -111,15 +111,15 @@ class NodeReports:
         if report.is_complete:
             self.complete.add(report.index)
         for message in report.later:
-            self._note(report, message)
+            self._apply(report, message)
 
-    def _know(self, nodes: tuple[m.NodeInfo, ...]) -> None:
+    def _add_nodes(self, nodes: tuple[m.NodeInfo, ...]) -> None:
         if len(nodes) > len(self.nodes):
             self.nodes = nodes
             self.workers = {node.index for node in nodes if node.ranks}
             self._index_of = {process_of(node): node.index for node in nodes}
 
-    def _note(self, report: NodeReport, message: m.Message) -> None:
+    def _apply(self, report: NodeReport, message: m.Message) -> None:
         """Keep what *message* says of other nodes, or of the node as a whole."""
         if isinstance(message, m.RejoinComplete):
             self.complete.add(report.index)
@@ -128,7 +128,7 @@ class NodeReports:
         elif isinstance(message, m.Lost) and report.ranks:
             kind, _, number = message.who.partition(" ")
             if kind == "node" and number.isdecimal():
-                self.called.add(int(number))
+                self.called_lost.add(int(number))
 
     @property
     def left_behind(self) -> set[int]:
@@ -141,7 +141,7 @@ class NodeReports:
 
 
 #: The most numbers that a scheduler may have given out and that no remaining node has heard of.
-_UNHEARD = 1000
+_MAX_UNHEARD = 1000
 
 
 def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport], senders: Mapping[int, bytes],
@@ -204,7 +204,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
     return JobSnapshot(
         roster=roster, job=rejoins[min(rejoins)].job, epoch=max(each.epoch for each in rejoins.values()),
         absent=absent, frozen=any(each.frozen for index, each in rejoins.items() if index not in behind),
-        generation=max(each.seen for each in rejoins.values()) + _UNHEARD,
+        generation=max(each.seen for each in rejoins.values()) + _MAX_UNHEARD,
         next_unit=max(each.next_unit for each in rejoins.values()), units=units,
         lent={part: each for part, each in lent.items() if part in parts},
         gone_from={first: tuple(sorted(ranks)) for first, ranks in gone_from.items()},
@@ -215,7 +215,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
         ownable_nbytes=[rejoins[node.index].ownable_nbytes if node.index in rejoins else -2 for node in nodes],
         answers=answers,
         later=[(index, message) for index, report in reports.items()
-               for message in map(lambda each: _still(each, kept), report.later) if message is not None])
+               for message in map(lambda each: _without_retired(each, kept), report.later) if message is not None])
 
 
 def _rates(nodes: Sequence[m.NodeInfo], rejoins: dict[int, m.Rejoin], absent: Sequence[int]
@@ -230,7 +230,7 @@ def _rates(nodes: Sequence[m.NodeInfo], rejoins: dict[int, m.Rejoin], absent: Se
             [node.index for node in nodes if node.probes and node.index not in measured and node.index not in lost])
 
 
-def _still(message: m.Message, units: set[int]) -> m.Message | None:
+def _without_retired(message: m.Message, units: set[int]) -> m.Message | None:
     """Return *message* as far as it still matters: a retired unit was retired by all ranks."""
     if not isinstance(message, m.Retire):
         return message

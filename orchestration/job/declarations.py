@@ -21,7 +21,7 @@ _FIELDS = ("dtype", "shape", "average", "group", "partition_nbytes", "fusion_nby
 
 #: What bundles that are planned together have in common: (edition_of, ranks, whether owners keep state).
 _Family = tuple[str, tuple[int, ...], bool]
-_EVERYBODYS: _Family = ("", (), False)
+_OF_ALL_RANKS: _Family = ("", (), False)
 #: In the key of tensors that were committed under an earlier scheduler: how they were declared is not known.
 _COMMITTED = "committed"
 
@@ -114,7 +114,7 @@ class Declarations:
     def _contradiction(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> MismatchError | None:
         """Return how *members* differ from an earlier declaration, by another rank or by this one."""
         for spec in members:
-            before = self._said(spec.name)
+            before = self._first_declaration(spec.name)
             if before is None:
                 continue
             other_rank, other = before
@@ -136,7 +136,7 @@ class Declarations:
             "(a group is declared whole, in one order, once)"
         )
 
-    def _said(self, name: str) -> tuple[int, TensorSpec] | None:
+    def _first_declaration(self, name: str) -> tuple[int, TensorSpec] | None:
         """Return the rank that first declared *name*, and its declaration."""
         key = self._key_of.get(name)
         if key is None:
@@ -175,7 +175,7 @@ class Declarations:
                 found.setdefault(_family(self._bundles[key]), []).append(self._bundles[key])
         if not found:
             return []
-        taken = _EVERYBODYS if _EVERYBODYS in found else next(iter(found))
+        taken = _OF_ALL_RANKS if _OF_ALL_RANKS in found else next(iter(found))
         self._complete = [key for key in self._complete if key in self._bundles
                           and _family(self._bundles[key]) != taken]
         complete = sorted(found[taken], key=lambda bundle: self._position[bundle.names[0]])

@@ -63,7 +63,7 @@ class Generations:
         self._more = [before if now < -1 else now for before, now in zip(self._more, past.ownable_nbytes)]
         self._gone_from = {first: set(ranks) for first, ranks in past.gone_from.items()}
         self._next_unit = past.next_unit
-        self._owned = _and([0] * len(self._owned), self.units)
+        self._owned = _plus_owned([0] * len(self._owned), self.units)
         used = sorted(part.part for unit in self.units for part in unit.parts)
         self._next_part = used[-1] + 1 if used else 0
         self._free = [(before + 1, part - before - 1) for before, part in zip([-1, *used], used) if part > before + 1]
@@ -102,7 +102,7 @@ class Generations:
         policy = self._policy
         if policy == "ps" and (keeps_state or all(machine.has_ranks for _, machine in candidates)):
             policy = "colocated"  # without a helper, those that were there are lost
-        units = self._numbered(self._for_workers(_at(candidates, lay_out(
+        units = self._numbered(self._for_workers(_with_node_owners(candidates, lay_out(
             specs, [machine for _, machine in candidates], policy=policy,
             partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes,
             owned=[owned[node] for node, _ in candidates], more=[self._more[node] for node, _ in candidates],
@@ -128,7 +128,7 @@ class Generations:
     def _owned_beside(self, family: str) -> list[int]:
         """Return the bytes that each node owns of what is pushed beside an edition of *family*."""
         others = [unit for unit in self.units if family and unit.edition_of == family]
-        return [all_ - theirs for all_, theirs in zip(self._owned, _and([0] * len(self._owned), others))]
+        return [all_ - theirs for all_, theirs in zip(self._owned, _plus_owned([0] * len(self._owned), others))]
 
     def _candidates(self, ranks: Sequence[int], helpers: bool) -> list[tuple[int, Machine]]:
         """Return (node, machine) of those that may own tensors of *ranks* (empty: all): their nodes, and *helpers*."""
@@ -191,7 +191,7 @@ class Generations:
             del self._retiring[number]
             for part in known[number].parts:
                 self._owned[part.owner] -= part.wire_nbytes
-            self._give_back([part.part for part in known[number].parts])
+            self._free_numbers([part.part for part in known[number].parts])
         gone = set(over)
         self.units = [unit for unit in self.units if unit.unit not in gone]
         alive = {unit.store_unit for unit in self.units}
@@ -207,7 +207,7 @@ class Generations:
         """Whether a committed unit has a tensor *name*."""
         return _has(self.units, name)
 
-    def _give_back(self, parts: Sequence[int]) -> None:
+    def _free_numbers(self, parts: Sequence[int]) -> None:
         if not parts:
             return
         for part in parts:
@@ -291,7 +291,7 @@ class Generations:
             raise CapacityError(
                 f"{nbytes} bytes of partitions need another owner, and no memory is left for all of them at nodes "
                 f"{nodes}, which have their last results: at most {rooms} more")
-        return self._in_other_hands(moves, owners)
+        return self._reassigned(moves, owners)
 
     def limit(self, node: int, room_nbytes: int, refused_nbytes: int) -> None:
         """Give *node* at most *room_nbytes* of what changes owners, until that is committed.
@@ -311,10 +311,10 @@ class Generations:
         owners = shared([move.part.wire_nbytes for move in moves], [move.part.owner for move in moves],
                         [tuple(move.candidates) for move in moves], machines, self._owned, self._policy)
         moved = [(move, owner) for move, owner in zip(moves, owners) if owner != move.part.owner]
-        return self._in_other_hands([move for move, _ in moved], [owner for _, owner in moved])
+        return self._reassigned([move for move, _ in moved], [owner for _, owner in moved])
 
     @staticmethod
-    def _in_other_hands(moves: Sequence[PartitionMove], owners: Sequence[int]
+    def _reassigned(moves: Sequence[PartitionMove], owners: Sequence[int]
                         ) -> tuple[list[UnitPlan], list[OwnerChange]]:
         of = {move.part.part: owner for move, owner in zip(moves, owners)}
         units = [msgspec.structs.replace(unit, parts=tuple(
@@ -331,7 +331,7 @@ class Generations:
                 self.lent.pop(each.part, None)
         known = {unit.unit: unit for unit in units}
         self.units = [known.get(unit.unit, unit) for unit in self.units]
-        self._owned = _and([0] * len(self._owned), self.units)
+        self._owned = _plus_owned([0] * len(self._owned), self.units)
         return Commit(generation=self.number, order=tuple(rank_parts(self.units)))
 
     def _is_wanted(self, node: int) -> bool:
@@ -341,7 +341,7 @@ class Generations:
         return self._machines[node].has_ranks == (self._policy == "colocated")
 
 
-def _at(candidates: Sequence[tuple[int, Machine]], units: Sequence[UnitPlan]) -> list[UnitPlan]:
+def _with_node_owners(candidates: Sequence[tuple[int, Machine]], units: Sequence[UnitPlan]) -> list[UnitPlan]:
     """Return *units*, whose owners are positions in *candidates*, with nodes as owners."""
     return [msgspec.structs.replace(unit, parts=tuple(
         msgspec.structs.replace(part, owner=candidates[part.owner][0]) for part in unit.parts)) for unit in units]
@@ -351,7 +351,7 @@ def _has(units: Sequence[UnitPlan], name: str) -> bool:
     return any(member.name == name for unit in units for member in unit.members)
 
 
-def _and(owned: Sequence[int], units: Sequence[UnitPlan]) -> list[int]:
+def _plus_owned(owned: Sequence[int], units: Sequence[UnitPlan]) -> list[int]:
     """Return *owned*, bytes by node, with those of *units* added."""
     total = list(owned)
     for unit in units:

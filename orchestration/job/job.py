@@ -56,11 +56,11 @@ class Job:
         self._n_heartbeats = 0
         self._heartbeats = HeartbeatMonitor(settings.lease_s, settings.helper_lease_s, now)
         self._probes = NodeProbes(settings.lease_s, settings.start_timeout_s, now)
-        self._vouched: set[bytes] = set()  # who is silent for too long, and known to live
-        self._moved: set[bytes] = set()  # identities of processes that have others by now
+        self._reached_by_others: set[bytes] = set()  # who is silent for too long, and known to live
+        self._replaced_senders: set[bytes] = set()  # identities of processes that have others by now
         self._refused = ""  # the last who came while the job gathered and was refused, and why
         self._left: set[int] = set()
-        self._unaware: set[bytes] = set()  # who has not said that the end was read
+        self._unacknowledged: set[bytes] = set()  # who has not said that the end was read
         self._roster = Roster(())
         self._admitted = False
         self._deferred: list[tuple[bytes, m.Message]] = []
@@ -96,7 +96,7 @@ class Job:
     @property
     def is_known_to_be_over(self) -> bool:
         """Whether all nodes have read that the job has finished."""
-        return not self._unaware
+        return not self._unacknowledged
 
     @property
     def admitted(self) -> bool:
@@ -141,21 +141,21 @@ class Job:
 
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Decide what *message* from *sender* leads to; return (destination, message) in the order to be sent."""
-        if sender in self._moved:
+        if sender in self._replaced_senders:
             return []
         if isinstance(message, m.FinishAck):
-            self._unaware.discard(sender)
+            self._unacknowledged.discard(sender)
             return []
         if isinstance(message, m.Join) and (self.over or sender not in self._heartbeats):
             return self._newcomer(now, sender, message)
         if self.over or sender not in self._heartbeats:
             return []
         self._heartbeats.heard(now, sender)
-        settled = self._losses.settle(now, sender) if self._admitted else ()  # helpers that have called it lost
-        out = [each for helper, error in settled for each in self._gone(now, helper, error)]
-        return out + self._understand(now, sender, message)
+        settled = self._losses.disproved(now, sender) if self._admitted else ()  # helpers that have called it lost
+        out = [each for helper, error in settled for each in self._lose(now, helper, error)]
+        return out + self._handle(now, sender, message)
 
-    def _understand(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
+    def _handle(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         if isinstance(message, m.Heartbeat):
             return [(sender, m.Echo(sent_ns=message.sent_ns, there_ns=int(now * 1e9)))] if message.sent_ns else []
         if isinstance(message, m.Lost):
@@ -163,11 +163,11 @@ class Job:
         if isinstance(message, m.Join):
             return self._join(now, sender, message)
         if not self._admitted:
-            return self._blame(now, sender, ProtocolError(
+            return self._fail(now, sender, ProtocolError(
                 f"{self._name(sender)} sent {type(message).__name__} before all had joined"))
         rank = getattr(message, "rank", None)
         if rank is not None and self._roster.node_of(rank) != self._roster.index_of(sender):
-            return self._blame(now, sender, ProtocolError(
+            return self._fail(now, sender, ProtocolError(
                 f"{self._name(sender)} sent {type(message).__name__} for rank {rank}, which is not its own"))
         if self._losses.recovery is not None and isinstance(message, _DEFERRED):
             self._deferred.append((sender, message))
@@ -183,10 +183,10 @@ class Job:
         A client that is no member is refused. While the job gathers, it would wait for a node with ranks that is
         refused (a `Join` that *has_ranks*), so the job is aborted at once.
         """
-        if sender in self._moved:
+        if sender in self._replaced_senders:
             return []
         if not self.over and sender in self._heartbeats:
-            return self._blame(now, sender, ProtocolError(f"a message of {self._name(sender)} cannot be read: {error}"))
+            return self._fail(now, sender, ProtocolError(f"a message of {self._name(sender)} cannot be read: {error}"))
         refuse: m.Outgoing = [(sender, m.refusal(error))]
         if self.over or self._admitted:
             return refuse
@@ -197,7 +197,7 @@ class Job:
         """Decide what follows from the end of *sender*'s connection."""
         if self.over or sender not in self._heartbeats:
             return []
-        return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler "
+        return self._lose(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler "
                                                      "without leaving: its process is gone"))
 
     def closed(self, now: float, sender: bytes) -> m.Outgoing:
@@ -207,12 +207,12 @@ class Job:
         if self._admitted:
             self._probes.closed(now, self._roster.index_of(sender))
             return self._drop_if_dead(now, sender)
-        return self._gone(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler")
-                          ) if self._can_be_missed(sender) else []  # it says again that it joins, if it lives
+        return self._lose(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler")
+                          ) if self._is_dispensable(sender) else []  # it says again that it joins, if it lives
 
     def _drop_if_dead(self, now: float, sender: bytes) -> m.Outgoing:
         """Drop the node behind *sender* if its process is proven dead, or end the job."""
-        only_sums = self._only_sums(sender)
+        only_sums = self._is_helper(sender)
         if not self._probes.is_dead(now, self._roster.index_of(sender), 0.0 if only_sums else DEAD_S):
             return []
         return self.unreachable(now, sender)
@@ -220,7 +220,7 @@ class Job:
     def _probed(self, now: float, sender: bytes, message: m.ProbeResult) -> m.Outgoing:
         """Take the result of a probe; see at once whether the probed node is still connected here."""
         if message.node >= len(self._roster.nodes) or message.node < 0:
-            return self._blame(now, sender, ProtocolError(f"{self._name(sender)} has probed node {message.node}, of "
+            return self._fail(now, sender, ProtocolError(f"{self._name(sender)} has probed node {message.node}, of "
                                                           f"{len(self._roster.nodes)}"))
         probed = self._roster.senders[message.node]
         self._probes.probed(now, message)
@@ -243,15 +243,15 @@ class Job:
             return self.abort(StallError(f"the job is not complete after start_timeout_s = "
                                          f"{self.settings.start_timeout_s:g} s: {self._admission.describe()}{refused}"))
         out: m.Outgoing = []
-        silent = self._heartbeats.silent(now, self._only_sums)
+        silent = self._heartbeats.silent(now, self._is_helper)
         if self._admitted and not self._losses.has_majority(but=[sender for sender, _ in silent]):
             self.has_no_majority = True
             return []
         for sender, words in silent:
-            if not self.over and not self._is_vouched_for(now, sender, words):
-                out += self._gone(now, sender, PeerLostError(f"{self._name(sender)} has been {words}"))
+            if not self.over and not self._is_reached_by_others(now, sender, words):
+                out += self._lose(now, sender, PeerLostError(f"{self._name(sender)} has been {words}"))
         if self._admitted:
-            out += self._look_for(now)
+            out += self._probe_silent(now)
             out += self._expire(now)
         if self.over:
             return out
@@ -263,19 +263,19 @@ class Job:
             out += self._queries.expire(now)
         return out
 
-    def _is_vouched_for(self, now: float, sender: bytes, words: str) -> bool:
+    def _is_reached_by_others(self, now: float, sender: bytes, words: str) -> bool:
         """Whether other nodes reach the node behind *sender*, which has ranks and is silent here (*words*)."""
-        if not self._admitted or self._only_sums(sender):
+        if not self._admitted or self._is_helper(sender):
             return False
         if not self._probes.lives(now, self._roster.index_of(sender), self._heartbeats.seen[sender]):
             return False
-        if sender not in self._vouched:
-            self._vouched.add(sender)
+        if sender not in self._reached_by_others:
+            self._reached_by_others.add(sender)
             self.remarks.append(f"{self._name(sender)} has been {words}, but other nodes reach it: it has "
                                 f"start_timeout_s = {self.settings.start_timeout_s:g} s to reach the scheduler again")
         return True
 
-    def _look_for(self, now: float) -> m.Outgoing:
+    def _probe_silent(self, now: float) -> m.Outgoing:
         """Probe the nodes with ranks that are not heard, or have closed their connection; drop those that are dead."""
         out: m.Outgoing = []
         for sender, seen in list(self._heartbeats.seen.items()):
@@ -284,7 +284,7 @@ class Job:
             out += self._drop_if_dead(now, sender)
             index = self._roster.index_of(sender)
             if self.over or sender not in self._heartbeats or (
-                    self._only_sums(sender) and not self._probes.is_closed(index)):
+                    self._is_helper(sender) and not self._probes.is_closed(index)):
                 continue
             out += self._probes.ask(now, index, seen, lambda sender=sender: [
                 (self._roster.index_of(other), other) for other in self._roster.alive_senders
@@ -294,16 +294,16 @@ class Job:
 
     def quiet(self, now: float) -> list[bytes]:
         """Return the nodes of which `pulse` must be called before the next `tick`."""
-        return [] if self.over else self._heartbeats.quiet(now, self._only_sums)
+        return [] if self.over else self._heartbeats.quiet(now, self._is_helper)
 
     def pulse(self, sender: bytes, at: float | None) -> None:
         """Note when the last byte of *sender*'s connection came; None: not known."""
         self._heartbeats.pulse(sender, at)
 
-    def _only_sums(self, sender: bytes) -> bool:
+    def _is_helper(self, sender: bytes) -> bool:
         return self._admitted and self._roster.knows(sender) and not self._losses.is_worker(sender)
 
-    def _can_be_missed(self, sender: bytes) -> bool:
+    def _is_dispensable(self, sender: bytes) -> bool:
         """Whether the job can go on, or gather, without the node behind *sender*, which then has no ranks."""
         if self._admitted:
             return not self._losses.is_worker(sender)
@@ -313,8 +313,8 @@ class Job:
     def _expire(self, now: float) -> m.Outgoing:
         out: m.Outgoing = []
         for sender, error in (*self._late_joins.overdue(now), *self._losses.overdue_newcomers(now)):
-            out += self._gone(now, sender, PeerLostError(str(error)))
-        out += self._look_at_queue(now)
+            out += self._lose(now, sender, PeerLostError(str(error)))
+        out += self._admit_queued(now)
         overdue = self._losses.overdue(now)
         return out if overdue is None else out + self.abort(overdue)
 
@@ -342,7 +342,7 @@ class Job:
             return self._late_joins.admit(now, sender, join)
         return self._join(now, sender, join)
 
-    def _look_at_queue(self, now: float) -> m.Outgoing:
+    def _admit_queued(self, now: float) -> m.Outgoing:
         """Admit the nodes for which there is room now; refuse those that have waited long enough."""
         out: m.Outgoing = []
         while (found := self._late_joins.next_in_queue(now)) is not None:
@@ -354,17 +354,17 @@ class Job:
         welcome = self._late_joins.newcomer_ready(sender, message, self.name, self._losses.committed_epoch,
                                                   self._measuring.rates, self._generations.units)
         tuned = [(newcomer, self._credit) for newcomer, _ in welcome if self._credit is not None]
-        return welcome + tuned + self._take_in(now)
+        return welcome + tuned + self._integrate_newcomers(now)
 
-    def _take_in(self, now: float) -> m.Outgoing:
+    def _integrate_newcomers(self, now: float) -> m.Outgoing:
         """Let connected newcomers take part, and give a share to those that have none."""
         if self._losses.recovery is not None or self._measuring.waiting:
             return []
-        out = self._losses.take_in(now, self._late_joins.take_linked())
-        self._know()
+        out = self._losses.integrate(now, self._late_joins.take_linked())
+        self._update_nodes()
         return out
 
-    def _know(self) -> None:
+    def _update_nodes(self) -> None:
         """Plan with the current nodes and the known rates of their NICs."""
         self._generations.know(self._measuring.known(self._roster.nodes), self._roster.absent)
 
@@ -373,22 +373,22 @@ class Job:
         if self._admitted:
             if self._late_joins.is_coming(self._roster.index_of(sender)):
                 return []  # other counts: of no matter for a job that runs
-            return self._blame(now, sender, ProtocolError(f"{self._name(sender)} joined twice"))
+            return self._fail(now, sender, ProtocolError(f"{self._name(sender)} joined twice"))
         refusal = self._admission.check(join) or self._admission.surplus(join)
         if refusal is not None:
-            return self._turn_away(sender, join, refusal)
+            return self._refuse_join(sender, join, refusal)
         if self._waits_since is None and join.ranks:
             self._waits_since = now
         before = self._admission.add(sender, join)
         if before is not None:
             self._heartbeats.forget(before)
-            self._moved.add(before)
+            self._replaced_senders.add(before)
         contradiction = self._admission.contradiction()
         if contradiction is not None:
-            return self._turn_away(sender, join, contradiction)
+            return self._refuse_join(sender, join, contradiction)
         return self._welcome() if self._admission.complete() else []
 
-    def _turn_away(self, sender: bytes, join: m.Join, error: BpsError) -> m.Outgoing:
+    def _refuse_join(self, sender: bytes, join: m.Join, error: BpsError) -> m.Outgoing:
         """Refuse the node that has sent *join*. If the job cannot be complete without its ranks, it ends at once."""
         refuse = (sender, m.refusal(error))
         if join.ranks and not self._admission.has_all_ranks(but=sender):
@@ -399,9 +399,9 @@ class Job:
         self.remarks.append(f"refused the node on host {join.host} (pid {join.pid}): {error}")
         return [refuse]
 
-    def _blame(self, now: float, sender: bytes, error: BpsError) -> m.Outgoing:
+    def _fail(self, now: float, sender: bytes, error: BpsError) -> m.Outgoing:
         """Drop the node behind *sender*, whose message makes no sense; if it has ranks, end the job."""
-        return self._gone(now, sender, PeerLostError(str(error))) if self._can_be_missed(sender) else self.abort(error)
+        return self._lose(now, sender, PeerLostError(str(error))) if self._is_dispensable(sender) else self.abort(error)
 
     def _welcome(self) -> m.Outgoing:
         """Start the job with the nodes that have joined: all nodes with ranks, and maybe not all helpers."""
@@ -443,7 +443,7 @@ class Job:
         self._heartbeats.restart(now, set(past.roster.alive_senders) - {b""})
         self._roster.lost |= past.lost
         self._measuring.resume(past.rates, past.unmeasured)
-        self._know()
+        self._update_nodes()
         self._generations.resume(past)
         self._declarations.resume(past.committed, past.failed, past.n_declared)
         self._barriers.resume(past.barrier)
@@ -457,14 +457,14 @@ class Job:
     def _measured(self, now: float, sender: bytes, message: m.Measured) -> m.Outgoing:
         """Take a node's measurement; after the last one, tell all nodes, and plan what waited for it."""
         if not self._measuring.measured(self._roster.index_of(sender), message.nic_rate_bytes):
-            return self._blame(now, sender, ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
+            return self._fail(now, sender, ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
         return self._all_measured(now)
 
     def _all_measured(self, now: float) -> m.Outgoing:
         if self._measuring.waiting:
             return []
-        self._know()
-        return self._to_all(self._measuring.message) + self._take_in(now) + self._planning.plan()
+        self._update_nodes()
+        return self._to_all(self._measuring.message) + self._integrate_newcomers(now) + self._planning.plan()
 
     # -- what nodes can do --------------------------------------------------------------------------------
 
@@ -472,7 +472,7 @@ class Job:
         index = self._roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
         commits = self._losses.ready(index, message.generation)
-        return commits + self._go_on(now) if commits else self._planning.ready(index, message.generation)
+        return commits + self._resume_deferred(now) if commits else self._planning.ready(index, message.generation)
 
     def _set_credit(self, now: float, sender: bytes, message: m.Credit) -> m.Outgoing:
         self._credit = m.CreditChanged(nbytes=message.nbytes)
@@ -494,13 +494,13 @@ class Job:
     def finish(self, senders: Sequence[bytes]) -> m.Outgoing:
         """All ranks have left: tell *senders*, and wait for their acknowledgement."""
         self.finished = True
-        self._unaware.update(senders)
+        self._unacknowledged.update(senders)
         return [(sender, m.Finish()) for sender in senders]
 
     def finish_again(self, sender: bytes, node: int) -> m.Outgoing:
         """Tell *node*, which has reconnected as *sender*, what it has missed."""
         if node < len(self._roster.nodes):
-            self._unaware.discard(self._roster.senders[node])
+            self._unacknowledged.discard(self._roster.senders[node])
         return self.finish([sender])
 
     # -- losses -------------------------------------------------------------------------------------------
@@ -509,23 +509,23 @@ class Job:
         error = PeerLostError(f"{self._roster.describe(message.who)} is lost: {message.reason} (seen by "
                               f"{self._name(sender)})")
         kind, _, number = message.who.partition(" ")
-        if not self._admitted and self._can_be_missed(sender):
-            return self._gone(now, sender, error)
+        if not self._admitted and self._is_dispensable(sender):
+            return self._lose(now, sender, error)
         if not self._admitted or kind != "node" or not number.isdecimal() or int(number) >= len(self._roster.nodes):
             return self.abort(error)
         if int(number) in self._roster.lost:
             return []
         lost = self._roster.senders[int(number)]
         if lost != sender and self._losses.is_worker(lost) and not self._losses.is_worker(sender):
-            self._losses.doubt(now, lost, sender, error)
+            self._losses.suspect(now, lost, sender, error)
             return []
-        return self._gone(now, lost, error)
+        return self._lose(now, lost, error)
 
-    def _gone(self, now: float, sender: bytes, error: PeerLostError) -> m.Outgoing:
+    def _lose(self, now: float, sender: bytes, error: PeerLostError) -> m.Outgoing:
         """Drop the node behind *sender* if it has no ranks, else end the job with *error*."""
         if self.over or sender not in self._heartbeats:
             return []
-        if not self._can_be_missed(sender):
+        if not self._is_dispensable(sender):
             return self.abort(error)
         self._heartbeats.forget(sender)
         if not self._admitted:
@@ -540,9 +540,9 @@ class Job:
             out = self._all_measured(now) + out  # what waits for it is planned after the commit
         return out
 
-    def _go_on(self, now: float) -> m.Outgoing:
+    def _resume_deferred(self, now: float) -> m.Outgoing:
         """Do what was deferred until a recovery's commit; newcomers come first."""
-        out = self._take_in(now)
+        out = self._integrate_newcomers(now)
         if self._losses.recovery is not None:
             return out
         deferred, self._deferred = self._deferred, []

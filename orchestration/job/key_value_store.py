@@ -47,7 +47,7 @@ class KeyValueStore:
     def __init__(self, roster: Roster, left: Callable[[int], bool]) -> None:
         self._roster = roster
         self._left = left
-        self._notices: dict[str, _Notice] = {}
+        self._values: dict[str, _Notice] = {}
         self._waiting: dict[str, list[_Question]] = {}
 
     def publish(self, message: Publish) -> list[KeyValueReply]:
@@ -55,13 +55,13 @@ class KeyValueStore:
 
         A key belongs to the rank that published it first, until that rank withdraws it.
         """
-        held = self._notices.get(message.key)
+        held = self._values.get(message.key)
         if held is not None and held.rank != message.rank:
             return [_refused(message, MismatchError(
                 f"notice {message.key!r}: rank {message.rank} publishes what {self._roster.describe_rank(held.rank)} "
                 "has published"))]
         total = _nbytes(message.key, message.value) + sum(
-            _nbytes(key, notice.value) for key, notice in self._notices.items()
+            _nbytes(key, notice.value) for key, notice in self._values.items()
             if notice.rank == message.rank and key != message.key)
         try:
             check(message.key, message.value)
@@ -70,18 +70,18 @@ class KeyValueStore:
                                     f"bytes, at most {RANK_MAX_NBYTES} are kept of a rank; withdraw some")
         except (CapacityError, ConfigError) as exc:
             return [_refused(message, exc)]
-        self._notices[message.key] = _Notice(message.rank, message.value)
+        self._values[message.key] = _Notice(message.rank, message.value)
         answers = [_found(question.asked, message.value) for question in self._waiting.pop(message.key, ())]
         return [KeyValueReply(rank=message.rank, question=message.question), *answers]
 
     def withdraw(self, rank: int, prefix: str) -> None:
         """Remove the values of *rank* whose keys begin with *prefix*."""
-        self._notices = {key: notice for key, notice in self._notices.items()
+        self._values = {key: notice for key, notice in self._values.items()
                          if notice.rank != rank or not key.startswith(prefix)}
 
     def lookup(self, now: float, message: Lookup) -> list[KeyValueReply]:
         """Return the reply to a lookup if there is one already."""
-        held = self._notices.get(message.key)
+        held = self._values.get(message.key)
         if held is not None:
             return [_found(message, held.value)]
         if self._is_vain(message):

@@ -89,7 +89,7 @@ class HeartbeatMonitor:
 #: Time for which both signs of death must last for a node with ranks: reloading a firewall takes less.
 DEAD_S = 1.0
 #: The most nodes at a time that probe one node.
-_MOST_VISITORS = 3
+_MOST_PROBING = 3
 _NEVER = float("-inf")
 
 
@@ -151,4 +151,4 @@ class NodeProbes:
             return []
         self._asked[index] = now
         after = sorted(others(), key=lambda other: (other[0] <= index, other[0]))
-        return [(sender, m.ProbeRequest(node=index)) for _, sender in after[:_MOST_VISITORS]]
+        return [(sender, m.ProbeRequest(node=index)) for _, sender in after[:_MOST_PROBING]]

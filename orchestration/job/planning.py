@@ -69,9 +69,9 @@ class GenerationPlanner:
         recovery, name = self._losses.recovery, self._roster.describe_node(index)
         if recovery is not None and message.generation == recovery.generation:
             if recovery.joined:
-                return self._losses.leave_as_it_is(now, f"{name} cannot prepare for that: {message.reason}")
-            if message.room_nbytes >= 0 and self._losses.gets_too_much(index, message.room_nbytes):
-                return self._losses.begin_anew(now)
+                return self._losses.restart_without_share(now, f"{name} cannot prepare for that: {message.reason}")
+            if message.room_nbytes >= 0 and self._losses.limit_share(index, message.room_nbytes):
+                return self._losses.restart(now)
             raise CapacityError(f"{name} cannot go on without what the job has lost ({recovery.reason}): "
                                 f"{message.reason}")
         if not names:

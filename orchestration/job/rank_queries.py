@@ -250,7 +250,7 @@ class RankQueries:
         self._losses = losses
         self._stalls = StallQueries(roster, left.__contains__)
         self._lags = LagQueries(roster)
-        self._notices = KeyValueStore(roster, left.__contains__)
+        self._store = KeyValueStore(roster, left.__contains__)
         #: By kind of message: called with the time, the sender and the message; return what is to be sent.
         self.handlers: dict[type, Callable[..., m.Outgoing]] = {
             m.StallQuestion: self._stalled,
@@ -260,18 +260,18 @@ class RankQueries:
                 m.LagReportRequest(number=self._lags.ask(now, message))),
             m.LagReport: lambda now, sender, message: self._answers(
                 self._lags.report(roster.index_of(sender), message)),
-            m.Publish: lambda now, sender, message: self._answers(self._notices.publish(message)),
+            m.Publish: lambda now, sender, message: self._answers(self._store.publish(message)),
             m.Withdraw: self._withdraw,
-            m.Lookup: lambda now, sender, message: self._answers(self._notices.lookup(now, message)),
+            m.Lookup: lambda now, sender, message: self._answers(self._store.lookup(now, message)),
         }
 
     def expire(self, now: float) -> m.Outgoing:
         """Return the answers to questions that have waited long enough for reports."""
-        return self._answers([*self._stalls.expire(now), *self._lags.expire(now), *self._notices.expire(now)])
+        return self._answers([*self._stalls.expire(now), *self._lags.expire(now), *self._store.expire(now)])
 
     def rank_left(self, rank: int) -> m.Outgoing:
         """Return the answers to lookups that wait for values of *rank*, which has left."""
-        return self._answers(self._notices.rank_left(rank))
+        return self._answers(self._store.rank_left(rank))
 
     # -- what comes in ------------------------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ class RankQueries:
         return StallFinding(f"nobody is missing: all ranks have declared {name!r}", "done")
 
     def _withdraw(self, now: float, sender: bytes, message: m.Withdraw) -> m.Outgoing:
-        self._notices.withdraw(message.rank, message.prefix)
+        self._store.withdraw(message.rank, message.prefix)
         return []
 
     def _answers(self, answers: Sequence[m.StallAnswer | m.LagAnswer | m.KeyValueReply]) -> m.Outgoing:

@@ -147,20 +147,20 @@ def choose(loads: Sequence[Load], machines: Sequence[Machine], copy_rates: Seque
     policy : the placement; a hash is assumed to spread bytes as the optimum does.
     fixed_nbytes : what travels besides.
     """
-    free, bound = (_Ground(machines, copy_rates, policy, keeps_state) for keeps_state in (False, True))
+    free, bound = (_TimeModel(machines, copy_rates, policy, keeps_state) for keeps_state in (False, True))
     eligible = sorted((load for load in loads if load.frame_nbytes < load.nbytes),
                       key=lambda load: -(load.nbytes - load.frame_nbytes) / free.cost(load))
     plain_nbytes = wire_nbytes = fixed_nbytes + sum(load.nbytes for load in loads)
     times = [(free.wire_s(plain_nbytes), 0.0, plain_nbytes)]
     encoded = decoded = parts_s = 0.0
-    ground = free
+    model = free
     for load in eligible:
-        ground = bound if ground is bound or load.codec.has_state else free
+        model = bound if model is bound or load.codec.has_state else free
         wire_nbytes -= load.nbytes - load.frame_nbytes
         encoded += _encoded(load)
         decoded += load.nbytes / RATIOS[load.codec.kind].decode
         parts_s += load.n_parts * _PART_S
-        times.append((ground.wire_s(wire_nbytes), parts_s + ground.kernels_s(encoded, decoded), wire_nbytes))
+        times.append((model.wire_s(wire_nbytes), parts_s + model.kernels_s(encoded, decoded), wire_nbytes))
     good_s = _AS_GOOD * min(max(each[:2]) for each in times)
     n_chosen = next(n for n, each in enumerate(times) if max(each[:2]) <= good_s)
     wire_s, kernels_s, wire_nbytes = times[n_chosen]
@@ -168,7 +168,7 @@ def choose(loads: Sequence[Load], machines: Sequence[Machine], copy_rates: Seque
                   times[0][0], max(times[-1][:2]), plain_nbytes, wire_nbytes)
 
 
-class _Ground:
+class _TimeModel:
     """Machines for which times are linear in bytes; *keeps_state*: helpers own nothing, as with codecs with state."""
 
     def __init__(self, machines: Sequence[Machine], copy_rates: Sequence[float], policy: str, keeps_state: bool

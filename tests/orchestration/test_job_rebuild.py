@@ -110,7 +110,7 @@ def test_a_node_that_dials_anew_has_one_account():
     tell(rebuilding, 1, said[1])
     rebuilding.unreachable(b"0")
     past = rebuilding.past(0.0)
-    assert past.roster.senders == [b"0 again", b"1"] and rebuilding.speakers == [b"0 again", b"1"]
+    assert past.roster.senders == [b"0 again", b"1"] and rebuilding.reporting == [b"0 again", b"1"]
     rebuilding.unreachable(b"1")
     assert rebuilding.past(0.0) is None or rebuilding.past(0.0).absent
 
@@ -128,7 +128,7 @@ def test_who_is_refused_is_told_why(change, error, words):
     tell(rebuilding, 0, said[0])
     ((sender, refuse),) = tell(rebuilding, 1, [msgspec.structs.replace(said[1][0], **change), *said[1][1:]])
     assert sender == b"1" and refuse.error == error and words in refuse.reason
-    assert rebuilding.speakers == [b"0"]
+    assert rebuilding.reporting == [b"0"]
 
 
 @pytest.mark.parametrize(("half", "decides"), [((0, 1), True), ((0, 3), True), ((2, 3), False), ((1, 2, 3), True)])
