@@ -66,6 +66,15 @@ def emit_both(builder: ir.IRBuilder, condition: ir.Value, emit: Callable[[bool],
                 emit(holds)
 
 
+def call_float(builder: ir.IRBuilder, name: str, value: ir.Value) -> ir.Value:
+    """Call LLVM's intrinsic *name* ("fabs", "floor", "rint") on a float, or a vector of floats."""
+    kind = value.type
+    lanes = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
+    full_name = f"llvm.{name}.{lanes}f{8 * nbytes_of(getattr(kind, 'element', kind))}"
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), full_name)
+    return builder.call(function, [value])
+
+
 class Element:
     """Emit the arithmetic of the wire dtype *name* at the builder's position; inputs are combined by *op*.
 
@@ -195,9 +204,7 @@ class Element:
         floating = shape(self.quotient, n_lanes)
         dividend = b.uitofp(value, floating) if unsigned else b.sitofp(value, floating)
         ratio = b.fdiv(dividend, self.splat(b.sitofp(divisor, self.quotient), n_lanes))
-        name = "llvm.floor." + (f"v{n_lanes}" if n_lanes > 1 else "") + f"f{8 * nbytes_of(self.quotient)}"
-        floor = cgutils.get_or_insert_function(b.module, ir.FunctionType(floating, [floating]), name)
-        whole = b.call(floor, [ratio])
+        whole = call_float(b, "floor", ratio)
         return b.fptoui(whole, value.type) if unsigned else b.fptosi(whole, value.type)
 
     def splat(self, scalar: ir.Value, n_lanes: int) -> ir.Value:

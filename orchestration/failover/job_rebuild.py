@@ -58,7 +58,7 @@ class JobRebuild:
                                nodes=tuple(nodes)) if job else None
         self._majority_since: float | None = None
         self._probes = NodeProbes(lease_s, timeout_s, now)
-        #: Whether anything has come since the last look at `finished`, `aborted` and `past` that may have changed them.
+        #: Whether a message has come since the last look that may change `finished`, `aborted` or `snapshot`.
         self.is_due = True
 
     # -- what comes in ------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class JobRebuild:
     # -- what follows -------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> m.Outgoing:
-        """Return what follows from the time: heartbeats. Look at `finished`, `aborted` and `past` afterwards."""
+        """Return what follows from the time: heartbeats. Look at `finished`, `aborted` and `snapshot` afterwards."""
         self.is_due = True
         slept_s, self._last_tick = now - self._last_tick, now
         if slept_s > self._lease_s / 2:
@@ -228,7 +228,7 @@ class JobRebuild:
         """Whether all ranks of the job have left."""
         return self._first is not None and self._all_left | self._reports.nodes_left >= self._reports.workers
 
-    def past(self, now: float) -> JobSnapshot | None:
+    def snapshot(self, now: float) -> JobSnapshot | None:
         """Return the job's state once all nodes have reported or are lost; None before.
 
         Raises `PeerLostError` if a node is lost that the job cannot go on without; `ProtocolError` if reports

@@ -177,19 +177,19 @@ class SchedulerState:
         try:
             if rebuilding.aborted is not None:
                 raise rebuilding.aborted
-            past = rebuilding.past(now)
+            snapshot = rebuilding.snapshot(now)
         except BpsError as exc:
             return self.abort(exc) if another is None else self._gather(now, m.refusal(exc))
-        if past is None:
+        if snapshot is None:
             if another is None or rebuilding.is_alive:
                 return []
             return self._gather(now, m.refusal(_other_job(another)))
         self._rebuilding = None
         newcomers = rebuilding.newcomers
-        known = {*past.roster.senders, *(sender for sender, _ in newcomers)}
+        known = {*snapshot.roster.senders, *(sender for sender, _ in newcomers)}
         out: m.Outgoing = [(sender, _left_behind()) for sender in rebuilding.senders if sender not in known]
         self.job = Job(self._settings, now)
-        out += self.job.resume(now, past)
+        out += self.job.resume(now, snapshot)
         for sender, join in newcomers:
             out += self.job.receive(now, sender, join)
         return out

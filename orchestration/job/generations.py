@@ -31,44 +31,41 @@ class Generations:
 
     def __init__(self, nodes: Sequence[NodeInfo], *, policy: str, partition_nbytes: int, fusion_nbytes: int,
                  first_round: int = 1, is_short: bool = False) -> None:
-        self._nodes = nodes
-        self._machines = machines_of(nodes)
-        self._copy_rates = [node.copy_rate_bytes for node in nodes]
+        self._nodes: Sequence[NodeInfo] = ()
         self._policy = policy
         self._partition_nbytes = partition_nbytes
         self._fusion_nbytes = fusion_nbytes
         self._first_round = first_round
-        self._page_nbytes = max(node.page_nbytes for node in nodes)
-        self._owned = [0] * len(nodes)
-        self._more = ownable(nodes)
+        self._owned: list[int] = []
+        self._more: list[int] = []
         self._next_unit = 0
         self._next_part = 0
         self._free: list[tuple[int, int]] = []  # (first, number) of partitions' numbers that were retired
         self._retiring: dict[int, set[int]] = {}
         self._gone_from: dict[int, set[int]] = {}  # store's first unit -> ranks of workers that have retired theirs
         self._ready: set[int] = set()
-        self._absent: set[int] = set()
         self._limits: dict[int, int] = {}  # by node that has refused more in the loss under way
         self._specs: Sequence[TensorSpec] = ()  # of what is in flight, as they were declared
         self.number = 0
         self.units: list[UnitPlan] = []
         self.in_flight: Plan | None = None
         self.lent: dict[int, OwnerChange] = {}  # of partitions that have changed hands: what some nodes lacked then
+        self.update_nodes(nodes)
         if not is_short:
             assign([1], self._machines, policy)
 
-    def resume(self, past: JobSnapshot) -> None:
+    def resume(self, snapshot: JobSnapshot) -> None:
         """Take over the generations of a lost scheduler, as nodes report them."""
-        self.units, self.number, self.lent = list(past.units), past.generation, dict(past.lent)
-        self._more = [before if now < -1 else now for before, now in zip(self._more, past.ownable_nbytes)]
-        self._gone_from = {first: set(ranks) for first, ranks in past.gone_from.items()}
-        self._next_unit = past.next_unit
+        self.units, self.number, self.lent = list(snapshot.units), snapshot.generation, dict(snapshot.lent)
+        self._more = [before if now < -1 else now for before, now in zip(self._more, snapshot.ownable_nbytes)]
+        self._gone_from = {first: set(ranks) for first, ranks in snapshot.gone_from.items()}
+        self._next_unit = snapshot.next_unit
         self._owned = _plus_owned([0] * len(self._owned), self.units)
         used = sorted(part.part for unit in self.units for part in unit.parts)
         self._next_part = used[-1] + 1 if used else 0
         self._free = [(before + 1, part - before - 1) for before, part in zip([-1, *used], used) if part > before + 1]
 
-    def know(self, nodes: Sequence[NodeInfo], absent: AbstractSet[int] = frozenset()) -> None:
+    def update_nodes(self, nodes: Sequence[NodeInfo], absent: AbstractSet[int] = frozenset()) -> None:
         """Use *nodes* from the next generation on: the same ones with other rates, and maybe more.
 
         Nothing is placed on those that are *absent*.

@@ -366,7 +366,7 @@ class Job:
 
     def _update_nodes(self) -> None:
         """Plan with the current nodes and the known rates of their NICs."""
-        self._generations.know(self._measuring.known(self._roster.nodes), self._roster.absent)
+        self._generations.update_nodes(self._measuring.known(self._roster.nodes), self._roster.absent)
 
     def _join(self, now: float, sender: bytes, join: m.Join) -> m.Outgoing:
         """Admit a new node or take a node's corrected counts; welcome all nodes when it was the last."""
@@ -436,21 +436,21 @@ class Job:
         self._handlers |= self._queries.handlers
         self._admitted = True
 
-    def resume(self, now: float, past: JobSnapshot) -> m.Outgoing:
+    def resume(self, now: float, snapshot: JobSnapshot) -> m.Outgoing:
         """Continue where another scheduler stopped."""
-        self._begin_with(past.roster)
-        self.name = past.job
-        self._heartbeats.restart(now, set(past.roster.alive_senders) - {b""})
-        self._roster.lost |= past.lost
-        self._measuring.resume(past.rates, past.unmeasured)
+        self._begin_with(snapshot.roster)
+        self.name = snapshot.job
+        self._heartbeats.restart(now, set(snapshot.roster.alive_senders) - {b""})
+        self._roster.lost |= snapshot.lost
+        self._measuring.resume(snapshot.rates, snapshot.unmeasured)
         self._update_nodes()
-        self._generations.resume(past)
-        self._declarations.resume(past.committed, past.failed, past.n_declared)
-        self._barriers.resume(past.barrier)
-        senders = past.roster.senders
-        out = [(senders[index], message) for index, messages in past.answers.items() for message in messages]
-        out += self._losses.resume(now, past)
-        for index, message in past.later:
+        self._generations.resume(snapshot)
+        self._declarations.resume(snapshot.committed, snapshot.failed, snapshot.n_declared)
+        self._barriers.resume(snapshot.barrier)
+        senders = snapshot.roster.senders
+        out = [(senders[index], message) for index, messages in snapshot.answers.items() for message in messages]
+        out += self._losses.resume(now, snapshot)
+        for index, message in snapshot.later:
             out += self.receive(now, senders[index], message)
         return out
 

@@ -72,10 +72,10 @@ class NodeLosses:
         workers = self._roster.workers
         return is_majority([index for index in workers if self._roster.senders[index] not in but], workers)
 
-    def resume(self, now: float, past: JobSnapshot) -> m.Outgoing:
+    def resume(self, now: float, snapshot: JobSnapshot) -> m.Outgoing:
         """Continue after another scheduler: with a recovery, if one was in progress or a node is lost by now."""
-        self._epoch = self.committed_epoch = past.epoch  # if it was not committed, a next one comes before any newcomer
-        if not past.absent and not past.frozen:
+        self._epoch = self.committed_epoch = snapshot.epoch  # if not committed, a next one precedes any newcomer
+        if not snapshot.absent and not snapshot.frozen:
             return []
         names = ", ".join(map(self._roster.describe_node, sorted(self._roster.lost)))
         return self._begin(now, f"{names or 'nobody'} was lost beside the scheduler, or when that was lost",

@@ -74,7 +74,8 @@ def test_where_many_gpus_are_shares_are_smaller_but_not_too_small(recorded_machi
     found, gpus = plan.read_cores(machine.host.tree), locality.gpu_numa_nodes(machine.host)
     assert gpus == (0, 0, 0, 1, 1, 1, 1, 1)
     affinities = plan_ranks(found, ranks(8, found.cpus, *gpus), AffinityOptions())
-    assert [each.home for each in affinities] == list(gpus) and [len(each.cpus) for each in affinities] == [16] * 3 + [12] * 5
+    assert [each.home for each in affinities] == list(gpus)
+    assert [len(each.cpus) for each in affinities] == [16] * 3 + [12] * 5
     assert shares(sockets(8, 8), 2, 1, 1) == [span(8, 11), span(12, 15)], "the half that is near"
     assert shares(sockets(4, 4, 4), 3, 2, 2, 2) == [span(8, 11), span(0, 3), span(4, 7)], "a third is too little"
     asked = shares(sockets(8, 8), 2, 1, 1, wishes=AffinityOptions(rank_cores=8))
@@ -130,7 +131,7 @@ def test_cores_of_the_node_s_own_are_beside_its_card_and_nobody_else_s() -> None
     affinity = plan_node(machine, machine.cpus, {1}, 3, wishes)
     assert affinity == CpuAffinity(span(6, 7, 14, 15), 1, alone=True)
     assert shares(machine, 3, wishes=wishes, taken=affinity.cpus) == [span(0, 1, 8, 9), span(2, 3, 10, 11),
-                                                                  span(4, 5, 12, 13)]
+                                                                      span(4, 5, 12, 13)]
     assert plan_node(machine, machine.cpus, {0, 1}, 3, wishes).cpus == span(3, 3, 7, 7, 11, 11, 15, 15)
     assert plan_node(machine, machine.cpus, {1}, 7, wishes).cpus == span(7, 7, 15, 15), "each rank needs one"
     assert not plan_node(machine, machine.cpus, {1}, 8, wishes).alone, "nothing is left: it shares"

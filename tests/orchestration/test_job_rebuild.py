@@ -50,10 +50,10 @@ def test_the_job_of_thousands_is_rebuilt_in_moments():
             if rebuilding.is_due:
                 rebuilding.is_due = False
                 assert not rebuilding.finished
-                past = rebuilding.past(0.0)
-        assert (past is not None) == (index == len(said) - 1)
+                snapshot = rebuilding.snapshot(0.0)
+        assert (snapshot is not None) == (index == len(said) - 1)
     assert time.monotonic() - begun < 20.0
-    assert past.roster.senders == [b"%d" % index for index in range(1500)]
+    assert snapshot.roster.senders == [b"%d" % index for index in range(1500)]
 
 
 def test_heartbeats_go_to_all_and_a_lease_begins_with_the_majority():
@@ -63,8 +63,8 @@ def test_heartbeats_go_to_all_and_a_lease_begins_with_the_majority():
     assert rebuilding.tick(1.0) == [(b"0", m.Heartbeat(sequence=1))] and not rebuilding.tick(1.5)
     tell(rebuilding, 1, said[1], 30.0)
     tell(rebuilding, 2, said[2], 30.0)
-    assert rebuilding.past(30.0) is None and rebuilding.past(39.9) is None
-    assert list(rebuilding.past(40.0).absent) == [3]
+    assert rebuilding.snapshot(30.0) is None and rebuilding.snapshot(39.9) is None
+    assert list(rebuilding.snapshot(40.0).absent) == [3]
 
 
 def test_who_is_heard_and_has_not_told_all_is_waited_for():
@@ -75,21 +75,21 @@ def test_who_is_heard_and_has_not_told_all_is_waited_for():
     for now in (5.0, 10.0, 15.0):
         rebuilding.tick(now)
         rebuilding.receive(now, b"1", m.Heartbeat(sequence=1))
-        assert rebuilding.past(now) is None
-    assert list(rebuilding.past(25.0).absent) == [1]
+        assert rebuilding.snapshot(now) is None
+    assert list(rebuilding.snapshot(25.0).absent) == [1]
 
 
 def test_a_scheduler_that_was_stopped_waits_as_long_as_if_it_had_not_been():
     said = reports(1, 1)
     rebuilding = begin()
     tell(rebuilding, 0, said[0])
-    rebuilding.past(0.0)
+    rebuilding.snapshot(0.0)
     rebuilding.tick(1000.0)
-    assert rebuilding.aborted is None and rebuilding.past(1000.0) is None
+    assert rebuilding.aborted is None and rebuilding.snapshot(1000.0) is None
     rebuilding.tick(1004.0)
     rebuilding.tick(1008.0)
     rebuilding.tick(1009.9)
-    assert rebuilding.past(1009.9) is None and rebuilding.past(1010.0) is not None
+    assert rebuilding.snapshot(1009.9) is None and rebuilding.snapshot(1010.0) is not None
 
 
 def test_the_deadline_names_who_is_missing():
@@ -109,10 +109,10 @@ def test_a_node_that_dials_anew_has_one_account():
     tell(rebuilding, 0, said[0], sender=b"0 again")
     tell(rebuilding, 1, said[1])
     rebuilding.unreachable(b"0")
-    past = rebuilding.past(0.0)
-    assert past.roster.senders == [b"0 again", b"1"] and rebuilding.reporting == [b"0 again", b"1"]
+    snapshot = rebuilding.snapshot(0.0)
+    assert snapshot.roster.senders == [b"0 again", b"1"] and rebuilding.reporting == [b"0 again", b"1"]
     rebuilding.unreachable(b"1")
-    assert rebuilding.past(0.0) is None or rebuilding.past(0.0).absent
+    assert rebuilding.snapshot(0.0) is None or rebuilding.snapshot(0.0).absent
 
 
 @pytest.mark.parametrize(("change", "error", "words"), [
@@ -138,12 +138,12 @@ def test_of_two_schedulers_that_each_hear_half_one_decides(half, decides):
     rebuilding = begin()
     for index in (*half, 4):
         tell(rebuilding, index, said[index])
-    assert rebuilding.past(0.0) is None and rebuilding.is_alive == decides
+    assert rebuilding.snapshot(0.0) is None and rebuilding.is_alive == decides
     if decides:
         with pytest.raises(PeerLostError, match="did not come back within lease_s = 10 s"):
-            rebuilding.past(10.0)
+            rebuilding.snapshot(10.0)
     else:
-        assert rebuilding.past(59.0) is None
+        assert rebuilding.snapshot(59.0) is None
 
 
 def test_settings_are_those_of_the_scheduler_where_it_knows_them():

@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 from bpsfast.kernels import sum_ir
-from bpsfast.kernels.element_ir import F32, F64, I64, Element, constant, nbytes_of, shape
+from bpsfast.kernels.element_ir import F32, F64, I64, Element, call_float, constant, nbytes_of, shape
 
 #: Vectors in one iteration of an element loop.
 _N_VECTORS = 2
@@ -73,10 +73,7 @@ class Elements:
 
     def magnitude(self, value: ir.Value) -> ir.Value:
         """Return |value|."""
-        kind = value.type
-        name = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
-        name = f"llvm.fabs.{name}f{8 * nbytes_of(getattr(kind, 'element', kind))}"
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, ir.FunctionType(kind, [kind]), name), [value])
+        return call_float(self.b, "fabs", value)
 
     def rounded(self, scalar: ir.Value) -> ir.Value:
         """Return a double as T."""

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 from bpsfast.kernels.codecs.elements import Elements, wide_name
 from bpsfast.kernels.codecs.intrinsics import bytes_at, finite, floats_at, helper, is_null, nbytes_of, quiet, values_at
 from bpsfast.kernels.codecs.reductions import largest
-from bpsfast.kernels.element_ir import constant, emit_both, emits, nbytes_of as width_of, shape
+from bpsfast.kernels.element_ir import call_float, constant, emit_both, emits, shape
 from bpsfast.orchestration.codec import INT8_BLOCK
 
 
@@ -171,7 +171,8 @@ class Int8BlockLoops:
         b, elements = self.b, self.elements
         value = elements.load(self.x, self.wide, index, n_lanes)
         scale = elements.splat(self.scale, n_lanes)
-        number = b.fptosi(self._nearest(b.fdiv(value, scale), n_lanes), shape(ir.IntType(32), n_lanes))
+        nearest = call_float(b, "rint", b.fdiv(value, scale))  # halves to even
+        number = b.fptosi(nearest, shape(ir.IntType(32), n_lanes))
         for sign, limit in ((">", 127), ("<", -127)):
             most = constant(ir.IntType(32), limit, n_lanes)
             number = b.select(b.icmp_signed(sign, number, most), most, number)
@@ -181,9 +182,3 @@ class Int8BlockLoops:
         if keeps:
             decoded = b.fmul(b.sitofp(number, value.type), scale)
             elements.store(elements.finite(b.fsub(value, decoded), n_lanes), self.error, self.wide, index, n_lanes)
-
-    def _nearest(self, value: ir.Value, n_lanes: int) -> ir.Value:
-        """Round to integers, halves to even."""
-        name = "llvm.rint." + (f"v{n_lanes}" if n_lanes > 1 else "") + f"f{8 * width_of(self.elements.wide)}"
-        signature = ir.FunctionType(value.type, [value.type])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), [value])
