@@ -12,7 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 from . import messages as m
 from .clock_offset import ClockOffset
 from .errors import CapacityError, PeerLostError, StallError
-from .host_lookup import Lookup, is_address
+from .host_lookup import HostLookup, is_address
 from .security import curve_pair
 
 _EVENTS = (zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -64,7 +64,7 @@ class SchedulerClient:
         self._lost: tuple[float, str] | None = None  # when the scheduler was heard last, and what became of it
         self._last_known = host if is_address(host) else ""  # the scheduler's address
         self._connected_to = ""
-        self._lookup: Lookup | None = None
+        self._lookup: HostLookup | None = None
         self._look_at = now
         self._context = zmq.Context()
         self._dial(now)
@@ -106,7 +106,7 @@ class SchedulerClient:
 
     def _look_up(self, now: float) -> None:
         if self._lookup is None and not is_address(self._host):
-            self._lookup, self._look_at = Lookup(self._host), now + _LOOK_AGAIN_S
+            self._lookup, self._look_at = HostLookup(self._host), now + _LOOK_AGAIN_S
 
     def _take_lookup(self, timeout_s: float = 0.0) -> None:
         """Take the resolver's answer, waiting up to *timeout_s*."""

@@ -55,38 +55,38 @@ class _Step:
         self.rate, self.mu = (builder.fptrunc(factor, F32) if self.wide == "float32" else factor for factor in args[5:])
         self.element = element_ir.Element(builder, self.wide, "", "")
 
-    def _values(self, index: ir.Value, n_lanes: int) -> ir.Value:
-        return self.elements.load(self.values, self.name, index, n_lanes)
+    def _values(self, index: ir.Value, n_items: int) -> ir.Value:
+        return self.elements.load(self.values, self.name, index, n_items)
 
-    def _kept(self, memory: ir.Value, index: ir.Value, n_lanes: int) -> ir.Value:
-        return self.elements.load(memory, self.wide, index, n_lanes)
+    def _kept(self, memory: ir.Value, index: ir.Value, n_items: int) -> ir.Value:
+        return self.elements.load(memory, self.wide, index, n_items)
 
-    def read(self, index: ir.Value, n_lanes: int) -> None:
+    def read(self, index: ir.Value, n_items: int) -> None:
         """Copy the weights out."""
-        self.elements.store(self._kept(self.weights, index, n_lanes), self.values, self.name, index, n_lanes)
+        self.elements.store(self._kept(self.weights, index, n_items), self.values, self.name, index, n_items)
 
-    def set(self, index: ir.Value, n_lanes: int) -> None:
+    def set(self, index: ir.Value, n_items: int) -> None:
         """Replace the weights."""
-        self.elements.store(self._values(index, n_lanes), self.weights, self.wide, index, n_lanes)
+        self.elements.store(self._values(index, n_items), self.weights, self.wide, index, n_items)
 
-    def add(self, index: ir.Value, n_lanes: int) -> None:
+    def add(self, index: ir.Value, n_items: int) -> None:
         """Add to the weights."""
-        total = self.b.fadd(self._kept(self.weights, index, n_lanes), self._values(index, n_lanes))
-        self.elements.store(total, self.weights, self.wide, index, n_lanes)
+        total = self.b.fadd(self._kept(self.weights, index, n_items), self._values(index, n_items))
+        self.elements.store(total, self.weights, self.wide, index, n_items)
 
-    def share(self, index: ir.Value, n_lanes: int) -> None:
+    def share(self, index: ir.Value, n_items: int) -> None:
         """Add one of several equal parts of the values to the weights."""
-        part = self.b.fdiv(self._values(index, n_lanes), self.element.splat(self.rate, n_lanes))
-        total = self.b.fadd(self._kept(self.weights, index, n_lanes), part)
-        self.elements.store(total, self.weights, self.wide, index, n_lanes)
+        part = self.b.fdiv(self._values(index, n_items), self.element.splat(self.rate, n_items))
+        total = self.b.fadd(self._kept(self.weights, index, n_items), part)
+        self.elements.store(total, self.weights, self.wide, index, n_items)
 
-    def nesterov(self, index: ir.Value, n_lanes: int) -> None:
+    def nesterov(self, index: ir.Value, n_items: int) -> None:
         """Make an outer step."""
         b = self.b
-        rate, mu = (self.element.splat(factor, n_lanes) for factor in (self.rate, self.mu))
-        gradient = self._values(index, n_lanes)
-        momentum = b.fadd(b.fmul(mu, self._kept(self.momentum, index, n_lanes)), gradient)
-        self.elements.store(momentum, self.momentum, self.wide, index, n_lanes)
+        rate, mu = (self.element.splat(factor, n_items) for factor in (self.rate, self.mu))
+        gradient = self._values(index, n_items)
+        momentum = b.fadd(b.fmul(mu, self._kept(self.momentum, index, n_items)), gradient)
+        self.elements.store(momentum, self.momentum, self.wide, index, n_items)
         move = b.fmul(rate, b.fadd(gradient, b.fmul(mu, momentum)))
-        weights = b.fsub(self._kept(self.weights, index, n_lanes), move)
-        self.elements.store(weights, self.weights, self.wide, index, n_lanes)
+        weights = b.fsub(self._kept(self.weights, index, n_items), move)
+        self.elements.store(weights, self.weights, self.wide, index, n_items)

@@ -26,7 +26,7 @@ _OF_ALL_RANKS: _Family = ("", (), False)
 _COMMITTED = "committed"
 
 
-class Failed(NamedTuple):
+class FailedNames(NamedTuple):
     """Names that will not be summed, the reason, and the ranks to be told now."""
 
     names: tuple[str, ...]
@@ -67,7 +67,7 @@ class Declarations:
         self._failed |= failed
         self._n_positions = n_positions
 
-    def add(self, rank: int, tensors: Sequence[TensorSpec], positions: Sequence[int] = ()) -> list[Failed]:
+    def add(self, rank: int, tensors: Sequence[TensorSpec], positions: Sequence[int] = ()) -> list[FailedNames]:
         """Note what *rank* declares; return what fails by it. A repeated declaration counts once.
 
         *positions*: those of *tensors* in the order of all that the rank has declared, on a repetition.
@@ -85,7 +85,7 @@ class Declarations:
                 failures.append(failure)
         return failures
 
-    def _add_bundle(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> Failed | None:
+    def _add_bundle(self, rank: int, key: tuple[str, str], members: tuple[TensorSpec, ...]) -> FailedNames | None:
         names = tuple(spec.name for spec in members)
         if all(self._key_of.get(name) == (_COMMITTED, name) for name in names):
             return None
@@ -145,7 +145,7 @@ class Declarations:
             return rank, next(spec for spec in members if spec.name == name)
         return None
 
-    def _fail(self, rank: int, key: tuple[str, str], names: tuple[str, ...], error: BpsError) -> Failed:
+    def _fail(self, rank: int, key: tuple[str, str], names: tuple[str, ...], error: BpsError) -> FailedNames:
         """Give up *names* and all that is bundled with them, except for what was planned already."""
         doomed, ranks = list(names), {rank}
         for touched in sorted({key, *(self._key_of[name] for name in names if name in self._key_of)}):
@@ -160,7 +160,7 @@ class Declarations:
         for name in doomed:
             if name not in self._key_of:
                 self._failed.setdefault(name, error)
-        return Failed(tuple(dict.fromkeys(doomed)), error, tuple(sorted(ranks)))
+        return FailedNames(tuple(dict.fromkeys(doomed)), error, tuple(sorted(ranks)))
 
     def take_complete(self) -> list[TensorSpec]:
         """Return, once, what all of its ranks have declared, in the order and with the priorities of the first rank.

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from .. import messages as m
 from ..errors import BpsError, CapacityError, ProtocolError
 from ..roster import Roster
-from .declarations import Declarations, Failed
+from .declarations import Declarations, FailedNames
 from .generations import Generations
 from .node_losses import NodeLosses
 
@@ -100,9 +100,9 @@ class GenerationPlanner:
 
     def _give_up(self, names: Sequence[str], error: BpsError) -> m.Outgoing:
         self._declarations.give_up(names, error)
-        return _declare_failed(Failed(tuple(names), error, ()), self._roster.alive_senders)
+        return _declare_failed(FailedNames(tuple(names), error, ()), self._roster.alive_senders)
 
 
-def _declare_failed(failed: Failed, senders: Sequence[bytes]) -> m.Outgoing:
+def _declare_failed(failed: FailedNames, senders: Sequence[bytes]) -> m.Outgoing:
     message = m.DeclareFailed(names=failed.names, error=type(failed.error).__name__, reason=str(failed.error))
     return [(sender, message) for sender in senders]

@@ -61,7 +61,7 @@ class Load(NamedTuple):
     n_parts: int = 1
 
 
-class Choice(NamedTuple):
+class CodecChoice(NamedTuple):
     """Which of `n_tensors` tensors are compressed, by name, and the seconds that a step's communication takes then.
 
     `wire_s` and `kernels_s`: the two that overlap. `plain_s`: without any codec; `all_s`: with every codec. Bytes are
@@ -137,7 +137,7 @@ def loads_of(specs: Sequence[TensorSpec], partition_nbytes: int, fusion_nbytes: 
 
 
 def choose(loads: Sequence[Load], machines: Sequence[Machine], copy_rates: Sequence[float], policy: str = "optimal",
-           fixed_nbytes: int = 0) -> Choice:
+           fixed_nbytes: int = 0) -> CodecChoice:
     """Return which of *loads* to compress on *machines*, so that a step's communication ends as soon as possible.
 
     Parameters
@@ -164,7 +164,7 @@ def choose(loads: Sequence[Load], machines: Sequence[Machine], copy_rates: Seque
     good_s = _AS_GOOD * min(max(each[:2]) for each in times)
     n_chosen = next(n for n, each in enumerate(times) if max(each[:2]) <= good_s)
     wire_s, kernels_s, wire_nbytes = times[n_chosen]
-    return Choice(frozenset(load.name for load in eligible[:n_chosen]), len(loads), wire_s, kernels_s,
+    return CodecChoice(frozenset(load.name for load in eligible[:n_chosen]), len(loads), wire_s, kernels_s,
                   times[0][0], max(times[-1][:2]), plain_nbytes, wire_nbytes)
 
 

@@ -39,9 +39,9 @@ def _divide(typing, acc, n, divisor):  # type: ignore[no-untyped-def]
     def emit(builder: ir.IRBuilder, acc: ir.Value, n: ir.Value, divisor: ir.Value) -> None:
         elements = Elements(builder, wide)
         rounded = elements.rounded(divisor)
-        elements.each(n, lambda index, n_lanes: elements.store(
-            builder.fdiv(elements.load(acc, wide, index, n_lanes), elements.splat(rounded, n_lanes)), acc, wide, index,
-            n_lanes))
+        elements.each(n, lambda index, n_items: elements.store(
+            builder.fdiv(elements.load(acc, wide, index, n_items), elements.splat(rounded, n_items)), acc, wide, index,
+            n_items))
 
     return emits(types.void(acc, n, divisor), emit)
 
@@ -52,8 +52,8 @@ def _narrow(typing, out, v, n):  # type: ignore[no-untyped-def]
 
     def emit(builder: ir.IRBuilder, out: ir.Value, v: ir.Value, n: ir.Value) -> None:
         elements = Elements(builder, wide)
-        elements.each(n, lambda index, n_lanes: elements.store(elements.load(v, wide, index, n_lanes), out, name,
-                                                               index, n_lanes))
+        elements.each(n, lambda index, n_items: elements.store(elements.load(v, wide, index, n_items), out, name,
+                                                               index, n_items))
 
     return emits(types.void(out, v, n), emit)
 
@@ -73,18 +73,18 @@ class Feed:
         """Emit all four."""
         has_momentum, has_error = self.elements.is_given(self.m), self.elements.is_given(self.e)
         emit_both(self.b, has_momentum, lambda moves: emit_both(self.b, has_error, lambda keeps: self.elements.each(
-            self.n, lambda index, n_lanes: self.emit(index, n_lanes, moves, keeps))))
+            self.n, lambda index, n_items: self.emit(index, n_items, moves, keeps))))
 
-    def emit(self, index: ir.Value, n_lanes: int, has_momentum: bool, has_error: bool) -> None:
+    def emit(self, index: ir.Value, n_items: int, has_momentum: bool, has_error: bool) -> None:
         """Emit the arithmetic of the elements from *index* on."""
         b, elements = self.b, self.elements
-        value = elements.load(self.x, self.name, index, n_lanes)
+        value = elements.load(self.x, self.name, index, n_items)
         if has_momentum:
-            mu = elements.splat(self.mu, n_lanes)
-            momentum = b.fadd(b.fmul(mu, elements.load(self.m, self.wide, index, n_lanes)), value)
+            mu = elements.splat(self.mu, n_items)
+            momentum = b.fadd(b.fmul(mu, elements.load(self.m, self.wide, index, n_items)), value)
             value = b.fadd(value, b.fmul(mu, momentum))
-            elements.store(elements.finite(momentum, n_lanes), self.m, self.wide, index, n_lanes)
+            elements.store(elements.finite(momentum, n_items), self.m, self.wide, index, n_items)
         if has_error:
-            error = elements.load(self.e, self.wide, index, n_lanes)
-            value = b.fadd(value, b.fmul(elements.splat(self.ratio, n_lanes), error))
-        elements.store(value, self.v, self.wide, index, n_lanes)
+            error = elements.load(self.e, self.wide, index, n_items)
+            value = b.fadd(value, b.fmul(elements.splat(self.ratio, n_items), error))
+        elements.store(value, self.v, self.wide, index, n_items)

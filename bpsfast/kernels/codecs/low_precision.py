@@ -57,15 +57,15 @@ def _writer(name: str) -> Any:
         def emit(builder: ir.IRBuilder, wire: ir.Value, x: ir.Value, n: ir.Value, error: ir.Value) -> None:
             elements = Elements(builder, wide)
 
-            def put(index: ir.Value, n_lanes: int, keeps_error: bool) -> None:
-                value = elements.load(x, wide, index, n_lanes)
-                elements.store(value, wire, name, index, n_lanes)
+            def put(index: ir.Value, n_items: int, keeps_error: bool) -> None:
+                value = elements.load(x, wide, index, n_items)
+                elements.store(value, wire, name, index, n_items)
                 if keeps_error:
-                    lost = builder.fsub(value, elements.load(wire, name, index, n_lanes))
-                    elements.store(elements.finite(lost, n_lanes), error, wide, index, n_lanes)
+                    lost = builder.fsub(value, elements.load(wire, name, index, n_items))
+                    elements.store(elements.finite(lost, n_items), error, wide, index, n_items)
 
             emit_both(builder, elements.is_given(error),
-                      lambda keeps: elements.each(n, lambda index, n_lanes: put(index, n_lanes, keeps)))
+                      lambda keeps: elements.each(n, lambda index, n_items: put(index, n_items, keeps)))
 
         return emits(types.void(wire, x, n, error), emit)
 
@@ -80,14 +80,14 @@ def _reader(name: str) -> Any:
         def emit(builder: ir.IRBuilder, out: ir.Value, n: ir.Value, wire: ir.Value, add: ir.Value) -> None:
             elements = Elements(builder, wide)
 
-            def put(index: ir.Value, n_lanes: int, adds: bool) -> None:
-                value = elements.load(wire, name, index, n_lanes)
+            def put(index: ir.Value, n_items: int, adds: bool) -> None:
+                value = elements.load(wire, name, index, n_items)
                 if adds:
-                    value = builder.fadd(elements.load(out, wide, index, n_lanes), value)
-                elements.store(value, out, wide, index, n_lanes)
+                    value = builder.fadd(elements.load(out, wide, index, n_items), value)
+                elements.store(value, out, wide, index, n_items)
 
             emit_both(builder, cgutils.is_not_null(builder, add),
-                      lambda adds: elements.each(n, lambda index, n_lanes: put(index, n_lanes, adds)))
+                      lambda adds: elements.each(n, lambda index, n_items: put(index, n_items, adds)))
 
         return emits(types.void(out, n, wire, add), emit)
 
@@ -165,20 +165,20 @@ class Int8BlockLoops:
     def write(self) -> None:
         """Emit both loops: with and without the error."""
         emit_both(self.b, self.elements.is_given(self.error), lambda keeps: self.elements.each(
-            self.n, lambda index, n_lanes: self._emit(index, n_lanes, keeps)))
+            self.n, lambda index, n_items: self._emit(index, n_items, keeps)))
 
-    def _emit(self, index: Any, n_lanes: int, keeps: bool) -> None:
+    def _emit(self, index: Any, n_items: int, keeps: bool) -> None:
         b, elements = self.b, self.elements
-        value = elements.load(self.x, self.wide, index, n_lanes)
-        scale = elements.splat(self.scale, n_lanes)
+        value = elements.load(self.x, self.wide, index, n_items)
+        scale = elements.splat(self.scale, n_items)
         nearest = call_float(b, "rint", b.fdiv(value, scale))  # halves to even
-        number = b.fptosi(nearest, shape(ir.IntType(32), n_lanes))
+        number = b.fptosi(nearest, shape(ir.IntType(32), n_items))
         for sign, limit in ((">", 127), ("<", -127)):
-            most = constant(ir.IntType(32), limit, n_lanes)
+            most = constant(ir.IntType(32), limit, n_items)
             number = b.select(b.icmp_signed(sign, number, most), most, number)
-        narrow = b.trunc(number, shape(ir.IntType(8), n_lanes))
+        narrow = b.trunc(number, shape(ir.IntType(8), n_items))
         stored = b.store(narrow, b.bitcast(b.gep(self.numbers, [index]), narrow.type.as_pointer()))
         stored.align = 1
         if keeps:
             decoded = b.fmul(b.sitofp(number, value.type), scale)
-            elements.store(elements.finite(b.fsub(value, decoded), n_lanes), self.error, self.wide, index, n_lanes)
+            elements.store(elements.finite(b.fsub(value, decoded), n_items), self.error, self.wide, index, n_items)
