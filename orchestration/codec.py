@@ -1,4 +1,4 @@
-"""How a tensor is compressed between nodes: the user's choice, its checks, and its size in bytes. Pure.
+"""How a tensor is compressed between nodes: the settings, checked, and the size in bytes. Pure.
 
 Formats and arithmetic are those of BytePS (`byteps/common/compressor`); see
 `bpsfast/kernels/codecs/codec_reference.py`.

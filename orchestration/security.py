@@ -1,4 +1,4 @@
-"""The job key and what it proves: CURVE on the control plane, HMAC for attaching ranks and for data connections.
+"""Authentication by the job's key: CURVE on the control plane, HMAC for attaching ranks and for data connections.
 
 Only holders of the key are in the job; nobody else can send or receive a byte. The handshake of a data connection:
 

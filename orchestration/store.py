@@ -1,4 +1,4 @@
-"""Weights that owners keep: pushes are applied to them, and replies are copies. The user's choice and its checks. Pure.
+"""How owners keep weights, to which pushes are applied and of which replies are copies: the settings, checked. Pure.
 
 "add" is asynchronous training as in the BytePS paper (OSDI'20, section 4.4 and theorem 2): workers push what they have
 added to the weights and get the newest ones. "nesterov" is the outer step of DiLoCo (Douillard et al., 2023).

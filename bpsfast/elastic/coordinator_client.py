@@ -1,4 +1,4 @@
-"""The connection of a worker to the coordinator of its elastic program, which forms one job after another.
+"""A worker's connection to the coordinator of its elastic program, which forms one job after another.
 
 `bpsfast run --elastic` gives each worker the coordinator's address and a number (settings *coordinator*, *member*). The
 coordinator names the ranks of the next job. The ranks then find scheduler and nodes as those of a torch process group

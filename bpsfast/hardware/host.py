@@ -1,4 +1,4 @@
-"""Host: facts about this machine, or about a recorded one, from its files and its kernel.
+"""Facts about this machine, or about a recorded one, from its files and its kernel.
 
 A recorded machine is a copy of its ``/sys`` and ``/proc``, and the kernel's answers in ``answers.json`` beside them, of
 which every field of `KernelAnswers` may be missing: unknown or empty. A user's machine can so be examined elsewhere
@@ -78,7 +78,7 @@ ANSWERS = "answers.json"
 
 
 class RecordedRoute(msgspec.Struct, forbid_unknown_fields=True):
-    """`netlink.Route` as text."""
+    """A `kernel.Route` as text, as a recorded machine has it."""
 
     netdev: str
     source: str | None = None

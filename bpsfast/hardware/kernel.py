@@ -1,4 +1,4 @@
-"""Kernel: what system calls and the network say about this machine: addresses, routes, names, driver statistics, pings.
+"""Asks the kernel and the network about this machine: addresses, routes, names, driver statistics, pings.
 
 The counterpart of `sysfs.Tree`. Each method of `Kernel` asks one question, so that a recorded machine can answer it.
 
@@ -108,7 +108,7 @@ Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 
 class Kernel:
-    """This machine. Thread-safe."""
+    """The kernel of this machine: each method asks it one question. Thread-safe."""
 
     @property
     def environ(self) -> Mapping[str, str]:

@@ -142,7 +142,7 @@ def _word(text: str | None) -> str:
 
 @dataclass(frozen=True)
 class Gid:
-    """One used row. `version` is "v1", "v2" or, on InfiniBand, "IB"."""
+    """One used row of a GID table. `version` is "v1", "v2" or, on InfiniBand, "IB"."""
 
     device: str
     port: int

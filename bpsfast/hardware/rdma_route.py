@@ -1,4 +1,4 @@
-"""The RDMA port and GID to use for a peer, with the reason for each port, and the speed of the card behind an address.
+"""Chooses the RDMA port and GID for a peer, with the reason for each port; finds the speed of the card of an address.
 
 A port is *usable* if it is active, its device supports RDMA WRITE with immediate over reliable connections, and it has
 a GID (RoCE). Of the usable ones, `choose` prefers in this order:

@@ -1,4 +1,4 @@
-"""The sum kernels, compiled on first use: their addresses for the engine, and two checked calls for Python.
+"""Compiles the kernels that sum partitions, on first use: addresses for the engine, and two checked calls for Python.
 
 The C signature of every kernel::
 

@@ -1,4 +1,4 @@
-"""Arithmetic of one element type in LLVM IR: widen, combine, divide and round vectors or single elements.
+"""Emits the arithmetic of one element type as LLVM IR: widen, combine, divide and round vectors or single elements.
 
 All methods take and return LLVM values of *n_items* elements (1: plain scalars). No fastmath flag is set, and no
 product is ever added to anything, so LLVM may contract nothing.

@@ -1,4 +1,4 @@
-"""The kernels of `stores` as LLVM IR, and the numba cfunc that holds each."""
+"""Emits the kernels that update stored weights (`stores`) as LLVM IR, and compiles them by numba."""
 from __future__ import annotations
 
 from pathlib import Path

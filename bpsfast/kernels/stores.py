@@ -1,4 +1,4 @@
-"""The kernels of parameter stores, compiled on first use: how a push changes the weights that an owner keeps.
+"""Compiles, on first use, the kernels by which a push changes the weights that an owner keeps.
 
 The C signature of every kernel (`pyx/store.h`)::
 

@@ -1,4 +1,4 @@
-"""The fused two-level sum as LLVM IR, and the numba cfunc that holds it.
+"""Emits the kernel that sums all inputs of a partition in one pass as LLVM IR, and compiles it by numba.
 
 Why IR rather than a numba loop: numba has no half on a CPU, promotes 32-bit integer arithmetic to 64 bit
 (bfloat16 at half speed) and cannot say "non-temporal". The loop nest, for one dtype:
@@ -37,7 +37,7 @@ from bpsfast.kernels.element_ir import I32, I64, Element, emit_both, emits
 
 
 class Tuning(NamedTuple):
-    """What suits a make of CPU.
+    """How the sum kernel is laid out for a make of CPU.
 
     *n_registers*: accumulators per chunk; enough independent additions, and few enough that nothing spills (AVX2 has 16
     registers: with 8 the two-level form spills once a chunk, and is faster still than with 4). *prefetch_nbytes*: how
@@ -65,7 +65,7 @@ def _tuning(cpu: str, itemsize: int) -> Tuning:
 
 
 class InputLayout(NamedTuple):
-    """Say how many inputs stand where; without a sum of its own (*n_local* 0) all stand before."""
+    """Numbers of inputs: partials of nodes before, local inputs, partials after; without a local sum all are before."""
 
     n_before: int
     n_local: int

@@ -30,9 +30,10 @@ _MOST_NAMES = 8
 
 
 class ElasticRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user wants. `within_s`: how long forming a job may take, from the last loss on (or the first arrival).
+    """What the user has set for lost workers.
 
-    `max_replaced`: the most lost workers that are replaced while the program runs.
+    `within_s`: how long forming a job may take, from the last loss on (or the first arrival). `max_replaced`: the most
+    lost workers that are replaced while the program runs.
     """
 
     lost_worker: LostWorker = "abort"
@@ -43,7 +44,7 @@ class ElasticRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankHolder(NamedTuple):
-    """The member that has a place in a job, and its node ("": not known before the first job)."""
+    """The member that has a rank in a job, and its node ("": not known before the first job)."""
 
     member: int
     node: str

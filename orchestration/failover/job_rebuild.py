@@ -1,4 +1,4 @@
-"""A scheduler without a memory learns from the nodes what the one before it knew. Pure, as `Job` is.
+"""Rebuilds the state of a job from its nodes' reports, after its scheduler was lost or restarted. Pure, as `Job` is.
 
 Every node reports all it knows (`ControlLog.report`); `merge_reports` merges it. A recovery that was in progress
 begins anew, in a new epoch.

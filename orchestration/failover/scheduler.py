@@ -38,7 +38,7 @@ _PORT_RETRY_S = 0.1
 
 
 class _Versioned(msgspec.Struct):
-    """What is read of a message of another version: all versions have these fields of a `Join`."""
+    """The fields of a `Join` that all versions have: those are read of a message of another version."""
 
     version: int
     type: str = ""

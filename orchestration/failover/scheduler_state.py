@@ -1,4 +1,4 @@
-"""What one scheduler decides from start to end: for a new job, or for one that another scheduler began. Pure.
+"""Decides for one scheduler: runs a new job, or takes over one that another scheduler began. Pure.
 
     first a Join       a new `Job`
     first a Rejoin     its scheduler was lost: `JobRebuild`, then a `Job` that continues where that one stopped

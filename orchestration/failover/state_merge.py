@@ -1,4 +1,4 @@
-"""What the nodes of a lost scheduler's job report, and how the job's state is merged from it. Pure.
+"""Merges the state of a job from what its nodes report after a loss of the scheduler. Pure.
 
 At most one commit can have reached some nodes and not others, and then all nodes are prepared for it: it counts, and
 the others get it. What no node has committed is dropped, and proposed anew because its declarations are repeated.

@@ -1,4 +1,4 @@
-"""What the scheduler decides. Pure: messages and the time go in, messages come out.
+"""Decides for one job what the scheduler answers. Pure: messages and the time go in, messages come out.
 
     joins -> Admission -> Welcome
     declarations -> GenerationPlanner: Plan -> Ready from all -> Commit

@@ -1,4 +1,4 @@
-"""Nodes that join a running job: checked, announced to the others, connected, then taken in. Pure.
+"""Lets nodes join a running job: they are checked, announced to the others, connected, then taken in. Pure.
 
     coming      admitted, with the next node index: nodes with ranks are told to expect it (`Joined`)
     welcomed    all of them do: it is told who they are (`Welcome`), and connects, while the job continues undisturbed

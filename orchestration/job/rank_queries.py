@@ -1,4 +1,4 @@
-"""What ranks ask of the whole job: barriers, who is missing, who is late, values that others have stored. Pure.
+"""Answers what ranks ask of the whole job: barriers, who is missing, who is late, values that others stored. Pure.
 
 The scheduler knows some answers; for the rest it asks all nodes and combines their reports. Each question is answered
 once, in time: nodes that do not report are named.

@@ -1,4 +1,4 @@
-"""The optimum of the communication model: the share of the sums that each machine should own, and the time of a step.
+"""Computes the optimum of the communication model: each machine's share of the sums, and the time of a step.
 
 With n machines with ranks and k helpers, M bytes a step, s_m of them owned by machine m, one direction of a NIC carries
 

@@ -34,7 +34,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Turns(msgspec.Struct, tag=True, frozen=True):
-    """The leader: these begin next, in this order."""
+    """The leader tells which operations begin next, in this order."""
 
     entries: tuple[Entry, ...]
 
@@ -54,14 +54,14 @@ class Given(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Any rank: nothing more is begun. `error`: the name of a class of `errors`; the leader passes it on."""
+    """A rank tells that nothing more is begun. `error`: the name of a class of `errors`; the leader passes it on."""
 
     error: str
     reason: str
 
 
 class Left(msgspec.Struct, tag=True, frozen=True):
-    """The rank has what it wanted, and closes. The leader repeats it until all have left, and so notices lost ranks."""
+    """The rank is done, and closes. The leader repeats it until all have left, and so notices lost ranks."""
 
     rank: int
 

@@ -1,4 +1,4 @@
-"""What a set of ranks executes, and in which order, where each rank asks under names and in an order of its own.
+"""Negotiates which named operations a set of ranks executes next, where each rank asks in an order of its own.
 
 Every rank sends its requests to the first rank of the set. Once all ranks have asked for a name, or have joined (they
 have no more data), it is decided, and all ranks execute what was decided in one order. If ranks disagree, all of them
@@ -357,7 +357,7 @@ class Requests(msgspec.Struct, tag=True, frozen=True):
 
 
 class Responses(msgspec.Struct, tag=True, frozen=True):
-    """The first rank: what all execute next, in this order."""
+    """The first rank tells what all execute next, in this order."""
 
     responses: tuple[Response, ...]
 

@@ -1,4 +1,4 @@
-"""The strategy of a machine: the one that settings force, else the best, else the paper's rule; and a report of it."""
+"""Decides how a machine sums its gradients: as settings force, else the best way, else the paper's; and reports it."""
 from __future__ import annotations
 
 import logging

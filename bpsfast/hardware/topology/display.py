@@ -1,4 +1,4 @@
-"""How a topology is shown: the connection of two parts in the words of ``nvidia-smi topo -m``, and a drawing."""
+"""Shows a topology: the connection of two parts in the words of ``nvidia-smi topo -m``, and a drawing."""
 from __future__ import annotations
 
 import itertools

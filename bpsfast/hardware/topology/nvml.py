@@ -1,4 +1,4 @@
-"""What NVIDIA's library (NVML) says of this machine's GPUs and their NVLinks: the only use of it.
+"""Asks NVIDIA's library (NVML) about this machine's GPUs and their NVLinks; no other module uses it.
 
 NVML's answers become an `NvmlAnswer`, which a recorded machine has as data (``nvml`` in its answers.json). `nvlinks`
 makes links of either.

@@ -1,4 +1,4 @@
-"""Strategies: how a machine sums its GPUs' gradients. The best one, the paper's, a simple one, and a lower bound.
+"""Finds how a machine should sum its GPUs' gradients: the best strategy, the paper's, a simple one; a lower bound.
 
 In each share of a strategy the GPUs of an island first sum among themselves, each root its part; roots copy their parts
 to a socket's memory; CPUs sum what the islands left there; one socket's sum is sent. Results go back the same way. With

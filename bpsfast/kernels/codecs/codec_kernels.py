@@ -1,4 +1,4 @@
-"""The addresses of the codec kernels, which are compiled on first use.
+"""Compiles the kernels that compress and decompress partitions, on first use, and gives their addresses.
 
 C signatures, where T is float32, for float64 tensors float64; D is the tensor's dtype; and lengths are numbers of
 elements unless they are named nbytes::

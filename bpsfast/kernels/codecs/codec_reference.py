@@ -23,8 +23,8 @@ The first four are BytePS's, with these differences:
 * T is never 16 bits wide, since indices of 16 bits end at 65536. Such tensors are widened, which is exact.
 * Pairs of topk are in the order of their indices (BytePS: of a heap, which would be part of the format). The largest
   are by the bits of |x|, of equal ones the first; NaN is the largest, so it is sent. k is at most n/2.
-* Sums of magnitudes or squares are sums of doubles in `N_COLUMNS` columns, with element i in column i mod `N_COLUMNS`; the
-  columns are then added in order. They are so the same on any CPU; 32 columns suit all vector units.
+* Sums of magnitudes or squares are sums of doubles in `N_COLUMNS` columns, with element i in column i mod `N_COLUMNS`;
+  the columns are then added in order. They are so the same on any CPU; 32 columns suit all vector units.
 * dithering divides by the norm that is sent, a float32, so that both ends have the same levels. It calculates in
   doubles and rounds to T at the end. q is at most the highest level, as rounding the norm can make y larger than s.
 * NaN and infinity stay visible: one of them in x makes onebit's scale NaN or infinite, scaled or not, and dithering's

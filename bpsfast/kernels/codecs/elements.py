@@ -1,4 +1,4 @@
-"""LLVM IR that loads, converts and stores elements in vectors.
+"""Emits LLVM IR that loads, converts and stores elements in vectors, for the codec kernels.
 
 It is IR instead of a numba loop for the reasons given in `bpsfast.kernels.sum_ir`, and because outputs may be inputs
 (error feedback), for which LLVM does not vectorize loops.

@@ -1,4 +1,4 @@
-"""Between a tensor and its codec: momentum, error feedback, the average, and rounding to the tensor's dtype."""
+"""Kernels around a codec: momentum, error feedback, the average, and rounding to the tensor's dtype."""
 from __future__ import annotations
 
 from typing import Any

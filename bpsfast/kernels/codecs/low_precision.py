@@ -1,4 +1,4 @@
-"""float16, bfloat16 and int8: each element rounded, int8 in blocks with a scale. `codec_reference` has the formats."""
+"""The codecs "float16", "bfloat16" and "int8": rounded elements, int8 in blocks with a scale."""
 from __future__ import annotations
 
 import math

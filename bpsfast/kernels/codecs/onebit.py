@@ -1,4 +1,4 @@
-"""onebit: the signs of a partition, and one scale. `codec_reference` has the format.
+"""The codec "onebit": the signs of a partition, and one scale. Format: `codec_reference`.
 
 The loops are LLVM IR (`elements`): one comparison makes a word of signs, and one word selects as many elements.
 """

@@ -1,6 +1,6 @@
-"""Reductions that are equal on any CPU: sums of magnitudes and squares, the largest magnitude, comparisons.
+"""Reductions with the same bits on any CPU: sums of magnitudes and squares, the largest magnitude, comparisons.
 
-Sums of doubles have `N_COLUMNS` columns with element i in column i mod `N_COLUMNS`; the columns are then added in order.
+Sums of doubles have `N_COLUMNS` columns with element i in column i mod `N_COLUMNS`; columns are then added in order.
 Magnitudes are compared by their bits, which order as the magnitudes do, with NaN above all.
 """
 from __future__ import annotations

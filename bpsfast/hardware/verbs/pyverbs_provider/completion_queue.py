@@ -1,4 +1,4 @@
-"""CompletionQueue, and the account of posted work (`pyx/work.h` in Python, with the same rules)."""
+"""RDMA completion queues over pyverbs, and the record of posted work (`pyx/work.h` in Python, with the same rules)."""
 from __future__ import annotations
 
 import errno

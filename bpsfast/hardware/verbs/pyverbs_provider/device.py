@@ -1,4 +1,4 @@
-"""Device, ProtectionDomain and MemoryRegion."""
+"""RDMA devices, protection domains and registered memory over pyverbs."""
 from __future__ import annotations
 
 import ctypes

@@ -1,4 +1,4 @@
-"""QueuePair: one end of a reliable RDMA connection."""
+"""RDMA queue pairs over pyverbs: one end of a reliable connection."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""VerbsResource, the base of all objects of this provider; loading pyverbs; and the pointers that pyverbs hides.
+"""The base class of all RDMA objects over pyverbs; loading pyverbs; and finding the pointers that pyverbs hides.
 
 Native code needs the addresses of the C structs behind pyverbs's objects, and waits with a deadline need descriptors in
 them. An object of pyverbs holds its pointer among its other fields, so each word of the object is tried: it is the one
