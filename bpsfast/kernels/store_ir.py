@@ -1,7 +1,6 @@
 """Emits the kernels that update stored weights (`stores`) as LLVM IR, and compiles them by numba."""
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from llvmlite import ir

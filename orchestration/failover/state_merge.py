@@ -15,7 +15,7 @@ from ..errors import ProtocolError, error_of
 from ..job.admission import process_of
 from ..job.recovery import JobSnapshot
 from ..priority.send_queue import rank_parts
-from ..roster import Roster, describe_node
+from ..roster import Roster, describe_node, number_of
 
 
 @dataclass
@@ -126,9 +126,8 @@ class NodeReports:
         elif isinstance(message, m.RankLeft):
             report.left.add(message.rank)
         elif isinstance(message, m.Lost) and report.ranks:
-            kind, _, number = message.who.partition(" ")
-            if kind == "node" and number.isdecimal():
-                self.called_lost.add(int(number))
+            if (node := number_of("node", message.who)) >= 0:
+                self.called_lost.add(node)
 
     @property
     def left_behind(self) -> set[int]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from .. import messages as m
 from ..errors import BpsError, ConfigError, PeerLostError, ProtocolError, StallError
 from ..placement_policy import check_policy
-from ..roster import Roster
+from ..roster import Roster, number_of
 from .admission import Admission, JobSettings as JobSettings, NicRates
 from .declarations import Declarations
 from .generations import Generations
@@ -508,14 +508,14 @@ class Job:
     def _lost(self, now: float, sender: bytes, message: m.Lost) -> m.Outgoing:
         error = PeerLostError(f"{self._roster.describe(message.who)} is lost: {message.reason} (seen by "
                               f"{self._name(sender)})")
-        kind, _, number = message.who.partition(" ")
+        node = number_of("node", message.who)
         if not self._admitted and self._is_dispensable(sender):
             return self._lose(now, sender, error)
-        if not self._admitted or kind != "node" or not number.isdecimal() or int(number) >= len(self._roster.nodes):
+        if not self._admitted or not 0 <= node < len(self._roster.nodes):
             return self.abort(error)
-        if int(number) in self._roster.lost:
+        if node in self._roster.lost:
             return []
-        lost = self._roster.senders[int(number)]
+        lost = self._roster.senders[node]
         if lost != sender and self._losses.is_worker(lost) and not self._losses.is_worker(sender):
             self._losses.suspect(now, lost, sender, error)
             return []

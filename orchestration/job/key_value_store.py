@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..errors import CapacityError, ConfigError, MismatchError
 from ..messages import KeyValueReply, Lookup, Publish
-from ..roster import Roster
+from ..roster import Roster, number_of
 
 #: The longest key and value, and the most bytes that one rank may store at a time.
 KEY_MAX_NBYTES = 256
@@ -113,8 +113,7 @@ class KeyValueStore:
             for asked in (question.asked for question in self._take(lambda each: now >= each.deadline))]
 
     def _is_vain(self, asked: Lookup) -> bool:
-        kind, _, number = asked.who.partition(" ")
-        return kind == "rank" and number.isdecimal() and self._left(int(number))
+        return (rank := number_of("rank", asked.who)) >= 0 and self._left(rank)
 
     def _in_vain(self, asked: Lookup) -> KeyValueReply:
         return KeyValueReply(rank=asked.rank, question=asked.question, error="StallError", reason=(
