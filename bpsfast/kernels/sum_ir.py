@@ -21,8 +21,7 @@ no input: 5 to 8 % less time from DRAM than the nest above, which serves any num
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -180,15 +179,15 @@ class SumLoop:
             ways.add_case(I64(_code(*layout)), way)
             b.position_at_end(way)
             sources = [b.load(b.gep(self.inputs, [I64(k)])) for k in range(sum(layout))]
-            with self.loop(I64(0), in_chunks, n_chunk) as index:
+            with cgutils.for_range_slice(b, I64(0), in_chunks, I64(n_chunk)) as (index, _):
                 self.known_chunk(layout, sources, index)
             b.branch(rest)
         b.position_at_end(any_layout)
-        with self.loop(I64(0), in_chunks, n_chunk) as index:
+        with cgutils.for_range_slice(b, I64(0), in_chunks, I64(n_chunk)) as (index, _):
             self.chunk(index, self.n_vectors, self.n_items)
         b.branch(rest)
         b.position_at_end(rest)
-        with self.loop(in_chunks, self.n_elements, 1) as index:
+        with cgutils.for_range_slice(b, in_chunks, self.n_elements, I64(1)) as (index, _):
             self.chunk(index, 1, 1)
         if self.is_x86:  # elsewhere the release of the publishing store orders them
             with b.if_then(self.streams):
@@ -324,20 +323,3 @@ class SumLoop:
             stored.align = self.itemsize * (n_items if streams else 1)
             if streams:
                 stored.set_metadata("nontemporal", b.module.add_metadata([I32(1)]))
-
-    @contextmanager
-    def loop(self, start: ir.Value, end: ir.Value, step: int) -> Iterator[ir.Value]:
-        """``for index in range(start, end, step)`` around what is emitted inside the with-block."""
-        b = self.b
-        entry = b.block
-        head, body, done = (b.append_basic_block(f"elements.{word}") for word in ("head", "body", "done"))
-        b.branch(head)
-        b.position_at_end(head)
-        index = b.phi(I64)
-        b.cbranch(b.icmp_signed("<", index, end), body, done)
-        b.position_at_end(body)
-        yield index
-        index.add_incoming(start, entry)
-        index.add_incoming(b.add(index, I64(step)), b.block)
-        b.branch(head)
-        b.position_at_end(done)
