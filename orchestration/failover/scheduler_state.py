@@ -133,7 +133,7 @@ class SchedulerState:
         if rejoin.version != m.VERSION:
             return [(sender, m.refusal(MismatchError(f"protocol version differs: {rejoin.version} on a node, "
                                                     f"{m.VERSION} on the scheduler")))]
-        if rejoin.index in self.job.lost:
+        if rejoin.index in self.job.roster.lost:
             return [(sender, _left_behind())]
         if sender in self.job.heard:
             return []  # the answer to a recall that is over
@@ -144,8 +144,8 @@ class SchedulerState:
         """Whether a node of the job has reconnected before it has read its `Welcome`."""
         if self.over or not self.job.admitted or sender in self.job.heard:
             return False
-        node = find_node(join, self.job.nodes)
-        return node is not None and node.index not in self.job.absent
+        node = find_node(join, self.job.roster.nodes)
+        return node is not None and node.index not in self.job.roster.absent
 
     def _begin(self, now: float) -> m.Outgoing:
         """Ask all nodes to rejoin."""
@@ -155,7 +155,7 @@ class SchedulerState:
         self._rebuilding = JobRebuild(
             settings.package, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
             timeout_s=settings.start_timeout_s, now=now, recall=self._n_recalls, known=known,
-            nodes=self.job.nodes[:n_known], job=self.job.name if self.job.admitted else "",
+            nodes=self.job.roster.nodes[:n_known], job=self.job.name if self.job.admitted else "",
             fingerprint=settings.fingerprint)
         for sender, join in joins.items():
             self._rebuilding.receive(now, sender, join)

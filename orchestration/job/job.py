@@ -61,8 +61,8 @@ class Job:
         self._refused = ""  # the last who came while the job gathered and was refused, and why
         self._left: set[int] = set()
         self._unacknowledged: set[bytes] = set()  # who has not said that the end was read
-        self._roster = Roster(())
-        self._admitted = False
+        self.roster = Roster(())  # empty until all nodes have joined
+        self.admitted = False  # whether all nodes have joined
         self._deferred: list[tuple[bytes, m.Message]] = []
         self._credit: m.CreditChanged | None = None
         self._declarations: Declarations
@@ -79,7 +79,7 @@ class Job:
             m.Declare: lambda now, sender, message: self._planning.declare(sender, message),
             m.PrepareFailed: lambda now, sender, message: self._planning.prepare_failed(now, sender, message),
             m.Retire: lambda now, sender, message: self._planning.retire(message),
-            m.FreezeReport: lambda now, sender, message: self._losses.frozen(self._roster.index_of(sender), message),
+            m.FreezeReport: lambda now, sender, message: self._losses.frozen(self.roster.index_of(sender), message),
             m.RankLeft: self._rank_left,
             m.BarrierEnter: lambda now, sender, message: self._to_all(m.BarrierDone(sequence=message.sequence))
             if self._barriers.enter(message.rank, message.sequence) else [],
@@ -99,43 +99,23 @@ class Job:
         return not self._unacknowledged
 
     @property
-    def admitted(self) -> bool:
-        """Whether all nodes have joined."""
-        return self._admitted
-
-    @property
     def joins(self) -> dict[bytes, m.Join]:
         """The joins so far, by sender, until all nodes have joined."""
-        return {} if self._admitted else self._admission.joins
+        return {} if self.admitted else self._admission.joins
 
     @property
     def heard(self) -> dict[bytes, tuple[int, float]]:
         """Each node that takes part, and when it was heard, by sender."""
-        alive = set(self._roster.alive_senders)
-        return {sender: (self._roster.index_of(sender), seen) for sender, seen in self._heartbeats.seen.items()
+        alive = set(self.roster.alive_senders)
+        return {sender: (self.roster.index_of(sender), seen) for sender, seen in self._heartbeats.seen.items()
                 if sender in alive}
 
     @property
     def coming(self) -> list[bytes]:
         """The connections of late nodes that do not take part yet, last those for which there is no room."""
-        if not self._admitted:
+        if not self.admitted:
             return []
-        return [*(self._roster.senders[index] for index in sorted(self._roster.joining)), *self._late_joins.queue]
-
-    @property
-    def lost(self) -> set[int]:
-        """The nodes that the job goes on without."""
-        return self._roster.lost
-
-    @property
-    def absent(self) -> set[int]:
-        """The nodes that take no part: lost ones, and late ones that do not yet."""
-        return self._roster.absent
-
-    @property
-    def nodes(self) -> tuple[m.NodeInfo, ...]:
-        """All nodes, once they have joined."""
-        return self._roster.nodes
+        return [*(self.roster.senders[index] for index in sorted(self.roster.joining)), *self._late_joins.queue]
 
     # -- what comes in ------------------------------------------------------------------------------------
 
@@ -151,7 +131,7 @@ class Job:
         if self.over or sender not in self._heartbeats:
             return []
         self._heartbeats.heard(now, sender)
-        settled = self._losses.disproved(now, sender) if self._admitted else ()  # helpers that have called it lost
+        settled = self._losses.disproved(now, sender) if self.admitted else ()  # helpers that have called it lost
         out = [each for helper, error in settled for each in self._lose(now, helper, error)]
         return out + self._handle(now, sender, message)
 
@@ -162,11 +142,11 @@ class Job:
             return self._lost(now, sender, message)
         if isinstance(message, m.Join):
             return self._join(now, sender, message)
-        if not self._admitted:
+        if not self.admitted:
             return self._fail(now, sender, ProtocolError(
                 f"{self._name(sender)} sent {type(message).__name__} before all had joined"))
         rank = getattr(message, "rank", None)
-        if rank is not None and self._roster.node_of(rank) != self._roster.index_of(sender):
+        if rank is not None and self.roster.node_of(rank) != self.roster.index_of(sender):
             return self._fail(now, sender, ProtocolError(
                 f"{self._name(sender)} sent {type(message).__name__} for rank {rank}, which is not its own"))
         if self._losses.recovery is not None and isinstance(message, _DEFERRED):
@@ -188,7 +168,7 @@ class Job:
         if not self.over and sender in self._heartbeats:
             return self._fail(now, sender, ProtocolError(f"a message of {self._name(sender)} cannot be read: {error}"))
         refuse: m.Outgoing = [(sender, m.refusal(error))]
-        if self.over or self._admitted:
+        if self.over or self.admitted:
             return refuse
         self._refused = str(error)
         return refuse + self.abort(error, but=[sender]) if has_ranks else refuse
@@ -202,10 +182,10 @@ class Job:
 
     def closed(self, now: float, sender: bytes) -> m.Outgoing:
         """Decide what follows from the end of *sender*'s connection, which may come back as another one."""
-        if self.over or (self._admitted and self._late_joins.leave_queue(sender)) or sender not in self._heartbeats:
+        if self.over or (self.admitted and self._late_joins.leave_queue(sender)) or sender not in self._heartbeats:
             return []
-        if self._admitted:
-            self._probes.closed(now, self._roster.index_of(sender))
+        if self.admitted:
+            self._probes.closed(now, self.roster.index_of(sender))
             return self._drop_if_dead(now, sender)
         return self._lose(now, sender, PeerLostError(f"{self._name(sender)} closed its connection to the scheduler")
                           ) if self._is_dispensable(sender) else []  # it says again that it joins, if it lives
@@ -213,16 +193,16 @@ class Job:
     def _drop_if_dead(self, now: float, sender: bytes) -> m.Outgoing:
         """Drop the node behind *sender* if its process is proven dead, or end the job."""
         only_sums = self._is_helper(sender)
-        if not self._probes.is_dead(now, self._roster.index_of(sender), 0.0 if only_sums else DEAD_S):
+        if not self._probes.is_dead(now, self.roster.index_of(sender), 0.0 if only_sums else DEAD_S):
             return []
         return self.unreachable(now, sender)
 
     def _probed(self, now: float, sender: bytes, message: m.ProbeResult) -> m.Outgoing:
         """Take the result of a probe; see at once whether the probed node is still connected here."""
-        if message.node >= len(self._roster.nodes) or message.node < 0:
+        if message.node >= len(self.roster.nodes) or message.node < 0:
             return self._fail(now, sender, ProtocolError(f"{self._name(sender)} has probed node {message.node}, of "
-                                                          f"{len(self._roster.nodes)}"))
-        probed = self._roster.senders[message.node]
+                                                          f"{len(self.roster.nodes)}"))
+        probed = self.roster.senders[message.node]
         self._probes.probed(now, message)
         if message.outcome != "refused" or probed not in self._heartbeats:
             return []
@@ -235,22 +215,22 @@ class Job:
         if self.over:
             return []
         waited_s = 0.0 if self._waits_since is None else now - self._waits_since
-        if (not self._admitted and waited_s >= _HELPERS_WAIT * self.settings.start_timeout_s
+        if (not self.admitted and waited_s >= _HELPERS_WAIT * self.settings.start_timeout_s
                 and self._admission.has_all_ranks()):
             return self._welcome()
-        if not self._admitted and waited_s >= self.settings.start_timeout_s:
+        if not self.admitted and waited_s >= self.settings.start_timeout_s:
             refused = f"; refused: {self._refused}" if self._refused else ""
             return self.abort(StallError(f"the job is not complete after start_timeout_s = "
                                          f"{self.settings.start_timeout_s:g} s: {self._admission.describe()}{refused}"))
         out: m.Outgoing = []
         silent = self._heartbeats.silent(now, self._is_helper)
-        if self._admitted and not self._losses.has_majority(but=[sender for sender, _ in silent]):
+        if self.admitted and not self._losses.has_majority(but=[sender for sender, _ in silent]):
             self.has_no_majority = True
             return []
         for sender, words in silent:
             if not self.over and not self._is_reached_by_others(now, sender, words):
                 out += self._lose(now, sender, PeerLostError(f"{self._name(sender)} has been {words}"))
-        if self._admitted:
+        if self.admitted:
             out += self._probe_silent(now)
             out += self._expire(now)
         if self.over:
@@ -259,15 +239,15 @@ class Job:
             self._next_heartbeat = now + self.settings.heartbeat_s
             self._n_heartbeats += 1
             out += self._to_all(m.Heartbeat(sequence=self._n_heartbeats), True)
-        if self._admitted:
+        if self.admitted:
             out += self._queries.expire(now)
         return out
 
     def _is_reached_by_others(self, now: float, sender: bytes, words: str) -> bool:
         """Whether other nodes reach the node behind *sender*, which has ranks and is silent here (*words*)."""
-        if not self._admitted or self._is_helper(sender):
+        if not self.admitted or self._is_helper(sender):
             return False
-        if not self._probes.lives(now, self._roster.index_of(sender), self._heartbeats.seen[sender]):
+        if not self._probes.lives(now, self.roster.index_of(sender), self._heartbeats.seen[sender]):
             return False
         if sender not in self._reached_by_others:
             self._reached_by_others.add(sender)
@@ -279,15 +259,15 @@ class Job:
         """Probe the nodes with ranks that are not heard, or have closed their connection; drop those that are dead."""
         out: m.Outgoing = []
         for sender, seen in list(self._heartbeats.seen.items()):
-            if self.over or not self._roster.knows(sender):
+            if self.over or not self.roster.knows(sender):
                 continue
             out += self._drop_if_dead(now, sender)
-            index = self._roster.index_of(sender)
+            index = self.roster.index_of(sender)
             if self.over or sender not in self._heartbeats or (
                     self._is_helper(sender) and not self._probes.is_closed(index)):
                 continue
             out += self._probes.ask(now, index, seen, lambda sender=sender: [
-                (self._roster.index_of(other), other) for other in self._roster.alive_senders
+                (self.roster.index_of(other), other) for other in self.roster.alive_senders
                 if other != sender and (self._losses.is_worker(other) or self._losses.is_worker(sender))
                 and now - self._heartbeats.seen.get(other, 0.0) < self.settings.lease_s / 4])
         return out
@@ -301,11 +281,11 @@ class Job:
         self._heartbeats.pulse(sender, at)
 
     def _is_helper(self, sender: bytes) -> bool:
-        return self._admitted and self._roster.knows(sender) and not self._losses.is_worker(sender)
+        return self.admitted and self.roster.knows(sender) and not self._losses.is_worker(sender)
 
     def _is_dispensable(self, sender: bytes) -> bool:
         """Whether the job can go on, or gather, without the node behind *sender*, which then has no ranks."""
-        if self._admitted:
+        if self.admitted:
             return not self._losses.is_worker(sender)
         join = self._admission.joins.get(sender)
         return join is not None and not join.ranks
@@ -330,14 +310,14 @@ class Job:
     def _newcomer(self, now: float, sender: bytes, join: m.Join) -> m.Outgoing:
         if self.aborted is not None:
             return [(sender, self.aborted)]
-        refusal = self._late_joins.refusal(sender, join, self.finished) if self._admitted else None
+        refusal = self._late_joins.refusal(sender, join, self.finished) if self.admitted else None
         if refusal is not None:
             return [(sender, m.refusal(refusal))]
-        if self._admitted and not self._late_joins.has_room:
+        if self.admitted and not self._late_joins.has_room:
             self._late_joins.wait(now, sender, join)
             return []
         self._heartbeats.heard(now, sender)
-        if self._admitted:
+        if self.admitted:
             self._measuring.add(join.nic_rate_bytes)
             return self._late_joins.admit(now, sender, join)
         return self._join(now, sender, join)
@@ -366,12 +346,12 @@ class Job:
 
     def _update_nodes(self) -> None:
         """Plan with the current nodes and the known rates of their NICs."""
-        self._generations.update_nodes(self._measuring.known(self._roster.nodes), self._roster.absent)
+        self._generations.update_nodes(self._measuring.known(self.roster.nodes), self.roster.absent)
 
     def _join(self, now: float, sender: bytes, join: m.Join) -> m.Outgoing:
         """Admit a new node or take a node's corrected counts; welcome all nodes when it was the last."""
-        if self._admitted:
-            if self._late_joins.is_coming(self._roster.index_of(sender)):
+        if self.admitted:
+            if self._late_joins.is_coming(self.roster.index_of(sender)):
                 return []  # other counts: of no matter for a job that runs
             return self._fail(now, sender, ProtocolError(f"{self._name(sender)} joined twice"))
         refusal = self._admission.check(join) or self._admission.surplus(join)
@@ -414,8 +394,8 @@ class Job:
             self.remarks.append(
                 f"the job starts without {n_missing} of its helpers, which have not joined within "
                 f"{_HELPERS_WAIT * self.settings.start_timeout_s:g} s (half of start_timeout_s): they may still come")
-        return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=self._roster.nodes, job=self.name))
-                for index, sender in enumerate(self._roster.senders)]
+        return [(sender, m.Welcome(index=index, epoch=FIRST_EPOCH, nodes=self.roster.nodes, job=self.name))
+                for index, sender in enumerate(self.roster.senders)]
 
     def _begin_with(self, roster: Roster, is_short: bool = True) -> None:
         """Begin to decide for the nodes of *roster*; *is_short*: maybe not all helpers are among them."""
@@ -427,21 +407,21 @@ class Job:
         self._late_joins = LateJoins(roster, self._admission, settings)
         self._declarations = Declarations(roster.size)
         self._barriers = Barriers(roster.size)
-        self._roster = roster
+        self.roster = roster
         self._measuring = NicRates(roster.nodes)
         self._queries = RankQueries(roster, self._left, self._barriers, self._declarations, self._generations,
                                     self._measuring.waiting, self._losses)
         self._planning = GenerationPlanner(roster, self._declarations, self._generations, self._losses,
                                   self._measuring.waiting)
         self._handlers |= self._queries.handlers
-        self._admitted = True
+        self.admitted = True
 
     def resume(self, now: float, snapshot: JobSnapshot) -> m.Outgoing:
         """Continue where another scheduler stopped."""
         self._begin_with(snapshot.roster)
         self.name = snapshot.job
         self._heartbeats.restart(now, set(snapshot.roster.alive_senders) - {b""})
-        self._roster.lost |= snapshot.lost
+        self.roster.lost |= snapshot.lost
         self._measuring.resume(snapshot.rates, snapshot.unmeasured)
         self._update_nodes()
         self._generations.resume(snapshot)
@@ -456,7 +436,7 @@ class Job:
 
     def _measured(self, now: float, sender: bytes, message: m.Measured) -> m.Outgoing:
         """Take a node's measurement; after the last one, tell all nodes, and plan what waited for it."""
-        if not self._measuring.measured(self._roster.index_of(sender), message.nic_rate_bytes):
+        if not self._measuring.measured(self.roster.index_of(sender), message.nic_rate_bytes):
             return self._fail(now, sender, ProtocolError(f"{self._name(sender)} has measured its NIC, and was not to"))
         return self._all_measured(now)
 
@@ -469,7 +449,7 @@ class Job:
     # -- what nodes can do --------------------------------------------------------------------------------
 
     def _ready(self, now: float, sender: bytes, message: m.Ready) -> m.Outgoing:
-        index = self._roster.index_of(sender)
+        index = self.roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
         commits = self._losses.ready(index, message.generation)
         return commits + self._resume_deferred(now) if commits else self._planning.ready(index, message.generation)
@@ -479,14 +459,14 @@ class Job:
         return self._to_all(self._credit, True)
 
     def _room(self, now: float, sender: bytes, message: m.MemoryFreed) -> m.Outgoing:
-        self._generations.can_own(self._roster.index_of(sender), message.ownable_nbytes)
+        self._generations.can_own(self.roster.index_of(sender), message.ownable_nbytes)
         return []
 
     # -- waiting and leaving ------------------------------------------------------------------------------
 
     def _rank_left(self, now: float, sender: bytes, message: m.RankLeft) -> m.Outgoing:
         self._left.add(message.rank)
-        if len(self._left) < self._roster.size:
+        if len(self._left) < self.roster.size:
             answers = self._queries.rank_left(message.rank)
             return (self._to_all(m.FirstRankLeft(rank=message.rank)) if len(self._left) == 1 else []) + answers
         return self.finish([sender for sender, _ in self._to_all(m.Finish(), True)])
@@ -499,23 +479,23 @@ class Job:
 
     def finish_again(self, sender: bytes, node: int) -> m.Outgoing:
         """Tell *node*, which has reconnected as *sender*, what it has missed."""
-        if node < len(self._roster.nodes):
-            self._unacknowledged.discard(self._roster.senders[node])
+        if node < len(self.roster.nodes):
+            self._unacknowledged.discard(self.roster.senders[node])
         return self.finish([sender])
 
     # -- losses -------------------------------------------------------------------------------------------
 
     def _lost(self, now: float, sender: bytes, message: m.Lost) -> m.Outgoing:
-        error = PeerLostError(f"{self._roster.describe(message.who)} is lost: {message.reason} (seen by "
+        error = PeerLostError(f"{self.roster.describe(message.who)} is lost: {message.reason} (seen by "
                               f"{self._name(sender)})")
         node = number_of("node", message.who)
-        if not self._admitted and self._is_dispensable(sender):
+        if not self.admitted and self._is_dispensable(sender):
             return self._lose(now, sender, error)
-        if not self._admitted or not 0 <= node < len(self._roster.nodes):
+        if not self.admitted or not 0 <= node < len(self.roster.nodes):
             return self.abort(error)
-        if node in self._roster.lost:
+        if node in self.roster.lost:
             return []
-        lost = self._roster.senders[node]
+        lost = self.roster.senders[node]
         if lost != sender and self._losses.is_worker(lost) and not self._losses.is_worker(sender):
             self._losses.suspect(now, lost, sender, error)
             return []
@@ -528,11 +508,11 @@ class Job:
         if not self._is_dispensable(sender):
             return self.abort(error)
         self._heartbeats.forget(sender)
-        if not self._admitted:
+        if not self.admitted:
             self._admission.remove(sender)
             self.remarks.append(f"the job gathers without a helper that had joined: {error}")
             return [(sender, m.Abort(error="PeerLostError", goes_on=True, reason=str(error)))]
-        index = self._roster.index_of(sender)
+        index = self.roster.index_of(sender)
         if self._late_joins.is_coming(index):
             return self._late_joins.give_up(index, error)
         out = self._losses.lose(now, sender, error)
@@ -555,13 +535,13 @@ class Job:
 
     def _name(self, sender: bytes) -> str:
         """Describe the node behind *sender*."""
-        if self._admitted:
-            return self._roster.describe_node(self._roster.index_of(sender))
+        if self.admitted:
+            return self.roster.describe_node(self.roster.index_of(sender))
         join = self._admission.joins[sender]
         return f"the node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks)"
 
     def _to_all(self, message: m.Message, and_newcomers: bool = False) -> m.Outgoing:
-        senders = self._roster.alive_senders if self._admitted else list(self._admission.joins)
+        senders = self.roster.alive_senders if self.admitted else list(self._admission.joins)
         if and_newcomers:
             senders += self.coming
         return [(sender, message) for sender in senders]

@@ -43,7 +43,7 @@ class Orphans(World):
 
     @property
     def infos(self):
-        return getattr(self.table.job, "job", self.table.job)._roster.nodes
+        return getattr(self.table.job, "job", self.table.job).roster.nodes
 
     def tell(self, index, message):
         self.control_log(index).said(message)
@@ -85,11 +85,11 @@ class Orphans(World):
             self.dial(alive[number % len(alive)])
 
     @precondition(lambda self: not self.table.job.over and self.table.job._rebuilding is None and (
-        0 < len(self.table.job.job.nodes) < 8))
+        0 < len(self.table.job.job.roster.nodes) < 8))
     @rule(host=st.sampled_from("abxy"), seed=st.integers(0, 1 << 30), n_steps=st.integers(0, 150))
     def come(self, host, seed, n_steps):
         """As there; but the index of one that was left behind, and that nobody had heard of, is given again."""
-        index = len(self.table.job.job.nodes)
+        index = len(self.table.job.job.roster.nodes)
         if index < len(self.nodes):
             self.nodes[index].alive = False
             self.unnoticed.discard(index)
@@ -190,7 +190,7 @@ def test_a_worker_that_was_never_told_of_a_newcomer_numbers_the_next_one_as_othe
         assert [node.index for node in next(world.control_log(worker).report()).nodes] == list(range(6))
     world.lose_the_scheduler()
     world.teardown()
-    assert not world.table.job.over and world.table.job.lost == {4}
+    assert not world.table.job.over and world.table.job.roster.lost == {4}
 
 
 def test_a_newcomer_does_not_call_one_lost_that_came_at_the_same_time():
@@ -206,12 +206,12 @@ def test_a_newcomer_does_not_call_one_lost_that_came_at_the_same_time():
         while world.up[worker]:
             world.hear_of(worker)
     world.go_on(Random(1), without=5)
-    assert world.table.job.job.absent == {5}
+    assert world.table.job.job.roster.absent == {5}
     world.go_on(Random(1))
-    assert world.table.job.job.absent == set() and next(world.control_log(5).report()).lost == ()
+    assert world.table.job.job.roster.absent == set() and next(world.control_log(5).report()).lost == ()
     world.lose_the_scheduler()
     world.teardown()
-    assert not world.table.job.over and world.table.job.absent == set()
+    assert not world.table.job.over and world.table.job.roster.absent == set()
 
 
 def test_only_one_that_came_late_has_read_who_inherits_what():

@@ -47,7 +47,7 @@ def test_of_two_connections_of_one_node_the_later_counts(court, n_read):
     receive(earlier, *report[n_read:])
     court.read("C")  # all have told
     court.post(court.scheduler_state.unreachable(court.now, earlier))
-    assert court.kinds("H") == [m.Resume] and not court.scheduler_state.job.lost and not court.got("A", m.Freeze)
+    assert court.kinds("H") == [m.Resume] and not court.scheduler_state.job.roster.lost and not court.got("A", m.Freeze)
 
 
 def test_a_commit_that_one_has_read_is_everybodys(court):
