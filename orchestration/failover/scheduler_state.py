@@ -34,21 +34,6 @@ class SchedulerState:
         """Whether nothing more will be decided."""
         return self.job.over
 
-    @property
-    def finished(self) -> bool:
-        """Whether all ranks have left."""
-        return self.job.finished
-
-    @property
-    def is_known_to_be_over(self) -> bool:
-        """Whether all nodes have read that the job has finished."""
-        return self.job.is_known_to_be_over
-
-    @property
-    def aborted(self) -> m.Abort | None:
-        """The message that ended the job, if it did not end well."""
-        return self.job.aborted
-
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Decide what *message* from *sender* leads to.
 

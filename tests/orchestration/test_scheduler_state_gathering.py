@@ -120,7 +120,7 @@ def test_who_closes_its_connection_while_a_job_gathers_has_its_lease_to_come_bac
         now += 0.2
         scheduler_state.receive(now, b"B", m.Heartbeat(sequence=1))
         scheduler_state.tick(now)
-    assert now >= SETTINGS.lease_s and "host a" in scheduler_state.aborted.reason
+    assert now >= SETTINGS.lease_s and "host a" in scheduler_state.job.aborted.reason
 
 
 @pytest.mark.parametrize("names", ["C", "H", "ABCH"], ids=str)
@@ -148,4 +148,4 @@ def test_a_scheduler_that_has_ended_while_it_rebuilt_stays_ended(court):
     court.post(court.scheduler_state.abort(PeerLostError("the scheduler got SIGTERM")))
     assert court.scheduler_state.over
     court.post(court.scheduler_state.unreachable(court.now, court.over["A"]))
-    assert court.scheduler_state.over and "SIGTERM" in court.scheduler_state.aborted.reason
+    assert court.scheduler_state.over and "SIGTERM" in court.scheduler_state.job.aborted.reason
