@@ -110,7 +110,7 @@ class KernelAnswers(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RecordedKernel(Kernel):
-    """A `Kernel` that answers from `answers`. Thread-safe."""
+    """A `Kernel` that answers from `answers`, without waiting. Thread-safe."""
 
     def __init__(self, answers: KernelAnswers) -> None:
         self.answers = answers
@@ -121,12 +121,10 @@ class RecordedKernel(Kernel):
         return self.answers.environ
 
     def addresses(self) -> dict[str, list[Interface]]:
-        """As `Kernel.addresses`."""
         return {netdev: sorted(map(ipaddress.ip_interface, texts), key=lambda interface: interface.version)
                 for netdev, texts in self.answers.addresses.items()}
 
     def route(self, destination: Address) -> Route:
-        """As `Kernel.route`."""
         found = self.answers.routes.get(str(destination))
         if found is None:
             raise OSError(errno.ENETUNREACH, f"no route to {destination}: {os.strerror(errno.ENETUNREACH)}")
@@ -134,21 +132,17 @@ class RecordedKernel(Kernel):
                      (found.gateway and ipaddress.ip_address(found.gateway)) or None, found.local)
 
     def resolve(self, host: str) -> list[Address]:
-        """As `Kernel.resolve`."""
         if host not in self.answers.names:
             raise OSError(errno.EADDRNOTAVAIL, f"host name {host!r} cannot be resolved: Name or service not known")
         return [ipaddress.ip_address(text) for text in self.answers.names[host]]
 
     def shm_nbytes(self) -> int | None:
-        """As `Kernel.shm_nbytes`."""
         return self.answers.shm_nbytes
 
     def statistics(self, netdev: str) -> dict[str, int]:
-        """As `Kernel.statistics`."""
         return self.answers.statistics.get(netdev, {})
 
     def pause_priorities(self, netdev: str) -> tuple[int, ...] | None:
-        """As `Kernel.pause_priorities`."""
         found = self.answers.pause_priorities.get(netdev)
         return None if found is None else tuple(found)
 

@@ -1,4 +1,4 @@
-"""RDMA completion queues over pyverbs, and the record of posted work (`pyx/work.h` in Python, with the same rules)."""
+"""RDMA completion queues over pyverbs, as in `bpsfast.pyx.verbs`; and the record of posted work (`pyx/work.h`)."""
 from __future__ import annotations
 
 import errno
@@ -47,21 +47,17 @@ class CompletionQueue(VerbsResource):
 
     @property
     def handle(self) -> int:
-        """Address of the ``ibv_cq``. If native code polls it, do not use `poll`, `wait` and `pending`."""
         return verbs_object.object_pointer(self._open(), self.device.handle)
 
     @property
     def depth(self) -> int:
-        """The number of completions that fit."""
         return self._capacity.depth
 
     @property
     def pending(self) -> int:
-        """The number of places taken by posted work and by completions that have not been polled."""
         return self._capacity.pending
 
     def poll(self, n: int = 32) -> list[Completion]:
-        """Return up to *n* completions as (wr_id, status, opcode, nbytes, immediate or None, queue pair's number)."""
         self._open()
         if n < 1:
             raise ValueError(f"poll needs n >= 1, got {n}")
@@ -87,7 +83,6 @@ class CompletionQueue(VerbsResource):
         return (wc.wr_id, wc.status, opcode, nbytes, immediate, wc.qp_num)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Sleep until `poll` may find a completion, at most *timeout_s* (None: no limit); return whether it may."""
         raw = self._open()
         if self._channel is None:
             raise ValueError("wait needs a CompletionQueue(..., events=True)")
