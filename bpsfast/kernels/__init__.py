@@ -170,10 +170,8 @@ def _check(role: str, array: Any, dst: Array) -> str:
         raise UnsupportedError(f"{role} is a {type(array).__name__}; the kernels take NumPy arrays")
     name = dtypes.wire_name(array.dtype)
     if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.aligned:
-        raise UnsupportedError(
-            f"{role} has shape {array.shape} and strides {array.strides}; the kernels take 1-D contiguous, "
-            f"aligned arrays (np.ascontiguousarray(x).reshape(-1))"
-        )
+        raise UnsupportedError(f"{role} has shape {array.shape} and strides {array.strides}; the kernels take 1-D "
+                               "contiguous, aligned arrays (np.ascontiguousarray(x).reshape(-1))")
     if array.dtype != dst.dtype or array.size != dst.size:
         raise MismatchError(f"{role} is {array.size} x {array.dtype}, dst is {dst.size} x {dst.dtype}")
     return name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -163,10 +164,8 @@ class Element:
         if n_items == 1:
             return self.finish_in_order(value, 1)
         half = n_items // 2
-        even, odd = (
-            self._round_bfloat16(b.shuffle_vector(value, value, _indices(part)), half)
-            for part in (range(half), range(half, n_items))
-        )
+        even, odd = (self._round_bfloat16(b.shuffle_vector(value, value, _indices(part)), half)
+                     for part in (range(half), range(half, n_items)))
         words = b.or_(b.lshr(even, constant(I32, 16, half)), b.and_(odd, constant(I32, 0xFFFF0000, half)))
         return b.bitcast(words, shape(I16, n_items))
 
@@ -230,11 +229,7 @@ class Element:
 
     def _widen_half(self, value: ir.Value, n_items: int) -> ir.Value:
         """Widen float16 bits without the instruction: shift into place, then correct the exponent's bias."""
-        b = self.b
-
-        def i32(bits: int) -> ir.Constant:
-            return constant(I32, bits, n_items)
-
+        b, i32 = self.b, partial(constant, I32, n_items=n_items)
         word = b.zext(value, shape(I32, n_items))
         magnitude = b.and_(word, i32(0x7FFF))
         shifted = b.bitcast(b.shl(magnitude, i32(13)), shape(F32, n_items))
@@ -246,11 +241,7 @@ class Element:
 
     def _narrow_half(self, value: ir.Value, n_items: int) -> ir.Value:
         """Round to float16 bits without the instruction, to nearest even; subnormals by the adder's own rounding."""
-        b = self.b
-
-        def i32(bits: int) -> ir.Constant:
-            return constant(I32, bits, n_items)
-
+        b, i32 = self.b, partial(constant, I32, n_items=n_items)
         bits = b.bitcast(value, shape(I32, n_items))
         magnitude = b.and_(bits, i32(0x7FFFFFFF))
         last = b.and_(b.lshr(magnitude, i32(13)), i32(1))

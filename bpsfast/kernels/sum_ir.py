@@ -74,12 +74,8 @@ class InputLayout(NamedTuple):
 def _layouts(most: int) -> tuple[InputLayout, ...]:
     """List the layouts of at most *most* inputs."""
     flat = [InputLayout(n, 0, 0) for n in range(1, most + 1)]
-    two_level = [
-        InputLayout(before, local, after)
-        for local in range(2, most + 1)
-        for before in range(most - local + 1)
-        for after in range(most - local - before + 1)
-    ]
+    two_level = [InputLayout(before, local, after) for local in range(2, most + 1)
+                 for before in range(most - local + 1) for after in range(most - local - before + 1)]
     return (*flat, *two_level)
 
 
@@ -250,9 +246,8 @@ class SumLoop:
         total = self.merge((whole, in_block), (quotients, out_block))
         self.store_chunk([element.finish(value, n_items) for value in total], index, n_items)
 
-    def add_inputs(
-        self, start: list[ir.Value], first: ir.Value, end: ir.Value, index: ir.Value, n_items: int
-    ) -> list[ir.Value]:
+    def add_inputs(self, start: list[ir.Value], first: ir.Value, end: ir.Value, index: ir.Value, n_items: int
+                   ) -> list[ir.Value]:
         """Add inputs ``first .. end-1`` to *start*, in this order; return the accumulators."""
         b = self.b
         entry, done = b.block, b.append_basic_block("inputs.done")

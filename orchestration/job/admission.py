@@ -161,10 +161,7 @@ class Admission:
         ranks = _number_ranks([join for _, join in ordered], self._expected.size)
         ordered += sorted(helpers, key=lambda each: (each[1].index < 0, each[1].index))
         ranks += [()] * len(helpers)
-        return [
-            (sender, node_of(index, join, ranks[index]))
-            for index, (sender, join) in enumerate(ordered)
-        ]
+        return [(sender, node_of(index, join, ranks[index])) for index, (sender, join) in enumerate(ordered)]
 
     def describe(self) -> str:
         """Describe who is here and who is not: "have node 0 (a, 2 ranks), ...; missing node 1 (never joined)"."""

@@ -133,8 +133,7 @@ class Declarations:
         return MismatchError(
             f"group {key[1]!r}: members differ: rank {first} declared {len(bundle.names)}, rank {rank} declared "
             f"{len(names)}; member {position} is {_show(theirs)} on rank {first}, {_show(ours)} on rank {rank} "
-            "(a group is declared whole, in one order, once)"
-        )
+            "(a group is declared whole, in one order, once)")
 
     def _first_declaration(self, name: str) -> tuple[int, TensorSpec] | None:
         """Return the rank that first declared *name*, and its declaration."""
@@ -181,10 +180,9 @@ class Declarations:
         complete = sorted(found[taken], key=lambda bundle: self._position[bundle.names[0]])
         for bundle in complete:
             bundle.taken = True
-        return [
-            spec if spec.priority is not None else msgspec.structs.replace(spec, priority=-self._position[spec.name])
-            for bundle in complete for spec in bundle.by_rank[min(bundle.by_rank)]
-        ]
+        return [spec if spec.priority is not None else msgspec.structs.replace(
+            spec, priority=-self._position[spec.name])
+            for bundle in complete for spec in bundle.by_rank[min(bundle.by_rank)]]
 
     def give_up(self, names: Sequence[str], error: BpsError) -> None:
         """Let *names*, which were taken, fail for every rank that declares them again."""

@@ -118,8 +118,5 @@ def lay_out(specs: Sequence[TensorSpec], machines: Sequence[Machine], *, policy:
     parts = [part for unit in units for part in unit.parts]
     keys = [unit.unit << 16 | index for unit in units for index in range(len(unit.parts))]
     owners = iter(assign([part.wire_nbytes for part in parts], machines, policy, owned, keys))
-    return [
-        msgspec.structs.replace(
-            unit, parts=tuple(msgspec.structs.replace(part, owner=next(owners)) for part in unit.parts))
-        for unit in units
-    ]
+    return [msgspec.structs.replace(unit, parts=tuple(
+        msgspec.structs.replace(part, owner=next(owners)) for part in unit.parts)) for unit in units]

@@ -151,8 +151,7 @@ def plan_units(specs: Sequence[TensorSpec], first_unit: int, first_part: int, pa
         n_bytes = sum(unit.nbytes for unit in units)
         raise CapacityError(
             f"{len(specs)} tensors of {n_bytes} bytes would bring the job to {part} partitions, a job has at most "
-            f"{MAX_PARTS}; raise partition_bytes (now {partition_nbytes}) or declare small tensors as a group"
-        )
+            f"{MAX_PARTS}; raise partition_bytes (now {partition_nbytes}) or declare small tensors as a group")
     return units
 
 
@@ -216,10 +215,8 @@ def _lay_out(unit: int, name: str, members: Sequence[TensorSpec], priority: int,
     if members[0].group is None and end >= _SHARED_NBYTES:
         n_parts = max(n_parts, 2)
     stride = round_up(-(-end // max(n_parts, 1)), page_nbytes) or page_nbytes
-    parts = tuple(
-        part_of(members[0], first_part + index, offset, min(stride, end - offset))
-        for index, offset in enumerate(range(0, end, stride))
-    )
+    parts = tuple(part_of(members[0], first_part + index, offset, min(stride, end - offset))
+                  for index, offset in enumerate(range(0, end, stride)))
     return UnitPlan(unit=unit, name=name, dtype=members[0].dtype, average=members[0].average, priority=priority,
                     nbytes=end, stride=stride, members=tuple(placed), parts=parts,
                     n_streams=members[0].n_streams, op=members[0].op, ranks=members[0].ranks, codec=members[0].codec,
