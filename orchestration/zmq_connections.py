@@ -66,12 +66,12 @@ class ZmqHandshakeLimiter:
         """
         try:
             fd = int(frame.get(zmq.SRCFD))
-        except (zmq.ZMQError, KeyError):  # a libzmq that does not tell any more: better nobody is cut off
+        except (zmq.ZMQError, KeyError):  # a libzmq that does not tell: then no connection is cut off
             self._is_blind = True
             return None
         if fd not in self._known:
-            self._hear()  # that it came was said before what it has sent could be read
-            if self._forget(fd):  # else it has ended, and this was still to be read
+            self._hear()  # its connection was reported before its first message could be read
+            if self._forget(fd):  # else it has ended, and left this unread
                 self._known.add(fd)
         return fd
 
@@ -83,7 +83,7 @@ class ZmqHandshakeLimiter:
         while (surplus := self._limiter.one_to_go(time.monotonic())) is not None:
             self._cut_off(surplus)
         greedy = [fd for fd in self._limiter if self._says_too_much(fd)]
-        # What libzmq has taken of a member begins with a message that is there to be read: on a busy machine not yet.
+        # What libzmq has read of a member begins with a message for us; on a busy machine it is not there yet.
         if greedy and not int(self._server.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             for fd in greedy:
                 self._cut_off(fd)
@@ -106,11 +106,11 @@ class ZmqHandshakeLimiter:
                     self._limiter.add(fd, host_of(address[0]), time.monotonic())
 
     def _forget(self, fd: int) -> bool:
-        """Take *fd* for a stranger no more; return whether it was one."""
+        """Stop counting *fd* as a stranger; return whether it was one."""
         return self._strangers.pop(fd, None) is not None and self._limiter.remove(fd)
 
     def _says_too_much(self, fd: int) -> bool:
-        """Whether libzmq has taken more of *fd* than a handshake; or it is gone, which will be heard, too."""
+        """Whether libzmq has read more of *fd* than a handshake; also if it is gone, which a later event tells."""
         try:
             with view(fd) as sock:
                 return sock.getpeername() == self._strangers[fd] and _nbytes_taken(sock) > PENDING_MAX_NBYTES
@@ -128,7 +128,7 @@ class ZmqHandshakeLimiter:
 
 
 def interface(host: str) -> str:
-    """Return where to bind for those who connect to *host*: that address alone if this machine has it, else "*".
+    """Return where to bind for peers that connect to *host*: that address alone if this machine has it, else "*".
 
     In brackets if it is of IPv6. A name says nothing: other machines may know another address by it.
     """
@@ -202,7 +202,7 @@ class ConnectionActivity:
         fd, address = self._connections[sender]
         try:
             with view(fd) as sock:
-                if sock.getpeername() == address:  # else somebody else's by now
+                if sock.getpeername() == address:  # else the descriptor is another connection's by now
                     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_AT + 4)
                     if len(info) >= _LAST_DATA_AT + 4:
                         return float(struct.unpack_from("=I", info, _LAST_DATA_AT)[0]) / 1e3

@@ -147,7 +147,7 @@ class Scheduler:
     def _log_abort(self) -> None:
         """Log why the job was aborted: as an error only if no rank could be told."""
         if self.aborted is not None:
-            is_said = self._is_abort_told or bool(self._stop_reason)  # whoever stopped it knows
+            is_said = self._is_abort_told or bool(self._stop_reason)  # the process that stopped it knows
             log.log(logging.INFO if is_said else logging.ERROR, "the job is aborted: %s: %s", self.aborted.error,
                     self.aborted.reason)
 
@@ -192,7 +192,7 @@ class Scheduler:
         if self._zap in ready:
             self._admit()
         if self._router not in ready or self._read_all():
-            self._handshake_limiter.look()  # else those who wait to be read might seem to be strangers
+            self._handshake_limiter.look()  # else connections with unread messages might seem to be strangers
         if self._wake.fileno() in ready:
             self._wake.clear()
             self._send(self._state.abort(ClosedError(self._stop_reason)))
@@ -234,7 +234,7 @@ class Scheduler:
                 continue
             self._send(self._state.receive(time.monotonic(), sender, message))
             if isinstance(message, m.Lost) and message.who.startswith("rank ") and self.aborted is not None:
-                self._is_abort_told = True  # the rank has said it, or whoever started it says what has ended it
+                self._is_abort_told = True  # the rank, or its launcher, reports it
         return False
 
     def _unreadable(self, sender: bytes, data: bytes, error: ProtocolError) -> None:

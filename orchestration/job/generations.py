@@ -280,7 +280,7 @@ class Generations:
                               lambda position: moves[position].candidates, self._is_wanted)
         own = owned_by(zip((move.part.wire_nbytes for move in moves), owners), len(owned))
         full = {node for node, most in self._limits.items() if own[node] > most}
-        if full:  # who lacks the last result of a partition cannot own it
+        if full:  # a node without the last result of a partition cannot own it
             left = [move for move, owner in zip(moves, owners) if owner in full]
             nodes = sorted({node for move in left for node in move.candidates})
             rooms = ", ".join(f"node {node} {self._limits[node]} bytes" for node in nodes if node in self._limits)
@@ -324,7 +324,7 @@ class Generations:
         self._limits.clear()
         self.lent |= {each.part: each for each in changes if each.lacking}
         for each in changes:
-            if each.giver >= 0:  # who gives up lives, and what it has sent has arrived
+            if each.giver >= 0:  # the old owner lives, and what it has sent has arrived
                 self.lent.pop(each.part, None)
         known = {unit.unit: unit for unit in units}
         self.units = [known.get(unit.unit, unit) for unit in self.units]

@@ -46,21 +46,21 @@ class Job:
         self.settings = settings
         self.finished = False
         self.aborted: m.Abort | None = None
-        self.has_no_majority = False  # too few nodes with ranks are heard for anything to be decided
+        self.has_no_majority = False  # too few nodes with ranks are heard to decide anything
         self.name = settings.name
         #: Texts that the scheduler logs as warnings.
         self.remarks: list[str] = []
         self._admission = Admission(settings)
-        self._waits_since = None if settings.awaits_ranks else now  # for all to be there
+        self._waits_since = None if settings.awaits_ranks else now  # when the job began to wait for all nodes
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0
         self._heartbeats = HeartbeatMonitor(settings.lease_s, settings.helper_lease_s, now)
         self._probes = NodeProbes(settings.lease_s, settings.start_timeout_s, now)
-        self._reached_by_others: set[bytes] = set()  # who is silent for too long, and known to live
-        self._replaced_senders: set[bytes] = set()  # identities of processes that have others by now
-        self._refused = ""  # the last who came while the job gathered and was refused, and why
+        self._reached_by_others: set[bytes] = set()  # silent for too long, but known to live
+        self._replaced_senders: set[bytes] = set()  # earlier connections of processes that have reconnected
+        self._refused = ""  # why the last refused join was refused, while the job gathers
         self._left: set[int] = set()
-        self._unacknowledged: set[bytes] = set()  # who has not said that the end was read
+        self._unacknowledged: set[bytes] = set()  # nodes that have not acknowledged the end
         self.roster = Roster(())  # empty until all nodes have joined
         self.admitted = False  # whether all nodes have joined
         self._deferred: list[tuple[bytes, m.Message]] = []

@@ -218,7 +218,7 @@ class Barriers:
             return False
         del self._entered[sequence]
         self._done.add(sequence)
-        self._done.discard(sequence - 2)  # nobody enters i + 1 before all left i - 1
+        self._done.discard(sequence - 2)  # no rank enters i + 1 before all have left i - 1
         return True
 
     def missing(self, sequence: int) -> list[int]:

@@ -42,7 +42,7 @@ def refine(units: Sequence[UnitPlan], machines: Sequence[Machine], owned: Sequen
         return best
     own = list(owned) if owned is not None else [0] * len(machines)
     nbytes = sum(own) + sum(sizes)
-    # nobody gives up what it owns
+    # no machine gives up what it owns
     bound_s = max(optimal_shares(machines, nbytes).time_s, *machine_times_s(own, machines, nbytes))
     best_s = _time_s(best, machines, own)
     tried = best

@@ -207,7 +207,7 @@ class LeaderChannel(_Channel):
 class FollowerChannel(_Channel):
     """A follower's end, connected to *host*:*port*. Owner thread only; only `wait` and `close` block.
 
-    *leader*: who listens there, for errors. Raises `ConfigError` if that is not an address.
+    *leader*: the name of the other end in errors. Raises `ConfigError` if that is not an address.
     """
 
     def __init__(self, host: str, port: int, key: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder,

@@ -256,7 +256,7 @@ class NicQueue(Generic[Item]):
         """Queue *item* for *peer*; *order* and *key* are those of `WriteOrder`."""
         found = self._peers[peer]
         if not self._waiting and not self._busy:
-            self._forget_turns()  # the NIC has sent everything: nobody has a claim
+            self._forget_turns()  # the NIC has sent everything: no peer has a claim
         if not found.queue.queued and not found.queue.in_flight:
             found.turn = max(found.turn, self._front - 1.0)  # a peer that was idle for a step has no claim on the past
         found.queue.put(item, order=order, key=key, nbytes=nbytes)
