@@ -82,7 +82,7 @@ class ZmqHandshakeLimiter:
             return
         while (surplus := self._limiter.one_to_go(time.monotonic())) is not None:
             self._cut_off(surplus)
-        greedy = [fd for fd in self._limiter if self._says_too_much(fd)]
+        greedy = [fd for fd in self._limiter if self._has_sent_too_much(fd)]
         # What libzmq has read of a member begins with a message for us; on a busy machine it is not there yet.
         if greedy and not int(self._server.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             for fd in greedy:
@@ -109,7 +109,7 @@ class ZmqHandshakeLimiter:
         """Stop counting *fd* as a stranger; return whether it was one."""
         return self._strangers.pop(fd, None) is not None and self._limiter.remove(fd)
 
-    def _says_too_much(self, fd: int) -> bool:
+    def _has_sent_too_much(self, fd: int) -> bool:
         """Whether libzmq has read more of *fd* than a handshake; also if it is gone, which a later event tells."""
         try:
             with view(fd) as sock:

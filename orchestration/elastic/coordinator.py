@@ -96,8 +96,6 @@ class ElasticCoordinator:
         self._failed: dict[int, str] = {}  # holder -> why the last job has failed, as it says
         self._n_fruitless = 0  # jobs in a row
 
-    # -- what happens ----------------------------------------------------------------------------------------------
-
     def came(self, member: int, node: str, now_s: float, has_state: bool = False, n_commits: int = 0,
              reason: str = "") -> None:
         """Note that *member* has come from *node*, and waits for the next job.
@@ -143,8 +141,6 @@ class ElasticCoordinator:
         self._instead[member] = by
         self._began_s = now_s
         self.n_replaced += 1
-
-    # -- what follows ----------------------------------------------------------------------------------------------
 
     def holds_rank(self, member: int) -> bool:
         """Whether *member* is in the last job, or is to be in the first."""

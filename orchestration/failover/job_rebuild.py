@@ -61,8 +61,6 @@ class JobRebuild:
         #: Whether a message has come since the last look that may change `finished`, `aborted` or `snapshot`.
         self.is_due = True
 
-    # -- what comes in ------------------------------------------------------------------------------------
-
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Take one message; return what is to be answered."""
         report = self._reports.by_sender.get(sender)
@@ -164,8 +162,6 @@ class JobRebuild:
                 self._reports.begin(sender, NodeReport(
                     m.Rejoin(version=m.VERSION, package=join.package, settings=join.settings, job=first.job,
                              index=index, nodes=nodes), is_complete=True, join=join))
-
-    # -- what follows -------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> m.Outgoing:
         """Return what follows from the time: heartbeats. Look at `finished`, `aborted` and `snapshot` afterwards."""

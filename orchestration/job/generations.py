@@ -254,7 +254,7 @@ class Generations:
     def _unready(self) -> list[int]:
         return [node for node in range(len(self._machines)) if node not in self._ready and node not in self._absent]
 
-    # -- when a node is lost, or comes ---------------------------------------------------------------------------------
+    # -- losses and newcomers ------------------------------------------------------------------------------------------
 
     def lose(self, node: int) -> Sequence[TensorSpec]:
         """Place nothing on *node* any more; return what was in progress, which is given up and to be proposed anew."""

@@ -117,8 +117,6 @@ class Job:
             return []
         return [*(self.roster.senders[index] for index in sorted(self.roster.joining)), *self._late_joins.queue]
 
-    # -- what comes in ------------------------------------------------------------------------------------
-
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Decide what *message* from *sender* leads to; return (destination, message) in the order to be sent."""
         if sender in self._replaced_senders:
@@ -446,8 +444,6 @@ class Job:
         self._update_nodes()
         return self._to_all(self._measuring.message) + self._integrate_newcomers(now) + self._planning.plan()
 
-    # -- what nodes can do --------------------------------------------------------------------------------
-
     def _ready(self, now: float, sender: bytes, message: m.Ready) -> m.Outgoing:
         index = self.roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
@@ -530,8 +526,6 @@ class Job:
         for sender, message in deferred:
             out += self.receive(now, sender, message)
         return out
-
-    # -- addressing ---------------------------------------------------------------------------------------
 
     def _name(self, sender: bytes) -> str:
         """Describe the node behind *sender*."""

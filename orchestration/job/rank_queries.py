@@ -273,8 +273,6 @@ class RankQueries:
         """Return the answers to lookups that wait for values of *rank*, which has left."""
         return self._answers(self._store.rank_left(rank))
 
-    # -- what comes in ------------------------------------------------------------------------------------
-
     def _stalled(self, now: float, sender: bytes, message: m.StallQuestion) -> m.Outgoing:
         if message.part >= 0:
             if not self._stalls.ask(now, message):
