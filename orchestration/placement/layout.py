@@ -13,7 +13,7 @@ import msgspec
 
 from ..messages import TensorSpec, UnitPlan
 from .assignment import assign, machine_times_s
-from .partition import MAX_PARTS, ROWS, part_of, plan_units, round_up
+from .partition import MAX_PARTS, ROWS, part_of, plan_units, round_up, with_owners
 from .rates import bounded
 from .shares import Machine, optimal_shares
 
@@ -118,5 +118,4 @@ def lay_out(specs: Sequence[TensorSpec], machines: Sequence[Machine], *, policy:
     parts = [part for unit in units for part in unit.parts]
     keys = [unit.unit << 16 | index for unit in units for index in range(len(unit.parts))]
     owners = iter(assign([part.wire_nbytes for part in parts], machines, policy, owned, keys))
-    return [msgspec.structs.replace(unit, parts=tuple(
-        msgspec.structs.replace(part, owner=next(owners)) for part in unit.parts)) for unit in units]
+    return [with_owners(unit, lambda part: next(owners)) for unit in units]
