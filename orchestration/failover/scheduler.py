@@ -192,7 +192,7 @@ class Scheduler:
         if self._zap in ready:
             self._admit()
         if self._router not in ready or self._read_all():
-            self._handshake_limiter.look()  # else connections with unread messages might seem to be strangers
+            self._handshake_limiter.update()  # else connections with unread messages might seem to be strangers
         if self._wake.fileno() in ready:
             self._wake.clear()
             self._send(self._state.abort(ClosedError(self._stop_reason)))
@@ -220,9 +220,9 @@ class Scheduler:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
-            fd = self._handshake_limiter.knows(frames[-1])
+            fd = self._handshake_limiter.note_message(frames[-1])
             sender, *rest = (frame.bytes for frame in frames)
-            self._pulses.knows(sender, fd)
+            self._pulses.note_message(sender, fd)
             try:
                 if len(rest) != 1:
                     raise ProtocolError(f"{len(rest)} frames came from a node where a control message is one")
