@@ -140,10 +140,10 @@ class NodeLosses:
         try:
             if recovery.joined:
                 units, changes = self._generations.share(
-                    recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.lent))
+                    recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.unfinished))
             else:
                 units, changes = self._generations.replace_lost(
-                    recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.lent))
+                    recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.unfinished))
         except BpsError as exc:
             then = "" if recovery.joined else "and the job cannot go on without it: "
             raise type(exc)(f"{recovery.reason}; {then}{exc}") from exc

@@ -285,7 +285,7 @@ def test_who_still_awaits_a_lent_result_gets_it_though_a_helper_comes_at_once(wo
     world.die(number=helper, at_once=True)
     world.go_on(Random(helper))
     generations = world.table.job._generations
-    assert worker in [index for each in generations.lent.values() for index in each.lacking]
+    assert worker in [index for each in generations.unfinished.values() for index in each.lacking]
     world.come(host="x", seed=helper, n_steps=10_000)
     world.release()
     world.teardown()
