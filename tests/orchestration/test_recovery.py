@@ -60,8 +60,8 @@ def test_the_latest_round_that_is_complete_anywhere_is_kept(done, kept, lacking,
     assert (found.kept_round, found.lacking, found.candidates) == (kept, lacking, candidates)
     holders = [index for index in done if index not in lacking]
     assert found.keeper in holders if lacking else found.keeper == -1
-    succession = found.owner_change(4)
-    assert (succession.part, succession.owner, succession.kept_round) == (7, 4, kept)
+    change = found.owner_change(4)
+    assert (change.part, change.owner, change.kept_round) == (7, 4, kept)
 
 
 @pytest.mark.parametrize(("done", "words"), [
