@@ -144,7 +144,7 @@ _MAX_UNHEARD = 1000
 
 
 def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport], senders: Mapping[int, bytes],
-             lost: Collection[int], absent: Sequence[int]) -> JobSnapshot:
+                  lost: Collection[int], absent: Sequence[int]) -> JobSnapshot:
     """Return the state in which the job of *nodes* continues.
 
     *reports* and *senders* are those of all nodes that take part, by index; *lost* were lost before, *absent* are by
@@ -194,7 +194,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
     roster.lost.update(lost)
     # Nodes that have committed less know older ones.
     unfinished = {each.part: each for rejoin in sorted(rejoins.values(), key=lambda each: each.committed)
-            for each in rejoin.lent}
+                  for each in rejoin.lent}
     gone_from: dict[int, set[int]] = {}
     for rejoin in rejoins.values():
         for first, ranks in rejoin.gone_from:

@@ -320,7 +320,7 @@ class Generations:
 
     @staticmethod
     def _reassigned(moves: Sequence[PartitionMove], owners: Sequence[int]
-                        ) -> tuple[list[UnitPlan], list[OwnerChange]]:
+                    ) -> tuple[list[UnitPlan], list[OwnerChange]]:
         of = {move.part.part: owner for move, owner in zip(moves, owners)}
         units = [with_owners(unit, lambda part: of.get(part.part, part.owner))
                  for unit in {move.unit.unit: move.unit for move in moves}.values()]

@@ -150,7 +150,7 @@ class _Progress(NamedTuple):
 
 
 def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
-          near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
+                  near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
     """Return who can own *part*; *done*: progress by member; *before*: the change before, if some lacked a round."""
     last = next(iter(done.values())).complete
     for each in done.values():
@@ -181,7 +181,7 @@ def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress],
 
 
 def _move_to_joined(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
-          near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
+                    near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
     """Return which of *joined* can own *part* of *giver*, which lives; *done* includes it; rest as `_move_of_lost`."""
     last = done[giver].complete
     _check(unit, part, done, last)
