@@ -26,7 +26,7 @@ Choice: TypeAlias = (
     CodecSpec | Mapping[str, CodecSpec | None] | Callable[[str, tuple[int, ...], str], CodecSpec | None])
 
 _CODEC_FUNCTIONS = (formats.onebit, formats.topk, formats.randomk, formats.dithering, formats.float16, formats.bfloat16,
-           formats.int8, formats.where_it_pays, from_byteps)
+                    formats.int8, formats.where_it_pays, from_byteps)
 
 
 def check_choice(choice: Choice | None) -> None:
