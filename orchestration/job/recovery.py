@@ -98,7 +98,7 @@ class EpochChange:
 
     def _wanted(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
                 is_wanted: Callable[[UnitPlan, PartPlan], bool], with_owner: bool = False
-              ) -> Iterator[tuple[UnitPlan, PartPlan, dict[int, _Progress]]]:
+                ) -> Iterator[tuple[UnitPlan, PartPlan, dict[int, _Progress]]]:
         """Yield the wanted partitions, with the reports of the nodes that push them, and of the owner if asked for."""
         said = {node: {part: _Progress(*rest) for part, *rest in report.progress}
                 for node, report in self._reports.items()}
