@@ -1,4 +1,4 @@
-"""The codec of each tensor: one codec for all, codecs by patterns of names, or a function.
+"""Chooses the codec of each tensor: one codec for all, codecs by patterns of names, or a function.
 
     compression=onebit()                                    all floating-point tensors that are large enough
     compression={"*.bias": None, "fc*": topk(0.01), "*": onebit()}     the first matching pattern (`fnmatch`)
@@ -26,7 +26,7 @@ Choice: TypeAlias = (
     CodecSpec | Mapping[str, CodecSpec | None] | Callable[[str, tuple[int, ...], str], CodecSpec | None])
 
 _CODEC_FUNCTIONS = (formats.onebit, formats.topk, formats.randomk, formats.dithering, formats.float16, formats.bfloat16,
-           formats.int8, formats.where_it_pays, from_byteps)
+                    formats.int8, formats.where_it_pays, from_byteps)
 
 
 def check_choice(choice: Choice | None) -> None:

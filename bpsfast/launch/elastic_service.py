@@ -137,7 +137,7 @@ class ElasticService:
             self._alive.discard(member)
             self._asked.discard(member)
             self._coordinator.ended(member, how, time.monotonic())
-            if self._coordinator.has_seat(member):
+            if self._coordinator.holds_rank(member):
                 self._void(f"worker {member} {how}")
 
         self._run_in_thread(enter)
@@ -165,9 +165,9 @@ class ElasticService:
         """Whether the training has ended on all ranks."""
         return self._coordinator.is_over
 
-    def has_seat(self, member: int) -> bool:
+    def holds_rank(self, member: int) -> bool:
         """Whether *member* belongs to the job that was formed last, or to the first one that is being formed."""
-        return self._coordinator.has_seat(member)
+        return self._coordinator.holds_rank(member)
 
     def close(self) -> None:
         """End the thread; messages to workers are still sent, for at most a second."""
@@ -234,13 +234,13 @@ class ElasticService:
         elif coordinator.failure is not None:
             self._send(Refused(*coordinator.failure), [message.member])
         elif coordinator.is_running and coordinator.newcomers:
-            members = [seat.member for seat in coordinator.seats]
+            members = [holder.member for holder in coordinator.holders]
             self._send(Newcomers(coordinator.number, len(coordinator.newcomers)), members)
         elif was_running and not coordinator.is_running:
             self._void(f"worker {message.member} has left it")
 
     def _on_put(self, message: Put) -> None:
-        if message.job != self._coordinator.number or not self._coordinator.has_seat(message.member):
+        if message.job != self._coordinator.number or not self._coordinator.holds_rank(message.member):
             return
         nbytes = protocol.stored_nbytes(message.key, message.value)
         before = self._store.get(message.key)
@@ -254,7 +254,7 @@ class ElasticService:
         self._send(Value(message.job, message.key, message.value), self._wanted.pop(message.key, ()))
 
     def _on_want(self, message: Want) -> None:
-        if message.job != self._coordinator.number or not self._coordinator.has_seat(message.member):
+        if message.job != self._coordinator.number or not self._coordinator.holds_rank(message.member):
             return
         if message.key in self._store:
             self._send(Value(message.job, message.key, self._store[message.key]), [message.member])
@@ -306,7 +306,7 @@ class ElasticService:
     def _void(self, reason: str) -> None:
         """Tell the members of the last job that it is void, if it was not complete yet."""
         if self._coordinator.number:
-            self._send(Void(self._coordinator.number, reason), [seat.member for seat in self._coordinator.seats])
+            self._send(Void(self._coordinator.number, reason), [holder.member for holder in self._coordinator.holders])
 
     def _ask(self, orders: Sequence[ReplaceWorker | KillWorker]) -> None:
         for order in orders:
@@ -385,7 +385,7 @@ class WorkerPool:
 
     def is_superfluous(self, process: Process) -> bool:
         """Whether the training has ended without *process*: it joined too late, or not at all."""
-        return self._service.is_over and not self._service.has_seat(member_of(process.command))
+        return self._service.is_over and not self._service.holds_rank(member_of(process.command))
 
     def _another(self, like: Command) -> Command:
         member, self._next = self._next, self._next + 1
