@@ -9,6 +9,21 @@ from . import runtime
 from .errors import NotInitializedError
 from .runtime import begin_sets
 
+__all__ = [
+    "cross_rank",
+    "cross_size",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the job, as `bpsfast.init`. All ranks call it; a second call changes nothing.
@@ -121,53 +136,3 @@ def stop_timeline() -> None:
     if not runtime.is_begun():
         raise NotInitializedError
     runtime.current().stop_timeline()
-
-
-def mpi_threads_supported() -> bool:
-    """Raise ConfigError, as Horovod does where there is no MPI."""
-    raise ConfigError("Horovod MPI is not enabled; Please make sure it's installed and enabled.")
-
-
-def mpi_enabled() -> bool:
-    """Return False: there is no MPI in here."""
-    return False
-
-
-def mpi_built() -> bool:
-    """Return False: there is no MPI in here."""
-    return False
-
-
-def gloo_enabled() -> bool:
-    """Return False: there is no Gloo in here; see `bpsfast.torch.schedule` for Gloo's process groups."""
-    return False
-
-
-def gloo_built() -> bool:
-    """Return False: there is no Gloo in here."""
-    return False
-
-
-def nccl_built() -> int:
-    """Return 0: there is no NCCL in here."""
-    return 0
-
-
-def ddl_built() -> bool:
-    """Return False: there is no DDL in here."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: there is no oneCCL in here."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Return False: tensors are on the CPU."""
-    return False
-
-
-def rocm_built() -> bool:
-    """Return False: tensors are on the CPU."""
-    return False

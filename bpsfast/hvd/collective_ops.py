@@ -6,22 +6,49 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from ..orchestration.errors import ConfigError
 from ..orchestration.priority.negotiation import Request
-from ..torch.compression import Compression as Compression, check_compressor
+from ..torch.compression import Compression, check_compressor
 from . import runtime
 from .errors import TensorTypeError, internal
-from .handle import Handle, begin, like, readable, synchronize, wants_gradient, writable
+from .handle import Handle, begin, like, like_each, readable, synchronize, wants_gradient, writable
 from .reduce_op import Average, ReduceOp, Sum, chosen, factor
 from .runtime import ProcessSet, global_process_set
 from .service import Operation
+
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+]
 
 
 def allreduce_async(tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
@@ -52,15 +79,16 @@ def allreduce_async(tensor: Any, average: bool | None = None, name: str | None =
     HorovodInternalError
         If nothing more is executed.
     """
-    return _reduce([tensor], name, chosen(op, average), prescale_factor, postscale_factor, process_set, grouped=False)
+    return _begin_reduction("allreduce", [tensor], name, chosen(op, average), prescale_factor, postscale_factor,
+                            process_set, grouped=False)
 
 
 def allreduce_async_(tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
                      prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                      process_set: ProcessSet = global_process_set) -> Handle:
     """As `allreduce_async`, but the result replaces the contents of *tensor*, which is contiguous."""
-    return _reduce([tensor], name, chosen(op, average), prescale_factor, postscale_factor, process_set, grouped=False,
-                  in_place=True)
+    return _begin_reduction("allreduce", [tensor], name, chosen(op, average), prescale_factor, postscale_factor,
+                            process_set, grouped=False, in_place=True)
 
 
 def allreduce(tensor: Any, average: bool | None = None, name: str | None = None, compression: Any = Compression.none,
@@ -72,8 +100,8 @@ def allreduce(tensor: Any, average: bool | None = None, name: str | None = None,
     and Max goes, summed, to the ranks that had the value, in equal parts; that of Product is multiplied by what the
     others had. (Horovod reduces gradients of these by Min, Max and Product.)
     """
-    return _differentiable([tensor], name, compression, chosen(op, average), prescale_factor, postscale_factor,
-                           process_set, grouped=False)[0]
+    return _reduced("allreduce", [tensor], name, compression, chosen(op, average), prescale_factor, postscale_factor,
+                    process_set, grouped=False)[0]
 
 
 def allreduce_(tensor: Any, average: bool | None = None, name: str | None = None, op: int | None = None,
@@ -87,30 +115,32 @@ def grouped_allreduce_async(tensors: Sequence[Any], average: bool | None = None,
                             op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> Handle:
     """As `allreduce_async` of each of *tensors*. None is reduced before all are submitted on all ranks."""
-    return _reduce(tensors, name, chosen(op, average), prescale_factor, postscale_factor, process_set)
+    return _begin_reduction("allreduce", tensors, name, chosen(op, average), prescale_factor, postscale_factor,
+                            process_set)
 
 
 def grouped_allreduce_async_(tensors: Sequence[Any], average: bool | None = None, name: str | None = None,
                              op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                              process_set: ProcessSet = global_process_set) -> Handle:
     """As `grouped_allreduce_async`, in place."""
-    return _reduce(tensors, name, chosen(op, average), prescale_factor, postscale_factor, process_set, in_place=True)
+    return _begin_reduction("allreduce", tensors, name, chosen(op, average), prescale_factor, postscale_factor,
+                            process_set, in_place=True)
 
 
 def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, name: str | None = None,
                       compression: Any = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
                       postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return *tensors* reduced, as a group. Differentiable as `allreduce`."""
-    return _differentiable(tensors, name, compression, chosen(op, average), prescale_factor, postscale_factor,
-                           process_set)
+    return _reduced("allreduce", tensors, name, compression, chosen(op, average), prescale_factor, postscale_factor,
+                    process_set)
 
 
 def grouped_allreduce_(tensors: Sequence[Any], average: bool | None = None, name: str | None = None,
                        op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                        process_set: ProcessSet = global_process_set) -> list[Any]:
     """Replace *tensors* by their reductions, as a group, and return them."""
-    return list(synchronize(grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor,
-                                                     process_set)))
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    return list(synchronize(handle))
 
 
 def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: int,
@@ -137,36 +167,44 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: int,
     return handle
 
 
-def _reduce(tensors: Sequence[Any], name: str | None, op: ReduceOp, prescale: float, postscale: float,
-           process_set: ProcessSet, grouped: bool = True, in_place: bool = False) -> Handle:
+def _begin_reduction(kind: Literal["allreduce", "reducescatter"], tensors: Sequence[Any], name: str | None,
+                     op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet, grouped: bool = True,
+                     in_place: bool = False) -> Handle:
+    scatters = kind == "reducescatter"
+    if scatters and op not in (Average, Sum):
+        raise internal(ConfigError(f"Reducescatter currently only supports AVERAGE and SUM. (op={op.name})"))
     tensors = list(tensors)
     before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
     inputs = [(writable if in_place else readable)(tensor, True) for tensor in tensors]
-    outputs = inputs if in_place else [torch.empty_like(tensor) for tensor in inputs]
+    if scatters and any(not tensor.dim() for tensor in inputs):
+        raise ConfigError("Reducescatter does not support scalar inputs")
+    outputs = inputs if in_place else [] if scatters else [torch.empty_like(tensor) for tensor in inputs]
 
     def give(results: Sequence[torch.Tensor]) -> Any:
-        given = tensors if in_place else [like(tensor)(result) for tensor, result in zip(tensors, results)]
-        return given if grouped else given[0]
+        if in_place:
+            return tensors if grouped else tensors[0]
+        return like_each(tensors, results, grouped)
 
-    return begin(process_set, "allreduce", name, inputs, outputs, give, grouped=grouped, op=op.name, prescale=before,
+    return begin(process_set, kind, name, inputs, outputs, give, grouped=grouped, op=op.name, prescale=before,
                  postscale=after)
 
 
-def _differentiable(tensors: Sequence[Any], name: str | None, compression: Any, op: ReduceOp, prescale: float,
-             postscale: float, process_set: ProcessSet, grouped: bool = True) -> list[Any]:
-    """Reduce and wait, recorded by autograd if it follows any tensor."""
-    narrow, back = compressed(tensors, compression)
-    arguments = name, op, prescale, postscale, process_set, grouped
-    if not wants_gradient(*narrow):
-        results: Sequence[Any] = _reduce_now(arguments, narrow)
-    elif op in (Average, Sum):
-        results = _LinearAllreduce.apply(arguments, *narrow)
-    else:
-        before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
-        scaled = [_times(tensor, before) for tensor in narrow]
-        results = [_times(result, after)
-                   for result in _SelectingAllreduce.apply((name, op, 1.0, 1.0, process_set, grouped), *scaled)]
-    return [bring(result) for bring, result in zip(back, results)]
+def _reduced(kind: Literal["allreduce", "reducescatter"], tensors: Sequence[Any], name: str | None, compression: Any,
+             op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet,
+             grouped: bool = True) -> list[Any]:
+    """Reduce and wait; autograd records it if one of *tensors* requires a gradient."""
+    sent, restored = compressed(tensors, compression)
+    arguments = kind, name, op, prescale, postscale, process_set, grouped
+    if not wants_gradient(*sent):
+        return restored(_reduce_now(arguments, sent))
+    if kind == "reducescatter":
+        return restored(_ReduceScatter.apply(arguments, *sent))
+    if op in (Average, Sum):
+        return restored(_LinearAllreduce.apply(arguments, *sent))
+    before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
+    results = _SelectingAllreduce.apply((kind, name, op, 1.0, 1.0, process_set, grouped),
+                                        *[_times(tensor, before) for tensor in sent])
+    return restored([_times(result, after) for result in results])
 
 
 def _times(tensor: torch.Tensor, by: float) -> torch.Tensor:
@@ -175,7 +213,8 @@ def _times(tensor: torch.Tensor, by: float) -> torch.Tensor:
 
 
 def _reduce_now(arguments: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
-    results = synchronize(_reduce(tensors, *arguments))
+    kind, *others = arguments
+    results = synchronize(_begin_reduction(kind, tensors, *others))
     return tuple(results) if arguments[-1] else (results,)
 
 
@@ -184,7 +223,8 @@ class _LinearAllreduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.arguments = (None, *arguments[1:])  # forward and backward are different operations
+        kind, _, *others = arguments
+        ctx.arguments = kind, None, *others  # without the name, as forward and backward are different operations
         return _reduce_now(arguments, tensors)
 
     @staticmethod
@@ -204,7 +244,7 @@ class _SelectingAllreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, op, *_, process_set, _ = ctx.arguments
+        _, _, op, *_, process_set, _ = ctx.arguments
         n = len(gradients)
         inputs, results = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
         sums = grouped_allreduce(gradients, op=Sum, process_set=process_set)
@@ -254,7 +294,7 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None,
 
 
 def begin_allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, grouped: bool = True,
-                rows: list[tuple[int, ...]] | None = None, label: str = "") -> Handle:
+                    rows: list[tuple[int, ...]] | None = None, label: str = "") -> Handle:
     """Begin to gather. *rows*: a list that gets each tensor's first dimensions on the ranks. *label*: see `begin`."""
     tensors = list(tensors)
     inputs = [readable(tensor, False) for tensor in tensors]
@@ -263,8 +303,7 @@ def begin_allgather(tensors: Sequence[Any], name: str | None, process_set: Proce
         outputs, counts = result
         if rows is not None:
             rows.extend(counts)
-        given = [like(tensor)(output) for tensor, output in zip(tensors, outputs)]
-        return given if grouped else given[0]
+        return like_each(tensors, outputs, grouped)
 
     return begin(process_set, "allgather", name, inputs, (), give, grouped=grouped, label=label)
 
@@ -292,7 +331,8 @@ def reducescatter_async(tensor: Any, name: str | None = None, op: int = Average,
     The first dimension is divided as evenly as can be, the first ranks get more. *op*: `Average` or `Sum`. Other
     parameters and errors: `allreduce_async`.
     """
-    return _reducescatter([tensor], name, chosen(op), process_set, prescale_factor, postscale_factor, grouped=False)
+    return _begin_reduction("reducescatter", [tensor], name, chosen(op), prescale_factor, postscale_factor, process_set,
+                            grouped=False)
 
 
 def reducescatter(tensor: Any, name: str | None = None, compression: Any = Compression.none, op: int = Average,
@@ -302,66 +342,34 @@ def reducescatter(tensor: Any, name: str | None = None, compression: Any = Compr
 
     The gradient is, as Horovod's, that of all ranks' rows, for Sum times the number of ranks.
     """
-    return _scattered([tensor], name, compression, op, process_set, prescale_factor, postscale_factor, grouped=False)[0]
+    return _reduced("reducescatter", [tensor], name, compression, chosen(op), prescale_factor, postscale_factor,
+                    process_set, grouped=False)[0]
 
 
 def grouped_reducescatter_async(tensors: Sequence[Any], name: str | None = None, op: int = Average,
                                 process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                                 postscale_factor: float = 1.0) -> Handle:
     """As `reducescatter_async` of each of *tensors*. None is reduced before all are submitted on all ranks."""
-    return _reducescatter(tensors, name, chosen(op), process_set, prescale_factor, postscale_factor)
+    return _begin_reduction("reducescatter", tensors, name, chosen(op), prescale_factor, postscale_factor, process_set)
 
 
 def grouped_reducescatter(tensors: Sequence[Any], name: str | None = None, compression: Any = Compression.none,
                           op: int = Average, process_set: ProcessSet = global_process_set,
                           prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> list[Any]:
     """Return this rank's rows of each of *tensors*, reduced as a group. Differentiable as `reducescatter`."""
-    return _scattered(tensors, name, compression, op, process_set, prescale_factor, postscale_factor)
-
-
-def _scattered(tensors: Sequence[Any], name: str | None, compression: Any, op: int, process_set: ProcessSet,
-            prescale: float, postscale: float, grouped: bool = True) -> list[Any]:
-    narrow, back = compressed(tensors, compression)
-    arguments = name, chosen(op), process_set, prescale, postscale, grouped
-    if wants_gradient(*narrow):
-        results = list(_ReduceScatter.apply(arguments, *narrow))
-    else:
-        results = _scatter_now(narrow, arguments)
-    return [bring(result) for bring, result in zip(back, results)]
-
-
-def _scatter_now(tensors: Sequence[Any], arguments: tuple[Any, ...]) -> list[Any]:
-    results = synchronize(_reducescatter(tensors, *arguments))
-    return list(results) if arguments[-1] else [results]
-
-
-def _reducescatter(tensors: Sequence[Any], name: str | None, op: ReduceOp, process_set: ProcessSet, prescale: float,
-           postscale: float, grouped: bool = True) -> Handle:
-    if op not in (Average, Sum):
-        raise internal(ConfigError(f"Reducescatter currently only supports AVERAGE and SUM. (op={op.name})"))
-    tensors = list(tensors)
-    before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
-    inputs = [readable(tensor, True) for tensor in tensors]
-    if any(not tensor.dim() for tensor in inputs):
-        raise ConfigError("Reducescatter does not support scalar inputs")
-
-    def give(results: Sequence[torch.Tensor]) -> Any:
-        given = [like(tensor)(result) for tensor, result in zip(tensors, results)]
-        return given if grouped else given[0]
-
-    return begin(process_set, "reducescatter", name, inputs, (), give, grouped=grouped, op=op.name, prescale=before,
-                 postscale=after)
+    return _reduced("reducescatter", tensors, name, compression, chosen(op), prescale_factor, postscale_factor,
+                    process_set)
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.arguments = arguments
-        return tuple(_scatter_now(tensors, arguments))
+        return _reduce_now(arguments, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, op, process_set, prescale, postscale, _ = ctx.arguments
+        _, _, op, prescale, postscale, process_set, _ = ctx.arguments
         factor = prescale * postscale * (process_set.size() if op is Sum else 1)
         return (None, *grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set))
 
@@ -389,7 +397,7 @@ def alltoall_async(tensor: Any, splits: Any = None, name: str | None = None,
     def give(result: tuple[list[torch.Tensor], list[int]]) -> Any:
         outputs, received = result
         counts = torch.tensor(received, dtype=torch.int32 if kind is None else kind.dtype)
-        return like(tensor)(outputs[0]), like(tensor)(counts)
+        return like(tensor, outputs[0]), like(tensor, counts)
 
     return begin(process_set, "alltoall", name, [source], (), give, splits=tuple(rows))
 
@@ -464,7 +472,7 @@ def broadcast_async(tensor: Any, root_rank: int, name: str | None = None,
     """
     source = readable(tensor, False)
     return _broadcast([source], [torch.empty_like(source)], root_rank, name, process_set,
-                  lambda outputs: like(tensor)(outputs[0]))
+                      lambda outputs: like(tensor, outputs[0]))
 
 
 def broadcast_async_(tensor: Any, root_rank: int, name: str | None = None,
@@ -499,7 +507,7 @@ def broadcast_group_(tensors: Sequence[torch.Tensor], root_rank: int, label: str
     """
     sources = [readable(tensor, False) for tensor in tensors]
     _broadcast(sources, sources, root_rank, None, global_process_set, lambda _: None, grouped=True, label=label,
-           names=names).wait()
+               names=names).wait()
     with torch.no_grad():
         for tensor, source in zip(tensors, sources):
             if source.data_ptr() != tensor.data_ptr():
@@ -512,11 +520,11 @@ def broadcast_bytes(data: bytes | None, root_rank: int, name: str | None, proces
     source = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     shape = None if data is None else tuple(source.shape)
     return bytes(_broadcast([source], [], root_rank, name, process_set, lambda outputs: outputs[0].numpy().tobytes(),
-                        shapes=[shape], label=label).wait())
+                            shapes=[shape], label=label).wait())
 
 
 def _broadcast(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], root_rank: int, name: str | None,
-           process_set: ProcessSet, give: Any, **more: Any) -> Handle:
+               process_set: ProcessSet, give: Any, **more: Any) -> Handle:
     try:
         root = index(root_rank)
     except TypeError:
@@ -581,26 +589,17 @@ def join(device: int = -1) -> int:
     return int(operation.wait())
 
 
-def compressed(tensors: Sequence[Any], compression: Any) -> tuple[list[Any], list[Callable[[Any], Any]]]:
-    """Return *tensors* in the form in which they are sent, and for each a function that restores a result.
+def compressed(tensors: Sequence[Any], compression: Any) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Return what is sent of *tensors*, and a function that returns the decompressed results.
 
-    NumPy arrays are sent as they are. Raises `ConfigError` if *compression* is no compressor (only
-    `DistributedOptimizer` takes codecs).
+    NumPy arrays are sent as they are. Raises `ConfigError` if *compression* is not a compressor: only
+    `DistributedOptimizer` takes codecs.
     """
     check_compressor(compression)
-    narrow: list[Any] = list(tensors)
-    back: list[Callable[[Any], Any]] = [_same] * len(tensors)
-    for i, tensor in enumerate(tensors):
-        if compression is not Compression.none and isinstance(tensor, torch.Tensor):
-            narrow[i], context = compression.compress(tensor)
-            back[i] = partial(_decompressed, compression, context)
-    return narrow, back
+    pairs = [compression.compress(tensor) if isinstance(tensor, torch.Tensor) else (tensor, None) for tensor in tensors]
 
+    def restored(results: Sequence[Any]) -> list[Any]:
+        return [compression.decompress(result, context) if isinstance(result, torch.Tensor) else result
+                for result, (_, context) in zip(results, pairs)]
 
-def _decompressed(compression: Any, context: Any, tensor: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = compression.decompress(tensor, context)
-    return found
-
-
-def _same(tensor: Any) -> Any:
-    return tensor
+    return [sent for sent, _ in pairs], restored

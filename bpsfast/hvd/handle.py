@@ -164,18 +164,24 @@ def writable(x: Any, reduces: bool) -> torch.Tensor:
     return tensor
 
 
-def like(x: Any) -> Callable[[torch.Tensor], Any]:
-    """Return what turns a result into the kind of thing *x* is: tensor or array."""
-    return _to_array if isinstance(x, np.ndarray) else _same
+def like(x: Any, tensor: torch.Tensor) -> Any:
+    """Return *tensor* as a NumPy array if *x* is one, else as it is."""
+    if not isinstance(x, np.ndarray):
+        return tensor
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def like_each(given: Sequence[Any], results: Sequence[torch.Tensor], grouped: bool) -> Any:
+    """Return `like` of each of *given* and its result: a list if *grouped*, else the only one."""
+    found = [like(x, tensor) for x, tensor in zip(given, results)]
+    return found if grouped else found[0]
 
 
 def wants_gradient(*values: Any) -> bool:
     """Return whether autograd follows any of these."""
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -187,9 +193,3 @@ def _from_array(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array)
     except (TypeError, ValueError) as exc:  # of a dtype that torch does not have; byte-swapped
         raise TensorTypeError(f"an array of dtype {array.dtype.str} is no tensor: {exc}") from exc
-
-
-def _to_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()

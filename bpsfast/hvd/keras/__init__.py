@@ -17,18 +17,8 @@ from ...keras.optimizer import Reduction, distribute, loaded
 from ...orchestration.errors import ConfigError, UnsupportedError
 from ...trainer import process
 from ...trainer.arguments import Average, Sum, averages
-from ..basics import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
+from .. import capabilities
+from ..capabilities import *  # noqa: F403
 from ..reduce_op import factor
 from . import callbacks
 
@@ -41,25 +31,16 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "callbacks",
-    "ccl_built",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
     "init",
     "is_initialized",
     "load_model",
     "local_rank",
     "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "rank",
-    "rocm_built",
     "shutdown",
     "size",
 ]
+__all__ += capabilities.__all__
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:

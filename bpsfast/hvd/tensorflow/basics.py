@@ -12,6 +12,18 @@ from ..basics import cross_rank_of, cross_size_of, is_homogeneous_of
 from ..runtime import ProcessSet, global_process_set
 from .collective_ops import begun, is_global
 
+__all__ = [
+    "add_process_set",
+    "barrier",
+    "cross_rank",
+    "cross_size",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "shutdown",
+]
+
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the job, as `bpsfast.init`; *process_sets* are added at once, on all ranks alike ("dynamic" says nothing).

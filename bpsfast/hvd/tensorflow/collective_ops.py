@@ -24,6 +24,22 @@ from ...trainer import process
 from ..reduce_op import Average, ReduceOp, Sum, chosen, factor
 from ..runtime import ProcessSet, global_process_set
 
+__all__ = [
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
 
 def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
               compression: CompressionLike = Compression.none, op: int | None = None, prescale_factor: float = 1.0,
