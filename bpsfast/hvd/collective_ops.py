@@ -576,7 +576,7 @@ def join(device: int = -1) -> int:
     service = found.service(0, "join")
     operation = service.submit(Operation(Request(
         rank=service.rank, name="join", kind="join", is_patient=bool(join_proxies),
-        n_steps=sum(each.count_anew() for each in join_proxies))))
+        n_steps=sum(each.take_n_steps() for each in join_proxies))))
     over = threading.Event()
     try:
         for each in join_proxies:

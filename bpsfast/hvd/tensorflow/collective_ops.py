@@ -22,7 +22,7 @@ from ...tensorflow.memory import array_of
 from ...tensorflow.ops import push_pull, reduced
 from ...trainer import process
 from ..reduce_op import Average, ReduceOp, Sum, chosen, factor
-from ..runtime import ProcessSet, global_process_set
+from ..runtime import ProcessSet, checked_set, global_process_set
 
 __all__ = [
     "allgather",
@@ -354,10 +354,7 @@ Array = np.ndarray[Any, Any]
 
 def is_global(process_set: ProcessSet) -> bool:
     """Return whether *process_set* is that of all ranks; raises `ConfigError` if it is no process set."""
-    if not isinstance(process_set, ProcessSet):
-        raise ConfigError(f"process_set={process_set!r} is a {type(process_set).__name__}, not a ProcessSet: give what "
-                          "add_process_set has returned")
-    return process_set is global_process_set
+    return checked_set(process_set) is global_process_set
 
 
 def begun(what: str) -> Any:
