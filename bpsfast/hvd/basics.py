@@ -1,4 +1,4 @@
-"""Who this process is, and what it can do."""
+"""Joining and leaving the job; this process's rank, the numbers of ranks, and the timeline."""
 from __future__ import annotations
 
 from typing import Any
@@ -31,9 +31,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Parameters
     ----------
     comm
-        None or an empty list, or all ranks: which processes are ranks is the launcher's to say.
+        None, an empty list, or all ranks: the launcher decides which processes are ranks.
     process_sets
-        `ProcessSet` objects that are added at once, on all ranks alike; "dynamic" is accepted and needs no saying.
+        `ProcessSet` objects that are added at once, the same on all ranks; "dynamic" is accepted and changes nothing.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job, if `init` has joined it. What is still under way fails, here and on the other ranks."""
+    """Leave the job, if `init` has joined it. Operations under way fail, here and on the other ranks."""
     runtime.end()
 
 
@@ -92,7 +92,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the place of this machine among those that have a process of this local rank."""
+    """Return the index of this machine among those that have a process of this local rank."""
     return cross_rank_of(runtime.current().session)
 
 
@@ -122,7 +122,7 @@ def is_homogeneous_of(session: Session) -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Let rank 0 write the timeline *file_path* from now on. There are no cycles to be marked.
+    """Let rank 0 write the timeline *file_path* from now on. *mark_cycles* is ignored, as there are no cycles.
 
     Raises ConfigError if the file cannot be written.
     """

@@ -1,6 +1,6 @@
 """Horovod's operations on torch tensors: allreduce, allgather, reducescatter, alltoall, broadcast, barrier and join.
 
-Tensors may be NumPy arrays: results then are arrays, without autograd. The tensors of a group are executed together.
+Tensors may be NumPy arrays; results are then arrays, without autograd. The tensors of a group are executed together.
 """
 from __future__ import annotations
 
@@ -59,25 +59,25 @@ def allreduce_async(tensor: Any, average: bool | None = None, name: str | None =
     Parameters
     ----------
     tensor
-        Of the same shape and dtype on all ranks. It must not be written before the handle was waited for.
+        Of the same shape and dtype on all ranks. It must not be written before `synchronize` returns.
     average
-        Horovod's older way to say *op*.
+        Horovod's older form of *op*: True is Average, False is Sum.
     name
-        The calls of all ranks with the same name are one operation, whatever the order of each rank's calls. None:
-        calls without a name are numbered by kind and set.
+        The calls of all ranks with the same name are one operation, in whatever order each rank makes its calls. None:
+        the call is numbered among those of its kind in the set.
     op
-        `Average` (the default), `Sum`, `Min`, `Max` or `Product`. Averages of integers are cut off towards zero.
+        `Average` (the default), `Sum`, `Min`, `Max` or `Product`. Averages of integers are truncated towards zero.
     prescale_factor, postscale_factor
-        Factors of *tensor* and of the result; integer results are truncated towards zero.
+        Factors of *tensor* and of the result; integers are truncated towards zero.
 
     Raises
     ------
     ValueError
-        If an argument is of a wrong type or kind, *name* is under way on this rank, *process_set* does not count or
-        this rank is not in it: nothing is submitted. Its subclasses are TensorTypeError, ConfigError,
-        DuplicateNameError, and AdasumError for ``op=Adasum``.
+        If an argument is of a wrong type, *name* is under way on this rank, *process_set* was not added to the job, or
+        this rank is not in it; nothing is submitted. Subclasses: TensorTypeError, ConfigError, DuplicateNameError, and
+        AdasumError for ``op=Adasum``.
     HorovodInternalError
-        If nothing more is executed.
+        If the set's service is closed or has failed.
     """
     return _begin_reduction("allreduce", [tensor], name, chosen(op, average), prescale_factor, postscale_factor,
                             process_set, grouped=False)
@@ -96,9 +96,9 @@ def allreduce(tensor: Any, average: bool | None = None, name: str | None = None,
               process_set: ProcessSet = global_process_set) -> Any:
     """Return *tensor* reduced over all ranks of *process_set* (see `allreduce_async`). Differentiable.
 
-    The gradient of Average and Sum is the Average or Sum of the ranks' gradients, with the same factors. That of Min
-    and Max goes, summed, to the ranks that had the value, in equal parts; that of Product is multiplied by what the
-    others had. (Horovod reduces gradients of these by Min, Max and Product.)
+    The gradient of Average and Sum is the Average or Sum of the ranks' gradients, with the same factors. For Min and
+    Max the sum of the gradients is divided equally among the ranks that had the value; for Product it is multiplied by
+    the product of the other ranks' values. (Horovod reduces these gradients by Min, Max and Product.)
     """
     return _reduced("allreduce", [tensor], name, compression, chosen(op, average), prescale_factor, postscale_factor,
                     process_set, grouped=False)[0]
@@ -147,7 +147,7 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: int,
                            process_set: ProcessSet = global_process_set) -> Callable[[], torch.Tensor]:
     """Begin to sum the sparse *tensor* over all ranks of *process_set*. The result has the entries of all ranks.
 
-    Call the handle, or give it to `synchronize`. *op*: `Sum` or `Average`; others are refused, where Horovod sums.
+    Call the handle, or give it to `synchronize`. *op*: `Sum` or `Average`; others are refused (Horovod sums).
     """
     reduction = chosen(op)
     if reduction not in (Average, Sum):
@@ -219,7 +219,7 @@ def _reduce_now(arguments: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any
 
 
 class _LinearAllreduce(torch.autograd.Function):
-    """Average or Sum: linear, so its gradient is that of the ranks' gradients."""
+    """Average or Sum, whose gradient is the same reduction of the ranks' gradients, as it is linear."""
 
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -272,7 +272,7 @@ def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSe
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Return *tensor* of all ranks of *process_set*, concatenated in their order. Differentiable.
 
-    The gradient is, as Horovod's, the mean of the ranks' gradients where this rank's rows are.
+    The gradient is, as Horovod's, the mean of the ranks' gradients of this rank's rows.
     """
     if wants_gradient(tensor):
         return _AllGather.apply(name, process_set, False, tensor)[0]
@@ -295,7 +295,7 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None,
 
 def begin_allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, grouped: bool = True,
                     rows: list[tuple[int, ...]] | None = None, label: str = "") -> Handle:
-    """Begin to gather. *rows*: a list that gets each tensor's first dimensions on the ranks. *label*: see `begin`."""
+    """Begin to gather. *rows*: a list to extend by each tensor's first dimension on each rank. *label*: see `begin`."""
     tensors = list(tensors)
     inputs = [readable(tensor, False) for tensor in tensors]
 
@@ -328,8 +328,8 @@ def reducescatter_async(tensor: Any, name: str | None = None, op: int = Average,
                         postscale_factor: float = 1.0) -> Handle:
     """Begin to reduce *tensor* over all ranks of *process_set*; `synchronize` of the handle returns this rank's rows.
 
-    The first dimension is divided as evenly as can be, the first ranks get more. *op*: `Average` or `Sum`. Other
-    parameters and errors: `allreduce_async`.
+    The first dimension is divided as evenly as possible, with the remainder on the first ranks. *op*: `Average` or
+    `Sum`. Other parameters and errors: `allreduce_async`.
     """
     return _begin_reduction("reducescatter", [tensor], name, chosen(op), prescale_factor, postscale_factor, process_set,
                             grouped=False)
@@ -378,14 +378,14 @@ def alltoall_async(tensor: Any, splits: Any = None, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> Handle:
     """Begin to send rows of *tensor* to all ranks of *process_set*, in their order.
 
-    `synchronize` of the handle returns a new tensor, of what came in the order of the ranks, and how many rows came
-    from each: a tensor like *splits*, else int32.
+    `synchronize` of the handle returns a new tensor of the rows received, in the order of the ranks, and how many came
+    from each rank: a tensor of the dtype of *splits*, else int32.
 
     Parameters
     ----------
     splits
-        How many rows go to each rank: a list or an array of integers, or a 1-D tensor of 32-bit integers. None: equally
-        many.
+        How many rows go to each rank: a list or an array of integers, or a 1-D tensor of 32-bit integers. None: the
+        same number.
 
     Other parameters and errors: `allreduce_async`. All dimensions but the first are the same on all ranks.
     """
@@ -406,7 +406,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None,
              process_set: ProcessSet = global_process_set) -> Any:
     """Return the rows that all ranks of *process_set* have sent to this one; with *splits*, also how many each sent.
 
-    Differentiable: gradients go back to where the rows came from. Parameters: `alltoall_async`.
+    Differentiable: gradients return to the ranks that sent the rows. Parameters: `alltoall_async`.
     """
     if wants_gradient(tensor):
         output, received = _AllToAll.apply(tensor, splits, name, process_set)
@@ -459,7 +459,7 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         back, _ = synchronize(alltoall_async(gradients[0], ctx.received.int(), process_set=ctx.process_set))
         unsent = ctx.n_rows - back.shape[0]
-        if unsent:  # rows beyond the sum of splits went nowhere
+        if unsent:  # rows beyond the sum of splits were not sent
             back = torch.cat([back, back.new_zeros((unsent, *back.shape[1:]))])
         return back, None, None, None
 
@@ -468,7 +468,7 @@ def broadcast_async(tensor: Any, root_rank: int, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> Handle:
     """Begin to send *tensor* of job rank *root_rank* to all ranks of *process_set*; the result is a new tensor.
 
-    Of the same shape and dtype on all ranks. *name* and errors: `allreduce_async`.
+    Shape and dtype are the same on all ranks. *name* and errors: `allreduce_async`.
     """
     source = readable(tensor, False)
     return _broadcast([source], [torch.empty_like(source)], root_rank, name, process_set,
@@ -560,9 +560,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Tell the other ranks that this rank has no more data; return the last rank that called this.
 
-    Until all ranks have joined, this rank takes part in the others' allreduces with zeros (with neutral values for Min,
-    Max and Product), also in averages and in the sums of `DistributedOptimizer`, and does not use the results. Other
-    operations fail on the ranks that still submit them. *device* is Horovod's, and not used.
+    Until all ranks have joined, this rank takes part in the others' allreduces, averages and `DistributedOptimizer`
+    steps with zeros (neutral values for Min, Max and Product), and does not use the results. Other operations fail on
+    the ranks that still submit them. *device* is Horovod's, and not used.
 
     Raises
     ------
