@@ -1,7 +1,8 @@
-"""CrossBarrier: a step begins before the sums of the last step are complete, and waits for each where it is used."""
+"""CrossBarrier: starts the next step before all gradients are summed, and waits for each where its variable is read."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +11,7 @@ from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..trainer import process
 from ..trainer.arguments import Average, averages
 from ..trainer.gradients import Gradients
-from .memory import Array, address_of, array_of, empty, tensor_of, wire_dtype
+from .memory import Array, address_of, array_of, empty, tensor_of, traced, wire_dtype
 from .optimizer import names_of
 
 Update = Callable[[Any, Any], Any]
@@ -118,9 +119,7 @@ class CrossBarrier:
     def _settle(self, variable: Any, title: str) -> None:
         kind = self._kinds[title]
         if tf.inside_function():
-            has, gradient = tf.numpy_function(_Wait(self, title), [], [tf.bool, variable.dtype])
-            has.set_shape([])
-            gradient.set_shape(kind[0])
+            has, gradient = traced(partial(self._waited, title), [], [(tf.bool, []), (variable.dtype, kind[0])])
             tf.cond(has, lambda: _done(self._update(variable, gradient)), lambda: tf.constant(False))
             return
         awaited, array = self._waited(title)
@@ -128,11 +127,11 @@ class CrossBarrier:
             self._update(variable, tensor_of(array))
 
     def _begun(self, title: str, gradient: Any) -> Any:
-        dense = tf.convert_to_tensor(gradient)
+        tensor = tf.convert_to_tensor(gradient)
         if tf.inside_function():
-            tf.numpy_function(_Send(self, title), [dense], [])
+            traced(partial(self._send, title), [tensor], [])
         else:
-            self._send(title, array_of(dense))
+            self._send(title, array_of(tensor))
         return gradient
 
     def _waited(self, title: str) -> tuple[bool, Array]:
@@ -150,7 +149,7 @@ class CrossBarrier:
         self._gradients.deliver(title, address_of(array), array.nbytes)
         return True, array
 
-    def _send(self, title: str, array: Array) -> None:
+    def _send(self, title: str, array: Array) -> tuple[()]:
         if self._read:
             if self._sent:
                 unread = [each for each in self._kinds if each not in self._read]
@@ -163,36 +162,12 @@ class CrossBarrier:
             raise BusyError(f"a second gradient of {title!r} in one step: one tape and one loss make a step")
         self._sent.add(title)
         self._gradients.fill(title, address_of(array), array.nbytes)
+        return ()  # `traced` calls functions that return arrays
 
     def _close(self) -> None:
         self._gradients.step()
         self._sent.clear()
         self._read.clear()
-
-
-class _Wait:
-    """The function that TensorFlow calls for a read, in the order of the program."""
-
-    __name__ = "bpsfast_wait"
-
-    def __init__(self, crossing: CrossBarrier, title: str) -> None:
-        self._crossing, self._title = crossing, title
-
-    def __call__(self) -> tuple[bool, Array]:
-        return self._crossing._waited(self._title)
-
-
-class _Send:
-    """The function that TensorFlow calls with a gradient."""
-
-    __name__ = "bpsfast_send"
-
-    def __init__(self, crossing: CrossBarrier, title: str) -> None:
-        self._crossing, self._title = crossing, title
-
-    def __call__(self, gradient: Any) -> list[Array]:
-        self._crossing._send(self._title, gradient)
-        return []
 
 
 def _done(operation: Any) -> Any:

@@ -6,9 +6,9 @@ operations run in the order in which Python traced them, which is the same on al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from ..compression.choice import Choice, chosen, chosen_among
@@ -19,7 +19,7 @@ from ..trainer.bundle import Bundle, Leaf, specs_of
 from ..trainer.session import Session
 from ..trainer.sparse_table import table_of
 from .compression import Compression, CompressionLike, parted
-from .memory import Array, address_of, array_of, empty, tensor_of, wire_dtype
+from .memory import Array, Kind, address_of, array_of, dense, empty, tensor_of, traced, wire_dtype
 
 
 def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, compression: CompressionLike | None = None,
@@ -68,7 +68,7 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
     if len(names) != len(tensors) or len({names[place] for place in kept}) < len(kept):
         raise ConfigError(f"{len(tensors)} tensors need as many different names, got {list(names)[:8]}")
     contexts: dict[int, Any] = {}
-    dense: dict[int, Any] = {}
+    whole: dict[int, Any] = {}
     sparse: dict[int, Any] = {}
     for place in kept:
         tensor = tensors[place]
@@ -77,21 +77,21 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
             values, contexts[place] = compressor.compress(tensor.values)
             sparse[place]["values"] = values
         else:
-            dense[place], contexts[place] = compressor.compress(_dense(tensor, names[place]))
-    given = [*dense.values(), *(part for rows in sparse.values() for part in rows.values())]
-    for name, tensor in zip([names[place] for place in [*dense, *sparse]],
-                            [*dense.values(), *(rows["values"] for rows in sparse.values())]):
+            whole[place], contexts[place] = compressor.compress(_dense(tensor, names[place]))
+    given = [*whole.values(), *(part for rows in sparse.values() for part in rows.values())]
+    for name, tensor in zip([names[place] for place in [*whole, *sparse]],
+                            [*whole.values(), *(rows["values"] for rows in sparse.values())]):
         wire_dtype(tensor.dtype, repr(name))
     if not given:
         return [None] * len(tensors)
     order = list(range(0, -len(tensors), -1)) if priorities is None else list(priorities)
-    call = _Call([names[place] for place in dense], [names[place] for place in sparse], bool(average),
-                 [order[place] for place in dense], choice, has_shapes_behind)
+    call = _Call([names[place] for place in whole], [names[place] for place in sparse], bool(average),
+                 [order[place] for place in whole], choice, has_shapes_behind)
     sums = call.made(given, learning_rate)
     found: list[Any] = [None] * len(tensors)
-    for place, total in zip(dense, sums):
+    for place, total in zip(whole, sums):
         found[place] = compressor.decompress(total, contexts[place])
-    pairs = iter(sums[len(dense):])
+    pairs = iter(sums[len(whole):])
     for place, rows in sparse.items():
         indices, values = next(pairs), next(pairs)
         values = compressor.decompress(values, contexts[place])
@@ -106,17 +106,7 @@ def _dense(tensor: Any, name: str) -> Any:
         return tf.convert_to_tensor(tensor)
     if isinstance(tensor, tf.Variable):
         return tensor.value()
-    if not isinstance(tensor, tf.Tensor):
-        if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
-            raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, which is not dense: convert it first")
-        if isinstance(tensor, str | bytes):
-            raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}: only tensors and numbers are summed")
-        try:
-            return tf.convert_to_tensor(tensor)
-        except (TypeError, ValueError) as exc:
-            raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, of which TensorFlow makes no tensor: "
-                                   f"{exc}") from exc
-    return tensor
+    return tensor if isinstance(tensor, tf.Tensor) else dense(tensor, repr(name))
 
 
 def _rows(tensor: Any, name: str) -> dict[str, Any]:
@@ -144,21 +134,16 @@ class _Call(NamedTuple):
         """Return the sums of *tensors*: dense ones, then indices, values and shape of each table."""
         if rate is not None:
             tensors = [*tensors, tf.convert_to_tensor(rate)]
+        run = partial(self.run, rate is not None)
         if all(hasattr(tensor, "backing_device") for tensor in tensors):
-            return [tensor_of(array) for array in self.run([array_of(tensor) for tensor in tensors], rate is not None)]
+            return [tensor_of(array) for array in run(*[array_of(tensor) for tensor in tensors])]
         n = len(self.names)
-        ends = range(n, n + 3 * len(self.tables), 3)
-        dtypes = [tensor.dtype for tensor in tensors[:n]]
-        shapes = [tensor.shape for tensor in tensors[:n]]
-        for begin in ends:
-            dtypes += [tf.int64, tensors[begin + 1].dtype]
-            shapes += [tf.TensorShape([None]), tf.TensorShape([None, *tensors[begin + 1].shape[1:]])]
-        sums = tf.numpy_function(_Traced(self, rate is not None), list(tensors), dtypes)
-        for total, shape in zip(sums, shapes):
-            total.set_shape(shape)
-        return list(sums)
+        kinds: list[Kind] = [(tensor.dtype, tensor.shape) for tensor in tensors[:n]]
+        for values in tensors[n + 1 : n + 3 * len(self.tables) : 3]:
+            kinds += [(tf.int64, [None]), (values.dtype, [None, *values.shape[1:]])]
+        return traced(run, tensors, kinds)
 
-    def run(self, arrays: Sequence[Any], has_rate: bool) -> list[Array]:
+    def run(self, has_rate: bool, *arrays: Any) -> list[Array]:
         """Sum *arrays*, in the order of `made`; the last one is the learning rate if *has_rate*."""
         session = process.current()
         rate = checked_learning_rate(float(arrays[-1])) if has_rate else None
@@ -166,8 +151,8 @@ class _Call(NamedTuple):
         pending = []
         for place, name in zip(range(n, n + 3 * len(self.tables), 3), self.tables):
             indices, values, shape = arrays[place : place + 3]
-            whole = tuple(int(k) for k in shape)
-            table = table_of(session, f"{name}{whole}" if self.has_shapes_behind else name, whole, values.dtype,
+            size = tuple(int(k) for k in shape)
+            table = table_of(session, f"{name}{size}" if self.has_shapes_behind else name, size, values.dtype,
                              self.average)
             table.push(indices, values)
             pending.append(table)
@@ -179,18 +164,6 @@ class _Call(NamedTuple):
         for table in pending:
             sums += table.wait()
         return sums
-
-
-class _Traced:
-    """The function that TensorFlow calls with NumPy arrays, and keeps as long as the graph."""
-
-    __name__ = "bpsfast_push_pull"
-
-    def __init__(self, call: _Call, has_rate: bool) -> None:
-        self._call, self._has_rate = call, has_rate
-
-    def __call__(self, *arrays: Any) -> list[Array]:
-        return self._call.run([np.asarray(array) for array in arrays], self._has_rate)
 
 
 _Kinds = tuple[tuple[tuple[int, ...], str], ...]

@@ -11,6 +11,7 @@ import tensorflow as tf
 from ..orchestration.errors import ConfigError, MismatchError, UnsupportedError
 from ..trainer.arguments import Average, averages
 from .compression import Compression, CompressionLike, parted
+from .memory import without_rows
 from .ops import reduced
 
 
@@ -65,7 +66,7 @@ class DistributedGradientTape:
         local = self._tape.gradient(target, sources, *arguments, **keywords)
         flat = tf.nest.flatten(local)
         if self._sparse_as_dense:
-            flat = [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in flat]
+            flat = without_rows(flat)
         return tf.nest.pack_sequence_as(local, self._sums(tf.nest.flatten(sources), flat, learning_rate))
 
     def _sums(self, sources: Sequence[Any], gradients: list[Any], learning_rate: Any) -> list[Any]:
@@ -237,8 +238,7 @@ class _Summing(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         pairs = self._optimizer.compute_gradients(*arguments, **keywords)
         gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
         if self._sparse_as_dense:
-            gradients = [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each
-                         for each in gradients]
+            gradients = without_rows(gradients)
         names = names_of(variables, gradients, self._scope)
         kept = [name for name, gradient in zip(names, gradients) if gradient is not None]
 
