@@ -16,11 +16,12 @@ import torch
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..torch.compression import Compression, parted
 from ..torch.optimizer_extras import has_momentum
-from ..torch.optimizer_wrapper import OptimizerWrapper, check_passes, members_of, owned, parameters_of, user_step, wrap
+from ..torch.optimizer_wrapper import OptimizerWrapper, members_of, owned, parameters_of, user_step, wrap
+from ..trainer.arguments import check_passes
 from . import runtime
 from .gradient_exchange import DenseExchange, NegotiatedExchange
 from .objects import broadcast_object
-from .reduce_op import Average, ReduceOp, Sum, chosen, factor
+from .reduce_op import Average, ReduceOp, Sum, check_predivision, chosen
 from .runtime import ProcessSet, checked_set, global_process_set
 
 
@@ -120,10 +121,7 @@ def DistributedOptimizer(
     UnsupportedError
         For Adasum; for parameters that are not on the CPU.
     """
-    if factor("gradient_predivide_factor", gradient_predivide_factor) <= 0:
-        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor!r}: expected a positive number")
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ConfigError("gradient_predivide_factor not supported with op != Average")
+    check_predivision(gradient_predivide_factor, op == Average)
     checked_set(process_set)
     if num_groups != 0:
         warnings.warn("Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",

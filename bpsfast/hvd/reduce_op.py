@@ -63,3 +63,12 @@ def factor(what: str, value: Any) -> float:
     if found != found:
         raise ConfigError(f"{what}={reprlib.repr(value)}: expected a number")
     return found
+
+
+def check_predivision(by: Any, averages: bool) -> None:
+    """Raise `ConfigError` unless the gradient_predivide_factor *by* is positive, and 1 if the reduction is not Average.
+    """
+    if factor("gradient_predivide_factor", by) <= 0:
+        raise ConfigError(f"gradient_predivide_factor={by!r}: expected a positive number")
+    if by != 1.0 and not averages:
+        raise ConfigError("gradient_predivide_factor not supported with op != Average")

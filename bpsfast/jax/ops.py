@@ -1,7 +1,7 @@
 """push_pull of pytrees, inside and outside jit; broadcast of the leaves of one rank's pytree to all."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..base.dtypes import wire_name
-from ..compression.choice import Choice, check_choice, chosen, chosen_among
-from ..orchestration.codec import CodecSpec
+from ..compression.choice import Choice, check_choice, chosen_among
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import process
 from ..trainer.arguments import averages
@@ -162,13 +161,8 @@ def _call_of(names: Sequence[str], kinds: Sequence[tuple[tuple[int, ...], str]],
         twice = next(each for each in names if names.count(each) > 1)
         raise ConfigError(f"two leaves have the name {twice!r}: keys of a tree are joined by dots, so no key may be "
                           "made of others and dots")
-    codecs: Mapping[str, CodecSpec | None] = {}
-    if compression is not None:
-        least = process.current().settings.min_compress_bytes
-        if len(names) == 1:
-            codecs = {names[0]: chosen(compression, names[0], *kinds[0], least, is_alone=True)}
-        else:
-            codecs = chosen_among(compression, dict(zip(names, kinds)), least)
+    codecs = {} if compression is None else chosen_among(
+        compression, dict(zip(names, kinds)), process.current().settings.min_compress_bytes, is_alone=len(names) == 1)
     leaves = tuple(Leaf(name, shape, dtype, codecs.get(name)) for name, (shape, dtype) in zip(names, kinds))
     call = PushPullCall(leaves, mean, priority)
     if is_named:

@@ -11,7 +11,7 @@ import optax
 
 from ..compression.choice import Choice, check_choice
 from ..orchestration.errors import ConfigError
-from ..trainer.arguments import averages
+from ..trainer.arguments import averages, check_passes
 from .ops import push_pull
 
 
@@ -90,8 +90,7 @@ def DistributedOptimizer(optimizer: optax.GradientTransformation, name: str = "g
     ConfigError
         If an argument is invalid.
     """
-    if backward_passes_per_step < 1:
-        raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: a step has at least one pass")
+    check_passes(backward_passes_per_step)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ConfigError(f"{optimizer!r} is not an optimizer of optax: it has no init and update")
     summed = optax.chain(distributed_gradients(average, name, priority, compression, op=op), optimizer)

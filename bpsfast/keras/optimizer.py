@@ -73,10 +73,7 @@ class Reduction:
         backend = tensor_backend()
         kinds = [(tuple(tensor.shape), _dtype(paths[place], tensor)) for place, tensor in zip(places, small)]
         chosen = gradient_set([paths[place] for place in places], kinds, self.prefix, self.average, self.choice)
-        if condition is None:
-            sums = backend.reduced(chosen, small, learning_rate)
-        else:
-            sums = backend.reduced_if(condition, chosen, small, learning_rate)
+        sums = backend.reduced(chosen, small, learning_rate, condition)
         for place, total, context in zip(places, sums, contexts):
             gradients[place] = _scaled(self.compressor.decompress(total, context), self.postscale)
         return gradients

@@ -18,7 +18,7 @@ Update = Callable[[Any, Any], Any]
 
 
 class CrossBarrier:
-    """Variables whose gradients are averaged over all ranks, and applied when the variable is read in the next step.
+    """Averages gradients over all ranks, and applies each when its variable is read in the next step.
 
         crossing = bps.CrossBarrier(variables, lambda variable, gradient: variable.assign_sub(0.1 * gradient))
 
@@ -31,7 +31,7 @@ class CrossBarrier:
         ...
         crossing.settle()                                     # before variables are saved, evaluated or compared
 
-    The weights are those of `DistributedGradientTape` with the same *update*, bit for bit. Eagerly and inside
+    The weights are bit for bit those of `DistributedGradientTape` with the same *update*. Eagerly and inside
     `tf.function`; one thread, and one step at a time.
 
     Parameters
@@ -40,8 +40,8 @@ class CrossBarrier:
         Of known shapes, in the order of their first use in a step, the same on all ranks. Each must be read once in
         every step that computes gradients. A variable on which the loss does not depend has a gradient of zeros.
     update
-        Called with a variable and its averaged gradient; while tracing once for each variable. It may change only that
-        variable and its state, such as its momentum. Variables that it needs must exist before.
+        Called with a variable and its averaged gradient; while tracing, once for each variable. It may change only that
+        variable and its state, such as its momentum. Variables that it uses must exist before.
     op
         Average or Sum.
 
@@ -50,7 +50,7 @@ class CrossBarrier:
     ConfigError
         If there are no variables, or *op* is neither.
     UnsupportedError
-        If one is not a `tf.Variable` of known shape and of a dtype that is summed.
+        If one is not a `tf.Variable` of known shape and of a supported dtype.
     """
 
     def __init__(self, variables: Sequence[Any], update: Update, *, op: int = Average) -> None:
@@ -77,10 +77,10 @@ class CrossBarrier:
         self._read: set[str] = set()  # since the last gradient
 
     def read(self, variable: Any) -> Any:
-        """Wait for the sum of *variable*'s last gradient, apply it, and return the value, to be used in this step.
+        """Wait for the sum of *variable*'s last gradient, apply it, and return the value for this step.
 
-        Its gradient is sent when the tape computes it. Inside `tf.function` errors other than ConfigError are
-        `tf.errors` with our class and text.
+        The tape sends its gradient as soon as it is computed. Inside `tf.function` errors other than ConfigError are
+        `tf.errors` with the class and text of bpsfast's error.
 
         Raises
         ------
@@ -104,8 +104,9 @@ class CrossBarrier:
         return used(variable.value())
 
     def settle(self) -> None:
-        """Wait for all sums under way, and apply them. Call it after the last step, outside of `tf.function`, and after
-        a forward pass without gradients, such as an evaluation by `read`.
+        """Wait for all sums under way, and apply them. Not inside `tf.function`.
+
+        Call it after the last step, and after a forward pass without gradients, such as an evaluation by `read`.
         """
         if tf.inside_function():
             raise UnsupportedError("CrossBarrier.settle() inside tf.function: call it outside, after the last step")
@@ -143,7 +144,7 @@ class CrossBarrier:
         self._read.add(title)
         if not self._sent:
             return False, array
-        if len(self._sent) < len(self._kinds):  # the loss does not depend on the others
+        if len(self._sent) < len(self._kinds):  # the loss does not depend on the other variables
             self._gradients.zero_missing()
             self._sent = set(self._kinds)
         self._gradients.deliver(title, address_of(array), array.nbytes)

@@ -21,8 +21,9 @@ _OWN_NBYTES = 64 << 10
 
 
 def dense(tensor: Any, what: str) -> Any:
-    """Return *tensor* as a dense `tf.Tensor`. Raises `UnsupportedError`, which names it as *what*, for anything else than
-    dense tensors and numbers.
+    """Return *tensor* as a dense `tf.Tensor`.
+
+    Raises `UnsupportedError`, which names it as *what*, if it is sparse, ragged, or not numeric.
     """
     if isinstance(tensor, tf.IndexedSlices | tf.RaggedTensor | tf.SparseTensor | str | bytes):
         raise UnsupportedError(f"{what} is a {type(tensor).__name__}: only dense tensors and numbers are taken")

@@ -1,6 +1,6 @@
 """push_pull of TensorFlow's tensors, eagerly and inside `tf.function`, with BytePS's signature (`byteps.tensorflow`).
 
-Inside `tf.function` one `tf.numpy_function` makes all sums of a call. TensorFlow regards it as stateful, so these
+Inside `tf.function` one `tf.numpy_function` makes all sums of a call. TensorFlow treats it as stateful, so these
 operations run in the order in which Python traced them, which is the same on all ranks.
 """
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ..compression.choice import Choice, chosen, chosen_among
+from ..compression.choice import Choice, chosen_among
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import process
-from ..trainer.arguments import averages, checked_learning_rate
+from ..trainer.arguments import checked_learning_rate, takes_mean
 from ..trainer.bundle import Bundle, Leaf, specs_of
 from ..trainer.session import Session
 from ..trainer.sparse_table import table_of
@@ -25,14 +25,14 @@ from .memory import Array, Kind, address_of, array_of, dense, empty, tensor_of, 
 def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, compression: CompressionLike | None = None,
             sparse_as_dense: bool = True, priorities: Sequence[int | None] | None = None,
             learning_rate: Any = None, has_shapes_behind: bool = False) -> list[Any]:
-    """Return the sums (means) of *tensors* over all ranks; all travel at once.
+    """Return the sums (means) of *tensors* over all ranks; all are sent before the first result is awaited.
 
     Eagerly and while tracing. All ranks make their calls in the same order.
 
     Parameters
     ----------
     tensors
-        `tf.Tensor`, `tf.Variable` (its value), `tf.IndexedSlices`, or None, which stays; the same ones on all ranks.
+        `tf.Tensor`, `tf.Variable` (its value), `tf.IndexedSlices`, or None, which stays None; the same on all ranks.
         Shapes need not be known while tracing. Eager tensors on the CPU are not copied.
     names
         The names of *tensors* in the job. A name always has the same shape and dtype.
@@ -41,14 +41,14 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
     compression
         A compressor, or a choice of codecs (`bpsfast.tensorflow.compression`).
     sparse_as_dense
-        `tf.IndexedSlices` travel as dense tensors, and are returned as such. Otherwise their rows travel, and
-        `tf.IndexedSlices` are returned, with each index once; no codec applies to them.
+        `tf.IndexedSlices` are sent and returned as dense tensors. Otherwise their rows are sent, and `tf.IndexedSlices`
+        are returned, with each index once; no codec applies to them.
     priorities
         Higher goes first. None: earlier ones of *tensors* are more urgent.
     learning_rate
         The learning rate of the step, a number or a scalar tensor, for error feedback.
     has_shapes_behind
-        Append the shapes, which may be known only at run time, to the names.
+        Append the shapes, which may be unknown while tracing, to the names.
 
     Returns
     -------
@@ -57,10 +57,10 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
     Raises
     ------
     UnsupportedError, ConfigError
-        If something cannot be summed, or *compression* is not possible: before anything is sent.
+        If something cannot be summed, or *compression* is invalid; nothing is sent.
     MismatchError, BusyError, ClosedError, StallError, PeerLostError
-        As `bpsfast.push_pull`. Inside `tf.function` TensorFlow makes errors of its own of them (`tf.errors`:
-        InvalidArgumentError of MismatchError, UnknownError of others), with class and text.
+        As `bpsfast.push_pull`. Inside `tf.function` TensorFlow raises `tf.errors` with their class and text instead:
+        InvalidArgumentError for MismatchError, else UnknownError.
     """
     process.current()
     compressor, choice = parted(compression)
@@ -121,7 +121,7 @@ def _require_shape(tensor: Any, name: str) -> None:
 
 
 class _Call(NamedTuple):
-    """One call of `reduced`: the names of its dense tensors, and of the tables whose rows it sums."""
+    """One call of `reduced`. *names* are of dense tensors, *tables* of those whose rows are summed."""
 
     names: list[str]
     tables: list[str]
@@ -175,7 +175,8 @@ def _bundle_of(session: Session, call: _Call, kinds: _Kinds) -> Bundle:
     names = call.names
     if call.has_shapes_behind:
         names = [f"{name}{shape}" for name, (shape, _) in zip(names, kinds)]
-    codecs = _codecs(session, call.choice, names, kinds) if call.choice is not None else {}
+    codecs = {} if call.choice is None else chosen_among(
+        call.choice, dict(zip(names, kinds)), session.settings.min_compress_bytes, is_alone=len(names) == 1)
     key = tuple(names), kinds, call.average, tuple(call.priorities), tuple(codecs.items())
     bundle = _bundles.get(key)
     if bundle is None or bundle.session is not session:
@@ -184,27 +185,6 @@ def _bundle_of(session: Session, call: _Call, kinds: _Kinds) -> Bundle:
         leaves = [Leaf(name, shape, dtype, codecs.get(name)) for name, (shape, dtype) in zip(names, kinds)]
         bundle = _bundles[key] = Bundle(session, specs_of(leaves, call.average, call.priorities))
     return bundle
-
-
-def _codecs(session: Session, choice: Choice, names: Sequence[str], kinds: _Kinds) -> dict[str, Any]:
-    least = session.settings.min_compress_bytes
-    if len(names) == 1:
-        codec = chosen(choice, names[0], *kinds[0], least, is_alone=True)
-        return {} if codec is None else {names[0]: codec}
-    return chosen_among(choice, dict(zip(names, kinds)), least)
-
-
-def takes_mean(average: bool | None, op: int | None) -> bool:
-    """Return whether BytePS's *average* or *op*, of which at most one is given, asks for a mean (the default).
-
-    Raises
-    ------
-    ConfigError
-        If both are given, or *op* is neither Average nor Sum.
-    """
-    if average is not None and op is not None:
-        raise ConfigError("The op parameter supersedes average. Please provide only one of them.")
-    return averages(True if average is None else average, op)
 
 
 def push_pull(tensor: Any, scope: str = "", average: bool | None = None, device_dense: str = "",
@@ -218,20 +198,20 @@ def push_pull(tensor: Any, scope: str = "", average: bool | None = None, device_
     Parameters
     ----------
     tensor
-        A dense tensor, a variable, a number, or `tf.IndexedSlices`, whose rows travel.
+        A dense tensor, a variable, a number, or `tf.IndexedSlices`, of which only the rows are sent.
     scope
         Put before the name.
     average
         BytePS's older name of *op*: True is Average (the default), False is Sum.
     device_dense, device_sparse
-        BytePS's; ignored. Tensors of GPUs pass through the host.
+        BytePS's; ignored. Tensors of GPUs are copied to the host.
     compression
-        A compressor, or a choice of codecs. Give a *name* if the codec keeps errors.
+        A compressor, or a choice of codecs. Codecs with error feedback need a *name*.
     enable_async
-        True is an error: use `bpsfast.AsyncWeights` for asynchronous training.
+        True raises UnsupportedError: use `bpsfast.AsyncWeights` for asynchronous training.
     name
-        The tensor's name in the job. None: it is made of *scope*, dtype and shape, so that all calls of a loop have
-        the same name.
+        The tensor's name in the job. None: it is made of *scope*, dtype and shape, so all calls of a loop have the same
+        name.
 
     Raises
     ------
@@ -265,7 +245,7 @@ def _summed(tensor: Any, title: str, mean: bool, compression: CompressionLike, h
 
 
 def _name(scope: str, tensor: Any, mean: bool) -> str:
-    """Return the name of all tensors of this kind; their shape is appended later."""
+    """Return the default name of tensors of this kind; their shape is appended later."""
     kind = tf.as_dtype(tensor.dtype).name if hasattr(tensor, "dtype") else type(tensor).__name__
     form = "rows" if isinstance(tensor, tf.IndexedSlices) else "tensor"
     return f"BytePSPushPull_{scope}{kind}.{form}.{'mean' if mean else 'sum'}"

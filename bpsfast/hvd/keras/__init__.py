@@ -14,12 +14,12 @@ from ...keras.backend import init as _init, local_rank, local_size, rank, shutdo
 from ...keras.compression import Compression, CompressionLike, parted
 from ...keras.ops import broadcast, broadcast_global_variables, push_pull
 from ...keras.optimizer import Reduction, distribute, loaded
-from ...orchestration.errors import ConfigError, UnsupportedError
+from ...orchestration.errors import UnsupportedError
 from ...trainer import process
-from ...trainer.arguments import Average, Sum, averages
+from ...trainer.arguments import Average, Sum, check_passes, takes_mean
 from .. import capabilities
 from ..capabilities import *  # noqa: F403
-from ..reduce_op import factor
+from ..reduce_op import check_predivision, factor
 from . import callbacks
 
 __all__ = [
@@ -72,7 +72,7 @@ def allreduce(value: Any, name: str | None = None, average: bool | None = None, 
     Raises ConfigError for other reductions than Average and Sum, if *average* and *op* are both given, *average* is no
     bool or a factor no number.
     """
-    mean = _mean(average, op)
+    mean = takes_mean(average, op)
     factors = factor("prescale_factor", prescale_factor), factor("postscale_factor", postscale_factor)
     compressor, choice = parted(compression)
     if choice is not None:
@@ -122,14 +122,9 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     ConfigError
         As there, and for reductions and numbers that are not possible.
     """
-    mean = _mean(None, op)
-    factor("gradient_predivide_factor", gradient_predivide_factor)
-    if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and not mean):
-        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor!r}: expected a positive number, with "
-                          "op=Average")
-    n = backward_passes_per_step
-    if not isinstance(n, int) or n < 1:
-        raise ConfigError(f"backward_passes_per_step={n!r}: at least one pass makes a step")
+    mean = takes_mean(None, op)
+    check_predivision(gradient_predivide_factor, mean)
+    check_passes(n := backward_passes_per_step)
     reduction = Reduction(name, mean, *parted(compression), prescale=1 / gradient_predivide_factor,
                           postscale=gradient_predivide_factor * (1 if average_aggregated_gradients else n))
     return distribute(optimizer, reduction, n)
@@ -142,9 +137,3 @@ def load_model(filepath: Any, custom_optimizers: Sequence[type] | None = None,
     *legacy_opts*.
     """
     return loaded(filepath, custom_optimizers, custom_objects, Reduction(None, True, *parted(compression)), {})
-
-
-def _mean(average: bool | None, op: int | None) -> bool:
-    if average is not None and op is not None:
-        raise ConfigError("The op parameter supersedes average. Please provide only one of them.")
-    return averages(True if average is None else average, op)

@@ -1,4 +1,4 @@
-"""allreduce and reducescatter: of all ranks as `bpsfast.tensorflow` sums, else as ranks negotiate it."""
+"""Horovod's operations on TensorFlow's tensors: by `bpsfast.tensorflow` if it has them, else by `bpsfast.hvd.torch`."""
 from __future__ import annotations
 
 import hashlib
@@ -47,14 +47,14 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
               process_set: ProcessSet = global_process_set) -> Any:
     """Return *tensor* reduced over all ranks of *process_set*, with factors before and after.
 
-    Average and Sum of all ranks are `bpsfast.tensorflow.push_pull`; what becomes of integers by an average or a factor
-    is cut off towards zero. Differentiable, but for Min, Max and Product. For these, and for process sets, tensors are
-    dense, and PyTorch must be installed.
+    Average and Sum over all ranks are `bpsfast.tensorflow.push_pull`; averages and products of integers are truncated
+    towards zero. Differentiable except for Min, Max and Product. Those, and process sets, need dense tensors and
+    PyTorch.
 
     Raises
     ------
     ConfigError, UnsupportedError
-        If an argument is not possible; before anything is sent.
+        If an argument is invalid; nothing is sent.
     HorovodInternalError, MismatchError, StallError, PeerLostError
         As `bpsfast.hvd.torch.allreduce`, `bpsfast.tensorflow.push_pull`.
     """
@@ -75,10 +75,10 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
                       op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False, *,
                       name: str | None = None) -> list[Any]:
-    """Return *tensors* reduced as by `allreduce`; all are under way at once. *ignore_name_scope* is Horovod's.
+    """Return *tensors* reduced as by `allreduce`, all at the same time. *ignore_name_scope* is Horovod's.
 
-    None among *tensors*, on all ranks alike, stays None. *name*: what names begin with. None: it is made of what the
-    tensors are, and their shapes.
+    None among *tensors*, the same on all ranks, stays None. *name* is the prefix of the tensors' names. None: it is
+    made of their dtypes and shapes.
     """
     reduction = chosen(op, average)
     if not is_global(process_set) or reduction not in (Average, Sum):
@@ -100,9 +100,8 @@ def reducescatter(tensor: Any, device_dense: str = "", compression: CompressionL
                   prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Any:
     """Return this rank's rows of *tensor* averaged (summed) over all ranks of *process_set*.
 
-    Rows are divided as evenly as can be, the first ranks get more. Needs PyTorch.
-
-    The gradient is, as Horovod's, that of all ranks' rows, for Sum times the number of ranks.
+    Rows are divided as evenly as possible, with the remainder on the first ranks. Needs PyTorch. The gradient is, as
+    Horovod's, that of all ranks' rows, for Sum times the number of ranks.
     """
     return grouped_reducescatter([tensor], device_dense, compression, op, process_set, prescale_factor,
                                  postscale_factor, name=name)[0]
@@ -157,9 +156,9 @@ def _digest(tensors: Sequence[Any], op: ReduceOp) -> str:
 
 
 def scaled(tensor: Any, by: float, what: str = "factor") -> Any:
-    """Return *tensor*, dense, rows or None, times *by*; integers are multiplied in float64, and cut off towards zero.
+    """Return *tensor*, dense, rows or None, times *by*; integers are multiplied in float64 and truncated towards zero.
 
-    Raises `ConfigError`, which names it as *what*, if *by* is no number.
+    Raises `ConfigError`, which names it as *what*, if *by* is not a number.
     """
     number = factor(what, by)
     if tensor is None or number == 1.0:
@@ -178,7 +177,7 @@ def _is_integer(tensor: Any) -> bool:
 
 
 def _divided(tensor: Any) -> Any:
-    """Return a sum over all ranks as their average; integers are cut off towards zero, as Horovod's."""
+    """Divide a sum over all ranks by their number; integers are truncated towards zero, as by Horovod."""
     def mean(values: Any) -> Any:
         n_ranks = tf.cast(process.current().size, values.dtype)
         return tf.truncatediv(values, n_ranks) if values.dtype.is_integer else values / n_ranks
@@ -202,12 +201,12 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     """Return *tensor* of all ranks of *process_set*, concatenated in their order along the first dimension, which may
     differ. *ignore_name_scope* is Horovod's.
 
-    The gradient is, as Horovod's, the mean of the ranks' gradients where this rank's rows are.
+    The gradient is, as Horovod's, the mean of the ranks' gradients of this rank's rows.
 
     Raises
     ------
     UnsupportedError
-        If it is no dense tensor of numbers, or there is no PyTorch.
+        If it is not a dense tensor of numbers, or PyTorch is not installed.
     HorovodInternalError
         As `bpsfast.hvd.torch.allgather`.
     """
@@ -216,7 +215,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
-    """As `allgather` of each of *tensors*; none is gathered before all are there on all ranks."""
+    """As `allgather` of each of *tensors*; none is gathered before all are submitted on all ranks."""
     given = [dense(tensor, "the tensor of allgather") for tensor in tensors]
     api = begun("allgather")
 
@@ -236,8 +235,10 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_na
 
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
              process_set: ProcessSet = global_process_set) -> Any:
-    """Return the rows that all ranks of *process_set* have sent to this one, in their order; with *splits*, which says
-    how many go to each, also how many came from each. None: equally many. Gradients go back to where rows came from.
+    """Return the rows that all ranks of *process_set* have sent to this one, in their order.
+
+    *splits*: how many rows go to each rank; then also return how many came from each. None: the same number to each.
+    Gradients return to the ranks that sent the rows.
     """
     given = dense(tensor, "the tensor of alltoall")
     rows = None if splits is None else _integers(splits)
@@ -261,7 +262,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
 
     def back(dy: Any) -> list[Any]:
         returned, _ = alltoall(dy, received[-1], process_set=process_set)
-        unsent = tf.shape(given)[0] - tf.shape(returned)[0]  # rows beyond the sum of splits went nowhere
+        unsent = tf.shape(given)[0] - tf.shape(returned)[0]  # rows beyond the sum of splits were not sent
         return [tf.concat([returned, tf.zeros(tf.concat([[unsent], tf.shape(returned)[1:]], 0), returned.dtype)], 0)]
 
     (output,) = differentiable(run, back, [given])
@@ -277,9 +278,9 @@ def _integers(splits: Any) -> Any:
 
 def allgather_object(obj: Any, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the *obj* of all ranks of *process_set*, in their order, pickled; *session* is TensorFlow 1's.
+    """Return the *obj* of each rank of *process_set*, in their order; it is pickled. *session* is TensorFlow 1's.
 
-    Raises UnsupportedError inside `tf.function`, where it would be sent once for each trace.
+    Raises UnsupportedError inside `tf.function`, which would send it only when it is traced.
     """
     refuse_tracing("allgather_object", obj)
     found: list[Any] = begun("allgather_object").allgather_object(obj, name, process_set)
@@ -335,19 +336,14 @@ def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | Non
 
 
 def is_global(process_set: ProcessSet) -> bool:
-    """Return whether *process_set* is that of all ranks; raises `ConfigError` if it is no process set."""
+    """Return whether *process_set* is that of all ranks; raises `ConfigError` if it is not a process set."""
     return checked_set(process_set) is global_process_set
 
 
 def begun(what: str) -> Any:
-    """Return `bpsfast.hvd.torch`, after its `init`; *what* asks for it.
+    """Return `bpsfast.hvd.torch`, initialized, for *what*.
 
-    Raises
-    ------
-    ClosedError
-        Before `init`.
-    UnsupportedError
-        Where there is no PyTorch.
+    Raises ClosedError before `init`, and UnsupportedError, which names *what*, without PyTorch.
     """
     process.current()
     if importlib.util.find_spec("torch") is None:
@@ -359,7 +355,7 @@ def begun(what: str) -> Any:
 
 
 def differentiable(run: Callable[..., list[Any]], back: Callable[..., list[Any]], tensors: Sequence[Any]) -> list[Any]:
-    """Return *run* of *tensors*, whose gradient is *back* of the results' gradients if they are floating-point ones."""
+    """Return *run* of *tensors*; its gradient is *back* of the results' gradients if all are floating-point tensors."""
     if not all(tensor.dtype.is_floating for tensor in tensors):
         return run(*tensors)
 
