@@ -88,13 +88,9 @@ class TensorBackend(Protocol):
                 condition: Any = None) -> list[Any]:
         """Return the sums (means) of *tensors* over all ranks as new tensors, in compiled programs, too.
 
-        Parameters
-        ----------
-        learning_rate
-            Returns the step's learning rate, for error feedback, if the backend supports it.
-        condition
-            None, or the same on all ranks; JAX returns *tensors* where it is false. TensorFlow and PyTorch ignore it:
-            there Keras calls this only where it is true.
+        *learning_rate* returns the step's learning rate, for error feedback, if the backend supports it. *condition* is
+        None, or the same on all ranks: JAX returns *tensors* where it is false; on TensorFlow and PyTorch Keras calls
+        this only where it is true.
         """
 
 

@@ -28,7 +28,7 @@ def push_pull(value: Any, name: str | None = None, average: bool = True) -> Any:
     Raises
     ------
     UnsupportedError
-        For a dtype that is not summed, and inside a function that is being compiled.
+        For an unsupported dtype, and inside a function that is being compiled.
     MismatchError, BusyError, ClosedError, StallError, PeerLostError
         As `bpsfast.push_pull`.
     """
@@ -43,7 +43,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     Raises
     ------
     UnsupportedError
-        For a dtype that is not summed, and inside a function that is being compiled.
+        For an unsupported dtype, and inside a function that is being compiled.
     MismatchError, ConfigError, StallError, PeerLostError
         As `bpsfast.broadcast`.
     """

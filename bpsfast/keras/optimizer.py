@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the user's optimizer, whose gradients are averaged over all ranks before it applies them."""
+"""DistributedOptimizer for Keras: the user's optimizer, which first averages its gradients over all ranks."""
 from __future__ import annotations
 
 import sys
@@ -29,7 +29,7 @@ class Reduction:
 
     def of(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Callable[[], Any],
            condition: Any = None) -> list[Any]:
-        """Return *gradients* reduced over all ranks; None stays.
+        """Return *gradients* reduced over all ranks; None stays None.
 
         Parameters
         ----------
@@ -45,7 +45,7 @@ class Reduction:
         MismatchError
             If gradients do not fit the variables. Nothing is sent.
         UnsupportedError
-            For a dtype that is not summed, and for variables that their gradients overwrite (float8).
+            For an unsupported dtype, and for variables that their gradients overwrite (float8).
         BusyError, ClosedError, StallError, PeerLostError
             As `bpsfast.push_pull`.
         """
@@ -109,14 +109,14 @@ else:
 
 
 class Distributed(_Optimizer):
-    """The base that is put before the class of the user's optimizer (see `DistributedOptimizer`)."""
+    """The first base of the class that `DistributedOptimizer` gives the user's optimizer."""
 
     _bpsfast_reduction: ClassVar[Reduction]
     _bpsfast_base: ClassVar[type]
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of the user's optimizer, so that Keras saves it as that, and loads it without bpsfast."""
+        """The class of the user's optimizer: Keras saves it as that, and loads it without bpsfast."""
         return self._bpsfast_base
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
@@ -185,22 +185,22 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
                          average: bool = True) -> Any:
     """Make *optimizer* average its gradients over all ranks before it applies them; return it.
 
-    It stays the same object, with its state and, for Keras, its class: it is saved as what it was.
+    It stays the same object, with its state and, for Keras, its class, under which it is saved.
 
     Parameters
     ----------
     optimizer
-        An optimizer of Keras 3, or a `LossScaleOptimizer` around another: then all ranks see the same gradients, and
-        skip the same steps.
+        An optimizer of Keras 3, also a `LossScaleOptimizer` around another: it then sees the same gradients on all
+        ranks, which so skip the same steps.
     name
         The prefix of the names of the gradients in the job. None: it is made of the model's variables. Equal models
-        that are trained at the same time need it if a codec keeps errors (error feedback).
+        that are trained at the same time need one for codecs with error feedback.
     device_dense, device_sparse
-        BytePS's; ignored. Tensors are summed from where they are.
+        BytePS's; ignored. Tensors stay on their devices.
     compression
         A compressor (`Compression.fp16`), or a choice of codecs by the paths of variables (`bpsfast.compression`).
     sparse_as_dense
-        BytePS's. Sparse gradients are made dense.
+        BytePS's; ignored. Sparse gradients are always sent as dense ones.
     average
         Divide sums by the number of ranks.
 
@@ -215,12 +215,12 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
 def distribute(optimizer: Any, reduction: Reduction, n_passes: int = 1) -> Any:
     """Make *optimizer* reduce its gradients by *reduction* before it applies them; return it.
 
-    With several passes it first averages the gradients of *n_passes* backward passes: *reduction* gets a mean.
+    With *n_passes* above 1 it first averages the gradients of so many backward passes, and reduces the mean.
 
     Raises
     ------
     ConfigError
-        As `DistributedOptimizer`, and for several passes if *optimizer* is built, or accumulates by itself.
+        As `DistributedOptimizer`; also for several passes if *optimizer* is built, or accumulates by itself.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(f"{optimizer!r} is not an optimizer of Keras {keras.__version__}: give an object, such as "
@@ -282,18 +282,16 @@ def load_model(filepath: Any, custom_optimizers: Sequence[type] | None = None,
                **options: Any) -> Any:
     """Return the model of *filepath*, as `keras.models.load_model`, with its optimizer as a DistributedOptimizer.
 
-    Each rank reads the file. It may have been saved with a DistributedOptimizer or without.
+    Each rank reads the file, which may have been saved with or without a DistributedOptimizer.
 
     Parameters
     ----------
     custom_optimizers
         Classes of optimizers that are not registered with Keras.
-    custom_objects
-        As of Keras.
+    custom_objects, options
+        As of `keras.models.load_model`.
     compression
         As of `DistributedOptimizer`.
-    options
-        Others of `keras.models.load_model`.
 
     Raises
     ------
@@ -306,7 +304,7 @@ def load_model(filepath: Any, custom_optimizers: Sequence[type] | None = None,
 
 def loaded(filepath: Any, custom_optimizers: Sequence[type] | None, custom_objects: Mapping[str, Any] | None,
            reduction: Reduction, options: Mapping[str, Any]) -> Any:
-    """As `load_model`, with any *reduction*."""
+    """As `load_model`, for any *reduction*."""
     objects: dict[str, Any] = {}
     for kind in custom_optimizers or ():
         if not (isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer)):

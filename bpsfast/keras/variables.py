@@ -1,7 +1,7 @@
-"""Variables of Keras: names that are the same on all ranks, and the broadcast of one rank's variables.
+"""Names variables of Keras alike on all ranks, and broadcasts one rank's variables.
 
-Keras numbers the names that it makes (``dense_2``) by what the process has made before. A rank that has loaded one more
-model would have other numbers, so names are made of paths without numbers.
+Keras numbers the names that it makes (``dense_2``) in the order of the process. A rank that has loaded one more model
+has other numbers, so names are made of paths without numbers.
 """
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
 
 
 def state_of(model: Any) -> list[Any]:
-    """Return the variables of *model* and its optimizer, without states of random generators, which are each rank's
-    own.
+    """Return the variables of *model* and its optimizer, without states of random generators, which differ by rank.
 
     Raises
     ------

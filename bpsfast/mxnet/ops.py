@@ -26,7 +26,7 @@ def memory_of(tensor: Any) -> TensorInput:
     Raises
     ------
     UnsupportedError
-        If it is not an NDArray, sparse, not on the CPU, or of a dtype that is not summed.
+        If it is not a dense NDArray on the CPU of a supported dtype.
     """
     if not isinstance(tensor, mxnet.nd.NDArray):
         raise UnsupportedError(f"expected an mxnet.nd.NDArray (bpsfast.push_pull takes others), got "
@@ -49,11 +49,11 @@ def _wire_name(dtype: Any) -> str:
     names = np.dtype(dtype).names  # MXNet's bfloat16 is a structure of one uint16
     return "bfloat16" if names == ("bfloat16",) else wire_name(dtype)
 
-_codecs: dict[str, CodecSpec] = {}  # by name, from `byteps_declare_tensor`
+_codecs: dict[str, CodecSpec] = {}  # by tensor name, from `byteps_declare_tensor`
 
 
 def byteps_declare_tensor(name: str, **kwargs: Any) -> None:
-    """Declare *name*: of equal priority, names that were declared earlier go first. In the same order on all ranks.
+    """Declare *name*, in the same order on all ranks: at equal priority, names declared earlier are sent first.
 
     *kwargs* are BytePS's keywords of compression (`bpsfast.compression.from_byteps`).
     """
@@ -68,7 +68,7 @@ def byteps_push_pull(tensor: Any, version: int = 0, priority: int = 0, name: str
                      is_average: bool = True) -> None:
     """Replace *tensor* by its sum (mean) over all ranks.
 
-    BytePS queues this with MXNet's engine; here it is complete when the call returns (`push_pull_all` overlaps
+    BytePS queues this with MXNet's engine; here the call returns when it is complete (`push_pull_all` overlaps
     several). *version* is BytePS's, and ignored.
 
     Raises
@@ -81,7 +81,7 @@ def byteps_push_pull(tensor: Any, version: int = 0, priority: int = 0, name: str
 
 def push_pull_all(tensors: Sequence[tuple[str | None, Any, int]], is_average: bool = True,
                   compression: Choice | None = None, learning_rate: float | None = None) -> None:
-    """Replace each of *tensors* (name, tensor, priority) by its sum (mean); all travel at once."""
+    """Replace each of *tensors* (name, tensor, priority) by its sum (mean); send all before the first is awaited."""
     tensors_of_job = process.current().tensors
     memories = [memory_of(tensor) for _, tensor, _ in tensors]
     handles = []

@@ -1,4 +1,4 @@
-"""BytePS's DistributedOptimizer and DistributedTrainer for MXNet, which average gradients over all ranks first."""
+"""BytePS's DistributedOptimizer and DistributedTrainer for MXNet, which first average gradients over all ranks."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from .ops import memory_of, push_pull_all
 
 
 class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
-    """*optimizer* with updates that first average ``gradient_<index>`` over all ranks.
+    """Averages ``gradient_<index>`` over all ranks before each update of *optimizer*.
 
     *prefix* is put before these names. Two models that are trained at the same time need different ones.
     """
@@ -69,7 +69,7 @@ class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
 
 
 class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
-    """Gluon's Trainer with gradients averaged over all ranks, and with the initial parameters of rank *root_rank*.
+    """Gluon's Trainer that averages gradients over all ranks, and starts with the parameters of rank *root_rank*.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
         self._root_rank, self._prefix = root_rank, prefix
 
     def _allreduce_grads(self) -> None:
-        """Average the gradients of all ranks. Gluon calls it before updates."""
+        """Average the gradients over all ranks. Gluon calls this before updates."""
         tensors = []
         for i, param in enumerate(self._params):
             if param.grad_req == "null":
@@ -107,7 +107,7 @@ class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
         push_pull_all(tensors, compression=self._codec and {"*": self._codec}, learning_rate=self.learning_rate)
 
     def _init_params(self) -> None:
-        """Broadcast the parameters that are initialized. Gluon calls it before each step until all are."""
+        """Broadcast the parameters that are initialized. Gluon calls this before each step until all are."""
         waiting: list[Any] = []
         for param in self._params_to_init:
             if param._deferred_init:

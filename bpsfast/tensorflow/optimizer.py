@@ -147,7 +147,7 @@ class PassAccumulator:
         return given
 
     def applied(self, gradients: Sequence[Any], apply: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-        """Return an operation that runs *apply* after the last pass of a step, else *skip*. `added` made *gradients*."""
+        """Return an operation that runs *apply* after a step's last pass, else *skip*. `added` returned *gradients*."""
         with tf.control_dependencies([gradient for gradient in gradients if gradient is not None]):
             return tf.cond(tf.equal(self._count, 0), lambda: _done(apply()), lambda: _done(skip()))
 

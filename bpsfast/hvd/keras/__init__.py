@@ -44,13 +44,7 @@ __all__ += capabilities.__all__
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the job, as `bpsfast.init`. Ranks are what the launcher says: *comm* and *process_sets* are refused.
-
-    Raises
-    ------
-    UnsupportedError
-        If one of them is given.
-    """
+    """Join the job, as `bpsfast.init`; raises UnsupportedError if *comm* or *process_sets* are given."""
     if comm or process_sets:
         raise UnsupportedError("init(comm, process_sets): bpsfast.hvd.keras reduces over all ranks that the launcher "
                                "has started; process sets are bpsfast.hvd's, for PyTorch")
@@ -67,10 +61,10 @@ def allreduce(value: Any, name: str | None = None, average: bool | None = None, 
               compression: CompressionLike = Compression.none) -> Any:
     """Return *value* averaged (summed) over all ranks: `bpsfast.keras.push_pull`, with factors and a compressor.
 
-    What becomes of integers by an average or a factor is cut off towards zero.
+    Averages and products of integers are truncated towards zero.
 
-    Raises ConfigError for other reductions than Average and Sum, if *average* and *op* are both given, *average* is no
-    bool or a factor no number.
+    Raises ConfigError for other reductions than Average and Sum, if *average* and *op* are both given, *average* is not
+    a bool, or a factor is not a number.
     """
     mean = takes_mean(average, op)
     factors = factor("prescale_factor", prescale_factor), factor("postscale_factor", postscale_factor)
@@ -91,7 +85,7 @@ def allreduce(value: Any, name: str | None = None, average: bool | None = None, 
 
 
 def _scaled(tensor: Any, by: float) -> Any:
-    """Return *tensor* times *by*; integers are multiplied in float64, and cut off towards zero."""
+    """Return *tensor* times *by*; integers are multiplied in float64 and truncated towards zero."""
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     if by == 1.0:
         return tensor
@@ -112,15 +106,15 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     op
         Average or Sum.
     num_groups, groups
-        Horovod's. All gradients travel together, small ones fused.
+        Horovod's; ignored. All gradients are sent together, small ones fused.
     backward_passes_per_step, average_aggregated_gradients
-        Sum (average) the gradients of so many steps first: the optimizer's ``gradient_accumulation_steps`` does it, and
-        it must not be built yet.
+        Sum (average) the gradients of so many steps first, by the optimizer's ``gradient_accumulation_steps``; it must
+        not be built yet.
 
     Raises
     ------
     ConfigError
-        As there, and for reductions and numbers that are not possible.
+        As `bpsfast.keras.DistributedOptimizer`, and for invalid reductions and numbers.
     """
     mean = takes_mean(None, op)
     check_predivision(gradient_predivide_factor, mean)
