@@ -390,7 +390,7 @@ def alltoall_async(tensor: Any, splits: Any = None, name: str | None = None,
     Other parameters and errors: `allreduce_async`. All dimensions but the first are the same on all ranks.
     """
     source = readable(tensor, False)
-    service = runtime.service_of(process_set, "alltoall")
+    service = runtime.current().service(process_set, "alltoall")
     rows = _split_rows(splits, source, len(service.ranks))
     kind = splits if isinstance(splits, torch.Tensor) else None
 
@@ -530,7 +530,7 @@ def _broadcast(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], 
     except TypeError:
         raise ConfigError(f"root_rank={root_rank!r} is a {type(root_rank).__name__}, expected the number of a rank"
                           ) from None
-    if root not in runtime.service_of(process_set, "broadcast").ranks:
+    if root not in runtime.current().service(process_set, "broadcast").ranks:
         raise ConfigError(f"broadcast received invalid root rank {root} for provided process set")
     return begin(process_set, "broadcast", name, inputs, outputs, give, root=root, **more)
 
@@ -552,7 +552,7 @@ class _Broadcast(torch.autograd.Function):
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of *process_set* have called this."""
-    service = runtime.service_of(process_set, "barrier")
+    service = runtime.current().service(process_set, "barrier")
     service.submit_unnamed(
         "barrier", lambda name: Operation(Request(rank=service.rank, name=name, kind="barrier"))).wait()
 
@@ -573,7 +573,7 @@ def join(device: int = -1) -> int:
     join_proxies = list(found.join_proxies)
     for each in join_proxies:
         each.begin()
-    service = found.service(0, "join")
+    service = found.service(global_process_set, "join")
     operation = service.submit(Operation(Request(
         rank=service.rank, name="join", kind="join", is_patient=bool(join_proxies),
         n_steps=sum(each.take_n_steps() for each in join_proxies))))

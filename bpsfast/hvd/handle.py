@@ -101,7 +101,7 @@ def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequenc
     DuplicateNameError, HorovodInternalError
         As `NegotiationService.submit`.
     """
-    service = runtime.service_of(process_set, kind)
+    service = runtime.current().service(process_set, kind)
     label = label or (f"grouped_{kind}" if grouped else kind)
 
     def make(title: str) -> Operation:

@@ -161,8 +161,12 @@ class Runtime:
         """Return the number of the set of exactly these ranks, if there is one."""
         return next((number for number, each in self.ranks.items() if each == tuple(sorted(ranks))), None)
 
-    def service(self, number: int | None, kind: str) -> NegotiationService:
-        """Return the service of set *number*, for an operation of this *kind*; raises as `service_of`."""
+    def service(self, process_set: Any, kind: str) -> NegotiationService:
+        """Return the service of *process_set*, for an operation of this *kind*.
+
+        Raises ConfigError if it is not a process set, was not added to the job, or does not contain this rank.
+        """
+        number = checked_set(process_set).process_set_id
         if number is None or number not in self.ranks:
             raise ConfigError(f"{kind.capitalize()}: Process set provided does not exist, or has not been registered.")
         if number not in self._services:
@@ -238,20 +242,6 @@ def current() -> Runtime:
         raise NotInitializedError
     _current.session.require_open()
     return _current
-
-
-def service_of(process_set: Any, kind: str) -> NegotiationService:
-    """Return the service of *process_set*, for an operation of this *kind*.
-
-    Raises
-    ------
-    NotInitializedError
-        If `init` was not called.
-    ConfigError
-        If it is not a process set, was not added to the job, or does not contain this rank.
-    """
-    found = current()
-    return found.service(checked_set(process_set).process_set_id, kind)
 
 
 class ProcessSet:

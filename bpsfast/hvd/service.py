@@ -17,7 +17,7 @@ import msgspec
 
 from ..collectives.group_service import GroupService
 from ..orchestration.errors import BpsError, ClosedError, MismatchError, PeerLostError, StallError
-from ..orchestration.priority import negotiation as says
+from ..orchestration.priority import negotiation
 from ..orchestration.priority.negotiation import Coordinator, FollowerChannel, LeaderChannel, Request, Response
 from .errors import DuplicateNameError, internal
 
@@ -167,7 +167,7 @@ class NegotiationService(GroupService[Operation]):
     def _leave(self) -> None:
         if self._reason:
             raise PeerLostError(f"rank {self.rank} is lost: {self._reason}")
-        self._end(ClosedError(_SHUT_DOWN), says.Left(self.rank))
+        self._end(ClosedError(_SHUT_DOWN), negotiation.Left(self.rank))
 
     def _fail(self, operation: Operation, error: BpsError) -> None:
         operation.finish(type(error)(str(error)))
@@ -188,10 +188,10 @@ class NegotiationService(GroupService[Operation]):
         for request in asked:
             coordinator.submit(request, now)
         for message in self._received():
-            if isinstance(message, says.Requests):
+            if isinstance(message, negotiation.Requests):
                 for request in message.requests:
                     coordinator.submit(request, now)
-            elif isinstance(message, says.Left):
+            elif isinstance(message, negotiation.Left):
                 coordinator.leave(message.rank)
         coordinator.look_at_the_clock(now)
         text = coordinator.warning(now)
@@ -199,23 +199,23 @@ class NegotiationService(GroupService[Operation]):
             log.warning("%s", text)
         responses = coordinator.responses()
         if responses:
-            self._say(says.Responses(tuple(responses)))
+            self._say(negotiation.Responses(tuple(responses)))
             for response in responses:
                 self._answer(response)
         if coordinator.failure is not None:
             raise coordinator.failure
 
     def _follow(self, asked: list[Request], now: float) -> None:
-        """As another rank: ask, and execute what the first rank says."""
+        """As another rank: ask, and execute what the first rank decides."""
         assert isinstance(self._channel, FollowerChannel), "the first rank coordinates"
         if asked:
-            self._say(says.Requests(tuple(asked)))
+            self._say(negotiation.Requests(tuple(asked)))
         for message in self._received():
             self._heard = time.monotonic()
-            if isinstance(message, says.Responses):
+            if isinstance(message, negotiation.Responses):
                 for response in message.responses:
                     self._answer(response)
-            elif isinstance(message, says.Left):
+            elif isinstance(message, negotiation.Left):
                 self._reads_channel = False
         if not self._reads_channel and self._operations:
             raise self._left_by_leader()

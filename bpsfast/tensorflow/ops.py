@@ -23,11 +23,10 @@ from .memory import Array, Kind, address_of, array_of, dense, empty, tensor_of, 
 
 
 def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, compression: CompressionLike | None = None,
-            sparse_as_dense: bool = True, priorities: Sequence[int | None] | None = None,
-            learning_rate: Any = None, has_shapes_behind: bool = False) -> list[Any]:
+            sparse_as_dense: bool = True, learning_rate: Any = None, has_shapes_behind: bool = False) -> list[Any]:
     """Return the sums (means) of *tensors* over all ranks; all are sent before the first result is awaited.
 
-    Eagerly and while tracing. All ranks make their calls in the same order.
+    Eagerly and while tracing. All ranks make their calls in the same order. Earlier ones of *tensors* are sent first.
 
     Parameters
     ----------
@@ -43,8 +42,6 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
     sparse_as_dense
         `tf.IndexedSlices` are sent and returned as dense tensors. Otherwise their rows are sent, and `tf.IndexedSlices`
         are returned, with each index once; no codec applies to them.
-    priorities
-        Higher goes first. None: earlier ones of *tensors* are more urgent.
     learning_rate
         The learning rate of the step, a number or a scalar tensor, for error feedback.
     has_shapes_behind
@@ -73,9 +70,9 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
     for place in kept:
         tensor = tensors[place]
         if isinstance(tensor, tf.IndexedSlices) and not sparse_as_dense:
-            sparse[place] = _rows(tensor, names[place])
-            values, contexts[place] = compressor.compress(tensor.values)
-            sparse[place]["values"] = values
+            rows = _with_shape(tensor, names[place])
+            values, contexts[place] = compressor.compress(rows.values)
+            sparse[place] = {"indices": rows.indices, "values": values, "dense_shape": rows.dense_shape}
         else:
             whole[place], contexts[place] = compressor.compress(_dense(tensor, names[place]))
     given = [*whole.values(), *(part for rows in sparse.values() for part in rows.values())]
@@ -84,9 +81,8 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
         wire_dtype(tensor.dtype, repr(name))
     if not given:
         return [None] * len(tensors)
-    order = list(range(0, -len(tensors), -1)) if priorities is None else list(priorities)
     call = _Call([names[place] for place in whole], [names[place] for place in sparse], bool(average),
-                 [order[place] for place in whole], choice, has_shapes_behind)
+                 [-place for place in whole], choice, has_shapes_behind)
     sums = call.made(given, learning_rate)
     found: list[Any] = [None] * len(tensors)
     for place, total in zip(whole, sums):
@@ -102,22 +98,18 @@ def reduced(tensors: Sequence[Any], names: Sequence[str], average: bool, *, comp
 def _dense(tensor: Any, name: str) -> Any:
     """Return *tensor* as a dense tensor."""
     if isinstance(tensor, tf.IndexedSlices):
-        _require_shape(tensor, name)
-        return tf.convert_to_tensor(tensor)
+        return tf.convert_to_tensor(_with_shape(tensor, name))
     if isinstance(tensor, tf.Variable):
         return tensor.value()
     return tensor if isinstance(tensor, tf.Tensor) else dense(tensor, repr(name))
 
 
-def _rows(tensor: Any, name: str) -> dict[str, Any]:
-    _require_shape(tensor, name)
-    return {"indices": tensor.indices, "values": tensor.values, "dense_shape": tensor.dense_shape}
-
-
-def _require_shape(tensor: Any, name: str) -> None:
+def _with_shape(tensor: Any, name: str) -> Any:
+    """Return the rows *tensor*; raises `UnsupportedError` if the shape of their table is unknown."""
     if tensor.dense_shape is None:
         raise UnsupportedError(f"{name!r} are IndexedSlices without dense_shape, so their table's size is unknown: "
                                "give tf.IndexedSlices(values, indices, dense_shape)")
+    return tensor
 
 
 class _Call(NamedTuple):
@@ -126,7 +118,7 @@ class _Call(NamedTuple):
     names: list[str]
     tables: list[str]
     average: bool
-    priorities: list[int | None]
+    priorities: list[int]
     choice: Choice | None
     has_shapes_behind: bool
 
