@@ -1,4 +1,4 @@
-"""Gradients that were averaged and are not used: what says that gradients are averages holds as long as they are."""
+"""Averaged gradients that a program discards: the mark that gradients are averages holds only while they are."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""bpsfast.hvd's life and what it says of itself; its names and signatures are Horovod's."""
+"""bpsfast.hvd: names and signatures are Horovod's; init, shutdown, ranks, the timeline, use under a launcher."""
 from __future__ import annotations
 
 import inspect

@@ -1,4 +1,4 @@
-"""Gradients through bpsfast.hvd's operations: against finite differences where they are derivatives of the sum of all
+"""Gradients of bpsfast.hvd's operations: against finite differences where they are derivatives of the sum of all
 ranks' losses, else against Horovod's definition."""
 from __future__ import annotations
 

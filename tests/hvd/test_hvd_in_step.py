@@ -1,4 +1,4 @@
-"""A call that fails on one rank takes no name and no number: the others neither wait for it nor fall out of step."""
+"""A call that fails on one rank uses no name and no number, so that later calls of all ranks still match."""
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Objects, parameters and optimizer states of one rank on all ranks."""
+"""Broadcasts of objects, parameters and optimizer states; allgather of objects."""
 from __future__ import annotations
 
 import pytest

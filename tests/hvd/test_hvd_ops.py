@@ -1,4 +1,4 @@
-"""bpsfast.hvd's operations on real ranks, against their definition: 1 to 4 ranks, on 1 and 2 nodes, all dtypes."""
+"""bpsfast.hvd's operations against their definitions: 1 to 4 ranks, on 1 and 2 nodes, all dtypes."""
 from __future__ import annotations
 
 import ml_dtypes

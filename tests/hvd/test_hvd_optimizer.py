@@ -1,4 +1,4 @@
-"""DistributedOptimizer of bpsfast.hvd against one process that computes all ranks' gradients, and reduces them."""
+"""bpsfast.hvd's DistributedOptimizer, compared with one process that computes and reduces all ranks' gradients."""
 from __future__ import annotations
 
 import warnings

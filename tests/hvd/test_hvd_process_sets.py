@@ -1,4 +1,4 @@
-"""Process sets: operations of some ranks, in an order of their own, beside those of all."""
+"""Process sets: operations of some ranks, in any order, while others of all ranks are under way."""
 from __future__ import annotations
 
 import threading

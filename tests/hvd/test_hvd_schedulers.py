@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of optimizers that are wrapped, before or after; and what becomes of both in a pickle."""
+"""Learning-rate schedulers made before or after their optimizer is wrapped; pickles of both."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""What becomes of operations that ranks disagree on, give twice, do not give, or leave behind: in Horovod's words."""
+"""Horovod's errors for operations that ranks disagree on, submit twice, do not submit, or leave unfinished."""
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,4 @@
-"""What Horovod's test_torch.py asks of operations on the CPU: a case here under the name of each test there.
+"""Cases for each test of operations on the CPU in Horovod's test_torch.py, under the same names.
 
 Written anew: inputs differ between ranks, and what is expected is computed from all of them.
 """

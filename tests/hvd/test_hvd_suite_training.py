@@ -1,4 +1,4 @@
-"""What Horovod's test_torch.py asks of optimizers, states and objects: a case here under the name of each test there.
+"""Cases for each test of optimizers, states and objects in Horovod's test_torch.py, under the same names.
 
 Written anew: what is expected is computed by one process from all ranks' gradients.
 """

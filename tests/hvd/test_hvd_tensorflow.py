@@ -1,4 +1,4 @@
-"""bpsfast.hvd.tensorflow: what ranks negotiate, on TensorFlow's tensors, eagerly and inside tf.function."""
+"""bpsfast.hvd.tensorflow: negotiated operations on TensorFlow's tensors, eagerly and inside tf.function."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Parameters that are frozen when they are wrapped, and thawed later: of all kinds, and in all ways of training."""
+"""Parameters that are frozen when they are wrapped, and thawed later, with every optimizer and wrapper."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Whatever a program does with parameters while it trains, ranks train as one process would, or refuse it alike.
+"""Drawn sequences of changes to parameters: ranks train as one process would, or all raise the same error.
 
 Sequences of freezing, thawing, adding, replacing, wrapping, unwrapping, accumulating, discarding and stepping are drawn
 by their number. A failure prints the sequence; to play it again, call `check` with it.

@@ -1,4 +1,4 @@
-"""Parameters that are wrapped again and again, by others and otherwise; and what becomes of the memory."""
+"""Parameters that several optimizers and modules wrap, one after another or at once, and their memory."""
 from __future__ import annotations
 
 import gc

@@ -1,6 +1,4 @@
-"""Push_pulls of JAX happen in the order of the program on every rank, so that none waits for one that another rank
-has not come to; and what they raise.
-"""
+"""push_pulls of JAX run in the order of the program on every rank, so that they cannot deadlock; their errors."""
 from __future__ import annotations
 
 import pytest

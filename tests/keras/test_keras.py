@@ -1,4 +1,4 @@
-"""bpsfast.keras on its backends: two nodes of two ranks and a helper, started once for each; other numbers of ranks."""
+"""bpsfast.keras on each backend, on two nodes of two ranks and a helper, and with other numbers of ranks."""
 from __future__ import annotations
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""bpsfast.tensorflow on real ranks, eagerly and inside tf.function: sums, gradients, broadcasts, what is refused."""
+"""bpsfast.tensorflow, eagerly and inside tf.function: sums, gradients, broadcasts, errors for bad input."""
 from __future__ import annotations
 
 import os

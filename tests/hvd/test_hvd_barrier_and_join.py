@@ -1,4 +1,4 @@
-"""barrier and join: ranks with more or less data than others, beside operations and optimizers."""
+"""barrier and join, alone and with operations and optimizers under way; ranks have different amounts of data."""
 from __future__ import annotations
 
 import threading
