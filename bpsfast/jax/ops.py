@@ -14,7 +14,6 @@ from ..compression.choice import Choice, check_choice, chosen_among
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer import process
 from ..trainer.arguments import averages
-from ..trainer.broadcaster import check_root
 from ..trainer.bundle import Leaf
 from ..trainer.handle import push_pull_async
 from ..trainer.object_broadcast import broadcast_arrays
@@ -184,7 +183,6 @@ def broadcast(tree: Any, root_rank: int = 0, name: str = "tree") -> Any:
         As `bpsfast.broadcast`.
     """
     session = process.current()
-    check_root(session, root_rank)
     given, structure = jax.tree_util.tree_flatten(tree)
     names = names_of(tree, name)
     hosts = [_host_copy(leaf, each) for leaf, each in zip(given, names)]

@@ -25,7 +25,6 @@ import jax
 from jax.interpreters import batching, mlir
 
 from ..orchestration.errors import ProtocolError, UnsupportedError
-from ..orchestration.messages import TensorSpec
 from ..trainer import process
 from ..trainer.bundle import Bundle, Leaf, specs_of
 from ..trainer.session import Session
@@ -58,38 +57,16 @@ class PushPullCall:
         leaves = tuple(replace(leaf, name=leaf.name + _BACKWARD) for leaf in self.leaves if leaf.is_differentiable)
         return PushPullCall(leaves, self.average, self.priority)
 
-    def specs(self) -> list[TensorSpec]:
-        """Return the declarations of the tensors. Small ones are fused."""
-        return specs_of(self.leaves, self.average, [self.priority] * len(self.leaves))
-
     def bundle(self, session: Session) -> Bundle:
         """Return the bundle that sums it in *session*."""
         if not self._bundles or self._bundles[0].session is not session:
-            self._bundles[:] = [Bundle(session, self.specs())]
+            specs = specs_of(self.leaves, self.average, [self.priority] * len(self.leaves))
+            self._bundles[:] = [Bundle(session, specs)]
         return self._bundles[0]
 
 
+#: The calls that this process has traced, by their digests.
 _calls: dict[str, PushPullCall] = {}
-
-
-def register_call(call: PushPullCall) -> str:
-    """Register *call* for the life of the process; return its digest, by which `registered_call` finds it."""
-    return _calls.setdefault(call.digest, call).digest
-
-
-def registered_call(digest: str) -> PushPullCall:
-    """Return the call of that digest.
-
-    Raises
-    ------
-    ProtocolError
-        If another process compiled the program that asks for it.
-    """
-    try:
-        return _calls[digest]
-    except KeyError:
-        raise ProtocolError("a compiled program has a push_pull that this process has never traced. Programs with "
-                            "push_pull cannot be moved between processes: jit the function here") from None
 
 # -- the handler -------------------------------------------------------------------------------------------------------
 
@@ -116,14 +93,19 @@ def _handle(pointer: Any) -> int | None:
 
 
 _pointer = call_frame.HANDLER(_handle)  # referred to here, as XLA may call it at any time
+# XLA asks the handler for its version when it starts the CPU platform.
+jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(ctypes.cast(_pointer, ctypes.c_void_p)), platform="cpu")
 
 
 def _sum(frame: call_frame.Frame) -> None:
     wrong = call_frame.check_frame(frame)
     if wrong:
         raise UnsupportedError(_unsupported(wrong))
-    bundle = registered_call(call_frame.text_of(frame)).bundle(process.current())
-    bundle.run(call_frame.addresses(frame.arguments), call_frame.addresses(frame.results))
+    call = _calls.get(call_frame.text_of(frame))
+    if call is None:
+        raise ProtocolError("a compiled program has a push_pull that this process has never traced. Programs with "
+                            "push_pull cannot be moved between processes: jit the function here")
+    call.bundle(process.current()).run(call_frame.addresses(frame.arguments), call_frame.addresses(frame.results))
 
 
 def failure(text: str) -> BaseException | None:
@@ -134,11 +116,6 @@ def failure(text: str) -> BaseException | None:
 def _unsupported(wrong: str) -> str:
     return (f"jaxlib {jax.lib.__version__} calls handlers in a way that this bpsfast does not know: {wrong}. Install a "
             "jaxlib of the versions that setup.cfg names, or a newer bpsfast")
-
-
-def register() -> None:
-    """Register the handler with XLA for the CPU. XLA asks for its version when it starts that platform."""
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(ctypes.cast(_pointer, ctypes.c_void_p)), platform="cpu")
 
 
 def require_fit() -> None:
@@ -232,7 +209,8 @@ def _lower(ctx: Any, *leaves: Any, call: PushPullCall) -> Sequence[Any]:
 
 def _lower_unordered(ctx: Any, *operands: Any, call: PushPullCall) -> Sequence[Any]:
     require_fit()
-    lowered: Sequence[Any] = _lowering(ctx, *operands, call=register_call(call))
+    _calls.setdefault(call.digest, call)
+    lowered: Sequence[Any] = _lowering(ctx, *operands, call=call.digest)
     return lowered
 
 
@@ -255,7 +233,6 @@ mlir.register_lowering(_push_pull, _refuse_lowering)
 mlir.register_lowering(_push_pull, _lower, platform="cpu")
 mlir.register_lowering(_unordered, _lower_unordered, platform="cpu")
 batching.primitive_batchers[_push_pull] = _refuse_batching
-register()
 
 
 def run(call: PushPullCall, leaves: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,6 @@ import numpy as np
 
 from ..orchestration.errors import ConfigError
 from ..trainer import process
-from ..trainer.broadcaster import check_root
 from ..trainer.object_broadcast import broadcast_arrays
 
 _NUMBER = re.compile(r"_\d+(?=[/_]|$)")
@@ -55,11 +54,9 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     ConfigError, StallError, PeerLostError
         As `bpsfast.broadcast`.
     """
-    session = process.current()
-    check_root(session, root_rank)
     names = common_names([path_of(variable) for variable in variables])
     received = broadcast_arrays(list(zip(names, map(host_copy, variables))), root_rank, "variables")
-    if session.rank != root_rank:
+    if process.current().rank != root_rank:
         for variable, array in zip(variables, received):
             variable.assign(array)
 

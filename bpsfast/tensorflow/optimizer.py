@@ -81,7 +81,8 @@ def names_of(sources: Sequence[Any], gradients: Sequence[Any], scope: str | None
     Without *scope* the prefix is a digest of the sources' kinds and of which gradients are sparse or None, so that a
     name always stands for the same tensors.
     """
-    names = [str(getattr(source, "path", None) or _name(source)).partition(":")[0] for source in sources]
+    names = [str(getattr(source, "path", None) or (source.name if isinstance(source, tf.Variable) else "tensor")
+                 ).partition(":")[0] for source in sources]
     if scope is None:
         kinds = [(name, tf.as_dtype(source.dtype).name, tuple(source.shape), _form(gradient))
                  for name, source, gradient in zip(names, sources, gradients)]
@@ -91,10 +92,6 @@ def names_of(sources: Sequence[Any], gradients: Sequence[Any], scope: str | None
 
 def _form(gradient: Any) -> str:
     return "none" if gradient is None else "rows" if isinstance(gradient, tf.IndexedSlices) else "dense"
-
-
-def _name(source: Any) -> str:
-    return source.name if isinstance(source, tf.Variable) else "tensor"
 
 
 class PassAccumulator:
