@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import index
 from typing import Any, Literal
 
@@ -195,16 +196,38 @@ def _reduced(kind: Literal["allreduce", "reducescatter"], tensors: Sequence[Any]
     """Reduce and wait; autograd records it if one of *tensors* requires a gradient."""
     sent, restored = compressed(tensors, compression)
     arguments = kind, name, op, prescale, postscale, process_set, grouped
-    if not wants_gradient(*sent):
-        return restored(_reduce_now(arguments, sent))
-    if kind == "reducescatter":
-        return restored(_ReduceScatter.apply(arguments, *sent))
-    if op in (Average, Sum):
-        return restored(_LinearAllreduce.apply(arguments, *sent))
-    before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
-    results = _SelectingAllreduce.apply((kind, name, op, 1.0, 1.0, process_set, grouped),
-                                        *[_times(tensor, before) for tensor in sent])
-    return restored([_times(result, after) for result in results])
+    if op not in (Average, Sum) and wants_gradient(*sent):
+        before, after = factor("prescale_factor", prescale), factor("postscale_factor", postscale)
+        results = _SelectingAllreduce.apply((kind, name, op, 1.0, 1.0, process_set, grouped),
+                                            *[_times(tensor, before) for tensor in sent])
+        return restored([_times(result, after) for result in results])
+
+    def back(*gradients: torch.Tensor) -> Sequence[torch.Tensor]:
+        if kind == "allreduce":  # without the name, as forward and backward are different operations
+            return _reduce_now((kind, None, *arguments[2:]), *gradients)
+        share = prescale * postscale * (process_set.size() or 1 if op is Sum else 1)
+        return grouped_allgather([gradient * share for gradient in gradients], process_set=process_set)
+
+    return restored(_differentiable(partial(_reduce_now, arguments), back, sent))
+
+
+def _differentiable(run: Callable[..., Sequence[Any]], back: Callable[..., Sequence[torch.Tensor]],
+                    tensors: Sequence[Any]) -> Sequence[Any]:
+    """Return *run* of *tensors*; if autograd records it, its gradient is *back* of the results' gradients."""
+    found: Sequence[Any] = _Operation.apply(run, back, *tensors) if wants_gradient(*tensors) else run(*tensors)
+    return found
+
+
+class _Operation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Sequence[torch.Tensor]], back: Callable[..., Sequence[torch.Tensor]],
+                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.back = back
+        return tuple(run(*tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, *ctx.back(*gradients))
 
 
 def _times(tensor: torch.Tensor, by: float) -> torch.Tensor:
@@ -212,24 +235,10 @@ def _times(tensor: torch.Tensor, by: float) -> torch.Tensor:
     return tensor * by if tensor.is_floating_point() else (tensor.double() * by).to(tensor.dtype)
 
 
-def _reduce_now(arguments: tuple[Any, ...], tensors: Sequence[Any]) -> tuple[Any, ...]:
+def _reduce_now(arguments: tuple[Any, ...], *tensors: Any) -> tuple[Any, ...]:
     kind, *others = arguments
     results = synchronize(_begin_reduction(kind, tensors, *others))
     return tuple(results) if arguments[-1] else (results,)
-
-
-class _LinearAllreduce(torch.autograd.Function):
-    """Average or Sum, whose gradient is the same reduction of the ranks' gradients, as it is linear."""
-
-    @staticmethod
-    def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        kind, _, *others = arguments
-        ctx.arguments = kind, None, *others  # without the name, as forward and backward are different operations
-        return _reduce_now(arguments, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *_reduce_now(ctx.arguments, gradients))
 
 
 class _SelectingAllreduce(torch.autograd.Function):
@@ -238,7 +247,7 @@ class _SelectingAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.arguments = arguments
-        results = _reduce_now(arguments, tensors)
+        results = _reduce_now(arguments, *tensors)
         ctx.save_for_backward(*tensors, *results)
         return results
 
@@ -274,9 +283,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
 
     The gradient is, as Horovod's, the mean of the ranks' gradients of this rank's rows.
     """
-    if wants_gradient(tensor):
-        return _AllGather.apply(name, process_set, False, tensor)[0]
-    return synchronize(allgather_async(tensor, name, process_set))
+    return _gathered([tensor], name, process_set, grouped=False)[0]
 
 
 def grouped_allgather_async(tensors: Sequence[Any], name: str | None = None,
@@ -288,9 +295,7 @@ def grouped_allgather_async(tensors: Sequence[Any], name: str | None = None,
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return each of *tensors* of all ranks, concatenated, as a group. Differentiable as `allgather`."""
-    if wants_gradient(*tensors):
-        return list(_AllGather.apply(name, process_set, True, *tensors))
-    return list(synchronize(grouped_allgather_async(tensors, name, process_set)))
+    return _gathered(tensors, name, process_set)
 
 
 def begin_allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, grouped: bool = True,
@@ -308,19 +313,20 @@ def begin_allgather(tensors: Sequence[Any], name: str | None, process_set: Proce
     return begin(process_set, "allgather", name, inputs, (), give, grouped=grouped, label=label)
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, grouped: bool,
-                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.rows, ctx.process_set, ctx.grouped = [], process_set, grouped
-        results = synchronize(begin_allgather(tensors, name, process_set, grouped, ctx.rows))
-        return tuple(results) if grouped else (results,)
+def _gathered(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, grouped: bool = True) -> list[Any]:
+    """Gather and wait; autograd records it if one of *tensors* requires a gradient."""
+    rows: list[tuple[int, ...]] = []
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        means = grouped_allreduce(gradients, op=Average, process_set=ctx.process_set)
-        me = ctx.process_set.rank()
-        return (None, None, None, *(mean.narrow(0, sum(rows[:me]), rows[me]) for mean, rows in zip(means, ctx.rows)))
+    def run(*given: Any) -> list[Any]:
+        results = synchronize(begin_allgather(given, name, process_set, grouped, rows))
+        return list(results) if grouped else [results]
+
+    def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
+        means = grouped_allreduce(gradients, op=Average, process_set=process_set)
+        me = process_set.rank() or 0
+        return [mean.narrow(0, sum(counts[:me]), counts[me]) for mean, counts in zip(means, rows)]
+
+    return list(_differentiable(run, back, tensors))
 
 
 def reducescatter_async(tensor: Any, name: str | None = None, op: int = Average,
@@ -359,19 +365,6 @@ def grouped_reducescatter(tensors: Sequence[Any], name: str | None = None, compr
     """Return this rank's rows of each of *tensors*, reduced as a group. Differentiable as `reducescatter`."""
     return _reduced("reducescatter", tensors, name, compression, chosen(op), prescale_factor, postscale_factor,
                     process_set)
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.arguments = arguments
-        return _reduce_now(arguments, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, _, op, prescale, postscale, process_set, _ = ctx.arguments
-        factor = prescale * postscale * (process_set.size() if op is Sum else 1)
-        return (None, *grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set))
 
 
 def alltoall_async(tensor: Any, splits: Any = None, name: str | None = None,
@@ -488,9 +481,14 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None,
 
     The gradient is, as Horovod's, the mean of the ranks' gradients on the root, and zero elsewhere.
     """
-    if wants_gradient(tensor):
-        return _Broadcast.apply(tensor, root_rank, name, process_set)
-    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+    def run(given: Any) -> list[Any]:
+        return [synchronize(broadcast_async(given, root_rank, name, process_set))]
+
+    def back(gradient: torch.Tensor) -> list[torch.Tensor]:
+        mean = allreduce(gradient, op=Average, process_set=process_set)
+        return [mean if runtime.current().rank == root_rank else torch.zeros_like(mean)]
+
+    return _differentiable(run, back, [tensor])[0]
 
 
 def broadcast_(tensor: Any, root_rank: int, name: str | None = None,
@@ -533,21 +531,6 @@ def _broadcast(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], 
     if root not in runtime.current().service(process_set, "broadcast").ranks:
         raise ConfigError(f"broadcast received invalid root rank {root} for provided process set")
     return begin(process_set, "broadcast", name, inputs, outputs, give, root=root, **more)
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None,
-                process_set: ProcessSet) -> torch.Tensor:
-        ctx.root_rank, ctx.process_set = root_rank, process_set
-        found: torch.Tensor = synchronize(broadcast_async(tensor, root_rank, name, process_set))
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        mean = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
-        is_root = runtime.current().rank == ctx.root_rank
-        return (mean if is_root else torch.zeros_like(mean)), None, None, None
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
