@@ -547,10 +547,7 @@ def join(device: int = -1) -> int:
     steps with zeros (neutral values for Min, Max and Product), and does not use the results. Other operations fail on
     the ranks that still submit them. *device* is Horovod's, and not used.
 
-    Raises
-    ------
-    StallError
-        If nothing comes from the others for `timeout_s`; the text names them.
+    Raises StallError if nothing comes from the others for `timeout_s`; the text names them.
     """
     found = runtime.current()
     join_proxies = list(found.join_proxies)

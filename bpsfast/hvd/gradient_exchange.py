@@ -181,12 +181,8 @@ class StepProxy:
 class DenseExchange(Exchange):
     """Reduces the gradients of *named* parameters over all ranks by Average or Sum. Owner as `Exchange`.
 
-    Parameters
-    ----------
-    predivide
-        Gradients are divided by this before they are averaged, and the averages multiplied by it.
-    sparse_as_dense
-        Sparse gradients are sent as dense ones; the result is sparse again.
+    Gradients are divided by *predivide* before they are averaged, and the averages multiplied by it. *sparse_as_dense*:
+    sparse gradients are sent as dense ones; the result is sparse again.
     """
 
     def __init__(self, named: list[tuple[str, torch.Tensor]], compression: CompressionLike, n_passes: int, op: ReduceOp,

@@ -45,10 +45,7 @@ class Handle:
 def poll(handle: Handle) -> bool:
     """Return whether `synchronize` of *handle* will not block.
 
-    Raises
-    ------
-    ConfigError
-        *handle* is not a handle, or is the function that `sparse_allreduce_async` returns.
+    Raises ConfigError if *handle* is not a handle, or is the function that `sparse_allreduce_async` returns.
     """
     if not isinstance(handle, Handle):
         raise _no_handle(handle)
@@ -94,12 +91,8 @@ def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequenc
     fields
         Further fields of `Request`, of the types declared there; the caller has checked them.
 
-    Raises
-    ------
-    ConfigError
-        If *name* is not a string that can be encoded, or this rank is not in *process_set*.
-    DuplicateNameError, HorovodInternalError
-        As `NegotiationService.submit`.
+    Raises ConfigError if *name* is not a string that can be encoded, or this rank is not in *process_set*; also as
+    `NegotiationService.submit`.
     """
     service = runtime.current().service(process_set, kind)
     label = label or (f"grouped_{kind}" if grouped else kind)
@@ -131,10 +124,8 @@ def _check_name(name: object) -> None:
 def readable(x: Any, reduces: bool) -> torch.Tensor:
     """Return *x* as a contiguous CPU tensor without autograd, without a copy if that is possible.
 
-    Raises
-    ------
-    TensorTypeError
-        If it is not a dense tensor or array on the CPU, or if the operation *reduces* and does not support its dtype.
+    Raises TensorTypeError if it is not a dense tensor or array on the CPU, or if the operation *reduces* and does not
+    support its dtype.
     """
     tensor = _from_array(x) if isinstance(x, np.ndarray) else x
     try:
@@ -148,13 +139,7 @@ def readable(x: Any, reduces: bool) -> torch.Tensor:
 
 
 def writable(x: Any, reduces: bool) -> torch.Tensor:
-    """As `readable`, for a tensor that is overwritten: never a copy.
-
-    Raises
-    ------
-    ConfigError
-        If it is not contiguous or not writable.
-    """
+    """As `readable`, never a copy; raises ConfigError if *x* is not contiguous or not writable."""
     if isinstance(x, np.ndarray) and not x.flags.writeable:
         raise ConfigError(f"an array of shape {x.shape} is read-only: its contents cannot be replaced")
     tensor = readable(x, reduces)

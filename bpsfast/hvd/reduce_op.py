@@ -30,12 +30,7 @@ Average, Sum, Adasum, Min, Max, Product = ReduceOp
 def chosen(op: int | None, average: bool | None = None) -> ReduceOp:
     """Return the reduction that *op*, or Horovod's older *average*, selects; by default Average.
 
-    Raises
-    ------
-    ConfigError
-        If both are given, *average* is not a bool, or *op* is not a reduction.
-    AdasumError
-        For Adasum.
+    Raises ConfigError if both are given, *average* is not a bool, or *op* is not a reduction; AdasumError for Adasum.
     """
     if average is not None:
         if op is not None:

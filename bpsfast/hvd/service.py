@@ -111,12 +111,8 @@ class NegotiationService(GroupService[Operation]):
     def submit(self, operation: Operation) -> Operation:
         """Let *operation* be executed when all ranks of the set have asked for its name.
 
-        Raises
-        ------
-        DuplicateNameError
-            If the name is under way on this rank.
-        HorovodInternalError
-            If the service is closed or has failed.
+        Raises DuplicateNameError if the name is under way on this rank, and HorovodInternalError if the service is
+        closed or has failed.
         """
         with self._lock:
             self._enter(operation)

@@ -85,10 +85,7 @@ def DistributedOptimizer(optimizer: optax.GradientTransformation, name: str = "g
     (not averaged: divide the loss by n for that). The nth call sums them over the ranks and updates; the others return
     zeros. The other parameters are those of `push_pull`.
 
-    Raises
-    ------
-    ConfigError
-        If an argument is invalid.
+    Raises ConfigError if an argument is invalid.
     """
     check_passes(backward_passes_per_step)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):

@@ -96,13 +96,7 @@ class TensorBackend(Protocol):
 
 @cache
 def tensor_backend() -> TensorBackend:
-    """Return the module that sums tensors of Keras's backend.
-
-    Raises
-    ------
-    UnsupportedError
-        If bpsfast has none for that backend.
-    """
+    """Return the module that sums tensors of Keras's backend; raises UnsupportedError if there is none."""
     name = keras.backend.backend()
     if name not in _MODULES:
         raise UnsupportedError(f"Keras computes with {name!r} here; bpsfast.keras sums tensors of "

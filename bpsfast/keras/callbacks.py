@@ -96,11 +96,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     initial_lr
         None: the optimizer's rate when training begins.
 
-    Raises
-    ------
-    ConfigError
-        If an argument is invalid; when training begins, if the optimizer's rate cannot be set, or the number of steps
-        is unknown.
+    Raises ConfigError if an argument is invalid; when training begins, if the optimizer's rate cannot be set, or the
+    number of steps is unknown.
     """
 
     def __init__(self, multiplier: float | Callable[[float], float], start_epoch: int = 0, end_epoch: int | None = None,

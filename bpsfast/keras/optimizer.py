@@ -29,25 +29,13 @@ class Reduction:
 
     def of(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Callable[[], Any],
            condition: Any = None) -> list[Any]:
-        """Return *gradients* reduced over all ranks; None stays None.
+        """Return the *gradients* of *variables* reduced over all ranks; None stays None, the same ones on all ranks.
 
-        Parameters
-        ----------
-        gradients
-            The gradients of *variables*, in the same order. The same ones are None on all ranks.
-        learning_rate
-            Returns the step's learning rate, for error feedback.
-        condition
-            If given, gradients are reduced where it is true, and returned unchanged where it is false.
+        *learning_rate* returns the step's learning rate, for error feedback. With a *condition* gradients are reduced
+        where it is true, and returned unchanged where it is false.
 
-        Raises
-        ------
-        MismatchError
-            If gradients do not fit the variables. Nothing is sent.
-        UnsupportedError
-            For an unsupported dtype, and for variables that their gradients overwrite (float8).
-        BusyError, ClosedError, StallError, PeerLostError
-            As `bpsfast.push_pull`.
+        Raises MismatchError if gradients do not fit the variables, and UnsupportedError for an unsupported dtype and
+        for variables that their gradients overwrite (float8); nothing is sent. Other errors: `bpsfast.push_pull`.
         """
         gradients, variables = list(gradients), list(variables)
         paths = [path_of(variable) for variable in variables]
@@ -204,10 +192,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     average
         Divide sums by the number of ranks.
 
-    Raises
-    ------
-    ConfigError
-        If *optimizer* is not one of Keras 3, or distributed already; if *compression* is invalid.
+    Raises ConfigError if *optimizer* is not one of Keras 3, or distributed already; if *compression* is invalid.
     """
     return distribute(optimizer, Reduction(name, average, *parted(compression)))
 
@@ -215,12 +200,8 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
 def distribute(optimizer: Any, reduction: Reduction, n_passes: int = 1) -> Any:
     """Make *optimizer* reduce its gradients by *reduction* before it applies them; return it.
 
-    With *n_passes* above 1 it first averages the gradients of so many backward passes, and reduces the mean.
-
-    Raises
-    ------
-    ConfigError
-        As `DistributedOptimizer`; also for several passes if *optimizer* is built, or accumulates by itself.
+    With *n_passes* above 1 it first averages the gradients of so many backward passes, and reduces the mean. Raises
+    ConfigError as `DistributedOptimizer`; also for several passes if *optimizer* is built, or accumulates by itself.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(f"{optimizer!r} is not an optimizer of Keras {keras.__version__}: give an object, such as "
@@ -293,10 +274,8 @@ def load_model(filepath: Any, custom_optimizers: Sequence[type] | None = None,
     compression
         As of `DistributedOptimizer`.
 
-    Raises
-    ------
-    ConfigError
-        If *custom_optimizers* are not classes of optimizers, or *compression* is invalid. Nothing is read.
+    Raises ConfigError if *custom_optimizers* are not classes of optimizers, or *compression* is invalid. Nothing is
+    read.
     """
     reduction = Reduction(None, True, *parted(compression))
     return loaded(filepath, custom_optimizers, custom_objects, reduction, options)

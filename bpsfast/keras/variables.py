@@ -47,12 +47,8 @@ def make_unique(names: Sequence[str]) -> list[str]:
 def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     """Overwrite *variables* on all ranks with those of rank *root_rank*, in one broadcast.
 
-    Raises
-    ------
-    MismatchError
-        If the ranks' variables differ in path, dtype or shape; the error names the first that does. None is changed.
-    ConfigError, StallError, PeerLostError
-        As `bpsfast.broadcast`.
+    Raises MismatchError, which names the first one, if the ranks' variables differ in path, dtype or shape; none is
+    changed then. Other errors: `bpsfast.broadcast`.
     """
     names = common_names([path_of(variable) for variable in variables])
     received = broadcast_arrays(list(zip(names, map(host_copy, variables))), root_rank, "variables")
@@ -64,10 +60,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
 def state_of(model: Any) -> list[Any]:
     """Return the variables of *model* and its optimizer, without states of random generators, which differ by rank.
 
-    Raises
-    ------
-    ConfigError
-        If *model* is not a model of Keras 3, or is not built.
+    Raises ConfigError if *model* is not a built model of Keras 3.
     """
     if not isinstance(model, keras.Model):
         raise ConfigError(f"expected a keras.Model, got {type(model).__name__}")

@@ -23,10 +23,7 @@ from ..trainer.tensor_input import TensorInput
 def memory_of(tensor: Any) -> TensorInput:
     """Wait until MXNet has finished with *tensor*, and return its memory, which may be read and written.
 
-    Raises
-    ------
-    UnsupportedError
-        If it is not a dense NDArray on the CPU of a supported dtype.
+    Raises UnsupportedError if it is not a dense NDArray on the CPU of a supported dtype.
     """
     if not isinstance(tensor, mxnet.nd.NDArray):
         raise UnsupportedError(f"expected an mxnet.nd.NDArray (bpsfast.push_pull takes others), got "
@@ -71,10 +68,7 @@ def byteps_push_pull(tensor: Any, version: int = 0, priority: int = 0, name: str
     BytePS queues this with MXNet's engine; here the call returns when it is complete (`push_pull_all` overlaps
     several). *version* is BytePS's, and ignored.
 
-    Raises
-    ------
-    UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
-        As `bpsfast.push_pull`.
+    Raises UnsupportedError, MismatchError, BusyError, ClosedError, StallError, or PeerLostError as `bpsfast.push_pull`.
     """
     push_pull_all([(name, tensor, priority)], is_average)
 

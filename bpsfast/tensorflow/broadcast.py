@@ -60,10 +60,7 @@ def resources(variables: Iterable[Any]) -> list[Any]:
 def broadcast_global_variables(root_rank: int) -> Any:
     """Broadcast all global variables of a graph of TensorFlow 1, as `broadcast_variables`.
 
-    Raises
-    ------
-    UnsupportedError
-        In eager execution, which has no such collection.
+    Raises UnsupportedError in eager execution, which has no such collection.
     """
     if tf.executing_eagerly():
         raise UnsupportedError("bps.broadcast_global_variables() does not support eager execution. Please use "

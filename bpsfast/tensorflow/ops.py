@@ -205,10 +205,7 @@ def push_pull(tensor: Any, scope: str = "", average: bool | None = None, device_
         The tensor's name in the job. None: it is made of *scope*, dtype and shape, so all calls of a loop have the same
         name.
 
-    Raises
-    ------
-    ConfigError, UnsupportedError, MismatchError, BusyError, ClosedError, StallError, PeerLostError
-        As `reduced` of `bpsfast.tensorflow.ops`.
+    Raises as `reduced` of `bpsfast.tensorflow.ops`, whose errors are those of `bpsfast.push_pull`.
     """
     mean = takes_mean(average, op)
     parted(compression)

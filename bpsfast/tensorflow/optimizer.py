@@ -32,10 +32,7 @@ class DistributedGradientTape:
         The prefix of the names. None: it is made of the sources. Equal models that are trained at the same time need
         one for codecs with error feedback.
 
-    Raises
-    ------
-    ConfigError
-        If an argument is invalid.
+    Raises ConfigError if an argument is invalid.
     """
 
     def __init__(self, gradtape: Any, device_dense: str = "", device_sparse: str = "",
@@ -109,14 +106,8 @@ class PassAccumulator:
     def added(self, gradients: Sequence[Any], summed: Callable[[list[Any]], list[Any]]) -> list[Any]:
         """Add *gradients* to the sums. After the last pass return what *summed* returns for the sums.
 
-        After other passes return zeros, which `applied` does not apply. None stays None.
-
-        Raises
-        ------
-        UnsupportedError
-            For `tf.IndexedSlices`, and gradients of unknown shape.
-        MismatchError
-            If they differ from those of the first pass.
+        After other passes return zeros, which `applied` does not apply. None stays None. Raises UnsupportedError for
+        `tf.IndexedSlices` and gradients of unknown shape, MismatchError if they differ from those of the first pass.
         """
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         present = [gradients[place] for place in places]
@@ -194,10 +185,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, use_locking: b
     average_aggregated_gradients
         Divide the sum of the passes by their number, as Horovod does.
 
-    Raises
-    ------
-    ConfigError
-        If *optimizer* is of neither kind, or an argument is invalid.
+    Raises ConfigError if *optimizer* is of neither kind, or an argument is invalid.
     """
     mean = averages(True, op)
     parted(compression)

@@ -52,10 +52,7 @@ def averages(average: bool, op: int | None) -> bool:
 def takes_mean(average: bool | None, op: int | None) -> bool:
     """Return whether *average* or *op*, of which a caller gives at most one, asks for a mean (the default).
 
-    Raises
-    ------
-    ConfigError
-        If both are given, or *op* is neither Average nor Sum.
+    Raises ConfigError if both are given, or *op* is neither Average nor Sum.
     """
     if average is not None and op is not None:
         raise ConfigError("The op parameter supersedes average. Please provide only one of them.")

@@ -111,10 +111,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
         Sum (average) the gradients of so many steps first, by the optimizer's ``gradient_accumulation_steps``; it must
         not be built yet.
 
-    Raises
-    ------
-    ConfigError
-        As `bpsfast.keras.DistributedOptimizer`, and for invalid reductions and numbers.
+    Raises ConfigError as `bpsfast.keras.DistributedOptimizer`, and for invalid reductions and numbers.
     """
     mean = takes_mean(None, op)
     check_predivision(gradient_predivide_factor, mean)

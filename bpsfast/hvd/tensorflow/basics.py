@@ -28,12 +28,8 @@ __all__ = [
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the job, as `bpsfast.init`, and add *process_sets*, the same on all ranks ("dynamic" changes nothing).
 
-    Raises
-    ------
-    UnsupportedError
-        If *comm* is given: the launcher decides which processes are ranks. For *process_sets* without PyTorch.
-    ConfigError
-        If a set is a duplicate.
+    Raises UnsupportedError if *comm* is given, as the launcher decides which processes are ranks, and for
+    *process_sets* without PyTorch; ConfigError if a set is a duplicate.
     """
     if comm:
         raise UnsupportedError(f"init(comm={comm!r}): ranks are those that the launcher has started; a part of them is "

@@ -33,10 +33,7 @@ class DistributedGradientTape(_Tape):
     scale_local_gradients
         Divide gradients of `register_local_source` by the number of ranks, as averages.
 
-    Raises
-    ------
-    ConfigError, UnsupportedError
-        If an argument is invalid.
+    Raises ConfigError or UnsupportedError if an argument is invalid.
     """
 
     def __init__(self, gradtape: Any, device_dense: str = "", device_sparse: str = "",
