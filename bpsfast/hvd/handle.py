@@ -78,18 +78,10 @@ def begin(process_set: ProcessSet, kind: Kind, name: str | None, inputs: Sequenc
           **fields: Any) -> Handle:
     """Submit an operation to all ranks of *process_set*.
 
-    Parameters
-    ----------
-    inputs, outputs
-        Contiguous CPU tensors without autograd; *outputs* is empty if the response tells their shapes.
-    give
-        Turns the executor's result into the caller's.
-    label
-        The prefix of the operation's name; by default its kind.
-    names, shapes
-        Of *inputs*, instead of names made of *name*, and their own shapes. All ranks must give the same names.
-    fields
-        Further fields of `Request`, of the types declared there; the caller has checked them.
+    *inputs* and *outputs* are contiguous CPU tensors without autograd; *outputs* is empty if the response tells their
+    shapes. *give* turns the executor's result into the caller's. *label*, by default the kind, is the prefix of the
+    operation's name. *names* and *shapes* of *inputs* replace names made of *name*, and their own shapes; all ranks
+    must give the same names. *fields* are further fields of `Request`, which the caller has checked.
 
     Raises ConfigError if *name* is not a string that can be encoded, or this rank is not in *process_set*; also as
     `NegotiationService.submit`.

@@ -66,12 +66,9 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     HorovodInternalError
         On all ranks, if their tensors differ in name, dtype or shape; the text names the first.
     """
-    if isinstance(params, dict):
-        items: list[Any] = list(params.items())
-    elif isinstance(params, list | tuple) or hasattr(params, "__next__"):
-        items = list(params)
-    else:
+    if not isinstance(params, dict | list | tuple) and not hasattr(params, "__next__"):
         raise ConfigError(f"invalid params of type: {type(params)}")
+    items = params.items() if isinstance(params, dict) else params
     named = [item if isinstance(item, tuple) else (f"{i:06}", item) for i, item in enumerate(items)]
     named = sorted(((str(name), tensor) for name, tensor in named if tensor is not None), key=lambda item: item[0])
     for name, tensor in named:

@@ -160,7 +160,6 @@ def DistributedOptimizer(
 def _named(optimizer: torch.optim.Optimizer,
            named_parameters: Iterable[tuple[str, torch.Tensor]] | None) -> list[tuple[str, torch.Tensor]]:
     """Return (name, parameter) of at least every parameter of *optimizer*, in the order given."""
-    own = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:
         named = [(f"allreduce.noname.{i}.{j}", p) for i, group in enumerate(optimizer.param_groups)
                  for j, p in enumerate(group["params"])]
@@ -172,28 +171,22 @@ def _named(optimizer: torch.optim.Optimizer,
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
         raise ConfigError("Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(twice))
-    known, wanted = {id(p) for _, p in named}, {id(p) for p in own}
-    if wanted - known:
+    unnamed = {id(p) for group in optimizer.param_groups for p in group["params"]} - {id(p) for _, p in named}
+    if unnamed:
         raise ConfigError("named_parameters was specified, but one or more model parameters were not named. Python "
-                          "object ids: " + ", ".join(map(str, sorted(wanted - known))))
+                          "object ids: " + ", ".join(map(str, sorted(unnamed))))
     return named
 
 
 def _check_groups(groups: Any) -> None:
-    if groups is None:
-        return
-    if not isinstance(groups, list):
-        if not isinstance(groups, int) or groups <= 0:
-            raise ConfigError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-        return
-    seen: set[int] = set()
-    for group in groups:
-        for p in group:
-            if not isinstance(p, torch.Tensor):
-                raise ConfigError("groups must consist of torch.Tensor.")
-            if id(p) in seen:
-                raise ConfigError("A parameter can only appear once in groups.")
-            seen.add(id(p))
+    if isinstance(groups, list):
+        members = [p for group in groups for p in group]
+        if any(not isinstance(p, torch.Tensor) for p in members):
+            raise ConfigError("groups must consist of torch.Tensor.")
+        if len({id(p) for p in members}) < len(members):
+            raise ConfigError("A parameter can only appear once in groups.")
+    elif groups is not None and (not isinstance(groups, int) or groups <= 0):
+        raise ConfigError("groups should be a non-negative integer or a list of list of torch.Tensor.")
 
 
 def _groups(groups: Any, named: list[tuple[str, torch.Tensor]], process_set: ProcessSet) -> list[list[str]]:

@@ -77,16 +77,10 @@ Observer = Callable[[Response, list[float | None], float, float], None]
 class NegotiationService(GroupService[Operation]):
     """Job rank *rank*'s service for the set of *ranks*; all of them make one. Any thread submits and closes.
 
-    Parameters
-    ----------
-    channel
-        To the other ranks; None if there are none.
-    execute
-        Called by the service's thread, in one order on all ranks. Sets results; an exception ends the service.
-    check
-        Called now and then: raises if the job is broken; returns whether this rank is still in it.
-    fusion_nbytes, warn_s, timeout_s
-        See `Coordinator`; those of the first rank are used.
+    *channel* leads to the other ranks; None if there are none. The service's thread calls *execute*, in the same order
+    on all ranks: it sets results, and an exception ends the service. *check* is called now and then: it raises if the
+    job is broken, and returns whether this rank is still in it. The others, of which the first rank's values count: see
+    `Coordinator`.
     """
 
     _LATE_NOTICE_S = 3.0  # less than _CLOSE_TIMEOUT_S

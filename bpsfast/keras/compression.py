@@ -4,12 +4,12 @@ See `bpsfast.compression.compressors` (here the functions use `keras.ops`) and `
 """
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import keras
 
 from ..compression import compressors
-from ..compression.choice import Choice
 from ..compression.compressors import (
     CastingCompressor,
     Codecs,
@@ -58,6 +58,4 @@ class Compression(Codecs):
     bf16 = BF16Compressor
 
 
-def parted(compression: Any) -> tuple[CompressorLike, Choice | None]:
-    """As `compressors.parted`."""
-    return compressors.parted(compression, "bpsfast.keras", "paths of variables")
+parted = partial(compressors.parted, module="bpsfast.keras", names="paths of variables")

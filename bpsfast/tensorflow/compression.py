@@ -1,12 +1,12 @@
 """Compressors and codecs for TensorFlow's tensors (`bpsfast.compression.compressors`, `bpsfast.compression.choice`)."""
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from ..compression import compressors
-from ..compression.choice import Choice
 from ..compression.compressors import (
     CastingCompressor,
     Codecs,
@@ -55,6 +55,4 @@ class Compression(Codecs):
     bf16 = BF16Compressor
 
 
-def parted(compression: Any) -> tuple[CompressorLike, Choice | None]:
-    """As `compressors.parted`."""
-    return compressors.parted(compression, "bpsfast.tensorflow")
+parted = partial(compressors.parted, module="bpsfast.tensorflow")

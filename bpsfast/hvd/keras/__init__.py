@@ -12,7 +12,7 @@ import numpy as np
 
 from ...keras.backend import init as _init, local_rank, local_size, rank, shutdown, size
 from ...keras.compression import Compression, CompressionLike, parted
-from ...keras.ops import broadcast, broadcast_global_variables, push_pull
+from ...keras.ops import broadcast, broadcast_global_variables, is_tensor, push_pull
 from ...keras.optimizer import Reduction, distribute, loaded
 from ...orchestration.errors import UnsupportedError
 from ...trainer import process
@@ -80,8 +80,7 @@ def allreduce(value: Any, name: str | None = None, average: bool | None = None, 
     if divides:
         found = keras.ops.sign(found) * (keras.ops.abs(found) // size())
     found = _scaled(found, factors[1])
-    is_tensor = isinstance(value, keras.Variable) or keras.ops.is_tensor(value)
-    return found if is_tensor else np.asarray(keras.ops.convert_to_numpy(found))
+    return found if is_tensor(value) else np.asarray(keras.ops.convert_to_numpy(found))
 
 
 def _scaled(tensor: Any, by: float) -> Any:
