@@ -12,6 +12,15 @@ from ..trainer.broadcaster import broadcast
 from .ops import memory_of, push_pull_all
 
 
+def _delegated(name: str) -> Any:
+    """Return a method that calls method *name* of the wrapped optimizer."""
+    def call(self: DistributedOptimizer, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(self.wrapped, name)(*arguments, **keywords)
+
+    call.__name__ = name
+    return call
+
+
 class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
     """Averages ``gradient_<index>`` over all ranks before each update of *optimizer*.
 
@@ -47,25 +56,11 @@ class DistributedOptimizer(mxnet.optimizer.Optimizer):  # type: ignore[misc]
         self._average(index, grad)
         self._optimizer.update_multi_precision(index, weight, grad, state)
 
-    def create_state(self, index: Any, weight: Any) -> Any:
-        """Return the optimizer's state."""
-        return self._optimizer.create_state(index, weight)
-
-    def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
-        """Return the optimizer's state."""
-        return self._optimizer.create_state_multi_precision(index, weight)
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Set the optimizer's learning rate."""
-        self._optimizer.set_learning_rate(lr)
-
-    def set_lr_mult(self, args_lr_mult: Any) -> None:
-        """Set the optimizer's factors of learning rates."""
-        self._optimizer.set_lr_mult(args_lr_mult)
-
-    def set_wd_mult(self, args_wd_mult: Any) -> None:
-        """Set the optimizer's factors of weight decay."""
-        self._optimizer.set_wd_mult(args_wd_mult)
+    create_state = _delegated("create_state")
+    create_state_multi_precision = _delegated("create_state_multi_precision")
+    set_learning_rate = _delegated("set_learning_rate")
+    set_lr_mult = _delegated("set_lr_mult")
+    set_wd_mult = _delegated("set_wd_mult")
 
 
 class DistributedTrainer(mxnet.gluon.Trainer):  # type: ignore[misc]
