@@ -6,7 +6,6 @@ from typing import Any
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..trainer.session import Session
 from . import runtime
-from .errors import NotInitializedError
 from .runtime import begin_sets
 
 __all__ = [
@@ -126,13 +125,9 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Raises ConfigError if the file cannot be written.
     """
-    if not runtime.is_begun():
-        raise NotInitializedError
     runtime.current().start_timeline(str(file_path))
 
 
 def stop_timeline() -> None:
     """End the timeline."""
-    if not runtime.is_begun():
-        raise NotInitializedError
     runtime.current().stop_timeline()
