@@ -20,7 +20,7 @@ def pair(shared_job):
 
 
 def mismatches():
-    """Ask for different things; return the errors, and that the ranks still work together."""
+    """Submit different operations under one name; return the errors, and whether the ranks still work together."""
     me = hvd.rank()
     wrong = []
     for function, text in (

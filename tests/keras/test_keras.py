@@ -38,7 +38,7 @@ def four(request):
 
 
 def end(job):
-    """End *job* in order. Processes with several frameworks take their time."""
+    """End *job* in order; processes with several frameworks are slow."""
     try:
         job.call("shutdown")
         for process in job.ranks:
