@@ -72,9 +72,9 @@ class IslandRound:
         self.unit, self.round, self.source, self.target = unit, round, source, target
         self.readers = readers
         name = f"round {round} of {unit.name!r}"
-        self.input = DeviceCopy(f"{name} from {source.device.name} (or from another GPU of its island)", unit.urgency,
+        self.input = DeviceCopy(f"{name} from {source.device.name} (or from another GPU of its island)", unit.priority,
                                 None)
-        self.result = ResultCopy(f"the sum of {name} for {target.device.name}", unit.urgency, None)
+        self.result = ResultCopy(f"the sum of {name} for {target.device.name}", unit.priority, None)
         self.n_inputs = self.n_results = 0  # parts of them that have not ended
 
     def fail(self, error: BpsError) -> None:
@@ -209,7 +209,7 @@ class Islands:
             if error is not None:
                 self._fail(error if isinstance(error, BpsError) else DeviceError(str(error)))
 
-        island.turns.submit(entry, turn, over, -begun.unit.urgency)
+        island.turns.submit(entry, turn, over, begun.unit.priority)
 
     def _reduce(self, begun: IslandRound, island: _Island, ranges: Sequence[IslandRange], own: Sequence[PartitionCopy],
                 others: Sequence[PartitionCopy]) -> None:
@@ -233,7 +233,7 @@ class Islands:
                 port.land(part, round, *device_input.entry(partition.number), partition.nbytes, begin_ns)
 
         partitions = [*own, *(PartitionCopy(partition.number, 0, ()) for partition in others)]
-        copy = CopyToHost(begun.input.title, unit.urgency, device_input.address, partitions, after, copied, begun,
+        copy = CopyToHost(begun.input.title, unit.priority, device_input.address, partitions, after, copied, begun,
                           begun.readers, device_input.on_device)
 
         def then(error: BpsError | None) -> None:

@@ -72,12 +72,12 @@ def partition_copies(nbytes: int, stride: int, ranges: Sequence[DeviceRange]) ->
 class DeviceCopy:
     """The copy of one unit between a device and the host. Any thread may wait for it.
 
-    *keeps* holds the memory on the device as long as copies may go on. The least *urgency* goes first.
+    *keeps* holds the memory on the device as long as copies may go on. The highest *priority* goes first.
     """
 
-    def __init__(self, title: str, urgency: int, keeps: object) -> None:
+    def __init__(self, title: str, priority: int, keeps: object) -> None:
         self.title = title
-        self.urgency = urgency
+        self.priority = priority
         self.keeps = keeps
         self.then: Callable[[BpsError | None], None] | None = None  # called once it is over, by the thread that ends it
         self.is_queued = False  # then only the copy thread releases its memory
@@ -254,10 +254,10 @@ class CopyToHost(DeviceCopy):
         are copied within the device.
     """
 
-    def __init__(self, title: str, urgency: int, address: int, partitions: Sequence[PartitionCopy],
+    def __init__(self, title: str, priority: int, address: int, partitions: Sequence[PartitionCopy],
                  after: Sequence[Event], on_copied: Callable[[PartitionCopy, int], None], keeps: object,
                  readers: Sequence[CopyToDevice] = (), on_device: Mapping[int, int] = NOWHERE) -> None:
-        super().__init__(title, urgency, keeps)
+        super().__init__(title, priority, keeps)
         self.address = address
         self.on_device = on_device
         self.partitions = partitions
@@ -305,7 +305,7 @@ class ToHostCopier(CopyThread[CopyToHost]):
         copying = self._copying
         ready = _ready(under_way)
         while ready and (len(copying) < _LEAST_PARTITIONS or self._nbytes < _WINDOW_NBYTES):
-            copy = min(ready, key=lambda copy: copy.urgency)  # of equal ones the first that was added
+            copy = max(ready, key=lambda copy: copy.priority)  # of equal ones the first that was added
             copying.append(_enqueue_next(copy, stream))
             self._nbytes += copying[-1].partition.nbytes
             if copy.n_begun == len(copy.partitions):
@@ -367,11 +367,11 @@ class CopyToDevice(ResultCopy):
         The numbers of the partitions that a card has written to the device.
     """
 
-    def __init__(self, title: str, urgency: int, partitions: Sequence[PartitionCopy], after: Sequence[Event],
+    def __init__(self, title: str, priority: int, partitions: Sequence[PartitionCopy], after: Sequence[Event],
                  source: Callable[[int], int], wait: Callable[[int, float], bool],
                  on_copied: Callable[[PartitionCopy, int], None], keeps: object, whole: bool = False,
                  on_device: Collection[int] = ()) -> None:
-        super().__init__(title, urgency, keeps)
+        super().__init__(title, priority, keeps)
         self.left = {partition.number: partition for partition in partitions if whole or partition.copies}
         self.after = after
         self.source = source
@@ -432,7 +432,7 @@ class ToDeviceCopier(CopyThread[CopyToDevice]):
         for copy in under_way:
             if copy.is_over and copy.has_failed:  # its caller has ended it
                 copy.left.clear()
-        for copy in sorted(under_way, key=lambda copy: copy.urgency):
+        for copy in sorted(under_way, key=lambda copy: copy.priority, reverse=True):
             complete = [partition for partition in itertools.islice(copy.left.values(), _N_ASKED)
                         if copy.wait_for(partition.number, 0.0)]
             if copy.on_device and any(each.number in copy.on_device and each.copies for each in complete):

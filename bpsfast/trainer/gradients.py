@@ -104,7 +104,7 @@ class Gradients:
         if order is not None and (len(order) != len(tensors) or set(order) != set(tensors)):
             raise MismatchError(f"order must be the names of all {len(tensors)} gradients, got {list(order)}")
         self._by_urgency = list(tensors if order is None else order)
-        priority = {name: -place for place, name in enumerate(self._by_urgency)}
+        priority = {name: -position for position, name in enumerate(self._by_urgency)}
         tunes = session.settings.autotune and session.size > 1 and bool(names) and not self.codecs
         group = title if group_small and names else None
         specs = {

@@ -69,7 +69,7 @@ class Unit:
         self.number = plan.unit
         self.name = plan.name
         self.nbytes = plan.nbytes
-        self.urgency = -plan.priority  # the least is the most urgent
+        self.priority = plan.priority
         self.stride = plan.stride
         self.n_parts = len(plan.parts)
         self.has_siblings = plan.n_workers > 1  # other workers' units, which may wait for this one's rounds

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 class Errand(DeviceCopy):
     """Runs *work* in the line's thread; over when it returns true."""
 
-    def __init__(self, work, urgency=0):
-        super().__init__("an errand", urgency, keeps=object())
+    def __init__(self, work, priority=0):
+        super().__init__("an errand", priority, keeps=object())
         self.work = work
 
 

@@ -18,14 +18,14 @@ STRIDE = 1000
 class Sum:
     """A sum whose partitions are complete when a test says so; what has landed on the device is in `landed`."""
 
-    def __init__(self, device, n_parts, urgency=0, after=()):
+    def __init__(self, device, n_parts, priority=0, after=()):
         self.memory = memory = Memory(device, n_parts * STRIDE)
         memory.host[:], memory.far[:] = memory.far, 0
         self.landed = []
         self.looked = set()
         self._complete = set()
         self._changed = threading.Condition()
-        self.arrival = CopyToDevice("a", urgency, memory.pieces(STRIDE), after,
+        self.arrival = CopyToDevice("a", priority, memory.pieces(STRIDE), after,
                                lambda offset: memory.host.ctypes.data + offset, self._wait, self._land, memory)
 
     def complete(self, *numbers):
@@ -110,7 +110,7 @@ def test_copies_are_enqueued_by_urgency():
     device = SlowDevice()
     lines = lines_of(ToDeviceCopier(device, "arrivals"))
     line = next(lines)
-    sums = [Sum(device, 2, urgency) for urgency in (5, 1, 9)]
+    sums = [Sum(device, 2, priority) for priority in (-5, -1, -9)]
     for sum in sums:
         sum.complete(0, 1)
     with line._condition:

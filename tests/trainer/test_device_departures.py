@@ -22,12 +22,12 @@ class Log:
     def __init__(self):
         self.announced = []
 
-    def departure(self, title, memory, urgency=0, after=(), readers=(), announce=None):
+    def departure(self, title, memory, priority=0, after=(), readers=(), announce=None):
         def note(piece, begin_ns):
             assert begin_ns > 0
             self.announced.append((title, piece.number))
 
-        return CopyToHost(title, urgency, memory.host.ctypes.data, memory.pieces(STRIDE), after, announce or note,
+        return CopyToHost(title, priority, memory.host.ctypes.data, memory.pieces(STRIDE), after, announce or note,
                          memory, readers)
 
 
@@ -81,8 +81,8 @@ def test_what_is_not_covered_stays(device, line):
 def test_the_most_urgent_that_is_ready_takes_off_first(device, line, log):
     with held(device) as gate:
         after = [gate.stream.record()]
-        waiting = [log.departure(name, Memory(device, 3 * STRIDE), urgency, after)
-                   for name, urgency in (("late", 5), ("urgent", 1), ("later", 9), ("as late", 5))]
+        waiting = [log.departure(name, Memory(device, 3 * STRIDE), priority, after)
+                   for name, priority in (("late", 5), ("urgent", 9), ("later", 1), ("as late", 5))]
         with line._condition:  # all are there when the line looks
             for departure in waiting:
                 line.add(departure)
@@ -93,7 +93,7 @@ def test_the_most_urgent_that_is_ready_takes_off_first(device, line, log):
 
 def test_a_stream_that_stands_still_holds_up_nothing_else(device, line, log):
     with held(device) as gate:
-        blocked = log.departure("blocked", Memory(device, STRIDE), urgency=-9, after=[gate.stream.record()])
+        blocked = log.departure("blocked", Memory(device, STRIDE), priority=9, after=[gate.stream.record()])
         line.add(blocked)
         others = [log.departure(str(i), Memory(device, 5 * STRIDE), after=[device.place().ready]) for i in range(3)]
         for departure in others:
@@ -151,7 +151,7 @@ def test_a_window_is_in_the_air(monkeypatch, log):
     line.add(departure := log.departure("a", memory))
     eventually(lambda: device.streams and len(device.streams[0].order) == 4)
     stream = device.streams[0]
-    line.add(early := log.departure("urgent", urgent, urgency=-1))
+    line.add(early := log.departure("urgent", urgent, priority=1))
     stream.go(1)
     eventually(lambda: len(stream.order) == 5)
     assert stream.order[4] == urgent.far.ctypes.data, "the next that takes off"

@@ -176,7 +176,7 @@ class Devices:
             if partition.number == 0 and to_device is not None and result is not None:  # none is complete before
                 to_device.add(result)
 
-        copy = CopyToHost(f"round {round} of {unit.name!r} from {source.device.name}", unit.urgency,
+        copy = CopyToHost(f"round {round} of {unit.name!r} from {source.device.name}", unit.priority,
                           device_input.address, partition_copies(unit.nbytes, unit.stride, source.ranges), source.after,
                           copied, source.keeps, readers, device_input.on_device)
         if unit.n_parts > 0:
@@ -209,7 +209,7 @@ class Devices:
             session.port.note_arrival(unit.first_part + partition.number, round, partition.nbytes, begin_ns)
 
         chosen = partition_copies(unit.nbytes, unit.stride, target.ranges) if partitions is None else partitions
-        result = CopyToDevice(f"the sum of round {round} of {unit.name!r} for {target.device.name}", unit.urgency,
+        result = CopyToDevice(f"the sum of round {round} of {unit.name!r} for {target.device.name}", unit.priority,
                               chosen, target.after, lambda offset: unit.result_address(round, offset), wait, copied,
                               target.keeps, whole=partitions is not None, on_device=unit.on_device)
         unit.add_reader(round, result)
