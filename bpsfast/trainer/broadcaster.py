@@ -162,7 +162,7 @@ class Broadcaster:
         self._chunk += 1
 
     def _take_part(self, unit: Unit, chunk: int) -> None:
-        self._session.port.submit_empty(unit.first_part + chunk % unit.n_parts, 1, _round(unit, chunk))
+        self._session.port.submit(unit.first_part + chunk % unit.n_parts, 1, _round(unit, chunk), 0, 0, empty=True)
 
     def _wait(self, unit: Unit, chunk: int) -> None:
         self._session.port.wait(unit, unit.first_part + chunk % unit.n_parts, 1, _round(unit, chunk),

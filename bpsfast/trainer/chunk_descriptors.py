@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ..orchestration.messages import MemberPlan
 from .input_memory import Region
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.void]]
@@ -25,8 +26,10 @@ assert CHUNK_DTYPE.itemsize == 64, "pipelined_transfer.h says so"
 
 
 class PartitionedUnit(Protocol):
-    """What chunks are made from: a `Unit`."""
+    """What chunk descriptors and waits need of a `Unit`, whose module imports theirs."""
 
+    name: str
+    members: dict[str, MemberPlan]
     nbytes: int
     stride: int
     n_parts: int

@@ -178,7 +178,7 @@ class Unit:
         if not self.n_parts:
             return round
         if place is not None:
-            session.port.submit(self.first_part, self.n_parts, round, *place, self.nbytes)
+            session.port.submit(self.first_part, self.n_parts, round, *place, nbytes=self.nbytes)
         else:
             assert address is not None, "what lies in staging is not copied there"
             session.port.copy_in(staging.address, address, self.nbytes, self.first_part, self.stride, round,
@@ -189,7 +189,7 @@ class Unit:
         """Take part in a round without contributing and return the round."""
         round = self._begin(0)
         if self.n_parts:
-            self.session.port.submit_empty(self.first_part, self.n_parts, round)
+            self.session.port.submit(self.first_part, self.n_parts, round, 0, 0, empty=True)
         return round
 
     def exchange(self, address: int, nbytes: int, timeout_s: float) -> int | None:
