@@ -222,7 +222,7 @@ class Islands:
                       after: Sequence[Event]) -> None:
         """Copy and announce the partitions *own* after the events *after*; announce *others* as empty."""
         unit, round, port = begun.unit, begun.round, self._session.port
-        device_input = unit.device_input(begun.source.device)
+        device_input = self._devices.direct.input_of(unit, begun.source.device)
         empty = {partition.number for partition in others}
 
         def copied(partition: PartitionCopy, begin_ns: int) -> None:

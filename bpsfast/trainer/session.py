@@ -174,6 +174,7 @@ class Session:
         self.devices.direct.forget(names)
         for unit in units:
             self._retired_nbytes += unit.pushed_nbytes
+            self.devices.direct.release_input(unit)
             unit.forget()
         self._mailbox.send(Retire(rank=self.rank, units=tuple(unit.number for unit in units)))
 

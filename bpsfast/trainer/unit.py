@@ -19,13 +19,12 @@ from ..base.dtypes import TABLE
 from ..base.settings import Settings
 from ..base.trace_records import Part
 from ..gpu.copies import CopyToDevice
-from ..gpu.device import Device, DeviceSegment
+from ..gpu.device import DeviceSegment
 from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolError, StallError, UnsupportedError
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.placement.partition import round_after
 from ..pyx.pages import Segment, Window
 from .chunk_descriptors import SlidingWindow, is_worth, n_slots
-from .device_input import DeviceInput
 from .guarded_port import GuardedPort
 from .input_memory import InputMemory, Region
 from .step_clock import StepClock
@@ -47,7 +46,6 @@ class UnitOwner(Protocol):
     local_size: int
     n_nodes: int
     n_helpers: int
-    devices: Any
 
     def require_open(self) -> None:
         """Raise `ClosedError` if it is closed, or another process's."""
@@ -99,7 +97,6 @@ class Unit:
         self._runs = runs(ready, segments, on_device)
         #: Numbers of the partitions whose results lie on a device of this machine.
         self.on_device = frozenset(number for number, extent in enumerate(ready.extents) if extent.on_device)
-        self._landing: DeviceInput | None = None
         self._readers: list[tuple[int, CopyToDevice]] = []  # (round, copy to a device that may go on)
 
     def titles(self) -> dict[int, Part]:
@@ -121,22 +118,11 @@ class Unit:
                 self._staging = self.session.memory.allocate(max(self.nbytes, 1))
             return self._staging
 
-    def device_input(self, device: Device) -> DeviceInput:
-        """Return the memory of its input when that comes from *device*, allocated at the first use."""
-        if self._landing is None:
-            own = sorted(number for number in self.on_device if self._lies_here(number))
-            staging = self.staging if len(own) < self.n_parts or not self.n_parts else None
-            with self._lock:
-                if self._landing is None:
-                    place = self.session.devices.direct.allocate(device, len(own) * self.stride) if own else None
-                    offsets = {number: at * self.stride for at, number in enumerate(own)}
-                    self._landing = DeviceInput(staging, place, offsets, self.stride)
-        return self._landing
-
-    def _lies_here(self, number: int) -> bool:
-        """Whether the result of a partition that is on a device is on this rank's device."""
-        segment = self._run_at(number * self.stride).segment
-        return isinstance(segment, DeviceSegment) and segment.memory is not None
+    def parts_on_own_device(self) -> list[int]:
+        """Return the numbers of the partitions whose results lie on this rank's device."""
+        segments = {number: self._run_at(number * self.stride).segment for number in sorted(self.on_device)}
+        return [number for number, segment in segments.items()
+                if isinstance(segment, DeviceSegment) and segment.memory is not None]
 
     def _require_host(self, what: str) -> None:
         if self.on_device:
@@ -428,9 +414,6 @@ class Unit:
             self._runs = []
             self._readers = []
             self._staging = self._sliding = None
-            device_input, self._landing = self._landing, None
-        if device_input is not None and device_input.place is not None:
-            self.session.devices.direct.release(device_input.place)
 
 #: A segment on another rank's device.
 _ELSEWHERE = DeviceSegment(-1, None)

@@ -160,7 +160,7 @@ class Devices:
         DeviceError
             If the device cannot reach the segments.
         """
-        session, device_input = self._session, unit.device_input(source.device)
+        session, device_input = self._session, self.direct.input_of(unit, source.device)
         threads = self._require_threads(source.device)
         self.pin(source.device, device_input.segments(session.memory.segments))
         to_device = None if target is None else self._prepare(target, unit).to_device
