@@ -42,13 +42,13 @@ class DeviceTensor(Protocol):
         """The array, or its DLPack capsule and the array."""
 
     @property
-    def place(self) -> DeviceLocation | None:
+    def location(self) -> DeviceLocation | None:
         """On which device it lies."""
 
 
 def of_ndarray(x: Any) -> DeviceLocation | None:
     """Return the location of an array of a class derived from NumPy's; None if it lies on the CPU."""
-    return host_device().place(x.stream) if isinstance(x, HostArray) else None
+    return host_device().location(x.stream) if isinstance(x, HostArray) else None
 
 
 def of_torch(tensor: Any) -> DeviceLocation:
@@ -72,7 +72,7 @@ def of_array_interface(x: Any) -> DeviceLocation:
     """
     module = cupy()
     if isinstance(x, module.ndarray):
-        return cuda_device(int(x.device.id)).place()
+        return cuda_device(int(x.device.id)).location()
     runtime = module.cuda.runtime
     interface = x.__cuda_array_interface__
     address = interface["data"][0]
@@ -87,7 +87,7 @@ def of_array_interface(x: Any) -> DeviceLocation:
     if stream == 0:
         raise UnsupportedError("__cuda_array_interface__ names stream 0, which its version 3 forbids: 1 is the default "
                                "stream, 2 that of the thread")
-    return device.place(device.stream_at(_LEGACY if stream is None else int(stream)))
+    return device.location(device.stream_at(_LEGACY if stream is None else int(stream)))
 
 
 def of_dlpack(x: Any, device_id: int) -> tuple[DeviceLocation, int]:
@@ -97,19 +97,19 @@ def of_dlpack(x: Any, device_id: int) -> tuple[DeviceLocation, int]:
     device = cuda_device(device_id)
     torch = sys.modules.get("torch")
     is_torchs = torch is not None and isinstance(x, torch.Tensor)
-    return of_torch(x) if is_torchs else device.place(), device.dlpack_stream.handle
+    return of_torch(x) if is_torchs else device.location(), device.dlpack_stream.handle
 
 
-def location_after_export(place: DeviceLocation) -> DeviceLocation:
-    """Return *place* as it is after its owner has exported the array on the device's DLPack stream."""
-    device = place.device
+def location_after_export(location: DeviceLocation) -> DeviceLocation:
+    """Return *location* as it is after its owner has exported the array on the device's DLPack stream."""
+    device = location.device
     assert isinstance(device, CudaDevice), "only CUDA devices export by DLPack"
-    return DeviceLocation(device, device.dlpack_stream.record(), place.caller)
+    return DeviceLocation(device, device.dlpack_stream.record(), location.caller)
 
 
 def empty_like(source: DeviceTensor) -> Any:
     """Return a new array like *source*, which lies on a device: of torch, of the host device, else of CuPy."""
-    assert source.place is not None, "it lies on a device"
+    assert source.location is not None, "it lies on a device"
     owner = source.owner[1] if isinstance(source.owner, tuple) else source.owner  # with its DLPack capsule
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(owner, torch.Tensor):
@@ -119,7 +119,7 @@ def empty_like(source: DeviceTensor) -> Any:
         if isinstance(owner, HostArray) and isinstance(fresh, HostArray):
             fresh.stream = owner.stream
         return fresh
-    return zeros(source.shape, source.dtype, source.place.device.name)
+    return zeros(source.shape, source.dtype, source.location.device.name)
 
 
 def device_of(device: str) -> Device:
@@ -146,10 +146,10 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> Any:
     numpy_dtype = TABLE[dtype].numpy
     if device == "host":
         return np.zeros(shape, numpy_dtype).view(HostArray)
-    place = device_of(device)  # first: a wrong name is an error without CuPy, too
+    found = device_of(device)  # first: a wrong name is an error without CuPy, too
     module = cupy()
-    assert isinstance(place, CudaDevice), f"{device} is of no known kind"
-    with place.current(f"making an array of {shape}"):
+    assert isinstance(found, CudaDevice), f"{device} is of no known kind"
+    with found.current(f"making an array of {shape}"):
         try:
             return module.zeros(shape, numpy_dtype)
         except (TypeError, ValueError) as exc:

@@ -200,7 +200,7 @@ class CudaDevice:
                 self._dlpack_stream = self.stream()
             return self._dlpack_stream
 
-    def place(self, stream: CudaStream | None = None) -> DeviceLocation:
+    def location(self, stream: CudaStream | None = None) -> DeviceLocation:
         """Return the location of an array whose owner works on *stream*; None: on CuPy's current one."""
         if stream is not None:
             own = stream

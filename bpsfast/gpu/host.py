@@ -180,7 +180,7 @@ class HostDevice:
         if at < 0 or address + nbytes > pinned[at][1]:
             raise DeviceError(f"a copy from or to {nbytes} bytes at {address:#x} of the host, which are not pinned")
 
-    def place(self, stream: Stream | None = None) -> DeviceLocation:
+    def location(self, stream: Stream | None = None) -> DeviceLocation:
         """Return the location of an array whose owner works on *stream*; None: in the host's own program."""
         own = _Program(self) if stream is None else stream
         return DeviceLocation(self, own.record(), lambda: own)

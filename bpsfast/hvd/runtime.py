@@ -92,7 +92,7 @@ class Runtime:
         # From here on every rank hears of another one's end: all are connected.
         service.submit(Operation(Request(rank=self.rank, name="barrier.begin", kind="barrier"))).wait()
         if channel is not None and self.rank == ranks[0]:
-            self.session.notices.withdraw(title)  # all have found it, and what a rank may leave there is limited
+            self.session.key_values.withdraw(title)  # all have found it, and what a rank may leave there is limited
 
     def _channel(self, ranks: tuple[int, ...], title: str) -> LeaderChannel | FollowerChannel | None:
         """Return this rank's end of the channel between *ranks*, whose first one publishes its address under *title*.
@@ -105,8 +105,8 @@ class Runtime:
 
         def share(address: bytes | None) -> bytes:
             if address is None:
-                return session.notices.lookup(title, session.settings.timeout_s, leader)
-            session.notices.publish(title, address)
+                return session.key_values.lookup(title, session.settings.timeout_s, leader)
+            session.key_values.publish(title, address)
             return address
 
         return open_channel(self.rank == ranks[0], share, lambda: "127.0.0.1" if session.n_nodes == 1 else session.host,

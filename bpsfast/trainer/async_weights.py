@@ -73,8 +73,8 @@ class AsyncWeights:
 
     def _declare(self) -> dict[str, StoredTensor]:
         return {name: StoredTensor(self._prefix + name, shape, dtype, self._spec, average=self._spec.backups >= 0,
-                                   priority=-place)
-                for place, (name, (shape, dtype)) in enumerate(self._kinds.items())}
+                                   priority=-position)
+                for position, (name, (shape, dtype)) in enumerate(self._kinds.items())}
 
     def _seed(self, weights: Mapping[str, Any]) -> None:
         for name, stored in self._stored.items():
@@ -247,8 +247,8 @@ class StoredTensor:
         return self._found is not None and self._found.in_flight
 
     @property
-    def place(self) -> np.ndarray[Any, Any]:
-        """This rank's input memory: what is written here between `wait` and `push_place` is sent without a copy."""
+    def input(self) -> np.ndarray[Any, Any]:
+        """This rank's input memory: what is written here between `wait` and `push_input` is sent without a copy."""
         return self._unit.staging.array[: self._unit.nbytes].view(self.dtype).reshape(self.shape)
 
     def start_seed(self, weights: Any, root_rank: int) -> None:
@@ -294,8 +294,8 @@ class StoredTensor:
         self._unit.push(source.address, source.nbytes)
         self._source = values
 
-    def push_place(self) -> None:
-        """Push what was written into `place`; raises `BusyError` as `push`."""
+    def push_input(self) -> None:
+        """Push what was written into `input`; raises `BusyError` as `push`."""
         self._unit.push()
 
     def push_nothing(self) -> None:
@@ -325,7 +325,7 @@ class StoredTensor:
     def retire(self) -> None:
         """Wait for the last answer and retire the tensor: other workers no longer wait for this one. Idempotent.
 
-        Its name may be declared again; arrays of `wait` and `place` must not be used any more.
+        Its name may be declared again; arrays of `wait` and `input` must not be used any more.
         """
         self._is_retired = True
         if self._found is None:

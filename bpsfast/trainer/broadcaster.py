@@ -273,9 +273,9 @@ def broadcast(x: Any, root_rank: int, name: str | None = None) -> Any:
     """
     session = process.current()
     check_root(session, root_rank)
-    memory = session.devices.placed(tensor_input(x))
+    memory = session.devices.located(tensor_input(x))
     text = f"{name or 'broadcast'} {memory.dtype} {memory.shape}"
-    if memory.place is not None:
+    if memory.location is not None:
         return broadcast_on_device(session, session.extension(Broadcaster), x, memory, root_rank, text)
     if session.rank == root_rank:
         if session.size > 1:

@@ -34,7 +34,7 @@ class LayoutSizes(NamedTuple):
     n_streams: int = 0
 
 
-class Home(NamedTuple):
+class InputLocation(NamedTuple):
     """Where a tensor's input lies for good: at `offset` of `block`, input memory of one unit of the first layout."""
 
     block: Region
@@ -55,24 +55,24 @@ class UnitSlots:
 class Slot:
     """One gradient: its place in a unit, the memory of its input, and whether it is ready in this step.
 
-    `address` is where its unit wants the input. `home` is where the trainer writes it, and `array` that memory with the
-    gradient's dtype and shape: both are those of *first*, its slot in the first layout. `views` are read-only results
-    of even and odd rounds.
+    `address` is where its unit wants the input. `region` is where the trainer writes it, and `array` that memory with
+    the gradient's dtype and shape: both are those of *first*, its slot in the first layout. `views` are read-only
+    results of even and odd rounds.
     """
 
-    __slots__ = ("address", "array", "group", "home", "is_alone", "is_ready", "name", "nbytes", "offset", "shape",
+    __slots__ = ("address", "array", "group", "region", "is_alone", "is_ready", "name", "nbytes", "offset", "shape",
                  "unit", "views", "wire_name")
 
     def __init__(self, name: str, wire_name: str, group: UnitSlots, first: Slot | None) -> None:
         unit = group.unit
         member = unit.members[wire_name]
-        place = unit.staging.part(member.offset, member.nbytes)
+        region = unit.staging.part(member.offset, member.nbytes)
         self.name, self.wire_name = name, wire_name
         self.group, self.unit = group, unit
         self.offset, self.nbytes, self.shape = member.offset, member.nbytes, member.shape
-        self.address = place.address
-        self.home = place if first is None else first.home
-        self.array: np.ndarray[Any, Any] = (place.array.view(unit.dtype).reshape(member.shape) if first is None
+        self.address = region.address
+        self.region = region if first is None else first.region
+        self.array: np.ndarray[Any, Any] = (region.array.view(unit.dtype).reshape(member.shape) if first is None
                                             else first.array)
         self.views: list[np.ndarray[Any, Any] | None] = [None, None]
         self.is_alone = len(unit.members) == 1
@@ -99,7 +99,7 @@ class GradientLayout:
         self.sizes, self.device = sizes, device
         self.slots: dict[str, Slot] = {}  # in the order of urgency
         self.groups: list[UnitSlots] = []  # the most urgent first
-        self.homes: dict[str, Home] = {}  # where its inputs lie: what later layouts are laid out to
+        self.locations: dict[str, InputLocation] = {}  # where its inputs lie: what later layouts are laid out to
         self._session = session
         self._own: list[Region] = []  # input memory that belongs to this layout
         ending = f"~{number}" if number else ""
@@ -122,7 +122,7 @@ class GradientLayout:
             return [group.unit for group in self.groups]
         return list(dict.fromkeys(self._session.tensors.unit(wire) for wire in self.wires.values()))
 
-    def lay_out(self, by_urgency: Sequence[str], first: GradientLayout | None = None) -> None:
+    def lay_out(self, by_priority: Sequence[str], first: GradientLayout | None = None) -> None:
         """Wait for the commit and find input memory for every unit, where *first* has it as far as that is possible.
 
         *first*: the first layout; None: this one.
@@ -132,27 +132,27 @@ class GradientLayout:
         CapacityError
             If there is none; nothing was kept.
         """
-        units = {name: self._session.tensors.unit(self.wires[name]) for name in by_urgency}
+        units = {name: self._session.tensors.unit(self.wires[name]) for name in by_priority}
         own_of = {wire: name for name, wire in self.wires.items()}
-        homes = {} if first is None else first.homes
-        homeless = []
+        locations = {} if first is None else first.locations
+        lacking = []
         for unit in dict.fromkeys(units.values()):
-            block = _block(unit, [homes.get(own_of[wire]) for wire in unit.members])
+            block = _block(unit, [locations.get(own_of[wire]) for wire in unit.members])
             if block is not None:
                 unit.use_staging(block)
             elif not unit.has_staging:
-                homeless.append(unit)
-        rounded = [-(-max(unit.nbytes, 1) // _PAGE_NBYTES) * _PAGE_NBYTES for unit in homeless]
-        if homeless:  # one request for all: one segment
+                lacking.append(unit)
+        rounded = [-(-max(unit.nbytes, 1) // _PAGE_NBYTES) * _PAGE_NBYTES for unit in lacking]
+        if lacking:  # one request for all: one segment
             memory, offset = self._session.memory.allocate(sum(rounded)), 0
             self._own.append(memory)
-            for unit, nbytes in zip(homeless, rounded):
+            for unit, nbytes in zip(lacking, rounded):
                 unit.use_staging(memory.part(offset, nbytes))
                 offset += nbytes
         groups = {unit: UnitSlots(unit) for unit in dict.fromkeys(units.values())}
         slots = {name: Slot(name, self.wires[name], groups[unit], None if first is None else first.slots[name])
                  for name, unit in units.items()}
-        self.homes = {name: Home(slot.unit.staging, slot.offset) for name, slot in slots.items()}
+        self.locations = {name: InputLocation(slot.unit.staging, slot.offset) for name, slot in slots.items()}
         self.groups, self.slots = list(groups.values()), slots
 
     def begin_step(self) -> None:
@@ -204,15 +204,15 @@ def users_of_names(session: Session) -> Counter[str]:
     return Counter()
 
 
-def _block(unit: Unit, homes: Sequence[Home | None]) -> Region | None:
-    """Return the memory of *homes*, those of *unit*'s members in its order, if they lie there as in the unit."""
+def _block(unit: Unit, locations: Sequence[InputLocation | None]) -> Region | None:
+    """Return the memory of *locations*, those of *unit*'s members in its order, if they lie there as in the unit."""
     members = list(unit.members.values())
-    first = homes[0]
+    first = locations[0]
     if first is None:
         return None
     begin = first.offset - members[0].offset
-    for member, home in zip(members, homes):
-        if home is None or home.block is not first.block or home.offset - begin != member.offset:
+    for member, location in zip(members, locations):
+        if location is None or location.block is not first.block or location.offset - begin != member.offset:
             return None
     if begin < 0 or begin + unit.nbytes > first.block.array.nbytes:
         return None

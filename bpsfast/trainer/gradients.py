@@ -103,8 +103,8 @@ class Gradients:
         title = f"{names[0]} to {names[-1]}, {len(names)} tensors" if names else ""
         if order is not None and (len(order) != len(tensors) or set(order) != set(tensors)):
             raise MismatchError(f"order must be the names of all {len(tensors)} gradients, got {list(order)}")
-        self._by_urgency = list(tensors if order is None else order)
-        priority = {name: -position for position, name in enumerate(self._by_urgency)}
+        self._by_priority = list(tensors if order is None else order)
+        priority = {name: -position for position, name in enumerate(self._by_priority)}
         tunes = session.settings.autotune and session.size > 1 and bool(names) and not self.codecs
         group = title if group_small and names else None
         specs = {
@@ -121,7 +121,7 @@ class Gradients:
         self._tuner: Tuner | None = None
         self._tuned = tuned  # by an earlier job, or by a tuner that is done
         if tunes and session.extension(TunedModels).begin():  # only the first model: tuners would measure each other
-            self._tuner = Tuner(session, title, specs, self._layout, self._by_urgency, tuned)
+            self._tuner = Tuner(session, title, specs, self._layout, self._by_priority, tuned)
         self._lock = threading.Lock()
         self._slots: dict[str, Slot] = {}  # of the layout in use, once it is laid out
         self._n_ready = 0
@@ -142,7 +142,7 @@ class Gradients:
 
     def region(self, name: str) -> Region:
         """Return the memory of *name*."""
-        return (self._slots.get(name) or self._lay_out(name)).home
+        return (self._slots.get(name) or self._lay_out(name)).region
 
     def codec(self, name: str) -> CodecSpec | None:
         """Return how *name* is compressed between the nodes of this job; None: it is summed exactly."""
@@ -166,7 +166,7 @@ class Gradients:
             memory = tensor_input(self._on_device[name])
             self.fill_from(name, memory, memory)
         else:
-            self._push(slot, slot.home.address)
+            self._push(slot, slot.region.address)
 
     def fill(self, name: str, address: int, nbytes: int) -> None:
         """Copy the gradient of *name* from *address*, unless it lies in its place, then as `ready`."""
@@ -262,8 +262,8 @@ class Gradients:
                 zeros = tensor_input(arrays.zeros(slot.shape, unit.dtype_name, self._device))
                 self.fill_from(name, zeros, tensor_input(self._on_device[name]) if self._on_device else zeros)
             else:
-                slot.home.array.fill(0)
-                self._push(slot, slot.home.address)
+                slot.region.array.fill(0)
+                self._push(slot, slot.region.address)
         return missing
 
     def missing(self) -> list[str]:
@@ -452,7 +452,7 @@ class Gradients:
         self._require(name)
         with self._lock:
             if not self._slots:
-                self._layout.lay_out(self._by_urgency)
+                self._layout.lay_out(self._by_priority)
                 self._slots = self._layout.slots
             return self._slots[name]
 

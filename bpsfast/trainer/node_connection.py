@@ -34,12 +34,12 @@ _GRACE_S = 5.0
 
 @dataclass
 class Attachment:
-    """What the node gave to this rank at *place*. The owner closes it, including `node_pidfd`.
+    """What the node gave to this rank, whose process has *role*. The owner closes it, including `node_pidfd`.
 
     `pins`: the CPUs to which this process is bound meanwhile.
     """
 
-    place: ProcessRole
+    role: ProcessRole
     channel: MessageSocket
     attached: Attached
     lane: Segment
@@ -57,7 +57,7 @@ class Attachment:
         os.close(self.node_pidfd)
 
 
-def attach(place: ProcessRole, settings: Settings, version: str, failure: Callable[[], str | None]) -> Attachment:
+def attach(role: ProcessRole, settings: Settings, version: str, failure: Callable[[], str | None]) -> Attachment:
     """Attach to this machine's node and return once the whole job has joined.
 
     Parameters
@@ -73,9 +73,9 @@ def attach(place: ProcessRole, settings: Settings, version: str, failure: Callab
         The reason why the node or the scheduler refused, or that one of them is lost.
     """
     deadline = time.monotonic() + settings.start_timeout_s + _GRACE_S
-    connection = _connect(place, settings, failure)
+    connection = _connect(role, settings, failure)
     try:
-        _introduce(connection, place, settings, version)
+        _introduce(connection, role, settings, version)
         while True:
             try:
                 message, fds = connection.recv(0.2)
@@ -84,16 +84,16 @@ def attach(place: ProcessRole, settings: Settings, version: str, failure: Callab
                 _raise_failure(failure)
                 if time.monotonic() >= deadline:
                     raise StallError(
-                        f"rank {place.rank} attached to its node (pid {connection.peer[0]}), but the job was not "
+                        f"rank {role.rank} attached to its node (pid {connection.peer[0]}), but the job was not "
                         f"complete within start_timeout_s={settings.start_timeout_s:g} s: a node, helper, rank or the "
-                        f"scheduler at {place.scheduler[0]}:{place.scheduler[1]} is missing."
-                        f"{unreachable_hint(*place.scheduler)}"
+                        f"scheduler at {role.scheduler[0]}:{role.scheduler[1]} is missing."
+                        f"{unreachable_hint(*role.scheduler)}"
                     ) from None
             except PeerLostError as exc:
                 _raise_failure(failure)
                 report("told")
                 raise PeerLostError(f"the node of this machine (pid {connection.peer[0]}) went away while rank "
-                                    f"{place.rank} was attaching; see its output") from exc
+                                    f"{role.rank} was attaching; see its output") from exc
         if isinstance(message, Refuse):
             if message.error == PeerLostError.__name__:
                 report("told")
@@ -101,15 +101,15 @@ def attach(place: ProcessRole, settings: Settings, version: str, failure: Callab
         if not isinstance(message, Attached) or len(fds) != 4:
             _close_all(fds)
             raise ProtocolError(f"the node answered an attach with {type(message).__name__} and {len(fds)} descriptors")
-        return _map(place, connection, message, fds)
+        return _map(role, connection, message, fds)
     except BaseException:
         connection.close()
         raise
 
 
-def _connect(place: ProcessRole, settings: Settings, failure: Callable[[], str | None]) -> MessageSocket:
+def _connect(role: ProcessRole, settings: Settings, failure: Callable[[], str | None]) -> MessageSocket:
     deadline = time.monotonic() + settings.start_timeout_s
-    name = channels.address(place.job_key, place.node_id)
+    name = channels.address(role.job_key, role.node_id)
     while True:
         try:
             return channels.connect(name, min(0.5, max(0.0, deadline - time.monotonic())))
@@ -117,9 +117,9 @@ def _connect(place: ProcessRole, settings: Settings, failure: Callable[[], str |
             _raise_failure(failure)
             if time.monotonic() >= deadline:
                 raise StallError(
-                    f"rank {place.rank}: no node of this job listened on this machine within start_timeout_s="
-                    f"{settings.start_timeout_s:g} s (node_id {place.node_id!r}). {exc}."
-                    f"{unreachable_hint(*place.scheduler)}"
+                    f"rank {role.rank}: no node of this job listened on this machine within start_timeout_s="
+                    f"{settings.start_timeout_s:g} s (node_id {role.node_id!r}). {exc}."
+                    f"{unreachable_hint(*role.scheduler)}"
                 ) from exc
 
 
@@ -130,17 +130,17 @@ def _raise_failure(failure: Callable[[], str | None]) -> None:
         raise PeerLostError(text)
 
 
-def _introduce(connection: MessageSocket, place: ProcessRole, settings: Settings, version: str) -> None:
+def _introduce(connection: MessageSocket, role: ProcessRole, settings: Settings, version: str) -> None:
     pid = os.getpid()
-    proof = channels.attach_proof(place.job_key, pid, place.local_rank)
+    proof = channels.attach_proof(role.job_key, pid, role.local_rank)
     pidfd = os.pidfd_open(pid)
     try:
         connection.send(
-            Attach(version=VERSION, package=version, pid=pid, local_rank=place.local_rank, local_size=place.local_size,
-                   rank=place.rank, size=place.size, proof=proof, settings=fingerprint(settings),
+            Attach(version=VERSION, package=version, pid=pid, local_rank=role.local_rank, local_size=role.local_size,
+                   rank=role.rank, size=role.size, proof=proof, settings=fingerprint(settings),
                    cpus=format_cpus(os.sched_getaffinity(0)),
                    stays=not settings.numa or bool(binding_variable(os.environ)),
-                   gpu=default_gpu(os.environ, place.local_rank)),
+                   gpu=default_gpu(os.environ, role.local_rank)),
             [pidfd],
         )
     except PeerLostError:
@@ -150,7 +150,7 @@ def _introduce(connection: MessageSocket, place: ProcessRole, settings: Settings
         os.close(pidfd)
 
 
-def _map(place: ProcessRole, connection: MessageSocket, attached: Attached, fds: tuple[int, ...]) -> Attachment:
+def _map(role: ProcessRole, connection: MessageSocket, attached: Attached, fds: tuple[int, ...]) -> Attachment:
     mapped: list[Segment] = []
     try:
         for fd, is_writable in zip(fds, (True, False, True)):
@@ -161,7 +161,7 @@ def _map(place: ProcessRole, connection: MessageSocket, attached: Attached, fds:
         _close_all(fds[len(mapped):])
         raise
     lane, board, doorbell = mapped
-    return Attachment(place=place, channel=connection, attached=attached, node_pidfd=fds[3], lane=lane, board=board,
+    return Attachment(role=role, channel=connection, attached=attached, node_pidfd=fds[3], lane=lane, board=board,
                       doorbell=doorbell, pins=ThreadBinding(parse_cpus(attached.cpus)))
 
 

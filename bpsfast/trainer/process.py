@@ -61,22 +61,22 @@ def init_again() -> None:
     init()
 
 
-def begin(place: ProcessRole, found: Settings, why_void: Callable[[], str | None] = lambda: None) -> None:
+def begin(role: ProcessRole, found: Settings, why_void: Callable[[], str | None] = lambda: None) -> None:
     """Join the job as `init` does, in the role *place* that the settings *found* give this process.
 
     *why_void*: as of `join_job`.
     """
     global _current, _watch
-    if _has_left and place.is_joined_once:
+    if _has_left and role.is_joined_once:
         raise ClosedError(
-            f"bpsfast.init() after shutdown(): the job of rank {place.rank} ended with its shutdown, and scheduler and "
+            f"bpsfast.init() after shutdown(): the job of rank {role.rank} ended with its shutdown, and scheduler and "
             "nodes, which the launcher started, ended with it. A process joins such a job once: call shutdown() only "
             "at the end of the program")
-    if place.rank >= 0:
-        logs.set_identity(f"rank {place.rank}")
-    is_launchers = place.launcher in ("bpsfast", "elastic")
+    if role.rank >= 0:
+        logs.set_identity(f"rank {role.rank}")
+    is_launchers = role.launcher in ("bpsfast", "elastic")
     try:
-        session, started = join_job(place, found, why_void)
+        session, started = join_job(role, found, why_void)
     except BpsError:
         if is_launchers:
             shorten_tracebacks()
@@ -176,7 +176,7 @@ def barrier(timeout_s: float | None = None) -> None:
 _CLOSE_TIMEOUT_S = 5.0
 
 
-def join_job(place: ProcessRole, settings: Settings,
+def join_job(role: ProcessRole, settings: Settings,
          why_void: Callable[[], str | None] = lambda: None) -> tuple[Session, Daemons]:
     """Start the daemons that *place* calls for, attach to the machine's node, and return once all have joined.
 
@@ -188,7 +188,7 @@ def join_job(place: ProcessRole, settings: Settings,
     ConfigError, MismatchError, StallError, PeerLostError
         If the job cannot start; the daemons that were started have been ended.
     """
-    started = daemons.start(place, settings)
+    started = daemons.start(role, settings)
     try:
         attached = node_connection.attach(started.role, started.role.settings(settings), __version__,
                                      lambda: started.failure() or why_void())
@@ -241,9 +241,9 @@ def suspend(leave: Callable[[], None] = shutdown) -> None:
     """
     global _suspended
     session = current()
-    if session.size > 1 and session.place.launcher not in _RESUMABLE:
+    if session.size > 1 and session.role.launcher not in _RESUMABLE:
         raise UnsupportedError(
-            f"suspend() in a job of {session.size} ranks that {session.place.launcher} has started, which keeps its "
+            f"suspend() in a job of {session.size} ranks that {session.role.launcher} has started, which keeps its "
             "members: no rank can leave it or join it later. Start the program by `bpsfast run --elastic` (and see "
             "bpsfast.elastic, which needs no suspend). Or, to go on with other numbers, save a checkpoint on rank 0, "
             "end the program, start it again with the new numbers, and broadcast rank 0's state to all")

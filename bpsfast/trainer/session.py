@@ -83,7 +83,7 @@ class Session:
         self.machines = attached.machines
         self.job = attached.job
         self.settings = settings
-        self.place = attachment.place
+        self.role = attachment.role
         self.pid = os.getpid()
         self.closed = False
         port = Port(attachment.lane, attachment.board, attachment.doorbell, attachment.node_pidfd,
@@ -100,7 +100,7 @@ class Session:
         self.clock = StepClock(port, self._pushed_nbytes)
         self.memory = InputMemory(self.rank, settings.timeout_s, self.require_open, mailbox)
         self.states = States(self._requests, self.memory)
-        self.notices = KeyValueClient(self.rank, self._requests)
+        self.key_values = KeyValueClient(self.rank, self._requests)
         self.tensors = TensorRegistry(self.rank, self.size, settings.timeout_s, self.require_open, mailbox,
                                       self.stall_query, self.inspector)
         self.port = GuardedPort(port, f"rank {self.rank}", self._node_name, self.require_open, self.stall_query,
@@ -156,7 +156,7 @@ class Session:
     @property
     def host(self) -> str:
         """This machine's address for other machines of the job; raises as `local_host`."""
-        return local_host(self.settings, self.place.scheduler[0])
+        return local_host(self.settings, self.role.scheduler[0])
 
     def retire(self, units: Sequence[Unit]) -> None:
         """Retire *units*: their resources are free as soon as all ranks have retired them.

@@ -34,7 +34,7 @@ class TensorInput:
     """Memory of one C-contiguous tensor.
 
     `dtype` is a wire dtype name, `owner` keeps the memory alive, `writable` says whether results may be
-    written into it. `place`: on which device, and in which order; None: the CPU's, where it can be read at once.
+    written into it. `location`: on which device, and in which order; None: the CPU's, where it can be read at once.
     """
 
     address: int
@@ -43,7 +43,7 @@ class TensorInput:
     nbytes: int
     writable: bool
     owner: object
-    place: DeviceLocation | None = None
+    location: DeviceLocation | None = None
 
     def array(self) -> np.ndarray[Any, Any]:
         """Return a NumPy array over the same memory, read-only unless `writable`; not of a GPU's."""
@@ -67,8 +67,8 @@ def tensor_input(x: object) -> TensorInput:
         If *x* is no tensor, on an unsupported device, not C-contiguous, or of a dtype that bpsfast does not sum.
     """
     if isinstance(x, np.ndarray):
-        place = None if type(x) is np.ndarray else arrays.of_ndarray(x)
-        return from_array(x) if place is None else replace(from_array(x), place=place)
+        location = None if type(x) is np.ndarray else arrays.of_ndarray(x)
+        return from_array(x) if location is None else replace(from_array(x), location=location)
     if isinstance(x, np.generic):
         copy = np.asarray(x)
         copy.flags.writeable = False  # a write to the copy would not change the scalar
@@ -89,8 +89,8 @@ def tensor_input(x: object) -> TensorInput:
 def host_input(x: object) -> TensorInput:
     """As `tensor_input`, but raises `UnsupportedError` if *x* lies on a device."""
     found = tensor_input(x)
-    if found.place is not None:
-        raise UnsupportedError(f"{_kind(x)} lies on {found.place.device.name}, which this call does not support: "
+    if found.location is not None:
+        raise UnsupportedError(f"{_kind(x)} lies on {found.location.device.name}, which this call does not support: "
                                "copy it to the CPU first")
     return found
 
@@ -167,15 +167,15 @@ _capsule_pointer.argtypes, _capsule_pointer.restype = [ctypes.py_object, ctypes.
 def _from_dlpack(x: Any) -> TensorInput:
     """Read the capsule of *x*, without consuming it: its own destructor releases the tensor."""
     device_type, device_id = x.__dlpack_device__()
-    stream, place = None, None
+    stream, location = None, None
     if int(device_type) in arrays.GPU_TYPES:
-        place, stream = arrays.of_dlpack(x, int(device_id))
+        location, stream = arrays.of_dlpack(x, int(device_id))
     elif int(device_type) not in _CPU_DEVICES:
         name = _DEVICE_NAMES.get(int(device_type), f"DLPack device type {int(device_type)}")
         raise UnsupportedError(f"{_kind(x)} lives on {name} device {device_id}: copy it to the CPU first")
     capsule = _export(x, stream)
-    if place is not None:
-        place = arrays.location_after_export(place)
+    if location is not None:
+        location = arrays.location_after_export(location)
     if _capsule_is(capsule, b"dltensor_versioned"):
         versioned = _ManagedVersioned.from_address(_capsule_pointer(capsule, b"dltensor_versioned"))
         if versioned.major > 1:
@@ -196,7 +196,7 @@ def _from_dlpack(x: Any) -> TensorInput:
             "pass x.contiguous() or np.ascontiguousarray(x)"
         )
     nbytes = prod(shape) * tensor.bits // 8
-    return TensorInput((tensor.data or 0) + tensor.byte_offset, shape, dtype, nbytes, writable, (capsule, x), place)
+    return TensorInput((tensor.data or 0) + tensor.byte_offset, shape, dtype, nbytes, writable, (capsule, x), location)
 
 
 def _export(x: Any, stream: int | None) -> object:

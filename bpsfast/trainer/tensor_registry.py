@@ -54,7 +54,7 @@ class TensorRegistry:
         self._deferred: dict[str, Callable[[], None]] = {}
         self._order: dict[str, int] = {}  # of names that the program has declared itself
         self._unnamed: dict[str, int] = {}
-        self._editions: dict[str, int] = {}  # name -> how many models of the trainer have had it
+        self._models: dict[str, int] = {}  # name -> how many models of the trainer have had it
 
     # -- what the node says: called by the mailbox, one message at a time --------------------------------------------
 
@@ -146,15 +146,15 @@ class TensorRegistry:
         """Return the names that were noted, in their order."""
         return list(self._order)
 
-    def edition(self, names: Iterable[str]) -> int:
+    def model_number(self, names: Iterable[str]) -> int:
         """Return the number of a new model with tensors *names*: above that of every earlier model on this rank with
         one of them. Ranks that make such models in the same order get the same numbers, even if they have retired the
         earlier models at different times.
         """
         with self._lock:
             names = list(names)
-            number = max([0, *(self._editions.get(name, 0) for name in names)])
-            self._editions.update(dict.fromkeys(names, number + 1))
+            number = max([0, *(self._models.get(name, 0) for name in names)])
+            self._models.update(dict.fromkeys(names, number + 1))
         return number
 
     # -- units -----------------------------------------------------------------------------------------------------

@@ -40,18 +40,18 @@ class Tuner:
     """
 
     def __init__(self, session: Session, name: str, specs: Mapping[str, TensorSpec], edition: GradientLayout,
-                 by_urgency: Sequence[str], tuned: TuningPoint | None = None) -> None:
+                 by_priority: Sequence[str], tuned: TuningPoint | None = None) -> None:
         self._session = session
         self._name = f"Tuning of {name}"
         self._specs = specs
-        self._by_urgency = list(by_urgency)
+        self._by_priority = list(by_priority)
         self._first = edition
         settings = session.settings
         present = TuningPoint(settings.partition_bytes, settings.fusion_bytes, settings.credit_bytes,
                         settings.tcp_streams)
-        self._settings_cut = present.cut
+        self._settings_layout = present.layout
         self._point = present
-        self._editions = {present.cut: edition}
+        self._editions = {present.layout: edition}
         self._leaving: dict[tuple[int, int, int], int] = {}  # cut -> steps until it is retired
         self._dropped: list[GradientLayout] = []
         self._coming: GradientLayout | None = None
@@ -108,7 +108,7 @@ class Tuner:
         self._retire(timeout_s)
         self._announced = False
         if unit is None:
-            return self._editions[self._point.cut]
+            return self._editions[self._point.layout]
         used = self._point
         words = unit.view(unit.round)[:8 * _N_WORDS].view(np.float64).tolist()
         number, is_last, active, coming = _decoded(words)
@@ -118,7 +118,7 @@ class Tuner:
         elif self._coming is not None and words[_FAILED]:
             self._drop()
         elif self._coming is not None and words[_READY] == self._session.size:
-            self._editions[self._coming_point.cut] = self._coming
+            self._editions[self._coming_point.layout] = self._coming
             self._coming = None
             self._use(self._coming_point)
         if is_last:
@@ -127,29 +127,29 @@ class Tuner:
         if self._pilot is not None and self._ended and not is_last:
             self._pilot.observe(used, now - self._ended)
         self._ended = now
-        return self._editions[self._point.cut]
+        return self._editions[self._point.layout]
 
     # -- the same on all ranks -------------------------------------------------------------------------------------
 
     def _obey(self, active: TuningPoint, coming: TuningPoint | None) -> None:
-        if active.cut not in self._editions:
+        if active.layout not in self._editions:
             raise ProtocolError(f"rank 0 has decided for {active}, for which this rank has no layout: a bug in bpsfast")
         if self._coming is not None:  # a new decision before it was ready
             self._dropped.append(self._coming)
             self._coming, self._coming_state = None, [0, 0]
-        kept = {active.cut} | ({coming.cut} if coming is not None else set())
+        kept = {active.layout} | ({coming.layout} if coming is not None else set())
         for cut in self._editions:
             if cut in kept:
                 self._leaving.pop(cut, None)
             else:
                 self._leaving.setdefault(cut, _N_LINGER)
         self._use(active)
-        if coming is not None and coming.cut in self._editions:
+        if coming is not None and coming.layout in self._editions:
             self._use(coming)
         elif coming is not None:
             self._n_editions += 1
             self._coming_point, self._coming_state = coming, [0, 0]
-            cut = LayoutSizes() if coming.cut == self._settings_cut else LayoutSizes(*coming.cut)
+            cut = LayoutSizes() if coming.layout == self._settings_layout else LayoutSizes(*coming.layout)
             self._coming = GradientLayout(self._session, self._specs, self._n_editions, cut, self._first.device)
 
     def _use(self, point: TuningPoint) -> None:
@@ -183,7 +183,7 @@ class Tuner:
             return
         try:
             if self._coming.is_committed:
-                self._coming.lay_out(self._by_urgency, self._first)
+                self._coming.lay_out(self._by_priority, self._first)
                 self._coming_state = [1, 0]
         except BpsError as exc:
             self._session.port.check()  # the end of the job is not a refusal

@@ -24,7 +24,7 @@ def test_zeros_of_the_host_device(dtype, shape):
     assert not made.view(np.uint8).any() if shape else True
     found = tensor_input(made)
     assert (found.dtype, found.shape, found.writable) == (dtype, shape, True)
-    assert found.place.device is host_device()
+    assert found.location.device is host_device()
 
 
 @pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "host:0", "CUDA", "cpu"])
@@ -61,7 +61,7 @@ def test_like_a_tensor():
     from dataclasses import replace
 
     x = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
-    memory = replace(tensor_input(x.detach()), place=host_device().place())
+    memory = replace(tensor_input(x.detach()), location=host_device().location())
     made = arrays.empty_like(memory)
     assert isinstance(made, torch.Tensor)
     assert (made.shape, made.dtype, made.requires_grad) == (x.shape, x.dtype, False)

@@ -95,7 +95,7 @@ def test_a_stream_that_stands_still_holds_up_nothing_else(device, line, log):
     with held(device) as gate:
         blocked = log.departure("blocked", Memory(device, STRIDE), priority=9, after=[gate.stream.record()])
         line.add(blocked)
-        others = [log.departure(str(i), Memory(device, 5 * STRIDE), after=[device.place().ready]) for i in range(3)]
+        others = [log.departure(str(i), Memory(device, 5 * STRIDE), after=[device.location().ready]) for i in range(3)]
         for departure in others:
             line.add(departure)
         done(*others)

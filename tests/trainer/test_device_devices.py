@@ -155,17 +155,17 @@ def test_results_that_cannot_be_pinned(job):
         assert "pinned already" in refusal
 
 
-def placed():
+def located():
     """The setting host_device: what is not shared memory lies on the host device."""
     devices = process.current().devices
     private, shared, already = np.ones(3, "f4"), bpsfast.empty(3), far(n=3)
-    places = [devices.placed(tensor_input(x)).place for x in (private, shared, already)]
-    return [place and place.device.name for place in places], DeviceBytes.of(from_array(private)) is None
+    locations = [devices.located(tensor_input(x)).location for x in (private, shared, already)]
+    return [location and location.device.name for location in locations], DeviceBytes.of(from_array(private)) is None
 
 
 def test_the_setting_places_arrays(job, two):
-    assert job(ranks=(1,), host_device=True).run(placed) == [(["host", None, "host"], True)]
-    assert two.run(placed) == [([None, None, "host"], True)] * 2
+    assert job(ranks=(1,), host_device=True).run(located) == [(["host", None, "host"], True)]
+    assert two.run(located) == [([None, None, "host"], True)] * 2
 
 
 def into_shared_memory():

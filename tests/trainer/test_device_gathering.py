@@ -105,7 +105,7 @@ def refused():
     other.name = "elsewhere"
     x = arrays()
     here, there = tensor_input(x["a"]), from_array(np.zeros(5, "f4"))
-    far = replace(tensor_input(x["b"]), place=other.place())
+    far = replace(tensor_input(x["b"]), location=other.location())
     texts = []
     for arguments in (("a", here, there), ("a", here, far)):
         try:

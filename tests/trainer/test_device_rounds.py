@@ -43,7 +43,7 @@ def there_and_back():
     x = on(None)
     crossing, unit = begin("back", x, x)
     crossing.wait(deadline())
-    crossing.join(host_device().place().caller())
+    crossing.join(host_device().location().caller())
     return float(x.min()), float(x.max()), crossing.done(), unit.in_flight, crossing.round == unit.round
 
 
@@ -55,7 +55,7 @@ def there_only():
     x = on(None)
     crossing, unit = begin("there", x, None)
     crossing.wait(deadline())
-    crossing.join(host_device().place().caller())  # nothing is enqueued
+    crossing.join(host_device().location().caller())  # nothing is enqueued
     return float(x[0]) == 1.0 + bpsfast.rank(), float(unit.view(crossing.round).view("f4").sum()) == 3.0 * N
 
 
@@ -115,7 +115,7 @@ def read_late():
             seen.append(str(exc))
         gate.go()
         crossings[2].wait(deadline())
-        crossings[2].join(host_device().place().caller())
+        crossings[2].join(host_device().location().caller())
         crossings[0].join(gate.stream)
         gate.stream.record().wait(LIMIT_S)
         return len(seen), late.min(), late.max(), float(x.min())

@@ -23,7 +23,7 @@ def one(shared_job):
 
 def staging_buffer_of(x):
     memory = tensor_input(x)
-    return StagingBuffer(process.current().devices.staging_buffers, memory.place, memory.address, memory.nbytes,
+    return StagingBuffer(process.current().devices.staging_buffers, memory.location, memory.address, memory.nbytes,
                          memory.owner)
 
 
@@ -164,7 +164,7 @@ def refused():
     for segment in session.memory.segments.values():
         device.pin(segment.address, segment.nbytes, True)
     try:
-        session.devices.staging_buffers.allocate(device.place(), 5000)
+        session.devices.staging_buffers.allocate(device.location(), 5000)
     except DeviceError:
         again = session.memory.allocate(5000)
         session.memory.release(again)
@@ -204,7 +204,7 @@ def broken():
     device = Broken()
     before = threading.active_count()
     x = np.zeros(5000, "f4")
-    staging_buffer = StagingBuffer(session.devices.staging_buffers, device.place(), x.ctypes.data, x.nbytes, x)
+    staging_buffer = StagingBuffer(session.devices.staging_buffers, device.location(), x.ctypes.data, x.nbytes, x)
     staging_buffer.fetch()
     staging_buffer.wait(deadline())
     staging_buffer.release()

@@ -42,7 +42,7 @@ class Training:
 
 
 def bowl(point):
-    return 1 + sum((a - b) ** 2 for a, b in zip(point.place, (20, 22, 2))) * 0.02
+    return 1 + sum((a - b) ** 2 for a, b in zip(point.coordinates, (20, 22, 2))) * 0.02
 
 
 def test_the_best_stays_within_the_budget():
@@ -75,10 +75,10 @@ def test_what_is_hopeless_is_over_after_one_step():
 
 def test_what_cannot_be_had_is_noted_and_left():
     runner = TrialRunner(Search(), DEFAULT, DEFAULT)
-    training = Training(runner, bowl, cannot=lambda point: point.cut != DEFAULT.cut).run(70)
+    training = Training(runner, bowl, cannot=lambda point: point.layout != DEFAULT.layout).run(70)
     refused = [trial for trial in training.pilot.trials if trial.step_s is None]
     assert refused and training.pilot.decision.is_last
-    assert all(used.cut == DEFAULT.cut for used, _ in training.steps)
+    assert all(used.layout == DEFAULT.layout for used, _ in training.steps)
 
 
 @pytest.mark.parametrize("stored", [BAD, DEFAULT])

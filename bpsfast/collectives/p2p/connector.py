@@ -83,7 +83,7 @@ class PeerConnector:
                  listen: Callable[[], None]) -> None:
         self._session = session
         self._come, self._reached, self._failed, self._tell_listening = come, reached, failed, listen
-        self._key = session.place.job_key
+        self._key = session.role.job_key
         self._encryption = Encryption.of(session.settings)
         self._closed = False
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class PeerConnector:
             self._address = self._listen()
             for listener in self.listeners:
                 listener.setblocking(False)
-            session.notices.publish(_key_of(session.rank), msgspec.msgpack.encode(self._address))
+            session.key_values.publish(_key_of(session.rank), msgspec.msgpack.encode(self._address))
         except BaseException:
             for listener in self.listeners:
                 listener.close()
@@ -287,7 +287,7 @@ class PeerConnector:
             self._failed(rank, PeerLostError(f"rank {session.rank} cannot connect to rank {rank}: {exc}"))
 
     def _find(self, rank: int) -> Address:
-        data = self._session.notices.lookup(_key_of(rank), _ADDRESS_S, f"rank {rank}", lambda: self._closed)
+        data = self._session.key_values.lookup(_key_of(rank), _ADDRESS_S, f"rank {rank}", lambda: self._closed)
         try:
             return msgspec.msgpack.decode(data, type=Address)
         except DECODE_ERRORS as exc:

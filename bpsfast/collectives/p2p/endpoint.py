@@ -317,7 +317,7 @@ class P2PEndpoint:
             for peer in self._peers.values():
                 peer.leave(error)
         try:
-            self._session.notices.withdraw(f"post:{self.rank}:")
+            self._session.key_values.withdraw(f"post:{self.rank}:")
             self.progress.wait(lambda: all(peer.link is None for peer in list(self._peers.values())), _CLOSE_TIMEOUT_S)
         except BpsError:
             log.debug("the job is over: no peer is waited for")

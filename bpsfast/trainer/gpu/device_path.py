@@ -74,7 +74,7 @@ class DevicePath:
         targets = [member._replace(source=member.target) for member in members if member.target is not None]
         round = self._session.devices.send(unit, _bytes(members), _bytes(targets) if targets else None)
         self._sent[unit.name] = _Sent(round, {member.offset: member.source.address for member in targets}, [
-            member.source.place.caller for member in targets if member.source.place is not None])
+            member.source.location.caller for member in targets if member.source.location is not None])
         return True
 
     def wait(self, unit: Unit, round: int, deadline: float) -> None:
@@ -102,16 +102,16 @@ class DevicePath:
 
     def deliver(self, unit: Unit, round: int, offset: int, target: TensorInput, deadline: float) -> None:
         """Wait for *round*; later work of *target*'s owner finds the sum of the tensor at *offset* there."""
-        assert target.place is not None, "the unit delivers to the host"
+        assert target.location is not None, "the unit delivers to the host"
         self.wait(unit, round, deadline)
         sent = self._of(unit, round)
         if sent is not None and sent.address_at.get(offset) == target.address:
-            sent.round.join(target.place.caller())
+            sent.round.join(target.location.caller())
             return
         result = self._session.devices.bring(unit, round, _bytes([_Member(offset, target, None)]))
         result.wait(deadline, self._session.require_open)
         assert result.event is not None, "it is over"
-        target.place.caller().wait(result.event)
+        target.location.caller().wait(result.event)
 
     def _of(self, unit: Unit, round: int) -> _Sent | None:
         """Return *round* of *unit* if it was sent from a device."""
@@ -120,12 +120,12 @@ class DevicePath:
 
 
 def _device(memory: TensorInput) -> str:
-    return memory.place.device.name if memory.place is not None else "the CPU"
+    return memory.location.device.name if memory.location is not None else "the CPU"
 
 
 def _bytes(members: Sequence[_Member]) -> DeviceBytes:
     """Return where the sources of *members* lie."""
-    places = [member.source.place for member in members if member.source.place is not None]
-    return DeviceBytes(places[0].device,
+    locations = [member.source.location for member in members if member.source.location is not None]
+    return DeviceBytes(locations[0].device,
                  [DeviceRange(member.offset, member.source.address, member.source.nbytes) for member in members],
-                 [place.ready for place in places], [member.source.owner for member in members])
+                 [location.ready for location in locations], [member.source.owner for member in members])

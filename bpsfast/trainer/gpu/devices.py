@@ -106,10 +106,10 @@ class DeviceBytes(NamedTuple):
     @classmethod
     def of(cls, memory: TensorInput) -> DeviceBytes | None:
         """Return those of *memory*, which is a whole unit; None if it does not lie on a device."""
-        place = memory.place
-        if place is None:
+        location = memory.location
+        if location is None:
             return None
-        return cls(place.device, [DeviceRange(0, memory.address, memory.nbytes)], [place.ready], memory.owner)
+        return cls(location.device, [DeviceRange(0, memory.address, memory.nbytes)], [location.ready], memory.owner)
 
 
 class _CopyThreads(NamedTuple):
@@ -140,13 +140,13 @@ class Devices:
         self._pinned: dict[tuple[str, int], tuple[Device, Segment] | None] = {}  # by (kind of device, address)
         self._has_warned = False
 
-    def placed(self, memory: TensorInput) -> TensorInput:
+    def located(self, memory: TensorInput) -> TensorInput:
         """Return *memory*; with the setting host_device as memory of the host device, unless it is shared memory."""
         session = self._session
-        if (not session.settings.host_device or memory.place is not None
+        if (not session.settings.host_device or memory.location is not None
                 or session.memory.locate(memory.address, memory.nbytes) is not None):
             return memory
-        return replace(memory, place=host_device().place())
+        return replace(memory, location=host_device().location())
 
     def send(self, unit: Unit, source: DeviceBytes, target: DeviceBytes | None) -> DeviceRound:
         """Begin the next round of *unit* with the input *source*; its sum is copied to *target*, if given.

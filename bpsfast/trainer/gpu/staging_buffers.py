@@ -38,10 +38,10 @@ class StagingBuffer:
     Raises as `StagingBuffers.allocate`.
     """
 
-    def __init__(self, buffers: StagingBuffers, place: DeviceLocation, address: int, nbytes: int,
+    def __init__(self, buffers: StagingBuffers, location: DeviceLocation, address: int, nbytes: int,
                  keeps: object) -> None:
-        self.place = place
-        self.region = buffers.allocate(place, nbytes)
+        self.location = location
+        self.region = buffers.allocate(location, nbytes)
         self._buffers = buffers
         self._address, self._nbytes = address, nbytes
         self._keeps = keeps
@@ -49,8 +49,8 @@ class StagingBuffer:
 
     def fetch(self) -> None:
         """Enqueue the copy from the device."""
-        stream = self._buffers.streams(self.place).to_host
-        stream.wait(self.place.ready)
+        stream = self._buffers.streams(self.location).to_host
+        stream.wait(self.location.ready)
         stream.copy(self.region.address, self._address, self._nbytes, to_host=True)
         self._last = stream.record()
 
@@ -67,13 +67,13 @@ class StagingBuffer:
         while self._last is not None and not self._last.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
             self._buffers.require_open()
             if time.monotonic() >= deadline:
-                raise StallError(f"{self._nbytes} bytes did not come from {self.place.device.name} in time: the stream "
-                                 "that computes them has not finished. See what this rank's GPU does")
+                raise StallError(f"{self._nbytes} bytes did not come from {self.location.device.name} in time: the "
+                                 "stream that computes them has not finished. See what this rank's GPU does")
 
     def restore(self) -> Event:
         """Enqueue the copy back to the device; return the event after it."""
-        stream = self._buffers.streams(self.place).to_device
-        stream.wait(self.place.ready)
+        stream = self._buffers.streams(self.location).to_device
+        stream.wait(self.location.ready)
         stream.copy(self._address, self.region.address, self._nbytes, to_host=False)
         self._last = stream.record()
         return self._last
@@ -94,12 +94,12 @@ class StagingBuffers:
         self._streams: dict[tuple[str, Hashable], _Streams] = {}
         self._returning: list[tuple[Event, Region, object]] = []
 
-    def allocate(self, place: DeviceLocation, nbytes: int) -> Region:
-        """Return shared memory that the device at *place* reaches. Raises as `Memory.allocate`, and `DeviceError`."""
+    def allocate(self, location: DeviceLocation, nbytes: int) -> Region:
+        """Return shared memory that the device reaches. Raises as `InputMemory.allocate`, and `DeviceError`."""
         self.reap()
         region = self._session.memory.allocate(nbytes)
         try:
-            self._pin(place.device, [self._session.memory.segments["rank", region.segment]])
+            self._pin(location.device, [self._session.memory.segments["rank", region.segment]])
         except BaseException:
             self._session.memory.release(region)
             raise
@@ -109,16 +109,16 @@ class StagingBuffers:
         """Raise `ClosedError` if the session is closed."""
         self._session.require_open()
 
-    def streams(self, place: DeviceLocation) -> _Streams:
-        """Return the streams for copies from and to *place*: other ones for each stream of an owner, as copies of one
-        must not wait for the work of another.
+    def streams(self, location: DeviceLocation) -> _Streams:
+        """Return the streams for copies from and to *location*: each stream of an owner has its own two, as copies for
+        one must not wait for the work of another.
         """
-        key = place.device.name, place.ready.origin
+        key = location.device.name, location.ready.origin
         with self._lock:
             self.require_open()
             found = self._streams.get(key)
             if found is None:
-                found = self._streams[key] = _Streams(place.device.stream(), place.device.stream())
+                found = self._streams[key] = _Streams(location.device.stream(), location.device.stream())
             return found
 
     def release(self, region: Region, last: Event | None, keeps: object) -> None:
@@ -187,7 +187,7 @@ def broadcast(session: DeviceSession, broadcaster: Broadcaster, x: Any, memory: 
     result, target = x, memory
     if not memory.writable:
         result = arrays.empty_like(memory)
-        target = session.devices.placed(tensor_input(result))
+        target = session.devices.located(tensor_input(result))
     if session.rank != root_rank:
         with _staged(session, target) as buffer:
             broadcaster.receive(root_rank, text, lambda nbytes: [(buffer.region.address, nbytes)])
@@ -207,13 +207,14 @@ def broadcast(session: DeviceSession, broadcaster: Broadcaster, x: Any, memory: 
 
 def _copy_back(buffer: StagingBuffer) -> None:
     """Copy *buffer* to the device; later work of its owner waits for it."""
-    buffer.place.caller().wait(buffer.restore())
+    buffer.location.caller().wait(buffer.restore())
 
 
 @contextmanager
 def _staged(session: DeviceSession, memory: TensorInput) -> Iterator[StagingBuffer]:
-    assert memory.place is not None, "it lies on a device"
-    buffer = StagingBuffer(session.devices.staging_buffers, memory.place, memory.address, memory.nbytes, memory.owner)
+    assert memory.location is not None, "it lies on a device"
+    buffer = StagingBuffer(session.devices.staging_buffers, memory.location, memory.address, memory.nbytes,
+                           memory.owner)
     try:
         yield buffer
     finally:
