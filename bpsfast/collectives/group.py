@@ -210,7 +210,7 @@ class Group:
         finally:
             self._lock.release()
 
-    # -- innards ---------------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------------
 
     def _exchange(self, text: str, owner: object, move: Callable[[_Call], None]) -> None:
         """Exchange messages, once all members are known to make the same call."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -83,14 +84,17 @@ class Gradients:
         Where the arrays lie, if not in shared memory: "cuda", "cuda:1" (CuPy arrays), "host" (`bpsfast.gpu.host`).
         Then `ready` reads a gradient after the work that its owner's stream has by then. The sum replaces the gradient,
         and work that is enqueued after `wait` sees it. The host never waits for the stream.
-    on the device
-        The device on which all gradients lie that `fill_from` will get.
+    on_device
+        The device on which all gradients lie that `fill_from` will get. Its earlier name *afar* is deprecated.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], Any]], group_small: bool = True,
                  average: bool = True, prefix: str = "", order: Sequence[str] | None = None,
                  compression: Choice | None = None, tuned: TuningPoint | None = None, device: str | None = None,
-                 on_device: str | None = None) -> None:
+                 on_device: str | None = None, afar: str | None = None) -> None:
+        if afar is not None:
+            warnings.warn("Gradients(afar=...) is called on_device now", DeprecationWarning, stacklevel=2)
+            on_device = afar
         self._session = session = process.current()
         kinds = {name: (tuple(shape), wire_name(dtype)) for name, (shape, dtype) in tensors.items()}
         self.codecs = chosen_among(compression, kinds, session.settings.min_compress_bytes)
@@ -437,7 +441,7 @@ class Gradients:
             self._first.release_input()
         return True
 
-    # -- innards ---------------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------------
 
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self._session.settings.timeout_s if timeout_s is None else timeout_s)

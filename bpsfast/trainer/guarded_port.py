@@ -167,7 +167,7 @@ class GuardedPort:
         self._port.close()
         return True
 
-    # -- innards ---------------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------------
 
     def _in_slices(self, wait: Callable[[float], int], subject: Callable[[], _Awaited], timeout_s: float,
                    spent_s: float = 0.0) -> int:

@@ -118,7 +118,7 @@ class SparseTable:
             self._session.memory.release(staging)
         return True
 
-    # -- innards ---------------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------------
 
     def _declare(self) -> None:
         self._session.tensors.declare([TensorSpec(

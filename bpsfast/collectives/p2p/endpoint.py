@@ -177,7 +177,7 @@ class P2PEndpoint:
             return exc
         return None
 
-    # -- innards ---------------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------------
 
     def _check(self, channel: int, peer: int | None, tag: int | None, nbytes: int) -> None:
         if not 0 <= channel < 1 << 32:
