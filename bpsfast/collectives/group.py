@@ -56,19 +56,9 @@ class Group:
 
     Any thread, one call at a time: a second one waits for its turn. Memory is the caller's, contiguous, and must not be
     written meanwhile. After a failed call (a member called something else, or did not call in time) the group is
-    unusable: the members' calls are out of step.
-
-    Parameters
-    ----------
-    name
-        The same on all members, and of no other group of the job.
-
-    All calls raise
-    ---------------
-    MismatchError
-        If members call different collectives; the text says what each called.
-    StallError, PeerLostError, ClosedError
-        If a member does not call in time, or is lost.
+    unusable: the members' calls are out of step. *name*: the same on all members, and of no other group of the job. All
+    calls raise `MismatchError` if members call different collectives; the text says what each called. All calls raise
+    `StallError`, `PeerLostError` or `ClosedError` if a member does not call in time, or is lost.
     """
 
     def __init__(self, session: Session, ranks: Sequence[int], name: str, timeout_s: float) -> None:
@@ -378,12 +368,8 @@ def make_group(session: Session, ranks: Sequence[int], timeout_s: float | None =
     """Return a new group of *ranks* of *session*: its i-th member is the i-th of them.
 
     All of them call this equally often for the same *ranks*, in the same order; other ranks need not. Nothing is
-    exchanged before the first collective. *timeout_s*: how long a collective may take; None: by the setting.
-
-    Raises
-    ------
-    ConfigError
-        If this rank is none of *ranks*, or they are not ranks of the job.
+    exchanged before the first collective. *timeout_s*: how long a collective may take; None: by the setting. Raises
+    `ConfigError` if this rank is none of *ranks*, or they are not ranks of the job.
     """
     key = tuple(ranks)
     counts = session.extension(_counts_of_groups)

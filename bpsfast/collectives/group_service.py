@@ -48,6 +48,9 @@ def open_channel(is_leader: bool, share: Callable[[bytes | None], bytes], host: 
                  ) -> LeaderChannel | FollowerChannel:
     """Return this rank's end of the channel between the first rank and the others. Called by all of them.
 
+    Raises `ConfigError` on all ranks, if the first one cannot listen; if only one of this rank and the first one has a
+    secret.
+
     Parameters
     ----------
     share
@@ -56,11 +59,6 @@ def open_channel(is_leader: bool, share: Callable[[bytes | None], bytes], host: 
         Returns the address at which the others reach the first rank; called there only. May raise OSError.
     secret
         The job's key, on all ranks or on none.
-
-    Raises
-    ------
-    ConfigError
-        On all ranks, if the first one cannot listen; if only one of this rank and the first one has a secret.
     """
     if not is_leader:
         found = msgspec.msgpack.decode(share(None), type=_LeaderAddress)

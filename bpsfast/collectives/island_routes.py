@@ -122,12 +122,8 @@ class _Decided(msgspec.Struct, frozen=True):
 def agree(session: Session, device: Device) -> IslandRoutes:
     """Return the routes of this machine; this rank has *device*. Collective over all ranks of the job.
 
-    Raises
-    ------
-    ConfigError
-        On all ranks of the machine, if it does not have what settings ask for.
-    StallError, PeerLostError
-        If a rank does not come in time, or is gone.
+    Raises `ConfigError` on all ranks of the machine, if it does not have what settings ask for. Raises `StallError` or
+    `PeerLostError` if a rank does not come in time, or is gone.
     """
     own = _Member(session.rank, session.node, session.local_rank, _address(device))
     everybody = island_group(session, range(session.size), "devices")

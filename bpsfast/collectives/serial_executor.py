@@ -39,12 +39,8 @@ class SerialExecutor:
     def run(self, job: Callable[[], None], done: Done, inline: bool) -> None:
         """Run *job* when it is its turn, then ``done(error)`` (None: no error).
 
-        *inline*: in this thread, if that is now.
-
-        Raises
-        ------
-        ClosedError
-            After `close`, and in a fork of the process that made this.
+        *inline*: in this thread, if that is now. Raises `ClosedError` after `close`, and in a fork of the process that
+        made this.
         """
         if os.getpid() != self._pid:
             raise ClosedError(f"{self._name} belongs to process {self._pid}; this is a fork of it")

@@ -38,6 +38,9 @@ class _Operation:
 class TurnService(GroupService[_Operation]):
     """One rank's part of a group. Making and closing it are collective; `submit` is for any thread.
 
+    Raises `ConfigError` on all ranks, if rank 0 cannot listen; if this rank has a secret, and rank 0 has none, or the
+    other way round.
+
     Parameters
     ----------
     agree
@@ -52,11 +55,6 @@ class TurnService(GroupService[_Operation]):
         Nothing has its turn before all ranks have been given it (`turns.Leader`).
     secret
         The job's key, on all ranks or on none; of it the line's key is made.
-
-    Raises
-    ------
-    ConfigError
-        On all ranks, if rank 0 cannot listen; if this rank has a secret, and rank 0 has none, or the other way round.
     """
 
     def __init__(self, rank: int, size: int, agree: Callable[[bytes | None], bytes], *, host: Callable[[], str],
@@ -84,14 +82,9 @@ class TurnService(GroupService[_Operation]):
     def submit(self, entry: Entry, begin: Callable[[Finish], None], on_done: Finish, priority: int = 0) -> None:
         """Let *begin* be called when it is *entry*'s turn on all ranks; *on_done* hears of its end.
 
-        Both are called by the service's thread, which must not wait in them: it keeps all deadlines.
-
-        Raises
-        ------
-        BusyError
-            If the same was given before and is not done.
-        ClosedError, PeerLostError, StallError, MismatchError
-            If nothing more can be begun: this is closed, or what happened to the group.
+        Both are called by the service's thread, which must not wait in them: it keeps all deadlines. Raises `BusyError`
+        if the same was given before and is not done. Raises `ClosedError`, `PeerLostError`, `StallError` or
+        `MismatchError` if nothing more can be begun: this is closed, or what happened to the group.
         """
         with self._lock:
             if self._error is not None:
@@ -108,10 +101,8 @@ class TurnService(GroupService[_Operation]):
     def close(self) -> None:
         """Wait for what was given here, on rank 0 for all ranks to close, and end the thread. Again: does nothing.
 
-        Raises
-        ------
-        PeerLostError, StallError, MismatchError
-            What kept the group from going on, where no operation was left to hear of it.
+        Raises what kept the group from going on (`PeerLostError`, `StallError`, `MismatchError`), if no operation has
+        ended with it.
         """
         with self._lock:
             if not self._closing:

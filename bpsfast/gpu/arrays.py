@@ -65,10 +65,7 @@ def of_torch(tensor: Any) -> DeviceLocation:
 def of_array_interface(x: Any) -> DeviceLocation:
     """Return the location of *x*, which has ``__cuda_array_interface__``.
 
-    Raises
-    ------
-    UnsupportedError
-        If there is no CuPy, or it finds no device with this memory.
+    Raises `UnsupportedError` if there is no CuPy, or it finds no device with this memory.
     """
     module = cupy()
     if isinstance(x, module.ndarray):
@@ -136,12 +133,8 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> Any:
     """Return a new array of zeros on *device* ("host", "cuda" or "cuda:1"); on a GPU a CuPy array, ordered on CuPy's
     current stream.
 
-    Raises
-    ------
-    ConfigError
-        If *device* is no such name.
-    UnsupportedError
-        If there is no such device, or CuPy has no such dtype.
+    Raises `ConfigError` if *device* is no such name. Raises `UnsupportedError` if there is no such device, or CuPy has
+    no such dtype.
     """
     numpy_dtype = TABLE[dtype].numpy
     if device == "host":

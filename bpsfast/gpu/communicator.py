@@ -86,10 +86,7 @@ _SUM = 0  # ncclRedOp_t
 class NcclCommunicator:
     """The members of *group*, each with its own GPU. See `Communicator`.
 
-    Raises
-    ------
-    UnsupportedError
-        If CuPy has no NCCL: on all members, if the first has none.
+    Raises `UnsupportedError` if CuPy has no NCCL: on all members, if the first has none.
     """
 
     def __init__(self, device: CudaDevice, group: Members) -> None:

@@ -112,10 +112,7 @@ class DeviceCopy:
     def wait(self, deadline: float, meanwhile: Callable[[], object]) -> None:
         """Wait until it is over, calling *meanwhile* now and then; raise what it failed with.
 
-        Raises
-        ------
-        StallError
-            If it is not over at *deadline* (time.monotonic).
+        Raises `StallError` if it is not over at *deadline* (time.monotonic).
         """
         while not self._over.is_set():
             rest_s = deadline - time.monotonic()

@@ -40,10 +40,7 @@ _PER_THREAD = 2
 def cupy() -> Any:
     """Return the module `cupy`.
 
-    Raises
-    ------
-    UnsupportedError
-        If CuPy is not installed, or finds no device.
+    Raises `UnsupportedError` if CuPy is not installed, or finds no device.
     """
     try:
         import cupy as module
@@ -290,12 +287,8 @@ def _library() -> Any:
 def _call(name: str, *arguments: Any) -> None:
     """Call *name* in the context that is current in this thread.
 
-    Raises
-    ------
-    UnsupportedError
-        If the driver has no such call.
-    DeviceError
-        With the driver's name for what failed.
+    Raises `UnsupportedError` if the driver has no such call. Raises `DeviceError` with the driver's name for what
+    failed.
     """
     try:
         function = getattr(_library(), name)
@@ -334,10 +327,7 @@ def dma_buf(address: int, nbytes: int) -> int:
 def needs_flush(device: int) -> bool:
     """Return whether CUDA device *device* may see a card's writes later than the host sees their completion.
 
-    Raises
-    ------
-    UnsupportedError
-        If it may, and its writes cannot be flushed.
+    Raises `UnsupportedError` if it may, and its writes cannot be flushed.
     """
     if _attribute(device, _WRITES_ORDERING) >= _TO_OWNER:
         return False

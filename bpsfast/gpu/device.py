@@ -95,12 +95,8 @@ class Device(Protocol):
     def share(self, nbytes: int) -> SharedMemory:
         """Return new device memory that a card can reach.
 
-        Raises
-        ------
-        UnsupportedError
-            If the device or its driver does not support it.
-        DeviceError
-            If the device has no memory left.
+        Raises `UnsupportedError` if the device or its driver does not support it. Raises `DeviceError` if the device
+        has no memory left.
         """
 
     def flush_remote_writes(self) -> None:

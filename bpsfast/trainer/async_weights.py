@@ -200,20 +200,8 @@ class StoredTensor:
 
     The constructor declares it and returns at once. The first calls are `start_seed` and `seed`, on all ranks; then a
     rank pushes and waits for the answer in turn. The owners keep it until all ranks have retired it, or the job ends.
-
-    Parameters
-    ----------
-    average
-        Divide what is pushed by the number of ranks that push together.
-    priority
-        As `push_pull`.
-
-    Raises
-    ------
-    ConfigError
-        If *spec* is not possible.
-    BusyError
-        If the name is in use.
+    *average*: divide what is pushed by the number of ranks that push together. *priority*: as `push_pull`. Raises
+    `ConfigError` if *spec* is not possible. Raises `BusyError` if the name is in use.
     """
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: Any, spec: StoreSpec, *, average: bool = False,
@@ -254,10 +242,7 @@ class StoredTensor:
     def start_seed(self, weights: Any, root_rank: int) -> None:
         """Begin to set the weights to rank *root_rank*'s; those of other ranks are ignored.
 
-        Raises
-        ------
-        ConfigError
-            If there is no rank *root_rank*.
+        Raises `ConfigError` if there is no rank *root_rank*.
         """
         if not 0 <= root_rank < self._session.size:
             raise ConfigError(f"root_rank={root_rank}, but the job has ranks 0 to {self._session.size - 1}")
@@ -280,12 +265,8 @@ class StoredTensor:
     def push(self, values: Any) -> None:
         """Push *values*: anything that `push_pull` takes, of the tensor's dtype and number of elements.
 
-        Raises
-        ------
-        MismatchError
-            If it is something else; nothing was pushed.
-        BusyError
-            If the last push was not waited for.
+        Raises `MismatchError` if it is something else; nothing was pushed. Raises `BusyError` if the last push was not
+        waited for.
         """
         source = host_input(values)
         if source.nbytes != self._unit.nbytes or TABLE[source.dtype].numpy != self.dtype:
@@ -306,10 +287,7 @@ class StoredTensor:
         """Wait for the answer to the last push: the weights, a read-only array that is valid until the second next
         push.
 
-        Raises
-        ------
-        StallError, PeerLostError
-            As `push_pull`; the text names the worker that the answer waits for.
+        Raises `StallError` or `PeerLostError` as `push_pull`; the text names the worker that the answer waits for.
         """
         unit = self._unit
         unit.wait(unit.round, self._session.settings.timeout_s if timeout_s is None else timeout_s)

@@ -74,12 +74,8 @@ class Broadcaster:
     def send(self, text: str, pieces: Pieces) -> None:
         """Send the bytes of *pieces* to all other ranks, described by *text*; return when all have taken part.
 
-        Raises
-        ------
-        MismatchError
-            If another rank sends too.
-        StallError, PeerLostError
-            If a rank does not take part.
+        Raises `MismatchError` if another rank sends too. Raises `StallError` or `PeerLostError` if a rank does not take
+        part.
         """
         nbytes = sum(n for _, n in pieces)
         with self._lock, self._turn() as unit:
@@ -97,10 +93,8 @@ class Broadcaster:
     def receive(self, root: int, text: str, accept: Callable[[int], Pieces]) -> None:
         """Receive what rank *root* sends into the pieces that ``accept(nbytes)`` returns (drop it if there are none).
 
-        Raises
-        ------
-        MismatchError
-            If what is sent is not *text* from *root*; the channel stays usable if exactly one rank sent.
+        Raises `MismatchError` if what is sent is not *text* from *root*; the channel stays usable if exactly one rank
+        sent.
         """
         with self._lock, self._turn() as unit:
             first = self._chunk

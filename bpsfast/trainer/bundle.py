@@ -75,10 +75,8 @@ class Bundle:
     def run(self, sources: Sequence[int], targets: Sequence[int], learning_rate: float | None = None) -> None:
         """Sum what lies at the addresses *sources* into *targets*. *learning_rate*: see `bpsfast.push_pull`.
 
-        Raises
-        ------
-        MismatchError, BusyError, ClosedError, StallError, PeerLostError
-            As `bpsfast.push_pull`; *targets* are then partly written.
+        Raises `MismatchError`, `BusyError`, `ClosedError`, `StallError` or `PeerLostError` as `bpsfast.push_pull`;
+        *targets* are then partly written.
         """
         timeout_s = self.session.settings.timeout_s
         with self._lock:

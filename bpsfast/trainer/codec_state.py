@@ -26,12 +26,7 @@ class States:
     def save(self, unit: Unit) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the state of *unit* as bytes, empty in a job of one machine; its last round must have been waited for.
 
-        Raises
-        ------
-        UnsupportedError
-            If the unit is not compressed.
-        BusyError
-            If a round of it is under way.
+        Raises `UnsupportedError` if the unit is not compressed. Raises `BusyError` if a round of it is under way.
         """
         nbytes = self._ask(unit, "size").nbytes
         if nbytes == 0:

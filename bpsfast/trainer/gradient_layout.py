@@ -125,12 +125,7 @@ class GradientLayout:
     def lay_out(self, by_priority: Sequence[str], first: GradientLayout | None = None) -> None:
         """Wait for the commit and find input memory for every unit, where *first* has it as far as that is possible.
 
-        *first*: the first layout; None: this one.
-
-        Raises
-        ------
-        CapacityError
-            If there is none; nothing was kept.
+        *first*: the first layout; None: this one. Raises `CapacityError` if there is none; nothing was kept.
         """
         units = {name: self._session.tensors.unit(self.wires[name]) for name in by_priority}
         own_of = {wire: name for name, wire in self.wires.items()}
@@ -176,10 +171,7 @@ class GradientLayout:
     def retire(self, timeout_s: float, keeps_input: bool) -> None:
         """Retire its units, once their last rounds are complete; and, unless *keeps_input*, release its input memory.
 
-        Raises
-        ------
-        StallError, PeerLostError
-            As `push_pull`, if a round that was not waited for does not complete.
+        Raises `StallError` or `PeerLostError` as `push_pull`, if a round that was not waited for does not complete.
         """
         units = self.units
         users = self._session.extension(users_of_names)

@@ -186,10 +186,7 @@ def run(source: TensorInput, name: str | None, average: bool, priority: int | No
 def _located(source: TensorInput, output: Output) -> tuple[TensorInput, Output]:
     """Return both after `Devices.located`.
 
-    Raises
-    ------
-    UnsupportedError
-        If they are on different ones.
+    Raises `UnsupportedError` if they are on different ones.
     """
     devices = process.current().devices
     if output is None:

@@ -70,12 +70,8 @@ class InputMemory:
     def allocate(self, nbytes: int) -> Region:
         """Return *nbytes* of page-aligned input memory, zeros unless some of it was released before.
 
-        It stays this rank's until the session ends, or until it is released.
-
-        Raises
-        ------
-        CapacityError
-            If the machine cannot hold it.
+        It stays this rank's until the session ends, or until it is released. Raises `CapacityError` if the machine
+        cannot hold it.
         """
         self._require_open()
         with self._lock:

@@ -60,17 +60,9 @@ class Attachment:
 def attach(role: ProcessRole, settings: Settings, version: str, failure: Callable[[], str | None]) -> Attachment:
     """Attach to this machine's node and return once the whole job has joined.
 
-    Parameters
-    ----------
-    version
-        This package's version; the node's must be the same.
-    failure
-        Returns what became of the daemons that this process started, None while they run.
-
-    Raises
-    ------
-    MismatchError, ConfigError, StallError, PeerLostError
-        The reason why the node or the scheduler refused, or that one of them is lost.
+    *version*: this package's version; the node's must be the same. *failure* returns what became of the daemons that
+    this process started, None while they run. Raises the error with which the node or the scheduler refused this rank
+    (`MismatchError`, `ConfigError`, `StallError`), or `PeerLostError` if one of them is lost.
     """
     deadline = time.monotonic() + settings.start_timeout_s + _GRACE_S
     connection = _connect(role, settings, failure)
@@ -224,10 +216,7 @@ class Mailbox:
     def wait(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
         """Read messages until ``ready()`` is not None and return that, or None after *timeout_s* seconds.
 
-        Raises
-        ------
-        PeerLostError
-            If the node died, or what `check` raises; messages that came before are handled first.
+        Raises `PeerLostError` if the node died, or what `check` raises; messages that came before are handled first.
         """
         self._require_open()  # before any lock, which a fork may have inherited locked
         deadline = time.monotonic() + timeout_s
@@ -305,12 +294,8 @@ class Mailbox:
 class NodeRequests:
     """Requests to the node, or through it to the scheduler, numbered so that several threads may wait for replies.
 
-    Parameters
-    ----------
-    timeout_s
-        How long a reply may take, by default.
-    mailbox
-        Sends the requests. Its owner calls `receive` with the replies.
+    *timeout_s*: how long a reply may take, by default. *mailbox* sends the requests. Its owner calls `receive` with the
+    replies.
     """
 
     def __init__(self, timeout_s: float, mailbox: Mailbox) -> None:
@@ -329,6 +314,8 @@ class NodeRequests:
             given_up: Callable[[], Message | None] = lambda: None, fds: Sequence[int] = ()) -> Message:
         """Send ``question(number)`` and return the reply.
 
+        Raises `StallError` if no reply came in time.
+
         Parameters
         ----------
         trouble
@@ -339,11 +326,6 @@ class NodeRequests:
             Called now and then; what it returns, unless None, is the reply.
         fds
             Descriptors to send with the request; the caller closes them.
-
-        Raises
-        ------
-        StallError
-            If no reply came in time.
         """
         timeout_s = timeout_s or self._timeout_s
         number = next(self._numbers)

@@ -77,21 +77,10 @@ Array = np.ndarray[Any, Any]
 def broadcast_arrays(named: Sequence[tuple[str, Array]], root_rank: int, title: str) -> list[Array]:
     """Return the arrays of rank *root_rank*'s *named* (new ones, except on *root_rank*).
 
-    All ranks call it in the same order.
-
-    Parameters
-    ----------
-    named
-        C-contiguous arrays of any dtype without references, and their names: the same on all ranks.
-    title
-        Must agree.
-
-    Raises
-    ------
-    MismatchError
-        If the ranks' arrays differ in name, dtype or shape; the text names the first that does.
-    ConfigError, StallError, PeerLostError
-        As `bpsfast.broadcast`.
+    All ranks call it in the same order. *named*: C-contiguous arrays of any dtype without references, and their names:
+    the same on all ranks. *title*: must agree. Raises `MismatchError` if the ranks' arrays differ in name, dtype or
+    shape; the text names the first that does. Raises `ConfigError`, `StallError` or `PeerLostError` as
+    `bpsfast.broadcast`.
     """
     session = process.current()
     check_root(session, root_rank)

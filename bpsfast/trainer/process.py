@@ -181,12 +181,8 @@ def join_job(role: ProcessRole, settings: Settings,
     """Start the daemons that *place* calls for, attach to the machine's node, and return once all have joined.
 
     *why_void* is called now and then; it returns why the job cannot start any more, or None. Once this process has
-    joined, BPSFAST_JOB_KEY is not in its environment any more (`take_job_key`).
-
-    Raises
-    ------
-    ConfigError, MismatchError, StallError, PeerLostError
-        If the job cannot start; the daemons that were started have been ended.
+    joined, BPSFAST_JOB_KEY is not in its environment any more (`take_job_key`). Raises `ConfigError`, `MismatchError`,
+    `StallError` or `PeerLostError` if the job cannot start; the daemons that were started have been ended.
     """
     started = daemons.start(role, settings)
     try:

@@ -118,10 +118,7 @@ class Session:
     def barrier(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks have called this as often as this rank.
 
-        Raises
-        ------
-        StallError
-            If they have not done so in time.
+        Raises `StallError` if they have not done so in time.
         """
         self.require_open()
         with self._lock:
@@ -134,10 +131,7 @@ class Session:
     def extension(self, make: Callable[[Session], T]) -> T:
         """Return what *make* made of this session when it was first asked for; `close` calls its ``close``, if any.
 
-        Raises
-        ------
-        ClosedError
-            If it was not made, and the session is closed, or is being closed.
+        Raises `ClosedError` if it was not made, and the session is closed, or is being closed.
         """
         found = self._extensions.get(make)
         if found is None:

@@ -66,14 +66,8 @@ class SparseTable:
     def push(self, indices: Any, values: Any) -> None:
         """Begin to sum rows *values* (n, *row) with *indices* (n,), in any order; indices may repeat.
 
-        Do not write either until `wait` has returned.
-
-        Raises
-        ------
-        BusyError
-            If the last ones were not waited for.
-        MismatchError, UnsupportedError
-            If they are not rows of this table; nothing was pushed then.
+        Do not write either until `wait` has returned. Raises `BusyError` if the last ones were not waited for. Raises
+        `MismatchError` or `UnsupportedError` if they are not rows of this table; nothing was pushed then.
         """
         if self._given is not None:
             raise BusyError(f"rows of {self.name!r} are pushed again, but the last ones were not waited for")
@@ -171,10 +165,7 @@ def table_of(session: Session, name: str, shape: tuple[int, ...], dtype: Any, av
              max_rows: int = 0) -> SparseTable:
     """Return this rank's table *name*, made at the first call; parameters as of `SparseTable`.
 
-    Raises
-    ------
-    MismatchError
-        If *name* was used with other parameters.
+    Raises `MismatchError` if *name* was used with other parameters.
     """
     tables = session.extension(sparse_tables)
     table = tables.get(name)
@@ -284,10 +275,7 @@ class RowFrames(NamedTuple):
     def read(self, memory: Array) -> tuple[Array, Array]:
         """Return (indices, values) of the sum in *memory*, uint8, as new arrays, by ascending index.
 
-        Raises
-        ------
-        ProtocolError
-            If *memory* does not hold such frames.
+        Raises `ProtocolError` if *memory* does not hold such frames.
         """
         found = [self._indices(memory, part) for part in range(self.n_parts)]
         total = sum(map(len, found))

@@ -100,12 +100,7 @@ class _Open:
 class StallInspector:
     """The stalls of the rank whose name is *me* ("rank 3"). Any thread; times are of the monotonic clock, in seconds.
 
-    Parameters
-    ----------
-    warn_s
-        How long a wait may take before it is a stall; 0: there are none.
-    count
-        Called once for each stall.
+    *warn_s*: how long a wait may take before it is a stall; 0: there are none. *count* is called once for each stall.
     """
 
     def __init__(self, me: str, warn_s: float, count: Callable[[], None]) -> None:
@@ -209,12 +204,8 @@ class StallQuery:
 class StallTimer:
     """The deadlines of one wait of rank *me*: when to ask who is missing, to warn, to give up. A context manager.
 
-    Parameters
-    ----------
-    what
-        What the wait is for, in errors ("for all ranks to declare 'x'"); "": the subject of the last answer.
-    spent_s
-        How long the wait has lasted already.
+    *what*: what the wait is for, in errors ("for all ranks to declare 'x'"); "": the subject of the last answer.
+    *spent_s*: how long the wait has lasted already.
     """
 
     __slots__ = ("_begin", "_deadline", "_doubt", "_inquiry", "_inspector", "_me", "_stalled", "_timeout_s", "_warn",
@@ -240,10 +231,7 @@ class StallTimer:
     def look(self, ask: Callable[[], tuple[Subject, StallAnswer]], is_there: Callable[[], bool]) -> None:
         """If it is time, ask who is missing, then warn or give up; do neither if it *is_there* by then.
 
-        Raises
-        ------
-        StallError
-            If time is up, or a missing rank has left the job.
+        Raises `StallError` if time is up, or a missing rank has left the job.
         """
         now = time.monotonic()
         late = now >= self._deadline

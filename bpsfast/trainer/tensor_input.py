@@ -61,10 +61,8 @@ class TensorInput:
 def tensor_input(x: object) -> TensorInput:
     """Return the memory of *x*.
 
-    Raises
-    ------
-    UnsupportedError
-        If *x* is no tensor, on an unsupported device, not C-contiguous, or of a dtype that bpsfast does not sum.
+    Raises `UnsupportedError` if *x* is no tensor, on an unsupported device, not C-contiguous, or of a dtype that
+    bpsfast does not sum.
     """
     if isinstance(x, np.ndarray):
         location = None if type(x) is np.ndarray else arrays.of_ndarray(x)

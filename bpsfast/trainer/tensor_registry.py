@@ -74,14 +74,9 @@ class TensorRegistry:
         """Declare tensors to the job. Returns at once; rounds start when all ranks have declared them.
 
         Ranks may declare in any order. Declaring the same again does nothing; *lenient*: also with other priorities, of
-        which the first ones count.
-
-        Raises
-        ------
-        ConfigError
-            If a field has a wrong type, which the node could not read.
-        MismatchError
-            If this rank has declared one of the names differently, or the ranks disagreed about it before.
+        which the first ones count. Raises `ConfigError` if a field has a wrong type, which the node could not read.
+        Raises `MismatchError` if this rank has declared one of the names differently, or the ranks disagreed about it
+        before.
         """
         self._require_open()
         with self._lock:
@@ -162,12 +157,8 @@ class TensorRegistry:
     def unit(self, name: str, timeout_s: float | None = None) -> Unit:
         """Return the unit that tensor *name* is part of, waiting until all ranks have declared it.
 
-        Raises
-        ------
-        StallError
-            If it was not committed in time: a rank has not declared the name.
-        MismatchError
-            Or another error with which the job has refused the declaration.
+        Raises `StallError` if it was not committed in time: a rank has not declared the name. Raises `MismatchError` or
+        another error with which the job has refused the declaration.
         """
         self._require_open()
         found = self._units.get(name)
@@ -222,10 +213,7 @@ class TensorRegistry:
         """Wait until ``ready()`` is not None and return that, starting deferred pushes meanwhile: others may wait for
         them.
 
-        Raises
-        ------
-        StallError
-            If it is not in time, or cannot be any more; the text tells what the job knows about *name*.
+        Raises `StallError` if it is not in time, or cannot be any more; the text tells what the job knows about *name*.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         with StallTimer(f"rank {self._rank}", timeout_s, self._inquiry, self._inspector, what) as patience:

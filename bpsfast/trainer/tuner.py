@@ -97,10 +97,7 @@ class Tuner:
     def conclude(self, timeout_s: float) -> GradientLayout:
         """Wait for the small tensor, carry out the decision, and return the layout of the next step.
 
-        Raises
-        ------
-        StallError, PeerLostError
-            As `push_pull`.
+        Raises `StallError` or `PeerLostError` as `push_pull`.
         """
         unit = None if self._is_last else self._session.tensors.unit(self._name)
         if unit is not None:

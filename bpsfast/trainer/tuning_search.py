@@ -95,12 +95,8 @@ WORTHWHILE = 0.01
 class Search:
     """Measured points, and what to try next.
 
-    Parameters
-    ----------
-    expect
-        The relative step time that a model expects at a point. Measurements overrule it.
-    streams
-        Numbers of streams that may be tried.
+    *expect*: the relative step time that a model expects at a point. Measurements overrule it. *streams*: numbers of
+    streams that may be tried.
     """
 
     def __init__(self, expect: Callable[[TuningPoint], float] = lambda point: 1.0,

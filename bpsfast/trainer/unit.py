@@ -141,12 +141,8 @@ class Unit:
         Bytes inside one of this rank's segments are announced where they are; others are copied into `staging`,
         partition by partition, each announced as soon as it is whole. In either case they must not change before the
         round is complete (after the copy, only the copy counts). *nbytes*: how many there are at *address*, which must
-        be all; in `staging`, how many are input (None: all).
-
-        Raises
-        ------
-        BusyError
-            If the previous round was not waited for.
+        be all; in `staging`, how many are input (None: all). Raises `BusyError` if the previous round was not waited
+        for.
         """
         place, session = None, self.session
         if address is not None:
@@ -281,12 +277,8 @@ class Unit:
     def wait(self, round: int, timeout_s: float) -> None:
         """Wait until *round* is complete.
 
-        Raises
-        ------
-        StallError
-            After *timeout_s* seconds, naming who is missing.
-        PeerLostError
-            If the job was aborted or the node died.
+        Raises `StallError` after *timeout_s* seconds, naming who is missing. Raises `PeerLostError` if the job was
+        aborted or the node died.
         """
         if self.n_parts and round != self._complete:
             self.session.port.wait(self, self.first_part, self.n_parts, round, timeout_s)
@@ -350,10 +342,7 @@ class Unit:
     def await_readers(self) -> None:
         """Wait until no copy reads a result any more.
 
-        Raises
-        ------
-        StallError
-            If a device does not finish in time.
+        Raises `StallError` if a device does not finish in time.
         """
         self._await_readers([reader for _, reader in self._readers])
 

@@ -62,10 +62,7 @@ def can_read(pid: int, address: int, value: int) -> bool:
 def read(pid: int, source: int, destination: int, nbytes: int) -> int:
     """Copy *nbytes* at *source* in process *pid* to *destination* here; return how many were copied. Releases the GIL.
 
-    Raises
-    ------
-    OSError
-        If the process is gone, is another's, or has no such memory.
+    Raises `OSError` if the process is gone, is another's, or has no such memory.
     """
     here, there = _Range(destination, nbytes), _Range(source, nbytes)
     n = int(_libc.process_vm_readv(pid, ctypes.byref(here), ctypes.c_ulong(1), ctypes.byref(there), ctypes.c_ulong(1),

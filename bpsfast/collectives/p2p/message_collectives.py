@@ -38,14 +38,9 @@ def all_to_all(post: P2PEndpoint, channel: int, ranks: Sequence[int], me: int, s
                destinations: Sequence[Memory], owner: object, timeout_s: float, tag: int = 0) -> None:
     """Send ``sources[i]`` to ``ranks[i]``, receive ``destinations[i]`` from it; *me*: this rank's place in *ranks*.
 
-    *owner* keeps the memory alive, also if this raises while messages are under way.
-
-    Raises
-    ------
-    MismatchError
-        If the lists have not one entry for each rank, or a rank has sent another size than is expected here.
-    StallError, PeerLostError
-        If a rank does not take part in time, or is gone.
+    *owner* keeps the memory alive, also if this raises while messages are under way. Raises `MismatchError` if the
+    lists have not one entry for each rank, or a rank has sent another size than is expected here. Raises `StallError`
+    or `PeerLostError` if a rank does not take part in time, or is gone.
     """
     n = len(ranks)
     _check(n, me, sources=sources, destinations=destinations)

@@ -58,10 +58,7 @@ class Frame(NamedTuple):
 def unpack(buffer: bytes | bytearray | memoryview, offset: int) -> Frame:
     """Return the header at *offset*, checked as far as possible without the frames before it.
 
-    Raises
-    ------
-    ProtocolError
-        If it is none.
+    Raises `ProtocolError` if it is none.
     """
     frame = Frame(*HEADER.unpack_from(buffer, offset))
     if not EAGER <= frame.kind <= LEAVE:

@@ -68,21 +68,10 @@ class Transfer:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until it has ended.
 
-        Parameters
-        ----------
-        timeout_s
-            None: the setting. After that the transfer goes on; it may be waited for again.
-
-        Raises
-        ------
-        StallError
-            If it has not ended in time; the text names the rank that is missing.
-        PeerLostError
-            If the other rank is gone, or has left the job.
-        MismatchError
-            If the message was longer than the receive's memory. It is consumed; the sender is not told.
-        ClosedError
-            If the endpoint was closed, or the transfer cancelled.
+        *timeout_s*: None: the setting. After that the transfer goes on; it may be waited for again. Raises `StallError`
+        if it has not ended in time; the text names the rank that is missing. Raises `PeerLostError` if the other rank
+        is gone, or has left the job. Raises `MismatchError` if the message was longer than the receive's memory. It is
+        consumed; the sender is not told. Raises `ClosedError` if the endpoint was closed, or the transfer cancelled.
         """
         self._endpoint.wait(self, timeout_s)
 

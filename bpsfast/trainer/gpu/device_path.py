@@ -41,10 +41,7 @@ class DevicePath:
     def add(self, unit: Unit, offset: int, source: TensorInput, target: TensorInput | None) -> None:
         """Add the tensor of *unit* at *offset*, which lies at *source*; its sum goes to *target*.
 
-        Raises
-        ------
-        UnsupportedError
-            If it does not lie on the device of the others. Nothing was added.
+        Raises `UnsupportedError` if it does not lie on the device of the others. Nothing was added.
         """
         members = self._gathered.get(unit.name, [])
         first = members[0].source if members else source

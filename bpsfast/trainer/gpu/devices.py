@@ -59,12 +59,8 @@ class DeviceRound:
     def wait(self, deadline: float) -> None:
         """Wait until the sum is complete, and all copies of it to the device are enqueued.
 
-        Raises
-        ------
-        DeviceError
-            If the device failed. All ranks lose the round if its input had not been copied.
-        StallError, PeerLostError
-            As `Unit.wait`; *deadline* is of time.monotonic.
+        Raises `DeviceError` if the device failed. All ranks lose the round if its input had not been copied. Raises
+        `StallError` or `PeerLostError` as `Unit.wait`; *deadline* is of time.monotonic.
         """
         self.wait_departed(deadline)
         self.unit.wait(self.round, max(0.0, deadline - time.monotonic()))
@@ -151,14 +147,8 @@ class Devices:
     def send(self, unit: Unit, source: DeviceBytes, target: DeviceBytes | None) -> DeviceRound:
         """Begin the next round of *unit* with the input *source*; its sum is copied to *target*, if given.
 
-        Input that *source* does not cover lies in the unit's staging already. Returns at once.
-
-        Raises
-        ------
-        BusyError
-            If the previous round was not waited for.
-        DeviceError
-            If the device cannot reach the segments.
+        Input that *source* does not cover lies in the unit's staging already. Returns at once. Raises `BusyError` if
+        the previous round was not waited for. Raises `DeviceError` if the device cannot reach the segments.
         """
         session, device_input = self._session, self.direct.input_of(unit, source.device)
         threads = self._require_threads(source.device)

@@ -86,12 +86,8 @@ class GpuDirectMemory:
     def cover(self, device: Device | None, specs: Sequence[TensorSpec]) -> None:
         """Share memory for the tensors *specs* of *device* (None: host memory), before they are declared.
 
-        Raises
-        ------
-        ConfigError, UnsupportedError, CapacityError
-            If GPUDirect is not possible on this machine, with the reason. Nothing was declared.
-        DeviceError
-            If the device has no memory left.
+        Raises `ConfigError`, `UnsupportedError` or `CapacityError` if GPUDirect is not possible on this machine, with
+        the reason. Nothing was declared. Raises `DeviceError` if the device has no memory left.
         """
         if not self._is_on or device is None:
             return

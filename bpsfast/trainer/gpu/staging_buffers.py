@@ -57,12 +57,7 @@ class StagingBuffer:
     def wait(self, deadline: float) -> None:
         """Block until the last copy is done.
 
-        Raises
-        ------
-        DeviceError
-            If the device failed.
-        StallError
-            If it is not done at *deadline* (time.monotonic).
+        Raises `DeviceError` if the device failed. Raises `StallError` if it is not done at *deadline* (time.monotonic).
         """
         while self._last is not None and not self._last.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
             self._buffers.require_open()
