@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,26 +24,6 @@ from .host import HostArray, host_device
 GPU_TYPES = {2, 10}
 #: What a DLPack consumer calls the legacy default stream.
 _LEGACY = 1
-
-
-class DeviceTensor(Protocol):
-    """What `empty_like` needs of `trainer.tensor_input.TensorInput`."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def dtype(self) -> str:
-        """The wire name of its dtype."""
-
-    @property
-    def owner(self) -> object:
-        """The array, or its DLPack capsule and the array."""
-
-    @property
-    def location(self) -> DeviceLocation | None:
-        """On which device it lies."""
 
 
 def of_ndarray(x: Any) -> DeviceLocation | None:
@@ -102,21 +82,6 @@ def location_after_export(location: DeviceLocation) -> DeviceLocation:
     device = location.device
     assert isinstance(device, CudaDevice), "only CUDA devices export by DLPack"
     return DeviceLocation(device, device.dlpack_stream.record(), location.caller)
-
-
-def empty_like(source: DeviceTensor) -> Any:
-    """Return a new array like *source*, which lies on a device: of torch, of the host device, else of CuPy."""
-    assert source.location is not None, "it lies on a device"
-    owner = source.owner[1] if isinstance(source.owner, tuple) else source.owner  # with its DLPack capsule
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(owner, torch.Tensor):
-        return torch.empty_like(owner, requires_grad=False, memory_format=torch.contiguous_format)
-    if isinstance(owner, np.ndarray):
-        fresh = np.empty(source.shape, TABLE[source.dtype].numpy).view(type(owner))
-        if isinstance(owner, HostArray) and isinstance(fresh, HostArray):
-            fresh.stream = owner.stream
-        return fresh
-    return zeros(source.shape, source.dtype, source.location.device.name)
 
 
 def device_of(device: str) -> Device:

@@ -27,26 +27,17 @@ def sums_in_island(settings: Settings, dtype: str, codec: CodecSpec | None) -> b
 
 
 class Members(Protocol):
-    """The group of ranks that form an island: what communicators need of `collectives.group.Group`. All calls but
-    `close` are collective.
-    """
+    """The group of ranks that form an island: what communicators need of `collectives.group.Group`."""
 
     rank: int
     size: int
     ranks: tuple[int, ...]
     timeout_s: float
 
-    def barrier(self, text: str = "") -> None:
-        """Wait for all members; they must give the same *text*."""
-
-    def broadcast_bytes(self, data: bytes, root: int) -> bytes:
-        """Return the *data* of member *root*."""
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return the *data* of all members, in their order."""
-
-    def close(self) -> None:
-        """Leave the group."""
+    def barrier(self, text: str = "") -> None: ...
+    def broadcast_bytes(self, data: bytes, root: int) -> bytes: ...
+    def all_gather_bytes(self, data: bytes) -> list[bytes]: ...
+    def close(self) -> None: ...
 
 
 class IslandRange(NamedTuple):
@@ -107,7 +98,6 @@ class NcclCommunicator:
 
     def reduce(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
                then: OnEnqueued) -> None:
-        """See `Communicator`."""
         for event in after:
             stream.wait(event)
         with self._grouped("reducing"):
@@ -118,7 +108,6 @@ class NcclCommunicator:
 
     def broadcast(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
                   then: OnEnqueued) -> None:
-        """See `Communicator`."""
         for event in after:
             stream.wait(event)
         with self._grouped("broadcasting"):
@@ -127,7 +116,6 @@ class NcclCommunicator:
         then(stream.record())
 
     def close(self) -> None:
-        """See `Communicator`."""
         with self._calls("leaving"):
             self._communicator.abort()  # `destroy` would wait for members that may be gone
         self._group.close()

@@ -413,7 +413,6 @@ class CopyToDevice(ResultCopy):
                 self._own.record().wait()
 
     def release_memory(self) -> None:
-        """See `DeviceCopy`."""
         super().release_memory()
         self._finished.set()
         if self._own is not None:

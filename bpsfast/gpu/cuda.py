@@ -66,7 +66,6 @@ class CudaEvent:
         self.origin = device, handle, threading.get_ident() if handle == _PER_THREAD else None
 
     def done(self) -> bool:
-        """See `Event`."""
         runtime = cupy().cuda.runtime
         with _failures(self._device, "asking for an event"):
             status = runtime.eventQuery(self._event.ptr)  # CuPy's `Event.done` takes a failure for "not yet"
@@ -75,7 +74,6 @@ class CudaEvent:
             return bool(status == _SUCCESS)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """See `Event`."""
         if timeout_s is None:
             with _failures(self._device, "waiting for an event"):
                 self._event.synchronize()
@@ -104,7 +102,6 @@ class CudaStream:
         return 0, self.handle
 
     def record(self) -> CudaEvent:
-        """See `Stream`."""
         module = cupy()
         with self._device.current("recording an event"):
             event = module.cuda.Event(block=True, disable_timing=True)
@@ -126,7 +123,6 @@ class CudaStream:
                                             self.handle)
 
     def move(self, destination: int, source: int, nbytes: int) -> None:
-        """See `Stream`."""
         with self._device.current(f"copying {nbytes} bytes within it"):
             cupy().cuda.runtime.memcpyAsync(destination, source, nbytes, _WITHIN, self.handle)
 
@@ -161,12 +157,10 @@ class CudaDevice:
                 runtime.setDevice(before)
 
     def enter(self) -> None:
-        """See `Device`."""
         with _failures(self.name, "entering it"):
             self._runtime.setDevice(self.number)
 
     def stream(self) -> CudaStream:
-        """See `Device`."""
         with self.current("making a stream"):
             return self._of_cupy(cupy().cuda.Stream(non_blocking=True))
 
@@ -211,7 +205,6 @@ class CudaDevice:
             cupy().cuda.runtime.hostRegister(address, nbytes, flags)
 
     def unpin(self, address: int) -> None:
-        """See `Device`."""
         try:
             with self.current("unpinning pages of the host"):
                 self._runtime.hostUnregister(address)
@@ -242,7 +235,6 @@ class CudaDevice:
             return  # as for `unpin`
 
     def flush_remote_writes(self) -> None:
-        """See `Device`."""
         if self._needs_flush:
             with self.current("waiting for what cards have written"):
                 flush_writes()

@@ -26,7 +26,7 @@ _CLOSE_S = 5.0
 
 
 class HostEvent:
-    """An event of a `HostStream`, which is its *origin*."""
+    """An event of a `HostStream`, which is its *origin*. See `Event`."""
 
     def __init__(self, origin: Hashable) -> None:
         self.origin = origin
@@ -39,13 +39,11 @@ class HostEvent:
         self._reached.set()
 
     def done(self) -> bool:
-        """See `Event`."""
         if self._reached.is_set() and self._error is not None:
             raise DeviceError(f"a stream of the host device failed: {self._error!r}") from self._error
         return self._reached.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """See `Event`."""
         return self._reached.wait(timeout_s) and self.done()
 
 
@@ -69,7 +67,6 @@ class HostStream:
         self._enqueue(step)
 
     def record(self) -> HostEvent:
-        """See `Stream`."""
         event = HostEvent(self)
         self._enqueue(event.reach)
         return event
@@ -82,20 +79,16 @@ class HostStream:
         step(DeviceError("it was closed before"))  # a thread that waits for the event must not wait forever
 
     def wait(self, event: Event) -> None:
-        """See `Stream`."""
         self.run(event.wait)
 
     def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
-        """See `Stream`."""
         self._device.require_pinned(destination if to_host else source, nbytes)
         self.run(lambda: copy(destination, source, nbytes))
 
     def move(self, destination: int, source: int, nbytes: int) -> None:
-        """See `Stream`."""
         self.run(lambda: copy(destination, source, nbytes))
 
     def close(self) -> None:
-        """See `OwnStream`."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -136,7 +129,7 @@ class _Program:
 
 
 class HostDevice:
-    """See `Device`."""
+    """The device of `host_device`. See `Device`."""
 
     def __init__(self) -> None:
         self.name = "host"
@@ -147,23 +140,19 @@ class HostDevice:
         """See `Device`."""
 
     def stream(self) -> HostStream:
-        """See `Device`."""
         return HostStream(self)
 
     def pin(self, address: int, nbytes: int, writable: bool) -> None:
-        """See `Device`."""
         with self._lock:
             if any(begin < address + nbytes and address < end for begin, end in self._pinned):
                 raise DeviceError(f"pages at {address:#x} are pinned already")  # as CUDA refuses it
             self._pinned = sorted([*self._pinned, (address, address + nbytes)])
 
     def unpin(self, address: int) -> None:
-        """See `Device`."""
         with self._lock:
             self._pinned = [(begin, end) for begin, end in self._pinned if begin != address]
 
     def share(self, nbytes: int) -> SharedMemory:
-        """See `Device`."""
         try:
             segment = Segment(nbytes, name="bpsfast-device")
         except OSError as exc:

@@ -68,7 +68,7 @@ class Windows(Protocol):
 
 
 class HostWindows:
-    """Windows of the host device. `record` blocks until its event is reached, so a barrier orders all."""
+    """Windows of the host device (see `Windows`). `record` blocks until its event is reached, so a barrier orders all."""
 
     def __init__(self, group: Members, nbytes: int, is_closed: Callable[[], bool]) -> None:
         self._group, self._is_closed = group, is_closed
@@ -92,7 +92,6 @@ class HostWindows:
         self.addresses = [np.frombuffer(each, np.uint8).ctypes.data for each in self._maps]
 
     def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
-        """See `Windows`."""
         assert isinstance(stream, HostStream), "a stream of the host device"
         stream.run(partial(self._copy, target, source, nbytes))
 
@@ -100,7 +99,6 @@ class HostWindows:
         copy(target, source, nbytes)  # a method, so that enqueued work keeps the windows mapped
 
     def sum(self, stream: Stream, target: int, own: int, offset: int, nbytes: int, dtype: str) -> None:
-        """See `Windows`."""
         assert isinstance(stream, HostStream), "a stream of the host device"
 
         def work() -> None:
@@ -112,7 +110,6 @@ class HostWindows:
         stream.run(work)
 
     def record(self, stream: Stream, number: int) -> None:
-        """See `Windows`."""
         deadline = time.monotonic() + self._group.timeout_s
         event = stream.record()
         while not event.wait(_SLICE_S):
@@ -124,7 +121,6 @@ class HostWindows:
         """See `Windows`."""
 
     def close(self) -> None:
-        """See `Windows`."""
         self.addresses = []
         for each in self._maps:
             with suppress(BufferError):  # a stream still works there
@@ -158,7 +154,7 @@ _kept: dict[tuple[int, int, int], list[_Own]] = {}
 
 
 class CudaWindows:
-    """Windows on one GPU."""
+    """Windows on one GPU. See `Windows`."""
 
     def __init__(self, device: CudaDevice, group: Members, nbytes: int, n_events: int) -> None:
         self._device, self._group = device, group
@@ -218,12 +214,10 @@ class CudaWindows:
             runtime.memcpy(self._table, table.ctypes.data, table.nbytes, _TO_DEVICE)
 
     def copy(self, stream: Stream, target: int, source: int, nbytes: int) -> None:
-        """See `Windows`."""
         with self._device.current(f"copying {nbytes} bytes for an island"):
             cupy().cuda.runtime.memcpyAsync(target, source, nbytes, _ON_DEVICE, handle_of(stream))
 
     def sum(self, stream: Stream, target: int, own: int, offset: int, nbytes: int, dtype: str) -> None:
-        """See `Windows`."""
         n = nbytes // TABLE[dtype].itemsize
         arguments = (np.uint64(target), np.uint64(own), np.uint64(self._table), np.int64(offset),
                      np.int64(self._group.rank), np.int64(self._group.size), np.int64(n))
@@ -233,18 +227,15 @@ class CudaWindows:
                 kernel((min(_BLOCKS, -(-n // _THREADS)),), (_THREADS,), arguments)
 
     def record(self, stream: Stream, number: int) -> None:
-        """See `Windows`."""
         with self._device.current("recording an event for an island"):
             cupy().cuda.runtime.eventRecord(self._own.events[number].ptr, handle_of(stream))
 
     def wait(self, stream: Stream, number: int) -> None:
-        """See `Windows`."""
         with self._device.current("letting a stream wait for an island"):
             for events in self._events.values():
                 cupy().cuda.runtime.streamWaitEvent(handle_of(stream), events[number])
 
     def close(self) -> None:
-        """See `Windows`."""
         try:
             self._close_others()
         finally:
@@ -323,12 +314,10 @@ class SharedCommunicator:
 
     def reduce(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
                then: OnEnqueued) -> None:
-        """See `Communicator`."""
         self._calls.put(partial(self._call, "reduce", stream, tuple(after), tuple(ranges), dtype, then))
 
     def broadcast(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
                   then: OnEnqueued) -> None:
-        """See `Communicator`."""
         self._calls.put(partial(self._call, "broadcast", stream, tuple(after), tuple(ranges), dtype, then))
 
     def close(self) -> None:

@@ -35,8 +35,7 @@ class PartitionedUnit(Protocol):
     n_parts: int
     first_part: int
 
-    def result_address(self, round: int, offset: int) -> int:
-        """Return where byte *offset* of the result of *round* lies in this process."""
+    def result_address(self, round: int, offset: int) -> int: ...
 
 
 def chunk_table(unit: PartitionedUnit, region: Region, places: Offsets) -> Array:

@@ -323,7 +323,7 @@ def _destination(source: TensorInput, out: Any) -> tuple[TensorInput | None, Any
     if out is not None:
         return _output(out, source), out
     if source.location is not None:
-        fresh = arrays.empty_like(source)
+        fresh = source.empty_like()
         return tensor_input(fresh), fresh
     if source.nbytes and process.current().memory.locate(source.address, source.nbytes) is not None:
         return None, None

@@ -10,6 +10,7 @@ DLPack capsules are read directly (dlpack.h, versions 0 and 1) because NumPy's r
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from ..base.dtypes import NAMES, TABLE, wire_name
 from ..gpu import arrays
 from ..gpu.device import DeviceLocation
+from ..gpu.host import HostArray
 from ..orchestration.errors import UnsupportedError
 
 _CPU_DEVICES = {1, 3, 11, 13}  # kDLCPU, kDLCUDAHost, kDLROCMHost, kDLCUDAManaged: the CPU may read all of them
@@ -56,6 +58,20 @@ class TensorInput:
         array = np.ctypeslib.as_array(memory).view(TABLE[self.dtype].numpy).reshape(self.shape)
         array.flags.writeable = self.writable
         return array
+
+    def empty_like(self) -> Any:
+        """Return a new array of this shape and dtype on the same device: of torch, of the host device, else of CuPy."""
+        assert self.location is not None, "it lies on a device"
+        owner = self.owner[1] if isinstance(self.owner, tuple) else self.owner  # with its DLPack capsule
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(owner, torch.Tensor):
+            return torch.empty_like(owner, requires_grad=False, memory_format=torch.contiguous_format)
+        if isinstance(owner, np.ndarray):
+            fresh = np.empty(self.shape, TABLE[self.dtype].numpy).view(type(owner))
+            if isinstance(owner, HostArray) and isinstance(fresh, HostArray):
+                fresh.stream = owner.stream
+            return fresh
+        return arrays.zeros(self.shape, self.dtype, self.location.device.name)
 
 
 def tensor_input(x: object) -> TensorInput:

@@ -47,11 +47,8 @@ class UnitOwner(Protocol):
     n_nodes: int
     n_helpers: int
 
-    def require_open(self) -> None:
-        """Raise `ClosedError` if it is closed, or another process's."""
-
-    def retire(self, units: Sequence[Unit]) -> None:
-        """Retire *units*."""
+    def require_open(self) -> None: ...
+    def retire(self, units: Sequence[Unit]) -> None: ...
 
 
 class Unit:

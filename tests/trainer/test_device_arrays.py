@@ -44,7 +44,7 @@ def test_like_an_array_of_a_stream():
     stream = host_device().stream()
     x = np.ones((3, 2), "f8").view(HostArray)
     x.stream = stream
-    made = arrays.empty_like(tensor_input(x))
+    made = tensor_input(x).empty_like()
     assert isinstance(made, HostArray)
     assert (made.shape, made.dtype, made.stream) == (x.shape, x.dtype, stream)
     assert made.ctypes.data != x.ctypes.data
@@ -54,7 +54,7 @@ def test_like_an_array_of_a_stream():
 def test_like_a_read_only_array():
     x = np.ones(3, "f4").view(HostArray)
     x.flags.writeable = False
-    assert arrays.empty_like(tensor_input(x)).flags.writeable
+    assert tensor_input(x).empty_like().flags.writeable
 
 
 def test_like_a_tensor():
@@ -62,6 +62,6 @@ def test_like_a_tensor():
 
     x = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
     memory = replace(tensor_input(x.detach()), location=host_device().location())
-    made = arrays.empty_like(memory)
+    made = memory.empty_like()
     assert isinstance(made, torch.Tensor)
     assert (made.shape, made.dtype, made.requires_grad) == (x.shape, x.dtype, False)

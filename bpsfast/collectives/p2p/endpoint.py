@@ -129,7 +129,6 @@ class P2PEndpoint:
     # -- for transfers ---------------------------------------------------------------------------------------------
 
     def wait(self, transfer: Transfer, timeout_s: float | None) -> None:
-        """See `Transfer.wait`."""
         if not transfer.done():
             self._require_open()
             timeout_s = self._session.settings.timeout_s if timeout_s is None else timeout_s
@@ -139,7 +138,6 @@ class P2PEndpoint:
             raise type(transfer.error)(str(transfer.error))
 
     def on_done(self, transfer: Transfer, callback: Callable[[Transfer], object]) -> None:
-        """See `Transfer.on_done`."""
         if not transfer.done():
             self._session.require_open()
             with self._lock:
@@ -149,7 +147,6 @@ class P2PEndpoint:
         _call(callback, transfer)
 
     def cancel(self, transfer: Transfer) -> bool:
-        """See `Transfer.cancel`."""
         self._session.require_open()
         with self._lock:
             if transfer.is_send or not self.receiver.matching.withdraw(transfer):

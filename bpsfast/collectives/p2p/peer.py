@@ -33,7 +33,7 @@ class CompetingConnection(NamedTuple):
 
 
 class PeerOwner(Protocol):
-    """What a peer needs of this rank's endpoint."""
+    """What a peer needs of this rank's endpoint, a `P2PEndpoint`."""
 
     rank: int
     token: cross_memory.Token
@@ -42,8 +42,7 @@ class PeerOwner(Protocol):
     connector: PeerConnector
     writing: set[int]
 
-    def job_error(self) -> BpsError | None:
-        """Return what ended the job, if something did."""
+    def job_error(self) -> BpsError | None: ...
 
 
 class Peer:

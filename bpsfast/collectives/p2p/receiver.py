@@ -19,21 +19,16 @@ from .transfer import Arrival, Incoming, Outgoing, Transfer, view
 
 
 class MessageSource(Protocol):
-    """Another rank, as the receiver needs it: a `Peer`."""
+    """Another rank, as the receiver needs it: a `Peer`, which documents these."""
 
     rank: int
     pid: int  # of the process whose memory can be read; 0: it cannot
     link: FrameSocket | None
     error: BpsError | None
 
-    def consumed(self, nbytes: int) -> None:
-        """Give back the room of a small message that was received."""
-
-    def taken(self, number: int) -> None:
-        """Say that the payload of an announced message was fetched, or is not wanted."""
-
-    def want(self, incoming: Incoming) -> None:
-        """Ask for the payload of an announced message."""
+    def consumed(self, nbytes: int) -> None: ...
+    def taken(self, number: int) -> None: ...
+    def want(self, incoming: Incoming) -> None: ...
 
 
 R = TypeVar("R")

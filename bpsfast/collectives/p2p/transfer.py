@@ -12,21 +12,14 @@ from ...orchestration.errors import BpsError
 
 
 class TransferOwner(Protocol):
-    """What a transfer needs of its endpoint."""
+    """What a transfer needs of its endpoint: `P2PEndpoint`, whose first three calls are those of the transfer."""
 
     rank: int
 
-    def wait(self, transfer: Transfer, timeout_s: float | None) -> None:
-        """See `Transfer.wait`."""
-
-    def on_done(self, transfer: Transfer, callback: Callable[[Transfer], object]) -> None:
-        """See `Transfer.on_done`."""
-
-    def cancel(self, transfer: Transfer) -> bool:
-        """See `Transfer.cancel`."""
-
-    def ended(self, transfer: Transfer) -> None:
-        """Note, with the lock, that *transfer* has ended."""
+    def wait(self, transfer: Transfer, timeout_s: float | None) -> None: ...
+    def on_done(self, transfer: Transfer, callback: Callable[[Transfer], object]) -> None: ...
+    def cancel(self, transfer: Transfer) -> bool: ...
+    def ended(self, transfer: Transfer) -> None: ...
 
 
 class Transfer:

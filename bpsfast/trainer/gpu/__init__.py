@@ -22,8 +22,5 @@ class DeviceSession(UnitOwner, Protocol):
     tensors: Any  # `TensorRegistry`
     devices: Any  # `devices.Devices`
 
-    def share_device(self, request: Callable[[int], Any], what: str, fd: int) -> Any:
-        """Ask the node to register memory of a device, whose descriptor is *fd*; return its answer."""
-
-    def say_direct(self, names: tuple[str, ...]) -> None:
-        """Tell the node that sums of *names* may stay on the device."""
+    def share_device(self, request: Callable[[int], Any], what: str, fd: int) -> Any: ...
+    def say_direct(self, names: tuple[str, ...]) -> None: ...

@@ -116,11 +116,8 @@ class _CopyThreads(NamedTuple):
 class IslandSums(Protocol):
     """Rounds that start with a sum on the GPUs of this machine (`collectives.islands.Islands`)."""
 
-    def send(self, unit: Unit, source: DeviceBytes, target: DeviceBytes) -> DeviceRound:
-        """As `Devices.send`."""
-
-    def close(self, timeout_s: float, why: BpsError) -> bool:
-        """End it; rounds under way fail with *why*. False if its thread does not end in time."""
+    def send(self, unit: Unit, source: DeviceBytes, target: DeviceBytes) -> DeviceRound: ...
+    def close(self, timeout_s: float, why: BpsError) -> bool: ...
 
 
 class Devices:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-from ...gpu import arrays
 from ...gpu.device import Device, DeviceLocation, Event, OwnStream, Stream
 from ...orchestration.errors import StallError
 from ...pyx.pages import Segment
@@ -165,11 +164,8 @@ def _is_idle(stream: Stream, timeout_s: float) -> bool:
 class Broadcaster(Protocol):
     """What `broadcast` needs of `trainer.broadcaster.Broadcaster`."""
 
-    def send(self, text: str, pieces: Sequence[tuple[int, int]]) -> None:
-        """Send the bytes of *pieces* (address, length) to all other ranks."""
-
-    def receive(self, root: int, text: str, accept: Callable[[int], Sequence[tuple[int, int]]]) -> None:
-        """Receive what rank *root* sends into the pieces that ``accept(nbytes)`` returns."""
+    def send(self, text: str, pieces: Sequence[tuple[int, int]]) -> None: ...
+    def receive(self, root: int, text: str, accept: Callable[[int], Sequence[tuple[int, int]]]) -> None: ...
 
 
 def broadcast(session: DeviceSession, broadcaster: Broadcaster, x: Any, memory: TensorInput, root_rank: int,
@@ -181,7 +177,7 @@ def broadcast(session: DeviceSession, broadcaster: Broadcaster, x: Any, memory: 
     """
     result, target = x, memory
     if not memory.writable:
-        result = arrays.empty_like(memory)
+        result = memory.empty_like()
         target = session.devices.located(tensor_input(result))
     if session.rank != root_rank:
         with _staged(session, target) as buffer:
