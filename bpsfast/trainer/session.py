@@ -19,33 +19,8 @@ from ..base.end_reports import report
 from ..base.settings import Settings
 from ..base.trace_file import Origin, write as write_trace
 from ..base.trace_records import RECORD, limits
+from ..orchestration import messages
 from ..orchestration.errors import BpsError, BusyError, ClosedError, PeerLostError, ProtocolError, error_of
-from ..orchestration.messages import (
-    Allocated,
-    BarrierDone,
-    BarrierEnter,
-    Counters,
-    CountersRequest,
-    Credit,
-    Declared,
-    DeclareFailed,
-    Detach,
-    Detached,
-    DeviceShared,
-    FirstRankLeft,
-    GpuDirectTensors,
-    KeyValueReply,
-    LagAnswer,
-    LagQuestion,
-    Message,
-    Refuse,
-    Retire,
-    SegmentShared,
-    ShareDevice,
-    StallAnswer,
-    StateDone,
-    UnitReady,
-)
 from ..pyx.port import Port
 from .codec_state import States
 from .gpu.devices import Devices
@@ -124,7 +99,7 @@ class Session:
         with self._lock:
             self._barriers_entered += 1
             sequence = self._barriers_entered
-        self._mailbox.send(BarrierEnter(rank=self.rank, sequence=sequence))
+        self._mailbox.send(messages.BarrierEnter(rank=self.rank, sequence=sequence))
         self.tensors.wait(lambda: True if self._barriers_done >= sequence else None, timeout_s,
                           f"in barrier {sequence}", f"barrier:{sequence}")
 
@@ -170,61 +145,62 @@ class Session:
             self._retired_nbytes += unit.pushed_nbytes
             self.devices.direct.release_input(unit)
             unit.forget()
-        self._mailbox.send(Retire(rank=self.rank, units=tuple(unit.number for unit in units)))
+        self._mailbox.send(messages.Retire(rank=self.rank, units=tuple(unit.number for unit in units)))
 
     def set_credit(self, nbytes: int) -> None:
         """Set the credit of every node to *nbytes* under way to one peer; 0: its own setting. Does not wait."""
         self.require_open()
-        self._mailbox.send(Credit(rank=self.rank, nbytes=nbytes))
+        self._mailbox.send(messages.Credit(rank=self.rank, nbytes=nbytes))
 
-    def ask_node(self) -> Counters:
+    def ask_node(self) -> messages.Counters:
         """Return the counters of this machine's node."""
-        told = self._requests.ask(lambda request: CountersRequest(request=request),
+        told = self._requests.ask(lambda request: messages.CountersRequest(request=request),
                                   "the node did not send its counters")
-        assert isinstance(told, Counters)
+        assert isinstance(told, messages.Counters)
         return told
 
-    def share_device(self, question: Callable[[int], ShareDevice], trouble: str, fd: int) -> DeviceShared:
+    def share_device(self, question: Callable[[int], messages.ShareDevice], trouble: str,
+                     fd: int) -> messages.DeviceShared:
         """Ask the node to register memory of this rank's device, whose descriptor *fd* is; see `NodeRequests.ask`."""
         answer = self._requests.ask(question, trouble, fds=[fd])
-        assert isinstance(answer, DeviceShared)
+        assert isinstance(answer, messages.DeviceShared)
         return answer
 
     def say_direct(self, names: Sequence[str]) -> None:
         """Tell the node which of the tensors that are declared next lie on this rank's device."""
-        self._mailbox.send(GpuDirectTensors(names=tuple(names)))
+        self._mailbox.send(messages.GpuDirectTensors(names=tuple(names)))
 
-    def ask_lags(self) -> LagAnswer:
+    def ask_lags(self) -> messages.LagAnswer:
         """Return how late the ranks of the job were, and which nodes did not reply within two seconds."""
-        answer = self._requests.ask(lambda request: LagQuestion(rank=self.rank, question=request),
+        answer = self._requests.ask(lambda request: messages.LagQuestion(rank=self.rank, question=request),
                                      "node or scheduler did not tell how late the ranks are")
-        assert isinstance(answer, LagAnswer)
+        assert isinstance(answer, messages.LagAnswer)
         return answer
 
-    def _receive(self, message: Message, fds: tuple[int, ...]) -> None:
+    def _receive(self, message: messages.Message, fds: tuple[int, ...]) -> None:
         """Handle one message of the node. The mailbox calls it with one message at a time."""
         match message:
-            case SegmentShared() | Allocated() | Refuse():
+            case messages.SegmentShared() | messages.Allocated() | messages.Refuse():
                 self.memory.receive(message, fds)
-            case Declared():
+            case messages.Declared():
                 self._commit(message.units)
-            case DeclareFailed():
+            case messages.DeclareFailed():
                 self.tensors.refused(message.names, error_of(message.error, message.reason))
-            case FirstRankLeft():
+            case messages.FirstRankLeft():
                 self.stall_query.departed()
-            case BarrierDone():
+            case messages.BarrierDone():
                 self._barriers_done = max(self._barriers_done, message.sequence)
-            case Counters() | StateDone() | DeviceShared():
+            case messages.Counters() | messages.StateDone() | messages.DeviceShared():
                 self._requests.receive(message.request, message)
-            case StallAnswer() | LagAnswer() | KeyValueReply():
+            case messages.StallAnswer() | messages.LagAnswer() | messages.KeyValueReply():
                 self._requests.receive(message.question, message)
-            case Detached():
+            case messages.Detached():
                 self._released = True
 
     def _pushed_nbytes(self) -> int:
         return self._retired_nbytes + sum(unit.pushed_nbytes for unit in self.tensors.units())
 
-    def _commit(self, units: Sequence[UnitReady]) -> None:
+    def _commit(self, units: Sequence[messages.UnitReady]) -> None:
         """Enter units as tensors of this rank. Units of a new layout that cannot be mapped are retired at once.
 
         The other ranks retire a layout that one rank cannot have, and nodes wait for this rank, too. Other tensors are
@@ -246,7 +222,7 @@ class Session:
             else:
                 self.tensors.committed(unit)
         if given_up:
-            self._mailbox.send(Retire(rank=self.rank, units=tuple(given_up)))
+            self._mailbox.send(messages.Retire(rank=self.rank, units=tuple(given_up)))
 
     def _node_lost(self) -> BpsError:
         """Return the error of a node that has ended without giving a reason."""
@@ -286,9 +262,9 @@ class Session:
         with contextlib.suppress(BpsError):  # the node may be lost or the job aborted: leaving goes on
             held_up = tuple(unit.number for unit in self.tensors.units() if unit.has_siblings and not unit.in_flight)
             if clean and held_up:  # so that other workers do not wait for pushes that never come
-                self._mailbox.send(Retire(rank=self.rank, units=held_up))
+                self._mailbox.send(messages.Retire(rank=self.rank, units=held_up))
             report("leaves")
-            self._mailbox.send(Detach(clean=clean, reason=reason))
+            self._mailbox.send(messages.Detach(clean=clean, reason=reason))
             self._mailbox.wait(lambda: True if self._released else None, timeout_s if clean else min(timeout_s, 1.0))
         if clean and self._released:
             report("left")
