@@ -24,8 +24,8 @@ from ..trainer.session import Session
 from ..trainer.tensor_input import TensorInput, from_array
 from ..trainer.unit import Unit
 from .chunk_stream import FINGERPRINTS, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
-from .p2p import message_collectives
 from .p2p.endpoint import P2PEndpoint
+from .p2p.message_collectives import MessageCall
 
 #: Bytes of each member's call that the error of a mismatch shows.
 _SAID_NBYTES = 128
@@ -40,15 +40,6 @@ class _Load(NamedTuple):
     source: int
     destination: int
     nbytes: int
-
-
-class _Call(NamedTuple):
-    """The messages of one call: endpoint, channel, tag (the call's number) and owner of the memory."""
-
-    post: P2PEndpoint
-    channel: int
-    number: int
-    owner: object
 
 
 class Group:
@@ -133,26 +124,20 @@ class Group:
         self._check_root(root)
         if root == self.rank:
             self._check_number(outs)
-        self._exchange(f"gather to {root}", (x, outs), lambda call: message_collectives.gather(
-            call.post, call.channel, self.ranks, self.rank, root, _memory(x), _memories(outs), call.owner,
-            self._limit_s, call.number))
+        self._exchange(f"gather to {root}", (x, outs), lambda call: call.gather(root, x, outs))
 
     def scatter(self, xs: Sequence[TensorInput], out: TensorInput, root: int) -> None:
         """Put the i-th of *xs* of the *root*-th member into *out* of the i-th. Sizes may differ."""
         self._check_root(root)
         if root == self.rank:
             self._check_number(xs)
-        self._exchange(f"scatter from {root}", (xs, out), lambda call: message_collectives.scatter(
-            call.post, call.channel, self.ranks, self.rank, root, _memories(xs), _memory(out), call.owner,
-            self._limit_s, call.number))
+        self._exchange(f"scatter from {root}", (xs, out), lambda call: call.scatter(root, xs, out))
 
     def all_to_all(self, xs: Sequence[TensorInput], outs: Sequence[TensorInput]) -> None:
         """Put the j-th of *xs* of the i-th member into the i-th of *outs* of the j-th. Sizes may differ."""
         self._check_number(xs)
         self._check_number(outs)
-        self._exchange("all_to_all", (xs, outs), lambda call: message_collectives.all_to_all(
-            call.post, call.channel, self.ranks, self.rank, _memories(xs), _memories(outs), call.owner,
-            self._limit_s, call.number))
+        self._exchange("all_to_all", (xs, outs), lambda call: call.all_to_all(xs, outs))
 
     def broadcast_bytes(self, data: bytes, root: int) -> bytes:
         """Return the *data* of the *root*-th member, of any length; that of others is ignored."""
@@ -202,9 +187,10 @@ class Group:
 
     # -- internals -------------------------------------------------------------------------------------------------
 
-    def _exchange(self, text: str, owner: object, move: Callable[[_Call], None]) -> None:
-        """Exchange messages, once all members are known to make the same call."""
-        self._run(text, *_BYTES, [], lambda: move(_Call(self.p2p, self._channel, self._calls, owner)))
+    def _exchange(self, text: str, owner: object, exchange: Callable[[MessageCall], None]) -> None:
+        """Call *exchange* with a call that has this number as its tag, once all members are known to make the same."""
+        self._run(text, *_BYTES, [], lambda: exchange(MessageCall(
+            self.p2p, self._channel, self.ranks, self.rank, owner, self._limit_s, self._calls)))
 
     def _run(self, text: str, dtype: str, op: str, loads: Sequence[_Load],
                 then: Callable[[], None] = lambda: None) -> None:
@@ -339,14 +325,6 @@ def _alone(loads: Sequence[_Load]) -> None:
     for load in loads:
         if load.source and load.destination and load.source != load.destination:
             copy(load.destination, load.source, load.nbytes)
-
-
-def _memory(x: TensorInput) -> message_collectives.Memory:
-    return message_collectives.Memory(x.address, x.nbytes)
-
-
-def _memories(xs: Sequence[TensorInput]) -> list[message_collectives.Memory]:
-    return [_memory(x) for x in xs]
 
 
 def _fingerprint(text: str) -> np.ndarray[Any, Any]:
