@@ -105,9 +105,7 @@ class ChunkStream:
 
     def close(self) -> None:
         """Retire the stream; its memory is free when all members have. No call may be under way on any member."""
-        region = self.unit.staging
-        self.unit.session.retire([self.unit])
-        self.unit.session.memory.release(region)
+        self.unit.session.retire([self.unit], releases_staging=True)
 
 
 def spec_of(name: str, ranks: tuple[int, ...], dtype: str, op: str, size: ChunkSize) -> TensorSpec:

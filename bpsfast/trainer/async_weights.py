@@ -16,6 +16,7 @@ from ..orchestration.errors import BusyError, ClosedError, ConfigError, Mismatch
 from ..orchestration.messages import TensorSpec
 from ..orchestration.store import StoreSpec, Worker, check, has_momentum
 from . import process
+from .broadcaster import check_root
 from .session import Session
 from .tensor_input import host_input
 from .unit import Unit
@@ -244,8 +245,7 @@ class StoredTensor:
 
         Raises `ConfigError` if there is no rank *root_rank*.
         """
-        if not 0 <= root_rank < self._session.size:
-            raise ConfigError(f"root_rank={root_rank}, but the job has ranks 0 to {self._session.size - 1}")
+        check_root(self._session, root_rank)
         self._give(weights if self._session.rank == root_rank else None)
 
     def seed(self, momentum: Any, root_rank: int) -> np.ndarray[Any, Any]:
@@ -311,7 +311,4 @@ class StoredTensor:
         unit, self._found = self._found, None
         if unit.in_flight:
             unit.wait(unit.round, self._session.settings.timeout_s)
-        staging = unit.staging if unit.has_staging else None
-        self._session.retire([unit])
-        if staging is not None:
-            self._session.memory.release(staging)
+        self._session.retire([unit], releases_staging=True)

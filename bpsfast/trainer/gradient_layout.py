@@ -34,13 +34,6 @@ class LayoutSizes(NamedTuple):
     n_streams: int = 0
 
 
-class InputLocation(NamedTuple):
-    """Where a tensor's input lies for good: at `offset` of `block`, input memory of one unit of the first layout."""
-
-    block: Region
-    offset: int
-
-
 class UnitSlots:
     """The gradients of one unit, and how many of them are not ready in this step."""
 
@@ -55,18 +48,19 @@ class UnitSlots:
 class Slot:
     """One gradient: its place in a unit, the memory of its input, and whether it is ready in this step.
 
-    `address` is where its unit wants the input. `region` is where the trainer writes it, and `array` that memory with
-    the gradient's dtype and shape: both are those of *first*, its slot in the first layout. `views` are read-only
-    results of even and odd rounds.
+    `address` is where its unit wants the input: at `offset` of `block`, the unit's input memory. `region` is where the
+    trainer writes it, and `array` that memory with the gradient's dtype and shape: both are those of *first*, its slot
+    in the first layout. `views` are read-only results of even and odd rounds.
     """
 
-    __slots__ = ("address", "array", "group", "region", "is_alone", "is_ready", "name", "nbytes", "offset", "shape",
-                 "unit", "views", "wire_name")
+    __slots__ = ("address", "array", "block", "group", "is_alone", "is_ready", "name", "nbytes", "offset", "region",
+                 "shape", "unit", "views", "wire_name")
 
     def __init__(self, name: str, wire_name: str, group: UnitSlots, first: Slot | None) -> None:
         unit = group.unit
         member = unit.members[wire_name]
-        region = unit.staging.part(member.offset, member.nbytes)
+        self.block = unit.staging
+        region = self.block.part(member.offset, member.nbytes)
         self.name, self.wire_name = name, wire_name
         self.group, self.unit = group, unit
         self.offset, self.nbytes, self.shape = member.offset, member.nbytes, member.shape
@@ -99,7 +93,6 @@ class GradientLayout:
         self.sizes, self.device = sizes, device
         self.slots: dict[str, Slot] = {}  # in the order of urgency
         self.groups: list[UnitSlots] = []  # the most urgent first
-        self.locations: dict[str, InputLocation] = {}  # where its inputs lie: what later layouts are laid out to
         self._session = session
         self._own: list[Region] = []  # input memory that belongs to this layout
         ending = f"~{number}" if number else ""
@@ -129,10 +122,9 @@ class GradientLayout:
         """
         units = {name: self._session.tensors.unit(self.wires[name]) for name in by_priority}
         own_of = {wire: name for name, wire in self.wires.items()}
-        locations = {} if first is None else first.locations
         lacking = []
         for unit in dict.fromkeys(units.values()):
-            block = _block(unit, [locations.get(own_of[wire]) for wire in unit.members])
+            block = None if first is None else _block(unit, [first.slots[own_of[wire]] for wire in unit.members])
             if block is not None:
                 unit.use_staging(block)
             elif not unit.has_staging:
@@ -147,7 +139,6 @@ class GradientLayout:
         groups = {unit: UnitSlots(unit) for unit in dict.fromkeys(units.values())}
         slots = {name: Slot(name, self.wires[name], groups[unit], None if first is None else first.slots[name])
                  for name, unit in units.items()}
-        self.locations = {name: InputLocation(slot.unit.staging, slot.offset) for name, slot in slots.items()}
         self.groups, self.slots = list(groups.values()), slots
 
     def begin_step(self) -> None:
@@ -196,16 +187,15 @@ def users_of_names(session: Session) -> Counter[str]:
     return Counter()
 
 
-def _block(unit: Unit, locations: Sequence[InputLocation | None]) -> Region | None:
-    """Return the memory of *locations*, those of *unit*'s members in its order, if they lie there as in the unit."""
+def _block(unit: Unit, slots: Sequence[Slot]) -> Region | None:
+    """Return the memory of *slots*, the first ones of *unit*'s members in its order, if they lie there as in the unit.
+    """
     members = list(unit.members.values())
-    first = locations[0]
-    if first is None:
-        return None
+    first = slots[0]
     begin = first.offset - members[0].offset
-    for member, location in zip(members, locations):
-        if location is None or location.block is not first.block or location.offset - begin != member.offset:
-            return None
+    if any(slot.block is not first.block or slot.offset - begin != member.offset
+           for member, slot in zip(members, slots)):
+        return None
     if begin < 0 or begin + unit.nbytes > first.block.array.nbytes:
         return None
     return first.block if begin == 0 else first.block.part(begin, unit.nbytes)

@@ -124,7 +124,9 @@ class Gradients:
         self._first = self._last = self._layout  # the last step's
         self._tuner: Tuner | None = None
         self._tuned = tuned  # by an earlier job, or by a tuner that is done
-        if tunes and session.extension(TunedModels).begin():  # only the first model: tuners would measure each other
+        tuned_models = session.extension(_tuned_models)
+        if tunes and not tuned_models:  # only the first model: tuners would measure each other
+            tuned_models.append(title)
             self._tuner = Tuner(session, title, specs, self._layout, self._by_priority, tuned)
         self._lock = threading.Lock()
         self._slots: dict[str, Slot] = {}  # of the layout in use, once it is laid out
@@ -461,16 +463,9 @@ class Gradients:
             return self._slots[name]
 
 
-class TunedModels:
-    """Whether a model of the session is tuned already (`Session.extension`)."""
-
-    def __init__(self, session: Session) -> None:
-        self._has_begun = False
-
-    def begin(self) -> bool:
-        """Return whether the caller's model is the first, which is tuned."""
-        has_begun, self._has_begun = self._has_begun, True
-        return not has_begun
+def _tuned_models(session: Session) -> list[str]:
+    """Return the models of *session* that are tuned, by title (`Session.extension`)."""
+    return []
 
 
 def _twice(slot: Slot) -> BusyError:

@@ -127,17 +127,18 @@ class Session:
         """This machine's address for other machines of the job; raises as `local_host`."""
         return local_host(self.settings, self.role.scheduler[0])
 
-    def retire(self, units: Sequence[Unit]) -> None:
+    def retire(self, units: Sequence[Unit], releases_staging: bool = False) -> None:
         """Retire *units*: their resources are free as soon as all ranks have retired them.
 
-        All their rounds must be complete, and their results not be read any more. The caller releases their input
-        memory. Their names may be declared again.
+        All their rounds must be complete, and their results not be read any more. Their names may be declared again.
+        *releases_staging*: also release their input memory, which the caller does otherwise.
         """
         self.require_open()
         if any(unit.in_flight for unit in units):
             raise BusyError("a tensor cannot be retired before its last round was waited for")
         for unit in units:
             unit.await_readers()
+        regions = [unit.staging for unit in units if unit.has_staging and releases_staging]
         names = [name for unit in units for name in unit.members]
         self.tensors.retire(names)
         self.devices.direct.forget(names)
@@ -146,6 +147,8 @@ class Session:
             self.devices.direct.release_input(unit)
             unit.forget()
         self._mailbox.send(messages.Retire(rank=self.rank, units=tuple(unit.number for unit in units)))
+        for region in regions:
+            self.memory.release(region)
 
     def set_credit(self, nbytes: int) -> None:
         """Set the credit of every node to *nbytes* under way to one peer; 0: its own setting. Does not wait."""

@@ -106,10 +106,7 @@ class SparseTable:
         if unit is None or (unit.in_flight and not unit.done(unit.round)):
             return False
         unit.finish(unit.round)
-        staging = unit.staging if unit.has_staging else None
-        self._session.retire([unit])
-        if staging is not None:
-            self._session.memory.release(staging)
+        self._session.retire([unit], releases_staging=True)
         return True
 
     # -- internals -------------------------------------------------------------------------------------------------
@@ -129,9 +126,8 @@ class SparseTable:
     def _grow(self, old: Unit, n_rows: int) -> None:
         """Make room for *n_rows* or more. All ranks have seen the same sum and do the same."""
         self._max_rows = min(self.shape[0], max(n_rows + n_rows // 4, self._max_rows + self._max_rows // 2))
-        staging, self._unit = old.staging, None
-        self._session.retire([old])
-        self._session.memory.release(staging)
+        self._unit = None
+        self._session.retire([old], releases_staging=True)
         self._n_editions += 1
         self._wire = f"{self.name}~{self._n_editions}"
         self._declare()

@@ -19,7 +19,7 @@ from ..orchestration.messages import TensorSpec
 from .gradient_layout import GradientLayout, LayoutSizes
 from .session import Session
 from .tuning_search import TuningPoint
-from .tuning_trials import Decision, TuningRun
+from .tuning_trials import Decision, RecordedTrials
 
 log = logging.getLogger("bpsfast.tuner")
 
@@ -62,15 +62,15 @@ class Tuner:
         self._ended = 0.0
         self._is_last = False
         self._announced = self._counted = False  # of the step that is being ended
-        self._pilot = TuningRun(session, specs, present, tuned) if session.rank == 0 else None
+        self._runner = RecordedTrials(session, specs, present, tuned) if session.rank == 0 else None
         session.tensors.declare([TensorSpec(name=self._name, dtype="float64", shape=(_N_WORDS,), average=False,
                                             priority=_FIRST_OF_ALL)])
 
     @property
     def best(self) -> TuningPoint | None:
         """The best point so far, as far as this rank knows: before the end of the search only rank 0 does."""
-        if self._pilot is not None:
-            return self._pilot.best
+        if self._runner is not None:
+            return self._runner.best
         return self._point if self._is_last else None
 
     @property
@@ -88,8 +88,8 @@ class Tuner:
             self._look_after_coming()
             words = unit.staging.array[:8 * _N_WORDS].view(np.float64)
             words[:] = 0
-            if self._pilot is not None:
-                words[:_READY] = _encoded(self._pilot.decision)
+            if self._runner is not None:
+                words[:_READY] = _encoded(self._runner.decision)
             words[_READY], words[_FAILED] = self._coming_state
             unit.push()
         self._announced = True
@@ -121,8 +121,8 @@ class Tuner:
         if is_last:
             self._end()
         now = time.monotonic()
-        if self._pilot is not None and self._ended and not is_last:
-            self._pilot.observe(used, now - self._ended)
+        if self._runner is not None and self._ended and not is_last:
+            self._runner.observe(used, now - self._ended)
         self._ended = now
         return self._editions[self._point.layout]
 
@@ -150,7 +150,7 @@ class Tuner:
             self._coming = GradientLayout(self._session, self._specs, self._n_editions, cut, self._first.device)
 
     def _use(self, point: TuningPoint) -> None:
-        if self._pilot is not None and point.credit_nbytes != self._point.credit_nbytes:
+        if self._runner is not None and point.credit_nbytes != self._point.credit_nbytes:
             own = self._session.settings.credit_bytes  # 0: back to every node's own setting
             self._session.set_credit(0 if point.credit_nbytes == own else point.credit_nbytes)
         self._point = point
@@ -160,17 +160,14 @@ class Tuner:
         assert self._coming is not None
         self._dropped.append(self._coming)
         self._coming, self._coming_state = None, [0, 0]
-        if self._pilot is not None:
-            self._pilot.failed(self._coming_point)
+        if self._runner is not None:
+            self._runner.failed(self._coming_point)
 
     def _end(self) -> None:
         self._is_last = True
-        unit = self._session.tensors.unit(self._name)
-        staging = unit.staging
-        self._session.retire([unit])
-        self._session.memory.release(staging)
-        if self._pilot is not None:
-            self._pilot.save()
+        self._session.retire([self._session.tensors.unit(self._name)], releases_staging=True)
+        if self._runner is not None:
+            self._runner.save()
 
     # -- on each rank independently --------------------------------------------------------------------------------
 

@@ -133,8 +133,8 @@ def tuned():
     """Editions with other partitions and fusion come and go under gradients on a device, whose streams are late."""
     g = Gradients(LAYERS, prefix="tuned ", average=False, device="host")
     points = [TuningPoint(*cut[:2], 1 << 20 + i, cut[2]) for i, cut in enumerate(CUTS)]
-    if g._tuner._pilot is not None:
-        g._tuner._pilot = Tour(g._tuner._pilot.decision.active, points)
+    if g._tuner._runner is not None:
+        g._tuner._runner = Tour(g._tuner._runner.decision.active, points)
     wrong, editions = [], set()
     with Stream() as stream:
         elsewhere = {name: stream.far(np.zeros(shape, dtype)) for name, (shape, dtype) in LAYERS.items()}

@@ -53,8 +53,8 @@ def train(n_steps, wait=True, tour=()):
     """Train *n_steps*; return a checksum of all sums, in how many ways they were cut, what moved or changed too early,
     the node's memory after every step, whether tuning was over and how many units there are."""
     g = Gradients(LAYERS, prefix=f"{wait} ")
-    if tour and g._tuner is not None and g._tuner._pilot is not None:
-        g._tuner._pilot = Tour(g._tuner._pilot.decision.active, tour)
+    if tour and g._tuner is not None and g._tuner._runner is not None:
+        g._tuner._runner = Tour(g._tuner._runner.decision.active, tour)
     arrays = {name: g[name] for name in g}
     checksum, cuts, kept, wrong, used = 0, set(), [], [], []
     generator = np.random.default_rng(bpsfast.rank())
