@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,13 +27,12 @@ Finish = Callable[[BaseException | None], None]
 _GRACE_S = 2.0, 4.0
 
 
-class _Operation:
-    """One operation on its way. `on_done` hears None or an error, in the service's thread."""
+class _Operation(NamedTuple):
+    """An operation that was submitted. `on_done` is called with None or an error, in the service's thread."""
 
-    def __init__(self, entry: Entry, begin: Callable[[Finish], None], on_done: Finish) -> None:
-        self.entry = entry
-        self.begin = begin
-        self.on_done = on_done
+    entry: Entry
+    begin: Callable[[Finish], None]
+    on_done: Finish
 
 
 class TurnService(GroupService[_Operation]):

@@ -237,7 +237,7 @@ class CudaDevice:
     def flush_remote_writes(self) -> None:
         if self._needs_flush:
             with self.current("waiting for what cards have written"):
-                flush_writes()
+                _call("cuFlushGPUDirectRDMAWrites", ctypes.c_int(_CURRENT_CONTEXT), ctypes.c_int(_TO_OWNER))
 
 
 @functools.cache
@@ -327,8 +327,3 @@ def needs_flush(device: int) -> bool:
         raise UnsupportedError(f"cuda:{device} does not order what cards write into its memory, and cannot flush it "
                                "(cuFlushGPUDirectRDMAWrites)")
     return True
-
-
-def flush_writes() -> None:
-    """Block until the device whose context is current sees all that cards have written to it until now."""
-    _call("cuFlushGPUDirectRDMAWrites", ctypes.c_int(_CURRENT_CONTEXT), ctypes.c_int(_TO_OWNER))

@@ -314,11 +314,11 @@ class SharedCommunicator:
 
     def reduce(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
                then: OnEnqueued) -> None:
-        self._calls.put(partial(self._call, "reduce", stream, tuple(after), tuple(ranges), dtype, then))
+        self._calls.put(partial(self._call, True, stream, tuple(after), tuple(ranges), dtype, then))
 
     def broadcast(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
                   then: OnEnqueued) -> None:
-        self._calls.put(partial(self._call, "broadcast", stream, tuple(after), tuple(ranges), dtype, then))
+        self._calls.put(partial(self._call, False, stream, tuple(after), tuple(ranges), dtype, then))
 
     def close(self) -> None:
         """See `Communicator`. Waits for work that is enqueued on the device, as it still reads windows."""
@@ -344,44 +344,38 @@ class SharedCommunicator:
         except BaseException as exc:  # of a driver, say: whoever waits must be told
             self._fail(DeviceError(f"sums of the island {self._group.ranks} cannot go on: {exc!r}"))
 
-    def _call(self, what: str, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
+    def _call(self, is_reduce: bool, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
               then: OnEnqueued) -> None:
         self._stream = stream
         for event in after:
             stream.wait(event)
-        fill, read = (self._put_sources, self._sum) if what == "reduce" else (self._put_target, self._take_target)
+        what = "reduce" if is_reduce else "broadcast"
         assert all(each.nbytes % TABLE[dtype].itemsize == 0 for each in ranges), "whole elements"
         for parts in slot_ranges(ranges, _SLOT_NBYTES):
             slot, self._slot = self._slot, 1 - self._slot
             begin = slot * _SLOT_NBYTES
             self._windows.wait(stream, _READ + slot)
-            fill(stream, parts, begin)
+            self._fill(is_reduce, stream, parts, begin)
             self._windows.record(stream, _FILLED + slot)
             self._group.barrier(f"{what} {dtype} {[(part.range.root, part.nbytes) for part in parts]}")
             self._windows.wait(stream, _FILLED + slot)
-            read(stream, parts, begin, dtype)
+            self._read(is_reduce, stream, parts, begin, dtype)
             self._windows.record(stream, _READ + slot)
         then(stream.record())
 
-    def _put_sources(self, stream: Stream, parts: Sequence[_SlotPart], begin: int) -> None:
-        own = self._windows.addresses[self._group.rank] + begin
+    def _fill(self, is_reduce: bool, stream: Stream, parts: Sequence[_SlotPart], begin: int) -> None:
+        """Copy what the others read to the own window: inputs for other roots, or the sums of which this is the root."""
+        rank = self._group.rank
+        own = self._windows.addresses[rank] + begin
         for each, at, nbytes, offset in parts:
-            if each.root != self._group.rank:
-                self._windows.copy(stream, own + offset, each.source + at, nbytes)
+            if (each.root != rank) == is_reduce:
+                self._windows.copy(stream, own + offset, (each.source if is_reduce else each.target) + at, nbytes)
 
-    def _sum(self, stream: Stream, parts: Sequence[_SlotPart], begin: int, dtype: str) -> None:
+    def _read(self, is_reduce: bool, stream: Stream, parts: Sequence[_SlotPart], begin: int, dtype: str) -> None:
+        """Sum the windows as the root, or copy the sums from the roots' windows."""
         for each, at, nbytes, offset in parts:
-            if each.root == self._group.rank:
+            if is_reduce and each.root == self._group.rank:
                 self._windows.sum(stream, each.target + at, each.source + at, begin + offset, nbytes, dtype)
-
-    def _put_target(self, stream: Stream, parts: Sequence[_SlotPart], begin: int) -> None:
-        own = self._windows.addresses[self._group.rank] + begin
-        for each, at, nbytes, offset in parts:
-            if each.root == self._group.rank:
-                self._windows.copy(stream, own + offset, each.target + at, nbytes)
-
-    def _take_target(self, stream: Stream, parts: Sequence[_SlotPart], begin: int, dtype: str) -> None:
-        for each, at, nbytes, offset in parts:
-            if each.root != self._group.rank:
+            elif not is_reduce and each.root != self._group.rank:
                 window = self._windows.addresses[each.root] + begin
                 self._windows.copy(stream, each.target + at, window + offset, nbytes)
