@@ -23,6 +23,8 @@ CHUNK_DTYPE = np.dtype([
     ("offset", "<u8"), ("part", "<u4"), ("round", "<u4"), ("segment", "<u2"), ("flags", "<u2"), ("pad", "<u4")])
 
 assert CHUNK_DTYPE.itemsize == 64, "pipelined_transfer.h says so"
+#: Least and most partitions under way at once: some are copied while others are summed; more would leave the caches.
+_SLOTS = 4, 8
 
 
 class PartitionedUnit(Protocol):
@@ -58,9 +60,6 @@ def offsets(unit: PartitionedUnit) -> Offsets:
 def results(unit: PartitionedUnit) -> Offsets:
     """Return where the result of each partition lies in this process, of shape (2, partitions): even and odd rounds."""
     return np.array([[unit.result_address(parity, int(at)) for at in offsets(unit)] for parity in (0, 1)], np.uint64)
-
-#: Least and most partitions under way at once: some are copied while others are summed; more would leave the caches.
-_SLOTS = 4, 8
 
 
 def n_slots(local_size: int) -> int:

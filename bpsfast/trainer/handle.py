@@ -32,6 +32,7 @@ Output = TypeVar("Output", bound="TensorInput | None")
 
 #: Every unnamed push_pull is a new tensor with memory of its own: a loop of them gets a warning.
 _MANY_UNNAMED = 1000
+Array = np.ndarray[Any, Any]
 
 
 class Handle:
@@ -390,8 +391,6 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: str | No
     nbytes = int(np.prod(shape, dtype=np.int64)) * row.itemsize
     region = process.current().memory.allocate(max(nbytes, 1))
     return region.array[:nbytes].view(row.numpy).reshape(shape)
-
-Array = np.ndarray[Any, Any]
 
 
 def repeated_pushes(session: Session) -> dict[str, RepeatedPush]:

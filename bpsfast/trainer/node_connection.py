@@ -30,6 +30,9 @@ from ..pyx.pages import Segment
 
 #: The node and the scheduler know which process is missing; a rank's own deadline is this much later than theirs.
 _GRACE_S = 5.0
+T = TypeVar("T")
+#: How often a wait checks the job's state on the board, which no descriptor signals.
+SLICE_S = 0.1
 
 
 @dataclass
@@ -160,11 +163,6 @@ def _map(role: ProcessRole, connection: MessageSocket, attached: Attached, fds: 
 def _close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-T = TypeVar("T")
-
-#: How often a wait checks the job's state on the board, which no descriptor signals.
-SLICE_S = 0.1
 
 
 class Mailbox:

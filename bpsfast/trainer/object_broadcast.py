@@ -13,6 +13,10 @@ from ..orchestration.errors import MismatchError, UnsupportedError
 from . import process
 from .broadcaster import Broadcaster, broadcast_bytes, check_root
 
+Array = np.ndarray[Any, Any]
+#: (name, dtype, shape) of each tensor, in order.
+Manifest = Sequence[Sequence[Any]]
+
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Return rank *root_rank*'s *obj* on all ranks (a copy elsewhere), which call their broadcasts in the same order.
@@ -71,8 +75,6 @@ def dump(obj: Any) -> bytes:
 
     return bytes(cloudpickle.dumps(obj))
 
-Array = np.ndarray[Any, Any]
-
 
 def broadcast_arrays(named: Sequence[tuple[str, Array]], root_rank: int, title: str) -> list[Array]:
     """Return the arrays of rank *root_rank*'s *named* (new ones, except on *root_rank*).
@@ -106,9 +108,6 @@ def broadcast_arrays(named: Sequence[tuple[str, Array]], root_rank: int, title: 
 
 def _pieces(arrays: Sequence[Array]) -> list[tuple[int, int]]:
     return [(array.ctypes.data, array.nbytes) for array in arrays]
-
-#: (name, dtype, shape) of each tensor, in order.
-Manifest = Sequence[Sequence[Any]]
 
 
 def difference(mine: Manifest, theirs: Manifest, what: str, rank: int, root_rank: int) -> str:

@@ -23,6 +23,11 @@ from .session import Session
 _current: Session | None = None
 _watch: ExitWatch | None = None
 _has_left = False
+#: How long a rank that has left waits for the others to leave.
+_CLOSE_TIMEOUT_S = 5.0
+#: Launchers under which a job of several ranks can be started again; see `resume`.
+_RESUMABLE = ("elastic", "dmlc")
+_suspended: list[str] | None = None  # the declared names, in their order
 
 
 def init(**settings: object) -> None:
@@ -172,9 +177,6 @@ def barrier(timeout_s: float | None = None) -> None:
     """Wait until all ranks have called this; raises `StallError` after *timeout_s* (default: the setting)."""
     current().barrier(timeout_s)
 
-#: How long a rank that has left waits for the others to leave.
-_CLOSE_TIMEOUT_S = 5.0
-
 
 def join_job(role: ProcessRole, settings: Settings,
          why_void: Callable[[], str | None] = lambda: None) -> tuple[Session, Daemons]:
@@ -220,11 +222,6 @@ def leave_job(session: Session, watch: ExitWatch, *, stays: bool = True) -> None
     waits = stays and watch.holds_daemons
     session.close(watch.failure is None, watch.failure or "", session.settings.timeout_s if waits else _CLOSE_TIMEOUT_S)
     watch.close(detaches=not stays)
-
-#: Launchers under which a job of several ranks can be started again; see `resume`.
-_RESUMABLE = ("elastic", "dmlc")
-
-_suspended: list[str] | None = None  # the declared names, in their order
 
 
 def suspend(leave: Callable[[], None] = shutdown) -> None:

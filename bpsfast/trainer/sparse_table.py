@@ -32,6 +32,9 @@ from .unit import Unit
 
 #: Room for rows by default: this part of the table (one of 64), and at least this many rows.
 _PART, _LEAST = 64, 1024
+Array = np.ndarray[Any, Any]
+#: Sums that are computed at once: their rows stay in the caches.
+_AT_ONCE = 4096
 
 
 class SparseTable:
@@ -219,8 +222,6 @@ def push_pull_rows(indices: Any, values: Any, n_rows: int, name: str | None = No
     table.push(indices, rows.owner if isinstance(rows.owner, np.ndarray) else values)
     return table.wait()
 
-Array = np.ndarray[Any, Any]
-
 
 class RowFrames(NamedTuple):
     """The frames of a table: one for each of `n_parts` partitions, `stride` bytes apart. Format: `pyx/rows.h`.
@@ -350,7 +351,3 @@ def _added_up(values: Array, order: Array, firsts: Array) -> Iterator[tuple[Arra
             n_more = int(np.searchsorted(-n_terms[chosen], -k, side="left"))  # which have a term k: the first ones
             total[:n_more] += values[order[firsts[chosen[:n_more]] + k]].astype(wide)
         yield chosen, total.astype(values.dtype)
-
-
-#: Sums that are computed at once: their rows stay in the caches.
-_AT_ONCE = 4096

@@ -37,6 +37,12 @@ _WORDS: dict[Stage, str] = {
     "done": "it has just completed",
     "unknown": "it is not known how far it is",
 }
+#: Once a rank has left, how often a wait asks whether it can still end.
+DOUBT_S = 0.5
+#: How long to wait for the reply to a stall question.
+_ANSWER_S = 2.5
+#: The partition of a question about a declaration or a barrier.
+_NO_PART = -1
 
 
 @dataclass(frozen=True)
@@ -158,13 +164,6 @@ class StallInspector:
         with self._lock:
             return (*(msgspec.structs.replace(each.stall, waited_s=now - each.begin) for each in self._open.values()),
                     *reversed(self._over))
-
-#: Once a rank has left, how often a wait asks whether it can still end.
-DOUBT_S = 0.5
-#: How long to wait for the reply to a stall question.
-_ANSWER_S = 2.5
-#: The partition of a question about a declaration or a barrier.
-_NO_PART = -1
 
 
 class StallQuery:

@@ -18,6 +18,21 @@ from ..orchestration.placement.shares import Machine, least_time_s
 
 #: More partitions than this under way to one peer make no difference.
 _MOST = 256.0
+#: Cost of a write per partition and peer on a busy machine: a node decides on every write in Python.
+_WRITE_S = 40e-6
+#: Powers of two around the settings' defaults.
+PARTITIONS = tuple(64_000 << i for i in range(11))
+FUSIONS = tuple(64_000 << 2 * i for i in range(5))
+CREDITS = tuple(1 << i for i in range(9))
+STREAMS = (1, 2, 4)
+#: Spread of ln(step time) of one measurement; correlation length of points, in factors of two.
+_NOISE, _LENGTH = 0.02, 2.0
+#: Spread of ln(step time) over the grid: least and most; from this many measurements on, twice the measured spread.
+_LEAST_SPREAD, _MOST_SPREAD, _ENOUGH = 0.02, 0.3, 9
+#: Steps that are expected to take longer than this many times the best are not tried.
+DARING = 1.5
+#: The search ends below this expected improvement, a share of the best step time.
+WORTHWHILE = 0.01
 
 
 class TuningPoint(NamedTuple):
@@ -50,9 +65,6 @@ class TuningPoint(NamedTuple):
 def _short(nbytes: int) -> str:
     return f"{nbytes / 1e6:.3g} MB" if nbytes >= 10**6 else f"{nbytes / 1e3:.3g} KB"
 
-#: Cost of a write per partition and peer on a busy machine: a node decides on every write in Python.
-_WRITE_S = 40e-6
-
 
 def expectation(machines: Sequence[Machine], sizes: Sequence[int]) -> Callable[[TuningPoint], float]:
     """Return a function: the relative step time that the planner expects at a point, for tensors of *sizes* bytes.
@@ -76,20 +88,6 @@ def expectation(machines: Sequence[Machine], sizes: Sequence[int]) -> Callable[[
         return wire_s + 2 * grain / rate + n_parts * n_peers * _WRITE_S
 
     return expected
-
-#: Powers of two around the settings' defaults.
-PARTITIONS = tuple(64_000 << i for i in range(11))
-FUSIONS = tuple(64_000 << 2 * i for i in range(5))
-CREDITS = tuple(1 << i for i in range(9))
-STREAMS = (1, 2, 4)
-#: Spread of ln(step time) of one measurement; correlation length of points, in factors of two.
-_NOISE, _LENGTH = 0.02, 2.0
-#: Spread of ln(step time) over the grid: least and most; from this many measurements on, twice the measured spread.
-_LEAST_SPREAD, _MOST_SPREAD, _ENOUGH = 0.02, 0.3, 9
-#: Steps that are expected to take longer than this many times the best are not tried.
-DARING = 1.5
-#: The search ends below this expected improvement, a share of the best step time.
-WORTHWHILE = 0.01
 
 
 class Search:

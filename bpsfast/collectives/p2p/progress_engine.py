@@ -21,6 +21,13 @@ SLOW_YIELD_S = 0.001
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.002, 0.128
 #: This many waits that end awake save as much as a slow yield costs.
 _MANY_MET = 64
+log = logging.getLogger("bpsfast.collectives.p2p")
+#: How often the state of the job is checked, which no descriptor signals: while transfers are under way, and while none
+#: is, since a new one does not wake the sleeping thread.
+_SLICE_S, _IDLE_S = 0.1, 1.0
+#: The thread takes over when no thread has waited for this long; without transfers it looks again after at most this
+#: long.
+_LINGER_S, _PAUSE_MAX_S = 0.001, 0.05
 
 
 class CpuContention:
@@ -48,15 +55,6 @@ class CpuContention:
     def met(self) -> None:
         """Note that a wait has ended awake."""
         self._n_met += 1
-
-log = logging.getLogger("bpsfast.collectives.p2p")
-
-#: How often the state of the job is checked, which no descriptor signals: while transfers are under way, and while none
-#: is, since a new one does not wake the sleeping thread.
-_SLICE_S, _IDLE_S = 0.1, 1.0
-#: The thread takes over when no thread has waited for this long; without transfers it looks again after at most this
-#: long.
-_LINGER_S, _PAUSE_MAX_S = 0.001, 0.05
 
 
 class ProgressEngine:

@@ -28,6 +28,11 @@ EAGER_NBYTES = 8 << 10
 MESSAGE_MAX_NBYTES = 1 << 46
 #: The longest payload of a DATA frame: other frames for that rank wait no longer than this takes to send.
 PIECE_NBYTES = 1 << 20
+#: What one rank may send to another before receives match: bytes of small messages, and announcements.
+ROOM_NBYTES = 256 << 10
+N_ANNOUNCED = 1024
+#: Room is given back in portions: a frame for every small message would cost as much as the message.
+_PORTION_NBYTES = ROOM_NBYTES // 4
 
 
 class Frame(NamedTuple):
@@ -67,11 +72,6 @@ def unpack(buffer: bytes | bytearray | memoryview, offset: int) -> Frame:
     if frame.nbytes > most:
         raise ProtocolError(f"{frame.name} with {frame.nbytes} bytes, at most {most} are allowed")
     return frame
-
-ROOM_NBYTES = 256 << 10
-N_ANNOUNCED = 1024
-#: Room is given back in portions: a frame for every small message would cost as much as the message.
-_PORTION_NBYTES = ROOM_NBYTES // 4
 
 
 def cost(nbytes: int) -> int:

@@ -17,6 +17,8 @@ from .progress_engine import ProgressEngine
 from .protocol import ReceiveCredit, SendCredit
 from .transfer import Arrival, Incoming, Outgoing, Transfer, view
 
+log = logging.getLogger("bpsfast.collectives.p2p")
+
 
 class MessageSource(Protocol):
     """Another rank, as the receiver needs it: a `Peer`, which documents these."""
@@ -125,8 +127,6 @@ class Matching(Generic[R, A]):
         parts = [f"rank {source} tag {tag}" + (f" ({len(queue)} messages)" if len(queue) > 1 else "")
                  for (source, tag), queue in sorted(here.items())[:8]]
         return ", ".join(parts + ["..."] * (len(here) > 8))
-
-log = logging.getLogger("bpsfast.collectives.p2p")
 
 
 class MessageReceiver:

@@ -10,6 +10,11 @@ import numpy as np
 
 from ...orchestration.errors import BpsError
 
+_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_from_memory.restype = ctypes.py_object
+_READ, _WRITE = 0x100, 0x200
+
 
 class TransferOwner(Protocol):
     """What a transfer needs of its endpoint: `P2PEndpoint`, whose first three calls are those of the transfer."""
@@ -132,11 +137,6 @@ class Incoming:
     transfer: Transfer
     arrival: Arrival
     n_received: int = 0
-
-_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_from_memory.restype = ctypes.py_object
-_READ, _WRITE = 0x100, 0x200
 
 
 def view(address: int, nbytes: int, writable: bool = False) -> memoryview:
