@@ -48,17 +48,12 @@ def open_channel(is_leader: bool, share: Callable[[bytes | None], bytes], host: 
                  ) -> LeaderChannel | FollowerChannel:
     """Return this rank's end of the channel between the first rank and the others. Called by all of them.
 
-    Raises `ConfigError` on all ranks, if the first one cannot listen; if only one of this rank and the first one has a
-    secret.
+    *share* returns on all ranks the bytes that the first rank gives it; the others give None. *host* returns the
+    address at which the others reach the first rank; it is called there only, and may raise OSError. *secret* is the
+    job's key, on all ranks or on none.
 
-    Parameters
-    ----------
-    share
-        Returns on all ranks the bytes that the first rank gives it; the others give None.
-    host
-        Returns the address at which the others reach the first rank; called there only. May raise OSError.
-    secret
-        The job's key, on all ranks or on none.
+    Raises `ConfigError` on all ranks if the first one cannot listen, or if only one of this rank and the first one has
+    a secret.
     """
     if not is_leader:
         found = msgspec.msgpack.decode(share(None), type=_LeaderAddress)

@@ -38,23 +38,13 @@ class _Operation(NamedTuple):
 class TurnService(GroupService[_Operation]):
     """One rank's part of a group. Making and closing it are collective; `submit` is for any thread.
 
-    Raises `ConfigError` on all ranks, if rank 0 cannot listen; if this rank has a secret, and rank 0 has none, or the
-    other way round.
+    *agree* returns rank 0's argument on all ranks (a broadcast of bytes; None elsewhere). *host* returns the address at
+    which the others reach this process; it is called on rank 0 only, and may raise OSError. At most *credit_nbytes* are
+    under way at a time; rank 0's counts. The group fails when nothing happens for *timeout_s* while something is to be
+    done. *together*: nothing has its turn before all ranks have submitted it (`turns.Leader`). *secret* is the job's
+    key, on all ranks or on none; the channel's key is made of it.
 
-    Parameters
-    ----------
-    agree
-        Returns rank 0's argument on all ranks (a broadcast of bytes; None elsewhere).
-    host
-        Returns where the others reach this process; only asked on rank 0. May raise OSError.
-    credit_nbytes
-        Bytes that may be under way at a time; only rank 0's counts.
-    timeout_s
-        How long nothing may happen while something is to be done.
-    together
-        Nothing has its turn before all ranks have been given it (`turns.Leader`).
-    secret
-        The job's key, on all ranks or on none; of it the line's key is made.
+    Raises `ConfigError` on all ranks if rank 0 cannot listen, or if only one of this rank and rank 0 has a secret.
     """
 
     def __init__(self, rank: int, size: int, agree: Callable[[bytes | None], bytes], *, host: Callable[[], str],

@@ -238,17 +238,10 @@ class CopyThread(ABC, Generic[C]):
 class CopyToHost(DeviceCopy):
     """The copy of *partitions* of a unit to the host, where the unit lies at *address*.
 
-    Parameters
-    ----------
-    after
-        Events after which the input may be read.
-    on_copied
-        Called with each partition once it is copied, and when its copies began (ns).
-    readers
-        Copies that still read the sum of an earlier round, and must end first.
-    on_device
-        Partitions that a card reads from the device: by number, the address at which the unit would begin there. They
-        are copied within the device.
+    The input may be read after the events *after*. *on_copied* is called with each partition once it is copied, and
+    with the time at which its copies began (ns). *readers* are copies that still read the sum of an earlier round, and
+    must end first. *on_device*: partitions that a card reads from the device, by number, with the address at which the
+    unit would begin there; they are copied within the device.
     """
 
     def __init__(self, title: str, priority: int, address: int, partitions: Sequence[PartitionCopy],
@@ -347,21 +340,11 @@ def _enqueue_next(copy: CopyToHost, stream: Stream) -> _Copying:
 class CopyToDevice(ResultCopy):
     """The copy of *partitions* of a unit's sum to a device, after the events *after*.
 
-    Parameters
-    ----------
-    source
-        Returns where the sum's bytes from an offset on lie on the host, or on the device.
-    wait
-        Waits up to so many seconds for a partition, by its number, and returns whether it is complete. Raises if it
-        never will be.
-    on_copied
-        Called with each partition once it is on the device, and when its copies began (ns).
-    keeps
-        Holds the memory that is written.
-    whole
-        Whether to wait for partitions without copies, too.
-    on_device
-        The numbers of the partitions that a card has written to the device.
+    *source* returns where the sum's bytes from an offset on lie, on the host or on the device. *wait* waits up to a
+    number of seconds for a partition, by its number, and returns whether it is complete; it raises if it never will be.
+    *on_copied* is called with each partition once it is on the device, and with the time at which its copies began
+    (ns). *keeps* holds the memory that is written. *whole*: also wait for partitions without copies. *on_device*: the
+    numbers of the partitions that a card has written to the device.
     """
 
     def __init__(self, title: str, priority: int, partitions: Sequence[PartitionCopy], after: Sequence[Event],

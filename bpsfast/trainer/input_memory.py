@@ -35,14 +35,8 @@ class Region:
 class InputMemory:
     """The segments that *rank* has mapped, and its input memory, which it allocates and releases. Any thread.
 
-    Parameters
-    ----------
-    timeout_s
-        How long the node may take to answer a request.
-    require_open
-        Raises `ClosedError` when the session is closed, or is another process's.
-    mailbox
-        Sends requests to the node. Its owner calls `receive` with the replies.
+    *timeout_s*: how long the node may take to answer a request. *require_open* raises `ClosedError` when the session is
+    closed, or is another process's. *mailbox* sends requests to the node; its owner calls `receive` with the replies.
     """
 
     def __init__(self, rank: int, timeout_s: float, require_open: Callable[[], None],

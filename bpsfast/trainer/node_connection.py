@@ -166,22 +166,12 @@ def _close_all(fds: Iterable[int]) -> None:
 
 
 class Mailbox:
-    """Messages to and from the node over *channel*. Any thread.
+    """Messages to and from the node over *channel*, which `close` closes. Any thread.
 
-    Parameters
-    ----------
-    channel
-        Closed by `close`.
-    node_pidfd
-        Polled beside the socket: it fires when the node dies, even if a forked child of the node holds the socket open.
-    deliver
-        Called with each message and its descriptors, which it must close; one at a time.
-    check
-        Called before each sleep; raises if the job is over.
-    lost
-        Returns the error to raise when the node is lost.
-    require_open
-        Raises `ClosedError` when the session is closed, or is another process's.
+    *node_pidfd* is polled beside the socket: it fires when the node dies, even if a forked child of the node holds the
+    socket open. *deliver* is called with each message and its descriptors, which it must close; one at a time. *check*
+    is called before each sleep, and raises if the job is over. *lost* returns the error to raise when the node is lost.
+    *require_open* raises `ClosedError` when the session is closed, or is another process's.
     """
 
     def __init__(self, channel: MessageSocket, node_pidfd: int, deliver: Callable[[Message, tuple[int, ...]], None],
@@ -310,20 +300,11 @@ class NodeRequests:
 
     def ask(self, question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0,
             given_up: Callable[[], Message | None] = lambda: None, fds: Sequence[int] = ()) -> Message:
-        """Send ``question(number)`` and return the reply.
+        """Send ``question(number)`` and return the reply; raise `StallError`, which begins with *trouble*, if none
+        comes within *timeout_s* (0: the default).
 
-        Raises `StallError` if no reply came in time.
-
-        Parameters
-        ----------
-        trouble
-            What the error says if there is none.
-        timeout_s
-            0: by the setting timeout_s.
-        given_up
-            Called now and then; what it returns, unless None, is the reply.
-        fds
-            Descriptors to send with the request; the caller closes them.
+        *given_up* is called now and then; what it returns, unless None, is the reply. *fds* are sent with the request;
+        the caller closes them.
         """
         timeout_s = timeout_s or self._timeout_s
         number = next(self._numbers)

@@ -25,18 +25,9 @@ _written, _read = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(TensorSpec)
 class TensorRegistry:
     """The tensors that *rank* of *size* has declared. Any thread.
 
-    Parameters
-    ----------
-    timeout_s
-        How long waits last by default.
-    require_open
-        Raises `ClosedError` when the session is closed, or is another process's.
-    mailbox
-        Sends declarations to the node.
-    inquiry
-        Asks which ranks are missing.
-    inspector
-        Records long waits.
+    Waits last *timeout_s* by default. *require_open* raises `ClosedError` when the session is closed, or is another
+    process's. *mailbox* sends declarations to the node, *inquiry* asks which ranks are missing, and *inspector* records
+    long waits.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float, require_open: Callable[[], None],

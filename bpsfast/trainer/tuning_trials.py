@@ -57,16 +57,10 @@ class Trial(NamedTuple):
 
 
 class TrialRunner:
-    """Decides after every step.
+    """Decides after every step which point the next steps use.
 
-    Parameters
-    ----------
-    present, default
-        The settings of the job, and the default settings.
-    stored
-        The result of an earlier job, which is used without a search.
-    max_steps
-        After this many steps the best point so far stays.
+    *present* and *default* are the job's settings and the default settings. *stored* is the result of an earlier job,
+    which is used without a search. After *max_steps* the best point so far stays.
     """
 
     def __init__(self, search: Search, present: TuningPoint, default: TuningPoint, stored: TuningPoint | None = None,

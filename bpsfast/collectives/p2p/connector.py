@@ -65,17 +65,10 @@ class Address(msgspec.Struct, frozen=True):
 class PeerConnector:
     """Dials the endpoints of *session*'s job and accepts connections from them.
 
-    Parameters
-    ----------
-    come
-        Called with (rank, socket, process id or 0) when an authenticated rank has dialled. Returns False to refuse it;
-        else it owns the socket and sends the acceptor's byte.
-    reached
-        Called with the same when another rank has accepted this one (JOINED).
-    failed
-        Called with (rank, error) when a rank cannot be reached.
-    listen
-        Called when `listens` has changed.
+    *come* is called with (rank, socket, process id or 0) when an authenticated rank has dialled; it returns False to
+    refuse it, else it owns the socket and sends the acceptor's byte. *reached* is called with the same when another
+    rank has accepted this one (JOINED), *failed* with (rank, error) when a rank cannot be reached, and *listen* when
+    `listens` has changed.
     """
 
     def __init__(self, session: Session, come: Callable[[int, socket.socket, int], bool],

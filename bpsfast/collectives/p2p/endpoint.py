@@ -67,17 +67,9 @@ class P2PEndpoint:
     def send(self, channel: int, destination: int, tag: int, address: int, nbytes: int, owner: object) -> Transfer:
         """Begin to send the *nbytes* at *address* to rank *destination*, this rank too; the memory is read until done.
 
-        Raises `ConfigError` if there is no such rank, or a number is out of its range. Raises `ClosedError` if the
-        endpoint is closed, or the session is another process's.
-
-        Parameters
-        ----------
-        channel
-            Of 32 bits.
-        tag
-            Of 64 bits, signed.
-        owner
-            Kept until the transfer has ended.
+        *channel* has 32 bits, *tag* 64 bits and a sign. *owner* is kept until the transfer has ended. Raises
+        `ConfigError` if there is no such rank, or a number is out of its range, and `ClosedError` if the endpoint is
+        closed, or the session is another process's.
         """
         self._check(channel, destination, tag, nbytes)
         transfer = Transfer(self, True, channel, destination, tag, address, nbytes, owner)

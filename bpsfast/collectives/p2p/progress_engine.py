@@ -60,22 +60,11 @@ class CpuContention:
 class ProgressEngine:
     """The connections' event loop. `lock` guards everything that its handlers touch.
 
-    Parameters
-    ----------
-    busy
-        Returns, with the lock, whether transfers are under way.
-    work
-        Does a piece of work that needs no descriptor, without the lock; returns whether there was one.
-    settle
-        Called after each turn, without the lock: wakes waiting threads and runs callbacks.
-    check
-        Raises what ended the job, if it has ended.
-    failed
-        Called with that error, with the lock.
-    tick
-        Called as often as `check`, without the lock.
-    awake_s
-        How long a wait polls before it sleeps.
+    *busy* returns, with the lock, whether transfers are under way. *work* does a piece of work that needs no
+    descriptor, without the lock, and returns whether there was one. *settle* is called after each turn, without the
+    lock: it wakes waiting threads and runs callbacks. *check* raises what ended the job, if it has ended; *failed* is
+    called with that error, with the lock. *tick* is called as often as *check*, without the lock. A wait polls for
+    *awake_s* before it sleeps.
     """
 
     def __init__(self, name: str, *, busy: Callable[[], bool], work: Callable[[], bool], settle: Callable[[], None],

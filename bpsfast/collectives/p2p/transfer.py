@@ -30,16 +30,9 @@ class TransferOwner(Protocol):
 class Transfer:
     """A send or a receive under way; `P2PEndpoint.send` and `receive` return it. Any thread.
 
-    Parameters
-    ----------
-    peer
-        The other rank; None: any (of a receive).
-    tag
-        None: any (of a receive).
-    address, nbytes
-        The caller's memory: what is sent, or where to put it. nbytes -1: memory is allocated when the message comes.
-    owner
-        Kept until the transfer has ended: it keeps the memory alive.
+    *peer* is the other rank, and *tag* the message's; None, of a receive: any. *address* and *nbytes* are the caller's
+    memory: what is sent, or where to put it; nbytes -1: memory is allocated when the message comes. *owner* keeps the
+    memory alive, and is kept until the transfer has ended.
 
     Once `done`, these say what it was: `source` (a rank), `tag`, `nbytes` of the message, `data` (uint8, only of
     `receive_any_size`, the caller's from then on), `error` (None if it ended well).
@@ -64,12 +57,12 @@ class Transfer:
         return self._done
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until it has ended.
+        """Wait until it has ended, at most *timeout_s* (None: the setting); after that the transfer goes on, and may be
+        waited for again.
 
-        *timeout_s*: None: the setting. After that the transfer goes on; it may be waited for again. Raises `StallError`
-        if it has not ended in time; the text names the rank that is missing. Raises `PeerLostError` if the other rank
-        is gone, or has left the job. Raises `MismatchError` if the message was longer than the receive's memory. It is
-        consumed; the sender is not told. Raises `ClosedError` if the endpoint was closed, or the transfer cancelled.
+        Raises `StallError` if it has not ended in time, naming the rank that is missing; `PeerLostError` if the other
+        rank is gone, or has left the job; `MismatchError` if the message was longer than the receive's memory (it is
+        consumed; the sender is not told); `ClosedError` if the endpoint was closed, or the transfer cancelled.
         """
         self._endpoint.wait(self, timeout_s)
 
