@@ -109,10 +109,8 @@ class Broadcaster:
             for chunk in range(first, end):
                 self._wait(unit, chunk)
                 skip = HEADER_NBYTES if chunk == first else 0
-                slot, round = chunk % unit.n_parts, _round(unit, chunk)
                 for address, n, offset in stream.take(unit.stride - skip):
-                    source = unit.result_address(round, slot * unit.stride) + skip + offset
-                    self._copy(unit, address, source, n, slot, round)
+                    self._copy(unit, chunk, skip + offset, address, n)
                 if chunk + unit.n_parts < end:
                     self._take_part(unit, chunk + unit.n_parts)
             self._chunk = end
@@ -136,37 +134,37 @@ class Broadcaster:
                 f"({type(exc).__name__}: {exc}), so the ranks are out of step")
             raise
 
-    def _copy(self, unit: Unit, address: int, source: int, nbytes: int, slot: int, round: int) -> None:
-        """Copy from the complete result of *slot*; inside the port: a shutdown in another thread waits."""
-        self._session.port.deliver(unit, address, source, nbytes, unit.first_part + slot, round,
-                                   self._session.settings.timeout_s)
+    def _copy(self, unit: Unit, chunk: int, offset: int, address: int, nbytes: int) -> None:
+        """Copy bytes of the complete *chunk* to *address*; inside the port: a shutdown in another thread waits."""
+        part, round = _at(unit, chunk)
+        source = unit.result_address(round, (part - unit.first_part) * unit.stride) + offset
+        self._session.port.deliver(unit, address, source, nbytes, part, round, self._session.settings.timeout_s)
 
     def _fill(self, unit: Unit, stream: _Cursor) -> None:
         """Write the next chunk of *stream* into its partition, once that partition's last round is complete; announce
         it.
         """
-        slot, round = self._chunk % unit.n_parts, _round(unit, self._chunk)
+        part, round = _at(unit, self._chunk)
         if self._chunk >= unit.n_parts:
             self._wait(unit, self._chunk - unit.n_parts)
-        staging = unit.staging
-        offset = slot * unit.stride
+        staging = unit.staging.part((part - unit.first_part) * unit.stride, unit.stride)
         for address, n, at in stream.take(unit.stride):
-            copy(staging.address + offset + at, address, n)
-        self._session.port.submit(unit.first_part + slot, 1, round, staging.segment, staging.offset + offset)
+            copy(staging.address + at, address, n)
+        self._session.port.submit(part, 1, round, staging.segment, staging.offset)
         self._chunk += 1
 
     def _take_part(self, unit: Unit, chunk: int) -> None:
-        self._session.port.submit(unit.first_part + chunk % unit.n_parts, 1, _round(unit, chunk), 0, 0, empty=True)
+        part, round = _at(unit, chunk)
+        self._session.port.submit(part, 1, round, 0, 0, empty=True)
 
     def _wait(self, unit: Unit, chunk: int) -> None:
-        self._session.port.wait(unit, unit.first_part + chunk % unit.n_parts, 1, _round(unit, chunk),
-                                self._session.settings.timeout_s)
+        part, round = _at(unit, chunk)
+        self._session.port.wait(unit, part, 1, round, self._session.settings.timeout_s)
 
     def _header(self, unit: Unit, chunk: int, text: str) -> _Header:
         """Return the header of the complete *chunk*; raise if not exactly one rank sent it as this broadcast."""
-        slot, round = chunk % unit.n_parts, _round(unit, chunk)
         raw = np.empty(HEADER_NBYTES, np.uint8)
-        self._copy(unit, raw.ctypes.data, unit.result_address(round, slot * unit.stride), HEADER_NBYTES, slot, round)
+        self._copy(unit, chunk, 0, raw.ctypes.data, HEADER_NBYTES)
         header = _unpack(raw.tobytes())
         if header is not None and header.n_roots == 1 and header.sequence == self._sequence:
             return header
@@ -212,9 +210,10 @@ class _Cursor:
             offset += n
 
 
-def _round(unit: Unit, chunk: int) -> int:
-    """Return the round of its partition in which *chunk* travels."""
-    return round_after(unit.first_round, chunk // unit.n_parts)
+def _at(unit: Unit, chunk: int) -> tuple[int, int]:
+    """Return the partition of the job, and its round, in which *chunk* is sent."""
+    n_rounds, number = divmod(chunk, unit.n_parts)
+    return unit.first_part + number, round_after(unit.first_round, n_rounds)
 
 
 def _digest(text: str) -> bytes:
