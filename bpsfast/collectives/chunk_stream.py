@@ -45,7 +45,7 @@ def chunk_sizes(is_within: bool) -> tuple[ChunkSize, ChunkSize, ChunkSize]:
     return (WIDE_WITHIN if is_within else WIDE_BETWEEN), SMALL, TINY
 
 
-def cut(nbytes: int, wide: ChunkSize) -> list[tuple[ChunkSize, int]]:
+def split(nbytes: int, wide: ChunkSize) -> list[tuple[ChunkSize, int]]:
     """Return how many chunks of each size *nbytes* take, largest first; the last chunk may be short."""
     found = []
     if nbytes >= wide.chunk_nbytes:
@@ -80,11 +80,11 @@ class ChunkStream:
         """Return the descriptors of the next *n* chunks, without source, destination and size."""
         if n == 1:
             return self._next_chunk()
-        strips = np.arange(self._next, self._next + n, dtype=np.uint64)
+        numbers = np.arange(self._next, self._next + n, dtype=np.uint64)
         self._next += n
-        slots = (strips % np.uint64(self.unit.n_parts)).astype(np.intp)
+        slots = (numbers % np.uint64(self.unit.n_parts)).astype(np.intp)
         chunks = self._slots[slots]
-        chunks["round"] = rounds = strips // np.uint64(self.unit.n_parts) + self._first_round
+        chunks["round"] = rounds = numbers // np.uint64(self.unit.n_parts) + self._first_round
         chunks["result"] = self._results[(rounds & np.uint64(1)).astype(np.intp), slots]
         return chunks
 

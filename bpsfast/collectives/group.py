@@ -23,12 +23,12 @@ from ..trainer.chunk_descriptors import CHUNK_DTYPE
 from ..trainer.session import Session
 from ..trainer.tensor_input import TensorInput, from_array
 from ..trainer.unit import Unit
-from .chunk_stream import FINGERPRINTS, ChunkSize, ChunkStream, chunk_sizes, cut, spec_of
+from .chunk_stream import FINGERPRINTS, ChunkSize, ChunkStream, chunk_sizes, spec_of, split
 from .p2p.endpoint import P2PEndpoint
 from .p2p.message_collectives import MessageCall
 
 #: Bytes of each member's call that the error of a mismatch shows.
-_SAID_NBYTES = 128
+_CALL_NBYTES = 128
 _RAW = np.dtype((np.void, CHUNK_DTYPE.itemsize))
 _FINGERPRINT = "int64", "band", FINGERPRINTS
 _BYTES = "uint8", "sum"  # of one contribution: its copy
@@ -230,7 +230,8 @@ class Group:
 
     def _check(self, text: str, do_agree: bool) -> None:
         if not do_agree:
-            raise MismatchError(f"members of group {self.name!r} called different collectives: {self._who_said(text)}")
+            raise MismatchError(f"members of group {self.name!r} called different collectives: "
+                                f"{self._describe_calls(text)}")
 
     def _go(self, chunks: list[np.ndarray[Any, Any]], units: list[Unit]) -> bool:
         def subject_of(i: int) -> tuple[Unit, int, int]:
@@ -253,19 +254,19 @@ class Group:
         """How long the current call may take."""
         return self.timeout_s if self._within_s is None else self._within_s
 
-    def _who_said(self, text: str) -> str:
+    def _describe_calls(self, text: str) -> str:
         """Return what each member called, in words. All members call this after a mismatch."""
-        said = np.full(self.size * _SAID_NBYTES, 0xFF, np.uint8)  # ones do not change the bytes of others
-        mine = np.zeros(_SAID_NBYTES, np.uint8)
-        raw = text.encode()[:_SAID_NBYTES]
+        calls = np.full(self.size * _CALL_NBYTES, 0xFF, np.uint8)  # ones do not change the bytes of others
+        mine = np.zeros(_CALL_NBYTES, np.uint8)
+        raw = text.encode()[:_CALL_NBYTES]
         mine[:len(raw)] = np.frombuffer(raw, np.uint8)
-        said[self.rank * _SAID_NBYTES:][:_SAID_NBYTES] = mine
+        calls[self.rank * _CALL_NBYTES:][:_CALL_NBYTES] = mine
         stream = self._stream(*_FINGERPRINT)
-        chunks = stream.chunks(-(-said.nbytes // FINGERPRINTS.chunk_nbytes))
-        load = _Load(said.ctypes.data, said.ctypes.data, said.nbytes)
+        chunks = stream.chunks(-(-calls.nbytes // FINGERPRINTS.chunk_nbytes))
+        load = _Load(calls.ctypes.data, calls.ctypes.data, calls.nbytes)
         self._go([_filled(chunks, load, FINGERPRINTS.chunk_nbytes)], [stream.unit])
         who: dict[str, list[int]] = {}
-        for rank, row in zip(self.ranks, said.reshape(self.size, _SAID_NBYTES)):
+        for rank, row in zip(self.ranks, calls.reshape(self.size, _CALL_NBYTES)):
             who.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(rank)
         return "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {what}"
                          for what, ranks in who.items())
@@ -302,7 +303,7 @@ def _pieces(load: _Load, wide: ChunkSize) -> list[tuple[ChunkSize, int, _Load]]:
     """Return (chunk size, number of chunks, their bytes) of *load*."""
     found = []
     at = 0
-    for size, n in cut(load.nbytes, wide):
+    for size, n in split(load.nbytes, wide):
         nbytes = min(n * size.chunk_nbytes, load.nbytes - at)
         found.append((size, n, _Load(load.source and load.source + at, load.destination and load.destination + at,
                                      nbytes)))

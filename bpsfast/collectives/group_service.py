@@ -173,7 +173,7 @@ class GroupService(ABC, Generic[OperationT]):
                 raise error_of(message.error, message.reason)
             yield message
 
-    def _say(self, message: msgspec.Struct) -> None:
+    def _send(self, message: msgspec.Struct) -> None:
         """Send *message*: the first rank to all others, another rank to the first one."""
         if self._channel is not None:
             self._channel.tell(message)
@@ -187,7 +187,7 @@ class GroupService(ABC, Generic[OperationT]):
             abandoned = list(self._operations.values())
             self._operations.clear()
         try:
-            self._say(last)
+            self._send(last)
         except Exception as exc:  # open operations must end, whatever the channel does
             _log.debug("rank %d could not say that it ends: %s", self.rank, exc)
         for operation in abandoned:

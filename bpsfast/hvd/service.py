@@ -199,7 +199,7 @@ class NegotiationService(GroupService[Operation]):
             log.warning("%s", text)
         responses = coordinator.responses()
         if responses:
-            self._say(says.Responses(tuple(responses)))
+            self._send(says.Responses(tuple(responses)))
             for response in responses:
                 self._answer(response)
         if coordinator.failure is not None:
@@ -209,7 +209,7 @@ class NegotiationService(GroupService[Operation]):
         """As another rank: ask, and execute what the first rank says."""
         assert isinstance(self._channel, FollowerChannel), "the first rank coordinates"
         if asked:
-            self._say(says.Requests(tuple(asked)))
+            self._send(says.Requests(tuple(asked)))
         for message in self._received():
             self._heard = time.monotonic()
             if isinstance(message, says.Responses):
@@ -256,6 +256,6 @@ class NegotiationService(GroupService[Operation]):
         return PeerLostError(f"{_SHUT_DOWN} Rank {self.ranks[0]} has left, which coordinates: nothing comes of "
                              f"{', '.join(list(self._operations)[:3])}")
 
-    def _say(self, message: msgspec.Struct) -> None:
+    def _send(self, message: msgspec.Struct) -> None:
         if self._reads_channel:  # a rank that is gone is missed by the job, or has left
-            super()._say(message)
+            super()._send(message)

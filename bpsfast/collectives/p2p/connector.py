@@ -82,8 +82,8 @@ class PeerConnector:
         self._lock = threading.Lock()
         self._refusals = RateLimitedLog(log)
         self._threads: set[threading.Thread] = set()
-        self._unproven: set[socket.socket] = set()
-        self._strangers: HandshakeLimiter[socket.socket] = HandshakeLimiter(
+        self._unauthenticated: set[socket.socket] = set()
+        self._handshakes: HandshakeLimiter[socket.socket] = HandshakeLimiter(
             MAX_PENDING_HANDSHAKES + session.size, session.size)
         self._makes_room = False
         self._accept_again_at = 0.0  # by the monotonic clock; 0: it hears
@@ -138,7 +138,7 @@ class PeerConnector:
         """Whether `accept` may be called: not while too many connections are unauthenticated, or accepting is paused.
         """
         with self._lock:
-            return self._strangers.has_room and not self._accept_again_at
+            return self._handshakes.has_room and not self._accept_again_at
 
     def accept(self, listener: socket.socket) -> None:
         """Accept a connection at *listener* and authenticate it in another thread. Never blocks."""
@@ -154,8 +154,8 @@ class PeerConnector:
             self._refuse(ProtocolError("another user's process has connected"))
             return
         with self._lock:
-            self._strangers.add(sock, source_of(sock), time.monotonic())
-            is_full = not self._strangers.has_room
+            self._handshakes.add(sock, source_of(sock), time.monotonic())
+            is_full = not self._handshakes.has_room
             makes_room = is_full and not self._makes_room
             self._makes_room = self._makes_room or is_full
         if is_full:
@@ -168,13 +168,13 @@ class PeerConnector:
         """While the limit is reached, drop one unauthenticated connection for each one that waits."""
         while True:
             with self._lock:
-                if self._closed or self._strangers.has_room:
+                if self._closed or self._handshakes.has_room:
                     self._makes_room = False
                     break
                 if _is_waited_at(self.listeners):
-                    going = self._strangers.one_to_go(time.monotonic())
+                    going = self._handshakes.one_to_go(time.monotonic())
                     if going is not None:
-                        self._strangers.remove(going)
+                        self._handshakes.remove(going)
                         with contextlib.suppress(OSError):
                             going.shutdown(socket.SHUT_RDWR)  # its thread says so, and closes it
                         continue
@@ -211,7 +211,7 @@ class PeerConnector:
             listener.close()
         with self._lock:
             threads = self._threads - {threading.current_thread()}
-            for sock in self._unproven:
+            for sock in self._unauthenticated:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)  # whoever reads from it wakes up
         for thread in threads:
@@ -233,17 +233,17 @@ class PeerConnector:
         thread.start()
 
     @contextlib.contextmanager
-    def _unproved(self, sock: socket.socket) -> Iterator[None]:
+    def _interruptible(self, sock: socket.socket) -> Iterator[None]:
         """Let `close` interrupt the use of *sock* in this context."""
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the message endpoint of rank {self._session.rank} is closed")
-            self._unproven.add(sock)
+            self._unauthenticated.add(sock)
         try:
             yield
         finally:
             with self._lock:
-                self._unproven.discard(sock)
+                self._unauthenticated.discard(sock)
 
     def _dial(self, rank: int) -> None:
         session = self._session
@@ -253,7 +253,7 @@ class PeerConnector:
             near = self._is_near(rank, found)
             sock = socket.socket(socket.AF_UNIX if near else socket.AF_INET, socket.SOCK_STREAM)
             try:
-                with self._unproved(sock):
+                with self._interruptible(sock):
                     self._connect(sock, rank, found)
                     hello = security.StreamHello(peer=session.rank, stream=rank, epoch=FIRST_EPOCH,
                                                  encrypted=self._encryption.covers(sock))
@@ -261,7 +261,7 @@ class PeerConnector:
                     if answer.peer != rank:
                         raise ProtocolError(f"rank {answer.peer} listens where rank {rank} should")
                 sock = self._sealed(sock, secret, dialled=True)
-                with self._unproved(sock):
+                with self._interruptible(sock):
                     verdict = self._verdict(sock, rank)
             except BaseException:
                 sock.close()
@@ -324,7 +324,7 @@ class PeerConnector:
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
-                with self._unproved(sock):
+                with self._interruptible(sock):
                     hello, secret = security.handshake_as_acceptor(
                         sock, self._key, _CONTEXT, peer=session.rank, epoch=FIRST_EPOCH, timeout_s=_CHALLENGE_S,
                         encrypted=self._encryption.covers(sock))
@@ -346,8 +346,8 @@ class PeerConnector:
     def _forget(self, sock: socket.socket) -> None:
         """Count *sock* as unauthenticated no longer: it has proved the key, or is closed."""
         with self._lock:
-            was_full = not self._strangers.has_room
-            self._strangers.remove(sock)
+            was_full = not self._handshakes.has_room
+            self._handshakes.remove(sock)
         if was_full:
             self._tell_listening()
 

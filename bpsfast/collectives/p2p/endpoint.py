@@ -229,14 +229,14 @@ class P2PEndpoint:
             if transfer.is_send:
                 state = peer.describe(transfer) if peer else "it waits for a receive on this rank"
                 return (f"rank {self.rank} waited {timeout_s:g} s for {who} to receive {transfer.describe()}: {state}")
-            lying = self.receiver.matching.describe(transfer.channel)
+            unreceived = self.receiver.matching.describe(transfer.channel)
             if not self.receiver.matching.waits(transfer):
                 state = (f"rank {transfer.source} has announced it ({transfer.nbytes} bytes), and its payload is on "
                          "the way")
             elif peer is not None and peer.link is None:
                 state = f"not connected to it yet; {self.connector.trouble(peer.rank)}"
             else:
-                state = f"it has sent none; unreceived here: {lying}" if lying else "it has sent none"
+                state = f"it has sent none; unreceived here: {unreceived}" if unreceived else "it has sent none"
             return f"rank {self.rank} waited {timeout_s:g} s for {who} to send {transfer.describe()}: {state}"
 
     # -- connections -----------------------------------------------------------------------------------------------
@@ -311,8 +311,8 @@ class P2PEndpoint:
         """Close the descriptors in a forked child: else peers would not notice the end of its parent."""
         self.progress.drop_in_child()
         links = [peer.link.sock for peer in self._peers.values() if peer.link is not None]
-        rivals = [peer.competing.sock for peer in self._peers.values() if peer.competing is not None]
-        for sock in [*links, *rivals, *self.connector.listeners]:
+        competing = [peer.competing.sock for peer in self._peers.values() if peer.competing is not None]
+        for sock in [*links, *competing, *self.connector.listeners]:
             sock.close()
 
 
@@ -327,8 +327,8 @@ _open: weakref.WeakSet[P2PEndpoint] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    for post in list(_open):
-        post.drop_in_child()
+    for endpoint in list(_open):
+        endpoint.drop_in_child()
 
 
 os.register_at_fork(after_in_child=_forked)

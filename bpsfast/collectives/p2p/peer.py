@@ -55,14 +55,14 @@ class Peer:
         self.link: FrameSocket | None = None
         self.competing: CompetingConnection | None = None  # used if this rank's own connection fails
         self.pid = 0  # of the process whose memory can be read; 0: it cannot
-        self._parting: BpsError | None = None  # why this rank has left: what the peer does then is expected
+        self._left: BpsError | None = None  # why this rank has left: what the peer does then is expected
         self._endpoint = endpoint
         self._allowance, self._usage = SendCredit(), ReceiveCredit()
         self._waiting: deque[Outgoing] = deque()
         self._announced: dict[int, Outgoing] = {}
         self._wanted: deque[Outgoing] = deque()
         self._incoming: dict[int, Incoming] = {}
-        self._n_announced = self._n_heard = 0
+        self._n_announced = self._n_received = 0
         self._process = 0
 
     # -- the connection --------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Peer:
 
         *greeting* is sent before everything else.
         """
-        self._dismiss_rival(CROSSED)
+        self._dismiss_competing(CROSSED)
         self.link = FrameSocket(sock, self)
         self.state, self._process = "joined", process
         self._endpoint.progress.watch(sock.fileno(), select.EPOLLIN, self._on_events)
@@ -87,7 +87,7 @@ class Peer:
         self.link.send(frame)
         self._admit()
 
-    def _dismiss_rival(self, verdict: bytes) -> None:
+    def _dismiss_competing(self, verdict: bytes) -> None:
         competing, self.competing = self.competing, None
         if competing is not None:
             with contextlib.suppress(OSError):  # its rank may be gone
@@ -98,9 +98,9 @@ class Peer:
         """Mark the peer as lost: fail all its transfers, now and later, with *error*."""
         if self.state == "lost":
             return
-        error = self._parting or error
+        error = self._left or error
         self.state, self.error = "lost", error
-        self._dismiss_rival(REFUSED)
+        self._dismiss_competing(REFUSED)
         self.close()
         under_way = [each.transfer for each in (*self._waiting, *self._announced.values(), *self._wanted)]
         under_way += [each.transfer for each in self._incoming.values()]
@@ -112,7 +112,7 @@ class Peer:
 
     def leave(self, error: BpsError) -> None:
         """Tell the peer that no frame follows; transfers under way end with *error*."""
-        self._parting = error
+        self._left = error
         if self.link is not None:
             self._guard(lambda: self._send(Frame(protocol.LEAVE)))
 
@@ -218,7 +218,7 @@ class Peer:
         return "announced to it, and not received" if any(
             each.transfer is transfer for each in self._announced.values()) else "its payload is on the way"
 
-    # -- hearing ---------------------------------------------------------------------------------------------------
+    # -- frames ----------------------------------------------------------------------------------------------------
 
     def handle_frame(self, frame: Frame, payload: memoryview) -> None:
         """Handle a frame from the peer."""
@@ -229,9 +229,9 @@ class Peer:
             self._usage.eager(frame.nbytes)
             self._endpoint.receiver.arrived(frame.channel, Arrival(self.rank, frame.tag, frame.nbytes, payload))
         elif kind == protocol.ANNOUNCE:
-            self._n_heard += 1
-            if frame.number != self._n_heard:
-                raise ProtocolError(f"ANNOUNCE {frame.number}, expected {self._n_heard}")
+            self._n_received += 1
+            if frame.number != self._n_received:
+                raise ProtocolError(f"ANNOUNCE {frame.number}, expected {self._n_received}")
             self._usage.announced()
             self._endpoint.receiver.arrived(frame.channel, Arrival(
                 self.rank, frame.tag, frame.nbytes, number=frame.number, address=frame.address))

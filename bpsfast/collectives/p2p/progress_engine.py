@@ -79,7 +79,7 @@ class ProgressEngine:
         self._driver = 0  # identity of the thread that polls
         self._n_waiting = 0
         self._inline_at = self._checked_at = 0.0
-        self._crowd = CpuContention()
+        self._contention = CpuContention()
         self._closed = self._has_given_up = False
         self._wake = WakeUp()
         self._epoll = select.epoll()
@@ -186,12 +186,12 @@ class ProgressEngine:
                 now = time.monotonic()
                 if now >= deadline:
                     return
-                if now < awake_until and not self._crowd.is_there(now):
+                if now < awake_until and not self._contention.is_there(now):
                     if not self._turn(0.0):
                         self._yield()
                         waited = True
                     elif waited:
-                        self._crowd.met()
+                        self._contention.met()
                         waited = False
                 elif self._turn(min(_SLICE_S, deadline - now)):
                     awake_until = time.monotonic() + self._awake_s
@@ -206,7 +206,7 @@ class ProgressEngine:
         os.sched_yield()
         after = time.monotonic()
         if after - before > SLOW_YIELD_S:
-            self._crowd.slow(after)
+            self._contention.slow(after)
 
     def _turn(self, timeout_s: float) -> bool:
         """Wait for events and handle them; return whether there were any."""
