@@ -1,8 +1,8 @@
 """Chunk streams: units of few partitions through which collectives of any size pass, chunk by chunk.
 
 A gradient has a unit of its own, declared once and summed in every step. The arguments of collectives change with every
-call, so a stream is declared instead, and the bytes of a call are cut into chunks that use its partitions in turn:
-chunk c of the stream's life is partition c mod n, round c div n + 1. All members cut alike. There are three chunk
+call, so a stream is declared instead, and the bytes of a call are split into chunks that use its partitions in turn:
+chunk c of the stream's life is partition c mod n, round c div n + 1. All members split alike. There are three chunk
 sizes, so that few bytes have low latency and many bytes need few chunks.
 """
 from __future__ import annotations

@@ -54,7 +54,7 @@ class SparseTable:
         self._session = session
         self._priority = priority
         self._max_rows = max_rows or max(_LEAST, self.shape[0] // _PART if self.shape else 0)
-        self._n_editions = 0
+        self._n_grown = 0
         self._wire = name
         self._given: tuple[Array, Array] | None = None  # under way
         self._unit: Unit | None = None
@@ -131,8 +131,8 @@ class SparseTable:
         self._max_rows = min(self.shape[0], max(n_rows + n_rows // 4, self._max_rows + self._max_rows // 2))
         self._unit = None
         self._session.retire([old], releases_staging=True)
-        self._n_editions += 1
-        self._wire = f"{self.name}~{self._n_editions}"
+        self._n_grown += 1
+        self._wire = f"{self.name}~{self._n_grown}"
         self._declare()
 
     def _frames(self, unit: Unit) -> RowFrames:

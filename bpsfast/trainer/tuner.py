@@ -39,25 +39,25 @@ class Tuner:
     *tuned*: the result of an earlier job (rank 0's counts), which is used without a search.
     """
 
-    def __init__(self, session: Session, name: str, specs: Mapping[str, TensorSpec], edition: GradientLayout,
+    def __init__(self, session: Session, name: str, specs: Mapping[str, TensorSpec], layout: GradientLayout,
                  by_priority: Sequence[str], tuned: TuningPoint | None = None) -> None:
         self._session = session
         self._name = f"Tuning of {name}"
         self._specs = specs
         self._by_priority = list(by_priority)
-        self._first = edition
+        self._first = layout
         settings = session.settings
         present = TuningPoint(settings.partition_bytes, settings.fusion_bytes, settings.credit_bytes,
                         settings.tcp_streams)
         self._settings_layout = present.layout
         self._point = present
-        self._editions = {present.layout: edition}
-        self._leaving: dict[tuple[int, int, int], int] = {}  # cut -> steps until it is retired
+        self._layouts = {present.layout: layout}
+        self._leaving: dict[tuple[int, int, int], int] = {}  # sizes -> steps until it is retired
         self._dropped: list[GradientLayout] = []
         self._coming: GradientLayout | None = None
         self._coming_point = present
         self._coming_state = [0, 0]  # ready, failed
-        self._n_editions = 0
+        self._n_layouts = 0
         self._number = 0  # of the last decision that was obeyed
         self._ended = 0.0
         self._is_last = False
@@ -105,7 +105,7 @@ class Tuner:
         self._retire(timeout_s)
         self._announced = False
         if unit is None:
-            return self._editions[self._point.layout]
+            return self._layouts[self._point.layout]
         used = self._point
         words = unit.view(unit.round)[:8 * _N_WORDS].view(np.float64).tolist()
         number, is_last, active, coming = _decoded(words)
@@ -115,7 +115,7 @@ class Tuner:
         elif self._coming is not None and words[_FAILED]:
             self._drop()
         elif self._coming is not None and words[_READY] == self._session.size:
-            self._editions[self._coming_point.layout] = self._coming
+            self._layouts[self._coming_point.layout] = self._coming
             self._coming = None
             self._use(self._coming_point)
         if is_last:
@@ -124,30 +124,30 @@ class Tuner:
         if self._runner is not None and self._ended and not is_last:
             self._runner.observe(used, now - self._ended)
         self._ended = now
-        return self._editions[self._point.layout]
+        return self._layouts[self._point.layout]
 
     # -- the same on all ranks -------------------------------------------------------------------------------------
 
     def _obey(self, active: TuningPoint, coming: TuningPoint | None) -> None:
-        if active.layout not in self._editions:
+        if active.layout not in self._layouts:
             raise ProtocolError(f"rank 0 has decided for {active}, for which this rank has no layout: a bug in bpsfast")
         if self._coming is not None:  # a new decision before it was ready
             self._dropped.append(self._coming)
             self._coming, self._coming_state = None, [0, 0]
         kept = {active.layout} | ({coming.layout} if coming is not None else set())
-        for cut in self._editions:
-            if cut in kept:
-                self._leaving.pop(cut, None)
+        for sizes in self._layouts:
+            if sizes in kept:
+                self._leaving.pop(sizes, None)
             else:
-                self._leaving.setdefault(cut, _N_LINGER)
+                self._leaving.setdefault(sizes, _N_LINGER)
         self._use(active)
-        if coming is not None and coming.layout in self._editions:
+        if coming is not None and coming.layout in self._layouts:
             self._use(coming)
         elif coming is not None:
-            self._n_editions += 1
+            self._n_layouts += 1
             self._coming_point, self._coming_state = coming, [0, 0]
-            cut = LayoutSizes() if coming.layout == self._settings_layout else LayoutSizes(*coming.layout)
-            self._coming = GradientLayout(self._session, self._specs, self._n_editions, cut, self._first.device)
+            sizes = LayoutSizes() if coming.layout == self._settings_layout else LayoutSizes(*coming.layout)
+            self._coming = GradientLayout(self._session, self._specs, self._n_layouts, sizes, self._first.device)
 
     def _use(self, point: TuningPoint) -> None:
         if self._runner is not None and point.credit_nbytes != self._point.credit_nbytes:
@@ -187,22 +187,22 @@ class Tuner:
     def _retire(self, timeout_s: float) -> None:
         if not self._counted:  # once a step, also if it is ended twice
             self._counted = True
-            self._leaving = {cut: left - 1 for cut, left in self._leaving.items()}
-        for cut in [cut for cut, left in self._leaving.items() if left <= 0]:
-            edition = self._editions[cut]
-            edition.retire(timeout_s, keeps_input=edition is self._first)
-            del self._editions[cut], self._leaving[cut]
-        for edition in list(self._dropped):
+            self._leaving = {sizes: left - 1 for sizes, left in self._leaving.items()}
+        for sizes in [sizes for sizes, left in self._leaving.items() if left <= 0]:
+            layout = self._layouts[sizes]
+            layout.retire(timeout_s, keeps_input=layout is self._first)
+            del self._layouts[sizes], self._leaving[sizes]
+        for layout in list(self._dropped):
             try:
-                is_there = edition.is_committed
+                is_there = layout.is_committed
             except BpsError:
                 self._session.port.check()
-                self._dropped.remove(edition)
-                edition.abandon()
+                self._dropped.remove(layout)
+                layout.abandon()
             else:
                 if is_there:
-                    self._dropped.remove(edition)
-                    edition.retire(timeout_s, keeps_input=False)
+                    self._dropped.remove(layout)
+                    layout.retire(timeout_s, keeps_input=False)
 
 
 def _encoded(decision: Decision) -> list[float]:

@@ -52,8 +52,8 @@ def test_an_unexpected_error_in_the_thread_ends_the_post_for_those_who_wait_for_
     setattr(progress, part, once)
     assert over.wait(10)
     assert isinstance(transfer.error, ProtocolError)
-    assert "bpsfast-post-0 failed: " in str(transfer.error)
-    with pytest.raises(ProtocolError, match="bpsfast-post-0 failed: "):
+    assert "bpsfast-p2p-0 failed: " in str(transfer.error)
+    with pytest.raises(ProtocolError, match="bpsfast-p2p-0 failed: "):
         send(office.posts[0])
 
 

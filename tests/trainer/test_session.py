@@ -294,7 +294,7 @@ def leave_while_a_post_is_made():
     leaver.join(20)
     with pytest.raises(bpsfast.ClosedError, match="was shut down"):
         _ = session.extension(P2PEndpoint)
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bpsfast-post")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bpsfast-p2p")]
 
 
 def test_a_post_that_is_just_being_made_ends_with_its_session(job):

@@ -131,7 +131,7 @@ class PeerConnector:
     def dial(self, rank: int) -> None:
         """Connect to *rank* in another thread, which calls `reached`, `come` or `failed`."""
         self._doing[rank] = "it has not sent or received anything yet"
-        self._begin(lambda: self._dial(rank), f"bpsfast-post-dial-{rank}")
+        self._begin(lambda: self._dial(rank), f"bpsfast-p2p-dial-{rank}")
 
     @property
     def listens(self) -> bool:
@@ -160,9 +160,9 @@ class PeerConnector:
             self._makes_room = self._makes_room or is_full
         if is_full:
             self._tell_listening()
-        self._begin(lambda: self._welcome(sock), "bpsfast-post-accept")
+        self._begin(lambda: self._welcome(sock), "bpsfast-p2p-accept")
         if makes_room:
-            self._begin(self._make_room, "bpsfast-post-room")
+            self._begin(self._make_room, "bpsfast-p2p-room")
 
     def _make_room(self) -> None:
         """While the limit is reached, drop one unauthenticated connection for each one that waits."""

@@ -46,7 +46,7 @@ class P2PEndpoint:
         self._ended: list[Transfer] = []
         self._peers: dict[int, Peer] = {}
         self.progress = ProgressEngine(
-            f"bpsfast-post-{self.rank}", busy=lambda: bool(self._n_open or self.writing),
+            f"bpsfast-p2p-{self.rank}", busy=lambda: bool(self._n_open or self.writing),
             work=lambda: self.receiver.read_piece(), settle=self._settle, check=session.port.check, failed=self._fail,
             tick=lambda: self.connector.tick(), awake_s=session.settings.awake_us / 1e6)
         self._lock = self.progress.lock
