@@ -68,7 +68,7 @@ class Windows(Protocol):
 
 
 class HostWindows:
-    """Windows of the host device (see `Windows`). `record` blocks until its event is reached, so a barrier orders all."""
+    """`Windows` of the host device. `record` blocks until its event is reached, so a barrier orders all."""
 
     def __init__(self, group: Members, nbytes: int, is_closed: Callable[[], bool]) -> None:
         self._group, self._is_closed = group, is_closed
@@ -364,7 +364,7 @@ class SharedCommunicator:
         then(stream.record())
 
     def _fill(self, is_reduce: bool, stream: Stream, parts: Sequence[_SlotPart], begin: int) -> None:
-        """Copy what the others read to the own window: inputs for other roots, or the sums of which this is the root."""
+        """Copy what others read to the own window: inputs for other roots, or the sums of which this is the root."""
         rank = self._group.rank
         own = self._windows.addresses[rank] + begin
         for each, at, nbytes, offset in parts:

@@ -13,7 +13,7 @@ from bpsfast.trainer.tensor_input import tensor_input
 from bpsfast.trainer.tuning_search import TuningPoint
 from tests.support.device_arrays import Stream, same, values
 from tests.support.device_memory import LIMIT_S, Slow, eventually, held
-from tests.trainer.test_tuning_in_training import CUTS, Tour
+from tests.trainer.test_tuning_in_training import LAYOUTS, Tour
 
 pytestmark = pytest.mark.matrix
 SHAPES = [((2,), 0), ((2, 2), 0), ((2, 1), 1)]
@@ -133,13 +133,13 @@ def test_gradients_of_streams(ranks):
 def tuned():
     """Editions with other partitions and fusion come and go under gradients on a device, whose streams are late."""
     g = Gradients(LAYERS, prefix="tuned ", average=False, device="host")
-    points = [TuningPoint(*cut[:2], 1 << 20 + i, cut[2]) for i, cut in enumerate(CUTS)]
+    points = [TuningPoint(*sizes[:2], 1 << 20 + i, sizes[2]) for i, sizes in enumerate(LAYOUTS)]
     if g._tuner._runner is not None:
         g._tuner._runner = Tour(g._tuner._runner.decision.active, points)
     wrong, editions = [], set()
     with Stream() as stream:
         elsewhere = {name: stream.on_device(np.zeros(shape, dtype)) for name, (shape, dtype) in LAYERS.items()}
-        for step in range(8 * len(CUTS) + 16):
+        for step in range(8 * len(LAYOUTS) + 16):
             for name in reversed(list(g)):
                 g[name][...] = step % 7 + bpsfast.rank()
                 g.ready(name)

@@ -155,7 +155,7 @@ def chunks(*parts):
     return found
 
 
-def test_convey_names_who_is_missing_from_the_first_chunk_that_is_not_out(board):
+def test_a_pipelined_transfer_names_who_is_missing_from_the_first_chunk_that_is_not_out(board):
     questions = []
     guarded = guarded_on(board, calls={"inquiry": asking(
         lambda *asked: questions.append(asked) or answer("missing: rank 0: has not pushed"))})
@@ -175,7 +175,7 @@ def test_convey_names_who_is_missing_from_the_first_chunk_that_is_not_out(board)
 
 
 @pytest.mark.parametrize(("fingerprint", "agree"), [((7, 2**64 - 8), True), ((7, 7), False)])
-def test_convey_says_whether_fingerprints_agree(board, fingerprint, agree):
+def test_a_pipelined_transfer_says_whether_fingerprints_agree(board, fingerprint, agree):
     guarded = guarded_on(board)
     seen = np.array(fingerprint, np.uint64)
     one = chunks(0)
@@ -185,7 +185,7 @@ def test_convey_says_whether_fingerprints_agree(board, fingerprint, agree):
     assert guarded.close(1)
 
 
-def test_convey_raises_what_the_job_was_aborted_with(board):
+def test_a_pipelined_transfer_raises_what_the_job_was_aborted_with(board):
     guarded = guarded_on(board)
     abort(board, b"PeerLostError: rank 2 is lost")
     with pytest.raises(PeerLostError, match=r"^rank 2 is lost$"):
@@ -193,12 +193,12 @@ def test_convey_raises_what_the_job_was_aborted_with(board):
     assert guarded.close(1)
 
 
-def test_convey_through_a_lane_that_stays_full_ends_in_time(full):
+def test_a_pipelined_transfer_through_a_lane_that_stays_full_ends_in_time(full):
     with pytest.raises(StallError, match=r"has taken nothing from a full lane|waited 0\.7 s"):
         full.pipelined_transfer(chunks(0), 1, lambda i: (UNIT, 0, 1), 0.7)
 
 
-def test_convey_ends_when_the_session_is_closed_by_another_thread(board):
+def test_a_pipelined_transfer_ends_when_the_session_is_closed_by_another_thread(board):
     is_open = True
 
     def require_open():
