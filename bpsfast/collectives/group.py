@@ -91,7 +91,7 @@ class Group:
         self._check_root(root)
         destination = out.address if out is not None and root == self.rank else 0
         self._run(f"reduce {op} {x.dtype} {x.shape} to {root}", x.dtype, op,
-                     [_Load(x.address, destination, x.nbytes)])
+                  [_Load(x.address, destination, x.nbytes)])
 
     def reduce_scatter(self, xs: Sequence[TensorInput], out: TensorInput, op: str = "sum") -> None:
         """Combine the i-th of *xs* of all members into *out* on the i-th member. All of one dtype; sizes may differ."""
@@ -99,14 +99,14 @@ class Group:
         self._check_number(xs)
         _check_size(xs[self.rank], out)
         self._run(f"reduce_scatter {op} {out.dtype} {[x.nbytes for x in xs]}", out.dtype, op,
-                     [_Load(x.address, out.address if i == self.rank else 0, x.nbytes) for i, x in enumerate(xs)])
+                  [_Load(x.address, out.address if i == self.rank else 0, x.nbytes) for i, x in enumerate(xs)])
 
     def broadcast(self, x: TensorInput, root: int) -> None:
         """Overwrite *x* by that of the *root*-th member."""
         self._check_root(root)
         is_root = root == self.rank
         self._run(f"broadcast {x.dtype} {x.shape} from {root}", *_BYTES,
-                     [_Load(x.address if is_root else 0, 0 if is_root else x.address, x.nbytes)])
+                  [_Load(x.address if is_root else 0, 0 if is_root else x.address, x.nbytes)])
 
     def all_gather(self, x: TensorInput, outs: Sequence[TensorInput]) -> None:
         """Put *x* of the i-th member into the i-th of *outs*, on all members. Sizes may differ, and are known to all.
@@ -116,8 +116,8 @@ class Group:
         self._check_number(outs)
         _check_size(x, outs[self.rank])
         self._run(f"all_gather {x.dtype} {[out.nbytes for out in outs]}", *_BYTES,
-                     [_Load(x.address, 0 if out.address == x.address else out.address, out.nbytes) if i == self.rank
-                      else _Load(0, out.address, out.nbytes) for i, out in enumerate(outs)])
+                  [_Load(x.address, 0 if out.address == x.address else out.address, out.nbytes) if i == self.rank
+                   else _Load(0, out.address, out.nbytes) for i, out in enumerate(outs)])
 
     def gather(self, x: TensorInput, outs: Sequence[TensorInput], root: int) -> None:
         """Put *x* of the i-th member into the i-th of *outs* of the *root*-th, which knows their sizes."""
@@ -193,7 +193,7 @@ class Group:
             self.p2p, self._channel, self.ranks, self.rank, owner, self._limit_s, self._calls)))
 
     def _run(self, text: str, dtype: str, op: str, loads: Sequence[_Load],
-                then: Callable[[], None] = lambda: None) -> None:
+             then: Callable[[], None] = lambda: None) -> None:
         self.session.require_open()  # before the lock, which a fork may have inherited locked
         with self._lock:
             self._require_usable()

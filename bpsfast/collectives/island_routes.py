@@ -158,7 +158,7 @@ def _decide(here: list[_Member], settings: Settings) -> _Decided:
 def _routes(here: list[_Member], settings: Settings) -> IslandRoutes:
     if not here[0].gpu:  # host devices, whose topology has no cards
         found = routes_of(strategy_of(of_host(len(here)), msgspec.structs.replace(settings, gpu_direct=False)),
-                       {f"gpu{number}": member.rank for number, member in enumerate(here)})
+                          {f"gpu{number}": member.rank for number, member in enumerate(here)})
         return _with_one_root(found, here, settings) if settings.gpu_direct else found
     if len({member.gpu for member in here}) < len(here):
         if settings.gpu_direct:

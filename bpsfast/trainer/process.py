@@ -67,7 +67,7 @@ def init_again() -> None:
 
 
 def begin(role: ProcessRole, found: Settings, why_void: Callable[[], str | None] = lambda: None) -> None:
-    """Join the job as `init` does, in the role *place* that the settings *found* give this process.
+    """Join the job as `init` does, in the *role* that the settings *found* give this process.
 
     *why_void*: as of `join_job`.
     """
@@ -179,8 +179,8 @@ def barrier(timeout_s: float | None = None) -> None:
 
 
 def join_job(role: ProcessRole, settings: Settings,
-         why_void: Callable[[], str | None] = lambda: None) -> tuple[Session, Daemons]:
-    """Start the daemons that *place* calls for, attach to the machine's node, and return once all have joined.
+             why_void: Callable[[], str | None] = lambda: None) -> tuple[Session, Daemons]:
+    """Start the daemons that *role* calls for, attach to the machine's node, and return once all have joined.
 
     *why_void* is called now and then; it returns why the job cannot start any more, or None. Once this process has
     joined, BPSFAST_JOB_KEY is not in its environment any more (`take_job_key`). Raises `ConfigError`, `MismatchError`,
@@ -189,7 +189,7 @@ def join_job(role: ProcessRole, settings: Settings,
     started = daemons.start(role, settings)
     try:
         attached = node_connection.attach(started.role, started.role.settings(settings), __version__,
-                                     lambda: started.failure() or why_void())
+                                          lambda: started.failure() or why_void())
         session = Session(attached, settings, started.failure)
         report("joined")
     except BaseException:

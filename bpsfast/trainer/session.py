@@ -176,7 +176,7 @@ class Session:
     def ask_lags(self) -> messages.LagAnswer:
         """Return how late the ranks of the job were, and which nodes did not reply within two seconds."""
         answer = self._requests.ask(lambda request: messages.LagQuestion(rank=self.rank, question=request),
-                                     "node or scheduler did not tell how late the ranks are")
+                                    "node or scheduler did not tell how late the ranks are")
         assert isinstance(answer, messages.LagAnswer)
         return answer
 

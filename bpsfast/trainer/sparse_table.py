@@ -137,7 +137,7 @@ class SparseTable:
 
     def _frames(self, unit: Unit) -> RowFrames:
         return RowFrames(self.shape[0], self.shape[1:], TABLE[self.dtype].numpy, unit.n_parts, unit.frame_rows,
-                      unit.stride)
+                         unit.stride)
 
 
 def _checked(name: str, shape: tuple[int, ...], dtype: str, indices: Any, values: Any) -> tuple[Array, Array]:

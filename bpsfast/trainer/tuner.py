@@ -48,7 +48,7 @@ class Tuner:
         self._first = layout
         settings = session.settings
         present = TuningPoint(settings.partition_bytes, settings.fusion_bytes, settings.credit_bytes,
-                        settings.tcp_streams)
+                              settings.tcp_streams)
         self._settings_layout = present.layout
         self._point = present
         self._layouts = {present.layout: layout}

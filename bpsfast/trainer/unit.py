@@ -32,6 +32,8 @@ from .step_clock import StepClock
 #: Inputs must begin at multiples of this: the kernels' vectors.
 INPUT_ALIGNMENT = 64
 NO_SEGMENTS: Mapping[int, DeviceSegment] = MappingProxyType({})
+#: A segment on another rank's device.
+_ELSEWHERE = DeviceSegment(-1, None)
 #: A wait for a device checks this often whether the session was closed.
 _SLICE_S = 0.1
 
@@ -215,7 +217,7 @@ class Unit:
         assert sliding is not None, "a round of what was retired does not begin"
         try:
             session.port.pipelined_transfer(sliding.chunks(source, destination, round), sliding.slots,
-                                lambda number: (self, self.first_part + number, round), timeout_s)
+                                            lambda number: (self, self.first_part + number, round), timeout_s)
         except BaseException as exc:  # also a signal handler's: there is no handle of this round
             self.give_up(exc)
             raise
@@ -311,7 +313,7 @@ class Unit:
                 assert isinstance(run.segment, Segment), "none lies on a device"
                 source = run.segment.address + run.offsets[round & 1] + at - run.begin
                 self.session.port.deliver(self, address + at - offset, source, piece, self.first_part + part, round,
-                                           max(0.0, deadline - time.monotonic()))
+                                          max(0.0, deadline - time.monotonic()))
                 at += piece
         if nbytes == self.nbytes:
             self._complete = round
@@ -400,9 +402,6 @@ class Unit:
             self._runs = []
             self._readers = []
             self._staging = self._sliding = None
-
-#: A segment on another rank's device.
-_ELSEWHERE = DeviceSegment(-1, None)
 
 
 class ResultRun(NamedTuple):

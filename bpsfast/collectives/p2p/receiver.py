@@ -248,7 +248,7 @@ class MessageReceiver:
         if peer.pid:
             try:
                 n = cross_memory.read(peer.pid, arrival.address + done, transfer.address + done,
-                              min(cross_memory.PIECE_NBYTES, arrival.nbytes - done))
+                                      min(cross_memory.PIECE_NBYTES, arrival.nbytes - done))
             except OSError as exc:
                 log.info("rank %d cannot read rank %d's memory any more: %s", self.rank, peer.rank, exc)
         with self._lock:

@@ -124,5 +124,5 @@ def _bytes(members: Sequence[_Member]) -> DeviceBytes:
     """Return where the sources of *members* lie."""
     locations = [member.source.location for member in members if member.source.location is not None]
     return DeviceBytes(locations[0].device,
-                 [DeviceRange(member.offset, member.source.address, member.source.nbytes) for member in members],
-                 [location.ready for location in locations], [member.source.owner for member in members])
+                       [DeviceRange(member.offset, member.source.address, member.source.nbytes) for member in members],
+                       [location.ready for location in locations], [member.source.owner for member in members])
