@@ -84,9 +84,9 @@ def _channel_key(secret: bytes, salt: bytes) -> bytes:
 
 
 class GroupService(ABC, Generic[OperationT]):
-    """The part of rank *rank* in the group of *ranks*. Made and closed by all of them; any thread submits operations.
+    """The part of rank *rank* in the group of *ranks*. All of them make and close it; any thread submits operations.
 
-    *channel*: to the other ranks; None if there are none.
+    *channel* leads to the other ranks; None if there are none.
     """
 
     #: How long the first rank tells ranks that are still connecting that it has ended, in seconds.
@@ -135,10 +135,10 @@ class GroupService(ABC, Generic[OperationT]):
         """End an open *operation* with *error*."""
 
     def _leave(self) -> None:
-        """Called when `_is_over` is true: say the last word."""
+        """Tell the other ranks that this one leaves. Called when `_is_over` is true."""
 
     def _late_deadline(self) -> float:
-        """Return until when ranks that are still connecting hear of the end."""
+        """Return the time until which ranks that are still connecting are told of the end."""
         return time.monotonic() + self._LATE_NOTICE_S
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class GroupService(ABC, Generic[OperationT]):
         self._wake.clear()
 
     def _received(self) -> Iterator[Any]:
-        """Yield what the other ranks have said; raise the error of one that has failed."""
+        """Yield the messages of the other ranks; raise the error of one that has failed."""
         for message in self._channel.recv_nowait() if self._channel is not None else ():
             if isinstance(message, Failed):
                 raise error_of(message.error, message.reason)

@@ -1,4 +1,4 @@
-"""Islands of a machine: which GPUs sum a partition before memory does, and which of them copies it to the host.
+"""Islands of a machine: which GPUs sum a partition before the node does, and which of them copies it to the host.
 
 The first rank of a machine decides for all of its ranks, from the machine's strategy (`hardware.topology.strategy`). A
 strategy speaks of fractions of all partitions, but a partition takes one route. The partition's number alone tells

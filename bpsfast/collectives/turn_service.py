@@ -70,11 +70,11 @@ class TurnService(GroupService[_Operation]):
         self._start()
 
     def submit(self, entry: Entry, begin: Callable[[Finish], None], on_done: Finish, priority: int = 0) -> None:
-        """Let *begin* be called when it is *entry*'s turn on all ranks; *on_done* hears of its end.
+        """Call *begin* when it is *entry*'s turn on all ranks, and *on_done* at its end, with None or an error.
 
-        Both are called by the service's thread, which must not wait in them: it keeps all deadlines. Raises `BusyError`
-        if the same was given before and is not done. Raises `ClosedError`, `PeerLostError`, `StallError` or
-        `MismatchError` if nothing more can be begun: this is closed, or what happened to the group.
+        The service's thread calls both; they must not block, as it checks all deadlines. Raises `BusyError` if the same
+        entry was submitted before and is not done, and `ClosedError`, `PeerLostError`, `StallError` or `MismatchError`
+        if nothing more can be begun, because this is closed or the group has failed.
         """
         with self._lock:
             if self._error is not None:
@@ -89,10 +89,11 @@ class TurnService(GroupService[_Operation]):
         self._wake.ring()
 
     def close(self) -> None:
-        """Wait for what was given here, on rank 0 for all ranks to close, and end the thread. Again: does nothing.
+        """Wait until all operations that were submitted here are done, on rank 0 until all ranks have closed; end the
+        thread.
 
-        Raises what kept the group from going on (`PeerLostError`, `StallError`, `MismatchError`), if no operation has
-        ended with it.
+        Idempotent. Raises what the group has failed with (`PeerLostError`, `StallError`, `MismatchError`), if no
+        operation has ended with it.
         """
         with self._lock:
             if not self._closing:
@@ -105,7 +106,7 @@ class TurnService(GroupService[_Operation]):
             raise unreported
 
     def abandon(self, why: BpsError) -> None:
-        """Leave at once: what is under way fails with *why* on all ranks, and whatever comes after."""
+        """Leave at once: open and later operations fail with *why* on all ranks."""
         with self._lock:
             self._abandoned, self._abandoned_at = why, time.monotonic()
         self._wake.ring()
@@ -115,12 +116,12 @@ class TurnService(GroupService[_Operation]):
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _finished(self, operation: _Operation, error: BaseException | None) -> None:
-        """Note an operation's end. Any thread."""
+        """Note the end of *operation*. Any thread."""
         self._ended.append((operation, error))
         self._wake.ring()
 
     def _is_over(self) -> bool:
-        """Whether all is done that was given; says so to the others, rank 0 until all have said so."""
+        """Return whether this rank is done; if so, tell the other ranks. Rank 0 repeats that until all have told it."""
         if not self._closing or self._operations or not self._all_are_here:
             return False
         if self.rank not in self._left:
@@ -135,7 +136,7 @@ class TurnService(GroupService[_Operation]):
 
     @property
     def _has_seen_all(self) -> bool:
-        """Whether everybody has been there: who is gone since needs no last word."""
+        """Whether every other end has been connected: one that is gone since then need not be told of the end."""
         if isinstance(self._channel, LeaderChannel):
             self._seen |= self._channel.present
         elif self._channel.is_connected:
@@ -143,7 +144,7 @@ class TurnService(GroupService[_Operation]):
         return len(self._seen) == (self.size - 1 if self.rank == 0 else 1)
 
     def _send(self, message: msgspec.Struct) -> None:
-        """Tell the other end: rank 0 all who have not left, the others rank 0."""
+        """Send *message*: rank 0 to all ranks that have not left, the others to rank 0."""
         if isinstance(self._channel, FollowerChannel):
             self._channel.tell(message)
             return
@@ -209,7 +210,7 @@ class TurnService(GroupService[_Operation]):
             raise PeerLostError(f"ranks {sorted(self._left)} have closed, and will not all give {waits}")
 
     def _turns(self) -> list[Entry]:
-        """Take what begins here now; rank 0 tells the others."""
+        """Return the entries that begin here now; rank 0 sends them to the others."""
         if not self._all_are_here:
             return []
         with self._lock:

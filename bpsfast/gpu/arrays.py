@@ -68,8 +68,10 @@ def of_array_interface(x: Any) -> DeviceLocation:
 
 
 def of_dlpack(x: Any, device_id: int) -> tuple[DeviceLocation, int]:
-    """Return the location of *x*, which lies on CUDA device *device_id*, and the stream to export it on. Call
-    `location_after_export` after the export. Raises as `of_array_interface`.
+    """Return the location of *x* on CUDA device *device_id*, and the stream to export it on; raises as
+    `of_array_interface`.
+
+    Call `location_after_export` after the export.
     """
     device = cuda_device(device_id)
     torch = sys.modules.get("torch")

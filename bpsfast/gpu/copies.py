@@ -373,8 +373,8 @@ class CopyToDevice(ResultCopy):
         return self._finished.wait(timeout_s)
 
     def stream(self, device: Device, shared: Stream) -> Stream:
-        """Return the stream for its copies: *shared*, or one of its own if they must wait for its owner's work, as
-        others' copies must not.
+        """Return the stream for its copies: *shared*, or its own if they must wait for work of its owner, as others
+        must not.
         """
         if self._stream is None:
             if not all(event.done() for event in self.after):

@@ -185,10 +185,7 @@ def run(source: TensorInput, name: str | None, average: bool, priority: int | No
 
 
 def _located(source: TensorInput, output: Output) -> tuple[TensorInput, Output]:
-    """Return both after `Devices.located`.
-
-    Raises `UnsupportedError` if they are on different ones.
-    """
+    """Return both after `Devices.located`; raise `UnsupportedError` if they are on different devices."""
     devices = process.current().devices
     if output is None:
         return devices.located(source), output

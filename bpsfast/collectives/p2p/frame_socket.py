@@ -34,9 +34,9 @@ class FrameHandler(Protocol):
 
 
 class FrameSocket:
-    """Owns *sock*.
+    """Sends and receives frames over *sock*, which it owns. Not thread-safe: used with the endpoint's lock.
 
-    Not thread-safe: used with the endpoint's lock. Methods raise `PeerLostError` once the connection is broken.
+    Methods raise `PeerLostError` once the connection is broken.
     """
 
     def __init__(self, sock: socket.socket, handler: FrameHandler) -> None:
@@ -66,9 +66,7 @@ class FrameSocket:
         self._outbox += [memoryview(bytes(buffer)) for buffer in buffers]
 
     def flush(self) -> None:
-        """Send as much as the socket accepts, pieces included, at most one turn's share.
-
-        `backlog` tells if more waits.
+        """Send as much as the socket accepts, pieces included, at most one turn's share. `backlog` tells if more waits.
         """
         budget = _TURN_NBYTES
         while True:

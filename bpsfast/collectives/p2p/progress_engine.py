@@ -42,7 +42,7 @@ class CpuContention:
         self._n_met = 0
 
     def is_there(self, now: float) -> bool:
-        """Return whether to sleep at once at *now* (`time.monotonic`)."""
+        """Return whether waits sleep at once at *now* (`time.monotonic`)."""
         return now < self._until
 
     def slow(self, now: float) -> None:
@@ -176,9 +176,8 @@ class ProgressEngine:
     # -- one turn --------------------------------------------------------------------------------------------------
 
     def _drive(self, over: Callable[[], bool], deadline: float, outer: int) -> None:
-        """Poll until ``over()`` or the deadline.
-
-        *outer*: the thread that polls afterwards (this one, in a callback of a turn).
+        """Poll until ``over()`` or the deadline. *outer* polls afterwards: a thread, or this one in a callback of a
+        turn.
         """
         awake_until, waited = time.monotonic() + self._awake_s, False
         try:

@@ -40,7 +40,7 @@ _Key = tuple[int, int | None, int | None]
 
 @dataclass
 class Matching(Generic[R, A]):
-    """Receives without a message, and messages without a receive. Source and tag None, of receives: any.
+    """Matches receives with messages, and keeps those without a partner. Source or tag None, of a receive: any.
 
     Looking up takes constant time unless source or tag is any; then it grows with the different (source, tag) of the
     messages that lie on the channel.
