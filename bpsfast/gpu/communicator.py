@@ -41,8 +41,7 @@ class Members(Protocol):
 
 
 class IslandRange(NamedTuple):
-    """*nbytes* that are reduced from each member's *source* to the *target* of member *root*, or broadcast from there.
-    """
+    """*nbytes* to reduce from each member's *source* to the *target* of member *root*, or to broadcast from there."""
 
     source: int
     target: int

@@ -258,8 +258,7 @@ class CopyToHost(DeviceCopy):
         self._readers = deque(readers)
 
     def is_ready(self, pending: set[Hashable]) -> bool:
-        """Return whether copies that are enqueued now begin at once. *pending* collects the origins of events that are
-        not reached: their later events are not asked.
+        """Return whether copies that are enqueued now begin at once; add origins of events that are not to *pending*.
         """
         while self._after:
             origin = self._after[0].origin

@@ -141,9 +141,7 @@ class Broadcaster:
         self._session.port.deliver(unit, address, source, nbytes, part, round, self._session.settings.timeout_s)
 
     def _fill(self, unit: Unit, stream: _Cursor) -> None:
-        """Write the next chunk of *stream* into its partition, once that partition's last round is complete; announce
-        it.
-        """
+        """Write and announce the next chunk of *stream*, once the last round of its partition is complete."""
         part, round = _at(unit, self._chunk)
         if self._chunk >= unit.n_parts:
             self._wait(unit, self._chunk - unit.n_parts)

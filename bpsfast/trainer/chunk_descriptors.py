@@ -41,9 +41,7 @@ class PartitionedUnit(Protocol):
 
 
 def chunk_table(unit: PartitionedUnit, region: Region, places: Offsets) -> Array:
-    """Return a descriptor for each partition of *unit*, whose inputs lie in *region* at *places*: no source, no size
-    yet.
-    """
+    """Return a descriptor for each partition of *unit*, with inputs at *places* in *region*, no source and no size."""
     chunks = np.zeros(unit.n_parts, CHUNK_DTYPE)
     chunks["staging"] = places + np.uint64(region.address)
     chunks["offset"] = places + np.uint64(region.offset)

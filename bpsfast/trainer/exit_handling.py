@@ -61,9 +61,7 @@ def shorten_tracebacks() -> None:
 
 
 class _Hook:
-    """The one ``sys.excepthook`` of all exit watches; installed while there are some, or for good by
-    `shorten_tracebacks`.
-    """
+    """The ``sys.excepthook`` of all exit watches, while there are some, or for good after `shorten_tracebacks`."""
 
     def __init__(self) -> None:
         self._is_brief = False

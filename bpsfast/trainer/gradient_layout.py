@@ -188,8 +188,7 @@ def users_of_names(session: Session) -> Counter[str]:
 
 
 def _block(unit: Unit, slots: Sequence[Slot]) -> Region | None:
-    """Return the memory of *slots*, the first ones of *unit*'s members in its order, if they lie there as in the unit.
-    """
+    """Return the memory of *slots* of the first layout if they lie there as *unit*'s members do, which they are."""
     members = list(unit.members.values())
     first = slots[0]
     begin = first.offset - members[0].offset

@@ -453,8 +453,7 @@ class Gradients:
             raise MismatchError(f"there is no gradient {name!r}; the names are {', '.join(list(self._names)[:8])}, ...")
 
     def _lay_out(self, name: str) -> Slot:
-        """Check the name, wait for the units, and lay the arrays out in their memory, once; return the slot of *name*.
-        """
+        """Return the slot of *name*, checked; wait for the units and lay the arrays out in their memory, once."""
         self._require(name)
         with self._lock:
             if not self._slots:

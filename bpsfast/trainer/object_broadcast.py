@@ -111,8 +111,7 @@ def _pieces(arrays: Sequence[Array]) -> list[tuple[int, int]]:
 
 
 def difference(mine: Manifest, theirs: Manifest, what: str, rank: int, root_rank: int) -> str:
-    """Return the first difference of *mine*, of *rank*, and *theirs*, of *root_rank*, in words; "" if they are equal.
-    """
+    """Return in words the first difference of *mine* (of *rank*) and *theirs* (of *root_rank*); "" if none."""
     for number, (own, other) in enumerate(zip(mine, theirs)):
         if own != other:
             return (f"{what} {number} of the broadcast differs: rank {rank} has {own[0]} ({own[1]}, shape {own[2]}), "

@@ -294,8 +294,7 @@ class Session:
 
 
 class _Extension:
-    """A slot for what is made at the first use, under a lock of its own: a signal handler may close while it is made.
-    """
+    """What is made at the first use, under its own lock, since a signal handler may close while it is made."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

@@ -122,8 +122,8 @@ class TensorRegistry:
         self._order.setdefault(name, len(self._order))
 
     def noted_priority(self, name: str | None, priority: int) -> int:
-        """Return *priority*; if it is 0 and *name* was noted, a priority by its place: the first name is the most
-        urgent.
+        """Return *priority*; if it is 0 and *name* was noted, the priority of its position: the first name's is
+        highest.
         """
         place = self._order.get(name) if name is not None and priority == 0 else None
         return priority if place is None else -place

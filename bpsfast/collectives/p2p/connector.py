@@ -135,8 +135,7 @@ class PeerConnector:
 
     @property
     def listens(self) -> bool:
-        """Whether `accept` may be called: not while too many connections are unauthenticated, or accepting is paused.
-        """
+        """Whether `accept` may be called: not while accepting pauses, or too many connections are unauthenticated."""
         with self._lock:
             return self._handshakes.has_room and not self._accept_again_at
 

@@ -89,8 +89,7 @@ def let_read(pid: int) -> None:
 
 
 def common_ancestor(one: int, other: int, proc: Path = Path("/proc")) -> int:
-    """Return the nearest process that is *one* or its ancestor, and *other* or its ancestor; 0 if that is the first one
-    of the machine, or cannot be seen. Processes are given by id.
+    """Return the id of the nearest process that *one* and *other* descend from, or are; 0: the first one, or unknown.
     """
     line = _ancestry(one, proc)
     return next((pid for pid in _ancestry(other, proc) if pid in line), 0)

@@ -66,8 +66,7 @@ class FrameSocket:
         self._outbox += [memoryview(bytes(buffer)) for buffer in buffers]
 
     def flush(self) -> None:
-        """Send as much as the socket accepts, pieces included, at most one turn's share. `backlog` tells if more waits.
-        """
+        """Send what the socket accepts, pieces included, at most one turn's share; `backlog` tells if more waits."""
         budget = _TURN_NBYTES
         while True:
             if not self._outbox:

@@ -176,9 +176,7 @@ class ProgressEngine:
     # -- one turn --------------------------------------------------------------------------------------------------
 
     def _drive(self, over: Callable[[], bool], deadline: float, outer: int) -> None:
-        """Poll until ``over()`` or the deadline. *outer* polls afterwards: a thread, or this one in a callback of a
-        turn.
-        """
+        """Poll until ``over()`` or the deadline; then *outer* polls: a thread, or this one in a callback of a turn."""
         awake_until, waited = time.monotonic() + self._awake_s, False
         try:
             while not over() and not self._closed:

@@ -57,9 +57,7 @@ class DevicePath:
             unit.push()
 
     def send(self, unit: Unit) -> bool:
-        """Begin the next round of *unit*, which is whole. Return False if none of it lies on a device. Raises as
-        `Devices.send`.
-        """
+        """Begin the next round of the whole *unit*, as `Devices.send`; return False if none of it lies on a device."""
         members = self._gathered.get(unit.name)
         if members is None:
             return False

@@ -211,9 +211,7 @@ class Devices:
         self._require_threads(device).to_device.add(copy)
 
     def close(self, timeout_s: float, why: Callable[[], BpsError]) -> bool:
-        """End all copies; those under way fail with *why*. False if a device does not return from a call in time: then
-        the segments must stay mapped.
-        """
+        """End all copies with *why*. False if a device call does not return in time: the segments must stay mapped."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             islands, self._islands = self._islands, None
