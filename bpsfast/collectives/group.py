@@ -109,10 +109,7 @@ class Group:
                   [_Load(x.address if is_root else 0, 0 if is_root else x.address, x.nbytes)])
 
     def all_gather(self, x: TensorInput, outs: Sequence[TensorInput]) -> None:
-        """Put *x* of the i-th member into the i-th of *outs*, on all members. Sizes may differ, and are known to all.
-
-        The own one of *outs* may be *x*.
-        """
+        """Put *x* of the i-th member into the i-th of *outs* of all, whose sizes all know; the own one may be *x*."""
         self._check_number(outs)
         _check_size(x, outs[self.rank])
         self._run(f"all_gather {x.dtype} {[out.nbytes for out in outs]}", *_BYTES,

@@ -110,10 +110,7 @@ class DeviceCopy:
         self.keeps = None
 
     def wait(self, deadline: float, meanwhile: Callable[[], object]) -> None:
-        """Wait until it is over, calling *meanwhile* now and then; raise what it failed with.
-
-        Raises `StallError` if it is not over at *deadline* (time.monotonic).
-        """
+        """Wait until it is over, calling *meanwhile* now and then; raise its error, or `StallError` at *deadline*."""
         while not self._over.is_set():
             rest_s = deadline - time.monotonic()
             if self._over.wait(max(0.0, min(rest_s, _SLICE_S))):

@@ -38,10 +38,7 @@ _PER_THREAD = 2
 
 @functools.cache
 def cupy() -> Any:
-    """Return the module `cupy`.
-
-    Raises `UnsupportedError` if CuPy is not installed, or finds no device.
-    """
+    """Return the module `cupy`. Raises `UnsupportedError` if CuPy is not installed, or finds no device."""
     try:
         import cupy as module
     except ImportError as exc:

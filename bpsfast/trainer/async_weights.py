@@ -241,10 +241,7 @@ class StoredTensor:
         return self._unit.staging.array[: self._unit.nbytes].view(self.dtype).reshape(self.shape)
 
     def start_seed(self, weights: Any, root_rank: int) -> None:
-        """Begin to set the weights to rank *root_rank*'s; those of other ranks are ignored.
-
-        Raises `ConfigError` if there is no rank *root_rank*.
-        """
+        """Begin to set the weights to rank *root_rank*'s, ignoring others'. `ConfigError`: there is no such rank."""
         check_root(self._session, root_rank)
         self._give(weights if self._session.rank == root_rank else None)
 

@@ -59,10 +59,7 @@ class _Header(NamedTuple):
 
 
 class Broadcaster:
-    """The broadcast channel of *session*.
-
-    Any thread, one broadcast at a time; all ranks make them in the same order.
-    """
+    """The broadcast channel of *session*. Any thread, one broadcast at a time, in the same order on all ranks."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

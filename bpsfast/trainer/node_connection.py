@@ -190,10 +190,7 @@ class Mailbox:
         self._node_pidfd = node_pidfd
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Send *message*.
-
-        If the node is lost, raises the error that the job was aborted with, or what `lost` returns.
-        """
+        """Send *message*. If the node is lost, raise what the job was aborted with, or what `lost` returns."""
         self._require_open()
         try:
             self._channel.send(message, fds)

@@ -67,10 +67,7 @@ def init_again() -> None:
 
 
 def begin(role: ProcessRole, found: Settings, why_void: Callable[[], str | None] = lambda: None) -> None:
-    """Join the job as `init` does, in the *role* that the settings *found* give this process.
-
-    *why_void*: as of `join_job`.
-    """
+    """Join the job as `init` does, in *role*, by the settings *found*; *why_void*: as of `join_job`."""
     global _current, _watch
     if _has_left and role.is_joined_once:
         raise ClosedError(

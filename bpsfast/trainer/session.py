@@ -91,10 +91,7 @@ class Session:
     # -- the job ---------------------------------------------------------------------------------------------------
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Wait until all ranks have called this as often as this rank.
-
-        Raises `StallError` if they have not done so in time.
-        """
+        """Wait until all ranks have called this as often; raise `StallError` if they have not done so in time."""
         self.require_open()
         with self._lock:
             self._barriers_entered += 1

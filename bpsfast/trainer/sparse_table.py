@@ -162,10 +162,7 @@ def sparse_tables(session: Session) -> dict[str, SparseTable]:
 
 def table_of(session: Session, name: str, shape: tuple[int, ...], dtype: Any, average: bool = True,
              max_rows: int = 0) -> SparseTable:
-    """Return this rank's table *name*, made at the first call; parameters as of `SparseTable`.
-
-    Raises `MismatchError` if *name* was used with other parameters.
-    """
+    """Return this rank's table *name*, made by the first call; raise `MismatchError` if with other parameters."""
     tables = session.extension(sparse_tables)
     table = tables.get(name)
     if table is None:
@@ -270,10 +267,7 @@ class RowFrames(NamedTuple):
         return max((n for n, flags in heads if flags == OVERFLOW), default=0)
 
     def read(self, memory: Array) -> tuple[Array, Array]:
-        """Return (indices, values) of the sum in *memory*, uint8, as new arrays, by ascending index.
-
-        Raises `ProtocolError` if *memory* does not hold such frames.
-        """
+        """Return (indices, values) of the sum in *memory* as new arrays, ascending; `ProtocolError`: no such frames."""
         found = [self._indices(memory, part) for part in range(self.n_parts)]
         total = sum(map(len, found))
         indices = np.empty(total, np.int64)

@@ -339,10 +339,7 @@ class Unit:
             self._readers = [each for each in self._readers if not each[1].is_finished] + [(round, reader)]
 
     def await_readers(self) -> None:
-        """Wait until no copy reads a result any more.
-
-        Raises `StallError` if a device does not finish in time.
-        """
+        """Wait until no copy reads a result any more. Raises `StallError` if a device does not finish in time."""
         self._await_readers([reader for _, reader in self._readers])
 
     def _reading(self, round: int) -> list[CopyToDevice]:

@@ -31,10 +31,7 @@ _libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 
 class Token:
-    """Eight bytes of this process at `address`, by which others test whether they can read its memory.
-
-    Keep it alive.
-    """
+    """Eight bytes of this process at `address`, by which others test whether they can read its memory. Keep it."""
 
     def __init__(self) -> None:
         self._memory = ctypes.c_uint64(secrets.randbits(64))

@@ -97,10 +97,7 @@ class P2PEndpoint:
         return self._receive(Transfer(self, False, channel, source, tag, 0, -1, None))
 
     def close(self) -> None:
-        """Close: eager messages are delivered, everything else ends with a `ClosedError`. Idempotent.
-
-        Waits up to two seconds until the peers have noticed.
-        """
+        """Close: deliver eager messages, end all else with `ClosedError`, wait up to 2 s for the peers. Idempotent."""
         if self._session.pid != os.getpid():
             return
         with self._lock:

@@ -68,10 +68,7 @@ class Peer:
     # -- the connection --------------------------------------------------------------------------------------------
 
     def join(self, sock: socket.socket, process: int, greeting: bytes = b"") -> None:
-        """Use *sock* from now on; *process* is the other end's id, 0 if it is on another machine.
-
-        *greeting* is sent before everything else.
-        """
+        """Use *sock*, and send *greeting* first; *process*: the other end's id, 0 if it is on another machine."""
         self._dismiss_competing(CROSSED)
         self.link = FrameSocket(sock, self)
         self.state, self._process = "joined", process

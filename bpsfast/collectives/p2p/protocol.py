@@ -61,10 +61,7 @@ class Frame(NamedTuple):
 
 
 def unpack(buffer: bytes | bytearray | memoryview, offset: int) -> Frame:
-    """Return the header at *offset*, checked as far as possible without the frames before it.
-
-    Raises `ProtocolError` if it is none.
-    """
+    """Return the header at *offset*; raise `ProtocolError` if it is none, as far as it tells without earlier frames."""
     frame = Frame(*HEADER.unpack_from(buffer, offset))
     if not EAGER <= frame.kind <= LEAVE:
         raise ProtocolError(f"a frame of kind {frame.kind}, known are 1 to {LEAVE}")

@@ -37,10 +37,7 @@ log = logging.getLogger("bpsfast.gpu")
 
 
 class DeviceRound:
-    """Round `round` of *unit*, whose input or result lies on a device: copied to the host, summed, copied back.
-
-    *result* is None if the sum stays on the host. Any thread.
-    """
+    """Round `round` of *unit*: input from a device, sum, and back (*result* None: it stays on the host). Any thread."""
 
     def __init__(self, session: DeviceSession, unit: Unit, round: int, input: DeviceCopy,
                  result: ResultCopy | None) -> None:
