@@ -356,7 +356,7 @@ class CopyToDevice(ResultCopy):
         self.on_copied = on_copied
         self.copying: deque[tuple[Event, PartitionCopy, int]] = deque()
         self._stream: Stream | None = None
-        self._own: OwnStream | None = None
+        self.own_stream: OwnStream | None = None
         self._finished = threading.Event()
 
     @property
@@ -374,29 +374,18 @@ class CopyToDevice(ResultCopy):
         """
         if self._stream is None:
             if not all(event.done() for event in self.after):
-                self._own = device.stream()
+                self.own_stream = device.stream()
                 for event in self.after:
-                    self._own.wait(event)
-            self._stream = self._own or shared
+                    self.own_stream.wait(event)
+            self._stream = self.own_stream or shared
         return self._stream
-
-    @property
-    def has_own_stream(self) -> bool:
-        """Whether its copies are on a stream of its own."""
-        return self._own is not None
-
-    def drain(self) -> None:
-        """Wait for its own stream, if it has one."""
-        if self._own is not None:
-            with contextlib.suppress(Exception):  # as `CopyThread._drain`
-                self._own.record().wait()
 
     def release_memory(self) -> None:
         super().release_memory()
         self._finished.set()
-        if self._own is not None:
-            self._own.close()
-            self._own = None
+        if self.own_stream is not None:
+            self.own_stream.close()
+            self.own_stream = None
 
 
 class ToDeviceCopier(CopyThread[CopyToDevice]):
@@ -429,7 +418,7 @@ class ToDeviceCopier(CopyThread[CopyToDevice]):
                 copy.wait_for(next(iter(copy.left)), _LOOK_S)
                 return
         for copy in under_way:
-            if copy.copying and not copy.has_own_stream:  # copies that are added now come after it anyway
+            if copy.copying and copy.own_stream is None:  # copies that are added now come after it anyway
                 copy.copying[0][0].wait()
                 return
         self._pause()
@@ -437,7 +426,8 @@ class ToDeviceCopier(CopyThread[CopyToDevice]):
     def _drain(self, left: list[CopyToDevice], stream: Stream) -> None:
         super()._drain(left, stream)
         for copy in left:
-            copy.drain()
+            if copy.own_stream is not None:
+                super()._drain(left, copy.own_stream)
 
 
 def _enqueue(copy: CopyToDevice, partition: PartitionCopy, stream: Stream) -> None:

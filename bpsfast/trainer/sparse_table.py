@@ -41,18 +41,17 @@ class SparseTable:
     """A table of *shape* (rows first) and *dtype*, whose rows are summed under *name*. One thread at a time; see
     `table_of`.
 
-    Returns at once; the first `push` waits until all ranks have made theirs. *average*, *priority*: as of
-    `bpsfast.push_pull`; *max_rows*: how many different rows all ranks together push at once, about (0: one of 64).
+    Returns at once; the first `push` waits until all ranks have made theirs. *average*: as of `bpsfast.push_pull`;
+    *max_rows*: how many different rows all ranks together push at once, about (0: one of 64).
     """
 
     def __init__(self, session: Session, name: str, shape: tuple[int, ...], dtype: Any, average: bool = True,
-                 max_rows: int = 0, priority: int | None = None) -> None:
+                 max_rows: int = 0) -> None:
         self.name = name
         self.shape = tuple(shape)
         self.dtype = wire_name(dtype)
         self.average = average
         self._session = session
-        self._priority = priority
         self._max_rows = max_rows or max(_LEAST, self.shape[0] // _PART if self.shape else 0)
         self._n_grown = 0
         self._wire = name
@@ -115,9 +114,9 @@ class SparseTable:
     # -- internals -------------------------------------------------------------------------------------------------
 
     def _declare(self) -> None:
-        self._session.tensors.declare([TensorSpec(
-            name=self._wire, dtype=self.dtype, shape=self.shape, average=self.average, priority=self._priority, op=ROWS,
-            max_rows=self._max_rows)], lenient=True)
+        spec = TensorSpec(name=self._wire, dtype=self.dtype, shape=self.shape, average=self.average, op=ROWS,
+                          max_rows=self._max_rows)
+        self._session.tensors.declare([spec], lenient=True)
 
     def _push(self, given: tuple[Array, Array], timeout_s: float) -> Unit:
         unit = self._session.tensors.unit(self._wire, timeout_s)

@@ -32,6 +32,8 @@ log = logging.getLogger("bpsfast.tuner")
 N_MEASURED, N_COLD = 3, 3
 #: A step this many times the best one's median ends its trial, if the one before it was no better.
 HOPELESS = 1.25
+#: After this many steps the best point so far stays.
+_MOST_STEPS = 60
 
 
 class Decision(NamedTuple):
@@ -60,17 +62,15 @@ class TrialRunner:
     """Decides after every step which point the next steps use.
 
     *present* and *default* are the job's settings and the default settings. *stored* is the result of an earlier job,
-    which is used without a search. After *max_steps* the best point so far stays.
+    which is used without a search.
     """
 
-    def __init__(self, search: Search, present: TuningPoint, default: TuningPoint, stored: TuningPoint | None = None,
-                 max_steps: int = 60) -> None:
+    def __init__(self, search: Search, present: TuningPoint, default: TuningPoint, stored: TuningPoint | None = None) -> None:
         self.trials: list[Trial] = []
         self.n_steps = 0
         self.decision = Decision(0, present)
         self._search = search
         self._default = default
-        self._max_steps = max_steps
         self._stored = stored
         self._trying, self._reason = present, "present"
         self._used: TuningPoint | None = None
@@ -102,7 +102,7 @@ class TrialRunner:
             self._before_s = step_s
             if len(self._samples) >= N_MEASURED or hopeless:
                 self._conclude()
-        if self.n_steps >= self._max_steps and not self.decision.is_last:
+        if self.n_steps >= _MOST_STEPS and not self.decision.is_last:
             self._decide(self.best, None, is_last=True)
         return self.decision
 

@@ -59,7 +59,7 @@ class StagingBuffer:
         Raises `DeviceError` if the device failed. Raises `StallError` if it is not done at *deadline* (time.monotonic).
         """
         while self._last is not None and not self._last.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
-            self._buffers.require_open()
+            self._buffers.session.require_open()
             if time.monotonic() >= deadline:
                 raise StallError(f"{self._nbytes} bytes did not come from {self.location.device.name} in time: the "
                                  "stream that computes them has not finished. See what this rank's GPU does")
@@ -82,7 +82,7 @@ class StagingBuffers:
     """The staging buffers of *session*, and the streams of their devices. *pin* pins segments. Any thread."""
 
     def __init__(self, session: DeviceSession, pin: Callable[[Device, Sequence[Segment]], None]) -> None:
-        self._session = session
+        self.session = session
         self._pin = pin
         self._lock = threading.Lock()
         self._streams: dict[tuple[str, Hashable], _Streams] = {}
@@ -91,17 +91,13 @@ class StagingBuffers:
     def allocate(self, location: DeviceLocation, nbytes: int) -> Region:
         """Return shared memory that the device reaches. Raises as `InputMemory.allocate`, and `DeviceError`."""
         self.reap()
-        region = self._session.memory.allocate(nbytes)
+        region = self.session.memory.allocate(nbytes)
         try:
-            self._pin(location.device, [self._session.memory.segments["rank", region.segment]])
+            self._pin(location.device, [self.session.memory.segments["rank", region.segment]])
         except BaseException:
-            self._session.memory.release(region)
+            self.session.memory.release(region)
             raise
         return region
-
-    def require_open(self) -> None:
-        """Raise `ClosedError` if the session is closed."""
-        self._session.require_open()
 
     def streams(self, location: DeviceLocation) -> _Streams:
         """Return the streams for copies from and to *location*: each stream of an owner has its own two, as copies for
@@ -109,7 +105,7 @@ class StagingBuffers:
         """
         key = location.device.name, location.ready.origin
         with self._lock:
-            self.require_open()
+            self.session.require_open()
             found = self._streams.get(key)
             if found is None:
                 found = self._streams[key] = _Streams(location.device.stream(), location.device.stream())
@@ -118,7 +114,7 @@ class StagingBuffers:
     def release(self, region: Region, last: Event | None, keeps: object) -> None:
         """Release *region* after the event *last*; hold *keeps* until then."""
         if last is None:
-            self._session.memory.release(region)
+            self.session.memory.release(region)
             return
         with self._lock:
             self._returning.append((last, region, keeps))
@@ -132,7 +128,7 @@ class StagingBuffers:
                 if not _is_over(each[0]):
                     self._returning.append(each)
                 else:
-                    self._session.memory.release(each[1])
+                    self.session.memory.release(each[1])
 
     def close(self, deadline: float) -> bool:
         """Close the streams of a closed session. False if copies still go on at *deadline* (time.monotonic)."""
@@ -147,10 +143,10 @@ class StagingBuffers:
         return True
 
 
-def _is_over(event: Event, timeout_s: float = 0.0) -> bool:
+def _is_over(event: Event) -> bool:
     """Return whether *event* was reached, or the device has failed."""
     with contextlib.suppress(Exception):
-        return event.wait(timeout_s)
+        return event.wait(0.0)
     return True
 
 
