@@ -65,7 +65,8 @@ class TrialRunner:
     which is used without a search.
     """
 
-    def __init__(self, search: Search, present: TuningPoint, default: TuningPoint, stored: TuningPoint | None = None) -> None:
+    def __init__(self, search: Search, present: TuningPoint, default: TuningPoint,
+                 stored: TuningPoint | None = None) -> None:
         self.trials: list[Trial] = []
         self.n_steps = 0
         self.decision = Decision(0, present)
