@@ -73,7 +73,7 @@ class ChunkStream:
         self.unit = unit = session.tensors.unit(spec.name, timeout_s)
         self._next = 0
         self._first_round = np.uint64(unit.first_round)
-        self._slots = chunk_table(unit, unit.staging, offsets(unit))
+        self._descriptors = chunk_table(unit, unit.staging, offsets(unit))
         self._results = results(unit)
 
     def chunks(self, n: int) -> np.ndarray[Any, Any]:
@@ -82,19 +82,19 @@ class ChunkStream:
             return self._next_chunk()
         numbers = np.arange(self._next, self._next + n, dtype=np.uint64)
         self._next += n
-        slots = (numbers % np.uint64(self.unit.n_parts)).astype(np.intp)
-        chunks = self._slots[slots]
+        parts = (numbers % np.uint64(self.unit.n_parts)).astype(np.intp)
+        chunks = self._descriptors[parts]
         chunks["round"] = rounds = numbers // np.uint64(self.unit.n_parts) + self._first_round
-        chunks["result"] = self._results[(rounds & np.uint64(1)).astype(np.intp), slots]
+        chunks["result"] = self._results[(rounds & np.uint64(1)).astype(np.intp), parts]
         return chunks
 
     def _next_chunk(self) -> np.ndarray[Any, Any]:
         """Return the descriptor of the next chunk: as `chunks`, without the cost of vector operations."""
-        number, slot = divmod(self._next, self.unit.n_parts)
+        number, part = divmod(self._next, self.unit.n_parts)
         self._next += 1
-        chunks = self._slots[slot:slot + 1].copy()
+        chunks = self._descriptors[part:part + 1].copy()
         chunks["round"] = round_ = round_after(self.unit.first_round, number)
-        chunks["result"] = self._results[round_ & 1, slot]
+        chunks["result"] = self._results[round_ & 1, part]
         return chunks
 
     def fingerprint(self, words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -2,8 +2,9 @@
 
     copy to the own window, record | barrier | wait for the others' records, read their windows, record
 
-A window has two slots, used in turn. A rank that fills a slot again has passed a barrier since all others recorded that
-they had read it, and its stream waits for that record. So there is one barrier on the host for each slot, in a thread.
+A window has two halves, used in turn. A rank that fills a half again has passed a barrier since all others recorded
+that they had read it, and its stream waits for that record. So there is one barrier on the host for each half, in a
+thread.
 
 Windows are opened by CUDA IPC on a GPU, by a memfd on the host device. They are buffers of our own because frameworks
 may allocate memory that cannot be exported (expandable segments). Exported events order streams of different processes;
@@ -38,9 +39,9 @@ _ON_DEVICE = 3  # cudaMemcpyDeviceToDevice
 _TO_DEVICE = 1
 _THREADS, _BLOCKS = 256, 1024
 _SLICE_S = 0.2
-_SLOT_NBYTES = 8 << 20
+_HALF_NBYTES = 8 << 20
 _ALIGN = 256
-_FILLED, _READ = 0, 2  # events of the first slot; those of the second one follow
+_FILLED, _READ = 0, 2  # events of the first half; those of the second one follow
 #: How long `close` waits for the thread: a barrier gives up within a second.
 _CLOSE_S = 10.0
 
@@ -266,8 +267,8 @@ def _current(stream: Stream) -> Any:
     return kinds.ExternalStream(handle_of(stream))
 
 
-class _SlotPart(NamedTuple):
-    """*nbytes* of *range* from its byte *at* on, which lie at *offset* of a slot."""
+class _HalfPart(NamedTuple):
+    """*nbytes* of *range* from its byte *at* on, which lie at *offset* of a half."""
 
     range: IslandRange
     at: int
@@ -275,18 +276,18 @@ class _SlotPart(NamedTuple):
     offset: int
 
 
-def slot_ranges(ranges: Sequence[IslandRange], slot_nbytes: int) -> Iterator[list[_SlotPart]]:
-    """Split *ranges* into parts that fill one slot each, alike on all members."""
-    parts: list[_SlotPart] = []
+def half_ranges(ranges: Sequence[IslandRange], half_nbytes: int) -> Iterator[list[_HalfPart]]:
+    """Split *ranges* into parts that fill one half each, alike on all members."""
+    parts: list[_HalfPart] = []
     offset = 0
     for each in ranges:
         at = 0
         while at < each.nbytes:
-            if offset >= slot_nbytes:
+            if offset >= half_nbytes:
                 yield parts
                 parts, offset = [], 0
-            nbytes = min(each.nbytes - at, slot_nbytes - offset)
-            parts.append(_SlotPart(each, at, nbytes, offset))
+            nbytes = min(each.nbytes - at, half_nbytes - offset)
+            parts.append(_HalfPart(each, at, nbytes, offset))
             at += nbytes
             offset += -(-nbytes // _ALIGN) * _ALIGN
     if parts:
@@ -303,10 +304,10 @@ class SharedCommunicator:
         self._closed = False
         self._windows: Windows
         if isinstance(device, CudaDevice):
-            self._windows = CudaWindows(device, group, 2 * _SLOT_NBYTES, 4)
+            self._windows = CudaWindows(device, group, 2 * _HALF_NBYTES, 4)
         else:
-            self._windows = HostWindows(group, 2 * _SLOT_NBYTES, lambda: self._closed)
-        self._slot = 0
+            self._windows = HostWindows(group, 2 * _HALF_NBYTES, lambda: self._closed)
+        self._half = 0
         self._stream: Stream | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._go_on, name="bpsfast-island-sums", daemon=True)
@@ -351,19 +352,19 @@ class SharedCommunicator:
             stream.wait(event)
         what = "reduce" if is_reduce else "broadcast"
         assert all(each.nbytes % TABLE[dtype].itemsize == 0 for each in ranges), "whole elements"
-        for parts in slot_ranges(ranges, _SLOT_NBYTES):
-            slot, self._slot = self._slot, 1 - self._slot
-            begin = slot * _SLOT_NBYTES
-            self._windows.wait(stream, _READ + slot)
+        for parts in half_ranges(ranges, _HALF_NBYTES):
+            half, self._half = self._half, 1 - self._half
+            begin = half * _HALF_NBYTES
+            self._windows.wait(stream, _READ + half)
             self._fill(is_reduce, stream, parts, begin)
-            self._windows.record(stream, _FILLED + slot)
+            self._windows.record(stream, _FILLED + half)
             self._group.barrier(f"{what} {dtype} {[(part.range.root, part.nbytes) for part in parts]}")
-            self._windows.wait(stream, _FILLED + slot)
+            self._windows.wait(stream, _FILLED + half)
             self._read(is_reduce, stream, parts, begin, dtype)
-            self._windows.record(stream, _READ + slot)
+            self._windows.record(stream, _READ + half)
         then(stream.record())
 
-    def _fill(self, is_reduce: bool, stream: Stream, parts: Sequence[_SlotPart], begin: int) -> None:
+    def _fill(self, is_reduce: bool, stream: Stream, parts: Sequence[_HalfPart], begin: int) -> None:
         """Copy what others read to the own window: inputs for other roots, or the sums of which this is the root."""
         rank = self._group.rank
         own = self._windows.addresses[rank] + begin
@@ -371,7 +372,7 @@ class SharedCommunicator:
             if (each.root != rank) == is_reduce:
                 self._windows.copy(stream, own + offset, (each.source if is_reduce else each.target) + at, nbytes)
 
-    def _read(self, is_reduce: bool, stream: Stream, parts: Sequence[_SlotPart], begin: int, dtype: str) -> None:
+    def _read(self, is_reduce: bool, stream: Stream, parts: Sequence[_HalfPart], begin: int, dtype: str) -> None:
         """Sum the windows as the root, or copy the sums from the roots' windows."""
         for each, at, nbytes, offset in parts:
             if is_reduce and each.root == self._group.rank:

@@ -24,7 +24,7 @@ CHUNK_DTYPE = np.dtype([
 
 assert CHUNK_DTYPE.itemsize == 64, "pipelined_transfer.h says so"
 #: Least and most partitions under way at once: some are copied while others are summed; more would leave the caches.
-_SLOTS = 4, 8
+_AT_ONCE = 4, 8
 
 
 class PartitionedUnit(Protocol):
@@ -60,23 +60,23 @@ def results(unit: PartitionedUnit) -> Offsets:
     return np.array([[unit.result_address(parity, int(at)) for at in offsets(unit)] for parity in (0, 1)], np.uint64)
 
 
-def n_slots(local_size: int) -> int:
+def n_at_once(local_size: int) -> int:
     """Return how many partitions are under way at once where *local_size* ranks share a machine."""
-    return min(max(_SLOTS[0], local_size), _SLOTS[1])
+    return min(max(_AT_ONCE[0], local_size), _AT_ONCE[1])
 
 
 def is_worth(n_parts: int, local_size: int) -> bool:
     """Return whether a sliding window pays for *n_parts* partitions: with fewer, most are under way at once."""
-    return n_parts >= 2 * n_slots(local_size)
+    return n_parts >= 2 * n_at_once(local_size)
 
 
 class SlidingWindow:
-    """The partitions of *unit* take turns in *region*, which has room for *slots* of them. One thread at a time."""
+    """The partitions of *unit* take turns in *region*, which has room for *at_once* of them. One thread at a time."""
 
-    def __init__(self, unit: PartitionedUnit, region: Region, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, unit: PartitionedUnit, region: Region, at_once: int) -> None:
+        self.at_once = at_once
         self._at = offsets(unit)
-        self._chunks = chunk_table(unit, region, self._at % np.uint64(slots * unit.stride))
+        self._chunks = chunk_table(unit, region, self._at % np.uint64(at_once * unit.stride))
         self._chunks["nbytes"] = np.minimum(np.uint64(unit.stride), np.uint64(unit.nbytes) - self._at)
         self._results = results(unit)
 

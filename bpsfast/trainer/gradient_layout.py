@@ -1,6 +1,6 @@
 """The layout of a model's gradients: the units they travel in, and the memory of their input.
 
-Each gradient is a `Slot`.
+Each gradient is a `Gradient`.
 
 A job that tunes itself declares the same tensors several times, with other partitions and fusion; one layout is pushed
 in a step. Inputs stay where the first layout has them: a tensor that is fused with others than there is copied beside
@@ -34,29 +34,29 @@ class LayoutSizes(NamedTuple):
     n_streams: int = 0
 
 
-class UnitSlots:
+class UnitGradients:
     """The gradients of one unit, and how many of them are not ready in this step."""
 
-    __slots__ = ("n_left", "slots", "unit")
+    __slots__ = ("gradients", "n_left", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.slots: list[Slot] = []
+        self.gradients: list[Gradient] = []
         self.n_left = len(unit.members)
 
 
-class Slot:
+class Gradient:
     """One gradient: its place in a unit, the memory of its input, and whether it is ready in this step.
 
     `address` is where its unit wants the input: at `offset` of `block`, the unit's input memory. `region` is where the
-    trainer writes it, and `array` that memory with the gradient's dtype and shape: both are those of *first*, its slot
-    in the first layout. `views` are read-only results of even and odd rounds.
+    trainer writes it, and `array` that memory with the gradient's dtype and shape: both are those of *first*, the same
+    gradient in the first layout. `views` are read-only results of even and odd rounds.
     """
 
     __slots__ = ("address", "array", "block", "group", "is_alone", "is_ready", "name", "nbytes", "offset", "region",
                  "shape", "unit", "views", "wire_name")
 
-    def __init__(self, name: str, wire_name: str, group: UnitSlots, first: Slot | None) -> None:
+    def __init__(self, name: str, wire_name: str, group: UnitGradients, first: Gradient | None) -> None:
         unit = group.unit
         member = unit.members[wire_name]
         self.block = unit.staging
@@ -71,7 +71,7 @@ class Slot:
         self.views: list[np.ndarray[Any, Any] | None] = [None, None]
         self.is_alone = len(unit.members) == 1
         self.is_ready = False
-        group.slots.append(self)
+        group.gradients.append(self)
 
     def view(self, round: int) -> np.ndarray[Any, Any]:
         """Return the result of *round*, which is complete: the same memory every other round."""
@@ -85,14 +85,14 @@ class Slot:
 class GradientLayout:
     """Layout *number* of *specs* (by the trainer's names), declared with *sizes*; 0 is the first. Returns at once.
 
-    *device*: on which all tensors lie, if on one. Not thread-safe until it is laid out; after that only slots change.
+    *device*: on which all tensors lie, if on one. Not thread-safe until it is laid out; then only its gradients change.
     """
 
     def __init__(self, session: Session, specs: Mapping[str, TensorSpec], number: int, sizes: LayoutSizes,
                  device: str | None = None) -> None:
         self.sizes, self.device = sizes, device
-        self.slots: dict[str, Slot] = {}  # in the order of urgency
-        self.groups: list[UnitSlots] = []  # the most urgent first
+        self.gradients: dict[str, Gradient] = {}  # by priority, the highest first
+        self.groups: list[UnitGradients] = []  # the most urgent first
         self._session = session
         self._own: list[Region] = []  # input memory that belongs to this layout
         ending = f"~{number}" if number else ""
@@ -124,7 +124,7 @@ class GradientLayout:
         own_of = {wire: name for name, wire in self.wires.items()}
         lacking = []
         for unit in dict.fromkeys(units.values()):
-            block = None if first is None else _block(unit, [first.slots[own_of[wire]] for wire in unit.members])
+            block = None if first is None else _block(unit, [first.gradients[own_of[wire]] for wire in unit.members])
             if block is not None:
                 unit.use_staging(block)
             elif not unit.has_staging:
@@ -136,17 +136,17 @@ class GradientLayout:
             for unit, nbytes in zip(lacking, rounded):
                 unit.use_staging(memory.part(offset, nbytes))
                 offset += nbytes
-        groups = {unit: UnitSlots(unit) for unit in dict.fromkeys(units.values())}
-        slots = {name: Slot(name, self.wires[name], groups[unit], None if first is None else first.slots[name])
-                 for name, unit in units.items()}
-        self.groups, self.slots = list(groups.values()), slots
+        groups = {unit: UnitGradients(unit) for unit in dict.fromkeys(units.values())}
+        self.gradients = {name: Gradient(name, self.wires[name], groups[unit], None if first is None
+                                         else first.gradients[name]) for name, unit in units.items()}
+        self.groups = list(groups.values())
 
     def begin_step(self) -> None:
         """Let no gradient be ready."""
         for group in self.groups:
             group.n_left = len(group.unit.members)
-        for slot in self.slots.values():
-            slot.is_ready = False
+        for gradient in self.gradients.values():
+            gradient.is_ready = False
 
     def abandon(self) -> None:
         """Retire those units of the layout that were committed, because this rank cannot have all of them."""
@@ -187,13 +187,13 @@ def users_of_names(session: Session) -> Counter[str]:
     return Counter()
 
 
-def _block(unit: Unit, slots: Sequence[Slot]) -> Region | None:
-    """Return the memory of *slots* of the first layout if they lie there as *unit*'s members do, which they are."""
+def _block(unit: Unit, gradients: Sequence[Gradient]) -> Region | None:
+    """Return the memory of *gradients* (*unit*'s members in the first layout) if they lie there as in the unit."""
     members = list(unit.members.values())
-    first = slots[0]
+    first = gradients[0]
     begin = first.offset - members[0].offset
-    if any(slot.block is not first.block or slot.offset - begin != member.offset
-           for member, slot in zip(members, slots)):
+    if any(gradient.block is not first.block or gradient.offset - begin != member.offset
+           for member, gradient in zip(members, gradients)):
         return None
     if begin < 0 or begin + unit.nbytes > first.block.array.nbytes:
         return None

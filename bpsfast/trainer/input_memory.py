@@ -39,8 +39,7 @@ class InputMemory:
     closed, or is another process's. *mailbox* sends requests to the node; its owner calls `receive` with the replies.
     """
 
-    def __init__(self, rank: int, timeout_s: float, require_open: Callable[[], None],
-                 mailbox: Mailbox) -> None:
+    def __init__(self, rank: int, timeout_s: float, require_open: Callable[[], None], mailbox: Mailbox) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
         self._require_open = require_open

@@ -24,7 +24,7 @@ from ..orchestration.errors import BpsError, BusyError, ClosedError, ProtocolErr
 from ..orchestration.messages import MemberPlan, UnitReady
 from ..orchestration.placement.partition import round_after
 from ..pyx.pages import Segment, Window
-from .chunk_descriptors import SlidingWindow, is_worth, n_slots
+from .chunk_descriptors import SlidingWindow, is_worth, n_at_once
 from .guarded_port import GuardedPort
 from .input_memory import InputMemory, Region
 from .step_clock import StepClock
@@ -202,7 +202,7 @@ class Unit:
         partly overwritten.
         """
         session = self.session
-        slots = n_slots(session.local_size)
+        at_once = n_at_once(session.local_size)
         if (not is_worth(self.n_parts, session.local_size) or nbytes != self.nbytes or self.on_device
                 or session.n_nodes + session.n_helpers > 1 or 0 < abs(source - destination) < nbytes
                 or session.memory.locate(source, nbytes) is not None
@@ -210,13 +210,13 @@ class Unit:
             return False
         with self._lock:
             if self._sliding is None and not self.is_retired:
-                region = self._staging or session.memory.allocate(slots * self.stride)
-                self._sliding = SlidingWindow(self, region, slots)
+                region = self._staging or session.memory.allocate(at_once * self.stride)
+                self._sliding = SlidingWindow(self, region, at_once)
             sliding = self._sliding
         round = self._begin(nbytes)
         assert sliding is not None, "a round of what was retired does not begin"
         try:
-            session.port.pipelined_transfer(sliding.chunks(source, destination, round), sliding.slots,
+            session.port.pipelined_transfer(sliding.chunks(source, destination, round), sliding.at_once,
                                             lambda number: (self, self.first_part + number, round), timeout_s)
         except BaseException as exc:  # also a signal handler's: there is no handle of this round
             self.give_up(exc)

@@ -36,9 +36,9 @@ def unit_of(prefix):
     g = Gradients(SHAPES, prefix=prefix, average=False)
     for name in g:
         g.region(name)
-    unit = g._slots["a"].unit
-    assert {id(slot.unit) for slot in g._slots.values()} == {id(unit)}
-    return g, unit, {name: slot.offset for name, slot in g._slots.items()}
+    unit = g._gradients["a"].unit
+    assert {id(gradient.unit) for gradient in g._gradients.values()} == {id(unit)}
+    return g, unit, {name: gradient.offset for name, gradient in g._gradients.items()}
 
 
 def fused():
