@@ -44,7 +44,7 @@ def tensor_memory(tensor: torch.Tensor) -> TensorInput:
 def device_tensor_memory(tensor: torch.Tensor) -> TensorInput:
     """As `tensor_memory`, but it may be on a GPU that CuPy finds: then as it is on torch's current stream."""
     memory = _memory(tensor, REACHED)
-    return replace(memory, place=arrays.of_torch(tensor)) if tensor.is_cuda else memory
+    return replace(memory, location=arrays.of_torch(tensor)) if tensor.is_cuda else memory
 
 
 def _memory(tensor: torch.Tensor, reached: tuple[str, ...]) -> TensorInput:

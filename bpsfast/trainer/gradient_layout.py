@@ -65,7 +65,7 @@ class Gradient:
         self.group, self.unit = group, unit
         self.offset, self.nbytes, self.shape = member.offset, member.nbytes, member.shape
         self.address = region.address
-        self.region = region if first is None else first.region
+        self.region: Region = region if first is None else first.region
         self.array: np.ndarray[Any, Any] = (region.array.view(unit.dtype).reshape(member.shape) if first is None
                                             else first.array)
         self.views: list[np.ndarray[Any, Any] | None] = [None, None]
