@@ -15,7 +15,7 @@ import mmap
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ..orchestration.errors import DeviceError, UnsupportedError
@@ -202,11 +202,8 @@ class CudaDevice:
             cupy().cuda.runtime.hostRegister(address, nbytes, flags)
 
     def unpin(self, address: int) -> None:
-        try:
-            with self.current("unpinning pages of the host"):
-                self._runtime.hostUnregister(address)
-        except DeviceError:
-            return  # the context is gone, or broken by a failure that was raised where it came from
+        with suppress(DeviceError), self.current("unpinning pages of the host"):
+            self._runtime.hostUnregister(address)  # fails if the context is gone, or broken by an earlier failure
 
     def share(self, nbytes: int) -> SharedMemory:
         """See `Device`. Aligned to whole pages of the host, as dma-bufs require; cudaMalloc's memory is not."""
@@ -225,11 +222,8 @@ class CudaDevice:
         return SharedMemory(address, rounded, fd, self.address, lambda: self._free(begin))
 
     def _free(self, address: int) -> None:
-        try:
-            with self.current("freeing memory that was shared with cards"):
-                self._runtime.free(address)
-        except DeviceError:
-            return  # as for `unpin`
+        with suppress(DeviceError), self.current("freeing memory that was shared with cards"):
+            self._runtime.free(address)  # as for `unpin`
 
     def flush_remote_writes(self) -> None:
         if self._needs_flush:

@@ -10,6 +10,7 @@ import functools
 import os
 import queue
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -47,11 +48,32 @@ class HostEvent:
         return self._reached.wait(timeout_s) and self.done()
 
 
-class HostStream:
-    """A thread that runs enqueued work. See `Stream`."""
+class _HostQueue(ABC):
+    """What streams of the host have in common: their work are functions."""
 
     def __init__(self, device: HostDevice) -> None:
         self._device = device
+
+    @abstractmethod
+    def run(self, work: Callable[[], object]) -> None:
+        """Run *work* after all earlier work."""
+
+    def wait(self, event: Event) -> None:
+        self.run(event.wait)
+
+    def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
+        self._device.require_pinned(destination if to_host else source, nbytes)
+        self.move(destination, source, nbytes)
+
+    def move(self, destination: int, source: int, nbytes: int) -> None:
+        self.run(lambda: copy(destination, source, nbytes))
+
+
+class HostStream(_HostQueue):
+    """A thread that runs enqueued work. See `Stream`."""
+
+    def __init__(self, device: HostDevice) -> None:
+        super().__init__(device)
         self._lock = threading.Lock()
         self._is_closed = False
         self._work: queue.SimpleQueue[Callable[[BaseException | None], None] | None] = queue.SimpleQueue()
@@ -78,16 +100,6 @@ class HostStream:
                 return
         step(DeviceError("it was closed before"))  # a thread that waits for the event must not wait forever
 
-    def wait(self, event: Event) -> None:
-        self.run(event.wait)
-
-    def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
-        self._device.require_pinned(destination if to_host else source, nbytes)
-        self.run(lambda: copy(destination, source, nbytes))
-
-    def move(self, destination: int, source: int, nbytes: int) -> None:
-        self.run(lambda: copy(destination, source, nbytes))
-
     def close(self) -> None:
         with self._lock:
             if not self._is_closed:
@@ -106,26 +118,16 @@ class HostStream:
             del step
 
 
-class _Program:
+class _Program(_HostQueue):
     """The stream of the host's own program: everything before the current call is done."""
 
-    def __init__(self, device: HostDevice) -> None:
-        self._device = device
+    def run(self, work: Callable[[], object]) -> None:
+        work()
 
     def record(self) -> HostEvent:
         event = HostEvent(self._device)
         event.reach()
         return event
-
-    def wait(self, event: Event) -> None:
-        event.wait()
-
-    def copy(self, destination: int, source: int, nbytes: int, to_host: bool) -> None:
-        self._device.require_pinned(destination if to_host else source, nbytes)
-        copy(destination, source, nbytes)
-
-    def move(self, destination: int, source: int, nbytes: int) -> None:
-        copy(destination, source, nbytes)
 
 
 class HostDevice:

@@ -41,10 +41,8 @@ class States:
     def load(self, unit: Unit, state: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Continue from *state*, which `save` returned on this node of such a job.
 
-        All ranks of the node may load the same, before any of them pushes again. Raises as `save`, and
-
-        MismatchError
-            If it is of another node, partitioning or codec; then nothing has changed.
+        All ranks of the node may load the same, before any of them pushes again. Raises as `save`, and `MismatchError`
+        if it is of another node, partitioning or codec; then nothing has changed.
         """
         region = self._memory.allocate(max(1, state.nbytes))
         try:
