@@ -181,8 +181,6 @@ class Group:
         finally:
             self._lock.release()
 
-    # -- internals -------------------------------------------------------------------------------------------------
-
     def _exchange(self, text: str, owner: object, exchange: Callable[[MessageCall], None]) -> None:
         """Call *exchange* with a call that has this number as its tag, once all members are known to make the same."""
         self._run(text, *_BYTES, [], lambda: exchange(MessageCall(

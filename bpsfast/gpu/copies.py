@@ -229,9 +229,6 @@ class CopyThread(ABC, Generic[C]):
         """Go on with *under_way*, blocking a while if nothing can be done; return those that are not over."""
 
 
-# -- to the host -------------------------------------------------------------------------------------------------------
-
-
 class CopyToHost(DeviceCopy):
     """The copy of *partitions* of a unit to the host, where the unit lies at *address*.
 
@@ -328,9 +325,6 @@ def _enqueue_next(copy: CopyToHost, stream: Stream) -> _Copying:
             stream.move(on_device + each.offset, each.address, each.nbytes)
     copy.n_begun += 1
     return _Copying(stream.record(), copy, partition, begin_ns)
-
-
-# -- to the device -----------------------------------------------------------------------------------------------------
 
 
 class CopyToDevice(ResultCopy):

@@ -386,7 +386,7 @@ class Gradients:
             raise MismatchError(f"gradient {name!r} has {gradient.nbytes} bytes, {nbytes} are wanted")
         return gradient, round
 
-    # -- what is kept of it, and its end ---------------------------------------------------------------------------
+    # -- state, and retiring ---------------------------------------------------------------------------------------
 
     @property
     def tuned(self) -> TuningPoint | None:
@@ -442,8 +442,6 @@ class Gradients:
         if self._first is not layout:
             self._first.release_input()
         return True
-
-    # -- internals -------------------------------------------------------------------------------------------------
 
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self._session.settings.timeout_s if timeout_s is None else timeout_s)

@@ -167,8 +167,6 @@ class GuardedPort:
         self._port.close()
         return True
 
-    # -- internals -------------------------------------------------------------------------------------------------
-
     def _in_slices(self, wait: Callable[[float], int], subject: Callable[[], _Awaited], timeout_s: float,
                    spent_s: float = 0.0) -> int:
         """Call *wait* with seconds until it returns DONE or DIFFERENT, and return that."""

@@ -58,8 +58,6 @@ class InputMemory:
         self._answers: dict[int, list[Allocated | BpsError]] = {}  # of requests that a thread waits for
         self._unclaimed: deque[tuple[Allocated, int]] = deque()  # with their bytes: replies to waits that had timed out
 
-    # -- input memory ----------------------------------------------------------------------------------------------
-
     def allocate(self, nbytes: int) -> Region:
         """Return *nbytes* of page-aligned input memory, zeros unless some of it was released before.
 
@@ -113,8 +111,6 @@ class InputMemory:
             if segment.address <= address and address + nbytes <= segment.address + segment.nbytes:
                 return number, address - segment.address
         return None
-
-    # -- segments --------------------------------------------------------------------------------------------------
 
     def receive(self, message: SegmentShared | Allocated | Refuse, fds: tuple[int, ...]) -> None:
         """Handle a message of the node. Called with one message at a time."""

@@ -88,8 +88,6 @@ class Session:
         self._released = False
         self._is_leaving = False
 
-    # -- the job ---------------------------------------------------------------------------------------------------
-
     def barrier(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks have called this as often; raise `StallError` if they have not done so in time."""
         self.require_open()
@@ -237,8 +235,6 @@ class Session:
             f"{self._node_name} is lost: {how}. Rank {self.rank} cannot go on without it. A node that ends by itself "
             "or by SIGTERM gives the reason. One that gives none was killed (SIGKILL, by the kernel if memory is "
             "short: see dmesg) or has crashed: see its output and its launcher's for the signal")
-
-    # -- the end ---------------------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
         if self.pid != os.getpid():

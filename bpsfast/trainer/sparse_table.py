@@ -111,8 +111,6 @@ class SparseTable:
         self._session.retire([unit], releases_staging=True)
         return True
 
-    # -- internals -------------------------------------------------------------------------------------------------
-
     def _declare(self) -> None:
         spec = TensorSpec(name=self._wire, dtype=self.dtype, shape=self.shape, average=self.average, op=ROWS,
                           max_rows=self._max_rows)

@@ -149,8 +149,6 @@ class P2PEndpoint:
         self._n_open -= 1
         self._ended.append(transfer)
 
-    # -- for peers -------------------------------------------------------------------------------------------------
-
     def job_error(self) -> BpsError | None:
         """Return what ended the job, if something did."""
         try:
@@ -158,8 +156,6 @@ class P2PEndpoint:
         except BpsError as exc:
             return exc
         return None
-
-    # -- internals -------------------------------------------------------------------------------------------------
 
     def _check(self, channel: int, peer: int | None, tag: int | None, nbytes: int) -> None:
         if not 0 <= channel < 1 << 32:
