@@ -78,7 +78,6 @@ class IslandRound:
         self.n_inputs = self.n_results = 0  # parts of them that have not ended
 
     def fail(self, error: BpsError) -> None:
-        """End both copies with *error*."""
         self.input.end(error)
         self.result.end(error)
 

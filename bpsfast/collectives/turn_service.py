@@ -116,7 +116,6 @@ class TurnService(GroupService[_Operation]):
     # -- the thread ---------------------------------------------------------------------------------------
 
     def _finished(self, operation: _Operation, error: BaseException | None) -> None:
-        """Note the end of *operation*. Any thread."""
         self._ended.append((operation, error))
         self._wake.ring()
 

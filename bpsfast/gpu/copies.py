@@ -145,7 +145,6 @@ class CopyThread(ABC, Generic[C]):
         self._why_closed: Callable[[], BpsError] = lambda: DeviceError(f"{name} is closed")
 
     def add(self, copy: C) -> None:
-        """Queue *copy*."""
         with self._condition:
             if not self._is_closed:
                 copy.is_queued = True

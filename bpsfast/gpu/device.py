@@ -131,7 +131,6 @@ class DeviceSegment:
 
     @property
     def address(self) -> int:
-        """Its address on the device."""
         if self.memory is None:
             raise UnsupportedError("a sum lies in the memory of another rank's GPU, which hands it on")
         return self.memory.address
@@ -146,5 +145,4 @@ class DeviceRegion(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Their address on the device."""
         return self.segment.address + self.offset

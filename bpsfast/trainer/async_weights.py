@@ -191,7 +191,6 @@ def _checked(backups: int | None, worker: Worker, session: Session) -> int:
 
 
 def _kinds_of(weights: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype of each."""
     inputs = {name: host_input(each) for name, each in weights.items()}
     return {name: (each.shape, each.dtype) for name, each in inputs.items()}
 

@@ -176,7 +176,6 @@ class GradientLayout:
             self.release_input()
 
     def release_input(self) -> None:
-        """Release the input memory that belongs to this layout."""
         own, self._own = self._own, []
         for memory in own:
             self._session.memory.release(memory)

@@ -148,7 +148,6 @@ class InputMemory:
             self._inputs = [*self._inputs, (message.segment, segment)]
 
     def map_again(self) -> None:
-        """Try again to map segments that could not be mapped."""
         again, self._not_mapped, self.unmapped = self._not_mapped, {}, None
         for message, fd in again.values():
             self._map(message, fd)

@@ -232,7 +232,6 @@ class RowFrames(NamedTuple):
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a row."""
         return int(np.prod(self.row_shape, dtype=np.int64)) * self.dtype.itemsize
 
     def write(self, memory: Array, indices: Array, values: Array) -> int:

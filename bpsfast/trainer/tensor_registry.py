@@ -178,7 +178,6 @@ class TensorRegistry:
         return self._units.get(name)
 
     def units(self) -> set[Unit]:
-        """Return all units that were committed."""
         return set(self._units.values())
 
     # -- pushes before the commit ----------------------------------------------------------------------------------

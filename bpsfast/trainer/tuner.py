@@ -75,7 +75,6 @@ class Tuner:
 
     @property
     def is_over(self) -> bool:
-        """Whether tuning is complete."""
         return self._is_last and not self._leaving and not self._dropped
 
     def announce(self) -> None:

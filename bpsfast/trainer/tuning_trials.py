@@ -80,7 +80,6 @@ class TrialRunner:
 
     @property
     def best(self) -> TuningPoint:
-        """The best point so far."""
         return self._search.best if self._search.measured else self.decision.active
 
     def observe(self, point: TuningPoint, step_s: float) -> Decision:

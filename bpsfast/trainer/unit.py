@@ -330,7 +330,6 @@ class Unit:
         raise ProtocolError(f"unit {self.name!r} has {self.nbytes} result bytes, byte {offset} was asked for")
 
     def result_segments(self) -> list[Segment]:
-        """Return the host segments of the results."""
         return list(dict.fromkeys(run.segment for run in self._runs if isinstance(run.segment, Segment)))
 
     def add_reader(self, round: int, reader: CopyToDevice) -> None:

@@ -170,6 +170,5 @@ class FrameSocket:
             self.sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the socket."""
         self._outbox.clear()
         self.sock.close()

@@ -218,7 +218,6 @@ class Peer:
     # -- frames ----------------------------------------------------------------------------------------------------
 
     def handle_frame(self, frame: Frame, payload: memoryview) -> None:
-        """Handle a frame from the peer."""
         if self.link is None:
             return  # the frame before it has closed the connection
         kind = frame.kind

@@ -87,7 +87,6 @@ class ProgressEngine:
         self.watch(self._wake.fileno(), select.EPOLLIN, lambda events: self._woken())
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     # -- with the lock ---------------------------------------------------------------------------------------------

@@ -46,12 +46,10 @@ class Frame(NamedTuple):
     address: int = 0
 
     def pack(self) -> bytes:
-        """Return the header as bytes."""
         return HEADER.pack(*self)
 
     @property
     def name(self) -> str:
-        """The name of its kind."""
         return _NAMES[self.kind - 1]
 
     @property

@@ -172,7 +172,6 @@ class MessageReceiver:
                 arrival.outgoing.transfer.finish(error)
 
     def send_to_self(self, outgoing: Outgoing) -> None:
-        """Send a message to this rank."""
         transfer, nbytes = outgoing.transfer, outgoing.nbytes
         assert transfer.tag is not None
         arrival = Arrival(self.rank, transfer.tag, nbytes)

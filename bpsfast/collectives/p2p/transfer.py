@@ -102,7 +102,6 @@ class Outgoing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of payload."""
         return self.transfer.nbytes
 
 

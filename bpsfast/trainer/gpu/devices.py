@@ -200,11 +200,9 @@ class Devices:
         return result
 
     def copy_to_host(self, device: Device, copy: CopyToHost) -> None:
-        """Queue *copy*, which reads *device*."""
         self._require_threads(device).to_host.add(copy)
 
     def copy_to_device(self, device: Device, copy: CopyToDevice) -> None:
-        """Queue *copy*, which writes to *device*."""
         self._require_threads(device).to_device.add(copy)
 
     def close(self, timeout_s: float, why: Callable[[], BpsError]) -> bool:

@@ -200,7 +200,6 @@ def _require_root(settings: Settings, local_size: int, n_machines: int) -> int:
 
 
 def _nbytes(spec: TensorSpec) -> int:
-    """Return the bytes of *spec* in whole pages."""
     return _up(max(1, math.prod(spec.shape) * TABLE[spec.dtype].itemsize), _PAGE_NBYTES)
 
 
