@@ -97,22 +97,16 @@ class NcclCommunicator:
 
     def reduce(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
                then: OnEnqueued) -> None:
-        for event in after:
-            stream.wait(event)
-        with self._grouped("reducing"):
+        with self._enqueued("reducing", stream, after, then):
             for each in ranges:
                 self._communicator.reduce(each.source, each.target, _count(each, dtype), DTYPES[dtype], _SUM, each.root,
                                           handle_of(stream))
-        then(stream.record())
 
     def broadcast(self, stream: Stream, after: Sequence[Event], ranges: Sequence[IslandRange], dtype: str,
                   then: OnEnqueued) -> None:
-        for event in after:
-            stream.wait(event)
-        with self._grouped("broadcasting"):
+        with self._enqueued("broadcasting", stream, after, then):
             for each in ranges:
                 self._communicator.bcast(each.target, _count(each, dtype), DTYPES[dtype], each.root, handle_of(stream))
-        then(stream.record())
 
     def close(self) -> None:
         with self._calls("leaving"):
@@ -120,13 +114,17 @@ class NcclCommunicator:
         self._group.close()
 
     @contextmanager
-    def _grouped(self, what: str) -> Iterator[None]:
+    def _enqueued(self, what: str, stream: Stream, after: Sequence[Event], then: OnEnqueued) -> Iterator[None]:
+        """Make one group of the calls inside, behind *after*."""
+        for event in after:
+            stream.wait(event)
         with self._calls(what):
             self._nccl.groupStart()
             try:
                 yield
             finally:
                 self._nccl.groupEnd()
+        then(stream.record())
 
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:
