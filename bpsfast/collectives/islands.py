@@ -227,7 +227,7 @@ class Islands:
         def copied(partition: PartitionCopy, begin_ns: int) -> None:
             part = unit.first_part + partition.number
             if partition.number in empty:
-                port.submit(part, 1, round, 0, 0, empty=True)
+                port.submit(part, 1, round, 0, 0, True)  # empty
             else:
                 port.land(part, round, *device_input.entry(partition.number), partition.nbytes, begin_ns)
 

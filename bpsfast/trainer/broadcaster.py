@@ -150,7 +150,7 @@ class Broadcaster:
 
     def _take_part(self, unit: Unit, chunk: int) -> None:
         part, round = _at(unit, chunk)
-        self._session.port.submit(part, 1, round, 0, 0, empty=True)
+        self._session.port.submit(part, 1, round, 0, 0, True)  # empty
 
     def _wait(self, unit: Unit, chunk: int) -> None:
         part, round = _at(unit, chunk)

@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -20,8 +20,7 @@ from ..pyx.port import ABORTED, DIFFERENT, DONE, NODE_DIED, TIMED_OUT, LaneFull,
 from .chunk_descriptors import Array, PartitionedUnit
 from .stall_inspector import StallInspector, StallQuery, StallTimer, Subject
 
-P = ParamSpec("P")
-R = TypeVar("R")
+C = TypeVar("C", bound=Callable[..., Any])
 
 #: A wait sleeps at most this long before it checks whether another thread has closed the session.
 _SLICE_S = 0.5
@@ -63,24 +62,27 @@ class GuardedPort:
         self._transfer, self._state = guarded(port.pipelined_transfer), guarded(port.state)
         _open.add(self)
 
-    def _guarded(self, native: Callable[P, R]) -> Callable[P, R]:
-        """Return *native*, a method of the port, as a call during which the port stays open, and with its errors."""
-        inside = self._inside
+    def _guarded(self, native: C) -> C:
+        """Return *native*, a method of the port, as a call during which the port stays open, and with its errors.
 
-        def call(*arguments: P.args, **options: P.kwargs) -> R:
-            inside.append(None)  # before the look: `close` waits for calls inside
+        It takes positional arguments only: options would cost as much as all the rest.
+        """
+        enter, leave = self._inside.append, self._inside.pop
+
+        def call(*arguments: Any) -> Any:
+            enter(None)  # before the look: `close` waits for calls inside
             try:
                 if self._is_closing:
                     self._require_open()
-                return native(*arguments, **options)
+                return native(*arguments)
             except (ConnectionError, LaneFull) as exc:
                 if isinstance(exc, BpsError):  # of `require_open`
                     raise
                 raise (StallError(f"{self._node} {exc}") if isinstance(exc, LaneFull) else self._over()) from exc
             finally:
-                inside.pop()
+                leave()
 
-        return call
+        return cast("C", call)
 
     def look(self, part: int, round: int, timeout_s: float) -> bool:
         """Wait up to *timeout_s* and return whether *round* of a partition is complete. Raises if the job is over."""
@@ -104,7 +106,7 @@ class GuardedPort:
         """Announce *unit*'s inputs at *place* (segment, offset) and wait: cheaper than `submit` and `wait`."""
         part, n_parts = unit.first_part, unit.n_parts
         slice_s = min(timeout_s, _DEFERRED_SLICE_S if self._start_deferred() else _SLICE_S)
-        self.submit(part, n_parts, round, *place, nbytes=unit.nbytes)
+        self.submit(part, n_parts, round, *place, False, unit.nbytes)
         if self._wait(part, n_parts, round, slice_s) != DONE:
             self._in_slices(lambda wait_s: self._wait(part, n_parts, round, wait_s),
                             lambda: (unit, part, n_parts, round), timeout_s, spent_s=slice_s)

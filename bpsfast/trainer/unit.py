@@ -159,7 +159,7 @@ class Unit:
         if not self.n_parts:
             return round
         if place is not None:
-            session.port.submit(self.first_part, self.n_parts, round, *place, nbytes=self.nbytes)
+            session.port.submit(self.first_part, self.n_parts, round, *place, False, self.nbytes)
         else:
             assert address is not None, "what lies in staging is not copied there"
             session.port.copy_in(staging.address, address, self.nbytes, self.first_part, self.stride, round,
@@ -170,7 +170,7 @@ class Unit:
         """Take part in a round without contributing and return the round."""
         round = self._begin(0)
         if self.n_parts:
-            self.session.port.submit(self.first_part, self.n_parts, round, 0, 0, empty=True)
+            self.session.port.submit(self.first_part, self.n_parts, round, 0, 0, True)  # empty
         return round
 
     def exchange(self, address: int, nbytes: int, timeout_s: float) -> int | None:
