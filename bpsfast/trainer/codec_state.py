@@ -19,8 +19,8 @@ class States:
     machine saves one, and a job with other machines cannot load it.
     """
 
-    def __init__(self, questions: NodeRequests, memory: InputMemory) -> None:
-        self._questions = questions
+    def __init__(self, requests: NodeRequests, memory: InputMemory) -> None:
+        self._requests = requests
         self._memory = memory
 
     def save(self, unit: Unit) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -57,12 +57,11 @@ class States:
         if unit.in_flight:
             raise BusyError(f"the state of {unit.name!r} was requested while its round {unit.round} is under way: wait "
                             "for it first")
-        done = self._questions.ask(
-            lambda request: StateAsk(
+        done = self._requests.ask(
+            StateDone, lambda request: StateAsk(
                 request=request, unit=unit.number, action=action, segment=region.segment if region else 0,
                 offset=region.offset if region else 0, nbytes=region.array.nbytes if region else 0),
             f"the node did not {action} the state of {unit.name!r}")
-        assert isinstance(done, StateDone)
         if done.error:
             raise error_of(done.error, f"{unit.name!r}: {done.reason}")
         return done

@@ -51,9 +51,8 @@ class KeyValueClient:
 
     def _find(self, question: Callable[[int], Message], trouble: str, timeout_s: float,
               given_up: Callable[[], bool] = lambda: False) -> KeyValueReply:
-        found = self._requests.ask(question, f"node or scheduler {trouble}", timeout_s + _FINDING_S,
+        found = self._requests.ask(KeyValueReply, question, f"node or scheduler {trouble}", timeout_s + _FINDING_S,
                                    lambda: _GIVEN_UP if given_up() else None)
-        assert isinstance(found, KeyValueReply)
         if found.error:
             raise error_of(found.error, found.reason)
         return found

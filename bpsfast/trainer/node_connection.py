@@ -31,6 +31,7 @@ from ..pyx.pages import Segment
 #: The node and the scheduler know which process is missing; a rank's own deadline is this much later than theirs.
 _GRACE_S = 5.0
 T = TypeVar("T")
+A = TypeVar("A", bound=Message)
 #: How often a wait checks the job's state on the board, which no descriptor signals.
 SLICE_S = 0.1
 
@@ -295,10 +296,10 @@ class NodeRequests:
         if answers is not None:
             answers.append(answer)
 
-    def ask(self, question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0,
-            given_up: Callable[[], Message | None] = lambda: None, fds: Sequence[int] = ()) -> Message:
-        """Send ``question(number)`` and return the reply; raise `StallError`, which begins with *trouble*, if none
-        comes within *timeout_s* (0: the default).
+    def ask(self, kind: type[A], question: Callable[[int], Message], trouble: str, timeout_s: float = 0.0,
+            given_up: Callable[[], A | None] = lambda: None, fds: Sequence[int] = ()) -> A:
+        """Send ``question(number)`` and return the reply, of *kind*; raise `StallError`, which begins with *trouble*,
+        if none comes within *timeout_s* (0: the default).
 
         *given_up* is called now and then; what it returns, unless None, is the reply. *fds* are sent with the request;
         the caller closes them.
@@ -313,4 +314,5 @@ class NodeRequests:
             del self._answers[number]
         if answer is None:
             raise StallError(f"{trouble} within {timeout_s:g} s")
+        assert isinstance(answer, kind)
         return answer

@@ -152,17 +152,13 @@ class Session:
 
     def ask_node(self) -> messages.Counters:
         """Return the counters of this machine's node."""
-        told = self._requests.ask(lambda request: messages.CountersRequest(request=request),
+        return self._requests.ask(messages.Counters, lambda request: messages.CountersRequest(request=request),
                                   "the node did not send its counters")
-        assert isinstance(told, messages.Counters)
-        return told
 
     def share_device(self, question: Callable[[int], messages.ShareDevice], trouble: str,
                      fd: int) -> messages.DeviceShared:
         """Ask the node to register memory of this rank's device, whose descriptor *fd* is; see `NodeRequests.ask`."""
-        answer = self._requests.ask(question, trouble, fds=[fd])
-        assert isinstance(answer, messages.DeviceShared)
-        return answer
+        return self._requests.ask(messages.DeviceShared, question, trouble, fds=[fd])
 
     def say_direct(self, names: Sequence[str]) -> None:
         """Tell the node which of the tensors that are declared next lie on this rank's device."""
@@ -170,10 +166,9 @@ class Session:
 
     def ask_lags(self) -> messages.LagAnswer:
         """Return how late the ranks of the job were, and which nodes did not reply within two seconds."""
-        answer = self._requests.ask(lambda request: messages.LagQuestion(rank=self.rank, question=request),
-                                    "node or scheduler did not tell how late the ranks are")
-        assert isinstance(answer, messages.LagAnswer)
-        return answer
+        return self._requests.ask(
+            messages.LagAnswer, lambda request: messages.LagQuestion(rank=self.rank, question=request),
+            "node or scheduler did not tell how late the ranks are")
 
     def _receive(self, message: messages.Message, fds: tuple[int, ...]) -> None:
         """Handle one message of the node. The mailbox calls it with one message at a time."""

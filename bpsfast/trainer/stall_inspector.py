@@ -187,13 +187,11 @@ class StallQuery:
     def ask(self, part: int, round: int, name: str) -> StallAnswer:
         """Ask which ranks are missing in *round* of *part* of tensor *name*, and whether they can still come."""
         try:
-            answer = self._requests.ask(
-                lambda question: StallQuestion(rank=self._rank, question=question, part=part, round=round, name=name),
+            return self._requests.ask(StallAnswer, lambda question: StallQuestion(
+                rank=self._rank, question=question, part=part, round=round, name=name),
                 "neither node nor scheduler told which rank is missing", _ANSWER_S)
         except StallError as exc:  # the caller decides whether to wait on
             return StallAnswer(rank=self._rank, question=0, stage="unknown", missing=str(exc))
-        assert isinstance(answer, StallAnswer)
-        return answer
 
     def ask_about(self, name: str) -> StallAnswer:
         """Ask which ranks have not declared tensor *name*, or entered ``barrier:<n>``. Returns as `ask`."""
