@@ -35,20 +35,20 @@ class GuardedPort:
     """Wraps *port*, of which it has `submit`, `copy_in`, `land`, `set_rate`, `note_arrival` and `done`. Any thread.
 
     *me* and *node* name this rank and its node in errors: "rank 3", "node 1 (pid 77 on this machine)". *require_open*
-    raises `ClosedError` when the session is closed, or is another process's. *inquiry* asks which ranks are missing,
-    and whether they can still come. *inspector* records long waits. *start_deferred* starts deferred pushes that can
-    be, and returns whether some are left. *node_lost* returns what to raise when the node has ended and no abort says
-    why.
+    raises `ClosedError` when the session is closed, or is another process's. *stall_query* asks which ranks are
+    missing, and whether they can still come; *inspector* records long waits. *start_deferred* starts deferred pushes
+    that can be, and returns whether some are left. *node_lost* returns what to raise when the node has ended and no
+    abort says why.
     """
 
-    def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None], inquiry: StallQuery,
+    def __init__(self, port: Port, me: str, node: str, require_open: Callable[[], None], stall_query: StallQuery,
                  inspector: StallInspector, start_deferred: Callable[[], bool],
                  node_lost: Callable[[], BpsError]) -> None:
         self._port = port
         self._me = me
         self._node = node
         self._require_open = require_open
-        self._inquiry = inquiry
+        self._stall_query = stall_query
         self._inspector = inspector
         self._start_deferred = start_deferred
         self._node_lost = node_lost
@@ -173,7 +173,7 @@ class GuardedPort:
                    spent_s: float = 0.0) -> int:
         """Call *wait* with seconds until it returns DONE or DIFFERENT, and return that."""
         deferred = self._start_deferred()
-        with StallTimer(self._me, timeout_s, self._inquiry, self._inspector, spent_s=spent_s) as patience:
+        with StallTimer(self._me, timeout_s, self._stall_query, self._inspector, spent_s=spent_s) as patience:
             while True:
                 outcome = wait(min(_DEFERRED_SLICE_S if deferred else _SLICE_S, patience.rest_s))
                 if outcome in (DONE, DIFFERENT):
@@ -190,7 +190,7 @@ class GuardedPort:
         """Ask which ranks are missing from the first of these partitions that is not complete."""
         first = next((i for i in range(part, part + n_parts) if not self.done(i, 1, round)), part)
         subject = Subject.of(unit.name, list(unit.members), first - unit.first_part, unit.n_parts, round)
-        return subject, self._inquiry.ask(first, round, unit.name)
+        return subject, self._stall_query.ask(first, round, unit.name)
 
     def _over(self) -> BpsError:
         """Return why the job is over: the error it was aborted with, or that the node is lost."""

@@ -205,16 +205,16 @@ class StallTimer:
     *spent_s*: how long the wait has lasted already.
     """
 
-    __slots__ = ("_begin", "_deadline", "_doubt", "_inquiry", "_inspector", "_me", "_stalled", "_timeout_s", "_warn",
-                 "_what", "succeeded")
+    __slots__ = ("_begin", "_deadline", "_doubt", "_inspector", "_me", "_stall_query", "_stalled", "_timeout_s",
+                 "_warn", "_what", "succeeded")
 
-    def __init__(self, me: str, timeout_s: float, inquiry: StallQuery, inspector: StallInspector, what: str = "",
+    def __init__(self, me: str, timeout_s: float, stall_query: StallQuery, inspector: StallInspector, what: str = "",
                  spent_s: float = 0.0) -> None:
         self._begin = time.monotonic() - spent_s
         self._me, self._what, self._timeout_s = me, what, timeout_s
         self._deadline, self._doubt = self._begin + timeout_s, self._begin + DOUBT_S
         self._warn = inspector.due(self._begin)
-        self._inquiry = inquiry
+        self._stall_query = stall_query
         self._inspector = inspector
         self._stalled: Subject | None = None
         #: Whether the wait has succeeded; else, as after an exception, no "goes on" is logged.
@@ -232,7 +232,7 @@ class StallTimer:
         """
         now = time.monotonic()
         late = now >= self._deadline
-        if late or now >= self._warn or (now >= self._doubt and self._inquiry.has_departures()):
+        if late or now >= self._warn or (now >= self._doubt and self._stall_query.has_departures()):
             subject, answer = ask()
             if is_there():
                 return

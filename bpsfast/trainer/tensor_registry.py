@@ -26,17 +26,17 @@ class TensorRegistry:
     """The tensors that *rank* of *size* has declared. Any thread.
 
     Waits last *timeout_s* by default. *require_open* raises `ClosedError` when the session is closed, or is another
-    process's. *mailbox* sends declarations to the node, *inquiry* asks which ranks are missing, and *inspector* records
-    long waits.
+    process's. *mailbox* sends declarations to the node, *stall_query* asks which ranks are missing, and *inspector*
+    records long waits.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float, require_open: Callable[[], None],
-                 mailbox: Mailbox, inquiry: StallQuery, inspector: StallInspector) -> None:
+                 mailbox: Mailbox, stall_query: StallQuery, inspector: StallInspector) -> None:
         self._rank, self._size = rank, size
         self._timeout_s = timeout_s
         self._require_open = require_open
         self._mailbox = mailbox
-        self._inquiry = inquiry
+        self._stall_query = stall_query
         self._inspector = inspector
         self._lock = threading.RLock()
         self._specs: dict[str, TensorSpec] = {}
@@ -206,7 +206,7 @@ class TensorRegistry:
         Raises `StallError` if it is not in time, or cannot be any more; the text tells what the job knows about *name*.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        with StallTimer(f"rank {self._rank}", timeout_s, self._inquiry, self._inspector, what) as patience:
+        with StallTimer(f"rank {self._rank}", timeout_s, self._stall_query, self._inspector, what) as patience:
             while True:
                 self._mailbox.wait(lambda: ready() or self._startable(), patience.rest_s)
                 self._start_deferred()
@@ -214,7 +214,7 @@ class TensorRegistry:
                 if found is not None:
                     patience.succeeded = not isinstance(found, BpsError)
                     return found
-                patience.look(lambda: (Subject(name), self._inquiry.ask_about(name)), lambda: ready() is not None)
+                patience.look(lambda: (Subject(name), self._stall_query.ask_about(name)), lambda: ready() is not None)
 
     def _start_deferred(self) -> None:
         while self._deferred:
