@@ -265,14 +265,11 @@ class RowFrames(NamedTuple):
     def read(self, memory: Array) -> tuple[Array, Array]:
         """Return (indices, values) of the sum in *memory* as new arrays, ascending; `ProtocolError`: no such frames."""
         found = [self._indices(memory, part) for part in range(self.n_parts)]
-        total = sum(map(len, found))
-        indices = np.empty(total, np.int64)
-        values = np.empty((total, *self.row_shape), self.dtype)
-        begin = 0
-        for part, own in enumerate(found):
-            indices[begin : begin + len(own)] = own.astype(np.int64) * self.n_parts + part
-            begin += len(own)
+        indices = np.concatenate([np.empty(0, np.int64), *(own.astype(np.int64) * self.n_parts + part
+                                                           for part, own in enumerate(found))])
+        total = len(indices)
         order = np.argsort(indices, kind="stable") if self.n_parts > 1 else np.arange(total)
+        values = np.empty((total, *self.row_shape), self.dtype)
         place = np.empty(total, np.int64)
         place[order] = np.arange(total)
         begin = 0

@@ -18,19 +18,12 @@ _MOST_BUFFERS = 16
 
 
 class FrameHandler(Protocol):
-    """The owner of a frame socket."""
+    """What a frame socket needs of its owner, a `Peer`, which documents these."""
 
-    def handle_frame(self, frame: Frame, payload: memoryview) -> None:
-        """Act on *frame*; *payload* is only valid until this returns. May raise `ProtocolError`."""
-
-    def sink(self, frame: Frame) -> memoryview:
-        """Return where the payload of a DATA frame goes; `handle_frame` is called when it is there."""
-
-    def next_piece(self) -> tuple[Frame, memoryview] | None:
-        """Return the next DATA frame, when nothing else is to be sent."""
-
-    def sent(self, frame: Frame) -> None:
-        """Note that the kernel has taken all of a DATA frame."""
+    def handle_frame(self, frame: Frame, payload: memoryview) -> None: ...
+    def sink(self, frame: Frame) -> memoryview: ...
+    def next_piece(self) -> tuple[Frame, memoryview] | None: ...
+    def sent(self, frame: Frame) -> None: ...
 
 
 class FrameSocket:

@@ -187,7 +187,7 @@ class Peer:
                 return
 
     def next_piece(self) -> tuple[Frame, memoryview] | None:
-        """Return the next piece that the peer has asked for; several messages take turns."""
+        """Return the next DATA frame, when nothing else is to be sent; several messages take turns."""
         if not self._wanted:
             return None
         outgoing = self._wanted[0]
@@ -218,6 +218,7 @@ class Peer:
     # -- frames ----------------------------------------------------------------------------------------------------
 
     def handle_frame(self, frame: Frame, payload: memoryview) -> None:
+        """Act on *frame*; *payload* is only valid until this returns. May raise `ProtocolError`."""
         if self.link is None:
             return  # the frame before it has closed the connection
         kind = frame.kind
@@ -284,7 +285,7 @@ class Peer:
         self._guard(lambda: self._send(Frame(protocol.WANT, number=number)))
 
     def sink(self, frame: Frame) -> memoryview:
-        """Return the memory for a piece."""
+        """Return where the payload of a DATA frame goes; `handle_frame` is called when it is there."""
         incoming = self._incoming.get(frame.number)
         left = incoming.arrival.nbytes - incoming.n_received if incoming else 0
         if incoming is None or not 0 < frame.nbytes <= left:
