@@ -204,7 +204,7 @@ def written_after_the_step(ends):
 
     with Stream() as owner:
         stream = owner.on_device(np.zeros(1, "f4")).stream
-        device.stream = slow  # those of the lines: copies happen when the test says so
+        device.stream = slow  # of the copy threads: copies happen when the test says so
         g = Gradients({"x": ((1000,), "f4"), "y": ((10,), "f4")}, average=False, device="host", prefix=f"{ends} ")
         for name in g:
             g[name].stream = stream

@@ -125,8 +125,8 @@ def with_the_setting():
                         bpsfast.synchronize(bpsfast.push_pull_async(x, average, name)), ):
                 if type(got) is not np.ndarray or not same(got, want):
                     wrong.append((average, shape))
-    lines = process.current().devices._threads
-    return wrong, list(lines)
+    threads = process.current().devices._threads
+    return wrong, list(threads)
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])

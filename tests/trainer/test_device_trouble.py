@@ -137,7 +137,7 @@ def test_ctrl_c(job):
 
 
 def forked():
-    """A fork of a rank has no session, nor the threads of its lines."""
+    """A fork of a rank has no session, nor its copy threads."""
     with held(host_device()) as gate:
         handle = bpsfast.push_pull_async(on_device(stream=gate.stream), name="forked")
         pid = os.fork()
@@ -177,10 +177,10 @@ def many_rounds():
         stream.record().wait(LIMIT_S)
         stream.close()
         if round in (20, 59):
-            lines = session.devices._threads["host"]
+            threads = session.devices._threads["host"]
             eventually(lambda: session.devices.staging_buffers.reap() or not session.devices.staging_buffers._returning)
             n_readers = max(len(unit._readers) for unit in session.tensors.units())
-            seen.append((len(os.listdir("/proc/self/fd")), n_readers <= 2, len(lines.to_host._copying)))
+            seen.append((len(os.listdir("/proc/self/fd")), n_readers <= 2, len(threads.to_host._copying)))
     return seen[0] == seen[1], seen[1][1:]
 
 
