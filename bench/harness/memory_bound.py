@@ -24,7 +24,7 @@ from bpsfast.orchestration.errors import CapacityError
 from bpsfast.orchestration.placement.partition import CACHED_NBYTES
 from bpsfast.pyx.pages import Segment
 from bpsfast.pyx.port import copy
-from bpsfast.trainer.chunk_descriptors import is_worth, n_slots
+from bpsfast.trainer.chunk_descriptors import is_worth, n_at_once
 
 _PREFIX, _PAST = "memory of ", ", past caches"
 Array = np.ndarray[Any, Any]
@@ -183,7 +183,7 @@ class Passage:
         self._places, self._n, self._turn, self._sum = places, nbytes // 4, 0, _kernel()
         self._stream_nbytes = 0 if past else nbytes + 1
         n_pieces = -(-self._n // _PIECE)
-        self._window = (n_slots(places.size) if is_worth(n_pieces, places.size) else n_pieces) * _PIECE
+        self._window = (n_at_once(places.size) if is_worth(n_pieces, places.size) else n_pieces) * _PIECE
         self._stride = n_pieces * _PIECE
         self.n_shared = places.size * self._window + 2 * self._stride
         self._chunks: tuple[list[_Chunk], list[_Chunk]] = [], []

@@ -359,7 +359,7 @@ class NegotiatedExchange:
         self._left = dict.fromkeys(self.parameters, n_passes)
         self._under_way: dict[tuple[str, ...], _Reduction] = {}
         title = f"process set {process_set.process_set_id}: "
-        edition = runtime.current().session.tensors.edition(title + name for name, _ in named)
+        edition = runtime.current().session.tensors.model_number(title + name for name, _ in named)
         self.prefix = f"edition {edition}: " if edition else ""  # two optimizers may have parameters of the same names
         observe_gradients(self, named)
 

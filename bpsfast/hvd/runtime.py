@@ -96,7 +96,7 @@ class Runtime:
         # When this barrier ends, all ranks are connected, and hear when one of them ends.
         service.submit(Operation(Request(rank=self.rank, name="barrier.begin", kind="barrier"))).wait()
         if channel is not None and self.rank == ranks[0]:
-            self.session.notices.withdraw(title)  # all have read it, and a rank may publish only a limited number
+            self.session.key_values.withdraw(title)  # all have read it, and a rank may publish only a limited number
 
     def _channel(self, ranks: tuple[int, ...], title: str) -> LeaderChannel | FollowerChannel | None:
         """Return this rank's end of the channel between *ranks*, whose first one publishes its address under *title*.
@@ -109,8 +109,8 @@ class Runtime:
 
         def share(address: bytes | None) -> bytes:
             if address is None:
-                return session.notices.lookup(title, session.settings.timeout_s, leader)
-            session.notices.publish(title, address)
+                return session.key_values.lookup(title, session.settings.timeout_s, leader)
+            session.key_values.publish(title, address)
             return address
 
         return open_channel(self.rank == ranks[0], share, lambda: "127.0.0.1" if session.n_nodes == 1 else session.host,

@@ -189,7 +189,7 @@ class NegotiationService(GroupService[Operation]):
             log.warning("%s", text)
         responses = coordinator.responses()
         if responses:
-            self._say(negotiation.Responses(tuple(responses)))
+            self._send(negotiation.Responses(tuple(responses)))
             for response in responses:
                 self._answer(response)
         if coordinator.failure is not None:
@@ -199,7 +199,7 @@ class NegotiationService(GroupService[Operation]):
         """As another rank: ask, and execute what the first rank decides."""
         assert isinstance(self._channel, FollowerChannel), "the first rank coordinates"
         if asked:
-            self._say(negotiation.Requests(tuple(asked)))
+            self._send(negotiation.Requests(tuple(asked)))
         for message in self._received():
             self._heard = time.monotonic()
             if isinstance(message, negotiation.Responses):
@@ -246,6 +246,6 @@ class NegotiationService(GroupService[Operation]):
         return PeerLostError(f"{_SHUT_DOWN} Rank {self.ranks[0]} has left, which coordinates: nothing comes of "
                              f"{', '.join(list(self._operations)[:3])}")
 
-    def _say(self, message: msgspec.Struct) -> None:
+    def _send(self, message: msgspec.Struct) -> None:
         if self._reads_channel:  # else the first rank has left
-            super()._say(message)
+            super()._send(message)

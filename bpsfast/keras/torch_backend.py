@@ -39,12 +39,12 @@ def reduced(chosen: GradientSet, tensors: Sequence[torch.Tensor], learning_rate:
     if chosen.has_error_feedback:
         gradients.learning_rate = float(learning_rate())
     for name, source in reversed(list(zip(chosen.names, inputs))):  # the order of the backward pass
-        if source.place is not None:
+        if source.location is not None:
             gradients.fill_from(name, source)
         else:
             gradients.fill(name, source.address, source.nbytes)
     for name, target in zip(chosen.names, outputs):
-        if target.place is not None:
+        if target.location is not None:
             gradients.deliver_to(name, target)
         else:
             gradients.deliver(name, target.address, target.nbytes)
@@ -53,7 +53,7 @@ def reduced(chosen: GradientSet, tensors: Sequence[torch.Tensor], learning_rate:
 
 
 def _memory(tensor: torch.Tensor) -> TensorInput:
-    return process.current().devices.placed(tensor_input(tensor))
+    return process.current().devices.located(tensor_input(tensor))
 
 
 def _gradients_of(chosen: GradientSet, inputs: Sequence[TensorInput]) -> Gradients:
@@ -62,7 +62,7 @@ def _gradients_of(chosen: GradientSet, inputs: Sequence[TensorInput]) -> Gradien
         _gradients.clear()
         _session[:] = [session]
     if chosen not in _gradients:
-        devices = {None if each.place is None else each.place.device.name for each in inputs}
+        devices = {None if each.location is None else each.location.device.name for each in inputs}
         _gradients[chosen] = Gradients(
             dict(zip(chosen.names, chosen.kinds)), average=chosen.average, prefix=chosen.prefix,
             compression=dict(zip(chosen.names, chosen.codecs)), on_device=devices.pop() if len(devices) == 1 else None)

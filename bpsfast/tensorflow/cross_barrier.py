@@ -71,7 +71,7 @@ class CrossBarrier:
         if len(self._names) < len(titles):
             raise ConfigError("a variable is named twice: each is read once in every step")
         self._update = update
-        edition = session.tensors.edition(f"CrossBarrier.{title}" for title in titles)
+        edition = session.tensors.model_number(f"CrossBarrier.{title}" for title in titles)
         self._gradients = Gradients(self._kinds, average=mean, prefix=f"CrossBarrier{edition or ''}.")
         self._sent: set[str] = set()  # in this step; kept until the next step's first gradient
         self._read: set[str] = set()  # since the last gradient

@@ -32,10 +32,7 @@ def flag(average: Any) -> bool:
 def averages(average: bool, op: int | None) -> bool:
     """Return whether *op* averages; without it, *average*.
 
-    Raises
-    ------
-    ConfigError
-        If *average* is no bool, *op* is no reduction, or the two contradict each other.
+    Raises `ConfigError` if *average* is no bool, *op* is no reduction, or the two contradict each other.
     """
     average = flag(average)
     if op is None:
@@ -69,12 +66,7 @@ def checked_learning_rate(rate: float | None) -> float | None:
     """Return *rate* for the nodes' error feedback; None: the rate of the push before stays.
 
     A node scales the error that a step left by the ratio of the two rates. A rate of 0 counts as None: that step
-    changes nothing.
-
-    Raises
-    ------
-    ConfigError
-        If it is no number, infinite or negative.
+    changes nothing. Raises `ConfigError` if it is no number, infinite or negative.
     """
     if rate is None:
         return None

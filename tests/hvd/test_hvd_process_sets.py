@@ -130,7 +130,7 @@ def meet_and_look():
     session, title = process.current(), f"hvd.{runtime.current()._begun}.{new.process_set_id}:"
     if hvd.rank() == 0:  # behind its own withdrawal
         with pytest.raises(StallError, match="has not published it"):
-            session.notices.lookup(title, 0.2, "nobody")
+            session.key_values.lookup(title, 0.2, "nobody")
     return hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=new).item() if new.included() else 2.0
 
 
