@@ -10,6 +10,7 @@ launcher and daemons do, loads no NumPy, no framework and no compiled kernel. Py
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -101,34 +102,15 @@ def __getattr__(name: str) -> object:
     return found
 
 
-def _make_islands(session: Any, devices: Any, device: Any) -> Any:
-    from .collectives.islands import Islands
-
-    return Islands(session, devices, device)
-
-
-def _open_elastic_client(settings: Any) -> Any:
-    from .elastic.coordinator_client import open_client
-
-    return open_client(settings)
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that imports *module* at each call, and calls its *name*."""
+    return lambda *args: getattr(import_module(f".{module}", __name__), name)(*args)
 
 
-def _current_elastic_client() -> Any:
-    from .elastic.coordinator_client import current_client
-
-    return current_client()
-
-
-def _add_torch_backend() -> None:
-    from .torch_autoload import add_backend
-
-    add_backend()
-
-
-hooks.make_islands = _make_islands
-hooks.open_elastic_client = _open_elastic_client
-hooks.current_elastic_client = _current_elastic_client
-hooks.add_torch_backend = _add_torch_backend
+hooks.make_islands = _late("collectives.islands", "Islands")
+hooks.open_elastic_client = _late("elastic.coordinator_client", "open_client")
+hooks.current_elastic_client = _late("elastic.coordinator_client", "current_client")
+hooks.add_torch_backend = _late("torch_autoload", "add_backend")
 
 
 def __dir__() -> list[str]:

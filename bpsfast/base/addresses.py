@@ -31,11 +31,12 @@ def format_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether *host* can be reached from this machine only."""
+    """Tell whether the name or address *host* can be reached from this machine only."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return host.lower() in _LOOPBACK_NAMES
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def unreachable_hint(host: str, port: int) -> str:

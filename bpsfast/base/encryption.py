@@ -5,7 +5,6 @@ Who learns the job's key later, and has recorded the bytes, can read them: no fo
 """
 from __future__ import annotations
 
-import ipaddress
 import socket
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +12,7 @@ from enum import Enum
 from ..orchestration.errors import ConfigError
 from ..orchestration.security import direction_key
 from ..pyx.seal import Seal, load
+from .addresses import is_loopback
 from .settings import Settings
 
 
@@ -35,16 +35,6 @@ class Encryption(Enum):
         if self is Encryption.NONE or sock.family == socket.AF_UNIX:
             return False
         return self is Encryption.ALL or not is_loopback(sock.getsockname()[0])
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether *host* is an address that only this machine reaches; names are not."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
 
 
 @dataclass(frozen=True)

@@ -60,14 +60,11 @@ class Frames(Generic[M]):
     def next(self) -> M | None:
         """Return the next message; None if it has not arrived whole.
 
-        Raises
-        ------
-        ProtocolError
-            It is too long, or no message: nothing more can be read from this stream.
+        Raises `ProtocolError` if it is too long, or no message: nothing more can be read from this stream.
         """
         if len(self._buffer) < _WORD.size:
             return None
-        word = _WORD.unpack_from(self._buffer)[0]
+        (word,) = _WORD.unpack_from(self._buffer)
         nbytes = word & (1 << self._length_bits) - 1
         if nbytes > self.max_nbytes:  # before it arrives, so that this process need not hold it
             raise ProtocolError(f"{self._source} announces {nbytes} bytes, at most {self.max_nbytes} are taken"

@@ -121,6 +121,7 @@ def in_order(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return events by time: metadata first, and slices before what is bound to them."""
     return sorted(found, key=lambda event: (event.get("ts", -1.0), _PHASES.get(event["ph"], _LAST_PHASE)))
 
+
 FORMAT = "bpsfast process 1"
 PATTERN = "*.trace.json"
 
@@ -201,10 +202,7 @@ def clock_id() -> str:
 def read(path: Path) -> Process:
     """Return the process that wrote *path*.
 
-    Raises
-    ------
-    ConfigError
-        The file cannot be read, is incomplete, or is not a bpsfast trace.
+    Raises `ConfigError` if the file cannot be read, is incomplete, or is not a bpsfast trace.
     """
     document = decode(path)
     try:
@@ -226,8 +224,7 @@ def decode(path: Path) -> dict[str, Any]:
     except OSError as exc:
         raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
     except msgspec.MsgspecError as exc:
-        raise ConfigError(f"{path} is no whole trace ({exc}): it is another file, or was cut off while it was copied"
-                          ) from exc
+        raise ConfigError(f"{path} is no whole trace, but another file or an incomplete copy ({exc})") from exc
 
 
 def spans_of(events: Iterable[dict[str, Any]], base_ns: int) -> Iterable[Span]:

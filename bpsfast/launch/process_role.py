@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ..base.addresses import format_address
+from ..base.byteps_variables import whole_number
 from ..base.job_key import default_node_id, given_key, job_key, local_key
 from ..base.settings import Settings, parse_address
 from ..orchestration.errors import ConfigError
@@ -130,7 +131,4 @@ def check_range(name: str, value: int, limit_name: str, limit: int) -> None:
 
 def integer(name: str, environ: Environ) -> int:
     """Return the whole number in the variable *name*; raise `ConfigError` if it is none."""
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise ConfigError(f"{name} = {environ[name]!r} is no whole number") from None
+    return whole_number(name, environ[name])
