@@ -36,6 +36,7 @@ from ..orchestration.elastic.protocol import (
     connect,
 )
 from ..orchestration.errors import CapacityError, ConfigError, PeerLostError, StallError, error_of
+from ..orchestration.wake_up import WakeUp
 from ..trainer import process
 
 _log = logging.getLogger("bpsfast.elastic")
@@ -75,7 +76,7 @@ class CoordinatorClient:
         self._node = f"{network_id()} {settings.node_id}"
         host, port = parse_address(settings.coordinator, "BPSFAST_COORDINATOR")
         self._line = connect(host, port, elastic_key(security.job_key(key, "")))
-        self._quiet_fd = os.eventfd(0)  # channels wait on a wake-up descriptor, which is never written here
+        self._quiet = WakeUp()  # channels wait on a wake-up descriptor; this one is never rung
         self._line.tell(Hello(rank=self.number))
         #: The job that was joined last, counted from 1.
         self.job = 0
@@ -134,10 +135,9 @@ class CoordinatorClient:
 
     def close(self) -> None:
         """Send pending messages, for at most a second, and close. Does nothing in a fork, or when called again."""
-        if self.pid == os.getpid() and self._quiet_fd >= 0:
+        if self.pid == os.getpid() and self._quiet.fileno() >= 0:
             self._line.close()
-            os.close(self._quiet_fd)
-            self._quiet_fd = -1
+            self._quiet.close()
             atexit.unregister(self.close)
 
     def _await_job(self, n_commits: int, reason: str) -> Formed:
@@ -182,7 +182,7 @@ class CoordinatorClient:
 
     def _listen(self, timeout_s: float) -> None:
         if timeout_s > 0.0:
-            self._line.wait(self._quiet_fd, timeout_s)
+            self._line.wait(self._quiet.fileno(), timeout_s)
         for message in self._line.recv_nowait():
             self._heard_s = time.monotonic()
             match message:

@@ -29,6 +29,7 @@ from ..base import logs, process_identity
 from ..base.addresses import is_loopback
 from ..base.exit_codes import FAILED, code_of_daemon
 from ..base.job_key import job_key
+from ..base.resources import is_ready
 from ..base.settings import Settings, environment, fingerprint, parse_address, take_job_key
 from ..hardware.affinity.binding import on_cores, unbound_cpus
 from ..orchestration.errors import ConfigError, error_of
@@ -280,9 +281,7 @@ def watch_starter(starter_fd: int, settings: Settings) -> None:
     grace_s = settings.lease_s + _STARTER_GRACE_S
 
     def wait_and_end() -> None:
-        poll = select.poll()
-        poll.register(starter_fd, select.POLLIN)
-        poll.poll()
+        is_ready(starter_fd, None)
         time.sleep(grace_s)
         _log.error("the process that started me ended %g s ago and the job is still not over: ending", grace_s)
         os.kill(os.getpid(), signal.SIGTERM)

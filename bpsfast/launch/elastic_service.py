@@ -20,21 +20,6 @@ from ..base.addresses import format_address
 from ..base.job_key import elastic_key
 from ..orchestration.elastic import protocol
 from ..orchestration.elastic.coordinator import ElasticCoordinator, ElasticRules, Exclude, Fail, Form
-from ..orchestration.elastic.protocol import (
-    Add,
-    Added,
-    Come,
-    Done,
-    Formed,
-    Newcomers,
-    Over,
-    Put,
-    Refused,
-    Value,
-    Void,
-    Wait,
-    Want,
-)
 from ..orchestration.errors import ProtocolError
 from ..orchestration.wake_up import WakeUp
 from .processes import Command, Process
@@ -148,7 +133,7 @@ class ElasticService:
             self._alive.discard(member)
             self._coordinator.left(member)
             if self._coordinator.is_over:
-                self._send(Over(), self._coordinator.waiting)
+                self._send(protocol.Over(), self._coordinator.waiting)
 
         self._run_in_thread(enter)
 
@@ -209,37 +194,37 @@ class ElasticService:
         self._decide()
         if (now_s := time.monotonic()) >= self._next_word_s and self._coordinator.waiting:
             self._next_word_s = now_s + protocol.WORD_EVERY_S
-            self._send(Wait(self._coordinator.awaited), self._coordinator.waiting)
+            self._send(protocol.Wait(self._coordinator.awaited), self._coordinator.waiting)
 
     def _handle(self, message: object) -> None:
         match message:
-            case Come():
+            case protocol.Come():
                 self._on_come(message)
-            case Done():
+            case protocol.Done():
                 self._coordinator.done()
-                self._send(Over(), self._coordinator.waiting)
-            case Put():
+                self._send(protocol.Over(), self._coordinator.waiting)
+            case protocol.Put():
                 self._on_put(message)
-            case Want():
+            case protocol.Want():
                 self._on_want(message)
-            case Add():
+            case protocol.Add():
                 self._on_add(message)
 
-    def _on_come(self, message: Come) -> None:
+    def _on_come(self, message: protocol.Come) -> None:
         coordinator, was_running = self._coordinator, self._coordinator.is_running
         coordinator.came(message.member, message.node, time.monotonic(), message.has_state, message.n_commits,
                     message.reason[:_REASON_LENGTH])
         if coordinator.is_over:
-            self._send(Over(), [message.member])
+            self._send(protocol.Over(), [message.member])
         elif coordinator.failure is not None:
-            self._send(Refused(*coordinator.failure), [message.member])
+            self._send(protocol.Refused(*coordinator.failure), [message.member])
         elif coordinator.is_running and coordinator.newcomers:
             members = [seat.member for seat in coordinator.seats]
-            self._send(Newcomers(coordinator.number, len(coordinator.newcomers)), members)
+            self._send(protocol.Newcomers(coordinator.number, len(coordinator.newcomers)), members)
         elif was_running and not coordinator.is_running:
             self._void(f"worker {message.member} has left it")
 
-    def _on_put(self, message: Put) -> None:
+    def _on_put(self, message: protocol.Put) -> None:
         if message.job != self._coordinator.number or not self._coordinator.has_seat(message.member):
             return
         nbytes = protocol.stored_nbytes(message.key, message.value)
@@ -251,20 +236,20 @@ class ElasticService:
             return
         self._store[message.key] = message.value
         self._stored_nbytes = kept_nbytes + nbytes
-        self._send(Value(message.job, message.key, message.value), self._wanted.pop(message.key, ()))
+        self._send(protocol.Value(message.job, message.key, message.value), self._wanted.pop(message.key, ()))
 
-    def _on_want(self, message: Want) -> None:
+    def _on_want(self, message: protocol.Want) -> None:
         if message.job != self._coordinator.number or not self._coordinator.has_seat(message.member):
             return
         if message.key in self._store:
-            self._send(Value(message.job, message.key, self._store[message.key]), [message.member])
+            self._send(protocol.Value(message.job, message.key, self._store[message.key]), [message.member])
         elif len(self._wanted) < protocol.MOST_WANTED and len(message.key) <= protocol.MOST_KEY_LENGTH:
             self._wanted.setdefault(message.key, set()).add(message.member)
         else:
             _log.warning("worker %d asks for an unknown value, beside %d others: ignored",
                          message.member, len(self._wanted))
 
-    def _on_add(self, message: Add) -> None:
+    def _on_add(self, message: protocol.Add) -> None:
         most = self._coordinator.rules.max_ranks
         n_replacing = len({*self._coordinator.to_replace, *(self._asked - self._alive)})
         n_workers = len(self._alive) + self._n_starting + n_replacing
@@ -277,7 +262,7 @@ class ElasticService:
         if count:
             self._n_starting += count
             self._order(StartWorkers(count))
-        self._send(Added(count, reason), [message.member])
+        self._send(protocol.Added(count, reason), [message.member])
 
     def _decide(self) -> None:
         coordinator = self._coordinator
@@ -296,17 +281,19 @@ class ElasticService:
         self._stored_nbytes = 0
         self._wanted.clear()
         for rank, member in enumerate(form.members):
-            self._send(Formed(form.number, rank, len(form.members), self._coordinator.rules.lost_worker), [member])
+            formed = protocol.Formed(form.number, rank, len(form.members), self._coordinator.rules.lost_worker)
+            self._send(formed, [member])
 
     def _fail(self, fail: Fail) -> None:
         self._coordinator.failure = fail
-        self._send(Refused(*fail), self._coordinator.waiting)
+        self._send(protocol.Refused(*fail), self._coordinator.waiting)
         self._order(StopJob(fail.reason))
 
     def _void(self, reason: str) -> None:
         """Tell the members of the last job that it is void, if it was not complete yet."""
         if self._coordinator.number:
-            self._send(Void(self._coordinator.number, reason), [seat.member for seat in self._coordinator.seats])
+            members = [seat.member for seat in self._coordinator.seats]
+            self._send(protocol.Void(self._coordinator.number, reason), members)
 
     def _ask(self, orders: Sequence[ReplaceWorker | KillWorker]) -> None:
         for order in orders:

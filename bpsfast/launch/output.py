@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from ..base import logs
+from ..base.resources import is_ready
+from ..base.value_formats import format_cpus
 
 _TAIL_LINES = 200
 #: So many lines back, a line can still be seen on a terminal.
@@ -353,7 +355,7 @@ class DuplicateOutput:
                 numbers.setdefault(kind, []).append(int(number))
             else:
                 others.append(name)
-        return ", ".join([*others, *(f"{kind}{'s' if len(found) > 1 else ''} {_spans(found)}"
+        return ", ".join([*others, *(f"{kind}{'s' if len(found) > 1 else ''} {format_cpus(found).replace(',', ', ')}"
                                      for kind, found in sorted(numbers.items()))])
 
 
@@ -410,17 +412,6 @@ class StreamFilter:
             return [block]
         kind = block[-1].partition(b":")[0]
         return [[f"the traceback of {first}, too: ".encode() + kind]]
-
-
-def _spans(numbers: Iterable[int]) -> str:
-    """Return "0-2, 4" for 4, 0, 1, 2."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
 
 
 #: A writable pipe takes so many bytes at once (POSIX), in blocking mode too.
@@ -487,9 +478,7 @@ class OutputStream:
 
     def _can_be_written(self, timeout_s: float | None) -> bool:
         assert self.fd is not None, "a file leaves nothing"
-        poll = select.poll()
-        poll.register(self.fd, select.POLLOUT)
-        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+        return is_ready(self.fd, timeout_s, select.POLLOUT)
 
 
 def is_one(out: BinaryIO, err: BinaryIO) -> bool:

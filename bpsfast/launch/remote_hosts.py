@@ -8,7 +8,6 @@ import contextlib
 import functools
 import math
 import os
-import select
 import selectors
 import signal
 import subprocess
@@ -19,12 +18,13 @@ from typing import Any
 
 from .._version import __version__
 from ..base.exit_codes import LOST_HOST
+from ..base.resources import Closing, is_ready
 from ..orchestration.errors import BpsError, ConfigError, MismatchError, ProtocolError, StallError
 from . import remote_protocol as messages, ssh as ssh_
-from .daemons import describe_exit, tie_to_parent
+from .daemons import tie_to_parent
 from .host_list import Host
 from .output import Output, Sink
-from .processes import AFTER_SIGKILL_S, Command, EndReport, set_watched
+from .processes import AFTER_SIGKILL_S, Command, EndReport, Process, ProcessHost, set_watched
 from .remote_agent import PULSE_S, reached
 from .remote_protocol import PipeConnection
 from .ssh import Ssh
@@ -35,7 +35,7 @@ _ANSWER_TIMEOUT_S = 30.0
 _LOOPBACK = "127.0.0.1"
 
 
-class RemoteHosts:
+class RemoteHosts(Closing):
     """An agent on each of *hosts*, from `connect` until `close`. A context manager; main thread only."""
 
     def __init__(self, hosts: Sequence[Host], ssh: Ssh, output: Output) -> None:
@@ -53,12 +53,6 @@ class RemoteHosts:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> RemoteHosts:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def connect(self) -> None:
         """Wait until every host has an agent of this version in the working directory.
@@ -154,8 +148,7 @@ class RemoteHosts:
         with selectors.DefaultSelector() as selector:
             for host in hosts:
                 selector.register(host.line.source, selectors.EVENT_READ, functools.partial(_receive, host, failed))
-                selector.register(host.complaints, selectors.EVENT_READ,
-                                  functools.partial(_receive_complaint, host, selector))
+                selector.register(host.complaints, selectors.EVENT_READ, functools.partial(host.on_complaint, selector))
             while waiting := [host for host in hosts if host not in failed and not is_done(host)]:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
@@ -177,11 +170,6 @@ def _receive(host: RemoteHost, failed: dict[RemoteHost, BpsError]) -> None:
         failed[host] = exc
 
 
-def _receive_complaint(host: RemoteHost, selector: selectors.BaseSelector) -> None:
-    if not host.read_complaint():
-        selector.unregister(host.complaints)
-
-
 def _together(errors: Sequence[BpsError], n_hosts: int) -> BpsError:
     """Return one error for the *errors* of several hosts."""
     if len(errors) == 1:
@@ -200,14 +188,11 @@ _END_S = 6.0
 _SSH_END_S, _LOOK_S = 2.0, 0.02
 
 
-class RemoteProcess:
+class RemoteProcess(Process):
     """A `processes.Process` on another host."""
 
     def __init__(self, host: RemoteHost, number: int, command: Command, out: Sink, err: Sink) -> None:
-        self.command = command
-        self.code: int | None = None
-        self.ended_s = 0.0
-        self.is_lost = False
+        super().__init__(command)
         self.streams = (out, err)
         self._host, self._number = host, number
 
@@ -215,19 +200,15 @@ class RemoteProcess:
         self._host.send(messages.Signal(self._number, number))
 
     def end_in_words(self) -> str:
-        return self._host.lost if self.is_lost else describe_exit(self.code or 0)
-
-    def lose(self) -> None:
-        """Mark it as ended: its host is lost."""
-        self.code, self.is_lost, self.ended_s = LOST_HOST, True, time.monotonic()
+        return self._host.lost if self.is_lost else super().end_in_words()
 
 
-class RemoteHost:
+class RemoteHost(ProcessHost):
     """A `processes.ProcessHost` by ssh. Created in the main thread, as ssh dies with the thread that started it; owner
     thread only.
 
     `agent` is the agent's first message, None until it has come. `lost`: why the host is lost, "" if it is not. Until
-    `open`, the owner calls `receive` when `line.source` is readable, and `read_complaint` when `complaints` is.
+    `open`, the owner calls `receive` when `line.source` is readable, and `on_complaint` when `complaints` is.
     """
 
     def __init__(self, host: Host, ssh: Ssh, output: Output) -> None:
@@ -275,6 +256,12 @@ class RemoteHost:
             return self._take_complaint()
         except BlockingIOError:
             return True
+
+    def on_complaint(self, selector: selectors.BaseSelector) -> Sequence[RemoteProcess]:
+        """Read from `complaints`, which is readable; unregister it from *selector* at its end."""
+        if not self.read_complaint():
+            selector.unregister(self.complaints)
+        return ()
 
     def _take_complaint(self) -> bool:
         data = os.read(self.complaints.fileno(), 65536)
@@ -338,7 +325,7 @@ class RemoteHost:
         self._selector = selector
         self._last_received_s = time.monotonic()
         selector.register(self.line.source, selectors.EVENT_READ, self._on_line)
-        selector.register(self.complaints, selectors.EVENT_READ, self._on_complaint)
+        selector.register(self.complaints, selectors.EVENT_READ, functools.partial(self.on_complaint, selector))
 
     def start(self, command: Command, out: Sink, err: Sink) -> RemoteProcess:
         """See `processes.ProcessHost`; the environment of *command* is added to the host's."""
@@ -358,7 +345,7 @@ class RemoteHost:
                 return now_s + _LOOK_S, ()
             return math.inf, self._lose(str(self._why_it_ended(0.0)))
         if now_s >= self._last_received_s + SILENCE_S:
-            if not select.select([self.line.source], [], [], 0.0)[0]:
+            if not is_ready(self.line.source, 0.0):
                 return math.inf, self._lose(f"nothing was heard of it for {SILENCE_S:g} s")
             self._last_received_s = now_s  # this process has not read
         assert self._selector is not None, "opened"
@@ -436,12 +423,6 @@ class RemoteHost:
                                           time.monotonic() - message.age_s))
         return ended
 
-    def _on_complaint(self) -> Sequence[RemoteProcess]:
-        if not self.read_complaint():
-            assert self._selector is not None
-            self._selector.unregister(self.complaints)
-        return ()
-
     def _lose(self, why: str) -> list[RemoteProcess]:
         """Mark the host as lost; its agent, if alive, ends what runs there. Return the processes that were running."""
         assert self._selector is not None
@@ -451,7 +432,7 @@ class RemoteHost:
                 self._selector.unregister(source)
         ended = [process for process in self._processes if process.code is None]
         for process in ended:
-            process.lose()
+            process.code, process.is_lost, process.ended_s = LOST_HOST, True, time.monotonic()
         self._process.send_signal(signal.SIGTERM)
         return ended
 

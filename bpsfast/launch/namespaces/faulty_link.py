@@ -21,11 +21,11 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
 
+from ...base.resources import Closing
 from ...orchestration.errors import ConfigError, LackingError, StallError
 from ...orchestration.wake_up import WakeUp
 from . import netns
@@ -73,7 +73,7 @@ class _Direction:
         self.n_unchanged = 0  # bytes of payload, since the last change
 
 
-class FaultyLink:
+class FaultyLink(Closing):
     """Two machines, from construction until `close`. Faults may be changed at any time, by one thread.
 
     Raises `ConfigError` if something is missing; the text names it.
@@ -128,12 +128,6 @@ class FaultyLink:
     def __getitem__(self, name: str) -> Machine:
         return self.machines[name]
 
-    def __enter__(self) -> FaultyLink:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
     def close(self) -> None:
         """Kill all processes on the machines, remove the machines, stop the forwarder. Idempotent."""
         if self._closed:
@@ -146,8 +140,7 @@ class FaultyLink:
             os.close(fd)
         self._wake.close()
         for machine in self.machines.values():
-            netns.remove(machine.namespace)
-            machine._reap()
+            machine.remove()
 
     # -- faults -------------------------------------------------------------------------------------------
 
