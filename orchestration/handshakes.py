@@ -1,4 +1,4 @@
-"""Connections that have not proved the job's key: how many there may be, and a listener that runs their handshakes.
+"""Limits connections that have not proved the job's key; a listener that runs their handshakes.
 
 All listening sockets have one policy (`HandshakeLimiter`): few connections in a handshake at a time, each with a
 deadline; when one more comes, the oldest of the source with the most is cut off. So a flood from one host cuts off its
@@ -87,8 +87,7 @@ class HandshakeLimiter(Generic[Connection]):
         return [connection for connection, (_, since) in self._held.items() if now - since >= patience_s]
 
     def one_to_go(self, now: float) -> Connection | None:
-        """Return the connection to be cut off to make room for another; None if there is room, or none may be cut off
-        yet.
+        """Return the connection to cut off to make room for another; None if there is room, or none may be cut off yet.
 
         It is the oldest one of the source with the most; of two such sources, of the one whose oldest came first.
         """

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 
 from ..orchestration.errors import ConfigError, StallError
-from ..orchestration.host_lookup import Lookup, is_address, resolve
+from ..orchestration.host_lookup import HostLookup, is_address, resolve
 from .settings import Settings
 
 _log = logging.getLogger("bpsfast.reach")
@@ -122,7 +122,7 @@ def local_hosts_among(hosts: Iterable[str]) -> set[str]:
         else:
             unknown.append(host)
     for begin in range(0, len(unknown), _N_LOOKUPS):
-        lookups = {host: Lookup(host) for host in unknown[begin:begin + _N_LOOKUPS]}
+        lookups = {host: HostLookup(host) for host in unknown[begin:begin + _N_LOOKUPS]}
         for host, lookup in lookups.items():
             try:
                 lookup.address(until_s - time.monotonic())

@@ -1,4 +1,4 @@
-"""The codec of each tensor: one codec for all, codecs by patterns of names, or a function.
+"""Chooses the codec of each tensor: one codec for all, codecs by patterns of names, or a function.
 
     compression=onebit()                                    all floating-point tensors that are large enough
     compression={"*.bias": None, "fc*": topk(0.01), "*": onebit()}     the first matching pattern (`fnmatch`)

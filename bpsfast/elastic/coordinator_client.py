@@ -1,4 +1,4 @@
-"""The connection of a worker to the coordinator of its elastic program, which forms one job after another.
+"""A worker's connection to the coordinator of its elastic program, which forms one job after another.
 
 `bpsfast run --elastic` gives each worker the coordinator's address and a number (settings *coordinator*, *member*). The
 coordinator names the ranks of the next job. The ranks then find scheduler and nodes as those of a torch process group
@@ -20,21 +20,7 @@ from ..base.settings import Settings, parse_address
 from ..launch import rendezvous
 from ..orchestration import security
 from ..orchestration.elastic import protocol
-from ..orchestration.elastic.protocol import (
-    Come,
-    Done,
-    Formed,
-    Hello,
-    Newcomers,
-    Over,
-    Put,
-    Refused,
-    Value,
-    Void,
-    Wait,
-    Want,
-    connect,
-)
+from ..orchestration.elastic.protocol import Formed, Over, Refused
 from ..orchestration.errors import CapacityError, ConfigError, PeerLostError, StallError, error_of
 from ..orchestration.wake_up import WakeUp
 from ..trainer import process
@@ -75,9 +61,9 @@ class CoordinatorClient:
         self._settings = msgspec.structs.replace(settings, coordinator="", member=-1)
         self._node = f"{network_id()} {settings.node_id}"
         host, port = parse_address(settings.coordinator, "BPSFAST_COORDINATOR")
-        self._line = connect(host, port, elastic_key(security.job_key(key, "")))
+        self._line = protocol.connect(host, port, elastic_key(security.job_key(key, "")))
         self._quiet = WakeUp()  # channels wait on a wake-up descriptor; this one is never rung
-        self._line.tell(Hello(rank=self.number))
+        self._line.tell(protocol.Hello(rank=self.number))
         #: The job that was joined last, counted from 1.
         self.job = 0
         #: Whether this process has the state of the training: `State.sync` was completed.
@@ -131,7 +117,7 @@ class CoordinatorClient:
 
     def done(self) -> None:
         """Tell the coordinator that the training has ended on all ranks."""
-        self._line.tell(Done(member=self.number))
+        self._line.tell(protocol.Done(member=self.number))
 
     def close(self) -> None:
         """Send pending messages, for at most a second, and close. Does nothing in a fork, or when called again."""
@@ -143,8 +129,8 @@ class CoordinatorClient:
     def _await_job(self, n_commits: int, reason: str) -> Formed:
         """Wait as long as the coordinator reports what it waits for. It has deadlines for all but a full job."""
         self._formed = None
-        self._line.tell(Come(member=self.number, node=self._node, has_state=self.has_state, n_commits=n_commits,
-                             reason=reason))
+        self._line.tell(protocol.Come(member=self.number, node=self._node, has_state=self.has_state,
+                                      n_commits=n_commits, reason=reason))
         settings = self._settings
         begin_s = self._heard_s = time.monotonic()
         warn_s = begin_s + settings.stall_warn_s
@@ -186,15 +172,15 @@ class CoordinatorClient:
         for message in self._line.recv_nowait():
             self._heard_s = time.monotonic()
             match message:
-                case Wait():
+                case protocol.Wait():
                     self._awaited = message.awaited
                 case Formed() | Refused() | Over():
                     self._formed = message
-                case Value() if message.job == self.job:
+                case protocol.Value() if message.job == self.job:
                     self._values[message.key] = message.value
-                case Void():
+                case protocol.Void():
                     self._void = {message.job: message.reason}
-                case Newcomers():
+                case protocol.Newcomers():
                     self._newcomers = message.job, message.count
 
     # -- the store of a job ----------------------------------------------------------------------------------------
@@ -206,13 +192,13 @@ class CoordinatorClient:
             raise CapacityError(f"{key[:protocol.MOST_KEY_LENGTH]!r} has {nbytes} bytes with its key of {len(key)} "
                                 f"characters; the coordinator stores {protocol.MOST_VALUE_NBYTES} bytes under a key of "
                                 f"{protocol.MOST_KEY_LENGTH}")
-        self._line.tell(Put(member=self.number, job=job, key=key, value=value))
+        self._line.tell(protocol.Put(member=self.number, job=job, key=key, value=value))
 
     def value(self, job: int, key: str, timeout_s: float) -> str:
         """Wait for the value of *key*; raises `PeerLostError` once the job is void, `TimeoutError` at the deadline."""
         deadline = time.monotonic() + timeout_s
         if key not in self._values:
-            self._line.tell(Want(member=self.number, job=job, key=key))
+            self._line.tell(protocol.Want(member=self.number, job=job, key=key))
         while key not in self._values:
             if job in self._void:
                 raise PeerLostError(self._void[job])

@@ -115,12 +115,8 @@ class CounterDelta:
 
     def verdicts(self) -> list[str]:
         """Return one sentence for each kind of trouble, with its counters in brackets."""
-        sentences = []
-        for meaning in _TROUBLES:
-            found = self.of(meaning)
-            if found:
-                sentences.append(f"{meaning.value} ({', '.join(f'{name} {value}' for name, value in found.items())})")
-        return sentences
+        return [f"{meaning.value} ({', '.join(f'{name} {value}' for name, value in found.items())})"
+                for meaning in _TROUBLES if (found := self.of(meaning))]
 
     def line(self) -> str:
         """Return the counters in the line that benches print: some always, the others if they increased."""

@@ -122,7 +122,7 @@ class ElasticService:
             self._alive.discard(member)
             self._asked.discard(member)
             self._coordinator.ended(member, how, time.monotonic())
-            if self._coordinator.has_seat(member):
+            if self._coordinator.holds_rank(member):
                 self._void(f"worker {member} {how}")
 
         self._run_in_thread(enter)
@@ -150,9 +150,9 @@ class ElasticService:
         """Whether the training has ended on all ranks."""
         return self._coordinator.is_over
 
-    def has_seat(self, member: int) -> bool:
+    def holds_rank(self, member: int) -> bool:
         """Whether *member* belongs to the job that was formed last, or to the first one that is being formed."""
-        return self._coordinator.has_seat(member)
+        return self._coordinator.holds_rank(member)
 
     def close(self) -> None:
         """End the thread; messages to workers are still sent, for at most a second."""
@@ -219,13 +219,13 @@ class ElasticService:
         elif coordinator.failure is not None:
             self._send(protocol.Refused(*coordinator.failure), [message.member])
         elif coordinator.is_running and coordinator.newcomers:
-            members = [seat.member for seat in coordinator.seats]
+            members = [holder.member for holder in coordinator.holders]
             self._send(protocol.Newcomers(coordinator.number, len(coordinator.newcomers)), members)
         elif was_running and not coordinator.is_running:
             self._void(f"worker {message.member} has left it")
 
     def _on_put(self, message: protocol.Put) -> None:
-        if message.job != self._coordinator.number or not self._coordinator.has_seat(message.member):
+        if message.job != self._coordinator.number or not self._coordinator.holds_rank(message.member):
             return
         nbytes = protocol.stored_nbytes(message.key, message.value)
         before = self._store.get(message.key)
@@ -239,7 +239,7 @@ class ElasticService:
         self._send(protocol.Value(message.job, message.key, message.value), self._wanted.pop(message.key, ()))
 
     def _on_want(self, message: protocol.Want) -> None:
-        if message.job != self._coordinator.number or not self._coordinator.has_seat(message.member):
+        if message.job != self._coordinator.number or not self._coordinator.holds_rank(message.member):
             return
         if message.key in self._store:
             self._send(protocol.Value(message.job, message.key, self._store[message.key]), [message.member])
@@ -292,7 +292,7 @@ class ElasticService:
     def _void(self, reason: str) -> None:
         """Tell the members of the last job that it is void, if it was not complete yet."""
         if self._coordinator.number:
-            members = [seat.member for seat in self._coordinator.seats]
+            members = [holder.member for holder in self._coordinator.holders]
             self._send(protocol.Void(self._coordinator.number, reason), members)
 
     def _ask(self, orders: Sequence[ReplaceWorker | KillWorker]) -> None:
@@ -372,7 +372,7 @@ class WorkerPool:
 
     def is_superfluous(self, process: Process) -> bool:
         """Whether the training has ended without *process*: it joined too late, or not at all."""
-        return self._service.is_over and not self._service.has_seat(member_of(process.command))
+        return self._service.is_over and not self._service.holds_rank(member_of(process.command))
 
     def _another(self, like: Command) -> Command:
         member, self._next = self._next, self._next + 1

@@ -1,5 +1,4 @@
-"""Placement, partitions and order change in generations only: each is planned, prepared by all, committed by all. Pure.
-"""
+"""Plans generations: placement, partitions and order, which all nodes prepare and then commit together. Pure."""
 from __future__ import annotations
 
 from collections.abc import Container, Sequence, Set as AbstractSet
@@ -32,44 +31,41 @@ class Generations:
 
     def __init__(self, nodes: Sequence[NodeInfo], *, policy: str, partition_nbytes: int, fusion_nbytes: int,
                  first_round: int = 1, is_short: bool = False) -> None:
-        self._nodes = nodes
-        self._machines = machines_of(nodes)
-        self._copy_rates = [node.copy_rate_bytes for node in nodes]
+        self._nodes: Sequence[NodeInfo] = ()
         self._policy = policy
         self._partition_nbytes = partition_nbytes
         self._fusion_nbytes = fusion_nbytes
         self._first_round = first_round
-        self._page_nbytes = max(node.page_nbytes for node in nodes)
-        self._owned = [0] * len(nodes)
-        self._more = ownable(nodes)
+        self._owned: list[int] = []
+        self._more: list[int] = []
         self._next_unit = 0
         self._next_part = 0
         self._free: list[tuple[int, int]] = []  # (first, number) of partitions' numbers that were retired
         self._retiring: dict[int, set[int]] = {}
         self._gone_from: dict[int, set[int]] = {}  # store's first unit -> ranks of workers that have retired theirs
         self._ready: set[int] = set()
-        self._absent: set[int] = set()
         self._limits: dict[int, int] = {}  # by node that has refused more in the loss under way
         self._specs: Sequence[TensorSpec] = ()  # of what is in flight, as they were declared
         self.number = 0
         self.units: list[UnitPlan] = []
         self.in_flight: Plan | None = None
         self.lent: dict[int, OwnerChange] = {}  # of partitions that have changed hands: what some nodes lacked then
+        self.update_nodes(nodes)
         if not is_short:
             assign([1], self._machines, policy)
 
-    def resume(self, past: JobSnapshot) -> None:
+    def resume(self, snapshot: JobSnapshot) -> None:
         """Take over the generations of a lost scheduler, as nodes report them."""
-        self.units, self.number, self.lent = list(past.units), past.generation, dict(past.lent)
-        self._more = [before if now < -1 else now for before, now in zip(self._more, past.ownable_nbytes)]
-        self._gone_from = {first: set(ranks) for first, ranks in past.gone_from.items()}
-        self._next_unit = past.next_unit
-        self._owned = _and([0] * len(self._owned), self.units)
+        self.units, self.number, self.lent = list(snapshot.units), snapshot.generation, dict(snapshot.lent)
+        self._more = [before if now < -1 else now for before, now in zip(self._more, snapshot.ownable_nbytes)]
+        self._gone_from = {first: set(ranks) for first, ranks in snapshot.gone_from.items()}
+        self._next_unit = snapshot.next_unit
+        self._owned = _plus_owned([0] * len(self._owned), self.units)
         used = sorted(part.part for unit in self.units for part in unit.parts)
         self._next_part = used[-1] + 1 if used else 0
         self._free = [(before + 1, part - before - 1) for before, part in zip([-1, *used], used) if part > before + 1]
 
-    def know(self, nodes: Sequence[NodeInfo], absent: AbstractSet[int] = frozenset()) -> None:
+    def update_nodes(self, nodes: Sequence[NodeInfo], absent: AbstractSet[int] = frozenset()) -> None:
         """Use *nodes* from the next generation on: the same ones with other rates, and maybe more.
 
         Nothing is placed on those that are *absent*.
@@ -83,12 +79,11 @@ class Generations:
         self._page_nbytes = max(node.page_nbytes for node in nodes)
 
     def propose(self, specs: Sequence[TensorSpec]) -> Plan:
-        """Begin the next generation with *specs*, which carry their priorities, are all of the same ranks and all of
-        one family of editions, or of none. No generation may be in flight.
+        """Begin the next generation with *specs*, which have priorities, the same ranks and the same `edition_of`.
 
-        What is not of all ranks is placed among the nodes of its ranks and the helpers. What is to be compressed only
-        where that pays is settled now. What owners keep state of is never a helper's: only nodes with ranks can save
-        it with the model.
+        No generation may be in flight. Tensors of some ranks only are placed among their nodes and the helpers. What
+        is to be compressed only where that pays is settled now. What owners keep state of is never a helper's: only
+        nodes with ranks can save it with the model.
 
         Raises CapacityError, UnsupportedError, or ConfigError (if the policy cannot place anything on the machines of
         these ranks), and then nothing has begun.
@@ -104,7 +99,7 @@ class Generations:
         policy = self._policy
         if policy == "ps" and (keeps_state or all(machine.has_ranks for _, machine in candidates)):
             policy = "colocated"  # without a helper, those that were there are lost
-        units = self._numbered(self._for_workers(_at(candidates, lay_out(
+        units = self._numbered(self._for_workers(_with_node_owners(candidates, lay_out(
             specs, [machine for _, machine in candidates], policy=policy,
             partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes,
             owned=[owned[node] for node, _ in candidates], more=[self._more[node] for node, _ in candidates],
@@ -130,11 +125,10 @@ class Generations:
     def _owned_beside(self, family: str) -> list[int]:
         """Return the bytes that each node owns of what is pushed beside an edition of *family*."""
         others = [unit for unit in self.units if family and unit.edition_of == family]
-        return [all_ - theirs for all_, theirs in zip(self._owned, _and([0] * len(self._owned), others))]
+        return [all_ - theirs for all_, theirs in zip(self._owned, _plus_owned([0] * len(self._owned), others))]
 
     def _candidates(self, ranks: Sequence[int], helpers: bool) -> list[tuple[int, Machine]]:
-        """Return (node, machine) of those that may own tensors of *ranks* (empty: all): their machines, and *helpers*.
-        """
+        """Return (node, machine) of those that may own tensors of *ranks* (empty: all): their nodes, and *helpers*."""
         return [(node.index, machine) for node, machine in zip(self._nodes, self._machines)
                 if node.index not in self._absent
                 and ((helpers and not node.ranks) or (node.ranks and (not ranks or set(node.ranks) & set(ranks))))]
@@ -194,7 +188,7 @@ class Generations:
             del self._retiring[number]
             for part in known[number].parts:
                 self._owned[part.owner] -= part.wire_nbytes
-            self._give_back([part.part for part in known[number].parts])
+            self._free_numbers([part.part for part in known[number].parts])
         gone = set(over)
         self.units = [unit for unit in self.units if unit.unit not in gone]
         alive = {unit.store_unit for unit in self.units}
@@ -210,7 +204,7 @@ class Generations:
         """Whether a committed unit has a tensor *name*."""
         return _has(self.units, name)
 
-    def _give_back(self, parts: Sequence[int]) -> None:
+    def _free_numbers(self, parts: Sequence[int]) -> None:
         if not parts:
             return
         for part in parts:
@@ -228,8 +222,7 @@ class Generations:
         self._more[node] = more_nbytes
 
     def ready(self, node: int, generation: int) -> Commit | None:
-        """Note that *node* has prepared *generation*; return the commit if it was the last. Late messages are ignored.
-        """
+        """Note that *node* has prepared *generation*; return the commit if it was the last. Ignores late messages."""
         if self.in_flight is None or generation != self.number:
             return None
         self._ready.add(node)
@@ -275,15 +268,10 @@ class Generations:
         return withdrawn
 
     def replace_lost(self, moves: Sequence[PartitionMove]) -> tuple[list[UnitPlan], list[OwnerChange]]:
-        """Begin a generation in which partitions of lost nodes change owners; return the units concerned and the
-        changes.
+        """Begin a generation in which partitions of lost nodes change owners; return units concerned and changes.
 
-        What survivors own stays.
-
-        Raises
-        ------
-        CapacityError
-            If the nodes that could own them have refused too much for want of memory.
+        What survivors own stays. Raises `CapacityError` if the nodes that could own them have refused too much for want
+        of memory.
         """
         self.number += 1
         owned = [0 if node in self._absent else nbytes for node, nbytes in enumerate(self._owned)]
@@ -300,7 +288,7 @@ class Generations:
             raise CapacityError(
                 f"{nbytes} bytes of partitions need another owner, and no memory is left for all of them at nodes "
                 f"{nodes}, which have their last results: at most {rooms} more")
-        return self._in_other_hands(moves, owners)
+        return self._reassigned(moves, owners)
 
     def limit(self, node: int, room_nbytes: int, refused_nbytes: int) -> None:
         """Give *node* at most *room_nbytes* of what changes owners, until that is committed.
@@ -320,10 +308,10 @@ class Generations:
         owners = shared([move.part.wire_nbytes for move in moves], [move.part.owner for move in moves],
                         [tuple(move.candidates) for move in moves], machines, self._owned, self._policy)
         moved = [(move, owner) for move, owner in zip(moves, owners) if owner != move.part.owner]
-        return self._in_other_hands([move for move, _ in moved], [owner for _, owner in moved])
+        return self._reassigned([move for move, _ in moved], [owner for _, owner in moved])
 
     @staticmethod
-    def _in_other_hands(moves: Sequence[PartitionMove], owners: Sequence[int]
+    def _reassigned(moves: Sequence[PartitionMove], owners: Sequence[int]
                         ) -> tuple[list[UnitPlan], list[OwnerChange]]:
         of = {move.part.part: owner for move, owner in zip(moves, owners)}
         units = [msgspec.structs.replace(unit, parts=tuple(
@@ -340,7 +328,7 @@ class Generations:
                 self.lent.pop(each.part, None)
         known = {unit.unit: unit for unit in units}
         self.units = [known.get(unit.unit, unit) for unit in self.units]
-        self._owned = _and([0] * len(self._owned), self.units)
+        self._owned = _plus_owned([0] * len(self._owned), self.units)
         return Commit(generation=self.number, order=tuple(rank_parts(self.units)))
 
     def _is_wanted(self, node: int) -> bool:
@@ -350,7 +338,7 @@ class Generations:
         return self._machines[node].has_ranks == (self._policy == "colocated")
 
 
-def _at(candidates: Sequence[tuple[int, Machine]], units: Sequence[UnitPlan]) -> list[UnitPlan]:
+def _with_node_owners(candidates: Sequence[tuple[int, Machine]], units: Sequence[UnitPlan]) -> list[UnitPlan]:
     """Return *units*, whose owners are positions in *candidates*, with nodes as owners."""
     return [msgspec.structs.replace(unit, parts=tuple(
         msgspec.structs.replace(part, owner=candidates[part.owner][0]) for part in unit.parts)) for unit in units]
@@ -360,7 +348,7 @@ def _has(units: Sequence[UnitPlan], name: str) -> bool:
     return any(member.name == name for unit in units for member in unit.members)
 
 
-def _and(owned: Sequence[int], units: Sequence[UnitPlan]) -> list[int]:
+def _plus_owned(owned: Sequence[int], units: Sequence[UnitPlan]) -> list[int]:
     """Return *owned*, bytes by node, with those of *units* added."""
     total = list(owned)
     for unit in units:

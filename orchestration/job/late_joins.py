@@ -1,9 +1,9 @@
-"""Nodes that join a running job: checked, announced to the others, connected, then taken in. Pure.
+"""Lets nodes join a running job: they are checked, announced to the others, connected, then taken in. Pure.
 
     coming      admitted, with the next node index: nodes with ranks are told to expect it (`Joined`)
     welcomed    all of them do: it is told who they are (`Welcome`), and connects, while the job continues undisturbed
     linked      it, and all of them, have said so (`NewcomerReady`): the next change of epoch takes it in
-                (`NodeLosses.take_in`)
+                (`NodeLosses.integrate`)
 
 Only nodes without ranks can come, and only as many as the job expects. If it has that many helpers, one more waits for
 a lease, in case one of them is dead and not yet known to be, and is refused then. A newcomer that is refused, dies, or

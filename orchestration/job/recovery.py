@@ -1,4 +1,4 @@
-"""A helper is lost, or has come: which round of a moving partition is kept, and who can own it. Pure.
+"""Finds new owners for partitions when a helper is lost or has come, and the round from which they go on. Pure.
 
 The inputs of a step stay with the ranks until its result has been read (docs/design/recovery.md), so nothing is rolled
 back. For each partition that a lost node owned the survivors report the round that they forwarded last, and the round
@@ -29,14 +29,8 @@ from ..roster import Roster
 class EpochChange:
     """One change of epoch in progress: first which nodes have stopped, then which are ready for the new owners.
 
-    Parameters
-    ----------
-    lost, survivors
-        Node indices: lost since the last epoch; those that take part from now on.
-    deadline
-        When to give up, on the job's clock.
-    joined
-        Survivors that are to get their share; then no node is lost.
+    *lost*, *survivors*: node indices: lost since the last epoch; those that take part from now on. *deadline*: when to
+    give up, on the job's clock. *joined*: survivors that are to get their share; then no node is lost.
     """
 
     def __init__(self, epoch: int, lost: Collection[int], survivors: Collection[int], reason: str, deadline: float,
@@ -76,14 +70,8 @@ class EpochChange:
                       ) -> list[PartitionMove]:
         """Return the move of each partition of *units* that a lost node owned.
 
-        *lent*, by partition: of the last owner changes those with a round that some nodes lacked.
-
-        Raises
-        ------
-        PeerLostError
-            If no node can own one of them.
-        ProtocolError
-            If reports contradict what nodes can have done.
+        *lent*, by partition: of the last owner changes those with a round that some nodes lacked. Raises
+        `PeerLostError` if no node can own one of them; `ProtocolError` if reports contradict what nodes can have done.
         """
         helpers = [node.index for node in nodes if not node.ranks and node.index in self._survivors]
         near = self._near
@@ -96,12 +84,8 @@ class EpochChange:
 
         Partitions whose owners keep more than sums stay, and compressed ones; also those whose results other nodes read
         in the owner's memory, or would read in the new owner's; and those that a node still expects from another node
-        than the owner, by *lent* (as in `moves_of_lost`).
-
-        Raises
-        ------
-        ProtocolError
-            If reports contradict what nodes can have done.
+        than the owner, by *lent* (as in `moves_of_lost`). Raises `ProtocolError` if reports contradict what nodes can
+        have done.
         """
         near = self._near
         found = [_move_to_joined(part.owner, unit, part, done, sorted(self.joined), near, lent.get(part.part))
@@ -137,20 +121,19 @@ def is_plain(unit: UnitPlan) -> bool:
     return unit.codec is None and unit.store is None
 
 
+@dataclass(frozen=True)
 class PartitionMove:
     """A partition that needs a new owner: the `candidates`, and the other fields of its `OwnerChange`."""
 
-    def __init__(self, unit: UnitPlan, part: PartPlan, candidates: Sequence[int], kept_round: int, keeper: int,
-                 lacking: Sequence[int], lent: bool, giver: int = -1, pushed: Sequence[int] = ()) -> None:
-        self.unit = unit
-        self.part = part
-        self.candidates = list(candidates)
-        self.kept_round = kept_round
-        self.keeper = keeper
-        self.lacking = tuple(lacking)
-        self.lent = lent
-        self.giver = giver
-        self.pushed = tuple(pushed)
+    unit: UnitPlan
+    part: PartPlan
+    candidates: list[int]
+    kept_round: int
+    keeper: int
+    lacking: tuple[int, ...]
+    lent: bool
+    giver: int = -1
+    pushed: tuple[int, ...] = ()
 
     def owner_change(self, owner: int) -> OwnerChange:
         """Return the change to *owner*."""
@@ -168,9 +151,7 @@ class _Progress(NamedTuple):
 
 def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
           near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
-    """Return who can own *part*, of which *done* tells by member; *before*: the owner change before, if some nodes
-    lacked a round then.
-    """
+    """Return who can own *part*; *done*: progress by member; *before*: the change before, if some lacked a round."""
     kept = next(iter(done.values())).complete
     for each in done.values():
         kept = each.complete if rounds_ahead(each.complete, kept) > 0 else kept
@@ -195,26 +176,24 @@ def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress],
                else " (some nodes read results where the lost one has put them, others do not)")
         raise PeerLostError(f"nobody can go on with partition {part.part} of {unit.name!r}{why}")
     return PartitionMove(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1,
-                         lacking, lent)
+                         tuple(lacking), lent)
 
 
 def _move_to_joined(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
           near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
-    """Return which of *joined* can own *part*, owned by *giver*, which lives; *done*: by member, and of *giver*;
-    *before*: as in `_move_of_lost`.
-    """
+    """Return which of *joined* can own *part* of *giver*, which lives; *done* includes it; rest as `_move_of_lost`."""
     kept = done[giver].complete
     _check(unit, part, done, kept)
     members = {node: each for node, each in done.items() if each.place >= 0}
     others = {node: each for node, each in members.items() if node != giver}
     is_read_there = any(each.place == giver or giver in near[node] for node, each in others.items())
     candidates = [node for node in joined if not any(node in near[member] for member in members)]
-    lacking = [node for node, each in others.items() if each.complete != kept]
-    pushed = [node for node, each in others.items() if each.passed_on != kept]
+    lacking = tuple(node for node, each in others.items() if each.complete != kept)
+    pushed = tuple(node for node, each in others.items() if each.passed_on != kept)
     # The giver never had to send that round: who awaits it has its place bound to the keeper.
-    is_on_loan = before is not None and before.kept_round == kept and before.keeper != giver and lacking != []
-    return PartitionMove(unit, part, candidates if others and not is_read_there and not is_on_loan else [], kept,
-                giver if lacking else -1, lacking, bool(lacking), giver, pushed)
+    has_other_keeper = before is not None and before.kept_round == kept and before.keeper != giver and lacking != ()
+    return PartitionMove(unit, part, candidates if others and not is_read_there and not has_other_keeper else [], kept,
+                         giver if lacking else -1, lacking, bool(lacking), giver, pushed)
 
 
 def _check(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], kept: int) -> None:

@@ -1,4 +1,4 @@
-"""What a set of ranks executes, and in which order, where each rank asks under names and in an order of its own.
+"""Negotiates which named operations a set of ranks executes next, where each rank asks in an order of its own.
 
 Every rank sends its requests to the first rank of the set. Once all ranks have asked for a name, or have joined (they
 have no more data), it is decided, and all ranks execute what was decided in one order. If ranks disagree, all of them
@@ -98,14 +98,9 @@ class _Pending:
 class Coordinator:
     """Decides for the set of job ranks *ranks*. One thread at a time; *now* is any clock, in seconds.
 
-    Parameters
-    ----------
-    fusion_nbytes
-        Allreduces that follow each other and differ in name and shape only are executed as one up to this size.
-    warn_s
-        How long a name may wait before `warning` tells of it; 0: never. Again at doubling intervals.
-    timeout_s
-        How long a name may wait before the set fails.
+    *fusion_nbytes*: allreduces that follow each other and differ in name and shape only are executed as one up to this
+    size. *warn_s*: how long a name may wait before `warning` tells of it; 0: never. Again at doubling intervals.
+    *timeout_s*: how long a name may wait before the set fails.
     """
 
     def __init__(self, ranks: Sequence[int], fusion_nbytes: int, warn_s: float, timeout_s: float) -> None:
@@ -298,35 +293,35 @@ def disagreement(requests: Sequence[Request]) -> str:
 
 def _difference(a: Request, b: Request) -> str:
     """Return the first difference of two requests that must be alike."""
-    if a.kind != b.kind:
-        return f"Mismatched operations: One rank did an {a.kind.upper()}, but another rank did an {b.kind.upper()}."
     what = a.kind.upper()
+    if a.kind != b.kind:
+        return _mismatch("operations", "did an", what, b.kind.upper())
     if len(a.specs) != len(b.specs):
-        return (f"Mismatched {what} group sizes: One rank sent a group of {len(a.specs)} tensors, but another rank "
-                f"sent a group of {len(b.specs)} tensors.{_odd_one(a, b)}")
+        return _mismatch(f"{what} group sizes", "sent a group of", f"{len(a.specs)} tensors",
+                         f"{len(b.specs)} tensors") + _odd_one(a, b)
     for ours, theirs in zip(a.specs, b.specs):
         which = f" Tensor {ours.name}." if len(a.specs) > 1 else ""
         if ours.name != theirs.name:
-            return f"Mismatched {what} tensor names: One rank sent {ours.name}, but another rank sent {theirs.name}."
+            return _mismatch(f"{what} tensor names", "sent", ours.name, theirs.name)
         if ours.dtype != theirs.dtype:
-            return (f"Mismatched data types: One rank had type {ours.dtype}, but another rank had type "
-                    f"{theirs.dtype}.{which}")
+            return _mismatch("data types", "had type", ours.dtype, theirs.dtype) + which
         text = _shapes(a.kind, ours.shape, theirs.shape)
         if text:
             return f"Mismatched {what} tensor shapes: {text}{which}"
     if (a.prescale, a.postscale) != (b.prescale, b.postscale):
-        return (f"Mismatched prescale and/or postscale factors: One rank sent factors ({a.prescale:g}, "
-                f"{a.postscale:g}), but another rank sent factors ({b.prescale:g}, {b.postscale:g}).")
+        return _mismatch("prescale and/or postscale factors", "sent factors",
+                         *(f"({each.prescale:g}, {each.postscale:g})" for each in (a, b)))
     if a.op != b.op:
-        return (f"Mismatched reduction operation: One rank sent reduction op {a.op}, but another rank sent reduction "
-                f"op {b.op}.")
+        return _mismatch("reduction operation", "sent reduction op", a.op, b.op)
     if a.root != b.root:
-        return (f"Mismatched {what} root ranks: One rank specified root rank {a.root}, but another rank specified root "
-                f"rank {b.root}.")
+        return _mismatch(f"{what} root ranks", "specified root rank", a.root, b.root)
     if a.ranks != b.ranks:
-        return (f"Mismatched process sets: One rank named ranks {_list(a.ranks)}, but another rank named ranks "
-                f"{_list(b.ranks)}.")
+        return _mismatch("process sets", "named ranks", _list(a.ranks), _list(b.ranks))
     return ""
+
+
+def _mismatch(what: str, did: str, ours: object, theirs: object) -> str:
+    return f"Mismatched {what}: One rank {did} {ours}, but another rank {did} {theirs}."
 
 
 def _odd_one(a: Request, b: Request) -> str:
@@ -362,7 +357,7 @@ class Requests(msgspec.Struct, tag=True, frozen=True):
 
 
 class Responses(msgspec.Struct, tag=True, frozen=True):
-    """The first rank: what all execute next, in this order."""
+    """The first rank tells what all execute next, in this order."""
 
     responses: tuple[Response, ...]
 

@@ -1,4 +1,4 @@
-"""Signs of life by the kernel's account: over sockets, and of nodes whose control loop does nothing."""
+"""Signs of life by the kernel's report: over sockets, and of nodes whose control loop does nothing."""
 from __future__ import annotations
 
 import os

@@ -119,7 +119,7 @@ def test_who_has_proved_the_key_may_say_much(server, member):
 
 
 def test_a_member_is_no_stranger_because_its_first_message_was_not_read_yet(server, member):
-    """As when all nodes of a job come back at once, each with an account of some MB."""
+    """As when all nodes of a job come back at once, each with a report of some MB."""
     member.send(b"first")
     member.send(bytes(8 << 20))
     poller = zmq.Poller()

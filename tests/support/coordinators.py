@@ -48,7 +48,7 @@ class Puppet:
 
 
 class RealCoordinator:
-    """A coordinator of *n* seats that answers, and whoever speaks to it without training."""
+    """A coordinator of *n* ranks that answers, and whoever speaks to it without training."""
 
     def __init__(self, n: int, **rules: Any) -> None:
         self.service = ElasticService(ElasticRules(**{"max_ranks": n, "within_s": LIMIT_S, **rules}), range(n), KEY,

@@ -23,12 +23,8 @@ def device_cores(host: Host, device: str, text: str, allowed: frozenset[int] = f
     """Return the CPUs for the thread of *device* by the setting rdma_cores: "3", "4-7", "numa" or "". Empty: any.
 
     "numa" gives none if the kernel does not report the device's NUMA node, or if this process may not run there.
-    *allowed*: the CPUs of this process, if it is bound to fewer at present.
-
-    Raises
-    ------
-    ConfigError
-        This process may run on none of the CPUs.
+    *allowed*: the CPUs of this process, if it is bound to fewer at present. Raises `ConfigError` if this process may
+    run on none of the CPUs.
     """
     allowed = allowed or numa.allowed_cpus(host.tree)
     if text == "numa":

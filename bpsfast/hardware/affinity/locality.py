@@ -70,8 +70,7 @@ def gpu_numa_nodes(host: Host) -> tuple[int | None, ...]:
     if isinstance(host.kernel, RecordedKernel):
         answer = nvml.recorded_answer(host.kernel.answers.nvml)
     parts = discovery.machine(host, nvml.query_nvml() if answer is None else answer).of(PartKind.GPU)
-    nodes = [host.tree.number(DEVICES, part.address, "numa_node") for part in parts]
-    return tuple(node if node is not None and node >= 0 else None for node in nodes)
+    return tuple(host.tree.numa_node(DEVICES, part.address) for part in parts)
 
 
 def _known(found: dict[str, int | None]) -> NicLocality:

@@ -1,4 +1,4 @@
-"""How a topology is shown: the connection of two parts in the words of ``nvidia-smi topo -m``, and a drawing."""
+"""Shows a topology: the connection of two parts in the words of ``nvidia-smi topo -m``, and a drawing."""
 from __future__ import annotations
 
 import itertools
@@ -56,10 +56,7 @@ _COLUMN, _ROW = 1.25, 1.4
 def draw(topology: Topology, path: str) -> None:
     """Write a drawing of *topology* to *path*, as SVG: sockets on top, devices below, NVLinks as arcs at the bottom.
 
-    Raises
-    ------
-    LackingError
-        matplotlib is not installed.
+    Raises `LackingError` if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from ...orchestration.codec import CodecSpec
 from ...orchestration.errors import ConfigError
 from ...orchestration.placement import forecast
 from ...orchestration.placement.assignment import machine_times_s, owned_by, step_time_s
-from ...orchestration.placement.codec_choice import Choice, choose, loads_of
+from ...orchestration.placement.codec_choice import CodecChoice, choose, loads_of
 from ...orchestration.placement.layout import lay_out
 from ...orchestration.placement.partition import ITEM_NBYTES
 from ...orchestration.placement.rebalancing import reassign
@@ -35,7 +35,7 @@ class Compression(NamedTuple):
     """
 
     codec: CodecSpec
-    choice: Choice | None
+    choice: CodecChoice | None
     left: tuple[str, ...]
 
 
