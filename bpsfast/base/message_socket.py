@@ -95,14 +95,9 @@ class MessageSocket(Closing):
     Any thread may send; one thread at a time may receive. The socket becomes non-blocking: no call waits longer than
     its timeout.
 
-    Parameters
-    ----------
-    sock
-        A connected AF_UNIX stream socket.
-    decode
-        Turns a frame's bytes into a message; the default reads `messages.LocalMessage`.
-    frame_max_nbytes
-        Longer messages are refused; smaller than the default for peers that are not authenticated.
+    *sock* is a connected AF_UNIX stream socket. *decode* turns a frame's bytes into a message; the default reads
+    `messages.LocalMessage`. Messages longer than *frame_max_nbytes* are refused; it is smaller than the default for
+    peers that are not authenticated.
     """
 
     def __init__(self, sock: socket.socket, decode: Callable[[bytes], messages.Message] = decode_local,

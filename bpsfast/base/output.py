@@ -52,14 +52,8 @@ def form(as_json: bool, path: str | None, no_color: bool, as_csv: bool = False) 
 def show(chosen: OutputOptions, text: Callable[[], str], data: Any, rows: Sequence[Sequence[Any]] = ()) -> None:
     """Print a result in the form that the options ask for.
 
-    Parameters
-    ----------
-    text
-        Returns the text; called only for text output.
-    data
-        The JSON data: structs, dicts, lists, numbers, text, None. Infinite and undefined numbers become null.
-    rows
-        The CSV rows, head first.
+    *text* returns the text, and is called only for text output. *data* is the JSON data: structs, dicts, lists,
+    numbers, text, None; infinite and undefined numbers become null. *rows* are the CSV rows, head first.
     """
     if chosen.as_json:
         content = json.dumps(_finite(msgspec.to_builtins(data)), indent=2)

@@ -317,12 +317,8 @@ def load_with_origins(overrides: Mapping[str, Any] | None = None, environ: Mappi
     Raises `ConfigError` if a name is unknown, a value has the wrong type or exceeds its limits, or two values
     contradict each other.
 
-    Parameters
-    ----------
-    overrides
-        Values of the command line by name, typed or as text; None values are ignored.
-    environ
-        The environment; `os.environ` if None. An empty variable counts as not set.
+    *overrides* are values of the command line by name, typed or as text; None values are ignored. *environ* is the
+    environment, `os.environ` if None; an empty variable counts as not set.
     """
     if environ is None or environ is os.environ:
         environ = {_KEY: _taken_key, **os.environ} if _taken_key and not os.environ.get(_KEY) else os.environ

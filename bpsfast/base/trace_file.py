@@ -167,16 +167,9 @@ def write(folder: str | Path, role: str, records: bytes, parts: Mapping[int, Par
           origin: Origin = _NOWHERE, sends: Iterable[Span] = ()) -> Path:
     """Write the spans of this process to ``<folder>/<role>-<pid>.trace.json`` and return that path.
 
-    Parameters
-    ----------
-    role
-        The title of the process: "node 0", "rank 3".
-    records
-        Concatenated native records of `Engine.trace`, `Stream.trace` and `Port.trace`.
-    parts
-        The names of partitions; others are shown by number.
-    sends
-        The spans of `SendLog.spans`.
+    *role* is the title of the process: "node 0", "rank 3". *records* are the concatenated native records of
+    `Engine.trace`, `Stream.trace` and `Port.trace`. *parts* names partitions; others are shown by number. *sends* are
+    the spans of `SendLog.spans`.
     """
     folder, parts, pid = Path(folder), parts or {}, os.getpid()
     found = [*spans(records, origin.peers), *sends]

@@ -1,8 +1,8 @@
-"""The service of an elastic job, a thread of the launcher: receives from workers, decides by its coordinator, answers.
+"""The service of an elastic job, a thread of the launcher: answers workers, as its coordinator decides.
 
 The launcher's main thread owns the processes, so the service *orders* what concerns them: start a worker, kill a
-worker, end the job. The main thread polls `ElasticService.fileno`, takes `orders`, and reports what became of its
-processes. `WorkerPool` is what the supervisor needs of both.
+worker, end the job. The main thread polls `ElasticService.fileno`, carries out `orders`, and reports how its processes
+end. The supervisor uses both through `WorkerPool`.
 """
 from __future__ import annotations
 
@@ -61,12 +61,7 @@ Order = ReplaceWorker | StartWorkers | KillWorker | StopJob
 class ElasticService:
     """Listens from construction on; `start` begins to answer, `close` ends the thread. Called by the main thread only.
 
-    Parameters
-    ----------
-    members
-        The first workers, by rank.
-    key, host
-        The job's key, and the address of this machine that workers can reach.
+    *members* are the first workers, by rank, *key* is the job's key, *host* an address of this machine for workers.
     """
 
     def __init__(self, rules: ElasticRules, members: Sequence[int], key: bytes, host: str) -> None:
@@ -99,10 +94,7 @@ class ElasticService:
     def orders(self) -> list[Order]:
         """Return what is to be done, in order."""
         self._ordered.clear()
-        found = []
-        while self._orders:
-            found.append(self._orders.popleft())
-        return found
+        return [self._orders.popleft() for _ in range(len(self._orders))]
 
     def started(self, member: int, instead_of: int | None = None) -> None:
         """Note that *member* runs, *instead_of* a lost one if given."""
@@ -324,12 +316,7 @@ def member_of(command: Command) -> int:
 class WorkerPool:
     """An elastic job's workers, for the supervisor: which ones the job can lose, what to start. Main thread only.
 
-    Parameters
-    ----------
-    workers
-        The commands of the first workers.
-    goes_on
-        Whether the job can lose workers: not if the policy is abort.
+    *workers* are the commands of the first workers. *goes_on*: whether the job can lose workers (policy not abort).
     """
 
     def __init__(self, service: ElasticService, workers: Sequence[Command], goes_on: bool) -> None:
@@ -342,15 +329,9 @@ class WorkerPool:
 
     def commands(self, order: ReplaceWorker | StartWorkers) -> list[Command]:
         """Return what *order* starts: a lost worker's program on its node, or workers on the nodes with the fewest."""
-        found = []
         if isinstance(order, ReplaceWorker):
-            found.append(self._another(self._commands[order.member]))
-            self._service.started(member_of(found[0]), order.member)
-        else:
-            for _ in range(order.n_workers):
-                found.append(self._another(self._least_used()))
-                self._service.started(member_of(found[-1]))
-        return found
+            return [self._another(self._commands[order.member], order.member)]
+        return [self._another(self._least_used()) for _ in range(order.n_workers)]
 
     def has_ended(self, process: Process) -> bool:
         """Note that *process* has ended; return whether the job goes on without it.
@@ -359,11 +340,12 @@ class WorkerPool:
         code 128 + signal. An error of the worker ends the job. After the training, the end of a worker that was not in
         the last job does not matter.
         """
-        member = member_of(process.command)
+        member, code = member_of(process.command), process.code
+        was_killed = code is not None and (code < 0 or code - 128 in signal.valid_signals())
         self._running.discard(member)
-        if process.code == 0 or self.is_superfluous(process):
+        if code == 0 or self.is_superfluous(process):
             self._service.left(member)
-        elif _was_killed(process.code) and self._goes_on and not self._service.is_over:
+        elif was_killed and self._goes_on and not self._service.is_over:
             self._service.ended(member, process.end_in_words())
         else:
             self.give_up(f"{process.command.name} {process.end_in_words()}")
@@ -374,10 +356,12 @@ class WorkerPool:
         """Whether the training has ended without *process*: it joined too late, or not at all."""
         return self._service.is_over and not self._service.holds_rank(member_of(process.command))
 
-    def _another(self, like: Command) -> Command:
+    def _another(self, like: Command, instead_of: int | None = None) -> Command:
+        """Return the command of a new worker, and note that it runs."""
         member, self._next = self._next, self._next + 1
         self._commands[member] = worker(member, like, {})
         self._running.add(member)
+        self._service.started(member, instead_of)
         return self._commands[member]
 
     def _least_used(self) -> Command:
@@ -387,7 +371,3 @@ class WorkerPool:
             by_node.setdefault(command.environ.get(_NODE, ""), command)
         count = Counter(self._commands[member].environ.get(_NODE, "") for member in self._running)
         return by_node[min(by_node, key=lambda node: count[node])]
-
-
-def _was_killed(code: int | None) -> bool:
-    return code is not None and (code < 0 or code - 128 in signal.valid_signals())

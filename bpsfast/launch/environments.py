@@ -171,12 +171,7 @@ class Mpi(Environment):
     address in OMPI_MCA_orte_hnp_uri or PMIX_SERVER_URI is of mpirun's machine, or the loopback, and no rank may be
     there.) MPI itself is never used.
 
-    Parameters
-    ----------
-    names
-        The variables for rank, size, local rank and local size.
-    how
-        How its user passes on a variable of ours.
+    *names* are the variables of rank, size, local rank and local size. *how*: an example of passing on a variable.
     """
 
     def __init__(self, name: str, level: int, names: tuple[str, str, str, str], how: str) -> None:

@@ -68,17 +68,11 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
          master_port: int = 0) -> list[Command]:
     """Return the job's commands in the order of starting: scheduler, nodes, helpers, ranks.
 
-    Parameters
-    ----------
-    scheduler, key
-        Its address, and the job's key in hex. Both are in every environment and in no command line.
-    cluster
-        Machines to start on, named as `JobShape.machines`; None: all on this one, over loopback.
-    python
-        If given, the processes run on other hosts (`ssh_job`), daemons by this interpreter: the environments are added
-        to those of the hosts, and each node finds its own address.
-    master_port
-        A port that is free on rank 0's machine, where the scheduler runs unless there is a *cluster*; 0: not known yet.
+    The address of the *scheduler* and the job's *key* (hex) are in every environment and in no command line. *cluster*
+    has machines to start on, named as `JobShape.machines`; None: all on this one, over loopback. If *python* is given,
+    the processes run on other hosts (`ssh_job`), daemons by this interpreter: the environments are added to those of
+    the hosts, and each node finds its own address. *master_port* is free on rank 0's machine, where the scheduler runs
+    unless there is a *cluster*; 0: not known yet.
     """
     base = clean_environment(environ)
     job = msgspec.structs.replace(

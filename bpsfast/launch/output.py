@@ -54,17 +54,10 @@ class Output:
 
     Writing blocks until the reader has taken all, except within `attending`.
 
-    Parameters
-    ----------
-    out, err
-        Standard output and error by default; names are coloured on a terminal.
-    tee_dir
-        Folder for a log of each process, with both streams; None: no logs.
-    rank_dir
-        Folder for the output of each rank, named as by horovodrun: ``rank.0/stdout`` and ``rank.0/stderr``, numbers
-        padded to one width; None: no such files.
-    stamped
-        Whether each line begins with the time at which it came.
+    *out* and *err* are standard output and error by default; names are coloured on a terminal. *tee_dir* is a folder
+    for a log of each process, with both streams; None: no logs. *rank_dir* is a folder for the output of each rank,
+    named as by horovodrun: ``rank.0/stdout`` and ``rank.0/stderr``, numbers padded to one width; None: no such files.
+    *stamped*: whether each line begins with the time at which it came.
     """
 
     def __init__(self, out: BinaryIO | None = None, err: BinaryIO | None = None, tee_dir: Path | None = None,

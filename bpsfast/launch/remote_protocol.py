@@ -149,14 +149,8 @@ _NOISE_NBYTES = 1 << 16
 class PipeConnection:
     """One end of the connection. It never blocks: what a pipe does not take now stays here until `flush`.
 
-    Parameters
-    ----------
-    source, target
-        Descriptors to read and write, owned by the caller; made non-blocking.
-    messages
-        The union of messages that are accepted.
-    after_mark
-        Whether the other side's messages follow a mark. (`mark` sends this side's.)
+    *source* and *target* are descriptors to read and write, owned by the caller; made non-blocking. *messages* is the
+    union of messages that are accepted. *after_mark*: whether the other side sends a mark first (`mark` sends one).
     """
 
     def __init__(self, source: int, target: int, messages: Any, after_mark: bool) -> None:

@@ -114,17 +114,10 @@ def role_of(store: Store, rank: int, size: int, settings: Settings, timeout_s: f
     the ranks contradict each other, or no address is known: the same error on all ranks. `PeerLostError` if the store
     failed.
 
-    Parameters
-    ----------
-    timeout_s
-        Deadline of the rendezvous; *settings*' own is for what follows.
-    environ
-        Has MASTER_ADDR, a hint where the other machines may be; `os.environ` if None.
+    *timeout_s* is the deadline of the rendezvous; that of *settings* is for what follows. *environ*, `os.environ` if
+    None, has MASTER_ADDR, a hint where the other machines may be.
 
-    Returns
-    -------
-    Place
-        Rank 0's holds the scheduler's port (`ProcessRole.reserved`): give it to `daemons.start`, or close that socket.
+    Rank 0's role holds the scheduler's port (`ProcessRole.reserved`): give it to `daemons.start`, or close that socket.
     """
     if not 0 <= rank < size:
         raise ConfigError(f"rank = {rank} must be at least 0 and less than the size of the job, {size}")

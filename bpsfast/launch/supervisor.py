@@ -23,7 +23,7 @@ import msgspec
 from ..base import logs
 from ..base.end_reports import EndTiming
 from ..base.exit_codes import ABORTED, FAILED, JOB_TIMEOUT, LEFT_BEHIND, OK
-from .elastic_service import KillWorker, Order, StopJob, WorkerPool, member_of
+from .elastic_service import KillWorker, StopJob, WorkerPool, member_of
 from .output import CHAINED, TRACEBACK, Output, Sink, Transcript
 from .processes import (
     AFTER_SIGKILL_S,
@@ -60,18 +60,10 @@ class Limits(msgspec.Struct, frozen=True):
 class Supervisor:
     """Runs *commands* until the job ends; `run` may be called once, from the main thread.
 
-    Parameters
-    ----------
-    commands
-        In the order of starting. At least one is of kind RANK.
-    output
-        Takes the lines; the caller closes it.
-    hosts
-        The host of each command; None: all on this machine. `run` opens and closes them.
-    workers
-        Of an elastic job: *commands* are its first workers, and more may follow, on this machine.
-    restarts
-        How many lost helpers, in all, are started again to join the running job.
+    *commands* are in the order of starting; at least one is of kind RANK. *output* takes the lines; the caller closes
+    it. *hosts* has the host of each command, which `run` opens and closes; None: all on this machine. With the
+    *workers* of an elastic job, *commands* are the first ones, and more may follow, on this machine. *restarts*: how
+    many lost helpers, in all, are started again to join the running job.
     """
 
     def __init__(self, commands: Sequence[Command], *, limits: Limits | None = None, output: Output | None = None,
@@ -106,24 +98,22 @@ class Supervisor:
         """Start everything, wait until everything has ended, return the job's exit code."""
         with SignalEvents() as signals, self._selector, self._events, self._output.attending():
             self._selector.register(signals, selectors.EVENT_READ, functools.partial(self._on_signals, signals))
-            self._run_job()
+            try:
+                self._start()
+                # without running workers, the service of an elastic job has yet to order what follows
+                while self._running or (self._workers is not None and self._phase == "run"):
+                    self._step()
+                for host in self._hosts:
+                    host.drain()
+                self._take_reports()
+            finally:
+                for host in self._hosts:
+                    host.begin_close()
+                for host in self._hosts:
+                    host.close()
             code = self._verdict()
             self._deliver()
         return code if self._stopped is None else self._stopped[1]
-
-    def _run_job(self) -> None:
-        try:
-            self._start()
-            while self._running or self._is_awaiting_orders:
-                self._step()
-            for host in self._hosts:
-                host.drain()
-            self._take_reports()
-        finally:
-            for host in self._hosts:
-                host.begin_close()
-            for host in self._hosts:
-                host.close()
 
     def _start(self) -> None:
         if self._limits.job_s is not None:
@@ -131,7 +121,8 @@ class Supervisor:
         for host in self._hosts:
             host.open(self._events)
         if self._workers is not None:
-            self._selector.register(self._workers.fileno(), selectors.EVENT_READ, self._on_orders)
+            self._selector.register(self._workers.fileno(), selectors.EVENT_READ,
+                                    functools.partial(self._on_orders, self._workers))
         for command, host in zip(self._commands, self._by_command):
             self._launch(command, host)
 
@@ -247,10 +238,11 @@ class Supervisor:
         return True
 
     def _can_be_missed(self, process: Process) -> bool:
-        """Whether the job goes on without *process*, which has failed."""
+        """Whether the job goes on without *process*, which has failed; the scheduler decides that of helpers."""
         if self._workers is not None:
             return self._workers.has_ended(process) and process.code != 0
-        return _can_be_missed(process)
+        code = process.code or 0
+        return process.command.kind is Kind.HELPER and (code < 0 or code == LEFT_BEHIND or process.is_lost)
 
     def _has_trained(self) -> bool:
         """Whether all ranks have ended, with 0 except those that the job goes on without; late workers do not count."""
@@ -259,32 +251,23 @@ class Supervisor:
         return any(process.code == 0 for process in ranks) and all(
             process.code == 0 or process in self._missed for process in ranks)
 
-    @property
-    def _is_awaiting_orders(self) -> bool:
-        """Whether the service of an elastic job without running workers has yet to order what follows."""
-        return self._workers is not None and self._phase == "run"
-
-    def _on_orders(self) -> None:
-        assert self._workers is not None, "only an elastic job has orders"
-        for order in self._workers.orders():
-            if self._phase == "run":
-                self._carry_out(order)
-
-    def _carry_out(self, order: Order) -> None:
-        assert self._workers is not None, "only an elastic job has orders"
-        if isinstance(order, StopJob):
-            self._output.say(f"no further job: {order.reason}")
-            self._is_hopeless = True
-            self._enter("failed")
-        elif isinstance(order, KillWorker):
-            for process in self._processes:
-                if process.code is None and member_of(process.command) == order.member:
-                    self._output.say(f"{process.command.name} has not joined the others in time: ending it")
-                    process.signal_all(signal.SIGKILL)
-        else:
-            for command in self._workers.commands(order):
-                self._output.say(f"{command.name} is started")
-                self._launch(command, self._hosts[0])
+    def _on_orders(self, workers: WorkerPool) -> None:
+        for order in workers.orders():
+            if self._phase != "run":
+                return
+            if isinstance(order, StopJob):
+                self._output.say(f"no further job: {order.reason}")
+                self._is_hopeless = True
+                self._enter("failed")
+            elif isinstance(order, KillWorker):
+                for process in self._processes:
+                    if process.code is None and member_of(process.command) == order.member:
+                        self._output.say(f"{process.command.name} has not joined the others in time: ending it")
+                        process.signal_all(signal.SIGKILL)
+            else:
+                for command in workers.commands(order):
+                    self._output.say(f"{command.name} is started")
+                    self._launch(command, self._hosts[0])
 
     def _enter(self, phase: str) -> None:
         limits = self._limits
@@ -368,12 +351,6 @@ class Supervisor:
             self._output.say_cause(f"{cause.command.name} failed first: it {cause.end_in_words()}",
                                    traceback_of(err.tail), err)
         return code
-
-
-def _can_be_missed(process: Process) -> bool:
-    """Whether the job goes on without a failed *process*: the scheduler decides that for helpers in the job."""
-    code = process.code or 0
-    return process.command.kind is Kind.HELPER and (code < 0 or code == LEFT_BEHIND or process.is_lost)
 
 
 #: A line of a process that ended only because of another one: it is not the cause, whatever follows the line.

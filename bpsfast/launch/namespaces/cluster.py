@@ -120,14 +120,8 @@ class Cluster(Closing):
 
     Raises `ConfigError` if root, ``ip`` or tbf is missing, or an argument is not possible.
 
-    Parameters
-    ----------
-    machines
-        Their names, or how many ("m0", "m1", ...).
-    rates
-        One `Rate` for all links, or one for each name; None: not shaped.
-    mtu
-        Of all links, in bytes.
+    *machines* are their names, or their number ("m0", "m1", ...). *rates* is one `Rate` for all links, or one for each
+    name; None: not shaped. *mtu* is that of all links, in bytes.
     """
 
     def __init__(self, machines: Sequence[str] | int, rates: Rate | Mapping[str, Rate] | None = None, *,

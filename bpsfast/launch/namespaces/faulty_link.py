@@ -78,14 +78,7 @@ class FaultyLink(Closing):
 
     Raises `ConfigError` if something is missing; the text names it.
 
-    Parameters
-    ----------
-    names
-        Of the two machines.
-    mtu
-        Of the link, bytes.
-    seed
-        Of the random choices.
+    *names* are those of the two machines, *mtu* is the link's in bytes, *seed* that of the random choices.
     """
 
     def __init__(self, *names: str, mtu: int = 1500, seed: int = 0) -> None:
