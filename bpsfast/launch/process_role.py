@@ -1,4 +1,4 @@
-"""`ProcessRole`, the place of a process in its job, and `Environment`, which reads it from a launcher's variables."""
+"""`ProcessRole`: which rank of which machine a process is. `Environment`: reads that from a launcher's variables."""
 from __future__ import annotations
 
 import secrets
@@ -61,14 +61,16 @@ class Environment:
 
     name: str
     level = 0
+    _marks: Sequence[str] = ()
+    _needed: Sequence[str] = ()
 
     def marks(self, settings: Settings, environ: Environ) -> list[str]:
         """Return the variables that show the launcher's presence; none if it is absent."""
-        raise NotImplementedError
+        return are_set(self._marks, environ)
 
     def missing(self, settings: Settings, environ: Environ) -> list[str]:
         """Return the variables that the launcher must set and has not set."""
-        raise NotImplementedError
+        return are_unset(self._needed, environ)
 
     def role(self, settings: Settings, environ: Environ) -> ProcessRole:
         """Return the role that the variables describe, if none is missing."""

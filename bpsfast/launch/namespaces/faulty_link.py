@@ -105,7 +105,7 @@ class FaultyLink(Closing):
         self._devices: list[int] = []
         self._wake = WakeUp()
         self._closed = False
-        self._ways: dict[str, _Direction] = {}
+        self._directions: dict[str, _Direction] = {}
         self._thread = threading.Thread(target=self._run, name="bpsfast-faulty-link", daemon=True)
         try:
             for machine in self.machines.values():
@@ -115,7 +115,7 @@ class FaultyLink(Closing):
             self.close()
             raise
         forth, back = self._devices
-        self._ways = {names[0]: _Direction(forth, back), names[1]: _Direction(back, forth)}
+        self._directions = {names[0]: _Direction(forth, back), names[1]: _Direction(back, forth)}
         self._thread.start()
 
     def __getitem__(self, name: str) -> Machine:
@@ -151,13 +151,13 @@ class FaultyLink(Closing):
 
     def cut(self, *names: str) -> None:
         """Drop all packets from the machines *names* (none: from both) until `mend`."""
-        for name in names or self._ways:
-            self._ways[name].is_cut = True
+        for name in names or self._directions:
+            self._directions[name].is_cut = True
 
     def mend(self) -> None:
         """Forward all packets again, except those of forgotten connections."""
-        for way in self._ways.values():
-            way.is_cut = False
+        for direction in self._directions.values():
+            direction.is_cut = False
         self._loss = self._spike_share = 0.0
         self._resets = self._changes = 0
         self._refuses = False
@@ -187,27 +187,26 @@ class FaultyLink(Closing):
         """Drop all packets of the connections seen so far, so that each end believes the other is still there."""
         self._forgotten = frozenset(self._known)
 
-    # -- the thread ---------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         poller = select.poll()
         for fd in (*self._devices, self._wake.fileno()):
             poller.register(fd, select.POLLIN)
         while not self._closed:
             poller.poll(self._patience_ms())
-            for way in self._ways.values():
-                for packet in _packets(way.source):
-                    self._take(way, packet)
-                self._release(way)
+            for direction in self._directions.values():
+                for packet in _packets(direction.source):
+                    self._take(direction, packet)
+                while direction.held and direction.held[0][0] <= time.monotonic():
+                    self._write(direction.target, direction.held.popleft()[1])
 
     def _patience_ms(self) -> int | None:
-        first = min((way.held[0][0] for way in self._ways.values() if way.held), default=None)
+        first = min((direction.held[0][0] for direction in self._directions.values() if direction.held), default=None)
         return None if first is None else max(0, int(1e3 * (first - time.monotonic())) + 1)
 
-    def _take(self, way: _Direction, packet: bytes) -> None:
+    def _take(self, direction: _Direction, packet: bytes) -> None:
         segment = segment_of(packet)
         if segment is not None and not self._spared.isdisjoint(segment.ports):
-            self._send(way, packet)
+            self._write(direction.target, packet)
             return
         if segment is not None:
             self._known.add(segment.connection)
@@ -216,40 +215,33 @@ class FaultyLink(Closing):
             self.carried.refused += 1
             refusal = refusal_of(segment)
             if refusal is not None:
-                self._write(way.source, refusal)
+                self._write(direction.source, refusal)
             return
-        if (way.is_cut or self._random.random() < self._loss
+        if (direction.is_cut or self._random.random() < self._loss
                 or (segment is not None and segment.connection in self._forgotten)):
             self.carried.dropped += 1
             return
         if segment is not None and self._changes and segment.nbytes:
-            way.n_unchanged += segment.nbytes
-            if way.n_unchanged >= self._change_nbytes:
-                way.n_unchanged = 0
+            direction.n_unchanged += segment.nbytes
+            if direction.n_unchanged >= self._change_nbytes:
+                direction.n_unchanged = 0
                 self._changes -= 1
                 self.carried.changed += 1
                 packet = with_changed_bit(packet, segment)
         now = time.monotonic()
         if self._spike_share and self._random.random() < self._spike_share:
-            way.held_until = max(way.held_until, now + self._spike_s)
-        if way.held or now < way.held_until:
-            way.held.append((way.held_until, packet))
+            direction.held_until = max(direction.held_until, now + self._spike_s)
+        if direction.held or now < direction.held_until:
+            direction.held.append((direction.held_until, packet))
             return
-        self._send(way, packet)
+        self._write(direction.target, packet)
         if segment is not None and self._resets and segment.nbytes:
-            way.nbytes += segment.nbytes
-            if way.nbytes >= self._reset_nbytes:
-                way.nbytes = 0
+            direction.nbytes += segment.nbytes
+            if direction.nbytes >= self._reset_nbytes:
+                direction.nbytes = 0
                 self._resets -= 1
                 self.carried.resets += 1
-                self._send(way, reset_after(segment))
-
-    def _release(self, way: _Direction) -> None:
-        while way.held and way.held[0][0] <= time.monotonic():
-            self._send(way, way.held.popleft()[1])
-
-    def _send(self, way: _Direction, packet: bytes) -> None:
-        self._write(way.target, packet)
+                self._write(direction.target, reset_after(segment))
 
     def _write(self, device: int, packet: bytes) -> None:
         try:
