@@ -73,9 +73,7 @@ _HOME = {
     "trainer.gradients": ("Gradients",),
     "orchestration.errors": (
         "BpsError", "BusyError", "CapacityError", "ClosedError", "ConfigError", "DeviceError", "LackingError",
-        "MismatchError", "PeerLostError", "ProtocolError", "StallError", "UnsupportedError",
-    ),
-}
+        "MismatchError", "PeerLostError", "ProtocolError", "StallError", "UnsupportedError")}
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 _renamed.install()
@@ -96,8 +94,7 @@ def __getattr__(name: str) -> object:
         raise ImportError(
             f"bpsfast.{name} needs the native module {exc.name}, which is not built in {__path__[0]!r}. "
             "Install the package (pip install . or pip install -e . in the source tree, with a C compiler), "
-            "and do not run Python from inside a source tree that was not installed."
-        ) from exc
+            "and do not run Python from inside a source tree that was not installed.") from exc
     globals()[name] = found
     return found
 

@@ -171,8 +171,7 @@ def job_route_source(host: str, timeout_s: float) -> str:
     except OSError as exc:
         raise ConfigError(
             f"no route to the scheduler's host {host!r} ({exc}): fix BPSFAST_SCHEDULER, or name this "
-            "machine's own address with BPSFAST_NODE_HOST"
-        ) from exc
+            "machine's own address with BPSFAST_NODE_HOST") from exc
     return default_route_host() or source if is_loopback(source) and not is_loopback(host) else source
 
 

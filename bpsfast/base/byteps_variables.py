@@ -120,8 +120,7 @@ IMPLIED: dict[str, tuple[Alias, ...]] = {
 
 #: Read elsewhere: by `launch.environments`, or together with one of the above.
 ROLE_VARIABLES = frozenset({
-    "DMLC_ROLE", "DMLC_PS_ROOT_PORT", "BYTEPS_GLOBAL_RANK", "BYTEPS_FORCE_DISTRIBUTED", "BYTEPS_TRACE_DIR",
-})
+    "DMLC_ROLE", "DMLC_PS_ROOT_PORT", "BYTEPS_GLOBAL_RANK", "BYTEPS_FORCE_DISTRIBUTED", "BYTEPS_TRACE_DIR"})
 
 #: Variables that ask for something bpsfast does not do: a warning is logged.
 NOT_OBEYED = {

@@ -37,8 +37,7 @@ CREDIT = "credit"
 #: Keys of a span's `args` besides part and round.
 DETAILS: dict[str, tuple[str, ...]] = {
     CREDIT: ("peer", "nbytes", "pass", "order"), "wire": ("peer", "nbytes"), "receive": ("peer", "nbytes"),
-    "push": ("partitions",), "sum": ("thread", "nbytes"), "apply": ("thread", "nbytes"), "answer": ("thread", "nbytes"),
-}
+    "push": ("partitions",), "sum": ("thread", "nbytes"), "apply": ("thread", "nbytes"), "answer": ("thread", "nbytes")}
 _OVERLAPPING = {name for name, overlaps in KINDS.values() if overlaps} | {CREDIT}
 _WIRE, _RECEIVE, _PUSH = 4, 8, 9
 _OF_THREADS = (3, 10, 11)

@@ -43,8 +43,7 @@ ROLE_PREFIXES = ("BPSFAST_", "DMLC_", "BYTEPS_", "TORCHELASTIC_")
 ROLE_VARIABLES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PS_VERBOSE", "PS_HEARTBEAT_INTERVAL",
-    "PS_HEARTBEAT_TIMEOUT",
-})
+    "PS_HEARTBEAT_TIMEOUT"})
 
 _STARTER_GRACE_S = 5.0
 #: Interval of the log line of a process that waits for other ranks.
@@ -230,8 +229,7 @@ def _start(command: str, settings: Settings) -> subprocess.Popen:
             return subprocess.Popen(
                 [sys.executable, "-m", "bpsfast", command, "--starter-fd", str(starter_fd)], pass_fds=[starter_fd],
                 env=environ | environment(settings) | {"PYTHONSAFEPATH": "1"},
-                stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
-            )
+                stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
     finally:
         os.close(starter_fd)
 
@@ -262,8 +260,7 @@ def run_scheduler(settings: Settings) -> int:
         fingerprint=fingerprint(settings), placement=settings.placement, partition_nbytes=settings.partition_bytes,
         fusion_nbytes=settings.fusion_bytes, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,
         helper_lease_s=settings.helper_lease_s, start_timeout_s=settings.start_timeout_s,
-        awaits_ranks=process_identity.is_below_launcher(), first_round=settings.first_round,
-    )
+        awaits_ranks=process_identity.is_below_launcher(), first_round=settings.first_round)
     scheduler = Scheduler(job, job_key(settings, settings.scheduler),
                           bind_host="127.0.0.1" if is_loopback(host) else interface(host), port=port)
     logs.set_identity(job=lambda: scheduler.job_name)

@@ -78,8 +78,7 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
     job = msgspec.structs.replace(
         settings, scheduler=format_address(*scheduler), job_key=key, job_key_file="", num_nodes=len(shape.ranks),
         num_helpers=shape.n_helpers, num_servers=-1, size=sum(shape.ranks), rank=-1, local_rank=-1, local_size=-1,
-        node_index=-1,
-    )
+        node_index=-1)
     commands = [_daemon("scheduler", "scheduler", job, base, cluster.hub if cluster else None, python)]
     master = (cluster[shape.machines[0]].address if cluster else scheduler[0], master_port)
     ranks: list[Command] = []
@@ -177,8 +176,7 @@ def _dmlc_worker(program: Sequence[str], settings: Settings, environ: Mapping[st
     commands = [
         Command(f"worker {max(0, settings.node_index)} local rank {i}", Kind.RANK, tuple(program),
                 base | {"BYTEPS_LOCAL_RANK": str(i), "BYTEPS_LOCAL_SIZE": str(n_local)})
-        for i in range(n_local)
-    ]
+        for i in range(n_local)]
     logs.set_identity("launcher")
     return Supervisor(commands).run()
 

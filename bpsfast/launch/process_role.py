@@ -52,8 +52,7 @@ class ProcessRole(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             settings, rank=self.rank, size=self.size, local_rank=self.local_rank, local_size=self.local_size,
             node_id=self.node_id, node_index=self.node_index, num_nodes=self.num_nodes, num_helpers=self.num_helpers,
-            num_servers=self.num_servers, scheduler=format_address(*self.scheduler), job_key=self.job_key.hex(),
-        )
+            num_servers=self.num_servers, scheduler=format_address(*self.scheduler), job_key=self.job_key.hex())
 
 
 class Environment:
@@ -110,8 +109,7 @@ def fields_of_job(settings: Settings, scheduler: str) -> dict[str, Any]:
     return {
         "scheduler": parse_address(scheduler, "BPSFAST_SCHEDULER"), "job_key": job_key(settings, scheduler),
         "node_id": default_node_id(settings, scheduler), "node_index": settings.node_index,
-        "num_nodes": settings.num_nodes, "num_helpers": settings.num_helpers, "num_servers": settings.num_servers,
-    }
+        "num_nodes": settings.num_nodes, "num_helpers": settings.num_helpers, "num_servers": settings.num_servers}
 
 
 def fields_of_local_job(settings: Settings, common: str, size: int) -> dict[str, Any]:
@@ -121,8 +119,7 @@ def fields_of_local_job(settings: Settings, common: str, size: int) -> dict[str,
     """
     key = local_key(settings, common) if size > 1 or given_key(settings) else secrets.token_bytes(32)
     return {
-        "scheduler": ("127.0.0.1", 0), "job_key": key, "node_id": settings.node_id, "node_index": 0, "num_nodes": 1,
-    }
+        "scheduler": ("127.0.0.1", 0), "job_key": key, "node_id": settings.node_id, "node_index": 0, "num_nodes": 1}
 
 
 def check_range(name: str, value: int, limit_name: str, limit: int) -> None:

@@ -125,8 +125,7 @@ class LocalProcess(Process):
         super().__init__(command)
         self.process = subprocess.Popen(
             [*command.via, *tie_to_parent(command.argv)], env=dict(command.environ), stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0,
-        )
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0)
         try:
             self.pidfd = os.pidfd_open(self.process.pid)
         except OSError:  # no descriptor is left

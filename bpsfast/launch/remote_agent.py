@@ -65,8 +65,7 @@ class Agent:
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.Prepare: self._prepare, messages.Listen: self._listen, messages.Reach: self._reach,
             messages.StopListening: self._stop_listening, messages.Reserve: self._reserve, messages.Start: self._start,
-            messages.Signal: self._signal, messages.Alive: lambda message: None,
-        }
+            messages.Signal: self._signal, messages.Alive: lambda message: None}
 
     def run(self) -> None:
         """Serve until the launcher is done or gone, then end all processes."""

@@ -226,8 +226,7 @@ class RemoteHost(ProcessHost):
         self._complaints = output.extra_stream(host.name)
         self._process = subprocess.Popen(
             tie_to_parent(ssh.argv(host)), env=ssh_.environment(os.environ), stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0,
-        )
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, bufsize=0)
         assert self._process.stdin and self._process.stdout and self._process.stderr
         self._stdin, self.complaints = self._process.stdin, self._process.stderr
         self._stdout = self._process.stdout
