@@ -1,4 +1,4 @@
-"""Network addresses: this machine's own, those of routes, and whether the scheduler's address can be reached."""
+"""Find this machine's network addresses, also by route, and tell whether the scheduler's address can be reached."""
 from __future__ import annotations
 
 import ipaddress
@@ -17,7 +17,7 @@ _TIMEOUT_S = 2.0
 _AGAIN_S = 0.5
 #: An address for documentation (RFC 5737): its route is the default route. Nothing is sent there.
 _ANYWHERE = "192.0.2.1"
-#: Names that are looked up at the same time.
+#: Names that are looked up in parallel.
 _N_LOOKUPS = 64
 #: What gloo's and NCCL's variables accept beside a name: `^` (all but), `=` (exactly), a list, a port.
 _OF_A_LIST = re.compile(r"[\^=,:\s]")

@@ -1,7 +1,7 @@
-"""Encryption of data connections: which are encrypted (setting encryption), and the keys of each direction.
+"""Decides which data connections are encrypted (setting encryption), and derives the keys of both directions.
 
-Both follow from the job's key and the connection's nonces (`security.HandshakeResult`): nothing more is exchanged.
-Who learns the job's key later, and has recorded the bytes, can read them: no forward secrecy (SECURITY.md).
+The keys follow from the job's key and the connection's nonces (`security.HandshakeResult`): nothing more is exchanged.
+An attacker who has recorded the bytes and later learns the job's key can read them: no forward secrecy (SECURITY.md).
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Encryption(Enum):
 
     @classmethod
     def of(cls, settings: Settings) -> Encryption:
-        """Return what *settings* ask for. `ALL` leaves no place for RDMA, `BETWEEN_MACHINES` does."""
+        """Return what *settings* ask for. `ALL` excludes RDMA, `BETWEEN_MACHINES` does not."""
         if settings.encryption == "auto":
             return cls.NONE if settings.insecure else cls.BETWEEN_MACHINES
         return cls.ALL if settings.encryption == "on" else cls.NONE
@@ -46,7 +46,7 @@ class Seals:
 
 
 def seals_of(secret: bytes, *, dialled: bool) -> Seals:
-    """Return the seals of the connection with *secret*, which this side has *dialled* or accepted."""
+    """Return the seals of the connection with *secret*, which this side has *dialled*, or else accepted."""
     ours, theirs = ("dialler", "acceptor") if dialled else ("acceptor", "dialler")
     return Seals(Seal(direction_key(secret, ours), closes=True), Seal(direction_key(secret, theirs), closes=False))
 

@@ -1,4 +1,4 @@
-"""The format of bpsfast's log, on standard error unless the program has configured logging itself.
+"""Formats bpsfast's log, and shows it on standard error unless the program has configured logging itself.
 
 Two formats (the setting ``log_format``). Text: time (local, with its offset), process, job, role, level, message:
 

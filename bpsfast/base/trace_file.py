@@ -1,4 +1,4 @@
-"""The trace file of a process, in Chrome's Trace Event Format: writing spans as events, and reading them back.
+"""Writes and reads the trace file of a process, in Chrome's Trace Event Format.
 
 Consecutive spans become complete events (``X``) in rows, each the ``tid`` of a virtual thread; where two threads of a
 rank copied at once there are two rows, as slices of a row must not overlap. Only such slices can carry arrows. Spans

@@ -1,4 +1,4 @@
-"""Formats of values in settings and options: sizes (4M), lists of CPUs (0-3,8) and of RDMA devices (=mlx5_0:1).
+"""Parses values of settings and options: sizes (4M), lists of CPUs (0-3,8) and of RDMA devices (=mlx5_0:1).
 
 Lists of RDMA devices have the syntax of NCCL_IB_HCA:
 

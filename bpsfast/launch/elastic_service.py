@@ -221,13 +221,13 @@ class ElasticService:
             return
         nbytes = protocol.stored_nbytes(message.key, message.value)
         before = self._store.get(message.key)
-        kept_nbytes = self._stored_nbytes - (0 if before is None else protocol.stored_nbytes(message.key, before))
-        if nbytes > protocol.MOST_VALUE_NBYTES or kept_nbytes + nbytes > protocol.MOST_STORED_NBYTES:
+        other_nbytes = self._stored_nbytes - (0 if before is None else protocol.stored_nbytes(message.key, before))
+        if nbytes > protocol.MOST_VALUE_NBYTES or other_nbytes + nbytes > protocol.MOST_STORED_NBYTES:
             _log.warning("worker %d stores %d bytes beside %d, more than the limit: ignored",
-                         message.member, nbytes, kept_nbytes)
+                         message.member, nbytes, other_nbytes)
             return
         self._store[message.key] = message.value
-        self._stored_nbytes = kept_nbytes + nbytes
+        self._stored_nbytes = other_nbytes + nbytes
         self._send(protocol.Value(message.job, message.key, message.value), self._wanted.pop(message.key, ()))
 
     def _on_want(self, message: protocol.Want) -> None:

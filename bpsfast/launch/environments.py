@@ -1,4 +1,4 @@
-"""Environment variables of launchers, a class each: bpsfast, torchrun, BytePS, MPI and Horovod, Kubernetes.
+"""Read a process's role from its launcher's variables, a class each: bpsfast, torchrun, BytePS, MPI, Kubernetes.
 
 Slurm, whose lists of nodes need a parser, is in `slurm`. `roles` decides between those that are present.
 """

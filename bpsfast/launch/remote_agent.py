@@ -13,7 +13,6 @@ import functools
 import os
 import platform
 import secrets
-import select
 import selectors
 import signal
 import socket
@@ -27,6 +26,7 @@ import psutil
 
 from .._version import __version__
 from ..base.exit_codes import NOT_EXECUTABLE
+from ..base.resources import is_ready
 from ..orchestration.errors import ProtocolError
 from ..orchestration.host_lookup import resolve
 from . import remote_protocol as messages
@@ -50,8 +50,8 @@ _WAITING_NBYTES = 1 << 20
 class Agent:
     """One agent, with its connection to the launcher. Main thread only."""
 
-    def __init__(self, line: PipeConnection) -> None:
-        self._line = line
+    def __init__(self, connection: PipeConnection) -> None:
+        self._connection = connection
         self._selector = selectors.DefaultSelector()
         # separate, to be left alone while too much output waits for the launcher
         self._outputs = selectors.DefaultSelector()
@@ -71,10 +71,10 @@ class Agent:
         """Serve until the launcher is done or gone, then end all processes."""
         with SignalEvents() as signals, self._selector, self._outputs, self._resources:
             self._selector.register(signals, selectors.EVENT_READ, self._end)
-            self._selector.register(self._line.source, selectors.EVENT_READ, self._receive)
+            self._selector.register(self._connection.source, selectors.EVENT_READ, self._receive)
             self._children.open(self._outputs)
             try:
-                self._line.mark()
+                self._connection.mark()
                 self._send(messages.Here(messages.VERSION, __version__, platform.python_version(), addresses()))
                 while not self._is_over:
                     self._step()
@@ -82,12 +82,10 @@ class Agent:
                 self._is_over = True
                 self._end_children()
 
-    # -- requests of the launcher ----------------------------------------------------------------------------------
-
     def _receive(self) -> None:
         self._last_received_s = time.monotonic()
         try:
-            for message in self._line.receive():
+            for message in self._connection.receive():
                 self._handlers[type(message)](message)
         except EOFError:
             self._end()
@@ -123,7 +121,7 @@ class Agent:
         with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:  # this agent may have to answer
             answer = pool.submit(reached, asked)
             while not answer.done():
-                if select.select([self._listener], [], [], _GREET_S)[0]:
+                if is_ready(self._listener, _GREET_S):
                     self._selector.get_key(self._listener).data()
             self._send(messages.Reached(answer.result()))
 
@@ -152,19 +150,17 @@ class Agent:
         if (child := self._by_number.get(asked.number)) is not None:
             child.signal_all(asked.signal)
 
-    # -- the loop --------------------------------------------------------------------------------------------------
-
     def _step(self) -> None:
         now = time.monotonic()
         silent_s = self._last_received_s + SILENCE_S
-        if now >= silent_s and not select.select([self._line.source], [], [], 0.0)[0]:  # else this process has not read
+        if now >= silent_s and not is_ready(self._connection.source, 0.0):  # else this process has not read
             self._end()
             return
         if now >= self._pulse_s:
             self._pulse_s = now + PULSE_S
             self._send(messages.Alive())
-        waiting_nbytes = self._line.pending_nbytes
-        set_watched(self._selector, self._line.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
+        waiting_nbytes = self._connection.pending_nbytes
+        set_watched(self._selector, self._connection.target, selectors.EVENT_WRITE, self._flush, waiting_nbytes > 0)
         set_watched(self._selector, self._outputs, selectors.EVENT_READ, self._pass_on,
                     waiting_nbytes < _WAITING_NBYTES)
         for key, _ in self._selector.select(max(0.0, min(self._pulse_s, silent_s) - now)):
@@ -189,13 +185,13 @@ class Agent:
     def _send(self, message: Any) -> None:
         if not self._is_over:
             try:
-                self._line.send(message)
+                self._connection.send(message)
             except OSError:  # the launcher has closed the pipe
                 self._end()
 
     def _flush(self) -> None:
         try:
-            self._line.flush()
+            self._connection.flush()
         except OSError:
             self._end()
 

@@ -215,8 +215,8 @@ class PipeConnection:
         """Return what follows the mark in *data*; add what precedes it to the noise."""
         before, mark, after = (self._before_mark + data).partition(MARK)
         # a part of the mark at the end is not noise yet
-        kept = 0 if mark else min(len(before), len(MARK) - 1)
-        self._noise = (self._noise + before[:len(before) - kept])[-_NOISE_NBYTES:]
-        self._before_mark = before[len(before) - kept:]
+        n_undecided = 0 if mark else min(len(before), len(MARK) - 1)
+        self._noise = (self._noise + before[:len(before) - n_undecided])[-_NOISE_NBYTES:]
+        self._before_mark = before[len(before) - n_undecided:]
         self._awaits_mark = not mark
         return after

@@ -87,8 +87,8 @@ class Supervisor:
         self._failures = Failures(self._errors)
         self._failed_s = 0.0  # when the first one was seen
         self._given_up: set[Process] = set()  # running even after SIGKILL
-        self._missed: list[Process] = []  # the job goes on without these
-        self._is_hopeless = False  # the elastic service forms no further job
+        self._lost: list[Process] = []  # the job goes on without these
+        self._has_no_next_job = False  # the elastic service forms no further job
         self._is_joined = False  # a rank has joined the job
         self._stopped: tuple[str, int] | None = None  # reason and exit code, if the launcher ends the job
         self._deadline: float | None = None  # of the present phase
@@ -197,10 +197,10 @@ class Supervisor:
             if self._phase == "run" and self._is_waited_for(process):
                 continue
             is_spare = process in self._restarted and process.code != 0
-            if self._phase in ("run", "leaving") and (self._can_be_missed(process) or is_spare):
+            if self._phase in ("run", "leaving") and (self._can_lose(process) or is_spare):
                 self._output.say(f"{process.command.name} {process.end_in_words()}: the job goes on without it")
                 self._errors[process].release()
-                self._missed.append(process)
+                self._lost.append(process)
                 if self._restarts > 0 and self._phase == "run" and process.command.kind is Kind.HELPER:
                     self._start_again(process)
             elif process.code != 0 and (self._phase in ("run", "failed", "leaving")
@@ -237,7 +237,7 @@ class Supervisor:
         self._begin(command, host, out, self._errors[process])
         return True
 
-    def _can_be_missed(self, process: Process) -> bool:
+    def _can_lose(self, process: Process) -> bool:
         """Whether the job goes on without *process*, which has failed; the scheduler decides that of helpers."""
         if self._workers is not None:
             return self._workers.has_ended(process) and process.code != 0
@@ -249,7 +249,7 @@ class Supervisor:
         ranks = [process for process in self._processes if process.command.kind is Kind.RANK
                  and not (self._workers is not None and self._workers.is_superfluous(process))]
         return any(process.code == 0 for process in ranks) and all(
-            process.code == 0 or process in self._missed for process in ranks)
+            process.code == 0 or process in self._lost for process in ranks)
 
     def _on_orders(self, workers: WorkerPool) -> None:
         for order in workers.orders():
@@ -257,7 +257,7 @@ class Supervisor:
                 return
             if isinstance(order, StopJob):
                 self._output.say(f"no further job: {order.reason}")
-                self._is_hopeless = True
+                self._has_no_next_job = True
                 self._enter("failed")
             elif isinstance(order, KillWorker):
                 for process in self._processes:
@@ -344,7 +344,7 @@ class Supervisor:
     def _verdict(self) -> int:
         """Write which process ended the job, if one did; return the job's exit code."""
         cause, _ = self._failures.first()
-        code = FAILED if self._is_hopeless else OK
+        code = FAILED if self._has_no_next_job else OK
         if cause is not None and cause.code is not None:
             code = 128 - cause.code if cause.code < 0 else cause.code
             err = self._errors[cause]
@@ -398,9 +398,9 @@ class Failures:
         """
         in_order = sorted(self._failed, key=lambda process: self._ends[process].began_s(process.ended_s))
         causes = [process for process in in_order if not self.follows(process)]
-        loud = [process for process in causes if process.command.kind is Kind.RANK or (process.code or 0) < 0
+        with_output = [process for process in causes if process.command.kind is Kind.RANK or (process.code or 0) < 0
                 or any(line.strip() for line in self._errors[process].tail)]
-        found = next(iter([*loud, *causes, *in_order]), None)
+        found = next(iter([*with_output, *causes, *in_order]), None)
         return found, bool(causes)
 
 

@@ -1,5 +1,4 @@
-"""Two machines on a link with faults on demand: losses, delays, cuts of one or both directions, resets, connections
-refused as by a firewall, changed bytes.
+"""Two machines on a link with faults on demand: losses, delays, cuts, resets, refused connections, changed bytes.
 
     with FaultyLink("a", "b") as link:
         link["a"].popen(...); link["b"].popen(...)
@@ -134,8 +133,6 @@ class FaultyLink(Closing):
         self._wake.close()
         for machine in self.machines.values():
             machine.remove()
-
-    # -- faults -------------------------------------------------------------------------------------------
 
     def spare(self, *ports: int) -> None:
         """Apply no fault to packets from and to these TCP ports, and faults to all other ports."""
