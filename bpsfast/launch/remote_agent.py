@@ -1,8 +1,8 @@
-"""The agent: starts and watches processes on a host for a launcher elsewhere, over ssh's two pipes (``bpsfast agent``).
+"""``bpsfast agent``: starts and watches processes on a host for a launcher elsewhere, over ssh's two pipes.
 
-It passes on what the processes print, and reports their ends. It never outlives the launcher: when its standard input
-ends, when it has received nothing for `SILENCE_S` (a cable is out; the launcher sends `Alive` meanwhile), or by a
-signal, it ends all that it has started, first by SIGTERM. If it is killed itself, the kernel does that
+It passes on what the processes print, and reports their ends. It never outlives the launcher: it ends all that it has
+started, first by SIGTERM, when its standard input ends, when it has received nothing for `SILENCE_S` (a cable is out;
+the launcher sends `Alive` at intervals), or by a signal. If it is killed itself, the kernel ends them
 (`die_with_parent`).
 """
 from __future__ import annotations
@@ -171,13 +171,9 @@ class Agent:
         for key, _ in self._outputs.select(0):
             for child in key.data():
                 self._children.drain_one(child)
-                self._pass_on_reports()
+                for reporter, word, time_s in self._children.reports():
+                    self._send(messages.Reported(self._number_of(reporter), word, time.monotonic() - time_s))
                 self._send(messages.Ended(self._number_of(child), child.code))
-
-    def _pass_on_reports(self) -> None:
-        now_s = time.monotonic()
-        for child, word, time_s in self._children.reports():
-            self._send(messages.Reported(self._number_of(child), word, now_s - time_s))
 
     def _number_of(self, child: Process) -> int:
         return next(number for number, each in self._by_number.items() if each is child)
