@@ -1,6 +1,6 @@
 """Identify this machine, its network and PID namespaces, and processes, for comparison between processes.
 
-The *mark* of a process names what it may leave behind: folders, network namespaces, its children's environment. It is
+The *mark* of a process is in the names of its folders and network namespaces and in its children's environment. It is
 ``<pid>.<start time>.<namespace>``: the start time (clock ticks since boot) tells the process from a later one with the
 same pid; the namespace is this boot and PID namespace, outside which the pid means nothing. From a mark another process
 can tell whether the owner is dead, alive, or unknown here.

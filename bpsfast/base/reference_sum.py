@@ -30,8 +30,8 @@ def reduce(groups: Sequence[Sequence[Array]], average: bool) -> Array:
 def reduce_rows(groups: Sequence[Sequence[tuple[Array, Array]]], average: bool) -> tuple[Array, Array]:
     """Sum rows: *groups* are per node, in node order, its ranks' (indices, values), of distinct indices.
 
-    Each row that some rank has is summed as `reduce` does, over those who have it; *average* divides by the number of
-    all ranks. Returns (indices, values), ascending; some rank has a row.
+    Each row that some rank has is summed as `reduce` does, over the ranks that have it; *average* divides by the number
+    of all ranks. Returns (indices, values), ascending; some rank has a row.
     """
     divisor = sum(len(group) for group in groups) if average else 1
     indices = np.unique(np.concatenate([own for group in groups for own, _ in group]))

@@ -92,7 +92,7 @@ class ElasticService:
         return self._ordered.fileno()
 
     def orders(self) -> list[Order]:
-        """Return what is to be done, in order."""
+        """Return the orders since the last call, oldest first."""
         self._ordered.clear()
         return [self._orders.popleft() for _ in range(len(self._orders))]
 

@@ -3,10 +3,10 @@
 Under ``log_format=json`` each shown line is a JSON object: log lines of bpsfast's processes as they are, others with
 the keys ts, role, its number, stream ("stdout" or "stderr") and message, a whole traceback in one.
 
-Many ranks may fail in the same way, or because one has failed. `DuplicateOutput` shows the common traceback once.
+Many ranks may fail in the same way, or because one has failed: a common traceback is shown once (`DuplicateOutput`).
 Files (``--tee-dir``) have every line as it was written, and ``log_level=INFO`` shows them all.
 
-A reader that stops (a pager, a terminal) does not stop the launcher: `OutputStream` keeps what it does not take.
+A reader that stops (a pager, a terminal) does not stop the launcher: `OutputStream` buffers what it does not take.
 """
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from ..base.resources import is_ready
 from ..base.value_formats import format_cpus
 
 _TAIL_LINES = 200
-#: So many lines back, a line can still be seen on a terminal.
+#: At most this many lines back, a line is still visible on a terminal.
 _IN_SIGHT_LINES = 20
 #: A longer line is cut.
 _LINE_NBYTES = 1 << 20
-#: At most so many bytes wait for a reader; then the job waits for it.
+#: While this many bytes wait for a reader, the job waits, too.
 _PENDING_NBYTES = 1 << 20
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
@@ -160,7 +160,7 @@ class Output:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many bytes wait that the processes must wait, too."""
+        """Whether the processes must wait for the readers."""
         return not self._is_hurried and self.pending_nbytes >= _PENDING_NBYTES
 
     def hurry(self) -> None:
@@ -403,7 +403,7 @@ class StreamFilter:
         return [[f"the traceback of {first}, too: ".encode() + kind]]
 
 
-#: A writable pipe takes so many bytes at once (POSIX), in blocking mode too.
+#: A writable pipe takes this many bytes without blocking (POSIX), in blocking mode, too.
 _AT_ONCE_NBYTES = select.PIPE_BUF
 
 

@@ -34,7 +34,7 @@ from .daemons import clean_environment, reserve_master_port, reserve_port
 from .processes import Command, Kind, LocalProcess, LocalProcesses, Process, SignalEvents, set_watched, thread_defaults
 from .remote_protocol import PipeConnection
 
-#: Silence after which the launcher counts as gone; it, or the connection, may be stopped for so long.
+#: Silence after which the launcher counts as gone: it, or the connection, may be stopped for some time.
 SILENCE_S = 60.0
 PULSE_S = 5.0
 _AFTER_SIGTERM_S = 1.5
@@ -43,7 +43,7 @@ _REACH_S, _REACH_ALL_S, _N_AT_ONCE = 3.0, 12.0, 64
 TOKEN_NBYTES = 16
 #: Interval at which an agent that tries its own listener answers it.
 _GREET_S = 0.02
-#: At most so much output waits for the launcher; then the job waits, too.
+#: While this much output waits for the launcher, the job waits, too.
 _WAITING_NBYTES = 1 << 20
 
 
@@ -53,7 +53,7 @@ class Agent:
     def __init__(self, connection: PipeConnection) -> None:
         self._connection = connection
         self._selector = selectors.DefaultSelector()
-        # separate, to be left alone while too much output waits for the launcher
+        # separate, as it is not watched while too much output waits for the launcher
         self._outputs = selectors.DefaultSelector()
         self._children = LocalProcesses()
         self._by_number: dict[int, LocalProcess] = {}
@@ -236,7 +236,7 @@ def environment(environ: Mapping[str, str], variables: Mapping[str, str], n_rank
     this is no rank) gets its share of the cores, unless the variables are set.
     """
     found = clean_environment(environ)
-    found.pop("PYTHONSAFEPATH", None)  # it is for the agent; a program may import what is beside it
+    found.pop("PYTHONSAFEPATH", None)  # set for the agent; programs import from their own folder
     found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     return {**(thread_defaults(n_ranks) if n_ranks else {}), **found, **variables}
 

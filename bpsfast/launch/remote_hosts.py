@@ -181,7 +181,7 @@ def _together(errors: Sequence[BpsError], n_hosts: int) -> BpsError:
     return kind(f"{len(errors)} of {n_hosts} hosts cannot be used:{lines}")
 
 
-#: A host that has sent nothing for so long counts as lost.
+#: A host that has sent nothing for this time counts as lost.
 SILENCE_S = 30.0
 #: How long an agent may take to end its processes after its connection was closed.
 _END_S = 6.0

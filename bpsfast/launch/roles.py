@@ -52,7 +52,7 @@ _log = logging.getLogger("bpsfast.roles")
 _ENVIRONMENTS: tuple[Environment, ...] = (EXPLICIT, TORCHRUN, BYTEPS, SLURM, OPEN_MPI, PMI, HOROVOD, KUBERNETES)
 #: Stands for the key in a role that is only compared, so that no key is derived and no warning logged.
 _NO_KEY = "00" * 32
-#: Who should have completed an incomplete set of variables.
+#: Launcher -> how to complete its set of variables.
 _ADVICE = {
     "slurm": "srun sets them all; they may be left of another step",
     "kubernetes": "Set them in the pods' template",
@@ -63,7 +63,7 @@ def detect(settings: Settings, environ: Mapping[str, str] | None = None) -> Proc
     """Return the role of this process.
 
     Raises `ConfigError` for an incomplete set of variables, or for two sets that disagree; the text names the variables
-    and who should set them. Or the settings name no interface of this machine.
+    and how they are set. Also if the settings name no interface of this machine.
     """
     environ = os.environ if environ is None else environ
     configured_host(settings)  # an early error: at a node it would end all ranks

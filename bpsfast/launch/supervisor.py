@@ -75,7 +75,7 @@ class Supervisor:
         self._by_command = [LocalProcesses()] * len(commands) if hosts is None else hosts
         self._hosts: list[ProcessHost] = list(dict.fromkeys(self._by_command))
         self._selector = selectors.DefaultSelector()
-        # separate, to be left alone while too much output waits for its reader
+        # separate, as it is not watched while too much output waits for its reader
         self._events = selectors.DefaultSelector()
         self._processes: list[Process] = []
         self._restarts = restarts
