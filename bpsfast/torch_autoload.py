@@ -54,4 +54,4 @@ def _env(torch_handler: Any, url: str, **more: Any) -> Any:
         return torch_handler(url, **more)
     from .torch.backend.worlds import env
 
-    return env(torch_handler)(url, **more)
+    return env(torch_handler, url, **more)

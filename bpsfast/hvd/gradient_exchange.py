@@ -61,7 +61,7 @@ class StepProxy:
         kinds, codecs = exchange.kinds, exchange.codecs
         self._title = f"DistributedOptimizer.{self.number}"
         self._names = sorted(exchange.parameters)
-        self._places = dict(exchange.used.places)
+        self._places = dict(exchange.used.index_of)
         self._frozen = set(exchange.used.frozen)
         self._present = exchange.used.title
         #: The number's name among those of the gradients; like `Presence.title` that of no other optimizer's.
@@ -121,7 +121,7 @@ class StepProxy:
         """Give back the memory: no rank has the optimizer any more."""
         for each in dict.fromkeys((self.gradients, *self.admitted.values())):
             if each is not None:
-                retire_later(each, self._homes)
+                retire_later(each.retire, self._homes)
 
     def count_step(self) -> None:
         """Count a step in which this rank took part with gradients of its own."""

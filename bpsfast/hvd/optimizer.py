@@ -15,7 +15,7 @@ import torch
 from ..orchestration.errors import ConfigError, UnsupportedError
 from ..torch.compression import parted
 from ..torch.optimizer_extras import has_momentum
-from ..torch.optimizer_wrapper import OptimizerWrapper, check_passes, members_of, owned, parameters_of, user_step, wrap
+from ..torch.optimizer_wrapper import OptimizerWrapper, check_passes, owned, parameters_of, user_step, wrap
 from . import runtime
 from .collective_ops import Compression
 from .gradient_exchange import DenseExchange, NegotiatedExchange
@@ -76,8 +76,6 @@ class _DistributedOptimizer(OptimizerWrapper):
         if self._exchange is not None:
             self._exchange.forget_passes()
         self._base.load_state_dict(self, state_dict)
-
-_MEMBERS = members_of(_DistributedOptimizer, "step", "synchronize", "load_state_dict")
 
 
 def DistributedOptimizer(
@@ -144,7 +142,7 @@ def DistributedOptimizer(
     if has_momentum(compression, named):
         raise UnsupportedError("codecs with momentum are for bpsfast.torch.DistributedOptimizer: use momentum=0 in the "
                                "codec, and the optimizer's own")
-    wrapped = wrap(optimizer, _MEMBERS, backward_passes_per_step)
+    wrapped = wrap(optimizer, backward_passes_per_step, _DistributedOptimizer)
     wrapped.op, wrapped.process_set = reduction, process_set
     wrapped._parameter_names = {p: name for name, p in sorted(every, key=lambda item: item[0])}
     if runtime.current().size == 1 or not named or not process_set.included():

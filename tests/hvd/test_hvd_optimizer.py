@@ -205,7 +205,7 @@ def arguments():
         optimizer = hvd.DistributedOptimizer(sgd, [(f"arguments.{name}", p) for name, p in named], num_groups=2)
     with pytest.raises(ValueError, match=r"DistributedOptimizer, .* already"):
         hvd.DistributedOptimizer(optimizer)
-    with pytest.raises(TypeError, match="before DistributedOptimizer wraps"):
+    with pytest.raises(TypeError, match="before the optimizer is wrapped"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     with pytest.raises(ValueError, match="must be > 0"):
         optimizer.set_backward_passes_per_step(0)
