@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from ...base.resources import Closing
 from ...orchestration.errors import PeerLostError, StallError
 from .sample import NodeSample, Sample, State, node_sample, rank_samples
 from .scrape import Scrape, scrape
@@ -36,7 +37,7 @@ class _Seen(NamedTuple):
     n_missing: int = 0
 
 
-class Watch:
+class Watch(Closing):
     """Scrapes the nodes of the job at *places*. Owner thread only; worker threads do the requests. `close` it.
 
     If nodes of several jobs answer, the first job counts.
@@ -52,12 +53,6 @@ class Watch:
         self._remarked: dict[int, State] = {}
         #: nodes with ranks that were lost while others answered
         self.missed: set[int] = set()
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop the threads, each after at most one scrape timeout."""
