@@ -20,7 +20,6 @@ import msgspec
 
 from ..._version import __version__
 from ...base.framing import Frames
-from ...base.resources import Closing
 from ...hardware.kernel import Address, Kernel
 from ...hardware.rdma_route import Rail
 from ...hardware.verbs import completions
@@ -51,7 +50,7 @@ class QueuePairAddress(msgspec.Struct, frozen=True, kw_only=True):
     rkey: int
 
 
-class QueuePairTest(Closing):
+class QueuePairTest:
     """A queue pair on *rail* with `NBYTES` of registered memory. Owner thread only; a context manager.
 
     Raises
@@ -108,6 +107,12 @@ class QueuePairTest(Closing):
         """Close everything in reverse order. Idempotent."""
         while self._closing:
             self._closing.pop().close()
+
+    def __enter__(self) -> QueuePairTest:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 DEFAULT_PORT = 18619
 _CONTEXT = "bpsfast doctor"
@@ -173,7 +178,7 @@ def ask(facts: Facts, address: Address, port: int, secret: bytes, timeout_s: flo
             facts.trial_error = f"the connection to {where} ended early: {reason}"
 
 
-class Listener(Closing):
+class Listener:
     """Answers other doctors. Owner thread only; a context manager.
 
     Parameters
@@ -282,6 +287,12 @@ class Listener(Closing):
             visit = self._visits.get()
             if isinstance(visit, socket.socket):
                 visit.close()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def _try(facts: Facts, talk: _Conversation, verbs: Any, timeout_s: float) -> None:
