@@ -52,7 +52,7 @@ class SchedulerClient:
         self._start_timeout_s = start_timeout_s
         self._pulse_s = pulse_s
         self._started = self._last_tick = now
-        self._next_heartbeat = now + (0.0 if asks_time else heartbeat_s)  # a short job has a trace, too
+        self._next_heartbeat = now + (0.0 if asks_time else heartbeat_s)  # so that short jobs have a trace, too
         self._n_heartbeats = 0
         self._process, self._n_dialled = f"{os.getpid()}-{secrets.token_hex(12)}", 0
         self._asks_time = asks_time
@@ -61,7 +61,7 @@ class SchedulerClient:
         self._was_secure = False
         self._ended = False
         self._was_heard = False
-        self._lost: tuple[float, str] | None = None  # when the scheduler was heard last, and what became of it
+        self._lost: tuple[float, str] | None = None  # when the scheduler was heard last, and why it counts as lost
         self._last_known = host if is_address(host) else ""  # the scheduler's address
         self._connected_to = ""
         self._lookup: HostLookup | None = None
@@ -174,7 +174,7 @@ class SchedulerClient:
         slept_s, self._last_tick = now - self._last_tick, now
         if self._ended:
             return False
-        if slept_s > self._lease_s * _IMPATIENCE / 2:  # stopped ourselves: what came meanwhile is still to be read
+        if slept_s > self._lease_s * _IMPATIENCE / 2:  # this process was stopped: what came meanwhile is unread
             self._heard = min(now, self._heard + slept_s) if self._heard is not None else None
             self._dialled = min(now, self._dialled + slept_s)
         self._take_lookup()
@@ -183,7 +183,7 @@ class SchedulerClient:
         if self._last_known and not self._connected_to:
             self._connect()
         trouble = self._trouble(now)
-        # Believed at the next tick only, so that an Abort on its way in is read first.
+        # Counts from the next tick on, so that an Abort on its way in is read first.
         self._read_monitor()
         if not self._was_heard and now - self._started >= self._start_timeout_s:
             raise StallError(self._nobody())
@@ -196,7 +196,7 @@ class SchedulerClient:
         if trouble:
             self._hang_up(0.0)
             self._dial(now)
-            self._beat()  # short, so that we are known there before we say all: strangers may not say much
+            self._beat()  # a short first message: senders that are not known yet may not send much
             return True
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_s

@@ -193,7 +193,7 @@ class NegotiationService(GroupService[Operation]):
                     coordinator.submit(request, now)
             elif isinstance(message, says.Left):
                 coordinator.leave(message.rank)
-        coordinator.look_at_the_clock(now)
+        coordinator.check_timeouts(now)
         text = coordinator.warning(now)
         if text is not None:
             log.warning("%s", text)

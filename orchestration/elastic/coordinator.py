@@ -84,19 +84,17 @@ class ElasticCoordinator:
         self.is_over = False  # a rank has ended its training, together with all others
         self.failure: Fail | None = None
         self.n_replaced = 0
-        self._come: dict[int, str] = {}  # and wait: member -> its node
-        self._lost: dict[int, str] = {}  # of the holders: how each ended
-        self._left: set[int] = set()  # of the holders, those that ended well
-        self._instead: dict[int, int] = {}  # a lost holder -> who was started for it
+        self._come: dict[int, str] = {}  # members that wait -> their nodes
+        self._lost: dict[int, str] = {}  # holder -> how it ended
+        self._left: set[int] = set()  # holders that ended well
+        self._instead: dict[int, int] = {}  # a lost holder -> the member that was started for it
         self._began_s: float | None = None
-        self._with_state: set[int] = set()  # of those who live
-        self._has_begun = False  # somebody has had a state that must not be lost
-        self._n_commits = 0  # of the training, as far as those who have come have said
+        self._with_state: set[int] = set()  # members that live
+        self._has_begun = False  # whether a member has had a state, which must not be lost
+        self._n_commits = 0  # of the training, as far as arrived members have told
         self._n_commits_before = 0  # when the last job was formed
-        self._failed: dict[int, str] = {}  # of the holders: why the last job has failed, as they say
+        self._failed: dict[int, str] = {}  # holder -> why the last job has failed, as it says
         self._n_fruitless = 0  # jobs in a row
-
-    # -- what happens ----------------------------------------------------------------------------------------------
 
     def came(self, member: int, node: str, now_s: float, has_state: bool = False, n_commits: int = 0,
              reason: str = "") -> None:
@@ -143,8 +141,6 @@ class ElasticCoordinator:
         self._instead[member] = by
         self._began_s = now_s
         self.n_replaced += 1
-
-    # -- what follows ----------------------------------------------------------------------------------------------
 
     def holds_rank(self, member: int) -> bool:
         """Whether *member* is in the last job, or is to be in the first."""
@@ -207,7 +203,7 @@ class ElasticCoordinator:
         if self.rules.lost_worker == "abort":
             return Fail("PeerLostError", f"{self._losses()}; the policy for lost workers is abort")
         survivors = self._survivors()
-        if self.number == 0:  # nobody has any state yet
+        if self.number == 0:  # no member has a state yet
             return None if survivors or self.rules.lost_worker == "wait" else Fail("PeerLostError", self._losses())
         if not survivors:
             return Fail("PeerLostError", f"no quorum: {self._losses()}: nobody is left who has the state")
@@ -271,7 +267,7 @@ class ElasticCoordinator:
                 meant = self._instead.get(member)
                 if meant in self._come:
                     places.append(meant)
-                else:  # whoever has come by himself will do, if nobody was started
+                else:  # any member that has come will do, if none was started
                     places.append(spare.pop(0) if meant is None and spare else None)
         return places
 

@@ -175,7 +175,7 @@ class ControlLog:
     def _commit(self, message: m.Commit) -> None:
         plan, self._prepared = self._prepared, None
         if plan is None or plan.generation != message.generation:
-            return  # whoever acts on it says so
+            return  # the node itself reports that
         self._committed = message.generation
         self._units |= {unit.unit: unit for unit in plan.units}
         if isinstance(plan, m.Recover):

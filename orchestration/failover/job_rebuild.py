@@ -53,15 +53,13 @@ class JobRebuild:
             self._known.setdefault(index, []).append(sender)
         self._reports = NodeReports(tuple(nodes))
         self._joins: dict[bytes, m.Join] = {}
-        self._all_left: set[int] = set()  # nodes with ranks that have said so before they went
+        self._all_left: set[int] = set()  # nodes whose ranks have all left, as they reported
         self._first = m.Rejoin(version=m.VERSION, package=package, settings={}, job=job, index=0,
                                nodes=tuple(nodes)) if job else None
         self._majority_since: float | None = None
         self._probes = NodeProbes(lease_s, timeout_s, now)
         #: Whether a message has come since the last look that may change `finished`, `aborted` or `snapshot`.
         self.is_due = True
-
-    # -- what comes in ------------------------------------------------------------------------------------
 
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Take one message; return what is to be answered."""
@@ -118,7 +116,7 @@ class JobRebuild:
 
     def _rejoin(self, now: float, sender: bytes, rejoin: m.Rejoin) -> m.Outgoing:
         if sender in self._heard and rejoin.recall != self.recall:
-            return []  # its answer to this recall is on its way
+            return []  # its answer to this request is on its way
         refused = self._objection(rejoin)
         if refused is not None:
             return [(sender, m.refusal(refused))]
@@ -159,13 +157,11 @@ class JobRebuild:
         nodes = self._nodes
         for sender, join in list(self._joins.items()):
             index = self._reports.find_node(join)
-            if index is not None and index not in self._reports.joining:  # those begin anew
+            if index is not None and index not in self._reports.joining:  # those join anew
                 del self._joins[sender]
                 self._reports.begin(sender, NodeReport(
                     m.Rejoin(version=m.VERSION, package=join.package, settings=join.settings, job=first.job,
                              index=index, nodes=nodes), is_complete=True, join=join))
-
-    # -- what follows -------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> m.Outgoing:
         """Return what follows from the time: heartbeats. Look at `finished`, `aborted` and `snapshot` afterwards."""

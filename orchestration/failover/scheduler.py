@@ -147,7 +147,7 @@ class Scheduler:
     def _log_abort(self) -> None:
         """Log why the job was aborted: as an error only if no rank could be told."""
         if self.aborted is not None:
-            is_said = self._is_abort_told or bool(self._stop_reason)  # whoever stopped it knows
+            is_said = self._is_abort_told or bool(self._stop_reason)  # the process that stopped it knows
             log.log(logging.INFO if is_said else logging.ERROR, "the job is aborted: %s: %s", self.aborted.error,
                     self.aborted.reason)
 
@@ -192,7 +192,7 @@ class Scheduler:
         if self._zap in ready:
             self._admit()
         if self._router not in ready or self._read_all():
-            self._handshake_limiter.look()  # else those who wait to be read might seem to be strangers
+            self._handshake_limiter.update()  # else connections with unread messages might seem to be strangers
         if self._wake.fileno() in ready:
             self._wake.clear()
             self._send(self._state.abort(ClosedError(self._stop_reason)))
@@ -220,9 +220,9 @@ class Scheduler:
                 frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
-            fd = self._handshake_limiter.knows(frames[-1])
+            fd = self._handshake_limiter.note_message(frames[-1])
             sender, *rest = (frame.bytes for frame in frames)
-            self._pulses.knows(sender, fd)
+            self._pulses.note_message(sender, fd)
             try:
                 if len(rest) != 1:
                     raise ProtocolError(f"{len(rest)} frames came from a node where a control message is one")
@@ -234,7 +234,7 @@ class Scheduler:
                 continue
             self._send(self._state.receive(time.monotonic(), sender, message))
             if isinstance(message, m.Lost) and message.who.startswith("rank ") and self.aborted is not None:
-                self._is_abort_told = True  # the rank has said it, or whoever started it says what has ended it
+                self._is_abort_told = True  # the rank, or its launcher, reports it
         return False
 
     def _unreadable(self, sender: bytes, data: bytes, error: ProtocolError) -> None:

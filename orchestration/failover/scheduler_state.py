@@ -135,7 +135,7 @@ class SchedulerState:
     def _begin(self, now: float) -> m.Outgoing:
         """Ask all nodes to rejoin."""
         settings, joins, known = self._settings, self.job.joins, self.job.heard
-        n_known = 1 + max((index for index, _ in known.values()), default=-1)  # whoever just comes, nobody waits for
+        n_known = 1 + max((index for index, _ in known.values()), default=-1)  # newcomers are not waited for
         self._n_recalls += 1
         self._rebuilding = JobRebuild(
             settings.package, heartbeat_s=settings.heartbeat_s, lease_s=settings.lease_s,

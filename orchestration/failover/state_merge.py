@@ -52,9 +52,9 @@ class NodeReports:
         self.by_sender: dict[bytes, NodeReport] = {}
         self.sender_of: dict[int, bytes] = {}
         self._late: set[int] = set()
-        #: Indices of those who have said all.
+        #: Indices of the nodes whose report is complete.
         self.complete: set[int] = set()
-        #: All nodes that somebody knows: helpers are not told of others that come late.
+        #: All nodes that any node knows: helpers are not told of others that come late.
         self.nodes: tuple[m.NodeInfo, ...] = ()
         self.workers: set[int] = set()
         self.lost: set[int] = set()
@@ -158,7 +158,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
             raise ProtocolError(f"{describe_node(nodes, index)} has committed generation "
                                 f"{rejoins[index].committed}, and is not prepared for {latest}, which others have "
                                 "committed")
-    # Who came late knows only some units, but maybe those of the latest commit before the others do.
+    # A late node knows only some units, but maybe those of the latest commit before the others do.
     whole = [index for index in reports if not rejoins[index].is_late]
     base = next((index for index in whole if index not in behind), whole[0])
     known = dict(reports[base].units)
@@ -181,10 +181,10 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
             said.append(m.Retired(units=tuple(retired)))
         if index in behind:
             said.append(m.Commit(generation=latest, order=tuple(rank_parts(units))))
-            # retired by all since: others have given it back
+            # retired by all since: other nodes have freed them
             if over := [number for number in report.rejoin.prepared_units if number not in kept]:
                 said.append(m.Retired(units=tuple(over)))
-        # whoever missed that others have come would number the next one wrongly
+        # a node that missed newcomers would number the next one wrongly
         said.append(m.Resume(missed=tuple(nodes[len(report.rejoin.nodes):]) if report.ranks else ()))
         if not report.rejoin.rates and not unmeasured and any(node.probes for node in nodes):
             said.append(m.Rates(nic_rate_bytes=tuple(rates)))
@@ -192,7 +192,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
             said.append(m.BarrierDone(sequence=barrier))
     roster = Roster([(senders.get(node.index, b""), node) for node in nodes])
     roster.lost.update(lost)
-    # Who has committed less knows of older ones.
+    # Nodes that have committed less know older ones.
     lent = {each.part: each for rejoin in sorted(rejoins.values(), key=lambda each: each.committed)
             for each in rejoin.lent}
     gone_from: dict[int, set[int]] = {}

@@ -10,7 +10,7 @@ from ..messages import Commit, NodeInfo, OwnerChange, Plan, TensorSpec, UnitPlan
 from ..placement import codec_choice
 from ..placement.assignment import assign, assign_among, owned_by
 from ..placement.layout import lay_out
-from ..placement.partition import MAX_PARTS, has_state
+from ..placement.partition import MAX_PARTS, has_state, with_owners
 from ..placement.rates import bound_remark, bounded, machines_of, ownable
 from ..placement.rebalancing import shared
 from ..placement.shares import Machine
@@ -60,7 +60,7 @@ class Generations:
         self._more = [before if now < -1 else now for before, now in zip(self._more, snapshot.ownable_nbytes)]
         self._gone_from = {first: set(ranks) for first, ranks in snapshot.gone_from.items()}
         self._next_unit = snapshot.next_unit
-        self._owned = _plus_owned([0] * len(self._owned), self.units)
+        self._owned = self._owned_of(self.units)
         used = sorted(part.part for unit in self.units for part in unit.parts)
         self._next_part = used[-1] + 1 if used else 0
         self._free = [(before + 1, part - before - 1) for before, part in zip([-1, *used], used) if part > before + 1]
@@ -99,11 +99,13 @@ class Generations:
         policy = self._policy
         if policy == "ps" and (keeps_state or all(machine.has_ranks for _, machine in candidates)):
             policy = "colocated"  # without a helper, those that were there are lost
-        units = self._numbered(self._for_workers(_with_node_owners(candidates, lay_out(
+        placed = lay_out(
             specs, [machine for _, machine in candidates], policy=policy,
             partition_nbytes=self._partition_nbytes, fusion_nbytes=self._fusion_nbytes, page_nbytes=self._page_nbytes,
             owned=[owned[node] for node, _ in candidates], more=[self._more[node] for node, _ in candidates],
-            first_unit=self._next_unit, first_part=MAX_PARTS - most, is_within=len(self._nodes) == 1)), family, most))
+            first_unit=self._next_unit, first_part=MAX_PARTS - most, is_within=len(self._nodes) == 1)
+        placed = [with_owners(unit, lambda part: candidates[part.owner][0]) for unit in placed]
+        units = self._numbered(self._for_workers(placed, family, most))
         nbytes = sum(owned) + sum(part.wire_nbytes for unit in units for part in unit.parts)
         if self._policy == "optimal" and not ranks and len(candidates) == len(self._machines):
             machines = bounded(self._machines, owned, self._more)
@@ -122,10 +124,14 @@ class Generations:
             specs, [machine for _, machine in candidates], [self._copy_rates[node] for node, _ in candidates],
             self._policy, self._partition_nbytes, self._fusion_nbytes)
 
+    def _owned_of(self, units: Sequence[UnitPlan]) -> list[int]:
+        """Return the bytes of *units* that each node owns."""
+        return owned_by(((part.wire_nbytes, part.owner) for unit in units for part in unit.parts), len(self._owned))
+
     def _owned_beside(self, family: str) -> list[int]:
         """Return the bytes that each node owns of what is pushed beside an edition of *family*."""
         others = [unit for unit in self.units if family and unit.edition_of == family]
-        return [all_ - theirs for all_, theirs in zip(self._owned, _plus_owned([0] * len(self._owned), others))]
+        return [all_ - theirs for all_, theirs in zip(self._owned, self._owned_of(others))]
 
     def _candidates(self, ranks: Sequence[int], helpers: bool) -> list[tuple[int, Machine]]:
         """Return (node, machine) of those that may own tensors of *ranks* (empty: all): their nodes, and *helpers*."""
@@ -254,7 +260,7 @@ class Generations:
     def _unready(self) -> list[int]:
         return [node for node in range(len(self._machines)) if node not in self._ready and node not in self._absent]
 
-    # -- when a node is lost, or comes ---------------------------------------------------------------------------------
+    # -- losses and newcomers ------------------------------------------------------------------------------------------
 
     def lose(self, node: int) -> Sequence[TensorSpec]:
         """Place nothing on *node* any more; return what was in progress, which is given up and to be proposed anew."""
@@ -280,7 +286,7 @@ class Generations:
                               lambda position: moves[position].candidates, self._is_wanted)
         own = owned_by(zip((move.part.wire_nbytes for move in moves), owners), len(owned))
         full = {node for node, most in self._limits.items() if own[node] > most}
-        if full:  # who lacks the last result of a partition cannot own it
+        if full:  # a node without the last result of a partition cannot own it
             left = [move for move, owner in zip(moves, owners) if owner in full]
             nodes = sorted({node for move in left for node in move.candidates})
             rooms = ", ".join(f"node {node} {self._limits[node]} bytes" for node in nodes if node in self._limits)
@@ -314,9 +320,8 @@ class Generations:
     def _reassigned(moves: Sequence[PartitionMove], owners: Sequence[int]
                         ) -> tuple[list[UnitPlan], list[OwnerChange]]:
         of = {move.part.part: owner for move, owner in zip(moves, owners)}
-        units = [msgspec.structs.replace(unit, parts=tuple(
-            msgspec.structs.replace(part, owner=of.get(part.part, part.owner)) for part in unit.parts))
-            for unit in {move.unit.unit: move.unit for move in moves}.values()]
+        units = [with_owners(unit, lambda part: of.get(part.part, part.owner))
+                 for unit in {move.unit.unit: move.unit for move in moves}.values()]
         return units, [move.owner_change(owner) for move, owner in zip(moves, owners)]
 
     def owners_changed(self, units: Sequence[UnitPlan], changes: Sequence[OwnerChange]) -> Commit:
@@ -324,11 +329,11 @@ class Generations:
         self._limits.clear()
         self.lent |= {each.part: each for each in changes if each.lacking}
         for each in changes:
-            if each.giver >= 0:  # who gives up lives, and what it has sent has arrived
+            if each.giver >= 0:  # the old owner lives, and what it has sent has arrived
                 self.lent.pop(each.part, None)
         known = {unit.unit: unit for unit in units}
         self.units = [known.get(unit.unit, unit) for unit in self.units]
-        self._owned = _plus_owned([0] * len(self._owned), self.units)
+        self._owned = self._owned_of(self.units)
         return Commit(generation=self.number, order=tuple(rank_parts(self.units)))
 
     def _is_wanted(self, node: int) -> bool:
@@ -338,20 +343,5 @@ class Generations:
         return self._machines[node].has_ranks == (self._policy == "colocated")
 
 
-def _with_node_owners(candidates: Sequence[tuple[int, Machine]], units: Sequence[UnitPlan]) -> list[UnitPlan]:
-    """Return *units*, whose owners are positions in *candidates*, with nodes as owners."""
-    return [msgspec.structs.replace(unit, parts=tuple(
-        msgspec.structs.replace(part, owner=candidates[part.owner][0]) for part in unit.parts)) for unit in units]
-
-
 def _has(units: Sequence[UnitPlan], name: str) -> bool:
     return any(member.name == name for unit in units for member in unit.members)
-
-
-def _plus_owned(owned: Sequence[int], units: Sequence[UnitPlan]) -> list[int]:
-    """Return *owned*, bytes by node, with those of *units* added."""
-    total = list(owned)
-    for unit in units:
-        for part in unit.parts:
-            total[part.owner] += part.wire_nbytes
-    return total

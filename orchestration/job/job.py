@@ -46,21 +46,21 @@ class Job:
         self.settings = settings
         self.finished = False
         self.aborted: m.Abort | None = None
-        self.has_no_majority = False  # too few nodes with ranks are heard for anything to be decided
+        self.has_no_majority = False  # too few nodes with ranks are heard to decide anything
         self.name = settings.name
         #: Texts that the scheduler logs as warnings.
         self.remarks: list[str] = []
         self._admission = Admission(settings)
-        self._waits_since = None if settings.awaits_ranks else now  # for all to be there
+        self._waits_since = None if settings.awaits_ranks else now  # when the job began to wait for all nodes
         self._next_heartbeat = now + settings.heartbeat_s
         self._n_heartbeats = 0
         self._heartbeats = HeartbeatMonitor(settings.lease_s, settings.helper_lease_s, now)
         self._probes = NodeProbes(settings.lease_s, settings.start_timeout_s, now)
-        self._reached_by_others: set[bytes] = set()  # who is silent for too long, and known to live
-        self._replaced_senders: set[bytes] = set()  # identities of processes that have others by now
-        self._refused = ""  # the last who came while the job gathered and was refused, and why
+        self._reached_by_others: set[bytes] = set()  # silent for too long, but known to live
+        self._replaced_senders: set[bytes] = set()  # earlier connections of processes that have reconnected
+        self._refused = ""  # why the last refused join was refused, while the job gathers
         self._left: set[int] = set()
-        self._unacknowledged: set[bytes] = set()  # who has not said that the end was read
+        self._unacknowledged: set[bytes] = set()  # nodes that have not acknowledged the end
         self.roster = Roster(())  # empty until all nodes have joined
         self.admitted = False  # whether all nodes have joined
         self._deferred: list[tuple[bytes, m.Message]] = []
@@ -116,8 +116,6 @@ class Job:
         if not self.admitted:
             return []
         return [*(self.roster.senders[index] for index in sorted(self.roster.joining)), *self._late_joins.queue]
-
-    # -- what comes in ------------------------------------------------------------------------------------
 
     def receive(self, now: float, sender: bytes, message: m.Message) -> m.Outgoing:
         """Decide what *message* from *sender* leads to; return (destination, message) in the order to be sent."""
@@ -446,8 +444,6 @@ class Job:
         self._update_nodes()
         return self._to_all(self._measuring.message) + self._integrate_newcomers(now) + self._planning.plan()
 
-    # -- what nodes can do --------------------------------------------------------------------------------
-
     def _ready(self, now: float, sender: bytes, message: m.Ready) -> m.Outgoing:
         index = self.roster.index_of(sender)
         self._generations.can_own(index, message.ownable_nbytes)
@@ -530,8 +526,6 @@ class Job:
         for sender, message in deferred:
             out += self.receive(now, sender, message)
         return out
-
-    # -- addressing ---------------------------------------------------------------------------------------
 
     def _name(self, sender: bytes) -> str:
         """Describe the node behind *sender*."""

@@ -1,7 +1,7 @@
 """Lets nodes join a running job: they are checked, announced to the others, connected, then taken in. Pure.
 
     coming      admitted, with the next node index: nodes with ranks are told to expect it (`Joined`)
-    welcomed    all of them do: it is told who they are (`Welcome`), and connects, while the job continues undisturbed
+    welcomed    all of them do: it gets all nodes (`Welcome`), and connects, while the job continues undisturbed
     linked      it, and all of them, have said so (`NewcomerReady`): the next change of epoch takes it in
                 (`NodeLosses.integrate`)
 
@@ -51,7 +51,7 @@ class LateJoins:
         self._settings = settings
         self._timeout_s = settings.start_timeout_s
         self._coming: dict[int, _Coming] = {}
-        self._queue: dict[bytes, tuple[m.Join, float]] = {}  # who waits for room, and until when
+        self._queue: dict[bytes, tuple[m.Join, float]] = {}  # joins that wait for room, and until when
 
     def refusal(self, sender: bytes, join: m.Join, is_over: bool) -> BpsError | None:
         """Return why the node of *join* cannot come late, if it cannot."""

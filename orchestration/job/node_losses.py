@@ -39,7 +39,7 @@ class NodeLosses:
         #: The change under way.
         self.recovery: EpochChange | None = None
 
-    # -- who is lost --------------------------------------------------------------------------------------
+    # -- losses and suspicions ----------------------------------------------------------------------------
 
     def is_worker(self, sender: bytes) -> bool:
         """Whether the node behind *sender* has ranks, so that the job cannot go on without it."""
@@ -81,7 +81,7 @@ class NodeLosses:
         return self._begin(now, f"{names or 'nobody'} was lost beside the scheduler, or when that was lost",
                            self._roster.lost)
 
-    # -- who comes late -----------------------------------------------------------------------------------
+    # -- newcomers ----------------------------------------------------------------------------------------
 
     def integrate(self, now: float, newcomers: Collection[int]) -> m.Outgoing:
         """Let *newcomers* take part, and give them their share, and also those that a loss has kept from it."""
@@ -127,7 +127,7 @@ class NodeLosses:
             f"{self._roster.describe_node(index)} did not answer within start_timeout_s = {self._timeout_s:g} s, when "
             "it was to get its share of the sums")) for index in recovery.missing if index in self._without_share]
 
-    # -- the change under way -----------------------------------------------------------------------------
+    # -- the change of epoch in progress ------------------------------------------------------------------
 
     def frozen(self, node: int, message: m.FreezeReport) -> m.Outgoing:
         """Note that *node* has stopped; after the last one, tell all nodes which partitions change owners.

@@ -218,7 +218,7 @@ class Barriers:
             return False
         del self._entered[sequence]
         self._done.add(sequence)
-        self._done.discard(sequence - 2)  # nobody enters i + 1 before all left i - 1
+        self._done.discard(sequence - 2)  # no rank enters i + 1 before all have left i - 1
         return True
 
     def missing(self, sequence: int) -> list[int]:
@@ -272,8 +272,6 @@ class RankQueries:
     def rank_left(self, rank: int) -> m.Outgoing:
         """Return the answers to lookups that wait for values of *rank*, which has left."""
         return self._answers(self._store.rank_left(rank))
-
-    # -- what comes in ------------------------------------------------------------------------------------
 
     def _stalled(self, now: float, sender: bytes, message: m.StallQuestion) -> m.Outgoing:
         if message.part >= 0:

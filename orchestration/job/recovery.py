@@ -158,10 +158,10 @@ def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress],
     _check(unit, part, done, kept)
     holders = [node for node, each in done.items() if each.complete == kept]
     behind = [node for node in done if node not in holders]
-    # Who reads results where the lost owner or a holder does has this one in place, and was only not told.
+    # A node that reads results where the lost owner or a holder does has this one, and was only not told.
     in_place = {part.owner, *(done[node].place for node in holders)}
     lacking = [node for node in behind if done[node].place not in in_place]
-    # What is under way still must not be sent again: it would come when others have written there what follows.
+    # A result under way must not be sent again: it would arrive over the next one.
     lent = before is not None and before.kept_round == kept and set(lacking) <= set(before.lacking) and lacking != []
     keepers = [before.keeper] if before is not None and lent else [
         node for node in holders if not near[node] & set(lacking)]
@@ -190,7 +190,7 @@ def _move_to_joined(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[in
     candidates = [node for node in joined if not any(node in near[member] for member in members)]
     lacking = tuple(node for node, each in others.items() if each.complete != kept)
     pushed = tuple(node for node, each in others.items() if each.passed_on != kept)
-    # The giver never had to send that round: who awaits it has its place bound to the keeper.
+    # The giver never had to send that round: nodes that wait for it expect it from the keeper.
     has_other_keeper = before is not None and before.kept_round == kept and before.keeper != giver and lacking != ()
     return PartitionMove(unit, part, candidates if others and not is_read_there and not has_other_keeper else [], kept,
                          giver if lacking else -1, lacking, bool(lacking), giver, pushed)

@@ -13,7 +13,7 @@ import msgspec
 
 from ..messages import TensorSpec, UnitPlan
 from .assignment import assign, machine_times_s
-from .partition import MAX_PARTS, ROWS, part_of, plan_units, round_up
+from .partition import MAX_PARTS, ROWS, part_of, plan_units, round_up, with_owners
 from .rates import bounded
 from .shares import Machine, optimal_shares
 
@@ -42,7 +42,7 @@ def refine(units: Sequence[UnitPlan], machines: Sequence[Machine], owned: Sequen
         return best
     own = list(owned) if owned is not None else [0] * len(machines)
     nbytes = sum(own) + sum(sizes)
-    # nobody gives up what it owns
+    # no machine gives up what it owns
     bound_s = max(optimal_shares(machines, nbytes).time_s, *machine_times_s(own, machines, nbytes))
     best_s = _time_s(best, machines, own)
     tried = best
@@ -118,5 +118,4 @@ def lay_out(specs: Sequence[TensorSpec], machines: Sequence[Machine], *, policy:
     parts = [part for unit in units for part in unit.parts]
     keys = [unit.unit << 16 | index for unit in units for index in range(len(unit.parts))]
     owners = iter(assign([part.wire_nbytes for part in parts], machines, policy, owned, keys))
-    return [msgspec.structs.replace(unit, parts=tuple(
-        msgspec.structs.replace(part, owner=next(owners)) for part in unit.parts)) for unit in units]
+    return [with_owners(unit, lambda part: next(owners)) for unit in units]

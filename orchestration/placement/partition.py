@@ -12,8 +12,10 @@ flag.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from .. import codec, store
 from ..errors import CapacityError, ConfigError, UnsupportedError
@@ -242,6 +244,12 @@ def part_of(kind: TensorSpec | UnitPlan, part: int, offset: int, nbytes: int) ->
     if kind.codec is not None:
         frame = codec.frame_nbytes(kind.codec, nbytes // ITEM_NBYTES[kind.dtype], kind.dtype)
     return PartPlan(part=part, offset=offset, nbytes=nbytes, owner=-1, frame_nbytes=frame)
+
+
+def with_owners(unit: UnitPlan, owner_of: Callable[[PartPlan], int]) -> UnitPlan:
+    """Return *unit* with each of its partitions owned by the node that *owner_of* gives."""
+    return msgspec.structs.replace(unit, parts=tuple(
+        msgspec.structs.replace(part, owner=owner_of(part)) for part in unit.parts))
 
 
 class RowSplit(NamedTuple):

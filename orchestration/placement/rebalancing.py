@@ -44,7 +44,7 @@ class _Sharing:
         self._own = list(owned)
         self._time_of = times_of(machines, sum(owned))
         newcomers = {node for candidates in candidates_of for node in candidates}
-        #: By owner: what it can give, by size and candidates: who gives one of them gives the last.
+        #: By owner: what it can give, by size and candidates; of equal ones the last is given first.
         self._kinds: dict[int, dict[tuple[int, tuple[int, ...]], list[int]]] = {}
         for position, owner in enumerate(found):
             if owner not in newcomers:

@@ -151,12 +151,12 @@ class LeaderChannel(_Channel):
         """Return all messages that have arrived. Raises `ProtocolError` once what came before it was returned."""
         received = self._messages(self._receive)
         if self._wrong is None:  # all are read
-            self._handshake_limiter.look()
+            self._handshake_limiter.update()
         return received
 
     def _receive(self) -> Any:
         name, data = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        self._handshake_limiter.knows(data)
+        self._handshake_limiter.note_message(data)
         message = _decode(self._decoder, data.bytes)
         if isinstance(message, Hello):
             self._names[message.rank] = name.bytes
@@ -207,7 +207,7 @@ class LeaderChannel(_Channel):
 class FollowerChannel(_Channel):
     """A follower's end, connected to *host*:*port*. Owner thread only; only `wait` and `close` block.
 
-    *leader*: who listens there, for errors. Raises `ConfigError` if that is not an address.
+    *leader*: the name of the other end in errors. Raises `ConfigError` if that is not an address.
     """
 
     def __init__(self, host: str, port: int, key: bytes, decoder: msgspec.msgpack.Decoder[Any] = _decoder,

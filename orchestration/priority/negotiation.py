@@ -177,36 +177,31 @@ class Coordinator:
             return None
         for name in late:
             self._told[name] = now - self._pending[name].since
-        lines = "".join(f"\n{rank}: [{_some(names)}]" for rank, names in self._missing(late).items())
+        lines = "".join(f"\n{each}" for each in self._missing(late))
         return ("One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are "
                 f"waiting for remainder of ranks for more than {self._warn_s:g} seconds. This may indicate that "
                 "different ranks are trying to submit different tensors or that only subset of ranks is submitting "
                 f"tensors, which will cause deadlock. Stage negotiation, in the set of {len(self._ranks)} ranks that "
                 f"begins with rank {self._ranks[0]}.\nMissing ranks:{lines}")
 
-    def look_at_the_clock(self, now: float) -> None:
+    def check_timeouts(self, now: float) -> None:
         """Fail with a `StallError` that names who is missing, if something has waited too long."""
         late = [name for name, pending in self._pending.items() if now - pending.since > self._timeout_s]
         if late:
-            missing = self._missing(late)
             self._fail(StallError(
                 f"{_some(late)} waited {now - self._pending[late[0]].since:.3g} s (timeout_s = {self._timeout_s:g}) "
-                "for ranks that have not submitted it; missing ranks: "
-                + "; ".join(f"{rank}: [{_some(names)}]" for rank, names in missing.items())))
+                f"for ranks that have not submitted it; missing ranks: {'; '.join(self._missing(late))}"))
         elif self._joined and now - self._heard > self._timeout_s and not any(
                 request.is_patient for request in self._joined.values()):
             absent = [rank for rank in self._ranks if rank not in self._joined]
             self._fail(StallError(f"ranks {sorted(self._joined)} have joined, and nothing came from ranks {absent} for "
                                   f"{now - self._heard:.3g} s (timeout_s = {self._timeout_s:g})"))
 
-    def _missing(self, names: Sequence[str]) -> dict[int, list[str]]:
-        missing: dict[int, list[str]] = {}
-        for rank in self._ranks:
-            absent = [name for name in names
-                      if rank not in self._pending[name].by_rank and rank not in self._joined]
-            if absent:
-                missing[rank] = absent
-        return missing
+    def _missing(self, names: Sequence[str]) -> list[str]:
+        """Return "rank: [names]" for each rank that has not asked for some of *names*."""
+        absent = {rank: [name for name in names if rank not in self._pending[name].by_rank]
+                  for rank in self._ranks if rank not in self._joined}
+        return [f"{rank}: [{_some(each)}]" for rank, each in absent.items() if each]
 
     def _fail(self, error: BpsError) -> None:
         self.failure = self.failure or error

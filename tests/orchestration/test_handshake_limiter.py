@@ -46,9 +46,9 @@ class Server:
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                self.keeper.knows(frames[-1])
+                self.keeper.note_message(frames[-1])
                 self.received.append(frames[-1].bytes)
-        self.keeper.look()
+        self.keeper.update()
 
     def until(self, condition):
         deadline = time.monotonic() + LIMIT_S
@@ -128,8 +128,8 @@ def test_a_member_is_no_stranger_because_its_first_message_was_not_read_yet(serv
     deadline = time.monotonic() + LIMIT_S
     while not any(map(server.keeper._says_too_much, server.keeper._limiter)):  # before anything is read
         assert time.monotonic() < deadline
-        server.keeper.look()
-    server.keeper.look()
+        server.keeper.update()
+    server.keeper.update()
     assert server.keeper.n_cut == 0 and server.keeper.n_strangers == 1
     server.until(lambda: len(server.received) == 2)
     assert server.keeper.n_cut == 0 and server.keeper.n_known == 1
@@ -184,6 +184,6 @@ def test_who_has_ended_is_not_known_for_what_is_read_afterwards(context, server,
     while server.keeper.n_known:
         assert time.monotonic() < deadline
         server.keeper.monitor.poll(20)
-        server.keeper.look()
+        server.keeper.update()
     server.until(lambda: server.received == [b"first", b"last"])
     assert server.keeper.n_known == 0

@@ -93,8 +93,8 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoordinatorC
         if client_module._member is not None:
             made.append(client_module._member)
         for each in made:
-            if each._quiet_fd >= 0:
-                each._line._socket.linger = 0  # nobody may be there any more
+            if not each._channel._context.closed:
+                each._channel._socket.linger = 0  # nobody may be there any more
             each.close()
 
 
@@ -136,4 +136,4 @@ def until(member: CoordinatorClient, is_so: Callable[[], object]) -> None:
 
 def until_connected(member: CoordinatorClient) -> None:
     """Let *member* listen until it is understood by its coordinator."""
-    until(member, lambda: member._line.is_connected)
+    until(member, lambda: member._channel.is_connected)

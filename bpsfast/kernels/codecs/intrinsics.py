@@ -35,18 +35,6 @@ def values_at(typing, pointer, nbytes, like):  # type: ignore[no-untyped-def]
     return _view(like, pointer, nbytes, like)
 
 
-@intrinsic
-def floats_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
-    """Return a pointer to float32 elements, *nbytes* after *pointer*."""
-    return _view(types.CPointer(types.float32), pointer, nbytes)
-
-
-@intrinsic
-def counters_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
-    """Return a pointer to 64-bit words, *nbytes* after *pointer*."""
-    return _view(types.CPointer(types.uint64), pointer, nbytes)
-
-
 def _view(result: Any, pointer: Any, nbytes: Any, *rest: Any) -> tuple[Any, Any]:
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
         first = builder.bitcast(args[0], ir.IntType(8).as_pointer())
@@ -55,16 +43,17 @@ def _view(result: Any, pointer: Any, nbytes: Any, *rest: Any) -> tuple[Any, Any]
     return result(pointer, nbytes, *rest), codegen
 
 
-@intrinsic
-def bytes_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
-    """Return a pointer to bytes, *nbytes* after *pointer*."""
-    return _view(types.CPointer(types.uint8), pointer, nbytes)
+def _viewer(element: Any) -> Any:
+    @intrinsic
+    def at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
+        """Return a pointer to elements of one type, *nbytes* after *pointer*."""
+        return _view(types.CPointer(element), pointer, nbytes)
+
+    return at
 
 
-@intrinsic
-def units_at(typing, pointer, nbytes):  # type: ignore[no-untyped-def]
-    """Return a pointer to 32-bit words, *nbytes* after *pointer*."""
-    return _view(types.CPointer(types.uint32), pointer, nbytes)
+#: Called with a pointer and a number of bytes, they return a typed pointer that many bytes after it.
+bytes_at, units_at, counters_at, floats_at = map(_viewer, (types.uint8, types.uint32, types.uint64, types.float32))
 
 
 @intrinsic
