@@ -1,4 +1,4 @@
-"""What a launcher shows of error lines that repeat each other, piece by piece and in whole jobs."""
+"""Tests what a launcher shows of repeated error lines: piece by piece, and in whole jobs."""
 from __future__ import annotations
 
 import io

@@ -1,4 +1,4 @@
-"""The host of a helper is lost: the job goes on without it, nothing is started there, and the launcher ends."""
+"""Tests that a job goes on when the host of a helper is lost, starts nothing there again, and ends."""
 from __future__ import annotations
 
 import contextlib

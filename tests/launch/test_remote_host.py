@@ -1,4 +1,4 @@
-"""One host as a place where processes run: an agent of this machine, lost in every way."""
+"""Tests one host with an agent on this machine, and each way to lose it."""
 from __future__ import annotations
 
 import io

@@ -1,4 +1,4 @@
-"""Hosts as a whole: agents on this machine, and some that never come."""
+"""Tests several hosts: agents on this machine, and hosts whose agent never comes."""
 from __future__ import annotations
 
 import os
