@@ -94,7 +94,8 @@ def plan(shape: JobShape, program: Sequence[str], settings: Settings, environ: M
             mine = msgspec.structs.replace(here, rank=len(ranks), local_rank=local_rank)
             variables = {**({} if python else thread_defaults(mine.size)), **base, **_torch_variables(mine, master),
                          **environment(mine)}
-            ranks.append(Command(f"rank {len(ranks)}", Kind.RANK, tuple(program), variables, _via(machine)))
+            ranks.append(Command(f"rank {len(ranks)}", Kind.RANK, tuple(program), variables,
+                                 machine.via() if machine else ()))
     return commands + ranks
 
 
@@ -192,7 +193,8 @@ def _daemon(role: str, title: str, settings: Settings, base: Mapping[str, str], 
             python: str, kind: Kind = Kind.DAEMON) -> Command:
     environ = {**base, **environment(settings), "PYTHONSAFEPATH": "1"}
     n_restarts = N_RESTARTS if role == "scheduler" else 0  # a node's memory would be lost
-    return Command(title, kind, (python or sys.executable, "-m", "bpsfast", role), environ, _via(machine), n_restarts)
+    return Command(title, kind, (python or sys.executable, "-m", "bpsfast", role), environ,
+                   machine.via() if machine else (), n_restarts)
 
 
 def _torch_variables(rank: Settings, master: tuple[str, int]) -> dict[str, str]:
@@ -203,8 +205,3 @@ def _torch_variables(rank: Settings, master: tuple[str, int]) -> dict[str, str]:
     host, port = master
     address = {"MASTER_ADDR": host, "MASTER_PORT": str(port)} if port else {}
     return {name: str(number) for name, number in found.items()} | address
-
-
-def _via(machine: Machine | None) -> tuple[str, ...]:
-    return () if machine is None else tuple(machine.via())
-
