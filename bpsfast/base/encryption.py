@@ -17,7 +17,7 @@ from .settings import Settings
 
 
 class Encryption(Enum):
-    """Which tcp connections are encrypted. Both ends decide by the same rule, and refuse a connection if they differ."""
+    """Which tcp connections are encrypted. Both ends decide by one rule, and refuse a connection if they differ."""
 
     NONE = "none"
     BETWEEN_MACHINES = "between machines"
