@@ -201,16 +201,16 @@ def test_what_time_has_ended_sets_the_deadline_of_the_same_step():
 def test_what_outlives_sigkill_is_given_up(is_interrupted, monkeypatch):
     """It waits in the kernel, or is another user's: nobody ends it."""
     monkeypatch.setattr(supervisors, "AFTER_SIGKILL_S", 0.5)
-    far = LosableHost(float("inf"))
+    host = LosableHost(float("inf"))
     text = "import os, signal; os.kill(os.getppid(), signal.SIGTERM); import time; time.sleep(600)"
     rank = Command("rank 0", Kind.RANK, (sys.executable, "-S", "-c", text if is_interrupted else "raise SystemExit(7)"),
                    dict(os.environ))
     begin = time.monotonic()
-    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], [far, LocalProcesses()])
+    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], [host, LocalProcesses()])
     assert time.monotonic() - begin < 10.0
     assert code == (128 + signal.SIGTERM if is_interrupted else 7), said
     assert "still running 0.5 s after SIGKILL: helper 0; they are left behind" in said
-    assert far.processes[0].signals == [signal.SIGTERM, signal.SIGKILL]
+    assert host.processes[0].signals == [signal.SIGTERM, signal.SIGKILL]
 
 
 def test_signals_do_not_put_off_the_end(monkeypatch):
@@ -220,6 +220,7 @@ def test_signals_do_not_put_off_the_end(monkeypatch):
     rank = Command("rank 0", Kind.RANK, ("sh", "-c", "setsid sh -c 'while kill -INT $0; do sleep 0.05; done' $PPID"),
                    dict(os.environ))
     begin = time.monotonic()
-    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], [LosableHost(float("inf")), LocalProcesses()])
+    hosts = [LosableHost(float("inf")), LocalProcesses()]
+    code, said = supervise([Command("helper 0", Kind.HELPER, (), {}), rank], hosts)
     assert time.monotonic() - begin < 10.0
     assert code == 128 + signal.SIGINT and "1 s after SIGKILL: helper 0" in said
