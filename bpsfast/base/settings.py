@@ -74,7 +74,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         "most helpers in a running job, including those that join later; read by the scheduler; 0: num_helpers",
         ge=0, le=_MAX_INT)] = 0
     num_servers: Annotated[int, _about(
-        "number of server processes as BytePS counts them, with and without ranks beside", ge=-1, le=_MAX_INT)] = -1
+        "number of server processes as BytePS counts them, also on machines with ranks", ge=-1, le=_MAX_INT)] = -1
     node_host: Annotated[str, _about("address of this node that peers connect to", "host")] = ""
     interface: Annotated[str, _about("network interface whose address peers connect to")] = ""
     job_key: Annotated[str, _about("secret that all processes of the job share", "hex")] = ""
