@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ..base.addresses import is_loopback
 from ..base.job_key import given_key
+from ..base.resources import Closing
 from ..base.settings import load_with_origins
 from ..collectives.turn_service import Finish, TurnService
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
@@ -61,7 +62,7 @@ def schedule(group: dist.ProcessGroup | None = None, *, partition_nbytes: int = 
     return Schedule(group, rank, partition_nbytes, credit_nbytes, timeout_s)
 
 
-class Schedule:
+class Schedule(Closing):
     """Reduces tensors over a process group by priority; `schedule` makes it. Any thread."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, partition_nbytes: int, credit_nbytes: int,
@@ -149,12 +150,6 @@ class Schedule:
     def close(self) -> None:
         """Wait for this rank's reductions (on rank 0: for all ranks'), and close. Call before destroy_process_group."""
         self._turns.close()
-
-    def __enter__(self) -> Schedule:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def bucket_hook(schedule, bucket):  # type: ignore[no-untyped-def]  # torch refuses names of classes as annotations

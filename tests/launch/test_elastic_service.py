@@ -1,4 +1,4 @@
-"""The coordinator in its thread: who is heard, what is answered, what the launcher is told to do."""
+"""Tests the elastic service: its answers to workers and its orders to the launcher."""
 from __future__ import annotations
 
 import contextlib

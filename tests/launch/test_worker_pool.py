@@ -1,4 +1,4 @@
-"""The workers of an elastic job: whom it can do without, and who is started for whom, on which node."""
+"""Tests the workers of an elastic job: which ones it can lose, and which are started, on which node."""
 from __future__ import annotations
 
 import types
