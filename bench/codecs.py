@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from bpsfast.bench.harness import machine_info, table
+from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
+from bpsfast.bench.harness.cold_memory import last_level_nbytes, page_aligned
 from bpsfast.kernels.codecs import codec_kernels, codec_reference
 from bpsfast.orchestration.codec import FRAME_NBYTES, CodecSpec, count, flags_of, frame_nbytes
-
-Array = np.ndarray[Any, Any]
 
 CODECS = {
     "onebit": CodecSpec(kind="onebit"),
@@ -40,7 +40,6 @@ CONTESTANTS = ("memcpy", "encode", "encode, error feedback", "decode", "decode, 
 TENSOR_NBYTES = 4 << 20
 _CHECKED_NBYTES = 256 << 10  # the reading is slow
 _LAST_LEVEL_SHARE = 3  # how many times the last-level cache a pool is
-_ROUNDS, _QUICK_ROUNDS = 8, 2
 _QUICK = ("onebit", "topk 1%", "float16")
 
 _ENCODE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
@@ -73,14 +72,14 @@ class Tensors:
         wide = codec_reference.wide_dtype(dtype)
         self.n = tensor_nbytes // wide.itemsize
         values = np.random.default_rng(1).standard_normal(self.n).astype(wide)
-        self.sources = [_page_aligned(tensor_nbytes).view(wide) for _ in range(n_tensors)]
-        self.targets = [_page_aligned(tensor_nbytes).view(wide) for _ in range(n_tensors)]
+        self.sources = [page_aligned(tensor_nbytes).view(wide) for _ in range(n_tensors)]
+        self.targets = [page_aligned(tensor_nbytes).view(wide) for _ in range(n_tensors)]
         for source, target in zip(self.sources, self.targets):
             source[:], target[:] = values, 0
         self.room = frame_nbytes(codec, self.n, dtype) - FRAME_NBYTES
-        self.wires = [_page_aligned(self.room) for _ in range(n_tensors)]
+        self.wires = [page_aligned(self.room) for _ in range(n_tensors)]
         self.nbytes = [0] * n_tensors
-        self.scratch = _page_aligned(codec_kernels.scratch_nbytes(codec, self.n, dtype))
+        self.scratch = page_aligned(codec_kernels.scratch_nbytes(codec, self.n, dtype))
         self.generator = np.full(2, codec.seed, np.uint64)
         at = codec_kernels.addresses(codec, dtype)
         self._encode, self._decode = _ENCODE(at.encode), _DECODE(at.decode)
@@ -129,16 +128,14 @@ class Tensors:
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say (quick, n_rounds, json_path; all may be None), print a table, return what is written."""
-    began = time.time()
-    given = {name: value for name, value in options.items() if value is not None}
-    quick = bool(given.get("quick"))
-    names = _QUICK if quick else tuple(CODECS)
+    given = BenchRun("codecs", options)
+    names = _QUICK if given.quick else tuple(CODECS)
     rows: list[Row] = []
-    for dtype in ("float32",) if quick else ("float32", "float64"):
+    for dtype in ("float32",) if given.quick else ("float32", "float64"):
         for name in names:
-            rows += measure(name, dtype, given.get("n_rounds") or (_QUICK_ROUNDS if quick else _ROUNDS), _n_tensors())
+            rows += measure(name, dtype, given.rounds(8, quick=2), _n_tensors())
     print(report(rows))
-    return table.finish("codecs", given, began, [_record(row, _ratio(row, rows)) for row in rows])
+    return given.finish([_record(row, _ratio(row, rows)) for row in rows])
 
 
 def measure(name: str, dtype: str, n_rounds: int, n_tensors: int) -> list[Row]:
@@ -188,11 +185,4 @@ def _ratio(row: Row, rows: list[Row]) -> float:
 
 def _n_tensors() -> int:
     """Return how many tensors no cache holds."""
-    last_level = max(machine_info.caches().values(), default=64 << 20)
-    return max(4, _LAST_LEVEL_SHARE * last_level // (2 * TENSOR_NBYTES))
-
-
-def _page_aligned(nbytes: int) -> Array:
-    raw = np.zeros(nbytes + 4096, np.uint8)
-    start = -raw.ctypes.data % 4096
-    return raw[start : start + nbytes]
+    return max(4, _LAST_LEVEL_SHARE * last_level_nbytes() // (2 * TENSOR_NBYTES))

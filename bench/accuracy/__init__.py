@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from statistics import mean, stdev
 from typing import Any
 
 from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.orchestration.errors import LackingError, PeerLostError, StallError
 from bpsfast.tools.planner.prediction import parse
 
@@ -32,22 +32,12 @@ MARK = "bpsfast bench accuracy: "
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Train as *options* say, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        codecs (codecs with "|" between them, as `bpsfast plan --compression` takes them), n_seeds (6), n_epochs (40),
-        json_path, quick. All may be missing or None.
-
-    Raises
-    ------
-    LackingError
-        If scikit-learn is missing.
-    PeerLostError, StallError
-        If training fails, or does not end.
+    *options*, each of which may be missing or None: codecs (separated by "|", as `bpsfast plan --compression` takes
+    them), n_seeds (6), n_epochs (40), json_path, quick. Raises `LackingError` if scikit-learn is missing, and
+    `PeerLostError` or `StallError` if training fails or does not end.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    quick = bool(given.get("quick"))
-    codecs = given["codecs"].split("|") if "codecs" in given else list(_QUICK if quick else CODECS)
+    given = BenchRun("accuracy", options)
+    codecs = given["codecs"].split("|") if "codecs" in given else list(_QUICK if given.quick else CODECS)
     for text in codecs:
         parse(text)
     try:
@@ -55,11 +45,11 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     except ImportError:
         raise LackingError("bench accuracy needs scikit-learn, whose digits are learned: pip install scikit-learn"
                            ) from None
-    n_seeds, n_epochs = given.get("n_seeds") or (2 if quick else 6), given.get("n_epochs") or (20 if quick else 40)
-    began = time.time()
+    n_seeds, n_epochs = (given.get("n_seeds") or (2 if given.quick else 6),
+                         given.get("n_epochs") or (20 if given.quick else 40))
     found = train(["", *codecs], n_seeds, n_epochs)
     print(report(found), flush=True)
-    return table.finish("accuracy", given, began, records(found))
+    return given.finish(records(found))
 
 
 def train(codecs: list[str], n_seeds: int, n_epochs: int) -> dict[str, list[dict[str, Any]]]:

@@ -13,15 +13,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bpsfast.base.process_identity import folder_prefix
 from bpsfast.bench.harness import table
-from bpsfast.launch.namespaces import netns
-from bpsfast.orchestration.errors import ConfigError, LackingError, PeerLostError, StallError
+from bpsfast.bench.harness.bench_run import BenchRun
+from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
 
 STARTS = (64_000, 65_536_000)
 #: (partition_bytes, credit_bytes, tcp_streams)
@@ -75,24 +74,13 @@ class Found(NamedTuple):
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        starts ("64000,65536000"): partition_bytes; n_rounds (3) of the comparison; json_path. All may be None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense.
-    LackingError
-        If network namespaces or torch are missing.
+    *options*, each of which may be missing or None: starts ("64000,65536000": values of partition_bytes), n_rounds (3)
+    of the comparison, json_path. Raises `ConfigError` if one makes no sense, `LackingError` if network namespaces or
+    torch are missing.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = BenchRun("autotune", options)
     starts = _starts(given.get("starts"))
-    lacking = netns.missing()
-    if lacking is not None:
-        raise LackingError(f"bench autotune needs machines with links of their own: {lacking}")
-    began = time.time()
+    given.require_links()
     with tempfile.TemporaryDirectory(prefix=folder_prefix("bench")) as name:
         folder = Path(name)
         default = train(folder, _N_STEPS)
@@ -104,10 +92,10 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
             chosen = {_SETTINGS[name]: value for name, value in tuned.found["chosen"].items()}
             rivals = {"chosen": chosen, "best": _settings(best)}
             again = [{name: train(folder, _N_STEPS, **settings).median_s for name, settings in rivals.items()}
-                     for _ in range(given.get("n_rounds") or 3)]
+                     for _ in range(given.rounds(3, quick=3))]
             found.append(Found(start, tuned, best, again))
     print(report(default, grid, found), flush=True)
-    return table.finish("autotune", given, began, _records(default, grid, found))
+    return given.finish(_records(default, grid, found))
 
 
 def train(folder: Path, n_steps: int, tune: bool = False, place: Sequence[str] = _LINKS, width: int = _WIDTH,

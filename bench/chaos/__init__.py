@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bpsfast.bench.harness.table import finish, plain
+from bpsfast.bench.harness.bench_run import BenchRun
+from bpsfast.bench.harness.table import plain
 
 from ..harness.cpu_load import CpuLoad
 from . import trial
@@ -28,7 +28,7 @@ def run(options: dict[str, Any]) -> bool:
 
     The folder of a trial that did not is kept, and named.
     """
-    counts, begin_unix_s = Counter[tuple[str, str]](), time.time()
+    given, counts = BenchRun("chaos", options), Counter[tuple[str, str]]()
     rows, folders = [], Path(tempfile.mkdtemp(prefix="bpsfast-chaos-"))
     bad = 0
     for seed in range(options["first"], options["first"] + options["seeds"]):
@@ -45,7 +45,7 @@ def run(options: dict[str, Any]) -> bool:
     print(_shown(counts))
     if not bad:
         shutil.rmtree(folders)
-    finish("chaos", {name: value for name, value in options.items() if value is not None}, begin_unix_s, rows)
+    given.finish(rows)
     return not bad
 
 

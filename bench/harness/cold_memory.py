@@ -15,13 +15,18 @@ PARTITION_NBYTES = 4 << 20
 _UNKNOWN_CACHE_NBYTES = 64 << 20
 
 
+def page_aligned(nbytes: int) -> Array:
+    """Return *nbytes* bytes, zero or not yet touched, that begin on a page."""
+    raw = np.zeros(nbytes + 4096, np.uint8)
+    start = -raw.ctypes.data % 4096
+    return raw[start : start + nbytes]
+
+
 class Pool:
-    """Hand out page-aligned sets of partitions, walking round memory that no cache holds."""
+    """Page-aligned sets of partitions, taken round and round from memory that no cache holds."""
 
     def __init__(self, nbytes: int) -> None:
-        raw = np.empty(nbytes + 4096, np.uint8)
-        offset = -raw.ctypes.data % 4096
-        self.bytes = raw[offset : offset + nbytes]
+        self.bytes = page_aligned(nbytes)
         self.nbytes = nbytes
         self._cursor = 0
 

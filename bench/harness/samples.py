@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from bpsfast.bench.harness.contestant_group import Group
 from bpsfast.hardware.host import Host
+from bpsfast.launch.namespaces import Cluster
 from bpsfast.tools.doctor import hardware
 
 _BATCH_NBYTES = 192 << 20
@@ -91,6 +92,27 @@ def take_turns(rows: Sequence[Row], n_rounds: int, n: int | None = None, n_warmu
             row.n_wrong = turn.n_wrong
             row.cpu_busy.append(turn.cpu_busy)
             row.cpu_s.append(turn.cpu_s)
+
+
+def take_turns_on_links(rows: Sequence[Row], cluster: Cluster, n_rounds: int) -> dict[str, list[list[float]]]:
+    """Measure all *rows* in *n_rounds* rounds of two operations, after one that warms up.
+
+    Returns by row's name, for each turn, the bytes that each machine of *cluster* sent in one operation, by the
+    kernel's count.
+    """
+    sent: dict[str, list[list[float]]] = {row.name: [] for row in rows}
+    before: list[int] = []
+
+    def around(row: Row, begins: bool) -> None:
+        now = [machine.traffic().tx for machine in cluster]
+        if begins:
+            before[:] = now
+        else:
+            n = row.n_warmup + row.n_per_round
+            sent[row.name].append([(after - then) / n for after, then in zip(now, before)])
+
+    take_turns(rows, n_rounds, n=2, n_warmup=1, around=around)
+    return sent
 
 
 def bounds_s(row: Row, bounds: Iterable[Row]) -> list[float | None]:

@@ -2,13 +2,12 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bpsfast.base import output
-from bpsfast.bench.harness import machine_info, samples
+from bpsfast.bench.harness import samples
 from bpsfast.bench.harness.samples import Row
 
 HEADER = (
@@ -83,18 +82,6 @@ def record(section: str, row: Row, n_ranks: int, n_nodes: int, bounds: Sequence[
                      **{f"p{percent}_s": row.percentile_s(percent) for percent in PERCENTILES},
                      **columns(row.nbytes, row.median_s, n_ranks, n_nodes, bound), "samples_s": row.samples_s},
     }
-
-
-def finish(bench: str, given: Mapping[str, Any], begin_unix_s: float,
-           records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return *records* behind the manifest of a run that ends now, and write them where option json_path says."""
-    options = {name: str(value) for name, value in given.items() if name != "json_path"}
-    manifest = {"bench": bench, "format": 1, "options": options, "machine": machine_info.describe(),
-                "begin_unix_s": begin_unix_s, "end_unix_s": time.time()}
-    whole = [manifest, *records]
-    if "json_path" in given:
-        write(Path(given["json_path"]), whole)
-    return whole
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bpsfast.base.process_identity import folder_prefix
-from bpsfast.bench.harness.table import finish, plain
+from bpsfast.bench.harness.bench_run import BenchRun
+from bpsfast.bench.harness.table import plain
 from bpsfast.orchestration.errors import StallError
 
 from ..chaos.processes import Processes
@@ -50,15 +51,14 @@ class Training:
 
 def run(options: dict[str, Any]) -> bool:
     """Run both for *options* (steps, size_mb, placement, json_path); return whether bits and pauses are right."""
-    begin_unix_s = time.time()
+    given = BenchRun("helpers", options)
     disturbed = train(options, is_disturbed=True)
     calm = train({**options, "steps": len(disturbed.at_s)}, is_disturbed=False)
     rows, troubles = judge(calm, disturbed)
     print(plain([["", "median step, ms", "longest step, ms"], *rows]))
     for trouble in troubles:
         print(trouble)
-    finish("helpers", {name: value for name, value in options.items() if value is not None}, begin_unix_s,
-           [{"troubles": troubles}, asdict(calm), asdict(disturbed)])
+    given.finish([{"troubles": troubles}, asdict(calm), asdict(disturbed)])
     return not troubles
 
 

@@ -23,18 +23,20 @@ from typing import Any
 import psutil
 
 from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.contestant_group import Group, cpu_s_of
-from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.bench.harness.launcher import SLOW_CONTROL_PLANE, ContestantLauncher
+from bpsfast.bench.harness.option_lists import parse_numbers
 from bpsfast.launch.daemons import tie_to_parent
 from bpsfast.launch.namespaces import CpuMeter
-from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+from bpsfast.orchestration.errors import PeerLostError, StallError
 
 #: What the issue of quotas promises.
 MOST_CHANGE = 0.05
 CONTESTANTS = ("quota", "free")
 _STEP_S = 0.1  # of the quota-bound job
 _START_S = 60.0
-_PATIENT = {"heartbeat_s": 2.0, "lease_s": 60.0, "helper_lease_s": 0, "start_timeout_s": 120.0, "log_level": "ERROR"}
+_SETTINGS = {**SLOW_CONTROL_PLANE, "lease_s": 60.0, "start_timeout_s": 120.0, "log_level": "ERROR"}
 #: So much of a window is asked for at once: asking takes time as well.
 _BATCH_SHARE = 0.2
 #: A window is void in which others have taken more of all CPUs.
@@ -96,29 +98,18 @@ class Measured:
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        cores, nic_rate (Gbit/s) of the helper; loads ("0.5,1"); n_windows of each kind, window_s; at_most_s for one
-        load; json_path, quick. All may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense.
-    StallError
-        If the machine is not left alone for long enough.
+    *options*, each of which may be missing or None: cores, nic_rate (Gbit/s) of the helper; loads ("0.5,1"); n_windows
+    of each kind, window_s; at_most_s for one load; json_path, quick. Raises `ConfigError` if one makes no sense,
+    `StallError` if other programs do not leave the machine alone for long enough.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    quick = bool(given.get("quick"))
+    given = BenchRun("neighbour", options)
     cores, gbps = given.get("cores") or 1, given.get("nic_rate") or 0.2
-    loads = _loads(given.get("loads") or "0.5,1")
-    n_windows, window_s = given.get("n_windows") or (2 if quick else 20), given.get("window_s") or 1.0
-    start = time.time()
+    loads = parse_numbers("--loads", given.get("loads") or "0.5,1", 1.0, "shares above 0 and up to 1, such as 0.5,1")
+    n_windows, window_s = given.get("n_windows") or (2 if given.quick else 20), given.get("window_s") or 1.0
     at_most_s = given.get("at_most_s") or 600.0
     found = [each for load in loads for each in _beside(load, cores, gbps, n_windows, window_s, at_most_s)]
     print(report(found), flush=True)
-    return table.finish("neighbour", given, start, [_record(each, cores, gbps) for each in found])
+    return given.finish([_record(each, cores, gbps) for each in found])
 
 
 def report(found: Sequence[Measured]) -> str:
@@ -138,16 +129,6 @@ def report(found: Sequence[Measured]) -> str:
                       f"# a quota-bound helper changes its median step by {words} {MOST_CHANGE:.0%}"])
 
 
-def _loads(text: str) -> list[float]:
-    try:
-        loads = [float(word) for word in text.split(",")]
-    except ValueError:
-        loads = []
-    if not loads or not all(0 < load <= 1 for load in loads):
-        raise ConfigError(f"--loads {text!r}: expected shares above 0 and up to 1, such as 0.5,1")
-    return loads
-
-
 def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: float,
             at_most_s: float) -> list[Measured]:
     """Measure all contestants beside one other job of *load*."""
@@ -157,7 +138,7 @@ def _beside(load: float, cores: int, gbps: float, n_windows: int, window_s: floa
         "BPSFAST_CORES": str(cores), "BPSFAST_NIC_LIMIT": str(gbps), "BPSFAST_SUM_RATE": str(gbps)}}
     with ContestantLauncher(2, 2) as launcher, ExitStack() as stack:
         groups = {name: launcher.bpsfast(n_helpers=1, more=more, placement="ps", transport="tcp", awake_us=0,
-                                     partition_bytes=256 << 10, **_PATIENT)
+                                     partition_bytes=256 << 10, **_SETTINGS)
                   for name, more in zip(CONTESTANTS, (quota, {}))}
         for group in groups.values():
             group.measure("numpy", nbytes, 0, 1)  # it checks its sums once

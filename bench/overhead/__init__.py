@@ -10,12 +10,12 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
 
 N_TENSORS = (161, 2000)
@@ -26,28 +26,18 @@ _PROGRAM = Path(__file__).with_name("program.py")
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        against: a Python interpreter that has another version; n_elements (256) of a tensor; n_rounds (5); quick;
-        json_path. All may be None.
-
-    Raises
-    ------
-    ConfigError
-        If *against* is no program.
-    PeerLostError, StallError
-        If a run fails, or does not end.
+    *options*, each of which may be missing or None: against (a Python interpreter that has another version), n_elements
+    (256) of a tensor, n_rounds (5), quick, json_path. Raises `ConfigError` if *against* is no program, `PeerLostError`
+    or `StallError` if a run fails or does not end.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = BenchRun("overhead", options)
     pythons = {"this": sys.executable}
     if "against" in given:
         if not Path(given["against"]).is_file():
             raise ConfigError(f"--against {given['against']}: expected the path of a Python interpreter")
         pythons["against"] = given["against"]
-    n_rounds, n_steps = (1, 5) if given.get("quick") else (given.get("n_rounds") or 5, 30)
+    n_rounds, n_steps = (1, 5) if given.quick else (given.rounds(5), 30)
     n_elements = given.get("n_elements") or 256
-    began = time.time()
     records = []
     for n_tensors in N_TENSORS:
         found: dict[str, list[float]] = {name: [] for name in pythons}
@@ -60,7 +50,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
                             "measured": {"samples_s": found[name], "median_s": statistics.median(found[name]),
                                          "calls": counted["calls"], "locks": counted["locks"]}})
     print(report(records), flush=True)
-    return table.finish("overhead", given, began, records)
+    return given.finish(records)
 
 
 def measure(python: str, n_tensors: int, n_elements: int, n_steps: int, counts: bool = False) -> dict[str, Any]:

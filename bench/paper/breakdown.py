@@ -11,7 +11,6 @@ is installed, ``breakdown.png``. Needs root, torch and a run of ``make expr3``, 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ import click
 
 from bpsfast.base import exit_codes
 from bpsfast.bench import schedule
-from bpsfast.bench.harness import plots, table
+from bpsfast.bench.harness import plots
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.paper import osdi20, simulated_breakdown as simulated
 from bpsfast.bench.paper.expr2 import constants
 from bpsfast.orchestration.errors import ConfigError
@@ -50,11 +50,11 @@ def main(rounds: int, model: str, redraw: bool, out: Path) -> None:
     else:
         wire = constants(RESULTS / "expr3.json")
         out.mkdir(parents=True, exist_ok=True)
-        began = time.time()
+        given = BenchRun("breakdown", {"n_rounds": rounds, "model": model, "json_path": str(kept)})
         measured = schedule.run({"ways": "|".join(WAYS.values()), "model": model, "n_rounds": rounds})
         click.echo("simulating 256 GPUs: some two minutes")
         records = [*on_packets(measured[1:]), *on_gpus(simulated.bars(wire))]
-        table.finish("breakdown", {"n_rounds": rounds, "model": model, "json_path": str(kept)}, began, records)
+        given.finish(records)
     (out / "breakdown.md").write_text(text(records), encoding="utf-8")
     click.echo(text(records))
     lacking = plots.missing()

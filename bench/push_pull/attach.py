@@ -11,6 +11,7 @@ from typing import Any
 
 from bpsfast.base.settings import parse_address
 from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
 from bpsfast.tools.top.scrape import NotBpsfastError, Scrape, check, scrape
 
@@ -25,22 +26,12 @@ _NAMES = {"n_ranks": "--num-ranks", "n_nodes": "--nodes", "hosts_text": "-H", "a
 def run(options: Mapping[str, Any], pause: Callable[[float], None] = time.sleep) -> list[dict[str, Any]]:
     """Look at the nodes as *options* say, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        attach ("host:port,host:port"), seconds (10), json_path; all but the first may be missing or None. Of others
-        only quick and dtype, which say nothing here, may be given.
-    pause
-        What waits between the two looks.
-
-    Raises
-    ------
-    ConfigError
-        An address is none, what answers there is no node of bpsfast, or Prometheus's library is not installed.
-    PeerLostError
-        No node answers there.
+    *options*: attach ("host:port,host:port"), seconds (10), json_path; all but the first may be missing or None. Of
+    others only quick and dtype, which say nothing here, may be given. *pause* waits between the two looks. Raises
+    `ConfigError` if an address is none, if what answers there is no node of bpsfast, or if Prometheus's library is not
+    installed, and `PeerLostError` if no node answers.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = BenchRun("attach", {name: options.get(name) for name in ("attach", "seconds", "json_path")})
     others = [name for name, value in options.items() if value and name not in _READ]
     if others:
         shown = sorted(_NAMES.get(name, f"--{name.replace('_', '-')}") for name in others)
@@ -50,15 +41,13 @@ def run(options: Mapping[str, Any], pause: Callable[[float], None] = time.sleep)
         raise ConfigError("--attach '': expected HOST:PORT of the nodes' metrics_port")
     places = [parse_address(address, "--attach") for address in addresses]
     check()
-    began = time.time()
     before = [_look(*place) for place in places]
     pause(given.get("seconds", _SECONDS))
     records = []
     for address, place, first in zip(addresses, places, before):
         records += _records(address, first, _look(*place))
     print(report(records))
-    asked = {name: given[name] for name in ("attach", "seconds", "json_path") if name in given}
-    return table.finish("attach", asked, began, records)
+    return given.finish(records)
 
 
 def _look(host: str, port: int) -> Scrape:

@@ -12,12 +12,12 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from bpsfast.base.value_formats import parse_size
 from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.launch.namespaces import netns
 from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
 
@@ -30,22 +30,12 @@ _TIMEOUT_S = 300.0
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        table_size ("2G"), row_elements (128): of the table; share (0.01) of its rows that a rank pushes; n_rounds (5)
-        steps; quick: a table of 64 MB, two steps; json_path. All may be None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense.
-    PeerLostError, StallError
-        If the job fails, or does not end.
+    *options*, each of which may be missing or None: table_size ("2G"), row_elements (128): of the table; share (0.01)
+    of its rows that a rank pushes; n_rounds (5) steps; quick: a table of 64 MB, two steps; json_path. Raises
+    `ConfigError` if one makes no sense, `PeerLostError` or `StallError` if the job fails or does not end.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    quick = bool(given.get("quick"))
-    nbytes = parse_size(given.get("table_size") or ("64M" if quick else "2G"))
+    given = BenchRun("rows", options)
+    nbytes = parse_size(given.get("table_size") or ("64M" if given.quick else "2G"))
     dim, share = given.get("row_elements") or 128, given.get("share") or 0.01
     n_rows = (nbytes or 0) // (4 * dim)
     n_pushed = int(n_rows * share)
@@ -55,13 +45,12 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     lacking = netns.missing()
     if lacking is not None:
         print(f"without links of their own ({lacking}): bytes of both machines are counted together, on loopback")
-    began = time.time()
-    ranks = _measure(n_rows, dim, n_pushed, given.get("n_rounds") or (2 if quick else 5),
-                     _DENSE_NBYTES // (16 if quick else 1), lacking is None)
+    ranks = _measure(n_rows, dim, n_pushed, given.rounds(5, quick=2), _DENSE_NBYTES // (16 if given.quick else 1),
+                     lacking is None)
     records = [{"section": rows["name"], "chosen": {"rank": rank, "n_machines_counted": 1 if lacking is None else 2},
                 "measured": rows} for rank, both in enumerate(ranks) for rows in both]
     print(report(records), flush=True)
-    return table.finish("rows", given, began, records)
+    return given.finish(records)
 
 
 def of_dense(measured: Mapping[str, Any], n_machines: int) -> float:

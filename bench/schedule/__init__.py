@@ -10,17 +10,16 @@ Source: ByteScheduler (SOSP'19) sections 2 and 6; BytePS (OSDI'20) section 5.
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
-from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row, take_turns
 from bpsfast.bench.schedule import report
 from bpsfast.bench.schedule.methods import WAYS, Setup, start
-from bpsfast.launch.namespaces import Cluster, netns
-from bpsfast.orchestration.errors import ConfigError, LackingError
+from bpsfast.launch.namespaces import Cluster
+from bpsfast.orchestration.errors import ConfigError
 
 #: Of all links together: slow enough that what two cores do for ten machines (sums, hooks, weights) is little beside.
 _TOTAL_BITS = 0.2e9
@@ -33,27 +32,15 @@ _N_WARMUP, _N_STEPS = 2, 6
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print a table, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        n_workers (4), n_helpers (2); model ("vgg16/32"); ratio (0.75): computing to communication, as the optimum
-        would have it; ways ("fifo|priority, crossing|..."), n_rounds (3), json_path, quick. All may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense.
-    LackingError
-        If network namespaces or torch are missing.
+    *options*, each of which may be missing or None: n_workers (4), n_helpers (2); model ("vgg16/32"); ratio (0.75):
+    computing to communication, as the optimum would have it; ways ("fifo|priority, crossing|..."), n_rounds (3),
+    json_path, quick. Raises `ConfigError` if one makes no sense, `LackingError` if network namespaces or torch are
+    missing.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    quick = bool(given.get("quick"))
+    given = BenchRun("schedule", options)
     setup = _setup(given)
-    names = _names(given.get("ways"), quick)
-    lacking = netns.missing()
-    if lacking is not None:
-        raise LackingError(f"bench schedule needs machines with links of their own: {lacking}")
-    began = time.time()
+    names = _names(given.get("ways"), given.quick)
+    given.require_links()
     with Cluster(list(setup.machines), rates=dict.fromkeys(setup.machines, setup.rate_bits)) as cluster:
         rate_bytes = cluster.calibrate("node0", "node1").rate_bytes
         setup = setup.computing(rate_bytes)
@@ -64,12 +51,12 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
             alone = Row(rows[0].group, "alone", setup.nbytes, label="alone")
             take_turns([alone], 1, n=_N_STEPS, n_warmup=1)
             phases = alone.group.ask("phases")
-            take_turns(rows, given.get("n_rounds") or (1 if quick else 3), n=_N_STEPS, n_warmup=_N_WARMUP)
+            take_turns(rows, given.rounds(3), n=_N_STEPS, n_warmup=_N_WARMUP)
             digests = {row.name: row.group.ask("digest") for row in rows}
         rate_bytes = (rate_bytes + cluster.calibrate("node0", "node1").rate_bytes) / 2
     found = report.Found(setup, rate_bytes, alone, report.slowest(phases), rows, digests)
     print(report.text(found), flush=True)
-    return table.finish("schedule", given, began, report.records(found))
+    return given.finish(report.records(found))
 
 
 def _setup(given: Mapping[str, Any]) -> Setup:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bpsfast.bench.harness.contestant_group import Group
-from bpsfast.bench.harness.launcher import ContestantLauncher
+from bpsfast.bench.harness.launcher import SLOW_CONTROL_PLANE, ContestantLauncher
 from bpsfast.orchestration.placement.shares import Machine, least_time_s
 from bpsfast.tools.planner import catalog
 from bpsfast.tools.simulator.workload import Workload, build, workload
@@ -16,7 +16,6 @@ PARTITION_NBYTES, CREDIT_NBYTES = 32 << 10, 64 << 10
 NO_CREDIT_NBYTES = 1 << 30
 #: A ring's steps are n times smaller than what is reduced, and each waits for the slowest machine.
 GLOO_PARTITION_NBYTES, GLOO_CREDIT_NBYTES = 256 << 10, 1 << 20
-_PATIENT = {"heartbeat_s": 2.0, "lease_s": 30.0, "helper_lease_s": 0}
 
 
 @dataclass(frozen=True)
@@ -98,5 +97,5 @@ def start(launcher: ContestantLauncher, name: str, setup: Setup) -> Group:
     if way.is_gloo:
         return launcher.gloo(trainer=options)
     return launcher.bpsfast(trainer=options, n_helpers=setup.n_helpers, transport="tcp",
-                        scheduling="priority" if way.priority else "fifo", partition_bytes=PARTITION_NBYTES,
-                        credit_bytes=way.credit_nbytes, **_PATIENT)
+                            scheduling="priority" if way.priority else "fifo", partition_bytes=PARTITION_NBYTES,
+                            credit_bytes=way.credit_nbytes, **SLOW_CONTROL_PLANE)

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 
 from bpsfast.base.process_identity import folder_prefix
-from bpsfast.bench.harness.table import finish, plain
+from bpsfast.bench.harness.bench_run import BenchRun
+from bpsfast.bench.harness.table import plain
 
 from ..chaos.processes import Processes
 from ..harness.cpu_load import CpuLoad
@@ -47,7 +48,7 @@ def run(options: dict[str, Any]) -> bool:
 
     That is: sums are right, nobody was lost, and nothing grew.
     """
-    seconds, begin_unix_s = 60.0 * options["minutes"], time.time()
+    given, seconds = BenchRun("soak", options), 60.0 * options["minutes"]
     with tempfile.TemporaryDirectory(prefix=folder_prefix("soak")) as folder:
         values = {**_VALUES, "transport": options["transport"]}
         with CpuLoad(options.get("load", 0)), \
@@ -62,8 +63,7 @@ def run(options: dict[str, Any]) -> bool:
     for trouble in troubles:
         print(trouble)
     print(f"{ends[0].get('steps', 0)} steps of {options['minutes']:g} minutes")
-    finish("soak", {name: value for name, value in options.items() if value is not None}, begin_unix_s,
-           [{"steps": ends[0].get("steps", 0), "troubles": troubles}, *map(asdict, looks)])
+    given.finish([{"steps": ends[0].get("steps", 0), "troubles": troubles}, *map(asdict, looks)])
     return not troubles
 
 

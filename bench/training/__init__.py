@@ -9,12 +9,11 @@ Source: the artifact of BytePS (OSDI'20), whose training scripts print the same 
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bpsfast.bench.harness import table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row, take_turns
 from bpsfast.bench.training import backends
@@ -28,36 +27,28 @@ _N_STEPS, _QUICK_STEPS, _N_WARMUP = 10, 2, 2
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Train as *options* say, print the speeds, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        model; backend ("bpsfast,gloo"), size ("small" or "full"), n_ranks (2, on this machine), batch (of a rank; the
-        model's own), device ("cpu" or "cuda"; a full model wants cuda), data (a path, see `samples.real`), n_steps of a
-        turn (10), n_rounds (3), json_path, quick. All but the model may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense, or something is missing.
+    *options*, of which all but the model may be missing or None: model; backend ("bpsfast,gloo"), size ("small" or
+    "full"), n_ranks (2, on this machine), batch (of a rank; the model's own), device ("cpu" or "cuda"; a full model
+    wants cuda), data (a path, see `samples.real`), n_steps of a turn (10), n_rounds (3), json_path, quick. Raises
+    `ConfigError` if one makes no sense, or something is missing.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = BenchRun("model", options)
     chosen = settled(given)
     names = chosen.pop("backend").split(",")
-    quick, n_ranks = bool(given.get("quick")), given.get("n_ranks", 2)
+    n_ranks = given.get("n_ranks", 2)
     for name in names:
         backends.check(name)
-    n_steps = given.get("n_steps") or (_QUICK_STEPS if quick else _N_STEPS)
-    began = time.time()
+    n_steps = given.get("n_steps") or (_QUICK_STEPS if given.quick else _N_STEPS)
     with ContestantLauncher(n_ranks, 1) as launcher:
         groups = [launcher.training(name, {**chosen, "backend": name}) for name in names]
         rows = [Row(group, "step", 0, label=name) for name, group in zip(names, groups)]
-        take_turns(rows, given.get("n_rounds") or (1 if quick else 3), n=n_steps, n_warmup=_N_WARMUP)
+        take_turns(rows, given.rounds(3), n=n_steps, n_warmup=_N_WARMUP)
         digests = {row.name: row.group.ask("digest") for row in rows}
         losses = {row.name: row.group.ask("losses_so_far") for row in rows}
     speeds = {row.name: speed(chosen, row.median_s, n_ranks) for row in rows}
     records = [record(chosen, row, speeds[row.name], losses[row.name], digests[row.name]) for row in rows]
     print(text(chosen, records, speeds), flush=True)
-    return table.finish("model", given, began, records)
+    return given.finish(records)
 
 
 def weights_agree(records: Sequence[Mapping[str, Any]]) -> bool:

@@ -47,20 +47,10 @@ _END_TIMEOUT_S = 15.0
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print tables, and return (and write) the records; [] for the end that listens.
 
-    Parameters
-    ----------
-    options
-        peer ("host" or "host:port"; None: both ends on this machine), listen (address, "" for all; None: do not), port,
-        devices ("A" or "A,B"), models ("vgg19/8,resnet50"), n_rounds, json_path, quick. All may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        An option makes no sense.
-    OSError
-        There is no RDMA device, or no libibverbs.
-    PeerLostError, StallError
-        The other end failed, or never came.
+    *options*, each of which may be missing or None: peer ("host" or "host:port"; None: both ends on this machine),
+    listen (address, "" for all; None: do not), port, devices ("A" or "A,B"), models ("vgg19/8,resnet50"), n_rounds (5),
+    json_path, quick. Raises `ConfigError` if one makes no sense, `OSError` where there is no RDMA device or no
+    libibverbs, and `PeerLostError` or `StallError` if the other end failed or never came.
     """
     given = {name: value for name, value in options.items() if value is not None}
     quick, port = given.get("quick", False), given.get("port", control.PORT)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from bpsfast.base.settings import Settings
+from bpsfast.bench.harness.option_lists import parse_counts
 from bpsfast.orchestration.errors import ConfigError
 from bpsfast.orchestration.messages import TensorSpec
 from bpsfast.orchestration.placement.shares import Machine
@@ -113,9 +114,9 @@ def chosen(sets: str, workers: str, quick: bool) -> list[tuple[Layout, list[Cell
     found: list[tuple[Layout, list[Cell]]] = []
     for name in sets.split(","):
         if name == "equal":
-            found += [_equal(n, quick) for n in _counts(workers)]
+            found += [_equal(n, quick) for n in parse_counts("workers", workers, 32)]
         elif name == "full":
-            found += [_full(n) for n in _counts(workers)]
+            found += [_full(n) for n in parse_counts("workers", workers, 32)]
         elif name == "unequal":
             found += _unequal(quick)
         elif name == "models":
@@ -123,13 +124,6 @@ def chosen(sets: str, workers: str, quick: bool) -> list[tuple[Layout, list[Cell
         else:
             raise ConfigError(f"bench optimum has no set {name!r}: expected {', '.join(SETS)}")
     return found
-
-
-def _counts(text: str) -> list[int]:
-    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if not all(2 <= n <= 32 for n in counts):
-        raise ConfigError(f"workers {text!r}: expected counts from 2 to 32 such as 2,4,8")
-    return counts
 
 
 def _rate_bits(n_machines: int) -> float:

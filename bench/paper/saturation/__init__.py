@@ -7,13 +7,13 @@ sent and received to and from all peers, by its own count.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
 
 from bpsfast.bench.harness import peers, plots, table
+from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.contestant_group import Group, cpu_s_of
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.option_lists import parse_names, parse_sizes
@@ -93,47 +93,36 @@ _NBYTES = 16 << 20
 _RANKS, _NODES = (2, 4, 6), (1, 2, 3)
 _PARTITIONS = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 _CREDITS = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
-_ROUNDS, _QUICK_ROUNDS = 5, 2
 
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print tables, and return (and write) the records.
 
-    Parameters
-    ----------
-    options
-        curves ("size,credit": None for all), sizes (of the first curve), compare ("gloo"), n_rounds (5), json_path,
-        plot_path, quick. All may be missing or None.
-
-    Raises
-    ------
-    ConfigError
-        If an option makes no sense, or a plot is asked for and cannot be drawn.
+    *options*, each of which may be missing or None: curves ("size,credit"; None for all), sizes (of the first curve),
+    compare ("gloo"), n_rounds (5), json_path, plot_path, quick. Raises `ConfigError` if one makes no sense, or if a
+    plot is asked for and cannot be drawn.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    quick = bool(given.get("quick"))
+    given = BenchRun("saturation", options)
     names = parse_names("--curves", given["curves"], CURVES) if "curves" in given else tuple(CURVES)
     if given.get("compare") not in (None, "gloo"):
         raise ConfigError(f"--compare {given['compare']}: between nodes it is gloo that is compared with")
-    sizes = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES))
+    sizes = parse_sizes(given.get("sizes") or (_QUICK_SIZES if given.quick else _SIZES))
     if "plot_path" in given:
         plots.check(given["plot_path"])
     gloo = given.get("compare") == "gloo"
     lacking = peers.missing("gloo") if gloo else None
     if lacking is not None:
         print(lacking)
-    began, found = time.time(), {}
+    found = {}
     for name in names:
-        found[name] = _measure(name, sizes, quick, gloo and lacking is None,
-                               given.get("n_rounds") or (_QUICK_ROUNDS if quick else _ROUNDS))
+        found[name] = _measure(name, sizes, given.quick, gloo and lacking is None, given.rounds(5, quick=2))
         print(f"{report(name, found[name])}\n", flush=True)
     if "plot_path" in given:
         with plots.figure(4.4, 3.6, n_panels=len(found)) as (made, panels):
             for panel, (name, points) in zip(panels, found.items()):
                 draw(panel, name, points)
             plots.save(made, given.pop("plot_path"))
-    records = [point.record(name) for name, points in found.items() for point in points]
-    return table.finish("saturation", given, began, records)
+    return given.finish([point.record(name) for name, points in found.items() for point in points])
 
 
 def _measure(name: str, sizes: Sequence[int], quick: bool, gloo: bool, n_rounds: int) -> list[Point]:
