@@ -1,4 +1,4 @@
-"""The speed of the sum kernels and of the checksum, on one thread, per dtype, against C, NumPy and torch.
+"""Measures the speed of the sum kernels and of the checksum, on one thread, per dtype, against C, NumPy and torch.
 
 *cold*: operands come from DRAM. Calls walk round a pool several times the last-level cache, so a partition comes
 again only after all others. *warm*: one set of buffers again and again. Contestants take turns in random order, so a
@@ -17,9 +17,8 @@ import random
 import statistics
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from bpsfast.bench.harness.cold_memory import PARTITION_NBYTES, Pool, cold_nbyte
 from bpsfast.pyx.tcp import crc32c
 
 Array = np.ndarray[Any, Any]
-Operation = Callable[[list[Array]], None]
+Operation = Callable[[list[Array]], object]
 
 _N_POOLS = 10
 _TURNS = {"cold": 30, "warm": 20}  # in each pool
@@ -58,8 +57,12 @@ class Row:
         return statistics.median(self.samples_s)
 
 
-def run(json_path: str | None, quick: bool) -> dict[str, Any]:
-    """Measure everything, print a table, write the raw samples to *json_path*, return what was written."""
+def run(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure everything (fewer dtypes and samples if option quick says so), print a table, return what is written.
+
+    The raw samples are written where option json_path says, as one JSON document.
+    """
+    quick = bool(options.get("quick"))
     turns, n_pools = (_QUICK_TURNS, _QUICK_N_POOLS) if quick else (_TURNS, _N_POOLS)
     torch, n_threads = _import_torch()
     reference, c_compiler = native.build_sum4()
@@ -78,29 +81,17 @@ def run(json_path: str | None, quick: bool) -> dict[str, Any]:
             torch.set_num_threads(n_threads)
     print(_table(rows))
     result = {
-        "bench": "kernels",
-        "machine": machine_info.describe(),
-        "c_compiler": c_compiler,
-        "pool_nbytes": nbytes,
-        "n_pools": n_pools,
-        "partition_nbytes": PARTITION_NBYTES,
-        "quick": quick,
+        "bench": "kernels", "machine": machine_info.describe(), "c_compiler": c_compiler, "pool_nbytes": nbytes,
+        "n_pools": n_pools, "partition_nbytes": PARTITION_NBYTES, "quick": quick,
         "rows": [{**asdict(row), "median_s": row.median_s, "ratio_to_bpsfast": _ratio(row, rows)} for row in rows],
     }
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(result, indent=1) + "\n")
+    if options.get("json_path") is not None:
+        Path(options["json_path"]).write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
-def _measure(
-    case: str,
-    name: str,
-    n_arrays: int,
-    contestants: dict[str, Operation],
-    pool_nbytes: int,
-    n_pools: int,
-    turns: dict[str, int],
-) -> list[Row]:
+def _measure(case: str, name: str, n_arrays: int, contestants: dict[str, Operation], pool_nbytes: int, n_pools: int,
+             turns: dict[str, int]) -> list[Row]:
     """Time *contestants*, cold and warm, in each of *n_pools* pools."""
     rows = {(temperature, contestant): Row(case, name, temperature, contestant, PARTITION_NBYTES)
             for temperature in turns for contestant in contestants}
@@ -137,8 +128,7 @@ def _n_calls_to_flush(n_arrays: int) -> int:
 def _fused_contestants(torch: Any, reference: Callable[..., None] | None) -> dict[str, Operation]:
     """Return ways to make d = a + b + c + e in float32."""
     kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 6)(
-        kernels.address("float32")  # as the engine calls it; the C reference is called the same way
-    )
+        kernels.address("float32"))  # as the engine calls it; the C reference is called the same way
 
     def fused(divisor: int, nontemporal: int, layout: tuple[int, int, int] = (4, 0, 0)) -> Operation:
         def call(v: list[Array]) -> None:
@@ -178,7 +168,7 @@ def _add_contestants(name: str, torch: Any) -> dict[str, Operation]:
     """Return ways to make a += b."""
     contestants: dict[str, Operation] = {"bpsfast": lambda v: kernels.add_into(v[0], v[1])}
     if name not in ("float16", "bfloat16"):  # NumPy adds halves one by one, 40 times slower: it would set the pace
-        contestants["numpy"] = _numpy_add
+        contestants["numpy"] = lambda v: np.add(v[0], v[1], out=v[0])
     if torch is not None:
         dtype = getattr(torch, name)
 
@@ -193,18 +183,10 @@ def _add_contestants(name: str, torch: Any) -> dict[str, Operation]:
 def _checksum_contestants() -> dict[str, Operation]:
     """Return ways to take a checksum of a: what each end of a connection does with the setting checksum."""
     return {
-        "bpsfast CRC32C": lambda v: _of_bytes(crc32c, v[0]),
-        "bpsfast CRC32C by tables": lambda v: _of_bytes(partial(crc32c, by_tables=True), v[0]),
-        "zlib CRC32": lambda v: _of_bytes(zlib.crc32, v[0]),
+        "bpsfast CRC32C": lambda v: crc32c(v[0].view(np.uint8)),
+        "bpsfast CRC32C by tables": lambda v: crc32c(v[0].view(np.uint8), by_tables=True),
+        "zlib CRC32": lambda v: zlib.crc32(v[0].view(np.uint8)),
     }
-
-
-def _of_bytes(checksum: Callable[..., int], array: Array) -> None:
-    checksum(array.view(np.uint8))
-
-
-def _numpy_add(v: list[Array]) -> None:
-    np.add(v[0], v[1], out=v[0])
 
 
 def _import_torch() -> tuple[Any, int]:
@@ -229,17 +211,7 @@ def _table(rows: list[Row]) -> str:
     lines = [("case", "dtype", "", "contestant", "median us", "q25", "q75", "GB/s", "time / ours")]
     for row in rows:
         low, _, high = statistics.quantiles(row.samples_s, n=4)
-        lines.append(
-            (
-                row.case,
-                row.dtype,
-                row.temperature,
-                row.contestant,
-                f"{row.median_s * 1e6:.0f}",
-                f"{low * 1e6:.0f}",
-                f"{high * 1e6:.0f}",
-                f"{row.nbytes / row.median_s / 1e9:.2f}",
-                f"{_ratio(row, rows):.2f}",
-            )
-        )
+        lines.append((row.case, row.dtype, row.temperature, row.contestant, f"{row.median_s * 1e6:.0f}",
+                      f"{low * 1e6:.0f}", f"{high * 1e6:.0f}", f"{row.nbytes / row.median_s / 1e9:.2f}",
+                      f"{_ratio(row, rows):.2f}"))
     return output.columns(lines, right=range(4, len(lines[0])))

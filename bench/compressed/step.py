@@ -17,7 +17,7 @@ from bpsfast.trainer.process import current
 
 Array = np.ndarray[Any, Any]
 
-#: What variants of `ranks.Ranks` begin with that are `operation`s of this module.
+#: Names of `operation`s of this module begin so, as variants of `BpsfastRank`.
 PREFIX = "step of "
 _FORWARD_SHARE = 1 / 3
 

@@ -40,7 +40,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     if n_ranks < 2:
         raise ConfigError(f"bench ddp compares how ranks exchange: it needs 2 or more, got {n_ranks}")
     wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES))
-    operations: Sequence[str] = tuple(COLLECTIVES)
+    operations: Sequence[str] = COLLECTIVES
     if "operations" in given:  # '': none
         operations = parse_names("--operations", given["operations"], COLLECTIVES) if given["operations"] else ()
     if peers.missing("gloo") is not None:

@@ -8,7 +8,7 @@ from bpsfast.bench.device import sums
 from bpsfast.bench.device.beside import Beside
 from bpsfast.bench.device.copies import Copies
 from bpsfast.bench.device.hardware import Hardware
-from bpsfast.bench.harness.contestant import Operation
+from bpsfast.bench.harness.contestant import JobMember, Operation
 from bpsfast.orchestration.errors import ConfigError
 
 #: What variants of `DeviceRank` begin with: "push_pull of 8", "copies of 8, out" and so on.
@@ -36,32 +36,27 @@ def hardware(device: str) -> Hardware:
     raise ConfigError(f"device {device!r}: expected cuda or host")
 
 
-class DeviceRank:
+class DeviceRank(JobMember):
     """One rank on *device* ("cuda", "host"). Variants: `SUMS` n, or `COPIES` n, way (`copies`)."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._hardware = hardware(device)
-        bpsfast.init()
-        self.rank, self._size = bpsfast.rank(), bpsfast.size()
+        super().__init__(bpsfast)
         self._copies = Copies(self._hardware)
         self._beside: Beside | None = None
 
     def operation(self, variant: str, nbytes: int) -> Operation:
         """See the class; *nbytes* of each of the arrays."""
         if variant.startswith(SUMS):
-            return sums.operation(self._hardware, self.rank, self._size, nbytes, int(variant.removeprefix(SUMS)))
+            return sums.operation(self._hardware, self.rank, self.size, nbytes, int(variant.removeprefix(SUMS)))
         n, _, way = variant.removeprefix(COPIES).partition(", ")
         return self._copies.operation(way, nbytes, int(n))
 
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        bpsfast.barrier()
-
     def close(self) -> None:
-        """Leave the job."""
+        """End the streams of copies, and leave the job."""
         self._copies.close()
-        bpsfast.shutdown()
+        super().close()
 
     # -- what is asked beside times --------------------------------------------------------------------------------
 
@@ -72,7 +67,7 @@ class DeviceRank:
     def beside(self, exchanges: bool, n_steps: int, shape: tuple[int, int, int]) -> dict[str, Any]:
         """Make *n_steps* steps of `Beside` of *shape* (layers, bytes, products) after one that does not count."""
         if self._beside is None:
-            self._beside = Beside(self._hardware, self.rank, self._size, *shape)
+            self._beside = Beside(self._hardware, self.rank, self.size, *shape)
         bpsfast.barrier()
         self._beside.step(exchanges)
         steps = [self._beside.step(exchanges)._asdict() for _ in range(n_steps)]

@@ -13,14 +13,14 @@ import numpy as np
 import bpsfast
 from bpsfast.bench.compressed import step
 from bpsfast.bench.harness import memory_bound, pattern
-from bpsfast.bench.harness.contestant import Operation
+from bpsfast.bench.harness.contestant import JobMember, Operation
 from bpsfast.bench.post import ping_pong
 from bpsfast.collectives.p2p import P2PEndpoint
 from bpsfast.tools.planner import catalog
 from bpsfast.trainer.process import current
 
 
-class Ranks:
+class BpsfastRank(JobMember):
     """One rank. Variants of `operation`:
 
     ``numpy``
@@ -40,33 +40,29 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        bpsfast.init()
-        self.rank, self._size = bpsfast.rank(), bpsfast.size()
-        self._gradients: bpsfast.Gradients | None = None
-        self._places = memory_bound.Places(self.rank, self._size)
+        super().__init__(bpsfast)
+        self._places = memory_bound.Places(self.rank, self.size)
         self._burning: threading.Event | None = None
 
     def operation(self, variant: str, nbytes: int) -> Operation:
         """See the class."""
+        if variant == "gradients":
+            variant = "gradients of resnet50"
         if variant.startswith("gradients of "):
             model, _, divisor = variant.removeprefix("gradients of ").partition("/")
             return self._gradients_of(model, int(divisor or 1))
         if memory_bound.is_row(variant):
             return self._places.operation(variant, nbytes)
         if variant.startswith(step.PREFIX):
-            return step.operation(variant, self.rank, self._size)
-        make = {"numpy": self._numpy, "torch": self._torch, "gradients": self._gradient_list,
-                "one tensor": self._numpy, ping_pong.VARIANT: self._ping_pong}[variant]
+            return step.operation(variant, self.rank, self.size)
+        make = {"numpy": self._numpy, "torch": self._torch, "one tensor": self._numpy,
+                ping_pong.VARIANT: self._ping_pong}[variant]
         return make(nbytes)
 
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        bpsfast.barrier()
-
     def close(self) -> None:
-        """Leave the job."""
+        """Stop `burn`, and leave the job."""
         self.burn(False)
-        bpsfast.shutdown()
+        super().close()
 
     # -- operations ------------------------------------------------------------------------------------------------
 
@@ -78,7 +74,7 @@ class Ranks:
             result[0] = bpsfast.push_pull(array, average=False, name=name)
 
         return Operation(run, lambda known: pattern.fill(array, self.rank, known),
-                         lambda: pattern.n_wrong(result[0], self._size))
+                         lambda: pattern.n_wrong(result[0], self.size))
 
     def _torch(self, nbytes: int) -> Operation:
         import torch
@@ -87,12 +83,8 @@ class Ranks:
 
         tensor, name = torch.zeros(nbytes // 4, dtype=torch.float32), f"torch {nbytes}"
         array = tensor.numpy()
-        return Operation(lambda: push_pull_inplace(tensor, average=False, name=name),
-                         lambda known: pattern.fill(array, self.rank, known),
-                         lambda: pattern.n_wrong(array, self._size))
-
-    def _gradient_list(self, nbytes: int) -> Operation:
-        return self._gradients_of("resnet50", 1)
+        return pattern.operation(lambda: push_pull_inplace(tensor, average=False, name=name), array, self.rank,
+                                 self.size)
 
     def _gradients_of(self, model: str, divisor: int) -> Operation:
         shapes = catalog.load(model).shapes if divisor == 1 else catalog.divided(model, divisor)
@@ -112,16 +104,16 @@ class Ranks:
                 pattern.fill(gradients[name].reshape(-1), self.rank, known)
 
         def n_wrong() -> int:
-            return sum(pattern.n_wrong(results[name].reshape(-1), self._size) for name in forward)
+            return sum(pattern.n_wrong(results[name].reshape(-1), self.size) for name in forward)
 
         return Operation(run, fill, n_wrong)
 
     def _ping_pong(self, nbytes: int) -> Operation:
-        post, array = current().extension(P2PEndpoint), np.zeros(nbytes, np.uint8)
+        endpoint, array = current().extension(P2PEndpoint), np.zeros(nbytes, np.uint8)
         address = array.ctypes.data
         return ping_pong.operation(
-            self.rank, array, lambda to: post.send(0, to, 0, address, nbytes, array).wait(),
-            lambda source: post.receive(0, source, 0, address, nbytes, array).wait())
+            self.rank, array, lambda to: endpoint.send(0, to, 0, address, nbytes, array).wait(),
+            lambda source: endpoint.receive(0, source, 0, address, nbytes, array).wait())
 
     # -- what is asked beside times --------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 #: Kind -> module and class. Imported by the contestant alone: a bench without MPI needs no mpi4py.
 KINDS = {
-    "bpsfast": ("harness.bpsfast_rank", "Ranks"),
+    "bpsfast": ("harness.bpsfast_rank", "BpsfastRank"),
     "gloo": ("harness.peers", "Gloo"),
     "mpi": ("harness.peers", "Mpi"),
     "trainer": ("schedule.trainer", "Trainer"),
@@ -54,6 +54,45 @@ class Contestant(Protocol):
 
     def close(self) -> None:
         """Leave the peers."""
+
+
+class JobMember:
+    """A rank of a job, from construction until `close`.
+
+    *library* has init, rank, size, barrier and shutdown, as `bpsfast`, `bpsfast.torch` and `horovod.torch` have.
+    """
+
+    def __init__(self, library: Any) -> None:
+        library.init()
+        self._library = library
+        self.rank, self.size = library.rank(), library.size()
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        self._library.barrier()
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._library.shutdown()
+
+
+class GroupMember:
+    """A rank of torch's default process group, by any *backend*; the rendezvous is in the environment."""
+
+    def __init__(self, backend: str) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group(backend)
+        self._dist = dist
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        self._dist.barrier()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._dist.destroy_process_group()
 
 
 class Timer:

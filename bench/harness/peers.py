@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bpsfast.bench.harness import pattern
-from bpsfast.bench.harness.contestant import Operation
+from bpsfast.bench.harness.contestant import GroupMember, Operation
 from bpsfast.bench.post import ping_pong
 
 PIECE_NBYTES = 4 << 20
@@ -28,16 +28,14 @@ def missing(name: str) -> str | None:
     return None if shutil.which("mpirun") else "mpi is left out: no mpirun on the PATH (apt install openmpi-bin)"
 
 
-class Gloo:
-    """One rank of a torch.distributed gloo group; the rendezvous is in the environment."""
+class Gloo(GroupMember):
+    """One rank of a torch.distributed gloo group."""
 
     def __init__(self) -> None:
         import torch
-        import torch.distributed as dist
 
-        self._torch, self._dist = torch, dist
-        dist.init_process_group("gloo")
-        self.rank, self._size = dist.get_rank(), dist.get_world_size()
+        super().__init__("gloo")
+        self._torch = torch
 
     def operation(self, variant: str, nbytes: int) -> Operation:
         """Sum in place, whole; or send a message there and back."""
@@ -47,19 +45,7 @@ class Gloo:
                                        lambda source: self._dist.recv(message, source))
         tensor = self._torch.zeros(nbytes // 4, dtype=self._torch.float32)
         array = tensor.numpy()
-        return Operation(
-            run=lambda: self._dist.all_reduce(tensor),
-            fill=lambda known: pattern.fill(array, self.rank, known),
-            n_wrong=lambda: pattern.n_wrong(array, self._size),
-        )
-
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        self._dist.barrier()
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._dist.destroy_process_group()
+        return pattern.operation(lambda: self._dist.all_reduce(tensor), array, self.rank, self.size)
 
 
 class Mpi:
@@ -70,7 +56,7 @@ class Mpi:
 
         self._mpi: Any = MPI
         self._world = MPI.COMM_WORLD
-        self.rank, self._size = self._world.rank, self._world.size
+        self.rank, self.size = self._world.rank, self._world.size
         self._arrays: dict[int, Any] = {}
 
     def operation(self, variant: str, nbytes: int) -> Operation:
@@ -79,11 +65,7 @@ class Mpi:
         step = array.size if variant == "mpi" else PIECE_NBYTES // 4
         pieces = [array[i : i + step] for i in range(0, array.size, step)]
         run = self._all_at_once if variant == "mpi 4 MB async" else self._one_by_one
-        return Operation(
-            run=lambda: run(pieces),
-            fill=lambda known: pattern.fill(array, self.rank, known),
-            n_wrong=lambda: pattern.n_wrong(array, self._size),
-        )
+        return pattern.operation(lambda: run(pieces), array, self.rank, self.size)
 
     def _one_by_one(self, pieces: list[Any]) -> None:
         for piece in pieces:

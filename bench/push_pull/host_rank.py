@@ -21,7 +21,7 @@ import psutil
 import bpsfast
 from bpsfast.base.settings import parse_address
 from bpsfast.bench.harness import samples
-from bpsfast.bench.harness.bpsfast_rank import Ranks
+from bpsfast.bench.harness.bpsfast_rank import BpsfastRank
 from bpsfast.bench.harness.contestant import Timer
 from bpsfast.bench.harness.peers import Gloo
 from bpsfast.launch.daemons import reserve_port
@@ -33,7 +33,7 @@ ROWS_MARK = "bpsfast bench rows: "
 def main(arguments: Sequence[str]) -> int:
     """Be one rank from `init` to `shutdown`."""
     options = json.loads(arguments[0])
-    ours = Ranks()
+    ours = BpsfastRank()
     timers = {"numpy": Timer(ours)}
     gloo = None
     if "gloo" in options["peers"]:

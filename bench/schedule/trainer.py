@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bpsfast.bench.harness.contestant import Operation
+from bpsfast.bench.harness.contestant import GroupMember, JobMember, Operation
 from bpsfast.bench.schedule.methods import divided
 from bpsfast.bench.schedule.timed_network import TimedLayer, data, network
 from bpsfast.tools.simulator.workload import Workload
@@ -115,13 +115,11 @@ class _Way(Protocol):
         """Leave the job."""
 
 
-class _Ours:
+class _Ours(JobMember):
     def __init__(self, net: torch.nn.Module, crosses: bool) -> None:
         import bpsfast.torch as bps
 
-        bps.init()
-        self._bps = bps
-        self.rank, self.size = bps.rank(), bps.size()
+        super().__init__(bps)
         self._network = net
         self._crosses = crosses
         self._optimizer: Any = bps.DistributedOptimizer(
@@ -136,33 +134,10 @@ class _Ours:
         if self._crosses:
             self._optimizer.settle()
 
-    def barrier(self) -> None:
-        self._bps.barrier()
 
-    def close(self) -> None:
-        self._bps.shutdown()
-
-
-class _Gloo:
-    """Joins the group of torch.distributed; the rendezvous is in the environment."""
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        self._dist = dist
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def barrier(self) -> None:
-        self._dist.barrier()
-
-    def close(self) -> None:
-        self._dist.destroy_process_group()
-
-
-class _Ddp(_Gloo):
+class _Ddp(GroupMember):
     def __init__(self, net: torch.nn.Module, divisor: int) -> None:
-        super().__init__()
+        super().__init__("gloo")
         # its buckets are to the tensors what they usually are
         self._network = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=_DDP_BUCKET_MIB / divisor)
         self._optimizer = _sgd(net)
@@ -176,11 +151,11 @@ class _Ddp(_Gloo):
         """Nothing is due after a step."""
 
 
-class _Scheduled(_Gloo):
+class _Scheduled(GroupMember):
     """What a trainer of one's own does with `bpsfast.torch.schedule`: each layer has its optimizer and waits for it."""
 
     def __init__(self, net: torch.nn.Module, by_urgency: bool, partition_nbytes: int, credit_nbytes: int) -> None:
-        super().__init__()
+        super().__init__("gloo")
         from bpsfast.torch import schedule
 
         self._network = net

@@ -68,16 +68,14 @@ def run(piece: Piece, quick: bool, folder: Path) -> Outcome:
     if lacking is not None:
         return Outcome(piece.name, f"not here: {lacking}")
     module = importlib.import_module(f"bpsfast.bench.{piece.module}")
-    path = str(folder / f"{piece.name}.jsonl")
+    is_document = piece.module == "kernels"  # the oldest bench writes one document
+    path = str(folder / f"{piece.name}.{'json' if is_document else 'jsonl'}")
     tee, began = _Tee(), time.monotonic()
     outcome = Outcome(piece.name)
     try:
         with contextlib.redirect_stdout(tee):
-            if piece.module == "kernels":  # the oldest bench, which takes no dictionary and writes one document
-                path = str(folder / f"{piece.name}.json")
-                outcome.records = [{"measured": each} for each in module.run(json_path=path, quick=quick)["rows"]]
-            else:
-                outcome.records = module.run({**piece.options, "quick": quick, "json_path": path})[1:]
+            found = module.run({**piece.options, "quick": quick, "json_path": path})
+        outcome.records = [{"measured": each} for each in found["rows"]] if is_document else found[1:]
     except (BpsError, OSError) as exc:
         first, *more = f"{type(exc).__name__}: {exc}".splitlines()
         outcome.state, outcome.is_failed = " ".join([first, *more[-1:]]), True

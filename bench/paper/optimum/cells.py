@@ -53,7 +53,7 @@ class Cell:
 
     A contestant is "gloo" (its ring), or one of our placements: "optimal", "colocated", "ps", "equal" (knows nothing
     of links: what is optimal if all were alike), "hash:NAME". `load` is "numpy" (one array of `nbytes`) or
-    "gradients of MODEL/N", as `ranks.Ranks` names them. `crowded`: where helpers own everything, all workers' bytes
+    "gradients of MODEL/N", as `BpsfastRank` names them. `crowded`: where helpers own everything, all workers' bytes
     stand at the ports of a few, and with them what gives the helpers credit for the next sums: with partitions of 32
     KiB sums fall 10 % behind, with less in the queue, in smaller pieces, 2 %. `full`: where every link has to move as
     many bytes both ways as any other, no time is left to make up for what the last sums take: smaller pieces.
