@@ -7,7 +7,6 @@
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,10 +15,11 @@ from typing import Any
 import click
 
 from bpsfast.base import exit_codes
-from bpsfast.bench.harness import plots
+from bpsfast.bench import cli_options
+from bpsfast.bench.harness import plots, result_file
+from bpsfast.bench.harness.result_file import RESULTS
 from bpsfast.orchestration.errors import ConfigError
 
-RESULTS = Path(__file__).parent / "results"
 #: Which bench a file is of, where that is not its name.
 _BENCHES = {"push_pull_one_machine": "push_pull --compare gloo,mpi"}
 _CONTESTANTS = ("torch", "numpy", "gloo", "mpi")
@@ -27,26 +27,17 @@ _Record = Mapping[str, Any]
 
 
 def records(path: Path) -> list[_Record]:
-    """Return the rows of a result file.
-
-    Raises
-    ------
-    ConfigError
-        If there is none at *path*.
-    """
+    """Return the rows of a result file; raise `ConfigError` if there is none at *path*."""
     if not path.exists():
         raise ConfigError(f"{path} is missing: `bpsfast bench {_BENCHES.get(path.stem, path.stem)} --json {path}` "
                           "writes it")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+    return [*result_file.records(path)]
 
 
 def times_ours(rows: Sequence[_Record]) -> dict[str, dict[int, float]]:
     """Return for each other way to sum, by bytes: its median time in times of ours, which copies in and out too.
 
-    Raises
-    ------
-    ConfigError
-        If one of them was not measured.
+    Raises `ConfigError` if one of them was not measured.
     """
     medians: dict[str, dict[int, float]] = {}
     for row in rows:
@@ -78,8 +69,7 @@ def seconds_and_steps(training: _Record) -> tuple[list[float], list[float]]:
 
 
 @click.command()
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
-              help="Folder of the plots.")
+@cli_options.results_folder("plots")
 @exit_codes.exit_on_error
 def main(out: Path) -> None:
     """Draw the plots of results that are there."""

@@ -7,15 +7,14 @@ are the same. `task` is what is learned, `program` one rank of it.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from statistics import mean, stdev
 from typing import Any
 
-from bpsfast.bench.harness import table
+from bpsfast.bench.harness import job_output, table
 from bpsfast.bench.harness.bench_run import BenchRun
-from bpsfast.orchestration.errors import LackingError, PeerLostError, StallError
+from bpsfast.orchestration.errors import LackingError, PeerLostError
 from bpsfast.tools.planner.prediction import parse
 
 CODECS = ("topk:k=0.01,error_feedback", "randomk:k=0.01,error_feedback", "onebit:error_feedback",
@@ -25,8 +24,6 @@ UNCOMPRESSED = "uncompressed"
 #: What a codec with error feedback may cost at most, in points of accuracy.
 PROMISED_POINTS = 0.5
 _TIMEOUT_S = 3600.0
-#: What the rows begin with; libraries may print others.
-MARK = "bpsfast bench accuracy: "
 
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -57,18 +54,11 @@ def train(codecs: list[str], n_seeds: int, n_epochs: int) -> dict[str, list[dict
     command = [sys.executable, "-m", "bpsfast", "run", "-n", "2", "--nodes", "2", "--set", "transport=tcp",
                "--set", "min_compress_bytes=1024", "--", sys.executable, "-m", "bpsfast.bench.accuracy.program",
                json.dumps({"codecs": codecs, "n_seeds": n_seeds, "n_epochs": n_epochs})]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as exc:
-        raise StallError(f"training with {codecs} did not end within {_TIMEOUT_S:g} s") from exc
-    ranks = [json.loads(line.partition(MARK)[2]) for line in done.stdout.splitlines() if MARK in line]
-    if done.returncode or len(ranks) != 2:
-        raise PeerLostError(f"training with {codecs} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    if [each["weights"] for each in ranks[0]["runs"]] != [each["weights"] for each in ranks[1]["runs"]]:
+    first, second = (each["runs"] for each in job_output.run(command, f"training with {codecs}", 2, _TIMEOUT_S))
+    if [each["weights"] for each in first] != [each["weights"] for each in second]:
         raise PeerLostError("the two ranks' weights differ after training")
-    first = min(ranks, key=lambda each: each["rank"])
     found: dict[str, list[dict[str, Any]]] = {}
-    for each in first["runs"]:
+    for each in first:
         found.setdefault(each["codec"] or UNCOMPRESSED, []).append(each)
     return found
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 import bpsfast
-from bpsfast.bench.accuracy import MARK, task
+from bpsfast.bench.accuracy import task
+from bpsfast.bench.harness import job_output
 from bpsfast.tools.planner.prediction import parse
 
 
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     digits = task.load()
     runs = [_run(digits, codec, seed, options["n_epochs"])
             for seed in range(options["n_seeds"]) for codec in options["codecs"]]
-    print(f"{MARK}{json.dumps({'rank': bpsfast.rank(), 'runs': runs})}", flush=True)
+    job_output.tell(bpsfast.rank(), runs=runs)
     bpsfast.shutdown()
     return 0
 

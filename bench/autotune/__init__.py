@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bpsfast.base.process_identity import folder_prefix
-from bpsfast.bench.harness import table
+from bpsfast.bench.harness import job_output, table
 from bpsfast.bench.harness.bench_run import BenchRun
-from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+from bpsfast.orchestration.errors import ConfigError, PeerLostError
 
 STARTS = (64_000, 65_536_000)
 #: (partition_bytes, credit_bytes, tcp_streams)
@@ -102,12 +100,8 @@ def train(folder: Path, n_steps: int, tune: bool = False, place: Sequence[str] =
           crosses: bool = False, **settings: object) -> Run:
     """Train *n_steps* with these settings, in *folder*; tuned anew if *tune* says so.
 
-    *place*: where, as options of `bpsfast run`; *width*: of a layer; *crosses*: the barrier.
-
-    Raises
-    ------
-    PeerLostError, StallError
-        If it fails, or does not end.
+    *place*: where, as options of `bpsfast run`; *width*: of a layer; *crosses*: the barrier. Raises `PeerLostError` or
+    `StallError` if the training fails or does not end.
     """
     outcome = folder / "found.json"
     bpsfast = [sys.executable, "-m", "bpsfast"]
@@ -118,17 +112,10 @@ def train(folder: Path, n_steps: int, tune: bool = False, place: Sequence[str] =
     variables = {f"BPSFAST_{name.upper()}": str(value) for name, value in settings.items()}
     environ = {**os.environ, **variables, "WIDTH": str(width), "STEPS": str(n_steps),
                "CROSSES": str(int(crosses)), "XDG_CACHE_HOME": str(folder / "cache")}
-    try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as exc:
-        raise StallError(f"training with {settings} did not end within {_TIMEOUT_S:g} s") from exc
-    ranks = dict(re.findall(r"rank (\d) weights (\w+ times .*)", done.stdout))
-    if done.returncode or sorted(ranks) != ["0", "1"]:
-        raise PeerLostError(f"training with {settings} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    weights, _, *times = ranks["0"].split()
-    if ranks["1"].split()[0] != weights:
+    first, second = job_output.run(command, f"training with {settings}", 2, _TIMEOUT_S, env=environ)
+    if first["weights"] != second["weights"]:
         raise PeerLostError(f"the ranks' weights differ after training with {settings}")
-    return Run(weights, [float(each) for each in times], json.loads(outcome.read_text()) if tune else {})
+    return Run(first["weights"], first["times_s"], json.loads(outcome.read_text()) if tune else {})
 
 
 def _settings(point: tuple[int, int, int]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ def main() -> None:
     import torch
 
     import bpsfast.torch as bps
+    from bpsfast.bench.harness import job_output
 
     torch.set_num_threads(1)
     bps.init()
@@ -31,7 +32,7 @@ def main() -> None:
         optimizer.step()
         times_s.append(time.monotonic() - begin)
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    print("rank", bps.rank(), "weights", weights, "times", *times_s)
+    job_output.tell(bps.rank(), weights=weights, times_s=times_s)
     bps.shutdown()
 
 

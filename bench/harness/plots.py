@@ -5,10 +5,12 @@ import base64
 import html
 import importlib.util
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import click
 
 from bpsfast.orchestration.errors import ConfigError, LackingError
 
@@ -36,17 +38,21 @@ def check(path: str | None = None) -> None:
 
 
 @contextmanager
-def figure(width: float = 7.0, height: float = 4.0, n_panels: int = 1) -> Iterator[tuple[Any, list[Any]]]:
-    """Give a figure and its panels beside each other; inches of one panel. It is closed at the end."""
+def figure(width: float = 7.0, height: float = 4.0, n_panels: int = 1, n_rows: int = 1, **options: Any
+           ) -> Iterator[tuple[Any, list[Any]]]:
+    """Give a figure and its panels, *n_panels* in each row; inches of one panel. It is closed at the end.
+
+    *options* are further ones of `pyplot.subplots`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    made, panels = pyplot.subplots(1, n_panels, figsize=(width * n_panels, height), layout="constrained",
-                                   squeeze=False)
+    made, panels = pyplot.subplots(n_rows, n_panels, figsize=(width * n_panels, height * n_rows), layout="constrained",
+                                   squeeze=False, **options)
     try:
-        yield made, list(panels[0])
+        yield made, list(panels.flat)
     finally:
         pyplot.close(made)
 
@@ -54,6 +60,16 @@ def figure(width: float = 7.0, height: float = 4.0, n_panels: int = 1) -> Iterat
 def save(made: Any, path: str) -> None:
     """Write a figure to *path*; its ending says in which format."""
     made.savefig(path, dpi=110)
+
+
+def draw_if_possible(draw: Callable[[Path], None], path: Path) -> None:
+    """Let *draw* write a plot to *path*, and print that; without matplotlib print only what is missing."""
+    lacking = missing()
+    if lacking is not None:
+        click.echo(lacking, err=True)
+    else:
+        draw(path)
+        click.echo(str(path))
 
 
 def inline(made: Any, words: str) -> str:

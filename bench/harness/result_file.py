@@ -9,6 +9,8 @@ from typing import Any
 
 from bpsfast.orchestration.errors import ConfigError
 
+#: Where results are kept that the pages show.
+RESULTS = Path(__file__).parents[1] / "results"
 #: What is written among the chosen values and names no row: how it was measured, and what was calibrated before.
 _BESIDE = ("n_per_round", "n_warmup", "n_windows", "n_void", "rate_bits", "compute_s", "n_machines_counted")
 #: How kernels.json, which is one document, names its rows.
@@ -35,14 +37,13 @@ class ResultFile:
     series: Mapping[str, Series]
 
 
-def read(path: Path) -> ResultFile:
-    """Return the run in *path*.
+def records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of the run in *path* (JSON Lines), without its manifest."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
 
-    Raises
-    ------
-    ConfigError
-        If it is no result file of a bench of ours, or has no raw samples in seconds.
-    """
+
+def read(path: Path) -> ResultFile:
+    """Return the run in *path*; raise `ConfigError` unless it is a result file with raw samples in seconds."""
     try:
         manifest, *records = _documents(path.read_text(encoding="utf-8"))
     except ValueError as exc:  # no text at all is one, too

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bpsfast.bench.harness import table
+from bpsfast.bench.harness import job_output, table
 from bpsfast.bench.harness.bench_run import BenchRun
-from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+from bpsfast.orchestration.errors import ConfigError
 
 N_TENSORS = (161, 2000)
 _TIMEOUT_S = 170.0
@@ -57,16 +56,8 @@ def measure(python: str, n_tensors: int, n_elements: int, n_steps: int, counts: 
     """Return what rank 0 of one job of two ranks found with the interpreter *python*."""
     options = json.dumps({"n_tensors": n_tensors, "n_elements": n_elements, "n_steps": n_steps, "counts": counts})
     command = [python, "-m", "bpsfast", "run", "-n", "2", "--", python, str(_PROGRAM), options]
-    try:  # not in the current folder: Python would import a source tree's package from there
-        done = subprocess.run(command, cwd=_PROGRAM.parent, capture_output=True, text=True, timeout=_TIMEOUT_S,
-                              check=False)
-    except subprocess.TimeoutExpired as exc:
-        raise StallError(f"{n_tensors} tensors with {python} did not end within {_TIMEOUT_S:g} s") from exc
-    lines = [line[line.index("{"):] for line in done.stdout.splitlines() if '"samples_s"' in line]
-    if done.returncode or len(lines) != 1:
-        raise PeerLostError(f"{n_tensors} tensors with {python} ended with {done.returncode}:\n"
-                            f"{done.stdout}{done.stderr}")
-    found: dict[str, Any] = json.loads(lines[0])
+    # not in the current folder: Python would import a source tree's package from there
+    [found] = job_output.run(command, f"{n_tensors} tensors with {python}", 1, _TIMEOUT_S, cwd=_PROGRAM.parent)
     return found
 
 

@@ -8,6 +8,7 @@ Source: BytePS (OSDI'20) figure 14: 64 GPUs, no helpers; the artifact's Expr2.
 """
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import sys
@@ -19,19 +20,20 @@ import click
 
 from bpsfast._version import __version__
 from bpsfast.base import exit_codes
+from bpsfast.bench import cli_options
+from bpsfast.bench.harness import plots
+from bpsfast.bench.harness.result_file import RESULTS
 from bpsfast.bench.paper import figure_14
 from bpsfast.bench.paper.calibration import Fit
 from bpsfast.bench.paper.figures import Constants, Row
 from bpsfast.bench.paper.intra_machine import IntraMachine
 from bpsfast.orchestration.errors import ConfigError
 
-RESULTS = Path(__file__).parents[1] / "results"
 _PERCENT = f"{100 * figure_14.TOLERANCE:.0f} %"
 
 
 @click.command()
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, show_default=True,
-              help="Folder of the results.")
+@cli_options.results_folder()
 @exit_codes.exit_on_error
 def main(out: Path) -> None:
     """Simulate the bars; some seconds on one core."""
@@ -43,10 +45,7 @@ def main(out: Path) -> None:
     text = tables(rows, fits, insides)
     (out / "expr2.md").write_text(text, encoding="utf-8")
     click.echo(text)
-    try:
-        plot(rows, out / "expr2.png")
-    except ImportError:
-        click.echo("no plot: install bpsfast[plot]", err=True)
+    plots.draw_if_possible(functools.partial(plot, rows), out / "expr2.png")
     wrong = [f"{of}, {at}" for (of, at), is_right in figure_14.in_order(rows).items() if not is_right]
     if wrong:
         click.echo(f"not in the paper's order: {'; '.join(wrong)}", err=True)
@@ -107,23 +106,17 @@ def _yes(is_so: bool) -> str:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draw the bars, measured beside simulated."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    for panel, machine in zip(axes, figure_14.BARS):
-        cells = [row for row in rows if row.of.split()[0] == machine]
-        at = range(len(cells))
-        panel.bar([x - 0.2 for x in at], [row.paper for row in cells], 0.4, label="measured")
-        panel.bar([x + 0.2 for x in at], [row.simulated for row in cells], 0.4, label="simulated")
-        panel.axhline(1.0, color="black", linewidth=0.8)
-        panel.set(title=f"{machine} machines, 64 GPUs", ylabel="speed over all-reduce", ylim=(0.9, 1.4))
-        panel.set_xticks(list(at), [f"{row.of.split()[1]}\n{row.at}" for row in cells], fontsize=7)
-        panel.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with plots.figure(5.5, 4.0, 2, sharey=True) as (made, panels):
+        for panel, machine in zip(panels, figure_14.BARS):
+            cells = [row for row in rows if row.of.split()[0] == machine]
+            at = range(len(cells))
+            panel.bar([x - 0.2 for x in at], [row.paper for row in cells], 0.4, label="measured")
+            panel.bar([x + 0.2 for x in at], [row.simulated for row in cells], 0.4, label="simulated")
+            panel.axhline(1.0, color="black", linewidth=0.8)
+            panel.set(title=f"{machine} machines, 64 GPUs", ylabel="speed over all-reduce", ylim=(0.9, 1.4))
+            panel.set_xticks(list(at), [f"{row.of.split()[1]}\n{row.at}" for row in cells], fontsize=7)
+            panel.legend(fontsize=8)
+        plots.save(made, str(path))
 
 
 if __name__ == "__main__":

@@ -6,20 +6,17 @@ times; that is measured with an array that fits.
 """
 from __future__ import annotations
 
-import json
 import os
-import re
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from bpsfast.base.value_formats import parse_size
-from bpsfast.bench.harness import table
+from bpsfast.bench.harness import job_output, table
 from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.launch.namespaces import netns
-from bpsfast.orchestration.errors import ConfigError, PeerLostError, StallError
+from bpsfast.orchestration.errors import ConfigError
 
 #: What is promised of a push of 1 % of the rows: bytes on the wire, of those of the dense table.
 MOST_OF_DENSE = 0.03
@@ -81,12 +78,5 @@ def _measure(n_rows: int, dim: int, n_pushed: int, n_steps: int, dense_nbytes: i
     environ = {**os.environ, "TABLE_ROWS": str(n_rows), "ROW_ELEMENTS": str(dim), "PUSHED_ROWS": str(n_pushed),
                "STEPS": str(n_steps), "DENSE_NBYTES": str(dense_nbytes), "ON_LINKS": str(int(on_links)),
                "BPSFAST_TRANSPORT": "tcp"}
-    try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as exc:
-        raise StallError(f"pushing {n_pushed} of {n_rows} rows did not end within {_TIMEOUT_S:g} s") from exc
-    ranks = dict(re.findall(r"rank (\d) found (\[.*\])", done.stdout))
-    if done.returncode or sorted(ranks) != ["0", "1"]:
-        raise PeerLostError(f"pushing {n_pushed} of {n_rows} rows ended with {done.returncode}:\n{done.stdout}"
-                            f"{done.stderr}")
-    return [json.loads(ranks[rank]) for rank in sorted(ranks)]
+    what = f"pushing {n_pushed} of {n_rows} rows"
+    return [each["found"] for each in job_output.run(command, what, 2, _TIMEOUT_S, env=environ)]

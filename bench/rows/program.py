@@ -5,7 +5,6 @@ host without links of its own, those on the loopback interface.
 """
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import bpsfast
+from bpsfast.bench.harness import job_output
 
 
 def main() -> None:
@@ -21,8 +21,7 @@ def main() -> None:
     n_rows, dim = int(os.environ["TABLE_ROWS"]), int(os.environ["ROW_ELEMENTS"])
     n_pushed, n_steps, dense_nbytes = (int(os.environ[name]) for name in ("PUSHED_ROWS", "STEPS", "DENSE_NBYTES"))
     bpsfast.init()
-    found = [_rows(n_rows, dim, n_pushed, n_steps), _dense(dense_nbytes, n_steps)]
-    print(f"rank {bpsfast.rank()} found {json.dumps(found)}", flush=True)
+    job_output.tell(bpsfast.rank(), found=[_rows(n_rows, dim, n_pushed, n_steps), _dense(dense_nbytes, n_steps)])
     bpsfast.shutdown()
 
 

@@ -180,10 +180,6 @@ class Gpt2(nn.Module):
         return cross_entropy(found[:, :-1] @ self.words.weight.T, y[:, 1:])
 
 
-#: Channels of the convolutions, in stages that end with a maximum over 2x2 pixels.
-VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-
-
 class Vgg(nn.Module):
     """Convolutions in *stages*, then dense layers of *inner* on what *pixels* on a side leave."""
 
