@@ -1,7 +1,7 @@
 """A backward pass whose hooks push gradients: measures whether that delays the program's stream or the host.
 
-Layer by layer matrices are multiplied and a gradient is written; then its hook begins a push_pull, as a framework's
-does. The same without any exchange is what it must not be slower than.
+For each layer the device multiplies matrices and writes a gradient, whose hook then begins a push_pull, as in a
+framework. The same pass without any exchange is the time that must not be exceeded.
 """
 from __future__ import annotations
 

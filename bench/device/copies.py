@@ -1,12 +1,11 @@
 """The bound of `bench device`: the same bytes copied plainly, by all ranks at once, without sums.
 
 Sums and copies overlap, and so do both directions of PCIe, where every copy has an engine of its own. So a stream of
-tensors can at best take as long as copying all of them out and all of them in at the same time: the longer of both
-ways, in the contention that both at once have with each other (`BOTH`). One tensor goes out, and then in (`AFTER`):
-its latency is the sum of both. Partitions of one that overlap may beat that.
+tensors takes at least as long as copying all of them out and all of them in at the same time, with the contention that
+this has (`BOTH`). One tensor goes out, and then in (`AFTER`): its latency is the sum of both. A tensor whose partitions
+overlap may be faster than that.
 
-`OUT` and `IN` are the two ways alone: the longer of them is the bound on a machine where both at once hinder each other
-in nothing.
+`OUT` and `IN` are the two directions alone: the longer of them is the bound on a machine without that contention.
 """
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ class Copies:
         self._pinned: dict[str, Pinned] = {}
 
     def operation(self, way: str, nbytes: int, n: int) -> Operation:
-        """Return the operation that copies *n* arrays of *nbytes* on *way*, each to a place of its own."""
+        """Return the operation that copies *n* arrays of *nbytes* as *way* says, each to memory of its own."""
         hardware = self._hardware
         arrays = [hardware.array(nbytes // 4) for _ in range(n)]
         addresses = [hardware.address(array) for array in arrays]
@@ -49,7 +48,7 @@ class Copies:
         return Operation(run, lambda known: _zero(hardware, arrays), lambda: 0)
 
     def _memory(self, name: str, nbytes: int) -> Pinned:
-        """Return pinned memory that whatever is not larger shares."""
+        """Return pinned memory of *nbytes* or more; operations share it."""
         found = self._pinned.get(name)
         if found is None or found.nbytes < nbytes:
             found = self._pinned[name] = self._hardware.pinned(nbytes)

@@ -13,15 +13,17 @@ from bpsfast.trainer.process import current
 if TYPE_CHECKING:
     from bpsfast.bench.device.hardware import Hardware
 
-#: What takes gradients on a device, in the order in which it is measured.
+#: Ways to exchange gradients on a device, in the order in which they are measured.
 WAYS = ("push_pull in place", "push_pull", "Gradients", "DistributedOptimizer", "DistributedOptimizer fp16")
 _N_TENSORS = 4
 
 
 class Footprint(NamedTuple):
-    """Bytes that one way has added, of *nbytes* of gradient: on the device beside the gradients themselves, after the
-    steps and at most within one (None: nobody counts); of this rank's input segments, of segments with results that it
-    maps, and of what it has pinned of both; of all segments of the machine.
+    """Bytes that one way has added for *nbytes* of gradient.
+
+    On the device, without the gradients themselves: after the steps, and at most within one (None: not counted). On the
+    host: this rank's input segments, the segments with results that it maps, what it has pinned of both, and all
+    segments of the machine.
     """
 
     way: str
@@ -43,7 +45,7 @@ class _Count(NamedTuple):
 
 
 def measure(hardware: Hardware, way: str, nbytes: int) -> Footprint:
-    """Make some steps of *way* with *nbytes* of gradients on this rank; all ranks at once."""
+    """Measure some steps of *way* with *nbytes* of gradients; all ranks call this at once."""
     bpsfast.barrier()
     before = _count(hardware)
     with _way(hardware, way, nbytes) as (own_nbytes, step):
@@ -65,18 +67,17 @@ def measure(hardware: Hardware, way: str, nbytes: int) -> Footprint:
 
 def _count(hardware: Hardware) -> _Count:
     session = current()
-    sizes = {owner: 0 for owner in ("rank", "others")}
-    for (owner, _), segment in session.memory.segments.items():
-        sizes["rank" if owner == "rank" else "others"] += segment.nbytes
-    known = filter(None, session.devices._pinned.values())  # it has no other reader; what is not pinned may be None
+    inputs = sum(segment.nbytes for (owner, _), segment in session.memory.segments.items() if owner == "rank")
+    results = sum(segment.nbytes for segment in session.memory.segments.values()) - inputs
+    known = filter(None, session.devices._pinned.values())  # None: not pinned. There is no public reader
     pinned = sum(segment.nbytes for _, segment in known)
-    return _Count(hardware.allocated_nbytes(), sizes["rank"], sizes["others"], pinned,
+    return _Count(hardware.allocated_nbytes(), inputs, results, pinned,
                   bpsfast.counters()["memory_segments"])
 
 
 @contextlib.contextmanager
 def _peak(hardware: Hardware) -> Iterator[list[int]]:
-    """Yield a list that has the most that the device's arrays take meanwhile, at the end."""
+    """Yield a list whose element is, at the end, the most bytes that the device's arrays took meanwhile."""
     found = [0]
     if hardware.allocated_nbytes() is None:
         yield found
@@ -91,7 +92,7 @@ def _peak(hardware: Hardware) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _way(hardware: Hardware, way: str, nbytes: int) -> Iterator[tuple[int, Callable[[], Any]]]:
-    """Yield what the user's own gradients, and parameters, take of the device, and what makes a step."""
+    """Yield the bytes of the user's own gradients and parameters on the device, and a function that makes a step."""
     n = nbytes // _N_TENSORS // 4
     if way == "Gradients":
         device = "host" if hardware.name == "host" else "cuda"
@@ -140,7 +141,7 @@ def _model(hardware: Hardware, way: str, n: int) -> tuple[Any, Any]:
 def _model_step(weights: Any, optimizer: Any) -> None:
     import torch
 
-    for weight in weights:  # in place, or the allocator would have both at once
+    for weight in weights:  # zeroed in place, so that the allocator does not hold old and new gradients at once
         if weight.grad is not None:
             weight.grad.zero_()
     torch.stack([weight.sum() for weight in weights]).sum().backward()

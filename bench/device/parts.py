@@ -17,12 +17,12 @@ from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row, take_turns
 
 Records = list[dict[str, Any]]
-#: Of a rank's answer that is no measurement.
+#: Timeout of a rank's answer that is no measurement.
 _ASK_S = 180.0
 
 
 def sums(plan: Plan) -> Records:
-    """push_pull of one array, and of a stream of them, beside plain copies of the same bytes in the same turns."""
+    """Measure push_pull of one array, and of a stream of them, beside plain copies of the same bytes."""
     records: Records = []
     with ContestantLauncher(plan.n_ranks, 1) as launcher:
         group = launcher.bpsfast(device=plan.device, **plan.job)
@@ -51,7 +51,7 @@ def _sampled(row: Row, n: int, plan: Plan) -> dict[str, Any]:
 
 
 def _compare(records: Records) -> None:
-    """Add to the first of *records*, push_pull's, which share of the bounds that the others are it reaches."""
+    """Add to the first record, push_pull's, the share that it reaches of the bounds, which are the others."""
     ours, bound, *ways = (each["measured"] for each in records)
     ours |= {"of_bound": bound["median_s"] / ours["median_s"],
              "reaches_bound": bound["median_s"] / ours["median_s"] >= LEAST_OF_BOUND}
@@ -60,7 +60,7 @@ def _compare(records: Records) -> None:
 
 
 def beside(plan: Plan) -> Records:
-    """Steps with and without an exchange, in turns; on a GPU what the profiler sees, too."""
+    """Measure steps with and without an exchange, in turns; on a GPU also by the profiler."""
     n = 3 if plan.quick else 10
     with ContestantLauncher(plan.n_ranks, 1) as launcher:
         group = launcher.bpsfast(device=plan.device, **plan.job)
@@ -89,7 +89,7 @@ def _columns(steps: list[dict[str, float]]) -> dict[str, list[float]]:
 
 
 def stages(plan: Plan) -> Records:
-    """The overlap of a step's stages between two nodes of one rank each, over tcp on this machine's loopback."""
+    """Measure how a step's stages overlap between two nodes of one rank each, over tcp on loopback."""
     n, nbytes = plan.step
     with tempfile.TemporaryDirectory(prefix=folder_prefix("trace")) as folder:
         with ContestantLauncher(2, 2) as launcher:
@@ -97,14 +97,14 @@ def stages(plan: Plan) -> Records:
             row = Row(group, f"{SUMS}{n}", nbytes, "push_pull of a stream")
             take_turns([row], 1, n=4, n_warmup=3)
         found = overlap.load(Path(folder))
-    chosen = found[-2:-1]  # in the midst: processes end after the last one
+    chosen = found[-2:-1]  # not the last one, after which processes end
     return [record("stages", {"n_arrays": n, "nbytes": nbytes, "n_nodes": 2, "transport": "tcp"},
                    {**each.measured(), "n_wrong": row.n_wrong, "rounds_s": [other.whole_s for other in found],
                     "picture": each.picture()}) for each in chosen]
 
 
 def training(plan: Plan) -> Records:
-    """The digits' network: averages by the device's way beside those by the CPU's."""
+    """Train the digits' network: compare averages made on the device with those made by the CPU."""
     with ContestantLauncher(plan.n_ranks, 1) as launcher:
         group = launcher.bpsfast(device=plan.device, **_on_device(plan))
         return [record("training", {"n_steps": plan.n_training_steps, "rank": rank, "n_ranks": plan.n_ranks}, found)
@@ -112,7 +112,7 @@ def training(plan: Plan) -> Records:
 
 
 def memory(plan: Plan) -> Records:
-    """What each way to push gradients takes of memory, each in a job of its own."""
+    """Measure the memory that each way to push gradients takes, each in a job of its own."""
     records: Records = []
     for way in WAYS:
         with ContestantLauncher(plan.n_ranks, 1) as launcher:

@@ -4,10 +4,10 @@ from __future__ import annotations
 from typing import Any
 
 import bpsfast
-from bpsfast.bench.device import sums
 from bpsfast.bench.device.beside import Beside
 from bpsfast.bench.device.copies import Copies
 from bpsfast.bench.device.hardware import Hardware
+from bpsfast.bench.harness import pattern
 from bpsfast.bench.harness.contestant import JobMember, Operation
 from bpsfast.orchestration.errors import ConfigError
 
@@ -16,14 +16,9 @@ SUMS, COPIES = "push_pull of ", "copies of "
 
 
 def hardware(device: str) -> Hardware:
-    """Return that of this process: "cuda" (its current device), or "host".
+    """Return the device of this process: "cuda" (its current device) or "host".
 
-    Raises
-    ------
-    ConfigError
-        If *device* is neither.
-    UnsupportedError
-        If there is no such one.
+    Raises `ConfigError` if *device* is neither, `UnsupportedError` if there is no such device.
     """
     if device == "cuda":
         from bpsfast.bench.device.on_cuda import CudaHardware
@@ -37,7 +32,7 @@ def hardware(device: str) -> Hardware:
 
 
 class DeviceRank(JobMember):
-    """One rank on *device* ("cuda", "host"). Variants: `SUMS` n, or `COPIES` n, way (`copies`)."""
+    """One rank on *device* ("cuda", "host"). Variants: `SUMS` n, or `COPIES` n, way (see `copies`)."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -47,11 +42,31 @@ class DeviceRank(JobMember):
         self._beside: Beside | None = None
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """See the class; *nbytes* of each of the arrays."""
+        """Return the operation of *variant*, on arrays of *nbytes* each."""
         if variant.startswith(SUMS):
-            return sums.operation(self._hardware, self.rank, self.size, nbytes, int(variant.removeprefix(SUMS)))
+            return self._sums(nbytes, int(variant.removeprefix(SUMS)))
         n, _, way = variant.removeprefix(COPIES).partition(", ")
         return self._copies.operation(way, nbytes, int(n))
+
+    def _sums(self, nbytes: int, n: int) -> Operation:
+        """Return a push_pull of *n* arrays at once, in place, which ends when the stream has the sums."""
+        hardware = self._hardware
+        arrays = [hardware.array(nbytes // 4) for _ in range(n)]
+        names = [f"sum {i + 1} of {n} of {nbytes}" for i in range(n)]
+        known_values = hardware.read(arrays[0])
+
+        def run() -> None:
+            handles = [hardware.begin(array, name, average=False) for array, name in zip(arrays, names)]
+            for handle in handles:
+                handle.wait()
+            hardware.idle()
+
+        def fill(known: bool) -> None:
+            pattern.fill(known_values, self.rank, known)
+            for array in arrays:
+                hardware.write(array, known_values)
+
+        return Operation(run, fill, lambda: sum(pattern.n_wrong(hardware.read(array), self.size) for array in arrays))
 
     def close(self) -> None:
         """End the streams of copies, and leave the job."""

@@ -22,7 +22,7 @@ def text(records: Records) -> str:
 
 
 def troubles(records: Records, is_gpu: bool) -> list[str]:
-    """Return what is not as promised; on the host device speed promises nothing, and only results count."""
+    """Return what is not as promised, in words; on the host device only results count, not speed."""
     found = [f"{record['chosen']['part']} ended with an error" for record in records if record["section"] == "error"]
     for section, measured in ((record["section"], record["measured"]) for record in records):
         if measured.get("n_wrong"):
@@ -113,7 +113,6 @@ def _training(records: Records) -> str:
 
 
 def _memory(records: Records) -> str:
-    """Per byte of gradient."""
     cells = [["bytes for each byte of gradient", "rank", "device", "device, peak", "inputs", "results", "pinned",
               "machine"]]
     for record in records:

@@ -41,7 +41,7 @@ class BpsfastRank(JobMember):
 
     def __init__(self) -> None:
         super().__init__(bpsfast)
-        self._places = memory_bound.Places(self.rank, self.size)
+        self._memory = memory_bound.RankMemory(self.rank, self.size)
         self._burning: threading.Event | None = None
 
     def operation(self, variant: str, nbytes: int) -> Operation:
@@ -52,7 +52,7 @@ class BpsfastRank(JobMember):
             model, _, divisor = variant.removeprefix("gradients of ").partition("/")
             return self._gradients_of(model, int(divisor or 1))
         if memory_bound.is_row(variant):
-            return self._places.operation(variant, nbytes)
+            return self._memory.operation(variant, nbytes)
         if variant.startswith(step.PREFIX):
             return step.operation(variant, self.rank, self.size)
         make = {"numpy": self._numpy, "torch": self._torch, "one tensor": self._numpy,

@@ -15,8 +15,8 @@ from bpsfast.launch.output import Output, Sink
 from bpsfast.orchestration.errors import PeerLostError
 
 
-class Elsewhere(Group):
-    """A contestant whose processes ran on other hosts: rows need only its name."""
+class RemoteGroup(Group):
+    """A contestant whose processes ran on other hosts; rows need only its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -25,10 +25,7 @@ class Elsewhere(Group):
 def run(plan: Plan, hosts: ssh_job.SshPlan) -> list[dict[str, Any]]:
     """Measure as *plan* says on *hosts*; print tables, return the records.
 
-    Raises
-    ------
-    PeerLostError
-        If the job of a bench has failed, its output says why; or has said nothing.
+    Raises `PeerLostError` if the job fails (its output says why) or reports nothing.
     """
     options = {"sizes": plan.sizes, "n_rounds": plan.n_rounds, "peers": plan.peers}
     program = [hosts.ssh.python, "-m", "bpsfast.bench.push_pull.host_rank", json.dumps(options)]
@@ -41,7 +38,7 @@ def run(plan: Plan, hosts: ssh_job.SshPlan) -> list[dict[str, Any]]:
     rows = []
     for found in output.rows:
         variant, nbytes = found.pop("variant"), found.pop("nbytes")
-        rows.append(Row(Elsewhere(names.get(variant, variant)), variant, nbytes, **found))
+        rows.append(Row(RemoteGroup(names.get(variant, variant)), variant, nbytes, **found))
     return _report(plan, hosts, rows)
 
 
@@ -64,7 +61,7 @@ def _report(plan: Plan, hosts: ssh_job.SshPlan, rows: list[Row]) -> list[dict[st
 
 
 class _Collected(Output):
-    """Output whose rank 0 is a program's: the line of its rows becomes `rows`, others are shown."""
+    """Output of a job whose rank 0 prints rows on one line: that becomes `rows`, other lines are shown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +69,7 @@ class _Collected(Output):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What rank 0 has measured. Raises `PeerLostError` if it has said nothing of that."""
+        """What rank 0 has measured. Raises `PeerLostError` if it has not printed that."""
         if self._rank_0 is None or self._rank_0.found is None:
             raise PeerLostError("the bench's rank 0 has ended well and has not said what it measured: is its bpsfast "
                                 "the one of this machine?")
@@ -87,7 +84,7 @@ class _Collected(Output):
 
 
 class _Rows(Sink):
-    """Takes the line of the rows out of what comes, and passes on all else: libraries print, too."""
+    """Takes the line of the rows out of the output, and passes all other output on: libraries print, too."""
 
     def __init__(self, further: Sink) -> None:
         self.found: bytes | None = None
@@ -95,7 +92,6 @@ class _Rows(Sink):
         self._line = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """See `Sink`."""
         first, *others = data.split(b"\n")
         self._line += first
         for other in others:
@@ -103,7 +99,6 @@ class _Rows(Sink):
             self._line = bytearray(other)
 
     def finish(self) -> None:
-        """See `Sink`."""
         self._take(bytes(self._line))
         self._line.clear()
         self._further.finish()
