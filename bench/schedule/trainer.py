@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -20,18 +19,12 @@ _DDP_BUCKET_MIB = 25.0
 
 
 class Trainer:
-    """One rank. Variants of `operation`: ``step`` is a step of the job; ``alone`` one of a network of its own.
+    """One rank. Variants of `operation`: ``step`` is a step of the job, ``alone`` a step without any exchange.
 
-    Parameters
-    ----------
-    way
-        "barrier" and "crossing": `bpsfast.torch.DistributedOptimizer` without and with cross_barrier, in whatever order
-        the job's settings say. "ddp": DistributedDataParallel over gloo. "gloo fifo", "gloo priority": all-reduces over
-        gloo by `bpsfast.torch.schedule`, each layer's forward waiting for its own.
-    model, divisor, compute_s
-        As `ways.divided` takes them.
-    partition_nbytes, credit_nbytes
-        Of the scheduled all-reduces.
+    *way*: "barrier" and "crossing" are `bpsfast.torch.DistributedOptimizer` without and with cross_barrier, in the order
+    that the job's settings say; "ddp" is DistributedDataParallel over gloo; "gloo fifo" and "gloo priority" are
+    all-reduces over gloo by `bpsfast.torch.schedule`, with *partition_nbytes* and *credit_nbytes*, where the forward
+    pass of a layer waits for its own. *model*, *divisor* and *compute_s*: see `methods.divided`.
     """
 
     def __init__(self, way: str, model: str, divisor: int, compute_s: float, partition_nbytes: int = 0,
@@ -50,7 +43,7 @@ class Trainer:
         self._alone: _Alone | None = None
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """See the class; *nbytes* is the network's."""
+        """Return the operation of *variant*; *nbytes* is the network's."""
         if variant == "alone":
             self._alone = _Alone(self._job, self.rank)
             return Operation(self._alone.step, lambda known: None, lambda: 0)
@@ -61,7 +54,7 @@ class Trainer:
         self._n_steps += 1
 
     def _n_wrong(self) -> int:
-        """Count the weights that differ from those of one process which has seen the data of all ranks."""
+        """Count the weights that differ from those of one process that trains on the data of all ranks."""
         assert self._n_steps == 1, "sums are checked once, after the first step"
         reference = network(self._job)
         optimizer = _sgd(reference)
@@ -106,7 +99,7 @@ class _Way(Protocol):
         """Train once."""
 
     def settle(self) -> None:
-        """Make what updates are still due."""
+        """Make the updates that are still due."""
 
     def barrier(self) -> None:
         """Wait for the other ranks."""
@@ -136,9 +129,11 @@ class _Ours(JobMember):
 
 
 class _Ddp(GroupMember):
+    """DistributedDataParallel over gloo."""
+
     def __init__(self, net: torch.nn.Module, divisor: int) -> None:
         super().__init__("gloo")
-        # its buckets are to the tensors what they usually are
+        # buckets are divided as the tensors are
         self._network = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=_DDP_BUCKET_MIB / divisor)
         self._optimizer = _sgd(net)
 
@@ -152,7 +147,7 @@ class _Ddp(GroupMember):
 
 
 class _Scheduled(GroupMember):
-    """What a trainer of one's own does with `bpsfast.torch.schedule`: each layer has its optimizer and waits for it."""
+    """A trainer with `bpsfast.torch.schedule`: each layer has its own optimizer and waits for its own gradients."""
 
     def __init__(self, net: torch.nn.Module, by_urgency: bool, partition_nbytes: int, credit_nbytes: int) -> None:
         super().__init__("gloo")
@@ -195,7 +190,7 @@ class _Scheduled(GroupMember):
 
 
 class _Alone:
-    """The same network without any exchange: what a step computes, and its optimizer."""
+    """The same network without any exchange: forward, backward and optimizer of a step."""
 
     def __init__(self, job: Workload, rank: int) -> None:
         self._network = network(job)
@@ -206,15 +201,13 @@ class _Alone:
     def step(self) -> None:
         """Train once."""
         self._optimizer.zero_grad()
-        times_s = [time.perf_counter()]
+        begin_s = time.perf_counter()
         loss = self._network(self._x).sum()
-        times_s.append(time.perf_counter())
+        forward_s = time.perf_counter()
         loss.backward()
-        times_s.append(time.perf_counter())
+        backward_s = time.perf_counter()
         self._optimizer.step()
-        times_s.append(time.perf_counter())
-        forward_s, backward_s, optimizer_s = (end - begin for begin, end in itertools.pairwise(times_s))
-        self.phases_s.append((forward_s, backward_s, optimizer_s))
+        self.phases_s.append((forward_s - begin_s, backward_s - forward_s, time.perf_counter() - backward_s))
 
 
 def _sgd(net: torch.nn.Module) -> torch.optim.SGD:

@@ -22,18 +22,11 @@ _WIDTH = 80
 
 
 def run(options: Mapping[str, Any]) -> bool:
-    """Run the benches and write ``report.json`` and ``report.html`` beside their files; say whether all went well.
+    """Run the benches and write ``report.json`` and ``report.html`` beside their files; return whether all went well.
 
-    Parameters
-    ----------
-    options
-        folder (where to), quick, only ("kernels,post": None for all). A verdict that is bad is no failure: it says
-        something of the machine; a wrong result, or a bench that fails, is, and so is a suite of which nothing can run.
-
-    Raises
-    ------
-    ConfigError
-        If *only* names no bench of the suite.
+    *options*: folder (where to), quick, only ("kernels,post"; None for all). A bad verdict is no failure, as it says
+    something about the machine; a wrong result, a bench that fails, and a suite that can run nothing are failures.
+    Raises `ConfigError` if *only* names no bench of the suite.
     """
     chosen, folder = _chosen(options.get("only")), Path(options["folder"])
     folder.mkdir(parents=True, exist_ok=True)

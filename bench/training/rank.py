@@ -18,20 +18,10 @@ _SEED = 20
 
 
 class TrainingRank:
-    """One rank; whoever started it has put into the environment what *backend* joins by.
+    """One rank that trains; the environment says how *backend*, a key of `backends.BACKENDS`, joins the job.
 
-    Parameters
-    ----------
-    model, size
-        As `models.shape_of` takes them.
-    backend
-        A key of `backends.BACKENDS`.
-    batch
-        Samples of this rank in a step.
-    device
-        "cpu" (one thread) or "cuda": of the GPUs there, the one with this local rank's number.
-    data
-        Path of a real set (`samples.real`); "": synthetic.
+    *model*, *size*: see `models.shape_of`; *batch*: samples of this rank in a step; *device*: "cpu" (one thread) or
+    "cuda" (the GPU with this local rank's number); *data*: path of a real set (`samples.real`), "" for a synthetic one.
     """
 
     def __init__(self, model: str, size: str, backend: str, batch: int, device: str, data: str = "") -> None:
@@ -66,7 +56,7 @@ class TrainingRank:
             raise ConfigError(f"the loss of step {len(self.losses)} on rank {self.rank} is {self.losses[-1]}")
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """Return a step, whatever it is called; of wrong sums `digest` tells."""
+        """Return a step, whatever *variant* is; `digest` shows wrong sums."""
         return Operation(self.step, lambda known: None, lambda: 0)
 
     def digest(self) -> tuple[int, str]:

@@ -25,7 +25,7 @@ _AWAKE_US = 50  # as a rail of the transport
 
 @dataclass(frozen=True)
 class Side:
-    """What one end does with a list: sends from one area, receives in another (both may be one), stages in a third.
+    """The work of one end: it sends from one area, receives in another (both may be one), and stages in a third.
 
     *indices* are its partitions in those areas; *at_peer* the offsets of the same partitions in the peer's.
     """
@@ -66,18 +66,12 @@ class Turn(NamedTuple):
 
 
 class Contestant:
-    """What both kinds share: a native loop that is run and metered."""
+    """A native loop that is run and metered; the base of both kinds."""
 
     loop: WriteExchange | StreamExchange
 
     def run(self, n_steps: int) -> Turn:
-        """Do *n_steps* steps, as the peer does at the same time.
-
-        Raises
-        ------
-        PeerLostError
-            A step broke off; the text says why.
-        """
+        """Do *n_steps* steps, as the peer does at the same time; raise `PeerLostError` with the reason if one fails."""
         cpu_s, begin_s = time.process_time(), time.perf_counter()
         with CpuMeter() as meter:
             try:
@@ -98,8 +92,8 @@ class Contestant:
 class Writes(Contestant):
     """A rung over RDMA: one end towards the other host and, where the own share goes through the NIC, both of that.
 
-    *side* is this end's towards the other host, *own* the worker's and the service's of the share that stays; who
-    *polls* never sleeps.
+    *side* is this end's towards the other host, *own* the worker's and the service's of the share that stays on this
+    machine. An end that *polls* never sleeps.
     """
 
     def __init__(self, port: Port, rung: LadderVariant, side: Side, own: Sequence[Side] = (),

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import errno
-from types import TracebackType
 
 import bpsfast.bench.paper.ladder.exchange as exchange
 from bpsfast.bench.paper.ladder.control import Offer
@@ -13,20 +12,15 @@ from bpsfast.pyx import verbs
 
 #: Writes of one end that may be under way.
 MAX_SEND = 64
-#: 4.096 us * 2**18 = 1.07 s until an unanswered packet is sent again: on a busy machine a device in software answers
-#: late, and what is sent twice is neither the rung's doing nor always survived by such a device.
+#: 4.096 us * 2**18 = 1.07 s until an unanswered packet is sent again. On a busy machine a software device answers late;
+#: resent packets would not be caused by the rung, and such a device does not always survive them.
 _TIMEOUT = 18
 
 
 def usable(devices: str, gid_index: int, peer: str | None = None) -> list[Rail]:
-    """Return the usable ports, the best towards *peer* first. *devices*: "" or names, exactly, as mlx5_0 or mlx5_0:1.
+    """Return the usable ports, the best towards *peer* first. *devices*: "" or exact names such as mlx5_0 or mlx5_0:1.
 
-    Raises
-    ------
-    OSError
-        ENODEV: there is none; the text says why.
-    ConfigError
-        *devices* or *gid_index* name what is not there.
+    Raises `OSError` (ENODEV) with the reason if there is none, `ConfigError` if *devices* or *gid_index* do not exist.
     """
     host = Host()
     if not host.devices:
@@ -80,5 +74,5 @@ class Port:
     def __enter__(self) -> Port:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

@@ -24,15 +24,12 @@ _MEMCPY_NBYTES = 64 << 20
 
 
 def serve(address: str, port: int, device: str) -> None:
-    """Listen at *address* ("": everywhere) for one worker, be its service, return when it hangs up.
+    """Listen at *address* ("": everywhere) for one worker, serve it, and return when it closes the connection.
 
-    Raises
-    ------
-    BpsError, OSError
-        What went wrong here; the worker was told.
+    Errors of this end (`BpsError`, `OSError`) are sent to the worker and raised.
     """
     gid_index = settings.load({}).rdma_gid_index
-    usable(device, gid_index)  # before anybody waits for us
+    usable(device, gid_index)  # before a worker waits for this end
     place = listen_address(settings.load({}), address)
     with socket.create_server((place.host, port)) as server:
         print(f"ladder: listening at {place.host or '*'}:{port}{place.remark}", file=sys.stderr, flush=True)

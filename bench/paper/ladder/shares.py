@@ -42,12 +42,9 @@ class Part:
 
 
 def parse_models(text: str, divisors: dict[str, int]) -> list[Model]:
-    """Return the models of ``vgg19,resnet50/4``; *divisors* holds where a name without number is to be divided.
+    """Return the models of ``vgg19,resnet50/4``; *divisors* are those of names without a number.
 
-    Raises
-    ------
-    ConfigError
-        A name that is unknown, or a divisor that is no positive number.
+    Raises `ConfigError` if a name is unknown or a divisor is no positive number.
     """
     found = []
     for word in filter(None, map(str.strip, text.split(","))):

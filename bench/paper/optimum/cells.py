@@ -106,10 +106,7 @@ class Cell:
 def chosen(sets: str, workers: str, quick: bool) -> list[tuple[Layout, list[Cell]]]:
     """Return layouts with their cells. *sets*: some of `SETS`; *workers*: counts where links are equal.
 
-    Raises
-    ------
-    ConfigError
-        If there is no such set, or a count is not from 2 to 32.
+    Raises `ConfigError` if there is no such set, or a count is not from 2 to 32.
     """
     found: list[tuple[Layout, list[Cell]]] = []
     for name in sets.split(","):

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import NamedTuple
 
 from bpsfast.bench.harness.cold_memory import PARTITION_NBYTES, Array, Pool
@@ -26,12 +25,7 @@ class Turn(NamedTuple):
 class ThreadTeam:
     """*n_threads* threads, each with a pool of its own that it has touched first. A context manager.
 
-    What they call holds no GIL.
-
-    Parameters
-    ----------
-    pool_nbytes
-        Of all pools together.
+    *pool_nbytes*: of all pools together. Operations hold no GIL.
     """
 
     def __init__(self, n_threads: int, pool_nbytes: int) -> None:
@@ -45,7 +39,7 @@ class ThreadTeam:
     def __enter__(self) -> ThreadTeam:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._threads.shutdown()
 
     def fill(self, name: str) -> None:
