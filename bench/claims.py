@@ -113,7 +113,7 @@ def breakdown(rows: Records) -> Numbers:
 def helpers(rows: Records) -> Numbers:
     """Return the longest step while helpers are lost and added, divided by the median step."""
     calm, disturbed = (Training(**row) for row in rows if "at_s" in row)
-    return {"times": max(disturbed.steps_s) / statistics.median(calm.steps_s)}
+    return {"times": max(disturbed.steps_s()) / statistics.median(calm.steps_s())}
 
 
 def codec(name: str) -> Callable[[Records], Numbers]:

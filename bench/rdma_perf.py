@@ -1,4 +1,4 @@
-"""``bpsfast perf`` beside perftest, in turns, between two devices of one machine.
+"""Compares ``bpsfast perf`` with perftest, in turns, between two devices of one machine.
 
     python -m tests.guest run --out results -- python -m bpsfast.bench.rdma_perf --json '$OUT/rdma_perf.json'
     python -m bpsfast.bench.rdma_perf --device mlx5_0 --peer mlx5_1
@@ -38,12 +38,12 @@ _TIMEOUT_S = 60.0
 _TURN_NBYTES = 48 << 20
 _LAT_ITERATIONS = 1000
 _LAT_NBYTES = 8
-#: 4 s, for everybody: an emulator that gets no processor for 67 ms is no lost packet.
+#: 4 s for all contestants: an emulator may get no processor for longer than the default of 67 ms.
 _ACK_TIMEOUT = 20
 
 
 class Contestant(NamedTuple):
-    """Who measures what: a perftest program, or one of our operations."""
+    """A perftest program, or one of our operations, and what it measures."""
 
     name: str
     verb: str
@@ -64,17 +64,14 @@ AGAINST = {"bpsfast write": "ib_write_bw", "bpsfast write_imm": "ib_write_bw", "
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the bench, or be the other side of ours (--serve)."""
-    parser = argparse.ArgumentParser(prog="python -m bpsfast.bench.rdma_perf", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="rxe1", help="device of the sending side (rxe1)")
-    parser.add_argument("--peer", default="rxe0", help="device of the other side (rxe0)")
-    parser.add_argument("--rounds", type=int, default=7, help="how often everybody is measured (7)")
-    parser.add_argument("--sizes", default="65536,262144,1048576,4194304", help="bytes, for bandwidths")
-    parser.add_argument("--only", choices=["bw", "lat"], help="bandwidths or latencies only")
-    parser.add_argument("--json", metavar="FILE", help="write medians and raw samples here")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    """Run the bench, or the other side of our contestants (--serve)."""
+    made = parser("rdma_perf", __doc__)
+    made.add_argument("--device", default="rxe1", help="device of the sending side (rxe1)")
+    made.add_argument("--peer", default="rxe0", help="device of the other side (rxe0)")
+    made.add_argument("--sizes", default="65536,262144,1048576,4194304", help="bytes, for bandwidths")
+    made.add_argument("--only", choices=["bw", "lat"], help="bandwidths or latencies only")
+    made.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = made.parse_args(arguments)
     if options.serve:
         serve(options.device)
         return 0
@@ -92,29 +89,44 @@ def main(arguments: Sequence[str]) -> int:
                 unit = "MB/s" if each.verb == "bw" else "us"
                 print(f"# round {round_ + 1}: {each.name} {nbytes}: {value * _SCALE[each.verb]:.2f} {unit}",
                       file=sys.stderr, flush=True)
-    rows = [row(each, nbytes, samples) for each, nbytes in lineup]
+    rows = []
+    for each, nbytes in lineup:
+        yardstick = samples.get((AGAINST.get(each.name, ""), nbytes))
+        rows.append({"verb": each.verb, "nbytes": nbytes, "against": AGAINST[each.name] if yardstick else None,
+                     **summary(each.name, samples[each.name, nbytes], yardstick)})
     print(table.plain([["", "bytes", "median", "lowest", "highest", "against", "ratio"], *map(cells, rows)]))
-    if options.json:
-        Path(os.path.expandvars(options.json)).write_text(json.dumps(
-            {"machine": machine_info.describe(), "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+    write(options, rows)
     return 0
 
 
 _SCALE = {"bw": 1e-6, "lat": 1e6}
 
 
-def row(each: Contestant, nbytes: int, samples: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
-    """Return one line of the result: bytes per second, or seconds."""
-    values = samples[each.name, nbytes]
-    yardstick = samples.get((AGAINST.get(each.name, ""), nbytes))
-    return {"name": each.name, "verb": each.verb, "nbytes": nbytes, "median": statistics.median(values),
-            "against": AGAINST[each.name] if yardstick else None,
-            "ratio": statistics.median(values) / statistics.median(yardstick) if yardstick else None,
-            "samples": values}
+def parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of ``python -m bpsfast.bench.NAME`` with the options that `write` reads."""
+    made = argparse.ArgumentParser(prog=f"python -m bpsfast.bench.{name}", description=description,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--rounds", type=int, default=7, help="how often every contestant is measured (7)")
+    made.add_argument("--json", metavar="FILE", help="write medians and raw samples here")
+    return made
+
+
+def write(options: argparse.Namespace, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """Write *rows* where option --json says, which may contain environment variables."""
+    if options.json:
+        Path(os.path.expandvars(options.json)).write_text(json.dumps(
+            {"machine": machine_info.describe(), "rounds": options.rounds, **more, "rows": rows}, indent=1) + "\n")
+
+
+def summary(name: str, values: Sequence[float], yardstick: Sequence[float] | None) -> dict[str, Any]:
+    """Return the median of *values*, its ratio to that of *yardstick*, and the samples."""
+    median = statistics.median(values)
+    return {"name": name, "median": median, "ratio": median / statistics.median(yardstick) if yardstick else None,
+            "samples": list(values)}
 
 
 def cells(found: dict[str, Any]) -> list[str]:
-    """Return a row for people: MB/s or us."""
+    """Return a row of the printed table: MB/s or us."""
     scale, unit = _SCALE[found["verb"]], "MB/s" if found["verb"] == "bw" else "us"
     values = [found["median"], min(found["samples"]), max(found["samples"])]
     return [found["name"], str(found["nbytes"]), *(f"{value * scale:.2f} {unit}" for value in values),
@@ -134,13 +146,13 @@ def ours(each: Contestant, nbytes: int, device: str) -> float:
                                   "iterations": iterations(each, nbytes)})
     loaded = settings.load({"rdma_devices": f"={device}"}, {})
     with control.connect("127.0.0.1", _OUR_PORT, _KEY, _TIMEOUT_S, _TIMEOUT_S) as connection:
-        visit = PerfRun(connection, _KEY, loaded, lambda row: None)
-        visit.as_client(plan, lambda: None)
-    return visit.rows[0]["average_bytes_per_s" if each.verb == "bw" else "typical_s"]
+        run = PerfRun(connection, _KEY, loaded, lambda row: None)
+        run.as_client(plan, lambda: None)
+    return run.rows[0]["average_bytes_per_s" if each.verb == "bw" else "typical_s"]
 
 
 def serve(device: str) -> None:
-    """Be the other side of ours until standard input ends."""
+    """Serve our contestants as the other side, until SIGTERM."""
     loaded = settings.load({"rdma_devices": f"={device}"}, {})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with control.listen(_OUR_PORT, "127.0.0.1") as listener:
@@ -151,7 +163,7 @@ def serve(device: str) -> None:
 
 @contextmanager
 def serving(device: str) -> Iterator[None]:
-    """Have `serve` in a process of its own."""
+    """Run `serve` in a process of its own."""
     child = subprocess.Popen([sys.executable, "-m", "bpsfast.bench.rdma_perf", "--serve", "--device", device])
     try:
         yield
@@ -164,9 +176,8 @@ def serving(device: str) -> Iterator[None]:
 
 def theirs(each: Contestant, nbytes: int, device: str, peer: str, more: Sequence[str] = ()) -> float:
     """Return what perftest, with options *more*, prints: bytes per second, or seconds (t_typical)."""
-    common = [each.program, "-s", str(nbytes), "-n", str(iterations(each, nbytes)), "-F", "-p", str(_THEIR_PORT), *more]
-    common += ["-u", str(_ACK_TIMEOUT)]
-    common += ["--report_gbits"] if each.verb == "bw" else []
+    common = [each.program, "-s", str(nbytes), "-n", str(iterations(each, nbytes)), "-F", "-p", str(_THEIR_PORT), *more,
+              "-u", str(_ACK_TIMEOUT), *(["--report_gbits"] if each.verb == "bw" else [])]
     server = subprocess.Popen([*common, "-d", peer, "-x", str(gid_index(peer))], stdout=subprocess.DEVNULL,
                               stderr=subprocess.DEVNULL)
     try:
@@ -189,7 +200,7 @@ def gid_index(device: str) -> int:
 
 
 def await_listener(port: int, server: subprocess.Popen) -> None:
-    """Wait until *server* listens on *port*; to connect would be to be its client."""
+    """Wait until *server* listens on *port*, without connecting, which would make this process its client."""
     wanted = f":{port:04X} "
     deadline = time.monotonic() + _TIMEOUT_S
     while server.poll() is None and time.monotonic() < deadline:

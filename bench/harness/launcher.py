@@ -25,7 +25,7 @@ _LOOPBACK = "127.0.0.1"
 #: In a cluster's namespaces every port is free; each contestant takes the next one of its kind.
 _PORTS = {"gloo": 7700, "raw": 7802, "bpsfast": 7803}
 #: Settings of jobs of dozens of processes on two cores: control messages may be late without a process being lost.
-SLOW_CONTROL_PLANE = {"heartbeat_s": 2.0, "lease_s": 30.0, "helper_lease_s": 0}
+SLOW_CONTROL_PLANE: dict[str, Any] = {"heartbeat_s": 2.0, "lease_s": 30.0, "helper_lease_s": 0}
 
 
 class ContestantLauncher:

@@ -55,7 +55,7 @@ def _by_size(plan: Plan, ours: Group, others: dict[str, Group]) -> list[dict[str
         bounds = {row.nbytes: row.nbytes / least_s for row in chosen if (least_s := bound_s(row, _bounds(rows, row)))}
         plan.say(table.block(f"{name} ({chosen[0].group.name})", chosen, plan.n_ranks, 1, bounds) + "\n")
     if plan.peers:
-        plan.say(_ratios(plan, rows) + "\n")
+        plan.say(ratios(plan, rows) + "\n")
     plan.say(_memory(plan, rows) + "\n")
     return records
 
@@ -69,8 +69,8 @@ def _bounds(rows: Sequence[Row], row: Row) -> list[Row]:
     return [each for each in rows if each.name in memory_bound.rows(row.variant) and each.nbytes == row.nbytes]
 
 
-def _ratios(plan: Plan, rows: Sequence[Row]) -> str:
-    """How many times faster than each peer's best, by median."""
+def ratios(plan: Plan, rows: Sequence[Row]) -> str:
+    """Return a table: how many times faster ours are than each peer's best variant, by median."""
     heads = [f"{operation} / {peer}" for operation in plan.operations for peer in plan.peers]
     lines = [["times faster, by size (B)", *heads]]
     for nbytes in plan.sizes:
@@ -85,7 +85,7 @@ def _ratios(plan: Plan, rows: Sequence[Row]) -> str:
 
 
 def _memory(plan: Plan, rows: Sequence[Row]) -> str:
-    """Measured time beside what memory alone takes.
+    """Return a table of measured times beside those of memory alone.
 
     "most vs. in place" is the most that our time can be better than that of an all-reduce in place which is as fast as
     memory allows: its streams by ours. A peer is below that only as far as it is slower than memory.
@@ -123,7 +123,7 @@ def _percentiles(title: str, rows: Sequence[Row]) -> str:
 
 
 def _beside_python(plan: Plan, ours: Group) -> list[dict[str, Any]]:
-    """While rank 0 runs Python in another thread, and without that, in turns."""
+    """Measure in turns with and without another thread on rank 0 that runs Python."""
     quiet = [Row(ours, operation, _BESIDE_NBYTES, label=f"{operation}, quiet") for operation in plan.operations]
     beside = [Row(ours, operation, _BESIDE_NBYTES, label=f"{operation}, beside Python")
               for operation in plan.operations]

@@ -7,7 +7,8 @@ from typing import Any
 from bpsfast.base import settings
 from bpsfast.bench.harness import table
 from bpsfast.bench.harness.contestant_group import Group
-from bpsfast.bench.harness.samples import Row, best
+from bpsfast.bench.harness.samples import Row
+from bpsfast.bench.push_pull import one_machine
 from bpsfast.bench.push_pull.host_rank import ROWS_MARK
 from bpsfast.bench.push_pull.options import Plan
 from bpsfast.launch import ssh_job
@@ -51,12 +52,7 @@ def _report(plan: Plan, hosts: ssh_job.SshPlan, rows: list[Row]) -> list[dict[st
         plan.say(table.block(f"{name} ({chosen[0].group.name}), {where}", chosen, plan.n_ranks, n_nodes, {}) + "\n")
         records += [table.record(where, row, plan.n_ranks, n_nodes) for row in chosen]
     if "gloo" in plan.peers:
-        lines = [["times faster, by size (B)", "numpy / gloo"]]
-        for nbytes in plan.sizes:
-            mine, theirs = best(rows, ["numpy"], nbytes), best(rows, ["gloo"], nbytes)
-            assert mine is not None and theirs is not None
-            lines.append([str(nbytes), f"{theirs.median_s / mine.median_s:.2f}"])
-        plan.say(table.plain(lines))
+        plan.say(one_machine.ratios(plan, rows))
     return records
 
 

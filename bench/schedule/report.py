@@ -18,6 +18,11 @@ from bpsfast.tools.simulator.workload import Workload, tensor_nbytes
 
 _DDP_BUCKET_NBYTES = 25 << 20
 _N_SIMULATED = 8
+#: Comparison -> the method, and the one that it is compared with.
+_GAINS = {"priority and crossing over fifo with a barrier": ("priority, crossing", "fifo"),
+          "priority over fifo, both crossing": ("priority, crossing", "fifo, crossing"),
+          "priority and crossing over DDP with gloo": ("priority, crossing", "DDP gloo"),
+          "priority over fifo over gloo, both crossing": ("gloo priority, crossing", "gloo fifo, crossing")}
 
 
 @dataclass(frozen=True)
@@ -104,19 +109,11 @@ def text(found: Found) -> str:
     words = [f"# {setup.model}/{setup.divisor}, {setup.nbytes / 1e6:.1f} MB, on {setup.n_workers} workers and "
              f"{setup.n_helpers} helpers; links that move {found.rate_bytes * 8 / 1e6:.1f} Mbit/s of payload each way; "
              f"a step computes {alone_s:.3f} s", table.plain(lines)]
-    for name, (of, over) in gains().items():
+    for name, (of, over) in _GAINS.items():
         if of in steps and over in steps:
             words.append(f"# {name}: {steps[over] / steps[of]:.2f} times as fast (simulated "
                          f"{predicted[over] / predicted[of]:.2f})")
     return "\n".join([*words, f"# {weights_agree(found)}", ""])
-
-
-def gains() -> dict[str, tuple[str, str]]:
-    """Return what is said of -> (the way, the one it is compared with)."""
-    return {"priority and crossing over fifo with a barrier": ("priority, crossing", "fifo"),
-            "priority over fifo, both crossing": ("priority, crossing", "fifo, crossing"),
-            "priority and crossing over DDP with gloo": ("priority, crossing", "DDP gloo"),
-            "priority over fifo over gloo, both crossing": ("gloo priority, crossing", "gloo fifo, crossing")}
 
 
 def records(found: Found) -> list[dict[str, Any]]:

@@ -21,8 +21,8 @@ _DDP_BUCKET_MIB = 25.0
 class Trainer:
     """One rank. Variants of `operation`: ``step`` is a step of the job, ``alone`` a step without any exchange.
 
-    *way*: "barrier" and "crossing" are `bpsfast.torch.DistributedOptimizer` without and with cross_barrier, in the order
-    that the job's settings say; "ddp" is DistributedDataParallel over gloo; "gloo fifo" and "gloo priority" are
+    *way*: "barrier" and "crossing" are `bpsfast.torch.DistributedOptimizer` without and with cross_barrier, in the
+    order that the job's settings say; "ddp" is DistributedDataParallel over gloo; "gloo fifo" and "gloo priority" are
     all-reduces over gloo by `bpsfast.torch.schedule`, with *partition_nbytes* and *credit_nbytes*, where the forward
     pass of a layer waits for its own. *model*, *divisor* and *compute_s*: see `methods.divided`.
     """

@@ -11,17 +11,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.bench.harness.launcher import ContestantLauncher
 from bpsfast.bench.harness.samples import Row, take_turns
 from bpsfast.bench.training import backends
 from bpsfast.bench.training.models import shape_of
-from bpsfast.bench.training.speed import Speed
 from bpsfast.orchestration.errors import ConfigError
 
 _N_STEPS, _QUICK_STEPS, _N_WARMUP = 10, 2, 2
+
+
+class Speed(NamedTuple):
+    """The speed of steps of *step_s* seconds: each of *n_ranks* takes *batch* samples, *length* tokens long (0: images)."""
+
+    step_s: float
+    batch: int
+    n_ranks: int
+    length: int = 0
+
+    @property
+    def unit(self) -> str:
+        """What is counted: "tokens" or "images"."""
+        return "tokens" if self.length else "images"
+
+    @property
+    def of_one(self) -> float:
+        """Images or tokens a second of one rank."""
+        return self.batch * (self.length or 1) / self.step_s
+
+    @property
+    def total(self) -> float:
+        """Images or tokens a second of all ranks."""
+        return self.of_one * self.n_ranks
+
+    def text(self) -> str:
+        """Return the speeds of one rank and of all in a line."""
+        one = (f"{1 / self.step_s:,.4g} steps/s, {self.of_one:,.4g} tokens/s" if self.length
+               else f"{self.of_one:,.4g} images/s")
+        return f"one rank: {one}; total of {self.n_ranks} ranks: {self.total:,.0f} {self.unit}/s"
 
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -41,8 +41,9 @@ def real(path: Path, shape: Shape, batch: int, rank: int, n_ranks: int, device: 
 
     A folder has a folder for each class, by name, with images in it (Pillow reads them, step by step). An .npz file has
     `images`, uint8 (n, height, width, 3), and `labels`, integers (n,); or `tokens`, integers (n, length), of which a
-    sentence's first words are taken. Images are scaled to the model's pixels. Raises `ConfigError` if *path* is neither,
-    does not fit the model, or has fewer samples for each rank than a batch, `LackingError` if Pillow is missing.
+    sentence's first words are taken. Images are scaled to the model's pixels. Raises `ConfigError` if *path* is
+    neither, does not fit the model, or has fewer samples for each rank than a batch; `LackingError` if Pillow is
+    missing.
     """
     if path.is_dir():
         read, n = _folder(path, shape)
