@@ -183,9 +183,9 @@ def _add_contestants(name: str, torch: Any) -> dict[str, Operation]:
 def _checksum_contestants() -> dict[str, Operation]:
     """Return ways to take a checksum of a: what each end of a connection does with the setting checksum."""
     return {
-        "bpsfast CRC32C": lambda v: crc32c(v[0].view(np.uint8)),
-        "bpsfast CRC32C by tables": lambda v: crc32c(v[0].view(np.uint8), by_tables=True),
-        "zlib CRC32": lambda v: zlib.crc32(v[0].view(np.uint8)),
+        "bpsfast CRC32C": lambda v: crc32c(v[0].view(np.uint8).data),
+        "bpsfast CRC32C by tables": lambda v: crc32c(v[0].view(np.uint8).data, by_tables=True),
+        "zlib CRC32": lambda v: zlib.crc32(v[0].view(np.uint8).data),
     }
 
 

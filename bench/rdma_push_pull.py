@@ -24,7 +24,8 @@ from bpsfast.bench.rdma_perf import Contestant
 _YARDSTICK = Contestant("ib_write_bw -b", "bw", program="ib_write_bw")
 _MESSAGE_NBYTES = 4 << 20
 #: Settings for an emulated machine, which starts slowly and resends late.
-_PATIENT = {"start_timeout_s": 300.0, "timeout_s": 120.0, "lease_s": 60.0, "helper_lease_s": 0, "heartbeat_s": 5.0}
+_PATIENT: dict[str, Any] = {"start_timeout_s": 300.0, "timeout_s": 120.0, "lease_s": 60.0, "helper_lease_s": 0,
+                            "heartbeat_s": 5.0}
 
 
 def main(arguments: Sequence[str]) -> int:
