@@ -24,7 +24,7 @@ _N_STEPS, _QUICK_STEPS, _N_WARMUP = 10, 2, 2
 
 
 class Speed(NamedTuple):
-    """The speed of steps of *step_s* seconds. Each of *n_ranks* takes *batch* samples: *length* tokens, or images (0)."""
+    """The speed of steps of *step_s* seconds: *batch* samples of *length* tokens (0: images) on each of *n_ranks*."""
 
     step_s: float
     batch: int
