@@ -1,8 +1,8 @@
 """``bpsfast bench accuracy``: whether compressed training reaches the accuracy of uncompressed training.
 
-Two machines (processes over loopback, tcp) with a rank each train a small network on real data to its end, from several
-seeds, uncompressed and with each codec. Whatever differs follows from the codec alone: weights and batches of one seed
-are the same. `task` is what is learned, `program` one rank of it.
+Two machines (processes over loopback, tcp) with a rank each train a small network on real data, from several seeds,
+uncompressed and with each codec. Trainings of one seed have the same weights and batches, so any difference comes from
+the codec. `task` has the data and the network, `program` is one rank.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CODECS = ("topk:k=0.01,error_feedback", "randomk:k=0.01,error_feedback", "onebit
           "dithering:k=4,error_feedback", "int8:error_feedback", "float16:error_feedback", "bfloat16:error_feedback")
 _QUICK = CODECS[:1]
 UNCOMPRESSED = "uncompressed"
-#: What a codec with error feedback may cost at most, in points of accuracy.
+#: Points of accuracy that a codec with error feedback may lose at most.
 PROMISED_POINTS = 0.5
 _TIMEOUT_S = 3600.0
 
@@ -50,7 +50,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def train(codecs: list[str], n_seeds: int, n_epochs: int) -> dict[str, list[dict[str, Any]]]:
-    """Return by codec what each seed came to: accuracy, a digest of the weights, bytes sent."""
+    """Return the results of each codec, one for each seed: accuracy, a digest of the weights, bytes sent."""
     command = [sys.executable, "-m", "bpsfast", "run", "-n", "2", "--nodes", "2", "--set", "transport=tcp",
                "--set", "min_compress_bytes=1024", "--", sys.executable, "-m", "bpsfast.bench.accuracy.program",
                json.dumps({"codecs": codecs, "n_seeds": n_seeds, "n_epochs": n_epochs})]
@@ -64,12 +64,12 @@ def train(codecs: list[str], n_seeds: int, n_epochs: int) -> dict[str, list[dict
 
 
 def points(found: Mapping[str, list[dict[str, Any]]], codec: str) -> list[float]:
-    """Return by seed how many points more than uncompressed *codec* reaches."""
+    """Return for each seed how many points more than uncompressed training *codec* reaches."""
     return [100 * (ours["accuracy"] - plain["accuracy"]) for ours, plain in zip(found[codec], found[UNCOMPRESSED])]
 
 
 def report(found: Mapping[str, list[dict[str, Any]]]) -> str:
-    """Return the table: accuracies in percent, in the mean and by seed."""
+    """Return the table: accuracies in percent, their mean and those of each seed."""
     plain_nbytes = mean(each["sent_nbytes"] for each in found[UNCOMPRESSED])
     lines = [["codec", "accuracy %", "points", "+-", "sent", "by seed", ""]]
     for codec, runs in found.items():
@@ -85,7 +85,7 @@ def report(found: Mapping[str, list[dict[str, Any]]]) -> str:
 
 
 def records(found: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return one record a codec for the result file."""
+    """Return one record for each codec for the result file."""
     return [{"section": "digits", "chosen": {"codec": codec, "n_seeds": len(runs)},
              "measured": {"accuracy": [each["accuracy"] for each in runs], "points": points(found, codec),
                           "mean_accuracy": mean(each["accuracy"] for each in runs),

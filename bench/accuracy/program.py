@@ -1,4 +1,4 @@
-"""One rank that trains the task with each codec and seed, one after another, in one job.
+"""One rank, which trains the task with each codec and seed, one after another, in one job.
 
     python -m bpsfast.bench.accuracy.program JSON       {"codecs": ["", "onebit"], "n_seeds": 2, "n_epochs": 20}
 """
@@ -19,7 +19,7 @@ from bpsfast.tools.planner.prediction import parse
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be one rank from `init` to `shutdown`; print what came out."""
+    """Run one rank from `init` to `shutdown`; print the results."""
     options = json.loads(arguments[0])
     bpsfast.init()
     digits = task.load()
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(digits: task.Digits, codec: str, seed: int, n_epochs: int) -> dict[str, Any]:
-    """Train once, under names of its own: nothing is left over from another training."""
+    """Train once, with tensor names that no other training uses, so that none shares state with it."""
     shapes = {name: weight.shape for name, weight in task.weights(seed).items()}
     gradients = bpsfast.Gradients({name: (shape, np.float32) for name, shape in shapes.items()},
                                   prefix=f"{codec or 'uncompressed'} {seed} ",

@@ -1,4 +1,4 @@
-"""The task of `bench accuracy`: scikit-learn's handwritten digits, learned by a small perceptron in NumPy.
+"""The task of `bench accuracy`: a small perceptron in NumPy learns scikit-learn's handwritten digits.
 
 Each rank has half of each batch. Weights, batches and learning rates follow from the seed, so that trainings of one
 seed differ only in the exchange of their gradients.
@@ -13,7 +13,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-#: Test images, of 1,797.
+#: Number of test images; there are 1,797 images.
 N_TEST = 597
 LAYERS = (64, 256, 128, 10)
 BATCH = 32
@@ -23,7 +23,7 @@ _SPLIT_SEED = 7
 
 
 class Digits(NamedTuple):
-    """Images are (n, 64) float32 from 0 to 1, labels (n,) integers."""
+    """Images of shape (n, 64), float32 from 0 to 1, and labels of shape (n,), integers."""
 
     train_images: Array
     train_labels: Array
@@ -42,7 +42,7 @@ def load() -> Digits:
 
 
 def weights(seed: int) -> dict[str, Array]:
-    """Return the weights to begin with, by name in forward order."""
+    """Return the initial weights by name, in forward order."""
     draw = np.random.default_rng(seed)
     found: dict[str, Array] = {}
     for layer, (n_in, n_out) in enumerate(itertools.pairwise(LAYERS)):
@@ -80,7 +80,7 @@ def gradients(net: Mapping[str, Array], images: Array, labels: Array) -> dict[st
 
 
 def accuracy(net: Mapping[str, Array], digits: Digits) -> float:
-    """Return the share of test images that are recognised."""
+    """Return the fraction of test images that are classified correctly."""
     outputs = forward(net, digits.test_images)[-1]
     return float((outputs.argmax(axis=1) == digits.test_labels).mean())
 

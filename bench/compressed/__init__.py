@@ -1,9 +1,8 @@
 """``bpsfast bench compressed``: the time of a training step on slow links with each codec, and the bytes that travel.
 
 Machines with a rank each are network namespaces whose links carry 100 Mbit/s each way. Each codec has a job of its own
-(one job would place all its sums together); they take turns, and computing is slept. Bytes are those that the kernel
-counted on the links.
-`step` is what a rank does, `report` puts what was measured beside what the planner says
+(one job would place all its sums together). The jobs take turns, and compute by sleeping. Bytes are those that the
+kernel counted on the links. `step` is the step of one rank, `report` compares the measurements with the planner
 (`orchestration.placement.codec_choice`).
 """
 from __future__ import annotations
@@ -30,7 +29,7 @@ _QUICK = ("topk:k=0.01,error_feedback", "onebit")
 _MODEL = "resnet18"
 _RATE_MBIT = 100.0
 _COMPUTE_S = 0.1
-#: Enough under way to one peer that no link is idle, little enough that what is urgent need not wait long.
+#: In flight to one peer: enough to keep a link busy, and little enough that an urgent partition does not wait long.
 _CREDIT_NBYTES = 2 * PARTITION_NBYTES
 
 

@@ -1,8 +1,8 @@
-"""``bpsfast bench ddp``: torch's backend "bpsfast" beside gloo, under programs that change only that name.
+"""``bpsfast bench ddp``: torch's backend "bpsfast" and gloo, in programs that differ only in the backend's name.
 
-Two models train by DistributedDataParallel: one has many weights and computes little, the other is the opposite; their
-losses must be the same, bit for bit. Then the collectives one by one. `programs` says what is timed, `member` is one
-rank of one backend, `report` the tables.
+Two models train with DistributedDataParallel: one has many weights and computes little, the other is the opposite.
+Their losses must agree bit for bit. Then it times single collectives. `models` and `collectives` have the programs,
+`member` is one rank of one backend, `report` makes the tables.
 """
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from bpsfast.orchestration.errors import ConfigError, LackingError
 BACKENDS = ("gloo", "bpsfast")
 _SIZES = "1K,16K,256K,4M,64M"
 _QUICK_SIZES = "1K,1M"
-#: Steps of a turn. Gradients are averaged over the ranks' own batches, so two ranks have a single order of addition.
+#: Steps of a turn. Gradients are averages of the ranks' batches, so two ranks have only one order of addition.
 _N_STEPS, _N_WARMUP = 8, 1
-#: The largest tensors are timed so often in a turn.
+#: Calls in a turn for the largest tensors.
 _MOST_NBYTES, _MOST_TIMES = 96 << 20, 100
 
 
@@ -41,7 +41,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise ConfigError(f"bench ddp compares how ranks exchange: it needs 2 or more, got {n_ranks}")
     wanted = parse_sizes(given.get("sizes") or (_QUICK_SIZES if quick else _SIZES))
     operations: Sequence[str] = COLLECTIVES
-    if "operations" in given:  # '': none
+    if "operations" in given:  # "" means none
         operations = parse_names("--operations", given["operations"], COLLECTIVES) if given["operations"] else ()
     if peers.missing("gloo") is not None:
         raise LackingError("bench ddp needs torch: pip install torch")

@@ -1,4 +1,4 @@
-"""The collectives that `bench ddp` times: how they are called, and the expected results."""
+"""The collectives that `bench ddp` times, and their expected results."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """One collective on tensors of its own: `given` is written before it, `found` read after it."""
+    """One collective with its tensors: the caller writes `given` before it, and reads `found` after it."""
 
     given: torch.Tensor
     found: torch.Tensor
@@ -20,7 +20,7 @@ COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_t
 
 
 def call(operation: str, n: int) -> Call:
-    """Return one of `COLLECTIVES` on *n* float32 elements; where ranks have parts, all parts together are *n*."""
+    """Return one of `COLLECTIVES` on *n* float32 elements; if each rank has a part, *n* is the size of all parts."""
     import torch
     import torch.distributed as dist
 
@@ -46,17 +46,17 @@ def call(operation: str, n: int) -> Call:
     x, out = torch.zeros(n), torch.zeros(n)
 
     def run() -> None:
-        """Send to the next rank and receive from the one before, at once."""
+        """Send to the next rank and at the same time receive from the previous one."""
         works = [dist.irecv(out, (rank - 1) % size), dist.isend(x, (rank + 1) % size)]
         for work in works:
-            if work is not None:  # None is for processes outside the group, which no rank here is
+            if work is not None:  # None only for processes outside the group
                 work.wait()
 
     return Call(x, out, run)
 
 
 def expected(operation: str, call: Call, rank: int, size: int) -> torch.Tensor:
-    """Return what *call* must find on *rank* if each rank r gave i mod 251 + r as its i-th element."""
+    """Return the result of *call* on *rank* if the i-th element of each rank r was i mod 251 + r."""
     import torch
 
     n = len(call.given)

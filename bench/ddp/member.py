@@ -1,4 +1,4 @@
-"""One rank of a process group of torch, by any backend."""
+"""One rank of a process group of torch, with any backend."""
 from __future__ import annotations
 
 from bpsfast.bench.ddp import collectives
@@ -8,7 +8,7 @@ from bpsfast.bench.harness.contestant import GroupMember, Operation
 
 
 class Member(GroupMember):
-    """One rank. Variants of `operation` are the names of `MODELS` and `COLLECTIVES`."""
+    """One rank. The variants of `operation` are the names of `MODELS` and `COLLECTIVES`."""
 
     def __init__(self, backend: str) -> None:
         import bpsfast.torch.backend  # noqa: F401
@@ -17,7 +17,6 @@ class Member(GroupMember):
         self._losses: dict[str, list[float]] = {}
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """See the class."""
         return self._training(variant) if variant in MODELS else self._collective(variant, nbytes // 4)
 
     def _training(self, name: str) -> Operation:
@@ -46,5 +45,5 @@ class Member(GroupMember):
             lambda: int((call.found != collectives.expected(name, call, self.rank, self.size)).sum()))
 
     def losses(self) -> dict[str, list[float]]:
-        """Return the losses of all steps so far, by model."""
+        """Return the losses of all steps so far for each model."""
         return self._losses

@@ -1,7 +1,7 @@
-"""``bpsfast bench frameworks``: a framework's arrays beside NumPy's, one large tensor and many small ones.
+"""``bpsfast bench frameworks``: frameworks' arrays compared with NumPy's, for one large tensor and many small ones.
 
-Every row sums the same numbers in the same job, in turns. A framework is a file beside this one with `ROWS`, named in
-`rank.FRAMEWORKS`; what is not installed has no row.
+Every row sums the same numbers in the same job, in turns. Each framework has a file in this folder with `ROWS`, listed
+in `rank.FRAMEWORKS`; a framework that is not installed has no rows.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bpsfast.launch.daemons import clean_environment
 from bpsfast.orchestration.errors import ConfigError, PeerLostError
 
 BASELINE = "numpy"
-#: The overhead that a framework's row may have.
+#: Overhead that a framework's row may have at most.
 TARGET = 0.15
 
 
@@ -50,7 +50,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def text(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table: medians, and how much longer than the baseline's they are."""
+    """Return the table: medians, and by how much they exceed the baseline's."""
     lines = [f"{'workload':20}{'row':16}{'median ms':>12}{'best ms':>10}{'overhead':>10}"]
     for record in records:
         base = next(each for each in records

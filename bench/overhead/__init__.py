@@ -1,8 +1,8 @@
-"""``bpsfast bench overhead``: the cost of a gradient from the hook to the announcement on the rank's lane.
+"""``bpsfast bench overhead``: the cost of a gradient from the hook until it is announced on the rank's lane.
 
 Two ranks of this machine run `program`: the same backward pass with the optimizer's hooks and without them, in turns.
-The difference, divided by the number of tensors, is the time of a tensor; a run of its own counts Python calls and
-locks. With ``--against`` another installation runs the same program in turns with this one.
+The difference, divided by the number of tensors, is the time for one tensor; a separate run counts Python calls and
+locks. With ``--against`` another installation runs the same program, alternating with this one.
 """
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def measure(python: str, n_tensors: int, n_elements: int, n_steps: int, counts: bool = False) -> dict[str, Any]:
-    """Return what rank 0 of one job of two ranks found with the interpreter *python*."""
+    """Return the results of rank 0 of a job of two ranks with the interpreter *python*."""
     options = json.dumps({"n_tensors": n_tensors, "n_elements": n_elements, "n_steps": n_steps, "counts": counts})
     command = [python, "-m", "bpsfast", "run", "-n", "2", "--", python, str(_PROGRAM), options]
-    # not in the current folder: Python would import a source tree's package from there
+    # in another folder, because Python would import the package of a source tree in the current one
     [found] = job_output.run(command, f"{n_tensors} tensors with {python}", 1, _TIMEOUT_S, cwd=_PROGRAM.parent)
     return found
 

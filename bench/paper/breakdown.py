@@ -1,12 +1,13 @@
 """``make breakdown``: the gain of each part of the design, on real packets and simulated on 256 GPUs.
 
-From all-reduces in the order of arrival to all that there is: the optimal split of sums over machines, priority and
-credit, no barrier between steps, and (simulated only: machines here have no GPUs) the way inside a machine. Real
-packets are `bench schedule`'s rows of four workers and two helpers, each a network namespace; the 256 GPUs are
-`simulator.breakdown`'s. Beside each bar is how far it is from linear scaling: of a step's time, what is not computing.
+The first bar has all-reduces in the order of arrival; each further bar adds a part: the optimal split of sums over
+machines, priority and credit, no barrier between steps, and (simulated only, since machines here have no GPUs) the
+strategy inside a machine. Real packets are `bench schedule`'s rows of four workers and two helpers, each a network
+namespace; `simulated_breakdown` has the 256 GPUs. Each bar also shows how far it is from linear scaling: the part of a
+step's time that is not computing.
 
-Writes ``breakdown.jsonl`` (raw samples and machine, then the simulated bars), ``breakdown.md`` and, where matplotlib
-is installed, ``breakdown.png``. Needs root, torch and a run of ``make expr3``, which has the constants of the wire.
+Writes ``breakdown.jsonl`` (raw samples and machine, then the simulated bars), ``breakdown.md`` and, if matplotlib is
+installed, ``breakdown.png``. Needs root, torch and a run of ``make expr3``, which calibrates the network's constants.
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from bpsfast.bench.paper import osdi20, simulated_breakdown as simulated
 from bpsfast.bench.paper.expr2 import constants
 from bpsfast.orchestration.errors import ConfigError
 
-#: Part of the design -> the row of `bench schedule` that has it and all parts before it.
+#: Part of the design -> row of `bench schedule` with this part and all before it.
 WAYS = dict(zip((part.name for part in simulated.PARTS),
                 ("DDP gloo", "fifo, no credit", "priority", "priority, crossing")))
 _Record = Mapping[str, Any]
@@ -40,7 +41,7 @@ _Record = Mapping[str, Any]
 @cli_options.results_folder()
 @exit_codes.exit_on_error
 def main(rounds: int, model: str, redraw: bool, out: Path) -> None:
-    """Measure and simulate all bars, a quarter of an hour; then write tables and plot."""
+    """Measure and simulate all bars, in about 15 minutes; then write tables and plot."""
     kept = out / "breakdown.jsonl"
     if redraw:
         if not kept.exists():
@@ -127,7 +128,7 @@ def _percents(efficiency: float, form: str = "{} | {}") -> str:
 
 
 def plot(records: Sequence[_Record], path: Path) -> None:
-    """Draw the bars: real packets on the left, with every sample; on the right the models on 256 GPUs."""
+    """Draw the bars: real packets with all samples on the left, the models on 256 GPUs on the right."""
     packets, gpus = _sections(records)
     with plots.figure(7.5, 4.2, 2) as (made, (left, right)):
         at = [float(x) for x in range(len(packets))]

@@ -1,8 +1,8 @@
-"""``make expr2``: BytePS's ways to sum inside a machine, simulated, beside the twelve bars of the paper's figure 14.
+"""``make expr2``: BytePS's strategies inside a machine, simulated, and the twelve bars of the paper's figure 14.
 
-Takes the wire's constants from a run of ``make expr3``; finds one number more for each model (`simulator.figure_14`).
-Writes ``expr2.json`` (bars, fits, what each way leaves of a machine), ``expr2.md`` (tables) and, where matplotlib is
-installed, ``expr2.png``. Ends with 1 if a bar stands to another of its machine and model as it did not in the paper.
+Takes the network's constants from a run of ``make expr3``, and fits one more number for each model (`figure_14`).
+Writes ``expr2.json`` (bars, fits, and the rates that each strategy leaves), ``expr2.md`` (tables) and, if matplotlib is
+installed, ``expr2.png``. Exits with 1 if two bars of a machine and model have another order than in the paper.
 
 Source: BytePS (OSDI'20) figure 14: 64 GPUs, no helpers; the artifact's Expr2.
 """
@@ -36,7 +36,7 @@ _PERCENT = f"{100 * figure_14.TOLERANCE:.0f} %"
 @cli_options.results_folder()
 @exit_codes.exit_on_error
 def main(out: Path) -> None:
-    """Simulate the bars; some seconds on one core."""
+    """Simulate the bars, in a few seconds on one core."""
     known = constants(RESULTS / "expr3.json")
     insides = figure_14.insides(known)
     rows, fits = figure_14.figure_14(known)
@@ -53,7 +53,7 @@ def main(out: Path) -> None:
 
 
 def constants(path: Path) -> Constants:
-    """Return what the run of ``make expr3`` that wrote *path* has calibrated; raises `ConfigError` if there is none."""
+    """Return the calibrated constants in *path*, written by ``make expr3``; raises `ConfigError` if it is missing."""
     if not path.exists():
         raise ConfigError(f"{path} is missing, which has the constants of the wire: run make expr3 first")
     fits = {fit["name"]: fit["value"] for fit in json.loads(path.read_text(encoding="utf-8"))["calibration"]}
@@ -74,7 +74,7 @@ def _document(rows: Sequence[Row], fits: Sequence[Fit], insides: Mapping[tuple[s
 
 
 def tables(rows: Sequence[Row], fits: Sequence[Fit], insides: Mapping[tuple[str, str], IntraMachine]) -> str:
-    """Return all as Markdown."""
+    """Return all results as Markdown."""
     ordered = figure_14.in_order(rows)
     n_right, n_pairs = figure_14.pairs_in_order(rows)
     lines = ["# Figure 14: summing inside a machine", "",
@@ -105,7 +105,7 @@ def _yes(is_so: bool) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the bars, measured beside simulated."""
+    """Draw the measured and simulated bars."""
     with plots.figure(5.5, 4.0, 2, sharey=True) as (made, panels):
         for panel, machine in zip(panels, figure_14.BARS):
             cells = [row for row in rows if row.of.split()[0] == machine]

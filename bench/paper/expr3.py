@@ -1,7 +1,7 @@
-"""``make expr3``: the simulator beside the paper's figures, cell by cell, and beyond them.
+"""``make expr3``: the simulator compared with each cell of the paper's figures, and further predictions.
 
-Calibrates first (`simulator.calibration`), then predicts. Writes ``expr3.json`` (all cells, fits, versions),
-``expr3.md`` (tables with the error of each cell) and, where matplotlib is installed, ``expr3.png``.
+Calibrates first (`calibration`), then predicts. Writes ``expr3.json`` (all cells, fits, versions), ``expr3.md`` (tables
+with the error of each cell) and, if matplotlib is installed, ``expr3.png``.
 """
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TITLES = {
 @cli_options.results_folder()
 @exit_codes.exit_on_error
 def main(out: Path) -> None:
-    """Simulate all figures; some minutes on one core."""
+    """Simulate all figures, in a few minutes on one core."""
     began = time.monotonic()
     constants, fits = calibrate()
     for fit in fits:
@@ -110,7 +110,7 @@ def _pivot(rows: Sequence[Row]) -> list[str]:
 
 
 def plot(rows: Sequence[Row], points: Sequence[claim_tables.Point], path: Path) -> None:
-    """Draw figures 12, 13 and 15/16 at 256 GPUs beside the simulation, and the sweep."""
+    """Draw figures 12, 13 and 15/16 at 256 GPUs, measured and simulated, and the sweep."""
     with plots.figure(6.5, 4.5, 2, n_rows=2) as (made, (first, second, third, fourth)):
         for panel, name, title, unit in ((first, "12", "Figure 12", "goodput [Gbit/s]"),
                                          (second, "13", "Figure 13 (predicted)", "speed over all-reduce")):
