@@ -317,7 +317,7 @@ def bench_helpers() -> None:
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the control connection.  [default: 7810]")
 @click.option("--devices", metavar="A[,B]", help="RDMA device of this end; with both ends here, also of the service.")
 @click.option("--models", metavar="NAME[/N],...", help="vgg19, resnet50, inception-bn; /N: 1/N of every tensor.")
-@cli_options.rounds("each rung", default=5)
+@cli_options.rounds("each variant", default=5)
 @cli_options.result(quick="Run one round with small fractions of the models.")
 def bench_ladder() -> None:
     """Measure what each wrong use of RDMA costs, and whether tcp would be better.

@@ -1,13 +1,13 @@
-"""The control connection between the two hosts of `bench ladder`: lines of JSON.
+"""The control connection between the two hosts of `bench ladder`, which sends lines of JSON.
 
     Hello <-> Hello                     versions, machines
     Open  -> Opened                     memory for one model
-    Make  -> Made                       one rung's queue pairs or sockets, connected on both sides
-    Run   -> Ready, Ran                 some steps, and what became of them at the service
+    Make  -> Made                       one variant's queue pairs or sockets, connected at both ends
+    Run   -> Ready, Ran                 some steps, and the service's results
     Failed                              instead of any answer
 
-Both ends prove a key first (`perf.control.secret_for`). The service accepts the first peer that has it, serves one run,
-and ends.
+Both ends first prove that they have the same key (`perf.control.secret_for`). The service accepts the first peer with
+that key, serves one run, and ends.
 """
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Hello(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """Worker: allocate memory for a model; that of the model before is freed."""
+    """Worker: allocate memory for a model; the memory of the previous model is freed."""
 
     model: str
     divisor: int
@@ -74,9 +74,9 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Make(Message, frozen=True):
-    """Worker: make a rung; `offer` is the worker's, None for tcp. `polls`: neither end ever sleeps."""
+    """Worker: make a variant; `offer` is the worker's, None for tcp. `polls`: neither end ever sleeps."""
 
-    rung: str
+    variant: str
     offer: Offer | None = None
     polls: bool = False
 
@@ -90,9 +90,9 @@ class Made(Message, frozen=True):
 
 
 class Run(Message, frozen=True):
-    """Worker: do `n_steps` steps of a rung."""
+    """Worker: do `n_steps` steps of a variant."""
 
-    rung: str
+    variant: str
     n_steps: int
 
 
@@ -137,7 +137,7 @@ class Control:
             raise PeerLostError(f"the ladder's other end at {self.peer} is gone: {exc}") from exc
 
     def receive(self, timeout_s: float | None = ANSWER_TIMEOUT_S) -> Message | None:
-        """Return the next line, None at the end. Raises `PeerLostError`, `StallError` or `ProtocolError`."""
+        """Return the next line, or None at the end; raises `PeerLostError`, `StallError` or `ProtocolError`."""
         self._socket.settimeout(timeout_s)
         try:
             line = self._file.readline(_MAX_LINE_NBYTES)
@@ -154,7 +154,7 @@ class Control:
                                 "version of bpsfast, or another program?") from exc
 
     def expect(self, kind: type[_M], timeout_s: float | None = ANSWER_TIMEOUT_S) -> _M:
-        """Return the next line, which is a *kind*; PeerLostError with the peer's words if it failed."""
+        """Return the next line, which must be a *kind*; raises `PeerLostError` with the peer's message if it failed."""
         found = self.receive(timeout_s)
         if isinstance(found, kind):
             return found
@@ -165,13 +165,13 @@ class Control:
         raise ProtocolError(f"{self.peer} sent {type(found).__name__}, not {kind.__name__}")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._file.close()
         self._socket.close()
 
 
 def connect(host: str, port: int, is_gone: Callable[[], bool] = lambda: False) -> Control:
-    """Connect to the service at *host*; wait for it to listen, unless it *is_gone*.
+    """Connect to the service at *host*; wait until it listens, unless it *is_gone*.
 
     Raises `PeerLostError` if none listens within `CONNECT_TIMEOUT_S` or it has another key, `ConfigError` if *host* is
     another machine and there is no job key.
@@ -196,7 +196,7 @@ def connect(host: str, port: int, is_gone: Callable[[], bool] = lambda: False) -
 
 
 def accept(server: socket.socket, secret: Secret) -> Control:
-    """Return the first connection to *server* that proves *secret*; others are closed."""
+    """Return the first connection to *server* that proves *secret*; close others."""
     while True:
         sock = server.accept()[0]
         try:

@@ -1,4 +1,4 @@
-"""The RDMA port of one end, and the queue pairs over it."""
+"""The RDMA port of one end, and its queue pairs."""
 from __future__ import annotations
 
 import errno
@@ -10,10 +10,10 @@ from bpsfast.hardware.rdma_route import Rail, choose, peer_address
 from bpsfast.orchestration.errors import UnsupportedError
 from bpsfast.pyx import verbs
 
-#: Writes of one end that may be under way.
+#: Writes of one end that may be in flight.
 MAX_SEND = 64
 #: 4.096 us * 2**18 = 1.07 s until an unanswered packet is sent again. On a busy machine a software device answers late;
-#: resent packets would not be caused by the rung, and such a device does not always survive them.
+#: resent packets would have other causes than the variant, and some software devices fail after them.
 _TIMEOUT = 18
 
 
@@ -35,7 +35,7 @@ def usable(devices: str, gid_index: int, peer: str | None = None) -> list[Rail]:
 
 
 class Port:
-    """An opened port. `close` after everything made with it."""
+    """An open port. Close everything made with it first."""
 
     def __init__(self, rail: Rail) -> None:
         self.rail = rail
@@ -45,23 +45,23 @@ class Port:
         self._mtu, self._lid, self._link_layer = found["active_mtu"], found["lid"], found["link_layer"]
 
     def completions(self, n_parts: list[int]) -> verbs.CompletionQueue:
-        """Make the completion queue of ends with so many partitions each."""
+        """Make the completion queue of ends with *n_parts* partitions each."""
         return verbs.CompletionQueue(self.device, sum(MAX_SEND + exchange.receives(n) for n in n_parts), events=True)
 
     def pair(self, queue: verbs.CompletionQueue, n_parts: int) -> verbs.QueuePair:
-        """Make a queue pair for an end of so many partitions, in state INIT."""
+        """Make a queue pair for an end of *n_parts* partitions, in state INIT."""
         pair = verbs.QueuePair(self.domain, queue, queue, max_send=MAX_SEND, max_recv=exchange.receives(n_parts),
                                max_send_sge=2)
         pair.to_init(self.rail.port)
         return pair
 
     def offer(self, pair: verbs.QueuePair, arrival: int = 0, rkey: int = 0) -> Offer:
-        """Return what the peer of *pair* has to know."""
+        """Return the data that the peer of *pair* needs."""
         gid = self.rail.gid.value.hex() if self.rail.gid else ""
         return Offer(pair.number, pair.psn, gid, self._lid, self._mtu, arrival, rkey)
 
     def connect(self, pair: verbs.QueuePair, peer: Offer) -> None:
-        """Bring *pair* up towards *peer*."""
+        """Connect *pair* to *peer*."""
         pair.to_rtr(peer.number, peer.psn, mtu=min(self._mtu, peer.mtu),
                     **self.rail.path(self._link_layer, peer.lid, bytes.fromhex(peer.gid)))
         pair.to_rts(timeout=_TIMEOUT)
