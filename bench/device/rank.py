@@ -89,7 +89,7 @@ class DeviceRank(JobMember):
         return {"steps": steps, "n_wrong": self._beside.n_wrong() if exchanges else 0}
 
     def profile(self) -> dict[str, Any]:
-        """Look with torch's profiler for waits within backward (`profiled`)."""
+        """Find waits within backward with torch's profiler (`profiled`)."""
         from bpsfast.bench.device import profiled
 
         return profiled.measure()

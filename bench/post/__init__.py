@@ -1,7 +1,7 @@
-"""``bpsfast bench post``: a message from rank to rank and back, beside torch's send and recv over gloo.
+"""``bpsfast bench post``: a message from rank to rank and back, compared with torch's send and recv over gloo.
 
-Two ranks of one node (local sockets; payloads are read from the sender's memory), or of two nodes on this machine (tcp
-over loopback). gloo talks tcp over loopback in both cases. Times are of one way, half of there and back.
+The two ranks have one node (local sockets; payloads are read from the sender's memory), or two nodes on this machine
+(tcp over loopback). gloo uses tcp over loopback in both cases. Times are half of a round trip.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIZES, _QUICK_SIZES = "8,4K,64K,1M,16M,64M", "8,1M"
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print a table, and return (and write) the records.
 
-    *options*, each of which may be missing or None: n_nodes (1 or 2; None: both, one after the other), sizes ("8,64M"),
+    *options*, each of which may be missing or None: n_nodes (1 or 2; None: both, one after another), sizes ("8,64M"),
     n_rounds (5), json_path, quick. Raises `ConfigError` if one makes no sense.
     """
     given = BenchRun("post", options)
@@ -61,7 +61,7 @@ def _table(n_nodes: int, rows: Sequence[Row], sizes: Sequence[int]) -> str:
 
 
 def _record(n_nodes: int, row: Row) -> dict[str, Any]:
-    """Return the row for the result file: seconds are of there and back."""
+    """Return the row for the result file; seconds of round trips."""
     return {
         "section": VARIANT,
         "chosen": {"contestant": row.name, "nbytes": row.nbytes, "n_ranks": 2, "n_nodes": n_nodes,

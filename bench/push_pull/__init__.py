@@ -1,7 +1,7 @@
-"""``bpsfast bench push_pull``: the time of a push_pull, how near it is to the bound, and the time of others.
+"""``bpsfast bench push_pull``: the time of a push_pull, how near it is to the bound, and the time of other libraries.
 
 One node: `one_machine`. Two nodes: `two_nodes`. Real hosts: `over_hosts`. All contestants are measured in turns within
-one run; ratios of one run mean something, times of two runs beside each other do not.
+one run; compare ratios of one run, not times of two runs.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(options: Mapping[str, Any], hosts: ssh_job.SshPlan | None = None) -> lis
 
     *options*, each of which may be missing or None: n_ranks, n_nodes (1 or 2), compare ("gloo,mpi"), sizes ("4K:256M":
     every power of two; or "4K,1M"), api (numpy, torch, both), json_path, quick. *hosts*: where the ranks run, if not on
-    this machine; then n_ranks and n_nodes are theirs. Raises `ConfigError` if an option makes no sense.
+    this machine; it then has n_ranks and n_nodes. Raises `ConfigError` if an option makes no sense.
     """
     given = BenchRun("push_pull", options)
     n_ranks, n_nodes, quick = given.get("n_ranks", 2), given.get("n_nodes", 1), given.quick

@@ -1,7 +1,7 @@
 """``bpsfast bench push_pull --attach``: the traffic of a running job, read from its nodes' exporters.
 
-Two looks at the counters with a pause between them: goodput of each rank, wire throughput of each direction, sums, and
-CPU time of each node's process. The job needs the setting `metrics_port`.
+It reads the counters twice and reports the goodput of each rank, wire throughput in each direction, sums, and CPU time
+of each node's process. The job needs the setting `metrics_port`.
 """
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from bpsfast.tools.top.scrape import NotBpsfastError, Scrape, check, scrape
 
 _SECONDS = 10.0
 _TIMEOUT_S = 10.0
-#: Options that may be given, and how those are typed of the others that are not typed as they are called.
+#: Accepted options, and the command-line spelling of others whose name differs from it.
 _READ = ("attach", "seconds", "json_path", "quick", "dtype")
 _NAMES = {"n_ranks": "--num-ranks", "n_nodes": "--nodes", "hosts_text": "-H", "assigned": "-x",
           "ssh_options": "--ssh-option"}
 
 
 def run(options: Mapping[str, Any], pause: Callable[[float], None] = time.sleep) -> list[dict[str, Any]]:
-    """Look at the nodes as *options* say, print a table, and return (and write) the records.
+    """Read the nodes' counters, print a table, and return (and write) the records.
 
-    *options*: attach ("host:port,host:port"), seconds (10), json_path; all but the first may be missing or None. Of
-    others only quick and dtype, which say nothing here, may be given. *pause* waits between the two looks. Raises
-    `ConfigError` if an address is none, if what answers there is no node of bpsfast, or if Prometheus's library is not
-    installed, and `PeerLostError` if no node answers.
+    *options*: attach ("host:port,host:port"), seconds (10), json_path; all but the first may be missing or None. Of the
+    other options only quick and dtype, which have no effect here, may be given. *pause* waits between the two reads.
+    Raises `ConfigError` if an address is wrong, if the process there is no node of bpsfast, or if prometheus_client is
+    not installed, and `PeerLostError` if no node answers.
     """
     given = BenchRun("attach", {name: options.get(name) for name in ("attach", "seconds", "json_path")})
     others = [name for name, value in options.items() if value and name not in _READ]
@@ -61,7 +61,7 @@ def _look(host: str, port: int) -> Scrape:
 
 
 def _records(address: str, first: Scrape, last: Scrape) -> list[dict[str, Any]]:
-    """Return a record of the node, and one of each rank of it. A counter that is new began at 0."""
+    """Return a record of the node, and one for each of its ranks. A counter that is new began at 0."""
     elapsed_s = last.time_s - first.time_s
 
     def rate(name: str, **labels: str) -> float:

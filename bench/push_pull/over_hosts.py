@@ -1,4 +1,4 @@
-"""``bpsfast bench push_pull -H``: the same operation between real hosts, over the links that a job would have."""
+"""``bpsfast bench push_pull -H``: push_pull between real hosts, over the links that a job would use."""
 from __future__ import annotations
 
 import json
@@ -24,9 +24,9 @@ class RemoteGroup(Group):
 
 
 def run(plan: Plan, hosts: ssh_job.SshPlan) -> list[dict[str, Any]]:
-    """Measure as *plan* says on *hosts*; print tables, return the records.
+    """Measure *plan* on *hosts*, print tables, and return the records.
 
-    Raises `PeerLostError` if the job fails (its output says why) or reports nothing.
+    Raises `PeerLostError` if the job fails (see its output) or reports nothing.
     """
     options = {"sizes": plan.sizes, "n_rounds": plan.n_rounds, "peers": plan.peers}
     program = [hosts.ssh.python, "-m", "bpsfast.bench.push_pull.host_rank", json.dumps(options)]
@@ -57,7 +57,7 @@ def _report(plan: Plan, hosts: ssh_job.SshPlan, rows: list[Row]) -> list[dict[st
 
 
 class _Collected(Output):
-    """Output of a job whose rank 0 prints rows on one line: that becomes `rows`, other lines are shown."""
+    """Output of a job whose rank 0 prints rows on one line; other lines are shown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _Collected(Output):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What rank 0 has measured. Raises `PeerLostError` if it has not printed that."""
+        """Return rank 0's rows; raises `PeerLostError` if it has not printed them."""
         if self._rank_0 is None or self._rank_0.found is None:
             raise PeerLostError("the bench's rank 0 has ended well and has not said what it measured: is its bpsfast "
                                 "the one of this machine?")
@@ -80,7 +80,7 @@ class _Collected(Output):
 
 
 class _Rows(Sink):
-    """Takes the line of the rows out of the output, and passes all other output on: libraries print, too."""
+    """Removes the line with the rows from the output, and passes all other output on."""
 
     def __init__(self, further: Sink) -> None:
         self.found: bytes | None = None

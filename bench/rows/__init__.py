@@ -1,8 +1,8 @@
-"""``bpsfast bench rows``: the cost of a push of a few rows of a large table, beside that of a dense array.
+"""``bpsfast bench rows``: the cost of a push of a few rows of a large table, compared with a dense array.
 
-Two machines of one rank each, network namespaces with links of their own where that can be, push other rows in every
-step (`program`). A dense table would move its own size out of each machine and into it, and lie there at least three
-times; that is measured with an array that fits.
+Two machines of one rank each (network namespaces with shaped links if possible) push different rows in every step
+(`program`). A dense push would send and receive the table's size on each machine, and need at least three copies of it
+in memory; a smaller array is measured to show that.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bpsfast.bench.harness.bench_run import BenchRun
 from bpsfast.launch.namespaces import netns
 from bpsfast.orchestration.errors import ConfigError
 
-#: What is promised of a push of 1 % of the rows: bytes on the wire, of those of the dense table.
+#: Promise for a push of 1 % of the rows: bytes sent, as a share of those of the dense table.
 MOST_OF_DENSE = 0.03
 _DENSE_NBYTES = 64 << 20
 _TIMEOUT_S = 300.0
@@ -51,12 +51,12 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def of_dense(measured: Mapping[str, Any], n_machines: int) -> float:
-    """Return the bytes that a machine sent, as a share of what it would send of the dense table: that table's bytes."""
+    """Return the bytes that a machine sent, as a share of those of the dense table."""
     return statistics.median(measured["sent_nbytes"]) / n_machines / measured["nbytes"]
 
 
 def report(records: list[dict[str, Any]]) -> str:
-    """Return a table of *records*, a line for each rank and operation."""
+    """Return a table of *records* with a line for each rank and operation."""
     lines = [["", "of MB", "pushed rows", "pulled rows", "ms", "sent MB", "of the dense bytes", "node MB", "#wrong"]]
     for record in records:
         found, n_machines = record["measured"], record["chosen"]["n_machines_counted"]
@@ -72,7 +72,7 @@ def report(records: list[dict[str, Any]]) -> str:
 
 def _measure(n_rows: int, dim: int, n_pushed: int, n_steps: int, dense_nbytes: int,
              on_links: bool) -> list[list[dict[str, Any]]]:
-    """Return what each rank found."""
+    """Return the results of each rank."""
     place = ["-n", "2", "--nodes", "2", *(["--netns"] if on_links else [])]
     command = [sys.executable, "-m", "bpsfast", "run", *place, "--", sys.executable, "-m", "bpsfast.bench.rows.program"]
     environ = {**os.environ, "TABLE_ROWS": str(n_rows), "ROW_ELEMENTS": str(dim), "PUSHED_ROWS": str(n_pushed),

@@ -1,4 +1,4 @@
-"""One rank of a training job on a timed network: bpsfast, or torch's DDP or scheduled all-reduces over gloo."""
+"""One rank of a training job on a timed network, with bpsfast, torch's DDP, or scheduled all-reduces over gloo."""
 from __future__ import annotations
 
 import hashlib
@@ -19,26 +19,26 @@ _DDP_BUCKET_MIB = 25.0
 
 
 class Trainer:
-    """One rank. Variants of `operation`: ``step`` is a step of the job, ``alone`` a step without any exchange.
+    """One rank. Variants of `operation`: ``step`` is a step of the job, ``alone`` a step without communication.
 
-    *way*: "barrier" and "crossing" are `bpsfast.torch.DistributedOptimizer` without and with cross_barrier, in the
-    order that the job's settings say; "ddp" is DistributedDataParallel over gloo; "gloo fifo" and "gloo priority" are
+    *method*: "barrier" and "crossing" are `bpsfast.torch.DistributedOptimizer` without and with cross_barrier, in the
+    order of the job's settings; "ddp" is DistributedDataParallel over gloo; "gloo fifo" and "gloo priority" are
     all-reduces over gloo by `bpsfast.torch.schedule`, with *partition_nbytes* and *credit_nbytes*, where the forward
     pass of a layer waits for its own. *model*, *divisor* and *compute_s*: see `methods.divided`.
     """
 
-    def __init__(self, way: str, model: str, divisor: int, compute_s: float, partition_nbytes: int = 0,
+    def __init__(self, method: str, model: str, divisor: int, compute_s: float, partition_nbytes: int = 0,
                  credit_nbytes: int = 0) -> None:
         torch.set_num_threads(1)
         self._job = divided(model, divisor, compute_s)
         self._network = network(self._job)
-        make: dict[str, Callable[[], _Way]] = {
+        make: dict[str, Callable[[], _Averaging]] = {
             "barrier": lambda: _Ours(self._network, False), "crossing": lambda: _Ours(self._network, True),
             "ddp": lambda: _Ddp(self._network, divisor),
             "gloo fifo": lambda: _Scheduled(self._network, False, partition_nbytes, credit_nbytes),
             "gloo priority": lambda: _Scheduled(self._network, True, partition_nbytes, credit_nbytes)}
-        self._way = make[way]()
-        self.rank = self._way.rank
+        self._method = make[method]()
+        self.rank = self._method.rank
         self._n_steps = 0
         self._alone: _Alone | None = None
 
@@ -50,47 +50,47 @@ class Trainer:
         return Operation(self._step, lambda known: None, self._n_wrong)
 
     def _step(self) -> None:
-        self._way.step(data(self.rank, self._n_steps))
+        self._method.step(data(self.rank, self._n_steps))
         self._n_steps += 1
 
     def _n_wrong(self) -> int:
-        """Count the weights that differ from those of one process that trains on the data of all ranks."""
+        """Count the weights that differ from those of a single process that trains on the data of all ranks."""
         assert self._n_steps == 1, "sums are checked once, after the first step"
         reference = network(self._job)
         optimizer = _sgd(reference)
         for layer in _layers(reference):
             layer.sleeps = False
-        (sum(reference(data(rank, 0)).sum() for rank in range(self._way.size)) / self._way.size).backward()
+        (sum(reference(data(rank, 0)).sum() for rank in range(self._method.size)) / self._method.size).backward()
         optimizer.step()
-        self._way.settle()
+        self._method.settle()
         return sum(int((~torch.isclose(ours, theirs, rtol=1e-5, atol=1e-8)).sum())
                    for ours, theirs in zip(self._network.parameters(), reference.parameters()))
 
     def digest(self) -> tuple[int, str]:
-        """Return how many steps were made, and a hash of all weights."""
-        self._way.settle()
+        """Return the number of steps so far, and a hash of all weights."""
+        self._method.settle()
         found = hashlib.sha256()
         for weight in self._network.parameters():
             found.update(weight.detach().numpy().tobytes())
         return self._n_steps, found.hexdigest()
 
     def phases(self) -> tuple[float, float, float]:
-        """Return what forward, backward and optimizer of the steps ``alone`` took, medians in seconds."""
+        """Return the median seconds of forward, backward and optimizer in the steps ``alone``."""
         assert self._alone is not None, "nothing was measured alone"
         forward_s, backward_s, optimizer_s = map(statistics.median, zip(*self._alone.phases_s))
         return forward_s, backward_s, optimizer_s
 
     def barrier(self) -> None:
         """Wait for the other ranks."""
-        self._way.barrier()
+        self._method.barrier()
 
     def close(self) -> None:
         """Leave the job."""
-        self._way.close()
+        self._method.close()
 
 
-class _Way(Protocol):
-    """How gradients are averaged."""
+class _Averaging(Protocol):
+    """A method to average gradients."""
 
     rank: int
     size: int
@@ -99,7 +99,7 @@ class _Way(Protocol):
         """Train once."""
 
     def settle(self) -> None:
-        """Make the updates that are still due."""
+        """Make the pending updates."""
 
     def barrier(self) -> None:
         """Wait for the other ranks."""
@@ -133,7 +133,7 @@ class _Ddp(GroupMember):
 
     def __init__(self, net: torch.nn.Module, divisor: int) -> None:
         super().__init__("gloo")
-        # buckets are divided as the tensors are
+        # buckets are as much smaller as the tensors
         self._network = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=_DDP_BUCKET_MIB / divisor)
         self._optimizer = _sgd(net)
 
@@ -143,7 +143,7 @@ class _Ddp(GroupMember):
         self._optimizer.step()
 
     def settle(self) -> None:
-        """Nothing is due after a step."""
+        """Do nothing, because a step leaves no pending updates."""
 
 
 class _Scheduled(GroupMember):
@@ -190,7 +190,7 @@ class _Scheduled(GroupMember):
 
 
 class _Alone:
-    """The same network without any exchange: forward, backward and optimizer of a step."""
+    """The same network without communication: forward, backward and optimizer of a step."""
 
     def __init__(self, job: Workload, rank: int) -> None:
         self._network = network(job)

@@ -1,8 +1,8 @@
-"""``bpsfast bench optimum``: whether steps on real packets take what the model says, beside other placements.
+"""``bpsfast bench optimum``: whether steps on real packets take the time of the model, compared with other placements.
 
-Every machine is a network namespace whose link is shaped both ways; bytes are counted by the kernel. `cells` says what
-is measured, `cell` measures one, `report` puts it beside the formulas. Times are compared with B, what two of the same
-machines really exchange both ways at once.
+Every machine is a network namespace whose link is shaped in both directions; the kernel counts bytes. `cells` lists the
+measurements, `measurement` makes one, `report` compares it with the formulas. Times are relative to B, the measured
+rate at which two of these machines exchange bytes in both directions at once.
 
 Source: BytePS (OSDI'20) section 4.1 and Table 1; unequal links and the placement of whole partitions are ours.
 """

@@ -12,15 +12,15 @@ from bpsfast.bench.paper.optimum.cells import Cell, Layout
 from bpsfast.launch.namespaces import Cluster
 from bpsfast.orchestration.placement.shares import Machine
 
-#: A busier machine is measured itself, not the network.
+#: Above this busy share the CPUs are the bottleneck, not the network.
 MOST_BUSY = 0.8
 
 
 @dataclass
 class Measured:
-    """One cell: `rows` by contestant; `machines` with what their links really moved (bytes/s, both ways at once).
+    """One cell: `rows` by contestant; `machines` with the measured rates of their links (bytes/s, duplex).
 
-    `sent[contestant]`: payload and headers that each machine's interface sent in one step, bytes.
+    `sent[contestant]`: bytes (payload and headers) that each machine's interface sent in one step.
     """
 
     cell: Cell
@@ -30,7 +30,7 @@ class Measured:
 
 
 class LayoutCluster:
-    """The cluster of *layout*. A context manager, of one thread."""
+    """The cluster of *layout*; a context manager for one thread."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -49,7 +49,7 @@ class LayoutCluster:
         self._stack.close()
 
     def measure(self, cell: Cell, n_rounds: int) -> Measured:
-        """Let the contestants of *cell* take turns; what the links move is measured before and after."""
+        """Measure the contestants of *cell* in turns, and the links' rates before and after them."""
         own = {name: self._start(name, cell) for name in cell.contestants if name in ("optimal", "ps", "equal")
                or name.startswith("hash:")}
         for name in cell.contestants:
@@ -78,7 +78,7 @@ class LayoutCluster:
             awake_us=cell.awake_us, placement="optimal" if name == "equal" else name, **SLOW_CONTROL_PLANE)
 
     def _calibrate(self) -> dict[float, float]:
-        """Return what links of each kind move: the slower of two ends counts, so each is tried against a fast one."""
+        """Return the rate of each kind of link, measured against a fast link because the slower end is the limit."""
         shares = {f"node{i}": share for i, share in enumerate(self._layout.workers)}
         fast = max(shares, key=lambda name: shares[name])
         found: dict[float, float] = {}

@@ -1,11 +1,12 @@
 """``bpsfast bench summation``: why a server should only sum (BytePS's CPU bottleneck, OSDI'20 section 4.2).
 
-Gbit/s of gradients that a core sums by our kernels, beside what it takes to update parameters on the same CPU by SGD,
-momentum, RMSProp, Adam; then cores and memory traffic for each rate of a network card. Partitions of 4 MB come from
-DRAM. Figures per core are by CPU time, so that other programs' turns on a core do not count; contestants take turns.
+It measures the Gbit/s of gradients that a core sums with our kernels, and with updates of parameters on the same CPU by
+SGD, momentum, RMSProp and Adam; then it computes cores and memory traffic for each rate of a network card. Partitions
+of 4 MB come from DRAM. Figures per core use CPU time, so that other programs on a core do not matter; contestants take
+turns.
 
-Memory's rate is the most traffic that any of these operations reached on all CPUs at once. Traffic is counted as the
-paper does: every operand goes through memory once, and the card's bytes twice, once in each direction.
+The memory rate is the highest traffic that any of these operations reached on all CPUs at once. Traffic is counted as
+in the paper: every operand passes memory once, and the card's bytes twice, once in each direction.
 """
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Measure as *options* say, print tables and verdicts, and return (and write) the records.
 
     *options*, each of which may be missing or None: n_workers (4), lines ("10,25": Gbit/s), n_rounds (15), json_path,
-    plot_path, quick. Raises `ConfigError` if one makes no sense, or if a plot is asked for and cannot be drawn.
+    plot_path, quick. Raises `ConfigError` if one makes no sense, or if a requested plot cannot be drawn.
     """
     given = BenchRun("summation", options)
     n_workers = given.get("n_workers", 4)
@@ -56,7 +57,7 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def measure(n_workers: int, dtypes: Sequence[str], n_rounds: int, n_calls: int, pool_nbytes: int) -> list[Row]:
-    """Return rows with samples: of one thread, and of as many as there are CPUs."""
+    """Return rows with samples, for one thread and for one thread on each CPU."""
     kernels.warm(dtypes)
     counts = sorted({1, n_usable()})
     rows: list[Row] = []
@@ -111,7 +112,7 @@ def _by_line(offered: Sequence[lines.Service], rates: Sequence[float], here: lin
 
 
 def draw(panel: Any, rows: Sequence[Row], rates: Sequence[float]) -> None:
-    """Draw Gbit/s of a core by operation, with the lines that it might have to keep up with."""
+    """Draw the Gbit/s of a core for each operation, with the rates of network cards as lines."""
     alone = [row for row in rows if row.n_threads == 1 and row.operation != operations.COPY]
     names = [f"{row.operation}\n{row.dtype}" for row in alone]
     colors = ["C0" if row.operation.startswith("sum") else "C1" for row in alone]
