@@ -3,10 +3,10 @@
     python -m tests.guest run --out results -- python -m bpsfast.bench.rdma_perf --json '$OUT/rdma_perf.json'
     python -m bpsfast.bench.rdma_perf --device mlx5_0 --peer mlx5_1
 
-Each round measures every contestant once at each size, so that a neighbour's load hits all of them. Shown are medians
-over the rounds and each one's ratio to perftest; the file holds the raw samples. Both sides of ours are Python
-processes that live through the whole bench; perftest's are started for each measurement, and what they print counts.
-Where perftest (Debian's package) is missing, ours are measured alone.
+Each round measures every contestant once at each size, so that other load affects all of them. The table has medians
+over the rounds and their ratios to perftest; the file holds the raw samples. Both ends of ours are Python processes
+that live through the whole bench. perftest's are started for each measurement, and their output is used. Without
+perftest (a Debian package) only ours are measured.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TIMEOUT_S = 60.0
 _TURN_NBYTES = 48 << 20
 _LAT_ITERATIONS = 1000
 _LAT_NBYTES = 8
-#: 4 s for all contestants: an emulator may get no processor for longer than the default of 67 ms.
+#: Timeout of 4 s for all contestants, because an emulator may be paused for longer than the default of 67 ms.
 _ACK_TIMEOUT = 20
 
 
@@ -58,13 +58,13 @@ LATENCIES = (Contestant("ib_write_lat", "lat", program="ib_write_lat"),
              Contestant("bpsfast lat write", "lat", operation="write"),
              Contestant("ib_send_lat", "lat", program="ib_send_lat"),
              Contestant("bpsfast lat write_imm", "lat", operation="write_imm"))
-#: ours -> the yardstick
+#: Our contestant -> the perftest program that it is compared with.
 AGAINST = {"bpsfast write": "ib_write_bw", "bpsfast write_imm": "ib_write_bw", "bpsfast lat write": "ib_write_lat",
            "bpsfast lat write_imm": "ib_send_lat"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the bench, or the other side of our contestants (--serve)."""
+    """Run the bench, or the other end of our contestants (--serve)."""
     made = parser("rdma_perf", __doc__)
     made.add_argument("--device", default="rxe1", help="device of the sending side (rxe1)")
     made.add_argument("--peer", default="rxe0", help="device of the other side (rxe0)")
@@ -112,7 +112,7 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def write(options: argparse.Namespace, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Write *rows* where option --json says, which may contain environment variables."""
+    """Write *rows* to the path in option --json, which may contain environment variables."""
     if options.json:
         Path(os.path.expandvars(options.json)).write_text(json.dumps(
             {"machine": machine_info.describe(), "rounds": options.rounds, **more, "rows": rows}, indent=1) + "\n")
@@ -134,14 +134,14 @@ def cells(found: dict[str, Any]) -> list[str]:
 
 
 def iterations(each: Contestant, nbytes: int) -> int:
-    """Return how many messages one turn measures."""
+    """Return the number of messages in a turn."""
     return _LAT_ITERATIONS if each.verb == "lat" else max(16, min(1000, _TURN_NBYTES // nbytes))
 
 
 # -- ours --------------------------------------------------------------------------------------------------------
 
 def ours(each: Contestant, nbytes: int, device: str) -> float:
-    """Return what ours measures: bytes per second, or seconds."""
+    """Measure one of ours; return bytes per second, or seconds."""
     plan = plans.make(each.verb, {"operation": each.operation, "sizes": (nbytes,), "ack_timeout": _ACK_TIMEOUT,
                                   "iterations": iterations(each, nbytes)})
     loaded = settings.load({"rdma_devices": f"={device}"}, {})
@@ -152,7 +152,7 @@ def ours(each: Contestant, nbytes: int, device: str) -> float:
 
 
 def serve(device: str) -> None:
-    """Serve our contestants as the other side, until SIGTERM."""
+    """Serve our contestants as the other end, until SIGTERM."""
     loaded = settings.load({"rdma_devices": f"={device}"}, {})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with control.listen(_OUR_PORT, "127.0.0.1") as listener:
@@ -175,7 +175,7 @@ def serving(device: str) -> Iterator[None]:
 # -- perftest ----------------------------------------------------------------------------------------------------
 
 def theirs(each: Contestant, nbytes: int, device: str, peer: str, more: Sequence[str] = ()) -> float:
-    """Return what perftest, with options *more*, prints: bytes per second, or seconds (t_typical)."""
+    """Run perftest with options *more*; return bytes per second, or seconds (t_typical)."""
     common = [each.program, "-s", str(nbytes), "-n", str(iterations(each, nbytes)), "-F", "-p", str(_THEIR_PORT), *more,
               "-u", str(_ACK_TIMEOUT), *(["--report_gbits"] if each.verb == "bw" else [])]
     server = subprocess.Popen([*common, "-d", peer, "-x", str(gid_index(peer))], stdout=subprocess.DEVNULL,
@@ -194,13 +194,13 @@ def theirs(each: Contestant, nbytes: int, device: str, peer: str, more: Sequence
 
 
 def gid_index(device: str) -> int:
-    """Return the row of the GID table that ours would use too."""
+    """Return the GID index that ours would use."""
     gid = choose(Host(), devices=f"={device}").require()[0].gid
     return gid.index if gid else 0
 
 
 def await_listener(port: int, server: subprocess.Popen) -> None:
-    """Wait until *server* listens on *port*, without connecting, which would make this process its client."""
+    """Wait until *server* listens on *port*, without connecting to it (it serves one client only)."""
     wanted = f":{port:04X} "
     deadline = time.monotonic() + _TIMEOUT_S
     while server.poll() is None and time.monotonic() < deadline:

@@ -3,9 +3,10 @@
     python -m tests.guest run --out results -- python -m bpsfast.bench.rdma_push_pull --json '$OUT/rdma_push_pull.json'
     python -m bpsfast.bench.rdma_push_pull --devices mlx5_0,mlx5_1
 
-Each of the two ranks has *--size* bytes; every byte passes once each way, as a partial or as a result, so a push_pull
-of t seconds moves 2 * size / t, which perftest shows for both directions together. Ours is measured with sums and with
-``sums=off``, whose results are garbage: the share of the two CPUs that also sum. Where perftest is missing, ours alone.
+Each of the two ranks has *--size* bytes. Every byte passes once in each direction, as a partial or a result, so a
+push_pull of t seconds moves 2 * size / t bytes a second, which is perftest's figure for both directions together. Ours
+is measured with sums and with ``sums=off`` (whose results are wrong), to see the cost of summing. Without perftest only
+ours is measured.
 """
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from bpsfast.bench.rdma_perf import Contestant
 
 _YARDSTICK = Contestant("ib_write_bw -b", "bw", program="ib_write_bw")
 _MESSAGE_NBYTES = 4 << 20
-#: Settings for an emulated machine, which starts slowly and resends late.
+#: Settings for an emulated machine, which starts slowly and retransmits late.
 _PATIENT: dict[str, Any] = {"start_timeout_s": 300.0, "timeout_s": 120.0, "lease_s": 60.0, "helper_lease_s": 0,
                             "heartbeat_s": 5.0}
 

@@ -1,8 +1,8 @@
 """``bpsfast bench autotune``: how near tuning inside training comes to the best settings, from deliberately bad ones.
 
-Two machines and a helper (network namespaces, shaped links) train the network of `program`: every point of a grid, then
-with autotune from each bad start; then what was chosen and the grid's best anew, in turns, for the least of many noisy
-medians is less than it is. Weights must be the same in all runs, bit for bit.
+Two machines and a helper (network namespaces, shaped links) train the network of `program` with every point of a grid,
+then with autotune from each bad start. Then the chosen point and the grid's best are measured again in turns, because
+the minimum of many noisy medians is biased. Weights must be the same in all runs, bit for bit.
 """
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ GRID = ((64_000, 4_096_000, 2), (64_000, 16_777_216, 2), (256_000, 4_096_000, 2)
         (256_000, 16_777_216, 2), (256_000, 16_777_216, 4), (1_024_000, 16_777_216, 1), (1_024_000, 16_777_216, 2),
         (1_024_000, 16_777_216, 4), (4_096_000, 16_777_216, 2), (16_384_000, 16_777_216, 2),
         (65_536_000, 16_777_216, 2))
-#: What a point of tuning calls them.
+#: Their names in a point of tuning.
 _SETTINGS = {"partition_nbytes": "partition_bytes", "fusion_nbytes": "fusion_bytes", "credit_nbytes": "credit_bytes",
              "n_streams": "tcp_streams"}
 _WIDTH = 1024
 _LINKS = ("--helpers", "1", "--netns", "--rate", "1gbit")
-#: Steps of a tuned run (it looks for 60), and of others, whose first ones do not count.
+#: Steps of a tuned run (of which 60 tune), and of others, whose first ones do not count.
 _N_TUNED, _N_STEPS, _N_COLD = 70, 14, 4
 _TIMEOUT_S = 170.0
 
 
 class Run(NamedTuple):
-    """One training: a checksum of its weights, rank 0's step times, and what tuning says."""
+    """One training: a checksum of its weights, rank 0's step times, and the result of tuning."""
 
     weights: str
     times_s: list[float]
@@ -45,17 +45,17 @@ class Run(NamedTuple):
 
     @property
     def slowest_s(self) -> float:
-        """The slowest step that counts."""
+        """Return the slowest step that counts."""
         return max(self.times_s[_N_COLD:])
 
     @property
     def median_s(self) -> float:
-        """Median of the steps that count."""
+        """Return the median of the steps that count."""
         return statistics.median(self.times_s[_N_COLD:])
 
 
 class Found(NamedTuple):
-    """From one start: the tuned run; `again`: medians of the chosen point and of the grid's best, in turns."""
+    """Results from one start: the tuned run; `again`: medians of the chosen point and of the grid's best, in turns."""
 
     start: int
     tuned: Run
@@ -64,7 +64,7 @@ class Found(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """Return how much longer than the grid's best the chosen point takes."""
+        """Return by how much the chosen point is slower than the grid's best."""
         chosen, best = (statistics.median(each[name] for each in self.again) for name in ("chosen", "best"))
         return chosen / best - 1
 
@@ -98,10 +98,10 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def train(folder: Path, n_steps: int, tune: bool = False, place: Sequence[str] = _LINKS, width: int = _WIDTH,
           crosses: bool = False, **settings: object) -> Run:
-    """Train *n_steps* with these settings, in *folder*; tuned anew if *tune* says so.
+    """Train *n_steps* with these settings in *folder*; with *tune*, without earlier tuning results.
 
-    *place*: where, as options of `bpsfast run`; *width*: of a layer; *crosses*: the barrier. Raises `PeerLostError` or
-    `StallError` if the training fails or does not end.
+    *place*: options of `bpsfast run` for the machines; *width*: of a layer; *crosses*: no barrier between steps. Raises
+    `PeerLostError` or `StallError` if the training fails or does not end.
     """
     outcome = folder / "found.json"
     bpsfast = [sys.executable, "-m", "bpsfast"]
@@ -123,7 +123,7 @@ def _settings(point: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def report(default: Run, grid: Mapping[tuple[int, int, int], Run], found: list[Found]) -> str:
-    """Return the grid, and what was found from each start."""
+    """Return the tables of the grid and of each start."""
     rows = [["partition", "credit", "streams", "step s", "x default"]]
     rows += [[*map(str, point), f"{each.median_s:.4f}", f"{each.median_s / default.median_s:.2f}"]
              for point, each in grid.items()]

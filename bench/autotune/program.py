@@ -7,9 +7,9 @@ import time
 
 
 def main() -> None:
-    """Train as the environment says: WIDTH, STEPS, CROSSES (the barrier: 0 or 1).
+    """Train with WIDTH, STEPS and CROSSES (1: no barrier between steps) from the environment.
 
-    Half of the steps begin with gradients that live in shared memory, so that tuning moves those as well.
+    In half of the steps gradients are in shared memory at the start, so that tuning moves those as well.
     """
     import torch
 

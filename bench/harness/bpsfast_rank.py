@@ -1,4 +1,4 @@
-"""One rank of a bpsfast job, with all operations that benchmarks time or count on it."""
+"""One rank of a bpsfast job, with all operations that benchmarks measure."""
 from __future__ import annotations
 
 import os
@@ -24,15 +24,15 @@ class BpsfastRank(JobMember):
     """One rank. Variants of `operation`:
 
     ``numpy``
-        push_pull of an array inside the segment: the rank moves no byte.
+        push_pull of an array inside the segment, so the rank copies nothing.
     ``torch``
         push_pull_inplace of a private tensor: one copy in, one delivery out.
     ``gradients``, ``one tensor``
-        ResNet-50's gradients by `bpsfast.Gradients`, and as many bytes as one array (any *nbytes* means theirs).
+        ResNet-50's gradients with `bpsfast.Gradients`, and the same bytes as one array (*nbytes* has no effect).
     ``gradients of MODEL/N``
-        A built-in model's, each tensor N times smaller, in float32 (any *nbytes* means theirs).
+        Those of a built-in model, each tensor N times smaller, in float32 (*nbytes* has no effect).
     ``memory of OPERATION``
-        What memory alone takes for ``numpy`` or ``torch``; with ``, past caches`` or without (`memory_bound`).
+        The memory traffic of ``numpy`` or ``torch`` alone; ``, past caches`` with non-temporal stores (`memory_bound`).
     ``ping-pong``
         A message from rank 0 to rank 1 and back.
     ``step of [...]``
@@ -45,7 +45,6 @@ class BpsfastRank(JobMember):
         self._burning: threading.Event | None = None
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """See the class."""
         if variant == "gradients":
             variant = "gradients of resnet50"
         if variant.startswith("gradients of "):
@@ -60,7 +59,7 @@ class BpsfastRank(JobMember):
         return make(nbytes)
 
     def close(self) -> None:
-        """Stop `burn`, and leave the job."""
+        """Stop `burn` and leave the job."""
         self.burn(False)
         super().close()
 
@@ -115,19 +114,19 @@ class BpsfastRank(JobMember):
             self.rank, array, lambda to: endpoint.send(0, to, 0, address, nbytes, array).wait(),
             lambda source: endpoint.receive(0, source, 0, address, nbytes, array).wait())
 
-    # -- what is asked beside times --------------------------------------------------------------------------------
+    # -- other measurements ----------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this machine's node."""
         return bpsfast.counters()
 
     def yield_to_all(self) -> None:
-        """Run, with all threads there are, only where nothing else wants to."""
+        """Set the scheduling class of all threads to idle."""
         for thread in os.listdir("/proc/self/task"):
             os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
     def burn(self, burning: bool) -> None:
-        """Start or stop a thread that does nothing but run Python."""
+        """Start or stop a thread that only runs Python code."""
         if self._burning is not None:
             self._burning.set()
             self._burning = None
@@ -136,7 +135,7 @@ class BpsfastRank(JobMember):
             threading.Thread(target=_burn, args=(stop,), daemon=True).start()
 
     def process(self) -> dict[str, Any]:
-        """Return this process's resident bytes outside shared memory, CPU seconds, and heavy modules it imported."""
+        """Return this process's private resident bytes, CPU seconds, and the heavy modules that it has imported."""
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         resident = sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
         return {"pid": os.getpid(), "resident_outside_segments_nbytes": resident, "cpu_s": time.process_time(),

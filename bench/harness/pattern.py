@@ -1,4 +1,4 @@
-"""Inputs with known sums: element i of rank r is i mod 251 + r, exact in float32 for any sensible number of ranks."""
+"""Inputs with known sums: element i of rank r is i mod 251 + r, exact in float32 up to thousands of ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _PERIOD = 251
 
 
 def fill(array: Array, rank: int, known: bool) -> None:
-    """Write rank *rank*'s known inputs; else zeros, which stay zeros however often they are summed in place."""
+    """Write *rank*'s inputs if *known*; else zeros, which stay zeros in repeated sums in place."""
     array[:] = 0
     if known:
         array += _ramp(array)

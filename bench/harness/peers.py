@@ -1,6 +1,6 @@
 """The peers that bpsfast is compared with: gloo's all_reduce (torch.distributed) and Open MPI's Allreduce (mpi4py).
 
-Each size has memory of its own, allocated as a program with a gradient of that size does.
+Each size has separate memory, allocated as in a program with a gradient of that size.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bpsfast.bench.harness.contestant import GroupMember, Operation
 from bpsfast.bench.post import ping_pong
 
 PIECE_NBYTES = 4 << 20
-#: Operations of each peer; pieces only where there is more than one.
+#: Operations of each peer; pieces are used for more than one piece only.
 VARIANTS = {"gloo": ("gloo",), "mpi": ("mpi", "mpi 4 MB", "mpi 4 MB async")}
 
 
@@ -38,7 +38,7 @@ class Gloo(GroupMember):
         self._torch = torch
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """Sum in place, whole; or send a message there and back."""
+        """Return an in-place sum, or a round trip of a message."""
         if variant == ping_pong.VARIANT:
             message = self._torch.zeros(nbytes, dtype=self._torch.uint8)
             return ping_pong.operation(self.rank, message.numpy(), lambda to: self._dist.send(message, to),
@@ -60,7 +60,7 @@ class Mpi:
         self._arrays: dict[int, Any] = {}
 
     def operation(self, variant: str, nbytes: int) -> Operation:
-        """Sum in place: whole, or in pieces of 4 MB, one after another or all under way at once."""
+        """Return an in-place sum: whole, or in pieces of 4 MB, one after another or all at once."""
         array = self._arrays.setdefault(nbytes, np.zeros(nbytes // 4, np.float32))
         step = array.size if variant == "mpi" else PIECE_NBYTES // 4
         pieces = [array[i : i + step] for i in range(0, array.size, step)]
@@ -79,4 +79,4 @@ class Mpi:
         self._world.Barrier()
 
     def close(self) -> None:
-        """mpi4py finalizes at exit."""
+        """Do nothing, because mpi4py finalizes at exit."""

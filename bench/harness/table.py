@@ -1,4 +1,4 @@
-"""Prints tables (nccl-tests' columns and three more, or plain ones), and writes the result file (JSON Lines)."""
+"""Formats tables (nccl-tests' columns and three more, or plain ones), and writes the result file (JSON Lines)."""
 from __future__ import annotations
 
 import json
@@ -44,9 +44,9 @@ def line(row: Row, n_ranks: int, n_servers: int, bound: float | None) -> str:
 
 def block(title: str, rows: Sequence[Row], n_ranks: int, n_servers: int, bounds: dict[int, float],
           has_sums: bool = True) -> str:
-    """Return a whole table of one contestant, with nccl-tests' two lines at the end; *bounds* by size.
+    """Return the table of one contestant, with nccl-tests' two lines at the end; *bounds* by size.
 
-    Without sums, which it is made for then, wrong values are no failure.
+    With ``sums=off`` wrong values are no failure.
     """
     lines = [f"# {title}", HEADER]
     lines += [line(row, n_ranks, n_servers, bounds.get(row.nbytes)) for row in rows]
@@ -64,10 +64,10 @@ def plain(cells: Sequence[Sequence[str]]) -> str:
 
 
 def record(section: str, row: Row, n_ranks: int, n_nodes: int, bounds: Sequence[Row] = ()) -> dict[str, Any]:
-    """Return the row for the result file: what was chosen, and what was measured. Bytes and seconds.
+    """Return the row for the result file: chosen and measured values, in bytes and seconds.
 
-    *bounds* are rows of what is possible, named in `bounds`; `bound_s` is the best of them, turn by turn (None: cores
-    were moved).
+    *bounds* are the rows that bound it, named in `bounds`; `bound_s` is the best of them in each turn (None: cores were
+    moved).
     """
     best_s = samples.bound_s(row, bounds)
     bound = row.nbytes / best_s if best_s else None

@@ -9,7 +9,7 @@ from bpsfast.base.settings import Settings
 from bpsfast.bench.harness import table
 from bpsfast.bench.harness.samples import Row
 from bpsfast.bench.paper.optimum.measurement import MOST_BUSY, busiest
-from bpsfast.bench.schedule.methods import GLOO_CREDIT_NBYTES, GLOO_PARTITION_NBYTES, PARTITION_NBYTES, METHODS, Setup
+from bpsfast.bench.schedule.methods import GLOO_CREDIT_NBYTES, GLOO_PARTITION_NBYTES, METHODS, PARTITION_NBYTES, Setup
 from bpsfast.launch.namespaces import netns
 from bpsfast.tools.simulator.all_reduce import Ring
 from bpsfast.tools.simulator.network import Costs, uniform
@@ -44,8 +44,8 @@ def simulated_s(found: Found, name: str) -> float:
     job, optimizer_s = _as_it_ran(setup.job, found.phases_s, method.crosses)
     workers = uniform(setup.n_workers, 0, found.rate_bytes)
     if method.trainer.startswith("gloo"):
-        options = Options(priority=method.priority, cross_barrier=method.crosses, partition_nbytes=GLOO_PARTITION_NBYTES,
-                          credit_nbytes=GLOO_CREDIT_NBYTES, optimizer_s=optimizer_s)
+        options = Options(priority=method.priority, cross_barrier=method.crosses, optimizer_s=optimizer_s,
+                          partition_nbytes=GLOO_PARTITION_NBYTES, credit_nbytes=GLOO_CREDIT_NBYTES)
         return simulate(job, workers, "all-reduce", options, _N_SIMULATED).step_s
     if method.is_gloo:
         ring = Ring(fusion_nbytes=_DDP_BUCKET_NBYTES // setup.divisor, cycle_s=0.0)

@@ -1,8 +1,8 @@
-"""bpsfast bench soak: a job that trains for long, and checks that no process's memory, descriptors or threads grow.
+"""``bpsfast bench soak``: trains for long, and checks that no process's memory, descriptors or threads grow.
 
-Memory, descriptors and threads of every process are looked at all the time. Once it has warmed up nothing may grow:
-threads and descriptors not at all, memory by no more than the allocator's noise. Nobody may be taken for lost, which
-ends whoever is with an exit code of its own: also while others keep all cores busy (load).
+After the warm-up, the number of descriptors and threads of a process must not grow, and memory by no more than the
+allocator's noise. No process may be declared lost (it would exit with a code of its own), even while other programs
+keep all cores busy (load).
 """
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from bpsfast.bench.harness.table import plain
 from ..chaos.processes import Processes
 from ..harness.cpu_load import CpuLoad
 
-#: The first part of the time, in which caches fill and memory is touched for the first time.
+#: Fraction of the time in which caches fill and memory is touched for the first time.
 _WARM_UP = 0.2
-#: What two usages at a process that holds the same may differ by.
+#: Two measurements of an unchanged process may differ by this much.
 _NOISE_NBYTES = 2 << 20
 #: All processes end within this after the last step.
 _END_S = 60.0
@@ -34,7 +34,7 @@ _VALUES = {"timeout_s": 60, "start_timeout_s": 240}
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process held at one time: private resident bytes, open descriptors, threads."""
+    """Resources of a process at one time: private resident bytes, open descriptors, threads."""
 
     process: str
     at_s: float
@@ -44,9 +44,9 @@ class Usage:
 
 
 def run(options: dict[str, Any]) -> bool:
-    """Run the job for *options* (minutes, transport, load, json_path); return whether all is well.
+    """Run the job for *options* (minutes, transport, load, json_path); return whether it passed.
 
-    That is: sums are right, nobody was lost, and nothing grew.
+    It passes if sums are right, no process was lost, and nothing grew.
     """
     given, seconds = BenchRun("soak", options), 60.0 * options["minutes"]
     with tempfile.TemporaryDirectory(prefix=folder_prefix("soak")) as folder:
@@ -68,7 +68,7 @@ def run(options: dict[str, Any]) -> bool:
 
 
 def _watch(processes: Processes, seconds: float) -> list[Usage]:
-    """Look at all processes, some hundred times, while the ranks train."""
+    """Return the usages of all processes, measured up to 300 times while the ranks train."""
     known = {name: psutil.Process(processes[name].pid) for name in processes}
     begin, usages = time.monotonic(), []
     pause_s = max(0.2, seconds / 300)
@@ -84,7 +84,7 @@ def _watch(processes: Processes, seconds: float) -> list[Usage]:
 
 
 def growth(usages: list[Usage]) -> list[str]:
-    """Return, in words, what has grown between the first quarter after the warm-up and the last: medians of both."""
+    """Return a line for each value whose median grew from the first quarter after the warm-up to the last."""
     if not usages:
         return ["nothing was seen: the job ended at once"]
     end_s = max(usage.at_s for usage in usages)
@@ -101,7 +101,7 @@ def growth(usages: list[Usage]) -> list[str]:
 
 
 def _shown(usages: list[Usage]) -> str:
-    """Return a table: what each process held after the warm-up, and at the end."""
+    """Return a table of each process's resources after the warm-up and at the end."""
     lines = [["process", "private MB", "descriptors", "threads"]]
     for process in dict.fromkeys(usage.process for usage in usages):
         mine = [usage for usage in usages if usage.process == process]

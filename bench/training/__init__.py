@@ -1,9 +1,10 @@
-"""``bpsfast bench model``: trains whole models, by bpsfast and by others, on synthetic or real data.
+"""``bpsfast bench model``: trains whole models with bpsfast and other backends, on synthetic or real data.
 
-The small ones are real networks of few layers, for CPUs; the full ones have the published number of parameters, for
-GPUs. Backends take turns; after each run all ranks of one must have the same weights, bit for bit. `models` says what
-trains, `samples` on what, `backends` who averages, `rank` is one rank; ``python -m bpsfast.bench.training`` is one of a
-job that somebody else has started (``bpsfast run``, ``bpsfast dmlc``, torchrun, horovodrun).
+Small models are real networks of few layers, for CPUs; full ones have the published number of parameters, for GPUs.
+Backends take turns; after each run all ranks of one must have the same weights, bit for bit. `models` has the models,
+`samples` the data, `backends` the backends that average gradients, `rank` one rank. ``python -m
+bpsfast.bench.training`` is one rank of a job that another launcher has started (``bpsfast run``, ``bpsfast dmlc``,
+torchrun, horovodrun).
 
 Source: the artifact of BytePS (OSDI'20), whose training scripts print the same two speeds.
 """
@@ -33,17 +34,17 @@ class Speed(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What is counted: "tokens" or "images"."""
+        """Return the unit, "tokens" or "images"."""
         return "tokens" if self.length else "images"
 
     @property
     def of_one(self) -> float:
-        """Images or tokens a second of one rank."""
+        """Return the images or tokens a second of one rank."""
         return self.batch * (self.length or 1) / self.step_s
 
     @property
     def total(self) -> float:
-        """Images or tokens a second of all ranks."""
+        """Return the images or tokens a second of all ranks."""
         return self.of_one * self.n_ranks
 
     def text(self) -> str:
@@ -54,12 +55,12 @@ class Speed(NamedTuple):
 
 
 def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Train as *options* say, print the speeds, and return (and write) the records.
+    """Train, print the speeds, and return (and write) the records.
 
     *options*, of which all but the model may be missing or None: model; backend ("bpsfast,gloo"), size ("small" or
     "full"), n_ranks (2, on this machine), batch (of a rank; the model's own), device ("cpu" or "cuda"; a full model
-    wants cuda), data (a path, see `samples.real`), n_steps of a turn (10), n_rounds (3), json_path, quick. Raises
-    `ConfigError` if one makes no sense, or something is missing.
+    needs cuda), data (a path, see `samples.real`), n_steps of a turn (10), n_rounds (3), json_path, quick. Raises
+    `ConfigError` if one makes no sense, or a package or device is missing.
     """
     given = BenchRun("model", options)
     chosen = settled(given)
@@ -81,12 +82,12 @@ def run(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def weights_agree(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether all ranks of each backend have made the same steps and have the same weights, bit for bit."""
+    """Return whether all ranks of each backend made the same steps and have the same weights, bit for bit."""
     return not any(record["measured"]["n_wrong"] for record in records if record.get("section") == "training")
 
 
 def settled(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `rank.TrainingRank` that *given* ones come to; raises `ConfigError` for bad ones."""
+    """Return the options of `rank.TrainingRank` for the *given* ones; raises `ConfigError` for bad ones."""
     name, size = given["model"], given.get("size") or "small"
     shape = shape_of(name, size)
     batch = given.get("batch") or shape.batch
@@ -106,7 +107,7 @@ def settled(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speed(chosen: Mapping[str, Any], step_s: float, n_ranks: int) -> Speed:
-    """Return how fast steps of *step_s* are."""
+    """Return the speed of steps of *step_s* seconds."""
     return Speed(step_s, chosen["batch"], n_ranks, shape_of(chosen["model"], chosen["size"]).length)
 
 
@@ -126,7 +127,7 @@ def text(chosen: Mapping[str, Any], records: Sequence[Mapping[str, Any]], speeds
 
 def record(chosen: Mapping[str, Any], row: Row, found: Speed, losses: Sequence[Sequence[float]],
            digests: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Return one backend's row of the result file; *losses* and *digests* by rank."""
+    """Return one backend's row of the result file; *losses* and *digests* have an item for each rank."""
     return {
         "section": "training",
         "chosen": {**chosen, "backend": row.name, "n_ranks": found.n_ranks, "length": found.length,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """One rank's membership of the job."""
+    """One rank's membership in a job."""
 
     rank: int
     size: int
@@ -23,7 +23,7 @@ class Backend(Protocol):
 
     def distributed(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
                     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """Return both as ones that train with all ranks, from rank 0's weights."""
+        """Return a model and an optimizer that train with all ranks, starting from rank 0's weights."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -33,7 +33,7 @@ class Backend(Protocol):
 
 
 class _Library(JobMember):
-    """Membership of a job by `bpsfast.torch` or `horovod.torch`, which have the same calls."""
+    """Membership by `bpsfast.torch` or `horovod.torch`, which have the same functions."""
 
     def __init__(self, module: str) -> None:
         super().__init__(importlib.import_module(module))
@@ -46,7 +46,7 @@ class _Library(JobMember):
 
 
 class _Ddp(GroupMember):
-    """Membership of a process group, with DistributedDataParallel's defaults (buckets, buffers from rank 0)."""
+    """Membership in a process group, with DistributedDataParallel's defaults (buckets, buffers from rank 0)."""
 
     def __init__(self, backend: str) -> None:
         import torch
@@ -63,14 +63,14 @@ class _Ddp(GroupMember):
         return DistributedDataParallel(model), optimizer
 
 
-#: Name -> how a rank joins.
+#: Name -> function with which a rank joins.
 BACKENDS: Mapping[str, Callable[[], Backend]] = {
     "bpsfast": lambda: _Library("bpsfast.torch"), "gloo": lambda: _Ddp("gloo"), "nccl": lambda: _Ddp("nccl"),
     "horovod": lambda: _Library("horovod.torch")}
 
 
 def check(name: str) -> None:
-    """Raise, in one line, `ConfigError` if there is no backend *name*, `LackingError` if it cannot run here."""
+    """Raise `ConfigError` if there is no backend *name*, and `LackingError` if it cannot run here."""
     if name not in BACKENDS:
         raise ConfigError(f"backend {name!r} is none of {', '.join(BACKENDS)}")
     if importlib.util.find_spec("torch") is None:

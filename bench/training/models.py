@@ -1,4 +1,4 @@
-"""The models by name, small and full; torch is imported when one is made."""
+"""The models by name, small and full; making one imports torch."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ SIZES = ("small", "full")
 
 
 class Shape(NamedTuple):
-    """One size of a model. Images are *pixels* on a side, of *n_classes*; sentences *length* long, of *n_words*.
+    """One size of a model, for images of `pixels` x `pixels` in `n_classes` or sentences of `length` out of `n_words`.
 
-    `batch`: samples of a rank in a step, unless another number is asked for. `make` returns a module whose forward
-    takes (inputs, labels) and returns the loss.
+    `batch`: default number of samples of a rank in a step. `make` returns a module whose forward takes (inputs, labels)
+    and returns the loss.
     """
 
     make: Callable[[], nn.Module]
@@ -29,7 +29,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(name: str, size: str) -> Shape:
-    """Return model *name* in *size*, one of `SIZES`; raise `ConfigError` if there is no such model or size."""
+    """Return model *name* in *size*, one of `SIZES`; raises `ConfigError` for unknown ones."""
     if name not in MODELS:
         raise ConfigError(f"model {name!r} is not among those that train: {', '.join(MODELS)}")
     if size not in SIZES:
@@ -48,9 +48,9 @@ def _network(name: str, *arguments: Any) -> Callable[[], nn.Module]:
     return make
 
 
-#: Channels of VGG-16's convolutions, in stages that end with a maximum over 2x2 pixels.
+#: Channels of VGG-16's convolutions, in stages that each end with max-pooling over 2x2 pixels.
 _VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-#: Name -> its small and its full shape. Full batches are a GPU's in figures 15 and 16 of BytePS's paper.
+#: Name -> small and full shape. Full batches are those of a GPU in figures 15 and 16 of BytePS's paper.
 MODELS = {
     "resnet50": (Shape(_network("ResNet", (1, 1, 1, 1), 8, 10), 16, pixels=32, n_classes=10),
                  Shape(_network("ResNet", (3, 4, 6, 3), 64, 1000), 256, pixels=224, n_classes=1000)),

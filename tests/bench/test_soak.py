@@ -23,8 +23,10 @@ def test_no_two_elements_are_the_same_and_no_input_is_nothing():
 
 def test_what_stays_is_no_growth_and_neither_is_the_warm_up():
     assert growth(usages()) == []
-    assert growth(usages(private_nbytes=lambda i: 80_000_000 + min(i, 15) * 5_000_000, n_fds=lambda i: min(i, 20))) == []
-    assert growth(usages(private_nbytes=lambda i: 80_000_000 + i % 7 * 100_000, n_threads=lambda i: 9 + (i == 95))) == []
+    assert growth(usages(private_nbytes=lambda i: 80_000_000 + min(i, 15) * 5_000_000,
+                         n_fds=lambda i: min(i, 20))) == []
+    assert growth(usages(private_nbytes=lambda i: 80_000_000 + i % 7 * 100_000,
+                         n_threads=lambda i: 9 + (i == 95))) == []
 
 
 def test_what_grows_is_named():
