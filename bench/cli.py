@@ -75,14 +75,14 @@ def bench_kernels() -> None:
 @cli_options.plot()
 @cli_options.result(quick="Run fewer and shorter rounds.")
 def bench_summation() -> None:
-    """Measure Gbit/s of gradients that a core sums, beside optimizer updates, and the cores each link rate needs."""
+    """Measure Gbit/s of gradients that a core sums or updates with optimizers, and the cores for each link rate."""
 
 
 @_benchmark("codecs")
 @cli_options.rounds("each contestant", default=8)
 @cli_options.result(quick="Run three codecs, two rounds.")
 def bench_codecs() -> None:
-    """Measure bytes per second of each compression codec, beside memcpy."""
+    """Measure bytes per second of each compression codec, and of memcpy."""
 
 
 @command.command("push_pull")
@@ -129,7 +129,7 @@ def bench_saturation() -> None:
 @cli_options.rounds("each contestant", default=5)
 @cli_options.result(quick="Run two sizes, one round.")
 def bench_post() -> None:
-    """Measure a message from rank to rank and back, beside send and recv of gloo."""
+    """Measure a message from rank to rank and back, and send and recv of gloo."""
 
 
 @_benchmark("optimum", "paper.optimum")
@@ -138,7 +138,7 @@ def bench_post() -> None:
 @cli_options.rounds("each contestant", default=3)
 @cli_options.result(quick="Run fewer cells and rounds.")
 def bench_optimum() -> None:
-    """Measure steps with n workers and k helpers, each in a network namespace, beside the model. Needs root."""
+    """Measure steps with n workers and k helpers, each in a network namespace, compared with the model. Needs root."""
 
 
 @_benchmark("schedule")
@@ -148,8 +148,8 @@ def bench_optimum() -> None:
 @click.option("--ratio", type=click.FloatRange(0, min_open=True),
               help="Seconds of computing per second of communication.  [default: 0.75]")
 @click.option("--ways", help="fifo|priority, crossing|DDP gloo|...  [default: all]", metavar="NAME[|NAME]")
-@cli_options.rounds("each way", default=3)
-@cli_options.result(quick="Run three ways, one round.")
+@cli_options.rounds("each method", default=3)
+@cli_options.result(quick="Run three methods, one round.")
 def bench_schedule() -> None:
     """Compare training by priority and without a barrier with order of arrival, and with DDP over gloo. Needs root."""
 
@@ -184,7 +184,7 @@ def bench_accuracy() -> None:
 @cli_options.rounds("each backend", default=5)
 @cli_options.result(quick="Run fewer sizes, one round.")
 def bench_ddp() -> None:
-    """Measure DistributedDataParallel and torch collectives with the backend "bpsfast", beside gloo. Needs torch."""
+    """Measure DistributedDataParallel and torch collectives with the backends "bpsfast" and gloo. Needs torch."""
 
 
 @command.command("model")
@@ -218,13 +218,13 @@ def bench_model(**options: Any) -> None:
               help="A GPU, or host memory treated as one, which only shows that the path works.")
 @click.option("-n", "-np", "--num-ranks", "n_ranks", type=_COUNT, help="Ranks that share the device.  [default: 2]")
 @click.option("--sizes", help="Sizes of the arrays.  [default: 1M,4M,16M,64M,256M]", metavar="N[,N]")
-@click.option("--parts", help="Parts: sums, beside, stages, training, memory.  [default: all]", metavar="NAME[,NAME]")
+@click.option("--parts", help="Parts: sums, backward, stages, training, memory.  [default: all]", metavar="NAME[,NAME]")
 @set_option
 @cli_options.rounds("each operation", default=5)
 @cli_options.result(quick="Run fewer sizes, two rounds.")
 @exit_on_error
 def bench_device(assignments: tuple[str, ...], **options: Any) -> None:
-    """Measure push_pull of ranks that share a GPU: beside plain copies, stream stalls, overlap, results, memory."""
+    """Measure push_pull of ranks that share a GPU: bound by copies, stream stalls, overlap, results, memory."""
     from . import device
 
     if not device.run({**options, "settings": overrides(assignments)}):
@@ -247,7 +247,7 @@ def bench_frameworks() -> None:
 @cli_options.rounds("either", default=5)
 @cli_options.result(quick="Use a small table, two rounds.")
 def bench_rows() -> None:
-    """Measure bytes and time of pushing a few rows of a large table between two machines, beside a dense array."""
+    """Measure bytes and time of pushing a few rows of a large table between two machines, and of a dense array."""
 
 
 @_benchmark("autotune")
@@ -320,7 +320,7 @@ def bench_helpers() -> None:
 @cli_options.rounds("each variant", default=5)
 @cli_options.result(quick="Run one round with small fractions of the models.")
 def bench_ladder() -> None:
-    """Measure what each wrong use of RDMA costs, and whether tcp would be better.
+    """Measure the cost of each wrong use of RDMA, and whether tcp would be faster.
 
     Run `bpsfast bench ladder --listen` on one host and `bpsfast bench ladder HOST` on the other; without either, both
     ends are on this host. The control connection is not authenticated. Exit code 3 without an RDMA device.

@@ -1,13 +1,13 @@
-"""``bpsfast bench device``: gradients on a GPU, by ranks that share it. `PARTS` are the questions:
+"""``bpsfast bench device``: gradients on a GPU that several ranks share. `PARTS` answer these questions:
 
-    sums      how near a push_pull is to plain copies of the same bytes (`copies` says what bounds it)
-    beside    does the stream that computes take longer, or does the host wait, while hooks push gradients
-    stages    how copies, sums and the wire overlap in one step of two nodes
-    training  does a real model end with the same bits as by the CPU's way
-    memory    what a byte of gradient takes of the device, of pinned memory and of the machine
+    sums      how near is push_pull to plain copies of the same bytes (`copies` explains the bound)
+    backward  is the computing stream slower, or does the host wait, while hooks push gradients
+    stages    how do copies, sums and the network overlap in one step of two nodes
+    training  does a real model end with the same bits as with sums on the CPU
+    memory    how much device, pinned and machine memory does a byte of gradient need
 
-With ``--device host`` all of it runs where there is no GPU, on the host device. That shows that it runs, and nothing
-of a GPU: its result files are no claims.
+With ``--device host`` everything runs on the host device, without a GPU. That only shows that the code works; its
+result files are no claims.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _QUICK_SIZES = {"cuda": "1M,16M,64M", "host": "1M"}
 def run(options: Mapping[str, Any]) -> bool:
     """Measure as *options* say, print tables, write the records; return whether everything is as promised.
 
-    A part that fails is reported, and the others are still measured. The result file is written anew after each part.
+    A part that fails is reported, and the others are still measured. Each part rewrites the result file.
 
     *options*, each of which may be missing or None: device ("cuda", "host"), n_ranks (2, all on one device), sizes
     ("1M,64M"), parts ("sums,memory"), settings (of the jobs), n_rounds (5), json_path, quick. Raises `ConfigError` if
@@ -66,7 +66,7 @@ def _measured(name: str, plan: Plan) -> list[dict[str, Any]]:
     began = time.monotonic()
     try:
         found = PARTS[name](plan)
-    except Exception:  # whatever it is: other parts, on a machine that may not be there tomorrow, do not depend on it
+    except Exception:  # of any kind: the other parts do not depend on it
         found = [record("error", {"part": name}, {"error": traceback.format_exc()})]
     for each in found:
         each["chosen"]["part_s"] = time.monotonic() - began

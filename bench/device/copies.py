@@ -25,21 +25,21 @@ class Copies:
         self._out, self._in = hardware.device.stream(), hardware.device.stream()
         self._pinned: dict[str, Pinned] = {}
 
-    def operation(self, way: str, nbytes: int, n: int) -> Operation:
-        """Return the operation that copies *n* arrays of *nbytes* as *way* says, each to memory of its own."""
+    def operation(self, direction: str, nbytes: int, n: int) -> Operation:
+        """Return the operation that copies *n* arrays of *nbytes* in *direction*, each to separate memory."""
         hardware = self._hardware
         arrays = [hardware.array(nbytes // 4) for _ in range(n)]
         addresses = [hardware.address(array) for array in arrays]
         there = self._memory("out", n * nbytes)
-        here = there if way == AFTER else self._memory("in", n * nbytes)
+        here = there if direction == AFTER else self._memory("in", n * nbytes)
 
         def run() -> None:
-            if way != IN:
+            if direction != IN:
                 for i, address in enumerate(addresses):
                     self._out.copy(there.address + i * nbytes, address, nbytes, to_host=True)
-            if way == AFTER:
+            if direction == AFTER:
                 self._in.wait(self._out.record())
-            if way != OUT:
+            if direction != OUT:
                 for i, address in enumerate(addresses):
                     self._in.copy(address, here.address + i * nbytes, nbytes, to_host=False)
             self._out.record().wait()

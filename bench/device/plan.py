@@ -7,7 +7,7 @@ from typing import Any
 
 #: push_pull on a GPU reaches at least this share of the copies' bound.
 LEAST_OF_BOUND = 0.85
-#: The stream takes at most this many times as long with an exchange beside it.
+#: With communication the stream takes at most this many times as long.
 MOST_OF_ALONE = 1.05
 #: Settings of every job: a rank that hangs ends with an error.
 _SETTINGS = {"timeout_s": 60, "start_timeout_s": 120}
@@ -15,7 +15,7 @@ _SETTINGS = {"timeout_s": 60, "start_timeout_s": 120}
 
 @dataclass(frozen=True)
 class Plan:
-    """*device*: "cuda" or "host"; *sizes* in bytes; *settings* of the jobs beside ours."""
+    """*device*: "cuda" or "host"; *sizes* in bytes; *settings* of the jobs in addition to ours."""
 
     device: str
     n_ranks: int
@@ -35,7 +35,7 @@ class Plan:
         return {**_SETTINGS, **self.settings}
 
     def n_arrays(self, nbytes: int) -> int:
-        """Return how many arrays of *nbytes* make a stream that keeps both ways busy."""
+        """Return how many arrays of *nbytes* make a stream that keeps both directions busy."""
         total = 256 << 20 if self.is_gpu else 16 << 20
         return max(4, min(64, total // nbytes))
 
@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def backward(self) -> tuple[int, int, int]:
-        """Layers, bytes of gradient and products of matrices of each layer of `Beside`."""
+        """Return the number of layers, and each layer's bytes of gradient and products of matrices."""
         return (16, 16 << 20, 6) if self.is_gpu else (8, 1 << 20, 4)
 
     @property
@@ -61,5 +61,5 @@ class Plan:
 
     @property
     def footprint_nbytes(self) -> int:
-        """Bytes of gradients whose memory is measured."""
+        """Return the bytes of gradients whose memory is measured."""
         return 256 << 20 if self.is_gpu else 64 << 20

@@ -4,14 +4,14 @@ from __future__ import annotations
 from typing import Any
 
 import bpsfast
-from bpsfast.bench.device.beside import Beside
+from bpsfast.bench.device.backward_pass import BackwardPass
 from bpsfast.bench.device.copies import Copies
 from bpsfast.bench.device.hardware import Hardware
 from bpsfast.bench.harness import pattern
 from bpsfast.bench.harness.contestant import JobMember, Operation
 from bpsfast.orchestration.errors import ConfigError
 
-#: What variants of `DeviceRank` begin with: "push_pull of 8", "copies of 8, out" and so on.
+#: Prefixes of variants of `DeviceRank`: "push_pull of 8", "copies of 8, out" and so on.
 SUMS, COPIES = "push_pull of ", "copies of "
 
 
@@ -32,21 +32,21 @@ def hardware(device: str) -> Hardware:
 
 
 class DeviceRank(JobMember):
-    """One rank on *device* ("cuda", "host"). Variants: `SUMS` n, or `COPIES` n, way (see `copies`)."""
+    """One rank on *device* ("cuda", "host"). Variants: `SUMS` n, or `COPIES` n, direction (see `copies`)."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._hardware = hardware(device)
         super().__init__(bpsfast)
         self._copies = Copies(self._hardware)
-        self._beside: Beside | None = None
+        self._backward: BackwardPass | None = None
 
     def operation(self, variant: str, nbytes: int) -> Operation:
         """Return the operation of *variant*, on arrays of *nbytes* each."""
         if variant.startswith(SUMS):
             return self._sums(nbytes, int(variant.removeprefix(SUMS)))
-        n, _, way = variant.removeprefix(COPIES).partition(", ")
-        return self._copies.operation(way, nbytes, int(n))
+        n, _, direction = variant.removeprefix(COPIES).partition(", ")
+        return self._copies.operation(direction, nbytes, int(n))
 
     def _sums(self, nbytes: int, n: int) -> Operation:
         """Return a push_pull of *n* arrays at once, in place, which ends when the stream has the sums."""
@@ -73,20 +73,20 @@ class DeviceRank(JobMember):
         self._copies.close()
         super().close()
 
-    # -- what is asked beside times --------------------------------------------------------------------------------
+    # -- other measurements ----------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Return what the device is."""
+        """Return a description of the device."""
         return self._hardware.facts()
 
-    def beside(self, exchanges: bool, n_steps: int, shape: tuple[int, int, int]) -> dict[str, Any]:
-        """Make *n_steps* steps of `Beside` of *shape* (layers, bytes, products) after one that does not count."""
-        if self._beside is None:
-            self._beside = Beside(self._hardware, self.rank, self.size, *shape)
+    def backward(self, exchanges: bool, n_steps: int, shape: tuple[int, int, int]) -> dict[str, Any]:
+        """Make *n_steps* steps of `BackwardPass` of *shape* (layers, bytes, products) after one to warm up."""
+        if self._backward is None:
+            self._backward = BackwardPass(self._hardware, self.rank, self.size, *shape)
         bpsfast.barrier()
-        self._beside.step(exchanges)
-        steps = [self._beside.step(exchanges)._asdict() for _ in range(n_steps)]
-        return {"steps": steps, "n_wrong": self._beside.n_wrong() if exchanges else 0}
+        self._backward.step(exchanges)
+        steps = [self._backward.step(exchanges)._asdict() for _ in range(n_steps)]
+        return {"steps": steps, "n_wrong": self._backward.n_wrong() if exchanges else 0}
 
     def profile(self) -> dict[str, Any]:
         """Find waits within backward with torch's profiler (`profiled`)."""
@@ -100,8 +100,8 @@ class DeviceRank(JobMember):
 
         return digits.train("cpu" if self._device == "host" else "cuda", n_steps)._asdict()
 
-    def footprint(self, way: str, nbytes: int) -> dict[str, Any]:
-        """Return the memory that one way takes (`footprint`)."""
+    def footprint(self, method: str, nbytes: int) -> dict[str, Any]:
+        """Return the memory that *method* takes (`footprint`)."""
         from bpsfast.bench.device import footprint
 
-        return footprint.measure(self._hardware, way, nbytes)._asdict()
+        return footprint.measure(self._hardware, method, nbytes)._asdict()
