@@ -55,7 +55,7 @@ cdef extern from "record.h" nogil:
     struct bps_trace:
         bps_record *records
         uint64_t capacity, used
-    enum: BPS_COPY_IN, BPS_DELIVER, BPS_WIRE, BPS_RECEIVE, BPS_PUSH, BPS_TO_DEVICE, BPS_TO_HOST
+    enum: BPS_COPY_IN, BPS_WAIT, BPS_DELIVER, BPS_WIRE, BPS_RECEIVE, BPS_PUSH, BPS_TO_DEVICE, BPS_TO_HOST
     int bps_trace_open(bps_trace *, uint64_t, uint32_t, uint32_t)
     void bps_record_add(bps_trace *, int, int, uint32_t, uint32_t, uint64_t, uint64_t, uint64_t)
 

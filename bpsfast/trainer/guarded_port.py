@@ -186,7 +186,7 @@ class GuardedPort:
             self._start_deferred()
             patience.look(ask, lambda: not channel.missing())
 
-        with StallTimer(self._me, timeout_s, self._inquiry, self._inspector) as patience:
+        with StallTimer(self._me, timeout_s, self._stall_query, self._inspector) as patience:
             outcome = self._guarded(call)(timeout_s + _LATER_S, look)
             self._note_direct(unit.first_part, number & 0xffffffff, unit.nbytes, begin_ns)
             if outcome in (DONE, OTHER_CALL):
