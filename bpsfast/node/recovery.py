@@ -133,7 +133,7 @@ class Recovery:
 class SchedulerFailover:
     """Keeps the job going while *node*, which has joined it, has no scheduler. Used by the control loop's thread.
 
-    lost       the connection has ended: another one is dialled, and `ControlLog.account` is sent first
+    lost       the connection has ended: another one is dialled, and `ControlLog.report` is sent first
     recall     a scheduler lacks information of this or other nodes: the same is sent over the existing connection
     resume     the scheduler knows everything; what was prepared and not committed is dropped
     the end    all ranks have left and no scheduler can say so: the nodes tell each other over their data ports
@@ -160,7 +160,7 @@ class SchedulerFailover:
         self._welcome, self._since = message, None
 
     def begin(self, address: str) -> None:
-        """Note that the connection to the scheduler at *address* is lost; send the account over the next one."""
+        """Note that the connection to the scheduler at *address* is lost; send the report over the next one."""
         if self._since is None:
             self._since = time.monotonic()
             self._log("the scheduler at %s is lost: the job goes on without it, and waits up to %g s (start_timeout_s) "
@@ -168,7 +168,7 @@ class SchedulerFailover:
         self._send_account(0)
 
     def recalled(self, message: messages.RejoinRequest) -> None:
-        """Send the account to the scheduler that asks for it."""
+        """Send the report to the scheduler that asks for it."""
         self._since = self._since or time.monotonic()
         if self._welcome is not None:
             self._send_account(message.number)
@@ -198,7 +198,7 @@ class SchedulerFailover:
                 and time.monotonic() - self._since >= _LAST_WAIT_S)
 
     def _send_account(self, recall: int) -> None:
-        for message in self._control_log.account(recall):
+        for message in self._control_log.report(recall):
             self._node.send_unrecorded(message)
 
     def _log(self, words: str, *values: object) -> None:

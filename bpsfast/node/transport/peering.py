@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from ...base.encryption import Encryption, check as check_encryption, is_loopback, seals_of
+from ...base.addresses import is_loopback
+from ...base.encryption import Encryption, check as check_encryption, seals_of
 from ...base.settings import Settings, parse_address
 from ...base.trace_records import limits
 from ...orchestration.errors import BpsError, ConfigError, StallError
