@@ -46,6 +46,22 @@ def averages(average: bool, op: int | None) -> bool:
     return found is ReduceOp.Average
 
 
+def takes_mean(average: bool | None, op: int | None) -> bool:
+    """Return whether *average* or *op*, of which a caller gives at most one, asks for a mean (the default).
+
+    Raises ConfigError if both are given, or *op* is neither Average nor Sum.
+    """
+    if average is not None and op is not None:
+        raise ConfigError("The op parameter supersedes average. Please provide only one of them.")
+    return averages(True if average is None else average, op)
+
+
+def check_passes(passes: Any) -> None:
+    """Raise `ConfigError` unless *passes*, the number of backward passes per step, is at least 1."""
+    if not isinstance(passes, int) or passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be > 0, got {passes!r}")
+
+
 def checked_learning_rate(rate: float | None) -> float | None:
     """Return *rate* for the nodes' error feedback; None: the rate of the push before stays.
 

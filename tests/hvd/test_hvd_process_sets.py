@@ -1,4 +1,4 @@
-"""Process sets: operations of some ranks, in an order of their own, beside those of all."""
+"""Process sets: operations of some ranks, in any order, while others of all ranks are under way."""
 from __future__ import annotations
 
 import threading
@@ -18,7 +18,7 @@ ranks = of_shapes((2,), (3,), (4,), (2, 2))
 
 
 def every_operation():
-    """Even ranks and odd ranks at once, in opposite orders, while something of all ranks is under way."""
+    """Even and odd ranks reduce at the same time, in opposite orders, while an operation of all ranks is under way."""
     wrong = []
     everybody = hvd.allreduce_async(torch.ones(1), name="everybody", op=hvd.Sum) if hvd.rank() == 0 else None
     sets = [hvd.add_process_set(range(start, hvd.size(), 2)) for start in (0, 1)]

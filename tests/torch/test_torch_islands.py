@@ -1,4 +1,4 @@
-"""torch's gradients through islands: of two ranks the same bits as without."""
+"""torch's gradients through islands: with two ranks the bits are the same as without islands."""
 from __future__ import annotations
 
 import pytest

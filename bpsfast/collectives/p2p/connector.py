@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from ...base import message_socket
-from ...base.encryption import Encryption, check_library, is_loopback, seals_of
+from ...base.addresses import is_loopback
+from ...base.encryption import Encryption, check_library, seals_of
 from ...base.logs import RateLimitedLog
 from ...base.process_identity import network_id
 from ...orchestration import security
