@@ -1,4 +1,4 @@
-"""Tests that `import byteps.torch` finds bpsfast.torch where the alias is installed, and no other module of ours."""
+"""`import byteps.torch` finds bpsfast.torch where somebody asks for that, and nothing else of ours under that name."""
 from __future__ import annotations
 
 import subprocess
