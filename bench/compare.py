@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .regression import Regression
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-#: Cores that are so many times as far apart as in another run share no cache there.
+#: If the cores of a run are at least this many times as far apart as in another run, they share no cache.
 _FAR = 2.5
 _COLORS = {"slower": "red", "faster": "green"}
 
@@ -32,7 +32,7 @@ _COLORS = {"slower": "red", "faster": "green"}
 @output.options(tabular=True)
 @exit_codes.exit_on_error
 def command(before_path: Path, after_path: Path, confidence: float, threshold: float, seed: int, fail_on_slower: bool,
-            any_bench: bool, any_machine: bool, **form: Any) -> None:
+            any_bench: bool, any_machine: bool, form: output.OutputOptions) -> None:
     """Show which rows of result file B are slower than in A, with confidence intervals.
 
     \b
@@ -47,13 +47,12 @@ def command(before_path: Path, after_path: Path, confidence: float, threshold: f
     from . import regression
     from .harness import result_file
 
-    chosen = output.form(**form)
     before, after = result_file.read(before_path), result_file.read(after_path)
     regression.check(before, after, any_bench, any_machine)
     found = regression.compare(before.series, after.series, confidence, threshold, seed)
     head = ["row", "before_s", "after_s", "ratio", "low", "high", "verdict"]
-    output.show(chosen, lambda: _text(before, after, found), {"before": before.path, "after": after.path,
-                                                              "confidence": confidence, **found.data()},
+    output.show(form, lambda: _text(before, after, found), {"before": before.path, "after": after.path,
+                                                            "confidence": confidence, **found.data()},
                 [head, *([row.name, row.before_s, row.after_s, row.ratio, row.low, row.high, row.verdict]
                          for row in found.rows)])
     if fail_on_slower and any(row.verdict == regression.SLOWER for row in found.rows):
@@ -83,7 +82,7 @@ def _text(before: ResultFile, after: ResultFile, found: Regression) -> str:
 
 
 def _without_common(names: list[str]) -> list[str]:
-    """Return names without what all of them say."""
+    """Return *names* without the parts that are common to all of them."""
     parts = [name.split(", ") for name in names]
     common = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
     return [", ".join(part for part in each if part not in common) or name for each, name in zip(parts, names)]

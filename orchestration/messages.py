@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from .codec import CodecSpec
-from .errors import DECODE_ERRORS, BpsError, ProtocolError
+from .errors import DECODE_ERRORS, BpsError, MismatchError, ProtocolError
 from .store import StoreSpec
 
 #: Raised with every change of a message.
@@ -911,6 +911,17 @@ _DECODERS = {
 def refusal(error: BpsError) -> Refuse:
     """Return the message that refuses a request because of *error*."""
     return Refuse(error=type(error).__name__, reason=str(error))
+
+
+def dropped(reason: object) -> Abort:
+    """Return the message that tells one node that the job goes on without it, because of *reason*."""
+    return Abort(error="PeerLostError", goes_on=True, reason=str(reason))
+
+
+def version_mismatch(version: int, where: str) -> MismatchError:
+    """Return the error of a node (*where*) whose protocol has another *version* than the scheduler's."""
+    return MismatchError(f"protocol version differs: {version} on {where}, {VERSION} on the scheduler; install one "
+                         "version of bpsfast everywhere")
 
 
 def connection_id(process: str, number: int) -> bytes:

@@ -68,8 +68,8 @@ def code_of(error: Exception) -> int:
 def exit_on_error(function: Callable) -> Callable:
     """Print an error of a command as one line without a traceback, and exit with its code.
 
-    With ``log_format=json`` the line is a log record. With the option ``--json`` (parameter ``as_json``) standard
-    output gets ``{"error": ...}`` as well.
+    With ``log_format=json`` the line is a log record. With the option ``--json`` (parameter *as_json*, or *form* of
+    `output.options`) standard output gets ``{"error": ...}`` as well.
     """
     import click  # ranks import this module, too, and need no command line
 
@@ -80,7 +80,7 @@ def exit_on_error(function: Callable) -> Callable:
         except (BpsError, OSError) as exc:
             if isinstance(exc, BrokenPipeError):
                 raise  # standard output was closed (`| head`): click exits quietly
-            if kwargs.get("as_json"):
+            if kwargs.get("as_json") or getattr(kwargs.get("form"), "as_json", False):
                 click.echo(json.dumps({"error": {"class": type(exc).__name__, "text": str(exc)}}))
             if logs.is_json():
                 logs.configure("ERROR")

@@ -96,7 +96,7 @@ class CoordinatorClient:
             formed = self._await_job(n_commits, reason)
             try:
                 place = rendezvous.role_of(_Store(self, formed.job), formed.rank, formed.size, self._settings,
-                                         self._settings.start_timeout_s)
+                                           self._settings.start_timeout_s)
                 process.begin(msgspec.structs.replace(place, launcher="elastic"), self._settings, self._why_void)
                 return
             except (PeerLostError, StallError) as exc:
@@ -127,7 +127,7 @@ class CoordinatorClient:
         """Wait as long as the coordinator reports what it waits for. It has deadlines for all but a full job."""
         self._formed = None
         self._channel.tell(protocol.Come(member=self.number, node=self._node, has_state=self.has_state,
-                                      n_commits=n_commits, reason=reason))
+                                         n_commits=n_commits, reason=reason))
         settings = self._settings
         begin_s = self._heard_s = time.monotonic()
         warn_s = begin_s + settings.stall_warn_s

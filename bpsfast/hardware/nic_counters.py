@@ -169,5 +169,5 @@ def difference(before: CounterSnapshot, after: CounterSnapshot) -> CounterDelta:
     restarted = any(value < 0 for value in changes.values())
     seconds = after.at_s - before.at_s
     return CounterDelta(after.device, after.port, seconds,
-                 {name: after.values[name] if value < 0 else value for name, value in changes.items()},
-                 too_soon=seconds < after.lifespan_s, restarted=restarted)
+                        {name: after.values[name] if value < 0 else value for name, value in changes.items()},
+                        too_soon=seconds < after.lifespan_s, restarted=restarted)

@@ -33,6 +33,11 @@ class Tree:
         found = re.match(r"-?(0x[0-9a-fA-F]+|\d+)", self.text(*parts) or "")
         return int(found[0], 0 if "x" in found[0] else 10) if found else None
 
+    def fields(self, *parts: str) -> dict[str, str]:
+        """Return value by name of the lines "name: value", the first line of each name; empty if there is no file."""
+        lines = [line.partition(":") for line in (self.text(*parts) or "").splitlines()]
+        return {name.strip(): value.strip() for name, _, value in reversed(lines)}
+
     def numa_node(self, *parts: str) -> int | None:
         """Return the NUMA node of the device in a folder, None if firmware reports none (-1)."""
         node = self.number(*parts, "numa_node")

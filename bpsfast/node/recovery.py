@@ -37,14 +37,9 @@ _LAST_WAIT_S = 2.0
 class Recovery:
     """Executes changes of epoch on *node*, one after the other. For the control loop's thread.
 
-    Parameters
-    ----------
-    drop_peer
-        Called with the index of each lost node before its connection is closed: stop watching it.
-    add_peer
-        Called with the index of each node that has joined: make it a peer, unless it is one.
-    epochs
-        The epochs that this node knows: each change begins one, and its commit ends the earlier ones.
+    *drop_peer*: called with the index of each lost node before its connection is closed: stop watching it. *add_peer*:
+    called with the index of each node that has joined: make it a peer, unless it is one. *epochs*: the epochs that this
+    node knows: each change begins one, and its commit ends the earlier ones.
     """
 
     def __init__(self, node: ControlLoop, runtime: NodeRuntime, plans: Plans, drop_peer: Callable[[int], None],
@@ -120,7 +115,7 @@ class Recovery:
         self._epochs.commit()
         self._plans.forget()
         self._runtime.succeed(generation, transfer, message.order)
-        self._plans.say_room()
+        self._plans.report_room()
         self.epoch = frozen.epoch
         self.count += bool(frozen.lost)
         self.n_joined += len(frozen.joined)
@@ -133,7 +128,6 @@ class Recovery:
                     "%.0f ms", "without lost nodes" if frozen.lost else "with joined nodes", frozen.reason, what,
                     frozen.epoch, (time.monotonic() - self._since) * 1e3)
         return True
-
 
 
 class SchedulerFailover:
@@ -205,7 +199,7 @@ class SchedulerFailover:
 
     def _send_account(self, recall: int) -> None:
         for message in self._control_log.report(recall):
-            self._node.say(message)
+            self._node.send_unrecorded(message)
 
     def _log(self, words: str, *values: object) -> None:
         is_first = self._welcome is not None and self._welcome.index == 0

@@ -93,7 +93,7 @@ def AsyncOptimizer(
     """
     named = dict(trained_parameters(optimizer, named_parameters))
     wrapped = derive(optimizer, _AsyncOptimizer)
-    edition = process.current().tensors.edition(f"AsyncParam.{name}" for name in named)
+    edition = process.current().tensors.model_number(f"AsyncParam.{name}" for name in named)
     wrapped._named = named
     wrapped._weights = AsyncWeights({name: p.detach().contiguous() for name, p in named.items()}, worker=worker,
                                     staleness=staleness, backups=backups, root_rank=root_rank,

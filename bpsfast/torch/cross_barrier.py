@@ -130,9 +130,9 @@ class CrossBarrierExchange(Exchange):
         self._base = base
         self._name_of = {id(parameter): name for name, parameter in self.parameters.items()}
         self._n_left = n_steps
-        self._is_able = False  # whether a step has shown that the optimizer can update one parameter at a time
-        self._is_checked = True  # whether the ranks' flags of the last deferred step were received
-        self._is_doubtful = False  # whether that step may be refused, as far as this rank knows
+        self._updates_singly = False  # whether a step has shown that the optimizer can update one parameter at a time
+        self._has_flags = True  # whether the ranks' flags of the last deferred step were received
+        self._may_be_refused = False  # whether that step may be refused, as far as this rank knows
         self._pending: dict[str, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}  # name -> its group's options
         self._sent: dict[str, torch.Tensor | None] = {}  # name -> the gradient's own memory; None: there is none
 
@@ -167,7 +167,7 @@ class CrossBarrierExchange(Exchange):
     @property
     def crosses(self) -> bool:
         """Whether the next step leaves its updates to the first use of each parameter."""
-        return self._is_able and self._n_left > 0
+        return self._updates_singly and self._n_left > 0
 
     def defer(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step: updates follow later, with the options that the groups of *optimizer* have now."""
@@ -198,8 +198,8 @@ class CrossBarrierExchange(Exchange):
             if isinstance(parameter.grad, _PendingGradient):
                 parameter.grad = own
             self.gradients.finish(name)
-        self._is_checked = False
-        self._is_doubtful = self.is_superseded or self.used.refuses or bool(self.used.frozen)
+        self._has_flags = False
+        self._may_be_refused = self.is_superseded or self.used.refuses or bool(self.used.frozen)
         self._n_left -= 1
         if not self._n_left:
             self.settle_all()
@@ -218,9 +218,9 @@ class CrossBarrierExchange(Exchange):
         raises `UnsupportedError` or `BusyError` as `Exchange.receive` does.
         """
         super().receive_used()
-        if self._is_checked:
+        if self._has_flags:
             return
-        self._is_checked = True
+        self._has_flags = True
         try:
             self._require_known()
         except (UnsupportedError, BusyError):
@@ -245,7 +245,7 @@ class CrossBarrierExchange(Exchange):
     def _settle(self, name: str, parameter: torch.Tensor) -> None:
         # The sum of the flags is complete once the last rank has ended its backward pass. The update of a parameter
         # with a gradient here does not wait for that, unless this rank knows a reason to refuse the step.
-        if self._sent[name] is None or self._is_doubtful:
+        if self._sent[name] is None or self._may_be_refused:
             self.receive_used()
         shown, own, its_class = parameter.grad, self._sent[name], type(parameter)
         _restore_class(parameter)
@@ -274,7 +274,7 @@ class CrossBarrierExchange(Exchange):
         super().abandon()
 
     def _forget_due(self) -> None:
-        self._is_checked = True
+        self._has_flags = True
         for name in self._pending:
             parameter = self.parameters[name]
             del _due[id(parameter)]
@@ -290,7 +290,7 @@ class CrossBarrierExchange(Exchange):
 
         Raises `UnsupportedError` if the step changes state of the optimizer that does not belong to one parameter.
         """
-        before = None if self._is_able else _shared_state(optimizer)
+        before = None if self._updates_singly else _shared_state(optimizer)
         yield
         if before is None:
             return
@@ -300,7 +300,7 @@ class CrossBarrierExchange(Exchange):
             raise UnsupportedError(
                 f"{self._base.__name__} changes {', '.join(changed)} in a step: cross_barrier updates one parameter at "
                 "a time, each with a copy of what belongs to all. Do without it")
-        self._is_able = True
+        self._updates_singly = True
 
     def _update(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
         """Run a step of the user's optimizer that has no parameter but *parameter*."""

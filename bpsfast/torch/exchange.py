@@ -84,7 +84,7 @@ class Exchange:
         self._device_copies: dict[str, torch.Tensor] = {}
         self._order = list(self.parameters)
         self.has_parameters = bool(named)  # frozen ones, too
-        edition = process.current().tensors.edition(name for name, _ in named)
+        edition = process.current().tensors.model_number(name for name, _ in named)
         self.prefix = f"Gradient{edition or ''}."  # of names in the job; the number keeps exchanges apart
         self._used_gradients: Gradients | None = None  # the ones among which the flags of `used` are sent
         self._has_sent_used = False  # in this step, and the sums were not received
@@ -258,7 +258,7 @@ class Exchange:
 
     def _device(self, parameters: Iterable[torch.Tensor]) -> str | None:
         """Return the device of *parameters* as `Gradients` names it; None: the CPU, or several devices."""
-        found = [self._on_device(p.detach().contiguous()).place for p in parameters]
+        found = [self._on_device(p.detach().contiguous()).location for p in parameters]
         names = {None if each is None else each.device.name for each in found}
         return names.pop() if len(names) == 1 else None
 
@@ -266,10 +266,10 @@ class Exchange:
         """Whether the streams of a device copy *tensor*."""
         if not process.current().settings.host_device:
             return tensor.is_cuda
-        return self._on_device(tensor).place is not None
+        return self._on_device(tensor).location is not None
 
     def _on_device(self, tensor: torch.Tensor) -> TensorInput:
-        return process.current().devices.placed(device_tensor_memory(tensor))
+        return process.current().devices.located(device_tensor_memory(tensor))
 
     def synchronize(self) -> None:
         """Send what no backward pass has sent, wait for all sums, and write the averages into the gradients."""

@@ -50,7 +50,7 @@ def tensor_memory(tensor: torch.Tensor, reached: tuple[str, ...] = ("cpu",)) -> 
 def device_tensor_memory(tensor: torch.Tensor) -> TensorInput:
     """As `tensor_memory`, but it may be on a GPU that CuPy finds: then as it is after torch's current stream."""
     memory = tensor_memory(tensor, REACHED)
-    return replace(memory, place=arrays.of_torch(tensor)) if tensor.is_cuda else memory
+    return replace(memory, location=arrays.of_torch(tensor)) if tensor.is_cuda else memory
 
 
 def require_dense(tensor: object, wanted: str, if_sparse: str, if_elsewhere: str,

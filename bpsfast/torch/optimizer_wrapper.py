@@ -12,6 +12,7 @@ import torch
 
 from ..orchestration.errors import BusyError, ConfigError, UnsupportedError
 from ..trainer import process
+from ..trainer.arguments import check_passes
 from .gradient_hooks import Named
 from .ops import REACHED
 
@@ -162,12 +163,6 @@ def _refuse_alone(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if session is not None and session.size > 1:
         raise ConfigError(f"this {type(optimizer).__name__} is a pickled or copied DistributedOptimizer, which would "
                           f"step by the gradients of rank {session.rank} alone: wrap it by DistributedOptimizer again")
-
-
-def check_passes(passes: int) -> None:
-    """Raise `ConfigError` unless there is at least one backward pass per step."""
-    if not isinstance(passes, int) or passes < 1:
-        raise ConfigError(f"backward_passes_per_step must be > 0, got {passes!r}")
 
 
 def check_idle(exchange: Any) -> None:

@@ -278,10 +278,10 @@ class Fragment:
     def send(self, due: int) -> None:
         """Send how far the parameters have moved; the answer is to be taken over in step *due*."""
         with torch.no_grad():
-            for target, view, p in zip(self._views_of(torch.from_numpy(self._stored.place)), self._views,
+            for target, view, p in zip(self._views_of(torch.from_numpy(self._stored.input)), self._views,
                                        self.parameters):
                 torch.sub(view, p, out=target)
-        self._stored.push_place()
+        self._stored.push_input()
         self.due = due
 
     def take_over(self, mix: float) -> None:

@@ -44,7 +44,7 @@ class ControlLog:
         self._committed = self._seen = self._next_unit = 0
         self._prepared: m.Plan | m.Recover | None = None
         self._units: dict[int, m.UnitPlan] = {}
-        self._lent: dict[int, m.OwnerChange] = {}
+        self._unfinished: dict[int, m.OwnerChange] = {}
         self._gone_from: dict[int, set[int]] = {}
         self._failed: dict[str, tuple[str, str, str]] = {}
         self._barrier = 0
@@ -151,7 +151,7 @@ class ControlLog:
             rates=self._rates, measured=self._measured, epoch=self._epoch, lost=tuple(sorted(self._lost)),
             frozen=self._frozen, committed=self._committed, prepared=plan.generation if plan is not None else 0,
             prepared_units=tuple(unit.unit for unit in plan.units) if isinstance(plan, m.Plan) else (),
-            seen=self._seen, next_unit=self._next_unit, lent=tuple(self._lent.values()),
+            seen=self._seen, next_unit=self._next_unit, lent=tuple(self._unfinished.values()),
             gone_from=tuple((first, tuple(sorted(ranks))) for first, ranks in sorted(self._gone_from.items())),
             failed=tuple(self._failed.values()), barrier=self._barrier, n_declared=sum(self._n_declared.values()),
             ownable_nbytes=self._ownable_nbytes, nodes_left=tuple(sorted(self._nodes_left)))
@@ -180,10 +180,10 @@ class ControlLog:
         self._units |= {unit.unit: unit for unit in plan.units}
         if isinstance(plan, m.Recover):
             self._frozen = False
-            self._lent |= {each.part: each for each in plan.owner_changes if each.lacking}
+            self._unfinished |= {each.part: each for each in plan.owner_changes if each.lacking}
             for each in plan.owner_changes:
                 if each.giver >= 0:  # as in `Generations.owners_changed`
-                    self._lent.pop(each.part, None)
+                    self._unfinished.pop(each.part, None)
             return
         for said in self._declarations:
             said.waiting -= {member.name for unit in plan.units for member in unit.members}
@@ -206,7 +206,7 @@ class ControlLog:
             self._retiring.pop(number, None)
             if unit is not None:
                 for part in unit.parts:
-                    self._lent.pop(part.part, None)
+                    self._unfinished.pop(part.part, None)
                 if unit.store is not None:
                     self._gone_from.setdefault(unit.store_unit, set()).update(unit.ranks)
         alive = {unit.store_unit for unit in self._units.values()}

@@ -72,8 +72,7 @@ class JobRebuild:
             return self._rejoin(now, sender, message)
         elif isinstance(message, m.Join):
             if message.version != m.VERSION:
-                return [(sender, m.refusal(MismatchError(f"protocol version differs: {message.version} on host "
-                                                        f"{message.host}, {m.VERSION} on the scheduler")))]
+                return [(sender, m.refusal(m.version_mismatch(message.version, f"host {message.host}")))]
             self._heard[sender] = now
             self._joins[sender] = message
             self._match()
@@ -105,7 +104,7 @@ class JobRebuild:
             return []
         self.unreachable(sender)
         self._reports.called_lost.add(index)
-        return [(sender, m.Abort(error="PeerLostError", goes_on=True, reason=words))]
+        return [(sender, m.dropped(words))]
 
     def unreachable(self, sender: bytes) -> None:
         """Forget what *sender*, whose connection is closed, has reported: the node reports again if it lives."""
@@ -125,8 +124,7 @@ class JobRebuild:
         if self._fingerprint is None:
             self._fingerprint = rejoin.settings
         if rejoin.index in self._reports.lost:
-            return [(sender, m.Abort(error="PeerLostError", goes_on=True,
-                                     reason="the job goes on without this node, which it has lost"))]
+            return [(sender, m.dropped("the job goes on without this node, which it has lost"))]
         self._heard[sender] = now
         self._reports.begin(sender, NodeReport(rejoin))
         self._match()

@@ -245,8 +245,7 @@ class Scheduler:
             said = msgspec.msgpack.decode(data, type=_Versioned)
             has_ranks = said.type == "Join" and bool(said.ranks)
             if said.version != m.VERSION:
-                reason = MismatchError(f"protocol version differs: {said.version} on a node, {m.VERSION} on the "
-                                       "scheduler; install one version of bpsfast everywhere")
+                reason = m.version_mismatch(said.version, "a node")
         self._n_unreadable += 1
         if self._n_unreadable <= 8 or self._n_unreadable & (self._n_unreadable - 1) == 0:  # a flood would fill the disk
             log.warning("a message from %s cannot be read: %s", self._pulses.address(sender), reason)

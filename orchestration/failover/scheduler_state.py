@@ -13,7 +13,7 @@ So there is one way to recover, the same for all causes.
 from __future__ import annotations
 
 from .. import messages as m
-from ..errors import BpsError, MismatchError, PeerLostError
+from ..errors import BpsError, PeerLostError
 from ..job.admission import JobSettings, find_node
 from ..job.job import Job
 from .job_rebuild import JobRebuild
@@ -116,8 +116,7 @@ class SchedulerState:
         if strangers:
             return [(sender, m.refusal(_other_job(strangers[0])))]
         if rejoin.version != m.VERSION:
-            return [(sender, m.refusal(MismatchError(f"protocol version differs: {rejoin.version} on a node, "
-                                                    f"{m.VERSION} on the scheduler")))]
+            return [(sender, m.refusal(m.version_mismatch(rejoin.version, "a node")))]
         if rejoin.index in self.job.roster.lost:
             return [(sender, _left_behind())]
         if sender in self.job.heard:
@@ -195,7 +194,5 @@ def _other_job(join: m.Join) -> PeerLostError:
                          f"node on host {join.host} (pid {join.pid}, {len(join.ranks)} ranks) has come")
 
 
-
 def _left_behind() -> m.Abort:
-    return m.Abort(error="PeerLostError", goes_on=True, reason="the job goes on without this node, which it has lost, "
-                                                               "or had not taken in when the scheduler was")
+    return m.dropped("the job goes on without this node, which it has lost, or had not taken in when the scheduler was")

@@ -144,7 +144,7 @@ _MAX_UNHEARD = 1000
 
 
 def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport], senders: Mapping[int, bytes],
-             lost: Collection[int], absent: Sequence[int]) -> JobSnapshot:
+                  lost: Collection[int], absent: Sequence[int]) -> JobSnapshot:
     """Return the state in which the job of *nodes* continues.
 
     *reports* and *senders* are those of all nodes that take part, by index; *lost* were lost before, *absent* are by
@@ -167,7 +167,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
     units = [unit for number, unit in known.items() if all(
         number in reports[index].units or (index in behind and number in rejoins[index].prepared_units)
         for index in whole)]
-    kept = {unit.unit for unit in units}
+    numbers = {unit.unit for unit in units}
     names = {member.name for unit in units for member in unit.members}
     rates, unmeasured = _rates(nodes, rejoins, absent)
     barrier = max(each.barrier for each in rejoins.values())
@@ -177,12 +177,12 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
         answers[index] = said
         if report.join is not None:
             said.append(m.Welcome(index=index, epoch=1, nodes=tuple(nodes), job=report.rejoin.job))
-        if retired := [number for number in report.units if number not in kept]:
+        if retired := [number for number in report.units if number not in numbers]:
             said.append(m.Retired(units=tuple(retired)))
         if index in behind:
             said.append(m.Commit(generation=latest, order=tuple(rank_parts(units))))
             # retired by all since: other nodes have freed them
-            if over := [number for number in report.rejoin.prepared_units if number not in kept]:
+            if over := [number for number in report.rejoin.prepared_units if number not in numbers]:
                 said.append(m.Retired(units=tuple(over)))
         # a node that missed newcomers would number the next one wrongly
         said.append(m.Resume(missed=tuple(nodes[len(report.rejoin.nodes):]) if report.ranks else ()))
@@ -193,8 +193,8 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
     roster = Roster([(senders.get(node.index, b""), node) for node in nodes])
     roster.lost.update(lost)
     # Nodes that have committed less know older ones.
-    lent = {each.part: each for rejoin in sorted(rejoins.values(), key=lambda each: each.committed)
-            for each in rejoin.lent}
+    unfinished = {each.part: each for rejoin in sorted(rejoins.values(), key=lambda each: each.committed)
+                  for each in rejoin.lent}
     gone_from: dict[int, set[int]] = {}
     for rejoin in rejoins.values():
         for first, ranks in rejoin.gone_from:
@@ -205,7 +205,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
         absent=absent, frozen=any(each.frozen for index, each in rejoins.items() if index not in behind),
         generation=max(each.seen for each in rejoins.values()) + _MAX_UNHEARD,
         next_unit=max(each.next_unit for each in rejoins.values()), units=units,
-        lent={part: each for part, each in lent.items() if part in parts},
+        unfinished={part: each for part, each in unfinished.items() if part in parts},
         gone_from={first: tuple(sorted(ranks)) for first, ranks in gone_from.items()},
         failed={name: error_of(error, reason) for each in rejoins.values() for name, error, reason in each.failed
                 if name not in names},
@@ -214,7 +214,7 @@ def merge_reports(nodes: Sequence[m.NodeInfo], reports: Mapping[int, NodeReport]
         ownable_nbytes=[rejoins[node.index].ownable_nbytes if node.index in rejoins else -2 for node in nodes],
         answers=answers,
         later=[(index, message) for index, report in reports.items()
-               for message in map(lambda each: _without_retired(each, kept), report.later) if message is not None])
+               for message in map(lambda each: _without_retired(each, numbers), report.later) if message is not None])
 
 
 def _rates(nodes: Sequence[m.NodeInfo], rejoins: dict[int, m.Rejoin], absent: Sequence[int]

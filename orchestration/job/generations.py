@@ -49,14 +49,16 @@ class Generations:
         self.number = 0
         self.units: list[UnitPlan] = []
         self.in_flight: Plan | None = None
-        self.lent: dict[int, OwnerChange] = {}  # of partitions that have changed hands: what some nodes lacked then
+        #: By partition, the last owner change if some nodes lacked its round then.
+        self.unfinished: dict[int, OwnerChange] = {}
         self.update_nodes(nodes)
         if not is_short:
             assign([1], self._machines, policy)
 
     def resume(self, snapshot: JobSnapshot) -> None:
         """Take over the generations of a lost scheduler, as nodes report them."""
-        self.units, self.number, self.lent = list(snapshot.units), snapshot.generation, dict(snapshot.lent)
+        self.units, self.number = list(snapshot.units), snapshot.generation
+        self.unfinished = dict(snapshot.unfinished)
         self._more = [before if now < -1 else now for before, now in zip(self._more, snapshot.ownable_nbytes)]
         self._gone_from = {first: set(ranks) for first, ranks in snapshot.gone_from.items()}
         self._next_unit = snapshot.next_unit
@@ -214,7 +216,7 @@ class Generations:
         if not parts:
             return
         for part in parts:
-            self.lent.pop(part, None)
+            self.unfinished.pop(part, None)
         joined: list[tuple[int, int]] = []
         for first, number in sorted([*self._free, (parts[0], len(parts))]):
             if joined and sum(joined[-1]) == first:
@@ -289,11 +291,11 @@ class Generations:
         if full:  # a node without the last result of a partition cannot own it
             left = [move for move, owner in zip(moves, owners) if owner in full]
             nodes = sorted({node for move in left for node in move.candidates})
-            rooms = ", ".join(f"node {node} {self._limits[node]} bytes" for node in nodes if node in self._limits)
+            limits = ", ".join(f"node {node} {self._limits[node]} bytes" for node in nodes if node in self._limits)
             nbytes = sum(move.part.wire_nbytes for move in left)
             raise CapacityError(
                 f"{nbytes} bytes of partitions need another owner, and no memory is left for all of them at nodes "
-                f"{nodes}, which have their last results: at most {rooms} more")
+                f"{nodes}, which have their last results: at most {limits} more")
         return self._reassigned(moves, owners)
 
     def limit(self, node: int, room_nbytes: int, refused_nbytes: int) -> None:
@@ -318,7 +320,7 @@ class Generations:
 
     @staticmethod
     def _reassigned(moves: Sequence[PartitionMove], owners: Sequence[int]
-                        ) -> tuple[list[UnitPlan], list[OwnerChange]]:
+                    ) -> tuple[list[UnitPlan], list[OwnerChange]]:
         of = {move.part.part: owner for move, owner in zip(moves, owners)}
         units = [with_owners(unit, lambda part: of.get(part.part, part.owner))
                  for unit in {move.unit.unit: move.unit for move in moves}.values()]
@@ -327,10 +329,10 @@ class Generations:
     def owners_changed(self, units: Sequence[UnitPlan], changes: Sequence[OwnerChange]) -> Commit:
         """Count on the new owners of *units*, for which all nodes are ready; return the commit."""
         self._limits.clear()
-        self.lent |= {each.part: each for each in changes if each.lacking}
+        self.unfinished |= {each.part: each for each in changes if each.lacking}
         for each in changes:
             if each.giver >= 0:  # the old owner lives, and what it has sent has arrived
-                self.lent.pop(each.part, None)
+                self.unfinished.pop(each.part, None)
         known = {unit.unit: unit for unit in units}
         self.units = [known.get(unit.unit, unit) for unit in self.units]
         self._owned = self._owned_of(self.units)

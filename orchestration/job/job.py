@@ -410,7 +410,7 @@ class Job:
         self._queries = RankQueries(roster, self._left, self._barriers, self._declarations, self._generations,
                                     self._measuring.waiting, self._losses)
         self._planning = GenerationPlanner(roster, self._declarations, self._generations, self._losses,
-                                  self._measuring.waiting)
+                                           self._measuring.waiting)
         self._handlers |= self._queries.handlers
         self.admitted = True
 
@@ -507,7 +507,7 @@ class Job:
         if not self.admitted:
             self._admission.remove(sender)
             self.remarks.append(f"the job gathers without a helper that had joined: {error}")
-            return [(sender, m.Abort(error="PeerLostError", goes_on=True, reason=str(error)))]
+            return [(sender, m.dropped(error))]
         index = self.roster.index_of(sender)
         if self._late_joins.is_coming(index):
             return self._late_joins.give_up(index, error)

@@ -110,7 +110,7 @@ class KeyValueStore:
         return [KeyValueReply(rank=asked.rank, question=asked.question, error="StallError", reason=(
             f"rank {asked.rank} waited {asked.timeout_s:g} s for notice {asked.key!r}: "
             f"{self._roster.describe(asked.who) or 'nobody'} has not published it"))
-            for asked in (question.asked for question in self._take(lambda each: now >= each.deadline))]
+                for asked in (question.asked for question in self._take(lambda each: now >= each.deadline))]
 
     def _is_vain(self, asked: Lookup) -> bool:
         return (rank := number_of("rank", asked.who)) >= 0 and self._left(rank)

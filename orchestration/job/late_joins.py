@@ -126,7 +126,7 @@ class LateJoins:
         return index in self._coming
 
     def newcomer_ready(self, sender: bytes, message: m.NewcomerReady, job: str, epoch: int, rates: Sequence[float],
-              units: Sequence[m.UnitPlan]) -> m.Outgoing:
+                       units: Sequence[m.UnitPlan]) -> m.Outgoing:
         """Note that a node expects a newcomer, or is connected to it.
 
         *job*: its name; *epoch*: the last committed one; *rates*: of NICs, by node; *units*: the committed ones.
@@ -188,7 +188,5 @@ class LateJoins:
         del self._coming[index]
         self._roster.joining.discard(index)
         self._roster.lost.add(index)
-        shutdown_notice = m.Abort(error="PeerLostError", goes_on=True,
-                                  reason=f"the job goes on without this node: {error}")
-        return [(self._roster.senders[index], shutdown_notice),
+        return [(self._roster.senders[index], m.dropped(f"the job goes on without this node: {error}")),
                 *((self._roster.senders[worker], m.NewcomerGone(node=index)) for worker in self._roster.workers)]

@@ -64,7 +64,7 @@ class NodeLosses:
         lost, reason = {index}, str(error)
         if before is not None and before.lost:
             lost, reason = {index, *before.lost}, f"{before.reason}; {error}"
-        abort = m.Abort(error="PeerLostError", goes_on=True, reason=f"the job goes on without this node: {error}")
+        abort = m.dropped(f"the job goes on without this node: {error}")
         return [(sender, abort), *self._begin(now, reason, lost)]
 
     def has_majority(self, but: Sequence[bytes]) -> bool:
@@ -140,16 +140,16 @@ class NodeLosses:
         try:
             if recovery.joined:
                 units, changes = self._generations.share(
-                    recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.lent))
+                    recovery.moves_to_joined(self._generations.units, self._roster.nodes, self._generations.unfinished))
             else:
                 units, changes = self._generations.replace_lost(
-                    recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.lent))
+                    recovery.moves_of_lost(self._generations.units, self._roster.nodes, self._generations.unfinished))
         except BpsError as exc:
             then = "" if recovery.joined else "and the job cannot go on without it: "
             raise type(exc)(f"{recovery.reason}; {then}{exc}") from exc
         recovery.generation, recovery.units, recovery.owner_changes = self._generations.number, units, changes
         return self._roster.to_all(m.Recover(epoch=recovery.epoch, generation=recovery.generation, units=tuple(units),
-                                      owner_changes=tuple(changes)))
+                                             owner_changes=tuple(changes)))
 
     def ready(self, node: int, generation: int) -> m.Outgoing:
         """Note that *node* is prepared; after the last one, end the change with its commit."""
@@ -178,4 +178,4 @@ class NodeLosses:
         self._epoch += 1
         self.recovery = EpochChange(self._epoch, lost, self._roster.alive, reason, now + self._timeout_s, joined)
         return self._roster.to_all(m.Freeze(epoch=self._epoch, lost=tuple(sorted(lost)), joined=tuple(sorted(joined)),
-                                     reason=reason))
+                                            reason=reason))

@@ -101,8 +101,8 @@ class StallQueries(_Inquiries[tuple[int, int]]):
     def answer(question: m.StallQuestion, finding: StallFinding) -> m.StallAnswer:
         """Return the answer to *question*, with advice if waiting is hopeless."""
         return m.StallAnswer(rank=question.rank, question=question.question, stage=finding.stage,
-                           hopeless=finding.hopeless, ranks=finding.ranks, nodes=finding.nodes,
-                           missing=finding.missing + _ADVICE if finding.hopeless else finding.missing)
+                             hopeless=finding.hopeless, ranks=finding.ranks, nodes=finding.nodes,
+                             missing=finding.missing + _ADVICE if finding.hopeless else finding.missing)
 
     def _find(self, reports: dict[int, m.StallReport]) -> StallFinding:
         describe = self._roster.describe_node
@@ -138,7 +138,7 @@ class StallQueries(_Inquiries[tuple[int, int]]):
         """Return that *ranks* are missing from something; waiting is hopeless if one of them has left."""
         ranks = tuple(ranks)
         return StallFinding("missing: " + "; ".join(self.rank_is_missing(rank, verb) for rank in ranks), stage,
-                       any(map(self._left, ranks)), ranks)
+                            any(map(self._left, ranks)), ranks)
 
 
 class LagQueries(_Inquiries[int]):
@@ -192,7 +192,7 @@ def combined(reports: dict[int, m.LagReport]) -> tuple[m.RankLag, ...]:
             times_last = here.n_last + n_last * row.n_last / n_units
             n = here.count + count
             found.append(m.RankLag(rank=row.rank, count=n, mean_s=all_ns / n / 1e9 if n else 0.0,
-                                 last_share=times_last / n if n else 0.0))
+                                   last_share=times_last / n if n else 0.0))
     return tuple(sorted(found, key=lambda each: each.rank))
 
 

@@ -66,39 +66,39 @@ class EpochChange:
         """The nodes that have not answered."""
         return sorted(self._survivors - (self._ready if self.generation else self._reports.keys()))
 
-    def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, OwnerChange]
-                      ) -> list[PartitionMove]:
+    def moves_of_lost(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
+                      unfinished: Mapping[int, OwnerChange]) -> list[PartitionMove]:
         """Return the move of each partition of *units* that a lost node owned.
 
-        *lent*, by partition: of the last owner changes those with a round that some nodes lacked. Raises
+        *unfinished*, by partition: of the last owner changes those with a round that some nodes lacked. Raises
         `PeerLostError` if no node can own one of them; `ProtocolError` if reports contradict what nodes can have done.
         """
         helpers = [node.index for node in nodes if not node.ranks and node.index in self._survivors]
         near = self._near
-        return [_move_of_lost(unit, part, done, helpers, near, lent.get(part.part))
-                for unit, part, done in self._told(units, nodes, lambda unit, part: part.owner in self.lost)]
+        return [_move_of_lost(unit, part, done, helpers, near, unfinished.get(part.part))
+                for unit, part, done in self._wanted(units, nodes, lambda unit, part: part.owner in self.lost)]
 
-    def moves_to_joined(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo], lent: Mapping[int, OwnerChange]
-                ) -> list[PartitionMove]:
+    def moves_to_joined(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
+                        unfinished: Mapping[int, OwnerChange]) -> list[PartitionMove]:
         """Return the move of each partition of *units* that its owner can give to a node that has joined.
 
         Partitions whose owners keep more than sums stay, and compressed ones; also those whose results other nodes read
         in the owner's memory, or would read in the new owner's; and those that a node still expects from another node
-        than the owner, by *lent* (as in `moves_of_lost`). Raises `ProtocolError` if reports contradict what nodes can
-        have done.
+        than the owner, by *unfinished* (as in `moves_of_lost`). Raises `ProtocolError` if reports contradict what nodes
+        can have done.
         """
         near = self._near
-        found = [_move_to_joined(part.owner, unit, part, done, sorted(self.joined), near, lent.get(part.part))
-                 for unit, part, done in self._told(units, nodes, lambda unit, part: is_plain(unit), with_owner=True)]
-        return [heir for heir in found if heir.candidates]
+        found = [_move_to_joined(part.owner, unit, part, done, sorted(self.joined), near, unfinished.get(part.part))
+                 for unit, part, done in self._wanted(units, nodes, lambda unit, part: is_plain(unit), with_owner=True)]
+        return [move for move in found if move.candidates]
 
     @property
     def _near(self) -> dict[int, set[int]]:
         return {node: set(report.near) for node, report in self._reports.items()}
 
-    def _told(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
-              is_wanted: Callable[[UnitPlan, PartPlan], bool], with_owner: bool = False
-              ) -> Iterator[tuple[UnitPlan, PartPlan, dict[int, _Progress]]]:
+    def _wanted(self, units: Sequence[UnitPlan], nodes: Sequence[NodeInfo],
+                is_wanted: Callable[[UnitPlan, PartPlan], bool], with_owner: bool = False
+                ) -> Iterator[tuple[UnitPlan, PartPlan, dict[int, _Progress]]]:
         """Yield the wanted partitions, with the reports of the nodes that push them, and of the owner if asked for."""
         said = {node: {part: _Progress(*rest) for part, *rest in report.progress}
                 for node, report in self._reports.items()}
@@ -131,14 +131,14 @@ class PartitionMove:
     kept_round: int
     keeper: int
     lacking: tuple[int, ...]
-    lent: bool
+    was_sent: bool
     giver: int = -1
     pushed: tuple[int, ...] = ()
 
     def owner_change(self, owner: int) -> OwnerChange:
         """Return the change to *owner*."""
         return OwnerChange(part=self.part.part, owner=owner, kept_round=self.kept_round, keeper=self.keeper,
-                          lacking=self.lacking, lent=self.lent, giver=self.giver, pushed=self.pushed)
+                          lacking=self.lacking, lent=self.was_sent, giver=self.giver, pushed=self.pushed)
 
 
 class _Progress(NamedTuple):
@@ -150,23 +150,24 @@ class _Progress(NamedTuple):
 
 
 def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], helpers: Sequence[int],
-          near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
+                  near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
     """Return who can own *part*; *done*: progress by member; *before*: the change before, if some lacked a round."""
-    kept = next(iter(done.values())).complete
+    last = next(iter(done.values())).complete
     for each in done.values():
-        kept = each.complete if rounds_ahead(each.complete, kept) > 0 else kept
-    _check(unit, part, done, kept)
-    holders = [node for node, each in done.items() if each.complete == kept]
+        last = each.complete if rounds_ahead(each.complete, last) > 0 else last
+    _check(unit, part, done, last)
+    holders = [node for node, each in done.items() if each.complete == last]
     behind = [node for node in done if node not in holders]
     # A node that reads results where the lost owner or a holder does has this one, and was only not told.
     in_place = {part.owner, *(done[node].place for node in holders)}
     lacking = [node for node in behind if done[node].place not in in_place]
     # A result under way must not be sent again: it would arrive over the next one.
-    lent = before is not None and before.kept_round == kept and set(lacking) <= set(before.lacking) and lacking != []
-    keepers = [before.keeper] if before is not None and lent else [
+    was_sent = (before is not None and before.kept_round == last and set(lacking) <= set(before.lacking)
+                and lacking != [])
+    keepers = [before.keeper] if before is not None and was_sent else [
         node for node in holders if not near[node] & set(lacking)]
     if lacking and not keepers:
-        raise PeerLostError(f"the result of round {kept} of partition {part.part} of {unit.name!r} cannot reach nodes "
+        raise PeerLostError(f"the result of round {last} of partition {part.part} of {unit.name!r} cannot reach nodes "
                             f"{lacking} from nodes {holders}, with which they share memory")
     candidates = [node for node in holders if _reaches(node, done, near)] if unit.codec is None else []
     if unit.codec is None or all(each.place != part.owner for each in done.values()):
@@ -175,34 +176,34 @@ def _move_of_lost(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress],
         why = (" (it is compressed, and no helper is left)" if unit.codec is not None
                else " (some nodes read results where the lost one has put them, others do not)")
         raise PeerLostError(f"nobody can go on with partition {part.part} of {unit.name!r}{why}")
-    return PartitionMove(unit, part, candidates, kept, keepers[part.part % len(keepers)] if lacking else -1,
-                         tuple(lacking), lent)
+    return PartitionMove(unit, part, candidates, last, keepers[part.part % len(keepers)] if lacking else -1,
+                         tuple(lacking), was_sent)
 
 
 def _move_to_joined(giver: int, unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], joined: Sequence[int],
-          near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
+                    near: Mapping[int, set[int]], before: OwnerChange | None) -> PartitionMove:
     """Return which of *joined* can own *part* of *giver*, which lives; *done* includes it; rest as `_move_of_lost`."""
-    kept = done[giver].complete
-    _check(unit, part, done, kept)
+    last = done[giver].complete
+    _check(unit, part, done, last)
     members = {node: each for node, each in done.items() if each.place >= 0}
     others = {node: each for node, each in members.items() if node != giver}
     is_read_there = any(each.place == giver or giver in near[node] for node, each in others.items())
     candidates = [node for node in joined if not any(node in near[member] for member in members)]
-    lacking = tuple(node for node, each in others.items() if each.complete != kept)
-    pushed = tuple(node for node, each in others.items() if each.passed_on != kept)
+    lacking = tuple(node for node, each in others.items() if each.complete != last)
+    pushed = tuple(node for node, each in others.items() if each.passed_on != last)
     # The giver never had to send that round: nodes that wait for it expect it from the keeper.
-    has_other_keeper = before is not None and before.kept_round == kept and before.keeper != giver and lacking != ()
-    return PartitionMove(unit, part, candidates if others and not is_read_there and not has_other_keeper else [], kept,
+    has_other_keeper = before is not None and before.kept_round == last and before.keeper != giver and lacking != ()
+    return PartitionMove(unit, part, candidates if others and not is_read_there and not has_other_keeper else [], last,
                          giver if lacking else -1, lacking, bool(lacking), giver, pushed)
 
 
-def _check(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], kept: int) -> None:
-    """Raise `ProtocolError` if one of *done* is impossible, *kept* being the last round that is complete anywhere."""
+def _check(unit: UnitPlan, part: PartPlan, done: Mapping[int, _Progress], last: int) -> None:
+    """Raise `ProtocolError` if one of *done* is impossible, *last* being the last round that is complete anywhere."""
     for node, each in done.items():
-        if (rounds_ahead(each.complete, kept) not in (0, -1) or rounds_ahead(each.passed_on, kept) not in (0, 1)
+        if (rounds_ahead(each.complete, last) not in (0, -1) or rounds_ahead(each.passed_on, last) not in (0, 1)
                 or rounds_ahead(each.passed_on, each.complete) not in (0, 1)):
             raise ProtocolError(f"node {node} has passed on round {each.passed_on} of partition {part.part} of "
-                                f"{unit.name!r} and has round {each.complete}, but round {kept} is complete elsewhere")
+                                f"{unit.name!r} and has round {each.complete}, but round {last} is complete elsewhere")
 
 
 def _reaches(owner: int, members: Mapping[int, _Progress], near: Mapping[int, set[int]]) -> bool:
@@ -232,7 +233,7 @@ class JobSnapshot:
     generation: int
     next_unit: int
     units: Sequence[UnitPlan]
-    lent: Mapping[int, OwnerChange]
+    unfinished: Mapping[int, OwnerChange]
     gone_from: Mapping[int, Sequence[int]]
     failed: Mapping[str, BpsError]
     n_declared: int

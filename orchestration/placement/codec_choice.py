@@ -165,7 +165,7 @@ def choose(loads: Sequence[Load], machines: Sequence[Machine], copy_rates: Seque
     n_chosen = next(n for n, each in enumerate(times) if max(each[:2]) <= good_s)
     wire_s, kernels_s, wire_nbytes = times[n_chosen]
     return CodecChoice(frozenset(load.name for load in eligible[:n_chosen]), len(loads), wire_s, kernels_s,
-                  times[0][0], max(times[-1][:2]), plain_nbytes, wire_nbytes)
+                       times[0][0], max(times[-1][:2]), plain_nbytes, wire_nbytes)
 
 
 class _TimeModel:

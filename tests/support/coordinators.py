@@ -26,25 +26,25 @@ KEY = secrets.token_bytes(32)  # of this process alone: ports come back
 LIMIT_S = 20.0
 
 
-class Puppet:
+class FakeCoordinator:
     """A coordinator whose every word is the test's."""
 
     def __init__(self) -> None:
-        self._line = protocol.listen(elastic_key(KEY), "127.0.0.1")
-        self.address = f"127.0.0.1:{self._line.port}"
+        self._channel = protocol.listen(elastic_key(KEY), "127.0.0.1")
+        self.address = f"127.0.0.1:{self._channel.port}"
 
     def hear(self, n: int) -> list[Any]:
         """Return the next *n* messages, and no more."""
-        return receive(self._line, n)
+        return receive(self._channel, n)
 
     def say(self, *spoken: msgspec.Struct) -> None:
         """Say that to all who are there."""
         for message in spoken:
-            assert self._line.tell(message) == []
+            assert self._channel.tell(message) == []
 
     def close(self) -> None:
         """Be gone. Idempotent."""
-        self._line.close()
+        self._channel.close()
 
 
 class RealCoordinator:

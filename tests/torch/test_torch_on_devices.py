@@ -164,7 +164,8 @@ def backward_while_the_stream_stands_still():
         optimizer.zero_grad(set_to_none=not held_up)
         with held(device) as gate:
             if held_up:
-                device.place = lambda: HostDevice.place(device, gate.stream)  # torch's current stream, so to speak
+                # torch's current stream, so to speak
+                device.location = lambda: HostDevice.location(device, gate.stream)
             net(x).sum().backward()
             own = [p.grad.clone() for p in net.parameters()]
             is_held = held_up and not gate.stream.record().done()
@@ -173,7 +174,7 @@ def backward_while_the_stream_stands_still():
             optimizer.synchronize()
             timer.join()
             gate.stream.record().wait(LIMIT_S)
-            vars(device).pop("place", None)
+            vars(device).pop("location", None)
         with optimizer.skip_synchronize():
             optimizer.step()
         means += [torch.allclose(p.grad, bps.push_pull(grad, name=f"own {held_up} {i}"))

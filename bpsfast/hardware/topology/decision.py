@@ -41,7 +41,7 @@ def strategy_of(topology: Topology, settings: Settings, traffic: Traffic = OWN_G
         return choose(topology, traffic, direct=direct)
     if given is None:
         _log_once(logging.WARNING if topology.of(PartKind.GPU) else logging.INFO,
-              f"machine {topology.name} sums its gradients by OSDI'20's rule; for the best strategy {MISSING}")
+                  f"machine {topology.name} sums its gradients by OSDI'20's rule; for the best strategy {MISSING}")
         return nearest_socket_strategy(topology, paper_grouping(topology), traffic)
     _log_once(logging.INFO, f"machine {topology.name} sums its gradients as {given.by} asks")
     return solve_forced(topology, given, traffic, direct)
@@ -134,7 +134,7 @@ class StrategyReport:
         for pair in direct_pairs(self.topology):
             able.setdefault(pair.gpu, []).append(pair.card)
         answers = {**{gpu: f"can, to {', '.join(cards)}" for gpu, cards in able.items()},
-                **{gpu: f"cannot: {reason}" for gpu, reason in refusal_reasons(self.topology)}}
+                   **{gpu: f"cannot: {reason}" for gpu, reason in refusal_reasons(self.topology)}}
         head = f"Directly to a network card (gpu_direct, {'on' if self.is_direct else 'off'}; never measured):"
         gpus = [f"  {part.name} {answers[part.name]}" for part in self.topology.of(PartKind.GPU)] if answers else []
         return ["", head, *gpus] if gpus else []

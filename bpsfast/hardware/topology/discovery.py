@@ -228,10 +228,7 @@ class Cpu:
 
 def cpu(tree: Tree) -> Cpu:
     """Return the model of the processors, which is the same for all of a machine."""
-    told: dict[str, str] = {}
-    for line in (tree.text("proc/cpuinfo") or "").splitlines():
-        key, _, value = line.partition(":")
-        told.setdefault(key.strip(), value.strip())
+    told = tree.fields("proc/cpuinfo")
     family, model = (int(told[key]) if told.get(key, "").isdecimal() else 0 for key in ("cpu family", "model"))
     return Cpu(told.get("vendor_id", ""), family, model, told.get("model name", ""))
 

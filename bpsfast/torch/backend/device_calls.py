@@ -63,8 +63,9 @@ class DeviceCall:
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes == 0:
             return _StagedTensor(tensor, None, torch.empty(tensor.shape, dtype=tensor.dtype))
-        place = arrays.of_torch(tensor) if tensor.is_cuda else host_device().place()
-        staging_buffer = StagingBuffer(self._session.devices.staging_buffers, place, tensor.data_ptr(), nbytes, tensor)
+        location = arrays.of_torch(tensor) if tensor.is_cuda else host_device().location()
+        staging_buffer = StagingBuffer(self._session.devices.staging_buffers, location, tensor.data_ptr(), nbytes,
+                                       tensor)
         flat = torch.from_numpy(staging_buffer.region.array[:nbytes])
         return _StagedTensor(tensor, staging_buffer, flat.view(tensor.dtype).view(tensor.shape))
 
@@ -94,7 +95,7 @@ class DeviceCall:
     def join(self) -> None:
         """Make the current streams wait for the results."""
         for staging_buffer, event in self._done:
-            staging_buffer.place.caller().wait(event)
+            staging_buffer.location.caller().wait(event)
 
     @contextlib.contextmanager
     def found(self) -> Iterator[None]:

@@ -211,8 +211,8 @@ def store_of(session: Session, timeout: timedelta) -> Any:
     key = f"torch/store/{next(session.extension(_store_numbers))}"
     if session.rank == 0:
         store = dist.TCPStore(session.host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        session.notices.publish(key, format_address(session.host, store.port).encode())
+        session.key_values.publish(key, format_address(session.host, store.port).encode())
         return store
-    found = session.notices.lookup(key, timeout.total_seconds(), "rank 0").decode()
+    found = session.key_values.lookup(key, timeout.total_seconds(), "rank 0").decode()
     host, port = parse_address(found, "rank 0")
     return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
