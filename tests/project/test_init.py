@@ -1,4 +1,4 @@
-"""The package's face: names, cost of importing, and a tree that was not built."""
+"""Tests the package's public names, the cost of importing it, and a tree that was not built."""
 from __future__ import annotations
 
 import os
