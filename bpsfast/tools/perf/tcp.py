@@ -117,8 +117,6 @@ class TcpEnd:
         """Return a description of this side."""
         return {"host": self._control.own_host, "streams": self.plan.pairs}
 
-    # -- runs -------------------------------------------------------------------------------------------------
-
     def prepare(self, nbytes: int, receives: bool) -> None:
         """Bind every slot of every stream to the landing buffer, for messages of *nbytes*."""
         self._nbytes = nbytes
