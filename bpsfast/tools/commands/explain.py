@@ -69,10 +69,7 @@ class Explanation:
 
 
 def explain(text: str) -> list[Explanation]:
-    """Return every meaning of a code, or of what is recognized in a pasted line, the most likely first.
-
-    Raises `ConfigError`, which suggests similar names, if nothing is recognized.
-    """
+    """Return the meanings of a code or pasted text, likely ones first; raise `ConfigError` with near names for none."""
     text = error_texts.plain(text).strip()
     found = _named(text) or _numbered(text) or _recognised(text)
     if not found:

@@ -21,10 +21,7 @@ from ...orchestration.errors import ConfigError
 
 
 class PeerPort(msgspec.Struct, frozen=True, kw_only=True):
-    """A usable port. `gid` is the text of the address of the GID that would be used.
-
-    `mtu` is that of the interface and `path_mtu` that of RDMA packets, in bytes; 0 if unknown.
-    """
+    """A usable port: `gid` as an address, `mtu` of the interface, `path_mtu` of RDMA packets (bytes, 0: unknown)."""
 
     name: str
     link_layer: str
